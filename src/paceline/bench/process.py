@@ -1,0 +1,80 @@
+"""A worker as its parent sees it: a child process with one method, `call`.
+
+The child has its own session, so that Ctrl-C reaches the parent alone and the parent decides. Closing ends the child
+and whatever the child started, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SERVE = Path(__file__).with_name("serve.py")
+
+
+class WorkerError(RuntimeError):
+    """The worker said no, or died; the message says why."""
+
+
+class WorkerProcess:
+    def __init__(self, worker: Path, python: str = sys.executable, env: Mapping[str, str] | None = None) -> None:
+        self.log = tempfile.NamedTemporaryFile("w+", prefix=f"paceline-{worker.stem}-", suffix=".log")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [python, str(SERVE), str(worker)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            env={**os.environ, **(env or {})},
+            text=True,
+            start_new_session=True,
+        )
+
+    def call(self, cmd: str, **params: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps({"cmd": cmd, **params}) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            code = self.process.wait()
+            raise WorkerError(f"the worker died (exit code {code}): {self._last_words()}")
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise WorkerError(reply["error"])
+        return reply
+
+    def close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()  # an idle worker ends by itself now
+        for sign, patience_s in ((None, 2), (signal.SIGTERM, 5), (signal.SIGKILL, 5)):
+            if sign is not None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.process.pid, sign)  # its own session: the group is the child and its children
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(patience_s)
+                break
+        self.process.stdout.close()
+        self.log.close()
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            lines = Path(self.log.name).read_text(errors="replace").strip().splitlines()
+            return " | ".join(line.strip() for line in lines[-3:]) or "it left no message"
+        return "its log is gone"
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

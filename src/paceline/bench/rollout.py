@@ -1,0 +1,287 @@
+"""`paceline bench rollout`: models × engines × modes × batch sizes, measured so that nobody has an advantage.
+
+Every engine lives in a child process with the same number of threads, and all of them are given the same token ids,
+at the same temperature, for exactly max_tokens tokens (EOS is ignored). A repeat visits every cell once, starting at
+another cell each time, so that a machine that slows down slows down everybody; the figure is the median over
+repeats, after one warm-up each. Prefix caching is off in every engine, and a new repeat takes new prompts: nobody gets
+a free prefill or a history to copy from. With num_generations > 1 a round holds groups of samples of one prompt, as in
+RL; samples then see their siblings (never an earlier round), and prompt sharing is on where an engine has it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.bench.process import WorkerError, WorkerProcess
+from paceline.cluster import vllm_python
+from paceline.config import Config
+from paceline.tasks.prompts import Prompt, encode
+
+ENGINES = ("paceline", "hf", "vllm")
+MODES = ("plain", "ngram", "suffix", "draft_model")
+COLUMNS = {
+    "model": "model",
+    "engine": "engine",
+    "mode": "mode",
+    "batch": "batch",
+    "num_speculative_tokens": "k",
+    "tokens_per_s": "tokens/s",
+    "best_tokens_per_s": "best",
+    "speedup": "speed-up",
+    "mean_acceptance_length": "mean accepted length",
+    "step_ms": "step ms",
+    "step_cost": "step cost",
+    "note": "note",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    models: tuple[str, ...]
+    engines: tuple[str, ...] = ENGINES
+    modes: tuple[str, ...] = ("plain",)
+    draft_lengths: tuple[int, ...] = (4,)
+    batches: tuple[int, ...] = (1, 4, 16)
+    max_tokens: int = 64
+    temperature: float = 1.0
+    repeats: int = 3
+    threads: int = 2
+    num_generations: int = 1
+    seed: int = 0
+    config: Config = field(default_factory=Config)  # dtype, device and paceline's own settings
+
+    def __post_init__(self) -> None:
+        for name, given, known in (("engines", self.engines, ENGINES), ("modes", self.modes, MODES)):
+            for value in given:
+                if value not in known:
+                    raise ValueError(f"--{name} {value!r}: not one of {', '.join(known)}")
+        for name in ("models", "engines", "modes", "draft_lengths", "batches"):
+            if not getattr(self, name):
+                raise ValueError(f"--{name}: give at least one")
+        for name in ("max_tokens", "repeats", "threads", "num_generations"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
+        if min(self.batches) < 1 or min(self.draft_lengths) < 1:
+            raise ValueError("--batch and --k: must be at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"--temperature {self.temperature}: must be a finite number >= 0 (0 is greedy)")
+        if self.num_generations > 1 and any(batch % self.num_generations for batch in self.batches):
+            raise ValueError(
+                f"--num-generations {self.num_generations}: every batch size of {self.batches} must be a multiple of it"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    model: str
+    engine: str
+    mode: str
+    k: int  # 0 in plain mode
+    batch: int
+
+
+class Bench:
+    """Holds what was measured so far, so that an interrupted bench still has something to show."""
+
+    def __init__(self, settings: Settings, prompts: Sequence[Prompt]) -> None:
+        self.settings, self.prompts = settings, list(prompts)
+        self.rounds: dict[Case, list[dict[str, Any]]] = {}
+        self.notes: dict[Case, str] = {}
+        self._pool: OrderedDict[Case, WorkerProcess] = OrderedDict()  # least recently used first
+
+    def cases(self) -> list[Case]:
+        s = self.settings
+        modes = [(mode, k) for mode in s.modes for k in ((0,) if mode == "plain" else s.draft_lengths)]
+        return [
+            Case(model, engine, mode, k, batch)
+            for model in s.models
+            for batch in s.batches
+            for mode, k in modes
+            for engine in s.engines
+        ]
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self.cases()) * (1 + self.settings.repeats)
+
+    def run(self, progress: Callable[[Case, str], None] = lambda case, what: None) -> None:
+        for model in self.settings.models:
+            directory, ids = self._open(model)
+            mine = [case for case in self.cases() if case.model == model]
+            for repeat in range(-1, self.settings.repeats):  # -1 is the warm-up
+                turn = max(repeat, 0) % len(mine)
+                for case in mine[turn:] + mine[:turn]:
+                    progress(case, "warm-up" if repeat < 0 else f"repeat {repeat + 1}")
+                    if case not in self.notes:
+                        self._round(case, repeat, directory, ids)
+            self.close()
+
+    def _open(self, model: str) -> tuple[Path, list[tuple[int, ...]]]:
+        from paceline.model.store import load_tokenizer, resolve
+
+        directory = resolve(model)
+        tokenizer = load_tokenizer(directory)
+        return directory, [encode(tokenizer, prompt) for prompt in self.prompts]
+
+    def _round(self, case: Case, repeat: int, directory: Path, ids: list[tuple[int, ...]]) -> None:
+        s = self.settings
+        group = s.num_generations
+        first = (repeat + 1) * max(s.batches)
+        chosen = [(first + i // group) % len(ids) for i in range(case.batch)]
+        try:
+            worker = self._worker(case, directory, max(map(len, ids)))
+            reply = worker.call(
+                "run",
+                prompts=[ids[i] for i in chosen],
+                problems=[f"{repeat}/{case.batch}/{i}" for i in chosen],
+                max_tokens=s.max_tokens if repeat >= 0 else min(s.max_tokens, 8),
+                temperature=s.temperature,
+                seed=s.seed + repeat + 1,
+                mode=case.mode,
+                k=case.k,
+            )
+        except (WorkerError, ValueError) as error:
+            self.notes[case] = " ".join(str(error).split())
+            return
+        if repeat >= 0:
+            assert reply["num_tokens"] == case.batch * s.max_tokens, "an engine stopped early: tokens/s would be unfair"
+            self.rounds.setdefault(case, []).append(reply)
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+
+    def _worker(self, case: Case, directory: Path, longest: int) -> WorkerProcess:
+        """The process for this case. Speculation is fixed when an engine is built, so modes do not share one; but
+        transformers builds nothing, and all batch sizes share."""
+        key = replace(case, batch=0, **({"mode": "", "k": 0} if case.engine == "hf" else {}))
+        if key in self._pool:
+            self._pool.move_to_end(key)
+            return self._pool[key]
+        self._make_room(directory)
+        worker = self._start(case.engine)
+        try:
+            worker.call("load", **self._load_settings(case, directory, longest))
+        except BaseException:
+            worker.close()
+            raise
+        self._pool[key] = worker
+        return worker
+
+    def _start(self, engine: str) -> WorkerProcess:
+        threads = self.settings.threads
+        env = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if engine == "vllm":
+            python = vllm_python.find_python()
+            return WorkerProcess(vllm_python.WORKER, python, env | vllm_python.environment(threads))
+        return WorkerProcess(Path(__file__).with_name(f"{engine}_worker.py"), sys.executable, env)
+
+    def _load_settings(self, case: Case, directory: Path, longest: int) -> dict[str, Any]:
+        s = self.settings
+        common = {"model": str(directory), "dtype": s.config.model.dtype, "device": s.config.model.device}
+        if case.engine == "hf":
+            return {**common, "threads": s.threads}
+        if case.engine == "paceline":
+            return {"config": self._paceline_config(case, directory).model_dump(mode="json")}
+        speculation: dict[str, Any] = {}
+        if case.mode == "ngram":
+            chosen = s.config.speculation
+            speculation = {"prompt_lookup_min": chosen.prompt_lookup_min, "prompt_lookup_max": chosen.prompt_lookup_max}
+        elif case.mode == "draft_model":
+            speculation = {"model": s.config.speculation.draft_model}
+        return {
+            **common,
+            "mode": case.mode,
+            "k": case.k,
+            "speculation": speculation,
+            "max_num_seqs": max(s.batches),
+            "max_model_len": longest + s.max_tokens + case.k + 1,
+            "prefix_caching": s.num_generations > 1,
+        }
+
+    def _paceline_config(self, case: Case, directory: Path) -> Config:
+        s, config = self.settings, self.settings.config
+        speculation = {"method": "none" if case.mode == "plain" else case.mode, "num_speculative_tokens": case.k}
+        engine = {
+            "max_num_seqs": max(s.batches),
+            "threads": s.threads,
+            "prefix_sharing": s.num_generations > 1,
+        }
+        if case.mode == "draft_model" and config.speculation.draft_model is None:
+            raise ValueError("mode draft_model needs a model: --set speculation.draft_model=NAME (or layers:N)")
+        return config.model_copy(
+            update={
+                "model": config.model.model_copy(update={"name": str(directory)}),
+                "engine": config.engine.model_copy(update=engine),
+                "speculation": config.speculation.model_copy(update=speculation),
+            }
+        )
+
+    def _make_room(self, directory: Path) -> None:
+        """Close the workers that waited longest while memory would not hold one more (they come back when needed)."""
+        weights = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+        while self._pool and (free := available_memory()) is not None and free < 3 * weights + (1 << 30):
+            self._pool.popitem(last=False)[1].close()
+
+    def close(self) -> None:
+        while self._pool:
+            self._pool.popitem()[1].close()
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One per case, in order; figures are None where nothing was measured, and the note says why."""
+        return [self._row(case) for case in self.cases()]
+
+    def _row(self, case: Case) -> dict[str, Any]:
+        rounds = self.rounds.get(case, [])
+        plain = self.rounds.get(replace(case, mode="plain", k=0), [])
+        rates = [r["num_tokens"] / r["seconds"] for r in rounds]
+        plain_rates = [r["num_tokens"] / r["seconds"] for r in plain]
+        step, plain_step = median_step(rounds), median_step(plain)
+        counts = {
+            name: sum(r[name] for r in rounds) if rounds and name in rounds[0] else None
+            for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+        }
+        acceptance = None
+        if rounds and case.mode == "plain":
+            acceptance = 1.0
+        elif counts["num_drafts"]:
+            acceptance = 1 + counts["num_accepted_tokens"] / counts["num_drafts"]
+        median = statistics.median(rates) if rates else None
+        return {
+            "model": case.model,
+            "engine": case.engine,
+            "mode": case.mode,
+            "batch": case.batch,
+            "num_speculative_tokens": case.k,
+            "tokens_per_s": median,
+            "best_tokens_per_s": max(rates, default=None),
+            "speedup": median / statistics.median(plain_rates) if median and plain_rates else None,
+            "mean_acceptance_length": acceptance,
+            "step_ms": step * 1e3 if step else None,
+            "step_cost": step / plain_step if step and plain_step else None,
+            **counts,
+            "num_rounds": len(rounds),
+            "note": self.notes.get(case),
+        }
+
+
+def median_step(rounds: Sequence[dict[str, Any]]) -> float | None:
+    steps = [second for r in rounds for second in r["step_s"]]
+    return statistics.median(steps) if steps else None
+
+
+def available_memory() -> int | None:
+    """Bytes that a new process could use; None where the system does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None

@@ -1,0 +1,259 @@
+"""One tree of settings: defaults, then a TOML file, then `a.b=c` overrides; each later one wins.
+
+A key that does not exist is an error that names the nearest one that does; so is a value of the wrong type. Once
+made, a Config never changes. No torch here: commands that only look at settings start at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from paceline.types import SamplingParams
+
+
+class ConfigError(ValueError):
+    """A setting that can't be used: names the key, the value and the way out."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def _int_keys(value: Any) -> Any:
+    """TOML writes every key as a string: {"1": 4} means {1: 4}."""
+    if isinstance(value, dict):
+        return {int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in value.items()}
+    return value
+
+
+DraftLength = Annotated[int, Field(ge=0, le=256)]
+DraftLengths = Annotated[
+    dict[Annotated[int, Field(ge=1)], DraftLength], Field(min_length=1), BeforeValidator(_int_keys)
+]
+
+
+class ModelSection(Section):
+    name: str = "smollm2-135m"  # a name `paceline pull` knows, a Hugging Face directory, or a hub id
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+
+
+class EngineSection(Section):
+    max_num_seqs: Annotated[int, Field(ge=1)] = 32  # rows in a step
+    max_num_batched_tokens: Annotated[int, Field(ge=1)] = 512  # query tokens in a step; longer prompts are chunked
+    kv_tokens: Annotated[int, Field(ge=1)] | None = None  # KV memory in tokens; None: enough for max_num_seqs
+    prefix_sharing: bool = True  # a prompt that several requests share is computed once
+    native: bool = True  # compiled CPU kernels; false: plain torch
+    threads: Annotated[int, Field(ge=1)] | None = None  # None: torch's own choice
+
+
+class SpeculationSection(Section):
+    method: Literal["none", "ngram", "suffix", "draft_model"] = "none"
+    # One draft length, or {batch size upper bound: draft length}; batches above the last bound do not speculate.
+    num_speculative_tokens: DraftLength | DraftLengths = 4
+    rule: Literal["coupled", "rejection", "block"] = "coupled"
+    draft_model: str | None = None  # for method = "draft_model": as model.name, with the same vocabulary
+    prompt_lookup_min: Annotated[int, Field(ge=1)] = 2
+    prompt_lookup_max: Annotated[int, Field(ge=1)] = 5
+    suffix_min_match: Annotated[int, Field(ge=1)] = 1  # shorter matches are not drafted from
+    suffix_max_bytes: Annotated[int, Field(ge=1 << 16)] = 1 << 30  # history beyond this is forgotten, oldest first
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SpeculationSection:
+        if self.method == "draft_model" and self.draft_model is None:
+            raise ValueError(
+                'speculation.draft_model is not set, but speculation.method = "draft_model"; '
+                "give a model name, directory or hub id"
+            )
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"speculation.prompt_lookup_min = {self.prompt_lookup_min}: must be at most "
+                f"speculation.prompt_lookup_max = {self.prompt_lookup_max}"
+            )
+        return self
+
+
+class SamplingSection(Section):
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 128
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _valid(self) -> SamplingSection:
+        self.params()  # SamplingParams knows the ranges
+        return self
+
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            max_tokens=self.max_tokens,
+            stop=tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+        )
+
+
+class Config(Section):
+    model: ModelSection = ModelSection()
+    engine: EngineSection = EngineSection()
+    speculation: SpeculationSection = SpeculationSection()
+    sampling: SamplingSection = SamplingSection()
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The settings of a TOML file (or the defaults), with `a.b=c` overrides applied in order."""
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"config file {path} does not exist") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(tree, error))) from None
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"override {override!r} is not of the form section.key=value")
+    for depth, part in enumerate(parts[:-1], 1):
+        tree = tree.setdefault(part, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"override {override!r}: {'.'.join(parts[:depth])} is a value, not a section")
+    tree[parts[-1]] = _parse(key.strip(), text.strip())
+
+
+def _parse(key: str, text: str) -> Any:
+    """A TOML value, or a bare word as a string: `model.name=smollm2-135m` needs no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        if text and text[0] not in "[{\"'" and "\n" not in text:
+            return text
+        raise ConfigError(f"{key} = {text}: not a TOML value; write strings as {key}='\"text\"'") from None
+
+
+def _explain(tree: Mapping[str, Any], error: ValidationError) -> list[str]:
+    """One line per mistake. A union reports one error per member: those are gathered under their key."""
+    lines: list[str] = []
+    seen: set[str] = set()
+    for detail in error.errors():
+        path = _key_path(detail["loc"])
+        key = ".".join(path)
+        if key in seen:
+            continue
+        seen.add(key)
+        if detail["type"] == "extra_forbidden":
+            lines.append(f"unknown key {key}: {_nearest(path)}")
+        elif detail["type"] == "value_error":  # the sections' own checks name key, value and remedy themselves
+            lines.append(str(detail["ctx"]["error"]))
+        else:
+            lines.append(f"{key} = {_look_up(tree, path)!r}: expected {_expected(path)}")
+    return lines
+
+
+def _key_path(location: tuple[int | str, ...]) -> list[str]:
+    """The part of pydantic's location that a user would write: sections and key, without union members."""
+    path: list[str] = []
+    section: type[BaseModel] | None = Config
+    for step in map(str, location):
+        path.append(step)
+        field = section.model_fields.get(step) if section else None
+        section = _as_section(field.annotation) if field else None
+        if section is None:
+            break
+    return path
+
+
+def _nearest(path: list[str]) -> str:
+    *parents, leaf = path
+    section = _section_at(parents)
+    keys = list(section.model_fields)
+    if close := difflib.get_close_matches(leaf, keys, n=1, cutoff=0.6):
+        return f"did you mean {'.'.join([*parents, close[0]])}?"
+    everywhere = all_keys()
+    for cutoff in (1.0, 0.8):  # the right word in the wrong section
+        leaves = {key.rpartition(".")[2]: key for key in everywhere}
+        if close := difflib.get_close_matches(leaf, leaves, n=1, cutoff=cutoff):
+            return f"did you mean {leaves[close[0]]}?"
+    return f"the keys of {'.'.join(parents) or 'a config'} are {', '.join(keys)}"
+
+
+def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Every dotted key there is."""
+    keys: list[str] = []
+    for name, field in section.model_fields.items():
+        inner = _as_section(field.annotation)
+        keys += all_keys(inner, f"{prefix}{name}.") if inner else [prefix + name]
+    return keys
+
+
+def _as_section(annotation: Any) -> type[BaseModel] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _section_at(path: Sequence[str]) -> type[BaseModel]:
+    section: type[BaseModel] = Config
+    for part in path:
+        section = _as_section(section.model_fields[part].annotation) or section
+    return section
+
+
+def _look_up(tree: Any, path: Sequence[str]) -> Any:
+    for part in path:
+        tree = tree[part]
+    return tree
+
+
+def _expected(path: list[str]) -> str:
+    *parents, leaf = path
+    field = _section_at(parents).model_fields[leaf]
+    return _describe(field.annotation, field.metadata)
+
+
+def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """An annotation in a user's words: `int | None` is "an integer >= 1"."""
+    if _as_section(annotation):
+        return f"a section with the keys {', '.join(annotation.model_fields)}"
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        fields = [m.metadata if hasattr(m, "metadata") else [m] for m in args[1:]]
+        return _describe(args[0], [m for group in fields for m in group])
+    if origin is Literal:
+        return "one of " + ", ".join(f'"{arg}"' for arg in args)
+    if origin in (Union, UnionType):
+        return " or ".join(_describe(arg) for arg in args if arg is not type(None))
+    if origin is dict:
+        return f"a table from {_describe(args[0])} to {_describe(args[1])}"
+    if origin is list:
+        return f"a list of {_describe(args[0]).removeprefix('a ').removeprefix('an ')}s"
+    words = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+    text = words.get(annotation, str(annotation))
+    for rule in metadata:
+        for name, sign in (("ge", ">="), ("le", "<="), ("pattern", "matching")):
+            if (bound := getattr(rule, name, None)) is not None:
+                text += f" {sign} {bound}"
+    return text

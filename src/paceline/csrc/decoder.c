@@ -1,0 +1,337 @@
+/* The decoder's arithmetic on CPUs, float32.
+ *
+ * What always holds: an output has the same bits whatever other rows are in the call and however many threads run,
+ * because every output is one chain of fused multiply-adds in the order of k, in every blocking. A chain may be
+ * interrupted (its partial sum goes through memory unrounded); it is never split in two that are added at the end.
+ *
+ * Shapes: T tokens, D hidden, H query heads, G key/value heads, E head dimension, I intermediate.
+ */
+#include "vec.h"
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("no-schedule-insns") /* it would hoist loads until the accumulators spill */
+#endif
+
+/* Rows that one pass over a panel serves: as many as leave the accumulators in registers. */
+#if LANES == 16
+#define MAX_ROWS 12
+#elif LANES == 8
+#define MAX_ROWS 6
+#else
+#define MAX_ROWS 5
+#endif
+#define EACH_ROW UNROLL for (int r = 0; r < rows; r++)
+#define SMALL 4096 /* floats of work below which waking the other threads costs more than it brings */
+
+/* acc[r][0..16) += x[r][k] * panel[k][0..16) for `num_k` k's: the only matrix product here. On the way it fetches
+ * `lines` cache lines from `ahead` for every four k's. */
+INLINE void product(int rows, int64_t num_k, const float *x, int64_t x_stride, const float *panel, int64_t panel_stride,
+                    vf acc[][NV], const char *ahead, int lines) {
+    int64_t k = 0;
+    for (; k + 4 <= num_k; k += 4, ahead += lines * 64) {
+        if (lines) __builtin_prefetch(ahead, 0, 2);
+#if defined(__ARM_NEON)
+        /* Four k's of x in one register: a broadcast from memory would occupy a multiplier's pipe. The assembler's
+         * form, because compilers copy accumulators around vfmaq_laneq_f32. */
+        float32x4_t xs[MAX_ROWS];
+        EACH_ROW xs[r] = vld1q_f32(x + r * x_stride + k);
+#define FMA(j) __asm__("fmla %0.4s, %1.4s, %2.s[" #j "]" : "+w"(acc[r][c]) : "w"(w[c]), "w"(xs[r]))
+#else
+#define FMA(j) acc[r][c] = fma_v(splat(x[r * x_stride + k + j]), w[c], acc[r][c])
+#endif
+#define STEP(j)                                                                                                        \
+    {                                                                                                                  \
+        vf w[NV];                                                                                                      \
+        EACH_VEC w[c] = load(panel + (k + j) * panel_stride + c * LANES);                                              \
+        EACH_ROW EACH_VEC FMA(j);                                                                                      \
+    }
+        STEP(0) STEP(1) STEP(2) STEP(3)
+#undef STEP
+#undef FMA
+    }
+    for (; k < num_k; k++) {
+        vf w[NV];
+        EACH_VEC w[c] = load(panel + k * panel_stride + c * LANES);
+        EACH_ROW EACH_VEC acc[r][c] = fma_v(splat(x[r * x_stride + k]), w[c], acc[r][c]);
+    }
+}
+
+/* f(n, a) with n as a constant, so that f is compiled for that many rows. */
+#define CASE(n, f, a)                                                                                                  \
+    case n: f(n, a); break;
+#if LANES == 16
+#define MORE(f, a)                                                                                                     \
+    CASE(6, f, a) CASE(7, f, a) CASE(8, f, a) CASE(9, f, a) CASE(10, f, a) CASE(11, f, a) CASE(12, f, a)
+#elif LANES == 8
+#define MORE(f, a) CASE(6, f, a)
+#else
+#define MORE(f, a)
+#endif
+#define WITH_ROWS(n, f, a)                                                                                             \
+    switch (n) { CASE(1, f, a) CASE(2, f, a) CASE(3, f, a) CASE(4, f, a) CASE(5, f, a) MORE(f, a) }
+
+/* ---- linear: x [T, K], panels [ceil(N/16), K, 16] -> y [T, N] ---- */
+
+typedef struct {
+    const float *x, *panel, *bias;
+    float *y;
+    int64_t num_k, num_n;
+    int width;         /* of this panel: 16; the last one perhaps less */
+    const char *ahead; /* where the next panel's lines are still to be fetched, or 0 */
+} LinearPass;
+
+INLINE void linear_rows(int rows, const LinearPass *a) {
+    vf acc[MAX_ROWS][NV];
+    EACH_ROW EACH_VEC acc[r][c] = (vf){0};
+    if (a->ahead)
+        product(rows, a->num_k, a->x, a->num_k, a->panel, 16, acc, a->ahead, 1);
+    else
+        product(rows, a->num_k, a->x, a->num_k, a->panel, 16, acc, 0, 0);
+    EACH_ROW {
+        float *y = a->y + r * a->num_n;
+        if (a->width == 16 && !a->bias) {
+            EACH_VEC store(y + c * LANES, acc[r][c]);
+        } else {
+            float out[16];
+            EACH_VEC store(out + c * LANES, acc[r][c]);
+            for (int i = 0; i < a->width; i++) y[i] = a->bias ? out[i] + a->bias[i] : out[i];
+        }
+    }
+}
+
+/* Panels outside, rows inside: the weights come from memory once. */
+void linear(const float *x, const float *panels, const float *bias, float *y, int64_t num_rows, int64_t num_k,
+            int64_t num_n) {
+    int64_t num_panels = (num_n + 15) / 16;
+#pragma omp parallel for schedule(static)
+    for (int64_t p = 0; p < num_panels; p++) {
+        int64_t passes = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+        const char *next = (const char *)(panels + (p + 1) * num_k * 16), *end = next + num_k * 64;
+        LinearPass a = {x, panels + p * num_k * 16, bias ? bias + p * 16 : 0, y + p * 16, num_k, num_n};
+        a.width = num_n - p * 16 < 16 ? (int)(num_n - p * 16) : 16;
+        /* One pass is bound by memory, and the hardware fetches best alone. Several are bound by arithmetic:
+         * the next panel can come in meanwhile. */
+        a.ahead = passes > 1 ? next : 0;
+        for (int64_t left = num_rows; left > 0; passes--) {
+            int rows = (int)((left + passes - 1) / passes);
+            WITH_ROWS(rows, linear_rows, &a)
+            left -= rows;
+            a.x += rows * num_k;
+            a.y += rows * num_n;
+            if (a.ahead && (a.ahead += num_k / 4 * 64) >= end) a.ahead = 0;
+        }
+    }
+}
+
+void embed(const int64_t *tokens, const float *panels, float *y, int64_t num_rows, int64_t num_k) {
+#pragma omp parallel for schedule(static) if (num_rows * num_k > SMALL)
+    for (int64_t t = 0; t < num_rows; t++) {
+        const float *from = panels + tokens[t] / 16 * num_k * 16 + tokens[t] % 16;
+        for (int64_t k = 0; k < num_k; k++) y[t * num_k + k] = from[k * 16];
+    }
+}
+
+/* ---- norms and activations ---- */
+
+INLINE void norm_row(const float *x, const float *weight, float eps, float *y, int64_t dim) {
+    vf acc[NV];
+    EACH_VEC acc[c] = (vf){0};
+    int64_t i = 0;
+    for (; i + 16 <= dim; i += 16) EACH_VEC {
+        vf v = load(x + i + c * LANES);
+        acc[c] = fma_v(v, v, acc[c]);
+    }
+    float tail[16] = {0};
+    memcpy(tail, x + i, (dim - i) * sizeof(float));
+    EACH_VEC acc[c] = fma_v(load(tail + c * LANES), load(tail + c * LANES), acc[c]);
+    float scale = 1.f / sqrtf(sum16(acc) / dim + eps);
+    for (i = 0; i < dim; i++) y[i] = weight[i] * (x[i] * scale);
+}
+
+void norm(const float *x, const float *weight, float eps, float *y, int64_t num_rows, int64_t dim) {
+#pragma omp parallel for schedule(static) if (num_rows * dim > SMALL)
+    for (int64_t t = 0; t < num_rows; t++) norm_row(x + t * dim, weight, eps, y + t * dim, dim);
+}
+
+/* x += y, y = norm(x) */
+void add_norm(float *x, float *y, const float *weight, float eps, int64_t num_rows, int64_t dim) {
+#pragma omp parallel for schedule(static) if (num_rows * dim > SMALL)
+    for (int64_t t = 0; t < num_rows; t++) {
+        float *restrict xr = x + t * dim, *restrict yr = y + t * dim;
+        for (int64_t i = 0; i < dim; i++) xr[i] += yr[i];
+        norm_row(xr, weight, eps, yr, dim);
+    }
+}
+
+INLINE vf silu_mul_v(vf gate, vf up) { return gate / (exp_v(-gate) + 1.f) * up; }
+
+/* gate_up [T, 2I] -> y [T, I] */
+void silu_mul(const float *gate_up, float *y, int64_t num_rows, int64_t dim) {
+#pragma omp parallel for schedule(static) if (num_rows > 1 && num_rows * dim > SMALL)
+    for (int64_t t = 0; t < num_rows; t++) {
+        const float *gate = gate_up + t * 2 * dim, *up = gate + dim;
+        int64_t i = 0;
+        for (; i + LANES <= dim; i += LANES) store(y + t * dim + i, silu_mul_v(load(gate + i), load(up + i)));
+        for (; i < dim; i++) y[t * dim + i] = silu_mul_v(splat(gate[i]), splat(up[i]))[0];
+    }
+}
+
+/* In place on qkv [T, (H + 2G) * E]: the heads' norms where the model has them, then the half-split rotation. */
+void rotate(float *qkv, const float *q_norm, const float *k_norm, float eps, const float *cos, const float *sin,
+            const int64_t *positions, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t dim) {
+    int64_t half = dim / 2, width = (num_heads + 2 * num_kv_heads) * dim;
+#pragma omp parallel for schedule(static) if (num_rows * width > SMALL)
+    for (int64_t t = 0; t < num_rows; t++) {
+        const float *restrict c = cos + positions[t] * half, *restrict s = sin + positions[t] * half;
+        for (int64_t h = 0; h < num_heads + num_kv_heads; h++) {
+            float *restrict a = qkv + t * width + h * dim, *restrict b = a + half;
+            const float *weight = h < num_heads ? q_norm : k_norm;
+            if (weight) norm_row(a, weight, eps, a, dim);
+            for (int64_t i = 0; i < half; i++) {
+                float x = a[i], y = b[i];
+                a[i] = x * c[i] - y * s[i];
+                b[i] = y * c[i] + x * s[i];
+            }
+        }
+    }
+}
+
+/* ---- paged attention ---- */
+
+#define BLOCK 16 /* positions per KV block */
+
+/* One forward, the same for every layer. A tile is some of a row's (query, head of a group) pairs, which share the
+ * row's keys and values: tiles[i] = row, first pair, number of pairs. */
+typedef struct {
+    float *k, *v; /* [L, num_blocks, G, E, BLOCK], [L, num_blocks, G, BLOCK, E] */
+    const int64_t *slots;
+    const int32_t *query_start, *context, *tables, *tiles;
+    int64_t num_blocks, max_blocks, num_tiles, num_tokens, num_heads, num_kv_heads, dim;
+} Plan;
+
+typedef struct {
+    const float *x, *panel;
+    float *out;
+    int64_t x_stride, out_stride, num_k;
+} ScorePass;
+
+INLINE void score_rows(int rows, const ScorePass *a) {
+    vf acc[MAX_ROWS][NV];
+    EACH_ROW EACH_VEC acc[r][c] = (vf){0};
+    product(rows, a->num_k, a->x, a->x_stride, a->panel, BLOCK, acc, 0, 0);
+    EACH_ROW EACH_VEC store(a->out + r * a->out_stride + c * LANES, acc[r][c]);
+}
+
+typedef struct {
+    const float *weights; /* [rows, weights_stride] over positions */
+    const float *v;       /* of this layer and head: block b's values at v + b * v_stride */
+    const int32_t *table;
+    float *out; /* 16 features of every row */
+    int64_t weights_stride, v_stride, dim, from, to;
+} ValuePass;
+
+/* out[r] += sum of weights[r][p] * value[p] over positions p in [from, to), in their order */
+INLINE void value_rows(int rows, const ValuePass *a) {
+    vf acc[MAX_ROWS][NV];
+    EACH_ROW EACH_VEC acc[r][c] = load(a->out + r * a->dim + c * LANES);
+    for (int64_t p = a->from; p < a->to;) {
+        int64_t stop = (p / BLOCK + 1) * BLOCK < a->to ? (p / BLOCK + 1) * BLOCK : a->to;
+        const float *v = a->v + a->table[p / BLOCK] * a->v_stride + p % BLOCK * a->dim;
+        product(rows, stop - p, a->weights + p, a->weights_stride, v, a->dim, acc, 0, 0);
+        p = stop;
+    }
+    EACH_ROW EACH_VEC store(a->out + r * a->dim + c * LANES, acc[r][c]);
+}
+
+static void add_values(int rows, ValuePass a) {
+    int64_t e = 0;
+    for (; e + 16 <= a.dim; e += 16, a.v += 16, a.out += 16) WITH_ROWS(rows, value_rows, &a)
+    for (; e < a.dim; e++, a.v++, a.out++) /* the same chain, one feature at a time */
+        for (int r = 0; r < rows; r++)
+            for (int64_t p = a.from; p < a.to; p++)
+                a.out[r * a.dim] = fmaf(a.weights[r * a.weights_stride + p],
+                                        a.v[a.table[p / BLOCK] * a.v_stride + p % BLOCK * a.dim], a.out[r * a.dim]);
+}
+
+/* scores[0..limit) -> e^(score - max); returns 1 / their sum. Room for whole blocks; beyond limit become zeros. */
+static float softmax(float *scores, int64_t limit) {
+    int64_t end = (limit + BLOCK - 1) / BLOCK * BLOCK;
+    for (int64_t p = limit; p < end; p++) scores[p] = -INFINITY;
+    vf top[NV], sum[NV];
+    EACH_VEC top[c] = splat(-INFINITY), sum[c] = (vf){0};
+    for (int64_t p = 0; p < end; p += 16) EACH_VEC top[c] = max_v(load(scores + p + c * LANES), top[c]);
+    vf max = splat(max16(top));
+    for (int64_t p = 0; p < end; p += 16) EACH_VEC {
+        vf w = exp_v(load(scores + p + c * LANES) - max);
+        store(scores + p + c * LANES, w);
+        sum[c] += w;
+    }
+    return 1.f / sum16(sum);
+}
+
+static void attend(const Plan *plan, int64_t layer, const int32_t *tile, int64_t group, const float *q,
+                   int64_t q_stride, float *out) {
+    int64_t dim = plan->dim, heads = plan->num_heads / plan->num_kv_heads, row = tile[0], first = tile[1];
+    int64_t num_query = plan->query_start[row + 1] - plan->query_start[row], before = plan->context[row] - num_query;
+    int64_t num_pairs = tile[2], longest = before + (first + num_pairs - 1) / heads + 1;
+    int64_t num_blocks = (longest + BLOCK - 1) / BLOCK, width = num_blocks * BLOCK;
+    int64_t head_size = dim * BLOCK, stride = plan->num_kv_heads * head_size;
+    const float *k = plan->k + (layer * plan->num_blocks * plan->num_kv_heads + group) * head_size;
+    const float *v = plan->v + (layer * plan->num_blocks * plan->num_kv_heads + group) * head_size;
+    const int32_t *table = plan->tables + row * plan->max_blocks;
+    float *queries = scratch(num_pairs * (2 * dim + width)), *sums = queries + num_pairs * dim;
+    float *scores = sums + num_pairs * dim;
+    float scale = 1.f / sqrtf(dim);
+
+#define PAIR_QUERY(i) ((first + (i)) / heads)
+#define PAIR_AT(i, stride) ((plan->query_start[row] + PAIR_QUERY(i)) * (stride) + (group * heads + (first + (i)) % heads) * dim)
+    for (int64_t i = 0; i < num_pairs; i++)
+        for (int64_t e = 0; e < dim; e++) queries[i * dim + e] = q[PAIR_AT(i, q_stride) + e] * scale;
+    for (int64_t b = 0; b < num_blocks; b++) {
+        ScorePass a = {queries, k + table[b] * stride, scores + b * BLOCK, dim, width, dim};
+        for (int64_t i = 0; i < num_pairs; i += MAX_ROWS, a.x += MAX_ROWS * dim, a.out += MAX_ROWS * width) {
+            int rows = (int)(num_pairs - i < MAX_ROWS ? num_pairs - i : MAX_ROWS);
+            WITH_ROWS(rows, score_rows, &a)
+        }
+    }
+
+    /* A query sees what stands before it. The pairs of a pass go together as far as the first of them sees, then each
+     * goes on alone: nothing that a query must not see is ever multiplied in, not even by zero. */
+    memset(sums, 0, num_pairs * dim * sizeof(float));
+    for (int64_t i = 0; i < num_pairs; i += MAX_ROWS) {
+        int rows = (int)(num_pairs - i < MAX_ROWS ? num_pairs - i : MAX_ROWS);
+        float inverse[MAX_ROWS];
+        for (int r = 0; r < rows; r++) inverse[r] = softmax(scores + (i + r) * width, before + PAIR_QUERY(i + r) + 1);
+        int64_t common = before + PAIR_QUERY(i) + 1;
+        add_values(rows, (ValuePass){scores + i * width, v, table, sums + i * dim, width, stride, dim, 0, common});
+        for (int r = 0; r < rows; r++) {
+            int64_t limit = before + PAIR_QUERY(i + r) + 1;
+            float *sum = sums + (i + r) * dim, *to = out + PAIR_AT(i + r, plan->num_heads * dim);
+            if (limit > common)
+                add_values(1, (ValuePass){scores + (i + r) * width, v, table, sum, width, stride, dim, common, limit});
+            for (int64_t e = 0; e < dim; e++) to[e] = sum[e] * inverse[r];
+        }
+    }
+}
+
+/* Writes this call's keys and values to their slots, then q [T, H, E] over the context -> out [T, H * E]. */
+void attention(const Plan *plan, int64_t layer, const float *q, const float *k, const float *v, int64_t q_stride,
+               int64_t k_stride, int64_t v_stride, float *out) {
+    int64_t dim = plan->dim, groups = plan->num_kv_heads, layer_size = plan->num_blocks * groups * dim * BLOCK;
+#pragma omp parallel
+    {
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < plan->num_tokens; t++) {
+            int64_t block = plan->slots[t] / BLOCK, offset = plan->slots[t] % BLOCK;
+            for (int64_t g = 0; g < groups; g++) {
+                float *to = plan->k + layer * layer_size + (block * groups + g) * dim * BLOCK + offset;
+                for (int64_t e = 0; e < dim; e++) to[e * BLOCK] = k[t * k_stride + g * dim + e];
+                to = plan->v + layer * layer_size + ((block * groups + g) * BLOCK + offset) * dim;
+                memcpy(to, v + t * v_stride + g * dim, dim * sizeof(float));
+            }
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < plan->num_tiles * groups; i++)
+            attend(plan, layer, plan->tiles + i / groups * 3, i % groups, q, q_stride, out);
+    }
+}

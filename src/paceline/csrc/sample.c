@@ -1,0 +1,284 @@
+/* From logits to tokens on CPUs. `model/sample.py` is the slow twin and says what the distribution is.
+ *
+ * A draw is a race: token v arrives at E_v / w_v with E_v = -log1p(-u_v) and u_v = (r_v + 1/2) / 2^32, where r_v is word
+ * v mod 4 of Philox4x32-10 at counter (v div 4, position, stream, position's high half). Since E_v >= u_v, v cannot win
+ * unless u_v < best * w_v: that integer-like test decides nearly all of the vocabulary, and tokens whose weight is so
+ * small that even the least u_v is too large need no noise at all. What is left is compared in double, ties to the
+ * lower token, so the winner is that of the full race. A row is drawn by one thread: its bits depend on nothing else.
+ */
+#include "vec.h"
+
+#define CHUNK 64 /* tokens that are raced together: 16 Philox counters */
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+
+INLINE void multiply(vu a, uint32_t m, vu *high, vu *low) {
+#if defined(__ARM_NEON)
+    uint64x2_t first = vmull_u32(vget_low_u32((uint32x4_t)a), vdup_n_u32(m));
+    uint64x2_t second = vmull_high_u32((uint32x4_t)a, vdupq_n_u32(m));
+    *low = (vu)vuzp1q_u32((uint32x4_t)first, (uint32x4_t)second);
+    *high = (vu)vuzp2q_u32((uint32x4_t)first, (uint32x4_t)second);
+#elif defined(__AVX512F__)
+    __m512i w = _mm512_set1_epi32((int)m), even = _mm512_mul_epu32((__m512i)a, w);
+    __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)a, 32), w);
+    *low = (vu)_mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
+    *high = (vu)_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
+#elif defined(__AVX2__)
+    __m256i w = _mm256_set1_epi32((int)m), even = _mm256_mul_epu32((__m256i)a, w);
+    __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64((__m256i)a, 32), w);
+    *low = (vu)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+    *high = (vu)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+#else
+    for (int i = 0; i < LANES; i++) {
+        uint64_t full = (uint64_t)a[i] * m;
+        (*low)[i] = (uint32_t)full;
+        (*high)[i] = (uint32_t)(full >> 32);
+    }
+#endif
+}
+
+typedef struct {
+    uint64_t key;
+    int64_t position;
+    uint32_t stream;
+} Noise;
+
+/* The noise words of tokens [first, first + CHUNK), first a multiple of CHUNK. */
+static void philox(Noise noise, uint32_t first, uint32_t words[CHUNK]) {
+    vu counter[NV][4];
+    EACH_VEC {
+        for (int i = 0; i < LANES; i++) counter[c][0][i] = first / 4 + (uint32_t)(c * LANES + i);
+        counter[c][1] = (uint32_t)noise.position + (vu){0};
+        counter[c][2] = noise.stream + (vu){0};
+        counter[c][3] = (uint32_t)((uint64_t)noise.position >> 32) + (vu){0};
+    }
+    uint32_t k0 = (uint32_t)noise.key, k1 = (uint32_t)(noise.key >> 32);
+    for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) EACH_VEC {
+        vu *x = counter[c], high0, low0, high2, low2;
+        multiply(x[0], 0xD2511F53u, &high0, &low0);
+        multiply(x[2], 0xCD9E8D57u, &high2, &low2);
+        x[0] = high2 ^ x[1] ^ k0;
+        x[1] = low2;
+        x[2] = high0 ^ x[3] ^ k1;
+        x[3] = low0;
+    }
+    EACH_VEC {
+        uint32_t out[4][LANES];
+        memcpy(out, counter[c], sizeof out);
+        for (int i = 0; i < LANES; i++)
+            for (int word = 0; word < 4; word++) words[(c * LANES + i) * 4 + word] = out[word][i];
+    }
+}
+
+static double to_uniform(uint32_t word) { return (word + 0.5) * 0x1p-32; }
+
+/* weights [size], zeros after the last token; greatest [size / CHUNK], the largest weight of every chunk. */
+static int32_t run_race(const float *weights, const float *greatest, int64_t size, Noise noise) {
+    double best = INFINITY;
+    int64_t winner = 0;
+    float favourite = 0;
+    for (int64_t i = 0; i < size / CHUNK; i++) favourite = greatest[i] > favourite ? greatest[i] : favourite;
+    favourite *= 0.02f;
+    for (int late = 0; late < 2; late++) /* the likely winners first: the better `best`, the less is left to do */
+        for (int64_t i = 0; i < size / CHUNK; i++) {
+            if ((greatest[i] < favourite) != late || !(greatest[i] > 0) || greatest[i] * best < 0x1p-33) continue;
+            const float *w = weights + i * CHUNK;
+            uint32_t words[CHUNK];
+            philox(noise, (uint32_t)(i * CHUNK), words);
+            float limit = (float)(best * 0x1p32 * 1.000001); /* may let a loser through, never hold a winner back */
+            int hit = 0;
+            for (int j = 0; j < CHUNK; j++) hit |= (float)words[j] < limit * w[j];
+            if (!hit) continue;
+            for (int j = 0; j < CHUNK; j++) {
+                double u = to_uniform(words[j]);
+                if (!(w[j] > 0) || u > best * w[j]) continue;
+                double arrival = -log1p(-u) / w[j];
+                if (arrival < best || (arrival == best && i * CHUNK + j < winner)) best = arrival, winner = i * CHUNK + j;
+            }
+        }
+    return (int32_t)winner;
+}
+
+/* ---- truncation ---- */
+
+typedef struct {
+    float logit, weight;
+    int32_t token;
+} Item;
+
+INLINE int before(Item a, Item b) { return a.logit > b.logit || (a.logit == b.logit && a.token < b.token); }
+
+/* The item at which, in descending order, the running sum of weights (or of ones) reaches `need`; the last one if it
+ * never does. Reorders the items. */
+static Item find(Item *items, int64_t num, double need, int by_count) {
+    double sum = 0;
+    for (;;) {
+        Item a = items[0], b = items[num / 2], c = items[num - 1];
+        Item pivot = before(a, b) ? (before(b, c) ? b : before(a, c) ? c : a) : (before(a, c) ? a : before(b, c) ? c : b);
+        int64_t head = 0; /* items before the pivot */
+        double mass = 0;
+        for (int64_t i = 0; i < num; i++) {
+            Item x = items[i];
+            if (!before(x, pivot)) continue;
+            items[i] = items[head], items[head++] = x;
+            mass += by_count ? 1 : x.weight;
+        }
+        if (head && sum + mass >= need) {
+            num = head;
+            continue;
+        }
+        sum += mass + (by_count ? 1 : pivot.weight);
+        items += head, num -= head;
+        if (sum >= need || num == 1) return pivot;
+        int64_t at = 0;
+        while (items[at].token != pivot.token) at++;
+        items[at] = items[0], items[0] = pivot;
+        items++, num--;
+    }
+}
+
+/* How many logits are at least `from`, and their weights' sum. */
+static double measure(const float *logits, const float *weights, int64_t num, float from, int by_count) {
+    double total = 0;
+    for (int64_t first = 0; first < num; first += 256) {
+        vf sum[NV];
+        EACH_VEC sum[c] = (vf){0};
+        int64_t i = first, stop = first + 256 < num ? first + 256 : num;
+        for (; i + 16 <= stop; i += 16) EACH_VEC {
+            vi in = load(logits + i + c * LANES) >= from;
+            sum[c] += where(in, by_count ? splat(1) : load(weights + i + c * LANES), (vf){0});
+        }
+        total += sum16(sum);
+        for (; i < stop; i++) total += logits[i] >= from ? by_count ? 1 : weights[i] : 0;
+    }
+    return total;
+}
+
+/* The last item that top-k, then top-p, leave in; its token is INT32_MAX where all ties with it stay. */
+static Item boundary(const float *logits, const float *weights, int64_t num, float max, float temperature, double total,
+                     int64_t top_k, double top_p, Item *items) {
+    int by_count = top_k > 0;
+    double need = by_count ? (double)top_k : top_p * total * 1.000001;
+    float from = -INFINITY;
+    for (float depth = 2; depth < 128; depth *= 2)
+        if (measure(logits, weights, num, max - depth * temperature, by_count) >= need) {
+            from = max - depth * temperature;
+            break;
+        }
+    int64_t size = 0;
+    for (int64_t v = 0; v < num; v++) {
+        items[size] = (Item){logits[v], weights[v], (int32_t)v};
+        size += logits[v] >= from;
+    }
+    Item last = {-INFINITY, 0, INT32_MAX};
+    if (by_count) {
+        last = find(items, size, need, 1);
+        last.token = INT32_MAX;
+        int64_t kept = 0;
+        total = 0;
+        for (int64_t i = 0; i < size; i++)
+            if (items[i].logit >= last.logit) total += items[i].weight, items[kept++] = items[i];
+        size = kept;
+    }
+    return top_p < 1 ? find(items, size, top_p * total, 0) : last;
+}
+
+/* ---- entries ---- */
+
+static float max_of(const float *x, int64_t num) {
+    vf top[NV];
+    EACH_VEC top[c] = splat(-INFINITY);
+    int64_t i = 0;
+    for (; i + 16 <= num; i += 16) EACH_VEC top[c] = max_v(load(x + i + c * LANES), top[c]);
+    float max = max16(top);
+    for (; i < num; i++) max = x[i] > max ? x[i] : max;
+    return max;
+}
+
+/* Sum of weights e^((logit - max) * scale); with `weights` they are kept, and every chunk's greatest. */
+static double exponentials(const float *logits, int64_t num, float max, float scale, float *weights, float *greatest) {
+    double total = 0;
+    for (int64_t first = 0; first < num; first += CHUNK) {
+        float last[CHUNK];
+        const float *from = logits + first;
+        if (first + CHUNK > num) {
+            for (int i = 0; i < CHUNK; i++) last[i] = first + i < num ? from[i] : -INFINITY;
+            from = last;
+        }
+        vf sum[NV], top[NV];
+        EACH_VEC sum[c] = top[c] = (vf){0};
+        for (int i = 0; i < CHUNK; i += 16) EACH_VEC {
+            vf w = exp_v((load(from + i + c * LANES) - max) * scale);
+            if (weights) store(weights + first + i + c * LANES, w);
+            sum[c] += w;
+            top[c] = max_v(w, top[c]);
+        }
+        total += sum16(sum);
+        if (weights) greatest[first / CHUNK] = max16(top);
+    }
+    return total;
+}
+
+void draw(const float *logits, int64_t num_rows, int64_t vocab, const uint64_t *keys, const int64_t *positions,
+          uint32_t stream, const float *temperature, const int32_t *top_k, const float *top_p, const float *min_p,
+          int32_t *tokens, float *logprobs, float *raw_logprobs) {
+    int64_t size = (vocab + CHUNK - 1) / CHUNK * CHUNK;
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t p = 0; p < num_rows; p++) {
+        const float *z = logits + p * vocab;
+        float max = max_of(z, vocab);
+        if (temperature[p] == 0) {
+            int64_t v = 0;
+            while (v < vocab - 1 && z[v] != max) v++;
+            tokens[p] = (int32_t)v;
+            logprobs[p] = 0;
+            raw_logprobs[p] = (float)-log(exponentials(z, vocab, max, 1, 0, 0));
+            continue;
+        }
+        float *weights = scratch(size * 5), *greatest = weights + size;
+        Item *items = (Item *)(greatest + size / CHUNK);
+        double scale = 1. / temperature[p], total = exponentials(z, vocab, max, (float)scale, weights, greatest);
+        double raw_total = temperature[p] == 1 ? total : exponentials(z, vocab, max, 1, 0, 0);
+        int64_t k = top_k[p] < vocab ? top_k[p] : 0;
+        if (k || top_p[p] < 1 || min_p[p] > 0) {
+            Item last = {-INFINITY, 0, INT32_MAX};
+            if (k || top_p[p] < 1)
+                last = boundary(z, weights, vocab, max, temperature[p], total, k, top_p[p], items);
+            total = 0;
+            for (int64_t i = 0; i < size / CHUNK; i++) {
+                if (greatest[i] == 0) continue;
+                greatest[i] = 0;
+                for (int64_t v = i * CHUNK; v < (i + 1) * CHUNK && v < vocab; v++) {
+                    int in = z[v] > last.logit || (z[v] == last.logit && v <= last.token);
+                    weights[v] = in && weights[v] >= min_p[p] ? weights[v] : 0;
+                    greatest[i] = weights[v] > greatest[i] ? weights[v] : greatest[i];
+                    total += weights[v];
+                }
+            }
+        }
+        int32_t v = run_race(weights, greatest, size, (Noise){keys[p], positions[p], stream});
+        tokens[p] = v;
+        logprobs[p] = (float)(((double)z[v] - max) * scale - log(total));
+        raw_logprobs[p] = (float)((double)z[v] - max - log(raw_total));
+    }
+}
+
+void race(const float *weights, int64_t num_rows, int64_t vocab, const uint64_t *keys, const int64_t *positions,
+          uint32_t stream, int32_t *tokens) {
+    int64_t size = (vocab + CHUNK - 1) / CHUNK * CHUNK;
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t p = 0; p < num_rows; p++) {
+        float *w = scratch(size * 2), *greatest = w + size;
+        memcpy(w, weights + p * vocab, vocab * sizeof(float));
+        memset(w + vocab, 0, (size - vocab) * sizeof(float));
+        for (int64_t i = 0; i < size / CHUNK; i++) greatest[i] = max_of(w + i * CHUNK, CHUNK);
+        tokens[p] = run_race(w, greatest, size, (Noise){keys[p], positions[p], stream});
+    }
+}
+
+void uniform(int64_t num_rows, const uint64_t *keys, const int64_t *positions, uint32_t stream, double *out) {
+    for (int64_t p = 0; p < num_rows; p++) {
+        uint32_t words[CHUNK];
+        philox((Noise){keys[p], positions[p], stream}, 0, words);
+        out[p] = to_uniform(words[0]);
+    }
+}

@@ -1,0 +1,143 @@
+"""Which drafted tokens stand. Three rules, one signature; each emits exact samples of the target.
+
+`coupled` (default): the target draws its own token at every position, with noise keyed by the position; a draft only
+decides how many positions are looked at in one forward. The output cannot depend on the drafter.
+`rejection`: accept x ~ q with probability min(1, p/q), else sample the residual (p - q)+.
+`block` (arXiv 2403.10444): decides on the block as a whole; accepts at least as many tokens as `rejection`.
+
+p is always the target, q always the draft. B rows; row i has 1 + num[i] positions; P positions in all, row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.model.sample import Sampler, SamplingArrays, Stream, process, with_round
+
+
+@dataclass(slots=True)
+class Proposal:
+    """One step's positions, with what was guessed there."""
+
+    logits_PV: Tensor
+    drafts: list[np.ndarray]  # B x int32, the guesses
+    q: list[Tensor | None]  # B x [num, V], what they were sampled from; None: a deterministic guess, one-hot q
+    noise_keys: np.ndarray  # uint64 [B]
+    lengths: np.ndarray  # int64 [B], tokens before the first position
+    params: SamplingArrays  # of the P positions
+    starts: np.ndarray  # int64 [B + 1], where each row's positions begin
+
+
+@dataclass(slots=True)
+class Verdict:
+    """Row i emits tokens[i], the first num_accepted[i] of them from its draft; logprobs are the target's."""
+
+    tokens: list[np.ndarray]
+    num_accepted: list[int]
+    logprobs: list[np.ndarray]
+    raw_logprobs: list[np.ndarray]
+
+
+Rule = Callable[[Proposal, Sampler], Verdict]
+
+
+def coupled(proposal: Proposal, sampler: Sampler) -> Verdict:
+    starts = proposal.starts
+    sizes = np.diff(starts)
+    positions = np.arange(starts[-1]) + np.repeat(proposal.lengths - starts[:-1], sizes)
+    draws = sampler.draw(proposal.logits_PV, np.repeat(proposal.noise_keys, sizes), positions, proposal.params)
+    verdict = Verdict([], [], [], [])
+    for row, draft in enumerate(proposal.drafts):
+        start = starts[row]
+        num_accepted = 0
+        if len(draft):
+            wrong = np.flatnonzero(draws.tokens[start : start + len(draft)] != draft)
+            num_accepted = int(wrong[0]) if len(wrong) else len(draft)
+        emitted = slice(start, start + num_accepted + 1)
+        verdict.tokens.append(draws.tokens[emitted])
+        verdict.num_accepted.append(num_accepted)
+        verdict.logprobs.append(draws.logprobs[emitted])
+        verdict.raw_logprobs.append(draws.raw_logprobs[emitted])
+    return verdict
+
+
+def rejection(proposal: Proposal, sampler: Sampler) -> Verdict:
+    def decide(draft: np.ndarray, p: Tensor, q: Tensor, coins: Coins) -> tuple[int, Tensor | None]:
+        for j, x in enumerate(draft.tolist()):
+            if not coins(j, min(1.0, _ratio(p[j, x], q[j, x]))):
+                return j, (p[j] - q[j]).clamp_min(0)
+        return len(draft), None
+
+    return _by_row(proposal, sampler, decide)
+
+
+def block(proposal: Proposal, sampler: Sampler) -> Verdict:
+    def decide(draft: np.ndarray, p: Tensor, q: Tensor, coins: Coins) -> tuple[int, Tensor | None]:
+        num = len(draft)
+        reach = [1.0]  # the paper's p_i: how much of the target's path probability the draft's path still covers
+        num_accepted = 0
+        for i, x in enumerate(draft.tolist(), start=1):
+            reach.append(min(1.0, reach[-1] * _ratio(p[i - 1, x], q[i - 1, x])))
+            if i == num:
+                chance = reach[i]
+            else:
+                left = float((reach[i] * p[i] - q[i]).clamp_min(0).sum())
+                whole = left + 1 - reach[i]
+                chance = left / whole if whole > 0 else 1.0  # p = q ahead and nothing lost: a later one is accepted
+            if coins(i - 1, chance):
+                num_accepted = i
+        if num_accepted == num:
+            return num, None
+        return num_accepted, (reach[num_accepted] * p[num_accepted] - q[num_accepted]).clamp_min(0)
+
+    return _by_row(proposal, sampler, decide)
+
+
+RULES: dict[str, Rule] = {"coupled": coupled, "rejection": rejection, "block": block}
+
+Coins = Callable[[int, float], bool]
+Decide = Callable[[np.ndarray, Tensor, Tensor, Coins], tuple[int, Tensor | None]]
+
+
+def _ratio(p: Tensor, q: Tensor) -> float:
+    return float(p) / float(q)  # x was drawn from q, so q(x) > 0
+
+
+def _by_row(proposal: Proposal, sampler: Sampler, decide: Decide) -> Verdict:
+    """Both rejection rules: `decide` says how many drafted tokens stand and the weights of the token after them
+    (None: all stand, and a bonus token comes from p). Row by row: these rules are here to be right."""
+    verdict = Verdict([], [], [], [])
+    processed_PV = process(proposal.logits_PV, proposal.params)
+    for row, draft in enumerate(proposal.drafts):
+        at = slice(int(proposal.starts[row]), int(proposal.starts[row + 1]))
+        processed, length = processed_PV[at], int(proposal.lengths[row])
+        p, q = processed.exp(), proposal.q[row]
+        if q is None:
+            q = torch.zeros_like(p[: len(draft)])
+            q[torch.arange(len(draft)), torch.as_tensor(draft).long()] = 1
+        key = proposal.noise_keys[row : row + 1]
+
+        def at_round(j: int, length: int = length) -> np.ndarray:
+            return with_round(np.array([length + j]), np.array([length]))
+
+        def coins(j: int, chance: float, key: np.ndarray = key, at_round: Callable = at_round) -> bool:
+            return bool(sampler.noise.coin(np.array([chance]), key, at_round(j), Stream.ACCEPT)[0])
+
+        num_accepted, residual = decide(draft, p, q.to(p.device, p.dtype), coins)
+        if residual is None:
+            where, stream, weights = np.array([length + num_accepted]), Stream.SAMPLE, p[num_accepted]
+        else:
+            where, stream, weights = at_round(num_accepted), Stream.RESIDUAL, residual
+        last = sampler.noise.race(weights.unsqueeze(0), key, where, stream)
+        tokens = np.concatenate([draft[:num_accepted], last]).astype(np.int32)
+        scored = sampler.score(proposal.logits_PV[at][: num_accepted + 1], processed[: num_accepted + 1], tokens)
+        verdict.tokens.append(tokens)
+        verdict.num_accepted.append(num_accepted)
+        verdict.logprobs.append(scored.logprobs)
+        verdict.raw_logprobs.append(scored.raw_logprobs)
+    return verdict

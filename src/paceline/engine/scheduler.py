@@ -1,0 +1,142 @@
+"""Who runs in the next step, and with which memory.
+
+A row is (sequence, number of queries): a prefill chunk, a decode step and a verification are the same thing. Rows
+keep arrival order; when memory runs out, drafts go first, then the youngest sequence is sent back to wait. It gives
+up its blocks, not its tokens: when it comes back they are computed again (or found still in memory).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.engine.sequence import Sequence
+from paceline.model.kv import BLOCK
+from paceline.model.paged import PagedDecoder, Span
+
+
+@dataclass(slots=True)
+class Row:
+    sequence: Sequence
+    num_query: int  # committed tokens to compute
+    draft: np.ndarray  # drafted tokens to verify behind them
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether this row decides new tokens (a prefill chunk that stops short does not)."""
+        return self.num_query == self.sequence.num_pending
+
+    def span(self) -> Span:
+        sequence = self.sequence
+        start = sequence.num_computed
+        tokens = sequence.tokens[start : start + self.num_query]
+        if len(self.draft):
+            tokens = np.concatenate([tokens, self.draft])
+        return Span(tokens, start, sequence.table, 1 + len(self.draft) if self.reaches_end else 0)
+
+
+NO_DRAFT = np.empty(0, np.int32)
+
+
+class Scheduler:
+    def __init__(
+        self, paged: PagedDecoder, max_num_seqs: int, max_num_batched_tokens: int, prefix_sharing: bool = True
+    ) -> None:
+        self.paged, self.pool = paged, paged.pool
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.prefix_sharing = prefix_sharing
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    def schedule(self) -> list[Row]:
+        """The next step's rows, before drafts. Memory for new ones is taken here, for the rest in `reserve`."""
+        budget = self.max_num_batched_tokens
+        rows: list[Row] = []
+        for sequence in self.running:
+            num_query = min(sequence.num_pending, budget)
+            if num_query:
+                rows.append(Row(sequence, num_query, NO_DRAFT))
+                budget -= num_query
+        return rows + self._admit(budget)
+
+    def _admit(self, budget: int) -> list[Row]:
+        if not (budget and self.waiting and len(self.running) < self.max_num_seqs):
+            return []
+        rows: list[Row] = []
+        # Siblings of a prompt that is being computed wait for it, then share it.
+        computing = {s.request.prompt_ids for s in self.running if s.num_computed < s.num_prompt - 1}
+        held_back: list[Sequence] = []
+        while budget and self.waiting and len(self.running) < self.max_num_seqs:
+            sequence = self.waiting.popleft()
+            if self.prefix_sharing:
+                if sequence.request.prompt_ids in computing:
+                    held_back.append(sequence)
+                    continue
+                sequence.num_computed = self.paged.adopt(sequence.table, sequence.tokens[:-1])
+            num_query = min(sequence.num_pending, budget)
+            headroom = len(self.running)  # a block each for those who run, or the newcomer is soon sent back
+            if self.pool.num_free < headroom or not self.pool.reserve(
+                sequence.table, sequence.num_computed + num_query
+            ):
+                self._give_back(sequence)
+                held_back.append(sequence)
+                break
+            budget -= num_query
+            self.running.append(sequence)
+            if sequence.num_computed < sequence.num_prompt - 1:
+                computing.add(sequence.request.prompt_ids)
+            rows.append(Row(sequence, num_query, NO_DRAFT))
+        self.waiting.extendleft(reversed(held_back))
+        return rows
+
+    def reserve(self, rows: list[Row]) -> tuple[list[Row], int]:
+        """Take memory for every row; returns the rows that run, and how many sequences were sent back to wait."""
+        kept: list[Row] = []
+        num_preempted = 0
+        preempted: set[int] = set()
+        for row in rows:
+            sequence = row.sequence
+            if id(sequence) in preempted:
+                continue
+            need = sequence.num_computed + row.num_query
+            if self.pool.reserve(sequence.table, need + len(row.draft)):
+                kept.append(row)
+                continue
+            row.draft = NO_DRAFT
+            while not self.pool.reserve(sequence.table, need):
+                victim = self.running[-1]
+                self.preempt(victim)
+                num_preempted += 1
+                preempted.add(id(victim))
+                if victim is sequence:
+                    break
+            else:
+                kept.append(row)
+        return kept, num_preempted
+
+    def preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._give_back(sequence)
+        sequence.num_preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._give_back(sequence)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self.pool.truncate(sequence.table, 0)
+        sequence.num_computed = 0
+
+    def settle(self, row: Row, num_computed: int) -> None:
+        """After a step: the row's sequence has num_computed final tokens in memory; the rest of its blocks go back."""
+        sequence = row.sequence
+        before, sequence.num_computed = sequence.num_computed, num_computed
+        self.pool.truncate(sequence.table, num_computed)
+        if self.prefix_sharing:
+            filled_block = num_computed // BLOCK > before // BLOCK
+            if filled_block or before < sequence.num_prompt <= num_computed:
+                self.pool.index(sequence.table, sequence.tokens[:num_computed])

@@ -1,0 +1,212 @@
+"""What a decoder needs to know about itself, and how Hugging Face's config.json says it.
+
+A ModelConfig that exists is one that the decoder can run: whatever it can't run is refused here, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+# RoPE kind -> the numbers it can't do without. "default" has no scaling at all.
+ROPE_KEYS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+ROPE_OPTIONS = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a dense decoder of the Llama, Qwen2 or Qwen3 family."""
+
+    family: str  # "llama" | "qwen2" | "qwen3"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope_theta: float
+    max_positions: int
+    rope_scaling: dict[str, Any] | None = None  # None: default RoPE; else {"rope_type": "linear"|"llama3"|"yarn", ...}
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    eos_token_ids: tuple[int, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads = {self.num_heads} must be a multiple of "
+                f"num_key_value_heads = {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim = {self.head_dim} must be even, as rotary positions turn pairs")
+        if self.rope_scaling is not None:
+            kind = self.rope_scaling.get("rope_type")
+            if kind not in ROPE_KEYS:
+                raise ValueError(
+                    f"rope_type = {kind!r} is not supported; supported are {', '.join(['default', *ROPE_KEYS])}"
+                )
+            for key in ROPE_KEYS[kind]:
+                _value(self.rope_scaling, key, float, of=f"the {kind} rope parameters")
+            for key in ROPE_OPTIONS.get(kind, ()):
+                expected = bool if key == "truncate" else float
+                _value(self.rope_scaling, key, expected, None, of=f"the {kind} rope parameters")
+
+    @staticmethod
+    def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+        """From the contents of a config.json, as transformers 4 or 5 writes it."""
+        family = _family(hf)
+        _refuse_sliding_window(hf)
+        if "quantization_config" in hf:
+            raise ValueError("config.json: quantization_config: quantised weights are not supported; use the originals")
+        if (act := hf.get("hidden_act", "silu")) != "silu":
+            raise ValueError(f"config.json: hidden_act = {act!r} is not supported; supported is 'silu'")
+        num_heads = _value(hf, "num_attention_heads", int)
+        hidden_size = _value(hf, "hidden_size", int)
+        max_positions = _value(hf, "max_position_embeddings", int)
+        theta, scaling = _rope(hf, max_positions)
+        if scaling is not None and scaling["rope_type"] == "yarn":
+            # Qwen's recipe adds yarn without raising max_position_embeddings; the point of it is the longer reach.
+            reach = int(_value(scaling, "factor", float) * _value(scaling, "original_max_position_embeddings", float))
+            max_positions = max(max_positions, reach)
+        attention_bias = _value(hf, "attention_bias", bool, False)
+        return ModelConfig(
+            family=family,
+            vocab_size=_value(hf, "vocab_size", int),
+            hidden_size=hidden_size,
+            intermediate_size=_value(hf, "intermediate_size", int),
+            num_layers=_value(hf, "num_hidden_layers", int),
+            num_heads=num_heads,
+            num_kv_heads=_value(hf, "num_key_value_heads", int, num_heads),
+            head_dim=_value(hf, "head_dim", int, 128 if family == "qwen3" else hidden_size // num_heads),
+            norm_eps=_value(hf, "rms_norm_eps", float),
+            rope_theta=theta,
+            max_positions=max_positions,
+            rope_scaling=scaling,
+            tie_embeddings=_value(hf, "tie_word_embeddings", bool, False),
+            qkv_bias=attention_bias or family == "qwen2",
+            o_bias=attention_bias and family != "qwen2",
+            mlp_bias=_value(hf, "mlp_bias", bool, False) and family == "llama",
+            qk_norm=family == "qwen3",
+            eos_token_ids=token_ids(hf, "eos_token_id"),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The contents of a config.json that transformers reads as this model."""
+        attention_bias = self.qkv_bias and self.family != "qwen2"
+        assert self.o_bias == attention_bias and self.qk_norm == (self.family == "qwen3")
+        hf: dict[str, Any] = {
+            "architectures": [next(name for name, family in FAMILIES.items() if family == self.family)],
+            "model_type": self.family,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.norm_eps,
+            "max_position_embeddings": self.max_positions,
+            "rope_theta": self.rope_theta,  # transformers 4 reads these two, transformers 5 the third
+            "rope_scaling": self.rope_scaling,
+            "rope_parameters": {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta},
+            "tie_word_embeddings": self.tie_embeddings,
+            "bos_token_id": None,
+            "eos_token_id": list(self.eos_token_ids) or None,
+        }
+        if self.family != "qwen2":
+            hf["attention_bias"] = attention_bias
+        if self.family == "llama":
+            hf["mlp_bias"] = self.mlp_bias
+        return hf
+
+
+def token_ids(hf: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """Hugging Face writes one token id, a list of them, or null."""
+    ids = hf.get(key)
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise ValueError(f"{key} = {hf[key]!r}: must be a token id, a list of token ids or null")
+    return tuple(ids)
+
+
+def _family(hf: Mapping[str, Any]) -> str:
+    supported = ", ".join(FAMILIES)
+    names = hf.get("architectures")
+    if not names:
+        if hf.get("model_type") in FAMILIES.values():
+            return str(hf["model_type"])
+        raise ValueError(f"config.json: architectures is missing, so the model is unknown; supported are {supported}")
+    name = names[0] if isinstance(names, list) else names
+    if name not in FAMILIES:
+        raise ValueError(f"architecture {name} is not supported; supported are {supported}")
+    return FAMILIES[name]
+
+
+def _refuse_sliding_window(hf: Mapping[str, Any]) -> None:
+    num_layers = _value(hf, "num_hidden_layers", int)
+    kinds = hf.get("layer_types")
+    if kinds is not None:
+        sliding = any(kind != "full_attention" for kind in kinds)
+    else:
+        on = hf.get("use_sliding_window", False) and hf.get("sliding_window") is not None
+        sliding = on and hf.get("max_window_layers", 28) < num_layers
+    if sliding:
+        raise ValueError(
+            f"config.json: sliding window attention (sliding_window = {hf.get('sliding_window')!r}) is not supported; "
+            "use a model whose layers all attend to the whole context"
+        )
+
+
+def _rope(hf: Mapping[str, Any], max_positions: int) -> tuple[float, dict[str, Any] | None]:
+    """theta and scaling from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"config.json: the rope parameters must be an object, got {given!r}")
+    theta = _value(given, "rope_theta", float, _value(hf, "rope_theta", float, 10_000.0))
+    for source in (given, hf):
+        if (part := source.get("partial_rotary_factor")) not in (None, 1, 1.0):
+            raise ValueError(f"config.json: partial_rotary_factor = {part!r} is not supported; supported is 1.0")
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    keys = (*ROPE_KEYS.get(kind, ()), *ROPE_OPTIONS.get(kind, ()))
+    scaling = {"rope_type": kind} | {key: given[key] for key in keys if given.get(key) is not None}
+    if "original_max_position_embeddings" in keys:
+        outside = hf.get("original_max_position_embeddings")  # some checkpoints keep it there, and then it counts
+        scaling["original_max_position_embeddings"] = outside or given.get(
+            "original_max_position_embeddings", max_positions
+        )
+    return theta, scaling
+
+
+_MISSING: Any = object()
+
+
+def _value(source: Mapping[str, Any], key: str, kind: type, default: Any = _MISSING, of: str = "config.json") -> Any:
+    """A positive int, a positive float (an int will do) or a bool; absent and null are alike."""
+    value = source.get(key)
+    if value is None:
+        if default is _MISSING:
+            raise ValueError(f"{of}: {key} is missing")
+        return default
+    if kind is bool:
+        ok = isinstance(value, bool)
+    else:
+        numbers = (int, float) if kind is float else (int,)
+        ok = isinstance(value, numbers) and not isinstance(value, bool) and 0 < value < float("inf")
+    if not ok:
+        words = {int: "a positive integer", float: "a positive number", bool: "true or false"}[kind]
+        raise ValueError(f"{of}: {key} = {value!r}: must be {words}")
+    return value

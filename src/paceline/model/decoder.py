@@ -1,0 +1,105 @@
+"""The decoder: one definition for the Llama, Qwen2 and Qwen3 families, for training and for decoding.
+
+`forward` receives all it needs: tokens and positions of every row laid end to end, and an `attention` that knows
+which tokens may see which (packed sequences when training, paged KV when decoding). Shapes: T tokens in all rows,
+D hidden, H query heads, G key/value heads, E head dimension, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from paceline.model.attention import Attention
+from paceline.model.config import ModelConfig
+from paceline.model.ops import Linear, Ops, TorchOps
+from paceline.model.rope import rope_tables
+
+
+class Layer(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        c = config
+        self.input_norm = nn.Parameter(torch.ones(c.hidden_size))
+        self.qkv = Linear(c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, bias=c.qkv_bias)
+        self.q_norm = nn.Parameter(torch.ones(c.head_dim)) if c.qk_norm else None
+        self.k_norm = nn.Parameter(torch.ones(c.head_dim)) if c.qk_norm else None
+        self.o = Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.o_bias)
+        self.post_norm = nn.Parameter(torch.ones(c.hidden_size))
+        self.gate_up = Linear(c.hidden_size, 2 * c.intermediate_size, bias=c.mlp_bias)
+        self.down = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+
+
+@dataclass(slots=True)
+class Output:
+    hidden: Tensor  # [T, D], after the final norm
+    taps: dict[int, Tensor]  # layer index -> that layer's output [T, D]
+
+
+class Decoder(nn.Module):
+    """Parameters are fused (qkv, gate_up); `weights.py` translates from and to Hugging Face names."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.ops: Ops = TorchOps()
+        self.embed = Linear(config.hidden_size, config.vocab_size)  # a row per token; the LM head too where tied
+        self.layers = cast(Sequence[Layer], nn.ModuleList(Layer(config) for _ in range(config.num_layers)))
+        self.norm = nn.Parameter(torch.ones(config.hidden_size))
+        self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
+        self._rope: tuple[Tensor, Tensor] | None = None
+
+    def rope(self) -> tuple[Tensor, Tensor]:
+        """cos, sin [max_positions, E/2], in float32 (or better) on the parameters' device."""
+        where = self.norm
+        if self._rope is None or self._rope[0].device != where.device or self._rope[0].dtype != _wide(where.dtype):
+            cos, sin = rope_tables(self.config)
+            self._rope = cos.to(where.device, _wide(where.dtype)), sin.to(where.device, _wide(where.dtype))
+        return self._rope
+
+    def forward(
+        self, tokens_T: Tensor, positions_T: Tensor, attention: Attention, taps: tuple[int, ...] = ()
+    ) -> Output:
+        ops, eps, rope = self.ops, self.config.norm_eps, self.rope()
+        tapped: dict[int, Tensor] = {}
+        x = ops.embed(tokens_T, self.embed)
+        h = ops.norm(x, self.layers[0].input_norm, eps)
+        last = len(self.layers) - 1
+        for i, layer in enumerate(self.layers):
+            q, k, v = ops.qkv(h, layer, self.config, positions_T, rope)
+            h = ops.linear(attention(i, q, k, v), layer.o)
+            x, h = ops.add_norm(x, h, layer.post_norm, eps)
+            h = ops.linear(ops.silu_mul(ops.linear(h, layer.gate_up)), layer.down)
+            x, h = ops.add_norm(x, h, self.norm if i == last else self.layers[i + 1].input_norm, eps)
+            if i in taps:
+                tapped[i] = x.clone() if not torch.is_grad_enabled() else x
+        return Output(h, tapped)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.ops.linear(hidden, self.lm_head or self.embed)
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.dtype
+
+
+def first_layers(decoder: Decoder, num_layers: int) -> Decoder:
+    """A shallower decoder of the same weights: it shares them, and follows when they change."""
+    with torch.device("meta"):
+        shallow = Decoder(replace(decoder.config, num_layers=num_layers))
+    for name in ("ops", "embed", "norm", "lm_head"):
+        setattr(shallow, name, getattr(decoder, name))
+    shallow.layers = decoder.layers[:num_layers]
+    return shallow
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

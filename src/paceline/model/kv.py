@@ -1,0 +1,216 @@
+"""Paged key/value memory: one step's plan (BatchPlan), the tensors (PagedKV), who owns which block (BlockPool), and
+one sequence's share of it (BlockTable).
+
+Two models decode here (the policy and, where there is one, the draft model); each has its own of everything.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.model.config import ModelConfig
+
+BLOCK = 16  # tokens per block; the CPU kernel computes a block's scores as one vector
+
+
+@dataclass(slots=True)
+class BatchPlan:
+    """One forward: B rows laid end to end, T tokens. Row i's queries are tokens[query_start[i]:query_start[i+1]];
+    they are the last of its context[i] tokens, whose KV lives in the blocks of block_tables[i]."""
+
+    tokens: np.ndarray  # int64 [T]
+    positions: np.ndarray  # int64 [T]
+    query_start: np.ndarray  # int32 [B + 1]
+    context: np.ndarray  # int32 [B]
+    block_tables: np.ndarray  # int32 [B, max blocks of a row]
+    logits_at: np.ndarray  # int64 [P], which of the T tokens need logits
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.context)
+
+    def slots(self) -> np.ndarray:
+        """Where each token's KV goes: block * BLOCK + offset, int64 [T]."""
+        rows = np.repeat(np.arange(self.num_rows), np.diff(self.query_start))
+        return self.block_tables[rows, self.positions // BLOCK].astype(np.int64) * BLOCK + self.positions % BLOCK
+
+
+class PagedKV:
+    """Keys lie transposed within a block, so that one vector holds one feature of 16 positions."""
+
+    def __init__(self, config: ModelConfig, num_blocks: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        layers, heads, dim = config.num_layers, config.num_kv_heads, config.head_dim
+        self.k = torch.zeros(layers, num_blocks, heads, dim, BLOCK, dtype=dtype, device=device)
+        self.v = torch.zeros(layers, num_blocks, heads, BLOCK, dim, dtype=dtype, device=device)
+
+    def write(self, layer: int, slots_T: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> None:
+        block, offset = slots_T // BLOCK, slots_T % BLOCK
+        self.k[layer][block, :, :, offset] = k_TGE
+        self.v[layer][block, :, offset] = v_TGE
+
+    def read(self, layer: int, table: Tensor, context: int) -> tuple[Tensor, Tensor]:
+        """The first `context` keys and values [context, G, E] of the row with this block table."""
+        blocks = table[: -(-context // BLOCK)]
+        k = self.k[layer][blocks].permute(0, 3, 1, 2).flatten(0, 1)
+        v = self.v[layer][blocks].permute(0, 2, 1, 3).flatten(0, 1)
+        return k[:context], v[:context]
+
+    def copy_block(self, source: int, target: int) -> None:
+        self.k[:, target] = self.k[:, source]
+        self.v[:, target] = self.v[:, source]
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """One sequence's blocks. The first `num_indexed` of them are findable by content, the last of those as `node`."""
+
+    blocks: list[int] = field(default_factory=list)
+    num_indexed: int = 0
+    node: int = 0
+    epoch: int = 0
+
+
+class BlockPool:
+    """Reference-counted blocks, and an index of what is in them.
+
+    The index is a trie whose edges are whole blocks of tokens, so that a prompt computed once is found by its
+    siblings (and by a later turn that starts with it). Blocks nobody holds keep their content until the memory is
+    needed, oldest first. Always: every block is held (references > 0), idle and indexed, or free; never two of these.
+    """
+
+    ROOT = 0
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.references = [0] * num_blocks
+        self.epoch = 0
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._next_node = 1
+        self._full: dict[tuple[int, bytes], int] = {}  # (parent node, 16 tokens) -> block
+        self._node: dict[int, int] = {}  # block -> its node, for full indexed blocks
+        self._children: dict[int, dict[int, np.ndarray]] = {}  # node -> block -> its tokens so far (1 to 16)
+        self._parent: dict[int, int] = {}  # indexed block -> parent node
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that an allocation could take now."""
+        return len(self._free) + len(self._idle)
+
+    def reserve(self, table: BlockTable, num_tokens: int) -> bool:
+        """Make the table long enough for num_tokens; False, and nothing changed, if there is no room."""
+        need = -(-num_tokens // BLOCK) - len(table.blocks)
+        if need > self.num_free:
+            return False
+        for _ in range(need):
+            table.blocks.append(self._take())
+        return True
+
+    def truncate(self, table: BlockTable, num_tokens: int) -> None:
+        """Give back the blocks past num_tokens (0 gives back all of them)."""
+        keep = -(-num_tokens // BLOCK)
+        while len(table.blocks) > keep:  # last first: of an idle chain the leaves are forgotten before the root
+            self.release(table.blocks.pop())
+        if table.num_indexed > keep:
+            assert keep == 0, "indexed blocks hold committed tokens; only a whole sequence gives them back"
+            table.num_indexed, table.node = 0, self.ROOT
+
+    def match(self, table: BlockTable, tokens: np.ndarray) -> tuple[int, tuple[int, int] | None]:
+        """Fill an empty table with blocks that already hold a prefix of `tokens`. Returns how many tokens they cover
+        and, where a block holds part of the next one, (that block, how many further tokens): hold and copy it."""
+        assert not table.blocks
+        node, covered = self.ROOT, 0
+        while covered + BLOCK <= len(tokens):
+            block = self._full.get((node, tokens[covered : covered + BLOCK].tobytes()))
+            if block is None:
+                break
+            self.hold(block)
+            table.blocks.append(block)
+            node = self._node[block]
+            covered += BLOCK
+        table.num_indexed, table.node, table.epoch = len(table.blocks), node, self.epoch
+        rest, best = tokens[covered : covered + BLOCK], None
+        for block, held in self._children.get(node, {}).items():
+            size = min(len(held), len(rest))
+            differs = np.flatnonzero(held[:size] != rest[:size])
+            common = int(differs[0]) if len(differs) else size
+            if common and (best is None or common > best[1]):
+                best = (block, common)
+        return covered, best
+
+    def index(self, table: BlockTable, tokens: np.ndarray) -> None:
+        """Make the table's blocks findable; `tokens` are those whose KV is computed and final."""
+        if table.epoch != self.epoch:
+            return  # computed, at least in part, under older weights
+        while True:
+            first = table.num_indexed * BLOCK
+            chunk = tokens[first : first + BLOCK]
+            if len(chunk) == 0:
+                return
+            block = table.blocks[table.num_indexed]
+            if len(chunk) < BLOCK:
+                self._enter(block, table.node, chunk)
+                return
+            key = (table.node, chunk.tobytes())
+            if key in self._full:  # a sibling wrote the same: follow its node, leave this block unindexed
+                self._forget(block)
+                table.node = self._node[self._full[key]]
+            else:
+                self._enter(block, table.node, chunk)
+                self._full[key] = block
+                self._node[block] = table.node = self._next_node
+                self._next_node += 1
+            table.num_indexed += 1
+
+    def forget_all(self) -> None:
+        """New weights: nothing computed so far may be shared from now on."""
+        self._full.clear()
+        self._node.clear()
+        self._children.clear()
+        self._parent.clear()
+        self._free.extend(self._idle)
+        self._idle.clear()
+        self.epoch += 1
+
+    def _take(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._idle.popitem(last=False)
+            self._forget(block)
+        self.references[block] = 1
+        return block
+
+    def hold(self, block: int) -> None:
+        if self.references[block] == 0:
+            del self._idle[block]
+        self.references[block] += 1
+
+    def release(self, block: int) -> None:
+        self.references[block] -= 1
+        assert self.references[block] >= 0
+        if self.references[block] == 0:
+            if block in self._parent:
+                self._idle[block] = None
+            else:
+                self._free.append(block)
+
+    def _enter(self, block: int, parent: int, tokens: np.ndarray) -> None:
+        self._children.setdefault(parent, {})[block] = tokens.copy()
+        self._parent[block] = parent
+
+    def _forget(self, block: int) -> None:
+        parent = self._parent.pop(block, None)
+        if parent is None:
+            return
+        siblings = self._children[parent]
+        tokens = siblings.pop(block)
+        if not siblings:
+            del self._children[parent]
+        if self._node.pop(block, None) is not None:
+            del self._full[(parent, tokens.tobytes())]

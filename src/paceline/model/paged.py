@@ -1,0 +1,127 @@
+"""A decoder with paged memory: what the engine decodes with, and the draft model too.
+
+`forward` takes spans: any number of queries of any sequences in one pass, whatever each of them is doing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.model import weights as weights_io
+from paceline.model.attention import Attention, PagedAttention
+from paceline.model.decoder import Decoder
+from paceline.model.kv import BatchPlan, BlockPool, BlockTable, PagedKV
+from paceline.types import Receipt
+
+
+@dataclass(slots=True)
+class Span:
+    """The next queries of one sequence: `tokens` stand at positions start, start + 1, …; the last num_logits of them
+    want logits."""
+
+    tokens: np.ndarray
+    start: int
+    table: BlockTable
+    num_logits: int
+
+
+def make_plan(spans: Sequence[Span]) -> BatchPlan:
+    sizes = np.array([len(s.tokens) for s in spans])
+    starts = np.array([s.start for s in spans])
+    wanted = np.array([s.num_logits for s in spans])
+    query_start = np.zeros(len(spans) + 1, np.int32)
+    np.cumsum(sizes, out=query_start[1:])
+    tables = np.zeros((len(spans), max(len(s.table.blocks) for s in spans)), np.int32)
+    for row, span in enumerate(spans):
+        tables[row, : len(span.table.blocks)] = span.table.blocks
+    total = int(query_start[-1])
+    return BatchPlan(
+        tokens=np.concatenate([s.tokens for s in spans]).astype(np.int64),
+        positions=np.arange(total) + np.repeat(starts - query_start[:-1], sizes),
+        query_start=query_start,
+        context=(starts + sizes).astype(np.int32),
+        block_tables=tables,
+        logits_at=np.flatnonzero(np.arange(total) >= np.repeat(query_start[1:] - wanted, sizes)),
+    )
+
+
+class PagedDecoder:
+    """Always: a sequence's KV up to its number of computed tokens is that of `decoder`'s present weights, or of those
+    the caller chose to keep it from."""
+
+    def __init__(self, decoder: Decoder, num_blocks: int) -> None:
+        self.decoder = decoder
+        self.pool = BlockPool(num_blocks)
+        self.kv: PagedKV | None = None
+        self.wake()
+
+    def wake(self) -> None:
+        if self.kv is None:
+            self.kv = PagedKV(self.decoder.config, self.pool.num_blocks, self.decoder.dtype, self.decoder.device)
+
+    def sleep(self) -> None:
+        """Give the KV memory back. No sequence may hold a block."""
+        assert not any(self.pool.references)
+        self.pool.forget_all()
+        self.kv = None
+
+    def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Receipt:
+        """Take new weights (Hugging Face names). Nothing computed before is shared from now on. The receipt's checksum
+        is of what is held now, not of what was sent."""
+        started = time.perf_counter()
+        weights_io.assign(self.decoder, weights)
+        self.pool.forget_all()
+        held = list(weights_io.hf_state(self.decoder))
+        return Receipt(
+            version=version,
+            checksum=weights_io.checksum(held),
+            num_tensors=len(held),
+            num_bytes=sum(tensor.nbytes for _, tensor in held),
+            seconds=time.perf_counter() - started,
+        )
+
+    def adopt(self, table: BlockTable, tokens: np.ndarray) -> int:
+        """Give an empty table the KV that already exists for a prefix of `tokens`; returns that prefix's length. Whole
+        blocks are shared, the part of a block is copied."""
+        assert self.kv is not None, "asleep"
+        covered, partial = self.pool.match(table, tokens)
+        if partial is None:
+            return covered
+        source, num_more = partial
+        self.pool.hold(source)  # or the reservation might take it
+        if self.pool.reserve(table, covered + num_more):
+            self.kv.copy_block(source, table.blocks[-1])
+            covered += num_more
+        self.pool.release(source)
+        return covered
+
+    @torch.inference_mode()
+    def forward(self, spans: Sequence[Span], taps: tuple[int, ...] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+        """Logits [P, V] of the positions that want them, span by span, and the tapped layers' states [T, D]."""
+        assert self.kv is not None, "asleep"
+        plan = make_plan(spans)
+        device = self.decoder.device
+        out = self.decoder(
+            torch.as_tensor(plan.tokens, device=device),
+            torch.as_tensor(plan.positions, device=device),
+            self.attention(plan),
+            taps,
+        )
+        hidden = out.hidden
+        if len(plan.logits_at) < len(hidden):
+            hidden = hidden[torch.as_tensor(plan.logits_at, device=device)]
+        return self.decoder.logits(hidden), out.taps
+
+    def attention(self, plan: BatchPlan) -> Attention:
+        assert self.kv is not None
+        if self.decoder.embed.panels is None:
+            return PagedAttention(self.kv, plan)
+        from paceline.model.kernels import NativePagedAttention
+
+        return NativePagedAttention(self.kv, plan)

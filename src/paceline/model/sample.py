@@ -1,0 +1,173 @@
+"""From logits to tokens: the only place where temperature, top-k, top-p and min-p live.
+
+Every draw is a race: token v arrives at time E_v / w_v, with E_v exponential noise and w_v its weight under the
+processed distribution, and the first one wins. That is an exact sample (the Gumbel-max trick, in other clothes),
+and the noise depends on nothing but (noise key, position, stream): Philox4x32-10, word v mod 4 of
+counter (v div 4, position, stream, round). Here stands the plain torch twin; on a CPU `kernels.draw` runs the same
+race lazily, without touching the noise of tokens that cannot win. P positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.types import SamplingParams
+
+
+class Stream(IntEnum):
+    """Independent noises of one position. SAMPLE is what an emitted token is drawn with; a drafter with
+    probabilities draws with it too under `coupled`. The others serve the rejection rules and carry the round (the
+    sequence's length when the draft began): whether a round kept its draft may have depended on its noise, so no
+    later round may see that noise again."""
+
+    SAMPLE = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
+
+
+@dataclass(slots=True)
+class SamplingArrays:
+    """The sampling parameters of P positions."""
+
+    temperature: np.ndarray  # float32
+    top_k: np.ndarray  # int32
+    top_p: np.ndarray  # float32
+    min_p: np.ndarray  # float32
+
+    @staticmethod
+    def of(params: Sequence[SamplingParams], repeats: np.ndarray | None = None) -> SamplingArrays:
+        table = np.array([(s.temperature, s.top_k, s.top_p, s.min_p) for s in params], np.float32).reshape(-1, 4)
+        if repeats is not None:
+            table = np.repeat(table, repeats, axis=0)
+        temperature, top_k, top_p, min_p = np.ascontiguousarray(table.T)
+        return SamplingArrays(temperature, top_k.astype(np.int32), top_p, min_p)
+
+
+@dataclass(slots=True)
+class Draws:
+    tokens: np.ndarray  # int32 [P]
+    logprobs: np.ndarray  # float32 [P], processed
+    raw_logprobs: np.ndarray  # float32 [P]
+
+
+class Noise(Protocol):
+    """The source of chance. PhiloxNoise is the real one; the exactness ladder puts an enumerator in its place."""
+
+    def race(self, weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray: ...
+    def coin(self, chances: np.ndarray, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray: ...
+
+
+class PhiloxNoise:
+    def race(self, weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
+        """Draw one token per row from non-negative weights: int32 [P]."""
+        words = philox_words(keys, positions, stream, weights_PV.shape[-1], weights_PV.device)
+        arrival = -torch.log1p(-(words.double() + 0.5) / 2**32) / weights_PV.double()
+        return arrival.argmin(-1).to("cpu", torch.int32).numpy()
+
+    def coin(self, chances: np.ndarray, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
+        """True with the given chances: bool [P]."""
+        words = philox_words(keys, positions, stream, 1, torch.device("cpu"))[:, 0]
+        return ((words.double() + 0.5) / 2**32).numpy() < chances
+
+
+class Sampler:
+    """`draw` decides tokens; `distribution` gives the probabilities it draws from."""
+
+    def __init__(self, noise: Noise | None = None, native: bool = False) -> None:
+        self.noise: Noise = noise or PhiloxNoise()
+        self._draw = None
+        if native:
+            from paceline.model import kernels
+
+            self._draw = kernels.draw
+
+    def draw(
+        self,
+        logits_PV: Tensor,
+        keys: np.ndarray,
+        positions: np.ndarray,
+        params: SamplingArrays,
+        stream: int = Stream.SAMPLE,
+    ) -> Draws:
+        if self._draw is not None and logits_PV.dtype == torch.float32 and logits_PV.device.type == "cpu":
+            return Draws(
+                *self._draw(
+                    logits_PV, keys, positions, params.temperature, params.top_k, params.top_p, params.min_p, stream
+                )
+            )
+        processed = process(logits_PV, params)
+        raced = self.noise.race(processed.exp(), keys, positions, stream)
+        greedy = logits_PV.argmax(-1).cpu().numpy().astype(np.int32)
+        return self.score(logits_PV, processed, np.where(params.temperature == 0, greedy, raced))
+
+    def distribution(self, logits_PV: Tensor, params: SamplingArrays) -> Tensor:
+        return process(logits_PV, params).exp()
+
+    def score(self, logits_PV: Tensor, processed_PV: Tensor, tokens: np.ndarray) -> Draws:
+        """The logprobs of given tokens."""
+        at = torch.as_tensor(tokens, device=logits_PV.device).long().unsqueeze(-1)
+        wide = logits_PV.double()
+        raw = wide.gather(-1, at).squeeze(-1) - wide.logsumexp(-1)
+        logprobs = processed_PV.gather(-1, at).squeeze(-1)
+        return Draws(tokens, logprobs.float().cpu().numpy(), raw.float().cpu().numpy())
+
+
+def process(logits_PV: Tensor, params: SamplingArrays) -> Tensor:
+    """Log-probabilities of the processed distribution; -inf where truncated; one-hot where greedy. In float64: a
+    float32 sum over a vocabulary is off by some 1e-5, which is a lot in an importance ratio."""
+    device = logits_PV.device
+    z = logits_PV.double()
+    greedy = torch.as_tensor(params.temperature == 0, device=device).unsqueeze(-1)
+    temperature = torch.as_tensor(np.where(params.temperature == 0, 1, params.temperature), device=device)
+    z = z / temperature.to(z.dtype).unsqueeze(-1)
+    if (params.top_k > 0).any() or (params.top_p < 1).any():
+        size = z.shape[-1]
+        ordered, order = z.sort(-1, descending=True, stable=True)
+        top_k = torch.as_tensor(np.where(params.top_k > 0, np.minimum(params.top_k, size), size), device=device)
+        ordered = ordered.masked_fill(ordered < ordered.gather(-1, top_k.long().unsqueeze(-1) - 1), -torch.inf)
+        chance = ordered.softmax(-1)
+        top_p = torch.as_tensor(params.top_p, device=device).to(z.dtype).unsqueeze(-1)
+        beyond = (chance.cumsum(-1) - chance >= top_p) & (top_p < 1)  # the token that crosses top_p stays
+        z = torch.full_like(z, -torch.inf).scatter(-1, order, ordered.masked_fill(beyond, -torch.inf))
+    if (params.min_p > 0).any():
+        floor = torch.as_tensor(params.min_p, device=device).to(z.dtype).unsqueeze(-1).log()
+        z = z.masked_fill(z - z.amax(-1, keepdim=True) < floor, -torch.inf)
+    z = z.log_softmax(-1)
+    if greedy.any():
+        best = torch.full_like(z, -torch.inf).scatter(-1, logits_PV.argmax(-1, keepdim=True), 0.0)
+        z = torch.where(greedy, best, z)
+    return z
+
+
+def with_round(positions: np.ndarray, rounds: np.ndarray) -> np.ndarray:
+    """Positions for a stream that carries its round: the counter's last word."""
+    return positions + (rounds.astype(np.int64) << 32)
+
+
+def philox_words(keys: np.ndarray, positions: np.ndarray, stream: int, num: int, device: torch.device) -> Tensor:
+    """The first `num` noise words of each (key, position, stream): int64 [P, num] in [0, 2^32). Integer arithmetic,
+    so the same on every device."""
+    mask = 0xFFFFFFFF
+    key = torch.as_tensor(keys.view(np.int64), device=device).unsqueeze(-1)
+    at = torch.as_tensor(positions, device=device).unsqueeze(-1)
+    k0, k1 = key & mask, (key >> 32) & mask
+    c0 = torch.arange(-(-num // 4), device=device).expand(len(keys), -1)
+    c1, c2, c3 = (at & mask).expand_as(c0), torch.full_like(c0, stream), ((at >> 32) & mask).expand_as(c0)
+    for _ in range(10):
+        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (
+            ((second >> 32) & mask) ^ c1 ^ k0,
+            second & mask,
+            ((first >> 32) & mask) ^ c3 ^ k1,
+            first & mask,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return torch.stack([c0, c1, c2, c3], -1).flatten(1)[:, :num]

@@ -1,0 +1,343 @@
+"""A decoder's parameters under their Hugging Face names: from and to directories, in and out of memory, hashed.
+
+Our parameters are fused (qkv, gate_up) and on a CPU engine packed into panels; everybody outside knows them by the
+names and shapes of transformers. `_homes` is the one place where the two meet. What doesn't fit is refused whole:
+no call here leaves a decoder half old, half new.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from paceline.model.config import ModelConfig, token_ids
+from paceline.model.decoder import Decoder
+from paceline.model.ops import Linear
+
+GB = 10**9
+EMBED, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class ModelError(ValueError):
+    """A model that can't be found, read or used; the message names the file and the remedy."""
+
+
+# ---- names ----
+
+
+class Home(NamedTuple):
+    """Where some Hugging Face tensors live: one below the other in a parameter, or in a Linear's matrix."""
+
+    holder: nn.Parameter | Linear
+    parts: tuple[tuple[str, int], ...]  # (Hugging Face name, number of rows)
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        tail = (self.holder.num_in,) if isinstance(self.holder, Linear) else tuple(self.holder.shape[1:])
+        return ((name, (rows, *tail)) for name, rows in self.parts)
+
+
+def _homes(decoder: Decoder) -> Iterator[Home]:
+    c = decoder.config
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+
+    def linear(module: Linear, *parts: tuple[str, int]) -> Iterator[Home]:
+        yield Home(module, tuple((f"{name}.weight", rows) for name, rows in parts))
+        if module.bias is not None:
+            yield Home(module.bias, tuple((f"{name}.bias", rows) for name, rows in parts))
+
+    def norm(parameter: nn.Parameter | None, name: str) -> Iterator[Home]:
+        if parameter is not None:
+            yield Home(parameter, ((f"{name}.weight", len(parameter)),))
+
+    yield from linear(decoder.embed, ("model.embed_tokens", c.vocab_size))
+    for i, layer in enumerate(decoder.layers):
+        at = f"model.layers.{i}"
+        yield from norm(layer.input_norm, f"{at}.input_layernorm")
+        qkv = zip("qkv", (q, kv, kv), strict=True)
+        yield from linear(layer.qkv, *((f"{at}.self_attn.{which}_proj", rows) for which, rows in qkv))
+        yield from norm(layer.q_norm, f"{at}.self_attn.q_norm")
+        yield from norm(layer.k_norm, f"{at}.self_attn.k_norm")
+        yield from linear(layer.o, (f"{at}.self_attn.o_proj", c.hidden_size))
+        yield from norm(layer.post_norm, f"{at}.post_attention_layernorm")
+        both = ((f"{at}.mlp.{which}_proj", c.intermediate_size) for which in ("gate", "up"))
+        yield from linear(layer.gate_up, *both)
+        yield from linear(layer.down, (f"{at}.mlp.down_proj", c.hidden_size))
+    yield from norm(decoder.norm, "model.norm")
+    if decoder.lm_head is not None:
+        yield from linear(decoder.lm_head, ("lm_head", c.vocab_size))
+
+
+# ---- memory ----
+
+
+def hf_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor under its Hugging Face name: a view where the decoder holds it plainly, unpacked where it
+    holds panels. A tied lm_head appears once, as the embedding."""
+    for home in _homes(decoder):
+        names, sizes = zip(*home.parts, strict=True)
+        yield from zip(names, _read(home.holder).split(sizes), strict=True)
+
+
+def assign(decoder: Decoder, pairs: Iterable[tuple[str, Tensor]]) -> None:
+    """Overwrite every parameter, in place, from Hugging Face-named tensors of any dtype and device."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in pairs:
+        if name in tensors:
+            raise ModelError(f"weights: {name} is given twice")
+        tensors[name] = tensor
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    _fill(decoder, shapes, tensors.__getitem__, "weights")
+
+
+def _fill(
+    decoder: Decoder, shapes: Mapping[str, tuple[int, ...]], fetch: Callable[[str], Tensor], source: object
+) -> None:
+    """Check all that is offered, then copy it tensor by tensor."""
+    homes = list(_homes(decoder))
+    needed = dict(shape for home in homes for shape in home.shapes())
+    if missing := [name for name in needed if name not in shapes]:
+        raise ModelError(f"{source}: missing tensors the config asks for: {_listing(missing)}")
+    if wrong := [name for name in needed if shapes[name] != needed[name]]:
+        each = [f"{name} is {list(shapes[name])}, the config says {list(needed[name])}" for name in wrong]
+        raise ModelError(f"{source}: wrong shapes: {_listing(each)}")
+    spare = {name for name in shapes.keys() - needed.keys() if not name.endswith("rotary_emb.inv_freq")}
+    if decoder.lm_head is None and LM_HEAD in spare:
+        # Some checkpoints spell a tied head out. Fine, as long as it is the embedding.
+        if not torch.equal(fetch(LM_HEAD), fetch(EMBED)):
+            raise ModelError(
+                f"{source}: {LM_HEAD} differs from {EMBED} although the config ties them (tie_word_embeddings)"
+            )
+        spare.remove(LM_HEAD)
+    if spare:
+        raise ModelError(f"{source}: tensors that the config has no place for: {_listing(sorted(spare))}")
+    with torch.no_grad():
+        for home in homes:
+            _write(home, fetch)
+
+
+def _listing(items: list[str], most: int = 4) -> str:
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return "; ".join(items[:most]) + more
+
+
+def _read(holder: nn.Parameter | Linear) -> Tensor:
+    if not isinstance(holder, Linear):
+        return holder.detach()
+    if holder.weight is not None:
+        return holder.weight.detach()
+    from paceline.model import kernels
+
+    assert holder.panels is not None
+    return kernels.unpack(holder.panels, holder.num_out)
+
+
+def _write(home: Home, fetch: Callable[[str], Tensor]) -> None:
+    holder = home.holder
+    if isinstance(holder, Linear) and holder.weight is None:
+        from paceline.model import kernels
+
+        assert holder.panels is not None
+        weight = torch.cat([fetch(name).to(holder.panels) for name, _ in home.parts])
+        holder.panels.copy_(kernels.pack(weight))
+        return
+    plain = _read(holder)
+    for (name, _), view in zip(home.parts, plain.split([rows for _, rows in home.parts]), strict=True):
+        view.copy_(fetch(name))
+
+
+def init(
+    config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Decoder:
+    """Random weights, the same on every device: normal with deviation 0.02, norms at one."""
+    decoder = _empty(config, dtype, device)
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in hf_state(decoder):
+            if name.endswith("norm.weight"):
+                tensor.fill_(1)
+            else:
+                tensor.copy_(torch.randn(tensor.shape, generator=noise) * 0.02)
+    return decoder
+
+
+def _empty(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    return decoder.to(dtype).to_empty(device=device)
+
+
+# ---- directories ----
+
+
+def read_config(directory: Path | str) -> ModelConfig:
+    """config.json, with the end tokens of generation_config.json, which generation goes by, where it has them."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ModelError(f"{directory}: no such directory")
+    path = directory / "config.json"
+    if not path.exists():
+        raise ModelError(f"{directory}: config.json is missing; a model directory holds config.json and {SINGLE}")
+    generation = directory / "generation_config.json"
+    try:
+        config = ModelConfig.from_hf(_json(path))
+        if generation.exists() and (ids := token_ids(_json(generation), "eos_token_id")):
+            config = replace(config, eos_token_ids=ids)
+    except ModelError:
+        raise
+    except ValueError as error:
+        raise ModelError(f"{directory}: {error}") from None
+    return config
+
+
+def load(directory: Path | str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
+    """The decoder of a Hugging Face directory. Tensors are mapped from disk and copied one by one."""
+    directory = Path(directory)
+    config = read_config(directory)
+    with ExitStack() as stack:
+        home: dict[str, Any] = {}  # tensor name -> the open file that has it
+        for path in _safetensors(directory):
+            try:
+                opened = stack.enter_context(safe_open(path, "pt"))
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path}: truncated or corrupt ({error}); download it again") from None
+            home |= dict.fromkeys(opened.keys(), opened)
+        shapes = {name: tuple(opened.get_slice(name).get_shape()) for name, opened in home.items()}
+        decoder = _empty(config, dtype, device)
+        _fill(decoder, shapes, lambda name: home[name].get_tensor(name), directory)
+    return decoder
+
+
+def save(decoder: Decoder, directory: Path | str, max_shard_bytes: int = 5 * GB) -> None:
+    """Write config.json and safetensors, sharded where they exceed `max_shard_bytes`. The config comes last: a
+    directory without one was never finished."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").unlink(missing_ok=True)
+    for stale in (*directory.glob("model*.safetensors"), directory / INDEX):
+        stale.unlink(missing_ok=True)
+    shards = _shards(decoder, max_shard_bytes)
+    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        files = [SINGLE]
+    state = hf_state(decoder)
+    for file, names in zip(files, shards, strict=True):
+        part = dict(pair for _, pair in zip(names, state, strict=False))  # the state comes in the shards' order
+        save_file({name: tensor.contiguous() for name, tensor in part.items()}, directory / file, {"format": "pt"})
+    if len(shards) > 1:
+        total = sum(_num_bytes(decoder, shape) for home in _homes(decoder) for _, shape in home.shapes())
+        where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    _write_json(directory / "config.json", {**decoder.config.to_hf(), "dtype": dtype})
+    for file in files:
+        shutil.copymode(directory / "config.json", directory / file)  # safetensors writes for the owner alone
+
+
+def _num_bytes(decoder: Decoder, shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape)) * decoder.dtype.itemsize
+
+
+def _shards(decoder: Decoder, max_bytes: int) -> list[list[str]]:
+    """The tensors' names, in order, cut where a file would grow beyond `max_bytes`."""
+    shards: list[list[str]] = [[]]
+    room = max_bytes
+    for home in _homes(decoder):
+        for name, shape in home.shapes():
+            size = _num_bytes(decoder, shape)
+            if size > room and shards[-1]:
+                shards.append([])
+                room = max_bytes
+            shards[-1].append(name)
+            room -= size
+    return shards
+
+
+def _safetensors(directory: Path) -> list[Path]:
+    if (single := directory / SINGLE).exists():
+        return [single]
+    index = directory / INDEX
+    if index.exists():
+        where = _json(index).get("weight_map")
+        if not isinstance(where, dict) or not where:
+            raise ModelError(f"{index}: weight_map is missing; download it again")
+        paths = [directory / str(file) for file in sorted(set(where.values()))]
+        for path in paths:
+            if not path.exists():
+                raise ModelError(f"{path}: missing, though {INDEX} names it; download the model again")
+        return paths
+    pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in directory.glob(pattern))
+    if pickles:
+        raise ModelError(
+            f"{directory}: only {pickles[0]}, a pickle, which may run any code when it is read; convert it where you "
+            "trust it: AutoModelForCausalLM.from_pretrained(path).save_pretrained(path) of transformers writes "
+            "safetensors"
+        )
+    raise ModelError(f"{directory}: no weights; expected {SINGLE} or {INDEX}")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: not valid JSON ({error}); download it again") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: expected a JSON object; download it again")
+    return content
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
+# ---- checksum ----
+
+_SPAN = 1 << 16  # words per partial sum
+_BLOCK = 2  # partial sums computed at once: 1 MB of scratch, to stay in cache
+
+
+def checksum(pairs: Iterable[tuple[str, Tensor]]) -> str:
+    """A hash of names, dtypes, shapes and bits, the same for every layout, order and device.
+
+    Each span of words is summed with odd multipliers, modulo 2^64, on the tensor's own device; SHA-256 then takes
+    the sums. One changed element always changes its sum, since odd numbers have inverses; and two swapped elements
+    do, since the multipliers' low halves differ by less than 2^17."""
+    lines = []
+    for name, tensor in pairs:
+        sums = _sums(tensor).cpu().numpy().astype("<i8").tobytes()
+        lines.append(f"{name} {tensor.dtype} {list(tensor.shape)} {hashlib.sha256(sums).hexdigest()}")
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().contiguous().flatten()
+    # float64 as two words: within one int64 a difference in the top bit would be lost to an even factor.
+    words = tensor.view({1: torch.int8, 2: torch.int16}.get(tensor.dtype.itemsize, torch.int32))
+    multipliers = _multipliers(tensor.device)
+    whole = len(words) // _SPAN * _SPAN
+    blocks = words[:whole].view(-1, _SPAN).split(_BLOCK)
+    rest = words[whole:]
+    return torch.cat(
+        [*((block * multipliers).sum(1) for block in blocks), (rest * multipliers[: len(rest)]).sum(0, True)]
+    )
+
+
+@cache
+def _multipliers(device: torch.device) -> Tensor:
+    """Random high halves; the low halves are 1, 3, 5, ..."""
+    high = np.random.PCG64(0).random_raw(_SPAN) << np.uint64(32)
+    low = 2 * np.arange(_SPAN, dtype=np.uint64) + np.uint64(1)
+    return torch.from_numpy((high | low).view(np.int64)).to(device)

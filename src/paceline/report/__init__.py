@@ -1,0 +1,1 @@
+"""Rows in; tables, files and plots out. No torch."""

@@ -1,0 +1,83 @@
+"""Rows (a list of dicts) as a table on the terminal, as HTML, and as a file that is there whole or not at all."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Row = Mapping[str, Any]
+Columns = Mapping[str, str]  # key -> heading
+
+
+def cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.1f}" if abs(value) >= 100 else f"{value:.3g}"
+    if isinstance(value, list | tuple):
+        return " ".join(map(cell, value))
+    return str(value)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def render(rows: Sequence[Row], columns: Columns, title: str | None = None) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for key, heading in columns.items():
+        table.add_column(heading, justify="right" if any(is_number(row.get(key)) for row in rows) else "left")
+    for row in rows:
+        table.add_row(*(Text(cell(row.get(key))) for key in columns))
+    return table
+
+
+def render_html(rows: Sequence[Row], columns: Columns) -> str:
+    head = "".join(f"<th>{html.escape(heading)}</th>" for heading in columns.values())
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell(row.get(key)))}</td>" for key in columns) + "</tr>" for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def check_writable(path: Path | None) -> None:
+    """Before the work, not after it: is there a folder to write this file into?"""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; give the name of a file")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise ValueError(f"{path}: the folder {path.absolute().parent} does not exist or is not writable")
+
+
+def write_json(path: Path, content: Any) -> None:
+    write_bytes(path, (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """All of it or nothing: written beside its place, then moved there."""
+    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.absolute().parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(scratch).chmod(0o666 & ~umask)  # mkstemp's own mode is for secrets
+        os.replace(scratch, path)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise

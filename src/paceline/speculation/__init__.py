@@ -1,0 +1,1 @@
+"""Speculation's nouns and decisions, without torch: drafts, commits, policies, metrics."""

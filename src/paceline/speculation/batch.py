@@ -1,0 +1,73 @@
+"""The hot path's vocabulary: whole batches as structs of arrays. B rows, K draft positions, V vocabulary.
+
+Engine and drafters know each other only through what stands here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from paceline.types import Receipt, Request, SamplingParams
+
+
+@dataclass(slots=True)
+class Rows:
+    """The rows of a step that may be drafted for. `tokens[i]` is row i's whole sequence so far (prompt and
+    emitted tokens, a read-only int32 view); the next token to be emitted has position len(tokens[i])."""
+
+    request_ids: np.ndarray  # int64 [B]
+    tokens: Sequence[np.ndarray]  # B x int32 [length]
+    noise_keys: np.ndarray  # uint64 [B]
+    sampling: Sequence[SamplingParams]
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+
+@dataclass(slots=True)
+class DraftBatch:
+    """Guesses. Row i drafted tokens[i, :num[i]]. `q` is the distribution that each token was sampled from
+    ([B, K, V], torch or numpy), or None for drafters that guess deterministically (one-hot q)."""
+
+    tokens: np.ndarray  # int32 [B, K]
+    num: np.ndarray  # int32 [B]
+    confidence: np.ndarray  # float32 [B, K], estimated probability that the position is accepted given those before
+    q: Any = None
+
+    @staticmethod
+    def empty(num_rows: int, k: int = 0) -> DraftBatch:
+        return DraftBatch(
+            np.zeros((num_rows, k), np.int32), np.zeros(num_rows, np.int32), np.zeros((num_rows, k), np.float32)
+        )
+
+
+@dataclass(slots=True)
+class Commits:
+    """What was really emitted: row i gained tokens[i, :num[i]], of which num_accepted[i] had been drafted."""
+
+    request_ids: np.ndarray  # int64 [B]
+    tokens: np.ndarray  # int32 [B, K+1]
+    num: np.ndarray  # int32 [B]
+    num_drafted: np.ndarray  # int32 [B]
+    num_accepted: np.ndarray  # int32 [B]
+    hidden: dict[int, Any] = field(default_factory=dict)  # layer -> states, for drafters with `wants_hidden`
+
+
+class Drafter(Protocol):
+    """Guesses what the target will say. `begin` and `end` bracket a request's life; between them every
+    emitted token reaches `observe` exactly once and in order. `propose` may be skipped for any row at any
+    step, and what it proposed may be cut to any length."""
+
+    name: str
+    version: int
+    wants_hidden: tuple[int, ...]  # target layers whose outputs it reads
+
+    def begin(self, request: Request) -> None: ...
+    def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch: ...  # caps: int32 [B], num <= caps
+    def observe(self, commits: Commits) -> None: ...
+    def end(self, request_id: int) -> None: ...
+    def update(self, weights: Any, version: int) -> Receipt: ...  # ValueError where it has no weights

@@ -1,0 +1,49 @@
+"""How many tokens to draft, for whom. Zero is a fine answer: it is plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from paceline.speculation.batch import DraftBatch, Rows
+from paceline.types import StepTrace
+
+
+class SpeculationPolicy(Protocol):
+    """`plan` caps every row's draft before anything is drafted; `select` then says how much of each draft is worth
+    verifying. `reads_drafts` tells whether `select` looks at what was drafted: harmless under `coupled`, a bias
+    under the rejection rules, which therefore refuse it."""
+
+    reads_drafts: bool
+
+    def plan(self, rows: Rows) -> np.ndarray: ...  # int32 [B]
+    def select(self, drafts: DraftBatch) -> np.ndarray: ...  # int32 [B], at most drafts.num
+    def observe(self, trace: StepTrace) -> None: ...
+
+
+class StaticPolicy:
+    """A fixed number of tokens per batch-size bucket: {1: 6, 8: 3} drafts 6 for a single row, 3 for up to 8 rows, and
+    none for more. A plain number means any batch size."""
+
+    reads_drafts = False
+
+    def __init__(self, num_speculative_tokens: int | Mapping[int, int]) -> None:
+        given = num_speculative_tokens
+        self.buckets = sorted(given.items()) if isinstance(given, Mapping) else [(2**31 - 1, given)]
+        for bound, k in self.buckets:
+            if bound < 1 or k < 0:
+                raise ValueError(
+                    f"speculation.num_speculative_tokens: bucket {bound} = {k}: batch sizes start at 1, draft lengths at 0"
+                )
+
+    def plan(self, rows: Rows) -> np.ndarray:
+        k = next((k for bound, k in self.buckets if len(rows) <= bound), 0)
+        return np.full(len(rows), k, np.int32)
+
+    def select(self, drafts: DraftBatch) -> np.ndarray:
+        return drafts.num
+
+    def observe(self, trace: StepTrace) -> None:
+        pass

@@ -1,0 +1,1 @@
+"""What is asked: prompts, and later environments and rewards."""

@@ -1,0 +1,147 @@
+"""The nouns that every room speaks. No torch here.
+
+A Request goes in, a Completion comes out, and every engine step leaves one StepTrace. Everything a
+request needs to be reproduced (its prompt, its sampling parameters, its noise key) is on the request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+
+
+def noise_key(*parts: object) -> int:
+    """A 64-bit key for a request's noise from what identifies it: (run seed, step, group, sample, turn)."""
+    digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a request's tokens are drawn and when it ends. The processing order is Hugging Face's:
+    temperature, then top-k, then top-p, then min-p. Temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 128
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise ValueError(f"sampling.{name} = {getattr(self, name)!r}: must be {rule}")
+
+        def finite(value: object) -> bool:
+            return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+        need(finite(self.temperature) and self.temperature >= 0, "temperature", "a finite number >= 0 (0 is greedy)")
+        need(isinstance(self.top_k, int) and self.top_k >= 0, "top_k", "an integer >= 0 (0 turns it off)")
+        need(finite(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1] (1 turns it off)")
+        need(finite(self.min_p) and 0 <= self.min_p < 1, "min_p", "in [0, 1) (0 turns it off)")
+        need(isinstance(self.max_tokens, int) and self.max_tokens >= 1, "max_tokens", "an integer >= 1")
+        need(not isinstance(self.stop, str) and all(self.stop), "stop", "a sequence of non-empty strings")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens may get probability zero."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sample to generate. `noise_key` alone decides its randomness, never its place in a batch or its
+    arrival. `problem` names what it is a sample of: siblings and earlier rollouts with the same problem
+    feed the history drafter."""
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    noise_key: int = 0
+    problem: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            raise ValueError(f"request {self.request_id}: prompt_ids is empty; a prompt needs at least one token")
+
+
+class Provenance(IntEnum):
+    """Where an emitted token came from. The target chose every one of them; this says what it checked."""
+
+    SAMPLED = 0  # no draft at this position
+    ACCEPTED = 1  # a drafted token, confirmed
+    CORRECTED = 2  # the drafted token here was wrong; this is the target's own
+    BONUS = 3  # after a draft that was accepted whole
+
+
+@dataclass(slots=True)
+class Completion:
+    """What a request became. All arrays have one entry per emitted token."""
+
+    request: Request
+    token_ids: np.ndarray  # int32
+    logprobs: np.ndarray  # float32, target's, under the processed distribution
+    raw_logprobs: np.ndarray  # float32, target's, before temperature and truncation
+    versions: np.ndarray  # int32, the policy version that emitted the token
+    provenance: np.ndarray  # uint8, Provenance
+    sources: np.ndarray  # uint8, index into `drafters` of who drafted at this position (255: nobody)
+    drafters: tuple[str, ...]
+    finish_reason: str  # "stop" | "length" | "abort"
+    stop_reason: int | str | None = None  # the stop token or stop string that ended it
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / drafts, as vLLM counts it; 1 where nothing was drafted."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """One engine step: what ran, what speculation did, where the time went."""
+
+    step: int
+    start_s: float
+    num_rows: int
+    num_query_tokens: int
+    num_context_tokens: int
+    num_emitted: int
+    num_drafts: int  # rows that verified a draft
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_per_position: tuple[int, ...]
+    drafted_per_position: tuple[int, ...]
+    num_preempted: int
+    num_free_blocks: int
+    draft_s: float
+    forward_s: float
+    sample_s: float
+    total_s: float
+    version: int
+    drafter_version: int
+    drafter: str
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Proof of a weight transfer: what the receiver now holds, hashed on the receiver's side."""
+
+    version: int
+    checksum: str
+    num_tensors: int
+    num_bytes: int
+    seconds: float

@@ -1,0 +1,55 @@
+"""Small engines over table targets: every rule with every drafter, for rungs 1 and 2."""
+
+from __future__ import annotations
+
+from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.drafters.ngram import NgramDrafter
+from paceline.drafters.suffix import SuffixDrafter
+from paceline.engine.engine import LocalEngine
+from paceline.model.sample import Sampler
+from paceline.speculation.batch import Drafter
+from paceline.speculation.policy import StaticPolicy
+from paceline.types import Request, SamplingParams
+from paceline.verify.chance import Sample
+from paceline.verify.drafters import AdversarialDrafter
+from paceline.verify.table import Table, TableDecoder
+
+RULES = ("coupled", "rejection", "block")
+DRAFTERS = ("adversarial", "ngram", "suffix", "draft_model")
+
+
+class TableCase:
+    """A target table, a draft table that resembles it, and engines over them. The last token of the vocabulary ends a
+    sequence."""
+
+    def __init__(self, vocab_size: int, num_speculative_tokens: int, seed: int = 1) -> None:
+        self.vocab_size, self.k = vocab_size, num_speculative_tokens
+        self.target, self.draft = Table(vocab_size, seed), Table(vocab_size, seed + 1)
+
+    def decoder(self, num_blocks: int = 64) -> TableDecoder:
+        return TableDecoder(self.target, num_blocks, eos_token_ids=(self.vocab_size - 1,))
+
+    def engine(self, rule: str, drafter: str | None, sampler: Sampler, max_num_seqs: int = 32) -> LocalEngine:
+        num_blocks = 2 * max_num_seqs + 2
+        return LocalEngine(
+            self.decoder(num_blocks),
+            sampler=sampler,
+            drafter=self._drafter(drafter, rule, sampler, num_blocks) if drafter else None,
+            policy=StaticPolicy(self.k),
+            rule=rule,
+            max_num_seqs=max_num_seqs,
+        )
+
+    def _drafter(self, name: str, rule: str, sampler: Sampler, num_blocks: int) -> Drafter:
+        if name == "adversarial":
+            return AdversarialDrafter(self.vocab_size)
+        if name == "ngram":
+            return NgramDrafter(1, 2)
+        if name == "suffix":
+            return SuffixDrafter()
+        return DraftModelDrafter(TableDecoder(self.draft, num_blocks), sampler, coupled=rule == "coupled")
+
+    def sample(self, engine: LocalEngine, sampling: SamplingParams, num: int, first_key: int) -> Sample:
+        """`num` independent sequences of one prompt: keys first_key, first_key + 1, …"""
+        requests = [Request(i, (0, 1, 0), sampling, first_key + i, "case") for i in range(num)]
+        return [tuple(c.token_ids.tolist()) for c in engine.generate(requests)]

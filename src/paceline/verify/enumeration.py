@@ -1,0 +1,105 @@
+"""Rung 1: the exact distribution of whole sequences, by walking every path of chance through the real engine.
+
+Every place where the engine consults its noise becomes a fork; each run takes one way at every fork, its probability
+is the product of the ways taken, and depth-first search takes them all. No statistics: the sum over runs is the
+engine's distribution, to rounding. Brute force multiplies the target's own probabilities.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.engine.engine import LocalEngine
+from paceline.engine.sequence import Sequence
+from paceline.model.sample import Noise, Sampler, SamplingArrays, process
+from paceline.types import Request
+from paceline.verify.table import TableDecoder
+
+Distribution = dict[tuple[int, ...], float]
+
+
+class Enumerator(Noise):
+    """A noise that takes the scripted way at every fork, and the first possible one beyond the script."""
+
+    def __init__(self) -> None:
+        self.script: list[int] = []
+        self.ways: list[np.ndarray] = []  # the chances at each fork of this run
+
+    def begin(self) -> None:
+        self.ways = []
+
+    @property
+    def probability(self) -> float:
+        return float(np.prod([chances[way] for chances, way in zip(self.ways, self.script, strict=True)]))
+
+    def advance(self) -> bool:
+        """Script the next path; False when all have been taken."""
+        while self.script:
+            later = np.flatnonzero(self.ways[len(self.script) - 1][self.script[-1] + 1 :] > 0)
+            if len(later):
+                self.script[-1] += 1 + int(later[0])
+                return True
+            self.script.pop()
+        return False
+
+    def _fork(self, chances: np.ndarray) -> int:
+        at = len(self.ways)
+        self.ways.append(chances)
+        if at == len(self.script):
+            self.script.append(int(np.flatnonzero(chances > 0)[0]))
+        return self.script[at]
+
+    def race(self, weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
+        chances = (weights_PV.double() / weights_PV.double().sum(-1, keepdim=True)).numpy()
+        return np.array([self._fork(row) for row in chances], np.int32)
+
+    def coin(self, chances: np.ndarray, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
+        return np.array([self._fork(np.array([c, 1 - c])) == 0 for c in np.clip(chances, 0, 1)])
+
+
+def enumerate_engine(
+    make: Callable[[Sampler], LocalEngine], request: Request, others: tuple[Request, ...] = ()
+) -> tuple[Distribution, int]:
+    """The exact distribution of the request's tokens and the number of paths. `make` gives a fresh engine that uses
+    this sampler. `others` run beside it and must be greedy (no chance of their own)."""
+    noise = Enumerator()
+    found: Distribution = defaultdict(float)
+    num_paths = 0
+    while True:
+        noise.begin()
+        engine = make(Sampler(noise))
+        completion = engine.generate([request, *others])[0]
+        found[tuple(completion.token_ids.tolist())] += noise.probability
+        num_paths += 1
+        if not noise.advance():
+            return dict(found), num_paths
+
+
+def brute_force(target: TableDecoder, request: Request) -> Distribution:
+    """The same from the definition: probabilities multiplied along every sequence."""
+    found: Distribution = {}
+    params = SamplingArrays.of([request.sampling])
+
+    def walk(emitted: tuple[int, ...], chance: float) -> None:
+        sequence = Sequence(request, 0, target.config.max_positions, target.config.eos_token_ids)
+        for token in emitted:
+            sequence.commit(np.array([token]), *np.zeros((2, 1)), 0, 0, 0, 0, None)
+        if sequence.finish_reason is not None:
+            found[emitted] = chance
+            return
+        logits = torch.from_numpy(target.table.logits_after(sequence.tokens))
+        for token, p in enumerate(process(logits.unsqueeze(0), params)[0].exp().tolist()):
+            if p > 0:
+                walk((*emitted, token), chance * p)
+
+    walk((), 1.0)
+    return found
+
+
+def total_variation(a: Distribution, b: Distribution) -> float:
+    return sum(abs(a.get(x, 0) - b.get(x, 0)) for x in a.keys() | b.keys()) / 2

@@ -1,0 +1,111 @@
+"""Rungs 3 to 5: the same tokens with speculation on and off, the same greedy tokens as Hugging Face, the same
+logprobs from learner, prefill, decode and verification."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.engine.engine import LocalEngine
+from paceline.model.attention import PackedAttention
+from paceline.model.decoder import Decoder
+from paceline.model.kv import BlockTable
+from paceline.model.paged import PagedDecoder, Span
+from paceline.types import Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first token in which two runs of a request differ."""
+
+    request: int
+    position: int
+    expected: int | None
+    found: int | None
+
+
+def first_differences(expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> list[Difference]:
+    differences = []
+    for i, (a, b) in enumerate(zip(expected, found, strict=True)):
+        if list(a) != list(b):
+            at = next((j for j, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+            differences.append(
+                Difference(i, at, int(a[at]) if at < len(a) else None, int(b[at]) if at < len(b) else None)
+            )
+    return differences
+
+
+def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
+    return [c.token_ids.tolist() for c in completions]
+
+
+@torch.inference_mode()
+def transformers_greedy(
+    directory: Any, prompts: Sequence[Sequence[int]], max_tokens: int, progress: Callable[[int], None] | None = None
+) -> list[list[int]]:
+    """What Hugging Face's generate says, prompt by prompt (no padding, so no doubt about it), float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    outs = []
+    for i, prompt in enumerate(prompts):
+        ids = torch.tensor([list(prompt)])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            temperature=None,
+            top_k=None,
+            top_p=None,
+            repetition_penalty=1.0,
+            max_new_tokens=max_tokens,
+            pad_token_id=0,
+        )
+        outs.append(out[0, len(prompt) :].tolist())
+        if progress is not None:
+            progress(i + 1)
+    return outs
+
+
+@torch.inference_mode()
+def learner_logprobs(decoder: Decoder, completions: Sequence[Completion]) -> list[np.ndarray]:
+    """Raw logprobs as a learner computes them: the plain torch decoder over whole packed sequences."""
+    outs = []
+    for c in completions:
+        tokens = torch.tensor([*c.request.prompt_ids, *c.token_ids.tolist()])
+        hidden = decoder(tokens, torch.arange(len(tokens)), PackedAttention([len(tokens)])).hidden
+        logits = decoder.logits(hidden[len(c.request.prompt_ids) - 1 : -1]).double().log_softmax(-1)
+        outs.append(logits.gather(-1, tokens[len(c.request.prompt_ids) :, None])[:, 0].float().numpy())
+    return outs
+
+
+def prefill_logprobs(paged: PagedDecoder, completions: Sequence[Completion]) -> list[np.ndarray]:
+    """Raw logprobs from one forward of the engine's own model over prompt and completion."""
+    outs = []
+    for c in completions:
+        tokens = np.array([*c.request.prompt_ids, *c.token_ids], np.int32)
+        table = BlockTable()
+        if not paged.pool.reserve(table, len(tokens)):
+            raise ValueError("the KV memory is too small for one sequence; raise engine.kv_tokens")
+        logits, _ = paged.forward([Span(tokens, 0, table, len(c.token_ids) + 1)])
+        paged.pool.truncate(table, 0)
+        at = torch.as_tensor(c.token_ids).long()[:, None]
+        outs.append(logits[:-1].double().log_softmax(-1).gather(-1, at)[:, 0].float().numpy())
+    return outs
+
+
+def largest_gap(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
+    return max((float(np.abs(x - y).max()) for x, y in zip(a, b, strict=True) if len(x)), default=0.0)
+
+
+def raw_logprobs_of(completions: Sequence[Completion]) -> list[np.ndarray]:
+    return [c.raw_logprobs for c in completions]
+
+
+def idle(engine: LocalEngine) -> bool:
+    """Whether every block is back: nothing leaked."""
+    return not engine.has_work and not any(engine.paged.pool.references)

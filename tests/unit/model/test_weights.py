@@ -1,0 +1,272 @@
+"""Hugging Face names and directories: strict, whole or not at all, and hashed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paceline.model import kernels, weights
+from paceline.model.config import ModelConfig
+from paceline.model.decoder import Decoder
+from paceline.model.ops import Linear
+from paceline.model.weights import ModelError, assign, checksum, hf_state, init, load, save
+from paceline.native import NativeUnavailable
+
+Checkpoint = Callable[..., Path]
+CONFIG = ModelConfig("qwen3", 50, 24, 40, 2, 4, 2, 8, 1e-6, 1e4, 64, qk_norm=True, qkv_bias=True, o_bias=True)
+
+
+def state(decoder: Decoder) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in hf_state(decoder)}
+
+
+# ---- memory ----
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+def test_state_is_what_transformers_saved(checkpoint: Checkpoint, family: str, tie: bool) -> None:
+    path = checkpoint(family, tie=tie)
+    theirs, ours = load_file(path / "model.safetensors"), state(load(path))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_state_is_views() -> None:
+    decoder = init(CONFIG)
+    dict(hf_state(decoder))["model.layers.1.self_attn.k_proj.weight"].fill_(7)
+    assert (decoder.layers[1].qkv.weight == 7).sum() == 16 * 24
+    assert (decoder.layers[1].qkv.weight[32:48] == 7).all()
+
+
+def test_assign_is_in_place_and_takes_streams() -> None:
+    old, new = init(CONFIG, seed=0), init(CONFIG, seed=1, dtype=torch.float64)
+    places = [parameter.data_ptr() for parameter in old.parameters()]
+    assign(old, hf_state(new))
+    assert places == [parameter.data_ptr() for parameter in old.parameters()]
+    assert all(torch.equal(tensor, state(new)[name].float()) for name, tensor in hf_state(old))
+
+
+def _broken(good: dict[str, Tensor], how: str) -> Iterator[tuple[str, Tensor]]:
+    for i, (name, tensor) in enumerate(good.items()):
+        if how == "missing" and name == "model.norm.weight":
+            continue
+        if how == "shape" and name == "lm_head.weight":
+            tensor = tensor[:-1]
+        if how == "raises" and i == 12:
+            raise RuntimeError("the stream broke off")
+        yield name, tensor
+        if how == "twice" and i == 3:
+            yield name, tensor
+    if how == "unexpected":
+        yield "model.layers.2.mlp.up_proj.weight", good["model.layers.1.mlp.up_proj.weight"]
+
+
+@pytest.mark.parametrize(
+    "how, error, words",
+    [
+        ("missing", ModelError, "missing tensors .*: model.norm.weight"),
+        ("unexpected", ModelError, "no place for: model.layers.2.mlp.up_proj.weight"),
+        ("shape", ModelError, r"lm_head.weight is \[49, 24\], the config says \[50, 24\]"),
+        ("twice", ModelError, "given twice"),
+        ("raises", RuntimeError, "broke off"),
+    ],
+)
+def test_assign_is_all_or_nothing(how: str, error: type[Exception], words: str) -> None:
+    decoder = init(CONFIG, seed=0)
+    before = checksum(hf_state(decoder))
+    with pytest.raises(error, match=words):
+        assign(decoder, _broken(state(init(CONFIG, seed=1)), how))
+    assert checksum(hf_state(decoder)) == before
+
+
+def test_a_tied_head_may_be_spelt_out_if_it_is_the_embedding(checkpoint: Checkpoint) -> None:
+    decoder = load(checkpoint("llama", tie=True))
+    new = state(decoder)
+    new["lm_head.weight"] = new["model.embed_tokens.weight"].clone()
+    assign(decoder, new.items())
+    new["lm_head.weight"][3, 1] += 1
+    with pytest.raises(ModelError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+        assign(decoder, new.items())
+
+
+def _packed(decoder: Decoder) -> Decoder:
+    try:
+        kernels.pack_decoder(decoder)
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+    assert all(module.weight is None for module in decoder.modules() if isinstance(module, Linear))
+    return decoder
+
+
+def test_panels_are_the_same_tensors_to_everybody_outside(tmp_path: Path) -> None:
+    plain, new = init(CONFIG, seed=0), init(CONFIG, seed=1, dtype=torch.float64)
+    panels = _packed(init(CONFIG, seed=0))
+    assert checksum(hf_state(panels)) == checksum(hf_state(plain))
+
+    places = [module.panels.data_ptr() for module in panels.modules() if isinstance(module, Linear)]
+    for decoder in (plain, panels):
+        assign(decoder, hf_state(new))
+    assert checksum(hf_state(panels)) == checksum(hf_state(plain))
+    assert places == [module.panels.data_ptr() for module in panels.modules() if isinstance(module, Linear)]
+
+    with pytest.raises(ModelError, match=r"missing tensors .*: model.norm.weight"):
+        assign(panels, _broken(state(init(CONFIG, seed=2)), "missing"))
+    save(panels, tmp_path, max_shard_bytes=8_000)
+    assert checksum(hf_state(load(tmp_path))) == checksum(hf_state(plain))
+
+
+def test_init_is_reproducible() -> None:
+    first, again, other = (checksum(hf_state(init(CONFIG, seed=seed))) for seed in (3, 3, 4))
+    assert first == again != other
+
+
+# ---- checksum ----
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_checksum_sees_every_change(dtype: torch.dtype) -> None:
+    size = 2 * weights._SPAN + 77  # more than one partial sum, and a rest
+    tensor = torch.randint(-100, 100, (size,), generator=torch.Generator().manual_seed(0)).to(dtype)
+    tensor[:2] = torch.tensor([1, -1]).to(dtype)
+    seen = {checksum([("a", tensor)])}
+
+    def new(changed: Tensor, name: str = "a") -> bool:
+        number = len(seen)
+        seen.add(checksum([(name, changed)]))
+        return len(seen) == number + 1
+
+    for position in (0, 1, size // 2, weights._SPAN - 1, weights._SPAN, size - 1):
+        changed = tensor.clone()
+        changed[position] += 1
+        assert new(changed)
+    for i, j in ((0, 1), (1, 1 << 15), (0, size - 1), (5, weights._SPAN + 5)):
+        changed = tensor.clone()
+        changed[i], changed[j] = 64, -64  # in floating point, only the sign bit differs: the hardest swap
+        assert new(changed)
+        changed[i], changed[j] = -64, 64
+        assert new(changed)
+    assert new(tensor, name="b")
+    assert new(tensor[:-1])
+    assert new(tensor.view(-1, 1))
+
+
+def test_checksum_ignores_layout_and_order() -> None:
+    a, b = torch.randn(30, 7), torch.randn(5)
+    assert checksum([("a", a), ("b", b)]) == checksum([("b", b), ("a", a.t().contiguous().t())])
+
+
+def test_checksum_tells_zero_from_minus_zero_and_dtypes_apart() -> None:
+    zero = torch.zeros(4)
+    assert len({checksum([("a", x)]) for x in (zero, -zero, zero.int(), zero.half())}) == 4
+
+
+# ---- directories ----
+
+
+def test_load_in_other_dtypes(checkpoint: Checkpoint) -> None:
+    path = checkpoint("qwen2")
+    wide, narrow = load(path, torch.float64), load(path, torch.bfloat16)
+    assert wide.dtype == torch.float64 and narrow.dtype == torch.bfloat16
+    assert all(torch.equal(state(wide)[name].bfloat16(), tensor) for name, tensor in hf_state(narrow))
+
+
+def test_generation_config_names_the_end_tokens(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    path = shutil.copytree(checkpoint("llama"), tmp_path / "model")
+    (path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    assert load(path).config.eos_token_ids == (1, 2)
+    (path / "generation_config.json").write_text('{"max_length": 9}')
+    assert load(path).config.eos_token_ids == (258,)
+
+
+def test_saving_again_leaves_no_old_shards(tmp_path: Path) -> None:
+    save(init(CONFIG, seed=0), tmp_path, max_shard_bytes=5_000)
+    assert (tmp_path / weights.INDEX).exists()
+    decoder = init(CONFIG, seed=1)
+    save(decoder, tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert checksum(hf_state(load(tmp_path))) == checksum(hf_state(decoder))
+
+
+def test_shards_keep_to_their_size(tmp_path: Path) -> None:
+    decoder = init(CONFIG)
+    save(decoder, tmp_path, max_shard_bytes=8_000)
+    index = json.loads((tmp_path / weights.INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(t.numel() * 4 for _, t in hf_state(decoder))
+    assert index["weight_map"].keys() == dict(hf_state(decoder)).keys()
+    sizes = [sum(t.numel() * 4 for t in load_file(p).values()) for p in tmp_path.glob("*.safetensors")]
+    assert len(sizes) > 3 and max(sizes) <= 8_000
+
+
+def _edit_config(path: Path, **changes: object) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def _drop(path: Path, *names: str) -> None:
+    tensors = load_file(path / "model.safetensors")
+    save_file({name: t for name, t in tensors.items() if name not in names}, path / "model.safetensors")
+
+
+def _truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _shard(path: Path) -> Path:
+    save(load(path), path, max_shard_bytes=20_000)
+    return sorted(path.glob("model-*.safetensors"))[1]
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no directory": (shutil.rmtree, "model: no such directory"),
+    "no config": (lambda p: (p / "config.json").unlink(), "config.json is missing"),
+    "invalid JSON": (lambda p: _truncate(p / "config.json"), "config.json: not valid JSON .* download it again"),
+    "JSON list": (lambda p: (p / "config.json").write_text("[1]"), "config.json: expected a JSON object"),
+    "architecture": (lambda p: _edit_config(p, architectures=["PhiForCausalLM"]), "PhiForCausalLM is not supported"),
+    "no weights": (lambda p: (p / "model.safetensors").unlink(), "no weights; expected model.safetensors"),
+    "pickle": (
+        lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"),
+        "only pytorch_model.bin, a pickle.* convert it",
+    ),
+    "truncated": (lambda p: _truncate(p / "model.safetensors"), "model.safetensors: truncated or corrupt.*again"),
+    "empty": (lambda p: (p / "model.safetensors").write_bytes(b""), "model.safetensors: truncated or corrupt.*again"),
+    "not safetensors": (
+        lambda p: (p / "model.safetensors").write_text("<html>404 Not Found</html>" * 9),
+        "model.safetensors: truncated or corrupt.*again",
+    ),
+    "shard missing": (lambda p: _shard(p).unlink(), "model-00002-of-.*: missing, though .*index.json names it"),
+    "shard truncated": (lambda p: _truncate(_shard(p)), "model-00002-of-.*: truncated or corrupt"),
+    "index broken": (lambda p: (_shard(p), _truncate(p / weights.INDEX)), "index.json: not valid JSON"),
+    "index empty": (lambda p: (_shard(p), (p / weights.INDEX).write_text("{}")), "weight_map is missing"),
+    "tensor missing": (
+        lambda p: _drop(p, "model.norm.weight", "model.layers.0.mlp.up_proj.weight"),
+        "missing tensors the config asks for: model.layers.0.mlp.up_proj.weight; model.norm.weight",
+    ),
+    "fewer layers": (
+        lambda p: _edit_config(p, num_hidden_layers=2),
+        "no place for: model.layers.2.input_layernorm.weight; .* and 5 more",
+    ),
+    "other width": (
+        lambda p: _edit_config(p, intermediate_size=64),
+        r"model.layers.0.mlp.gate_proj.weight is \[56, 32\], the config says \[64, 32\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage, words", DAMAGE.values(), ids=DAMAGE.keys())
+def test_damage_is_named(checkpoint: Checkpoint, tmp_path: Path, damage: Callable[[Path], object], words: str) -> None:
+    path = shutil.copytree(checkpoint("llama"), tmp_path / "model")
+    load(path)  # it was fine before
+    damage(path)
+    with pytest.raises(ModelError, match=words) as error:
+        load(path)
+    assert str(path) in str(error.value)
