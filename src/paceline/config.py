@@ -59,7 +59,7 @@ class SpeculationSection(Section):
     # One draft length, or {batch size upper bound: draft length}; batches above the last bound do not speculate.
     num_speculative_tokens: DraftLength | DraftLengths = 4
     rule: Literal["coupled", "rejection", "block"] = "coupled"
-    draft_model: str | None = None  # for method = "draft_model": as model.name, with the same vocabulary
+    draft_model: str | None = None  # as model.name, with the same vocabulary; or "layers:N": the target's first N
     prompt_lookup_min: Annotated[int, Field(ge=1)] = 2
     prompt_lookup_max: Annotated[int, Field(ge=1)] = 5
     suffix_min_match: Annotated[int, Field(ge=1)] = 1  # shorter matches are not drafted from
@@ -192,7 +192,7 @@ def _nearest(path: list[str]) -> str:
     *parents, leaf = path
     section = _section_at(parents)
     keys = list(section.model_fields)
-    if close := difflib.get_close_matches(leaf, keys, n=1, cutoff=0.6):
+    if close := difflib.get_close_matches(leaf, keys, n=1, cutoff=0.5):
         return f"did you mean {'.'.join([*parents, close[0]])}?"
     everywhere = all_keys()
     for cutoff in (1.0, 0.8):  # the right word in the wrong section
@@ -252,8 +252,10 @@ def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return f"a list of {_describe(args[0]).removeprefix('a ').removeprefix('an ')}s"
     words = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
     text = words.get(annotation, str(annotation))
-    for rule in metadata:
-        for name, sign in (("ge", ">="), ("le", "<="), ("pattern", "matching")):
-            if (bound := getattr(rule, name, None)) is not None:
-                text += f" {sign} {bound}"
-    return text
+    rules = [
+        f"{sign} {bound}"
+        for rule in metadata
+        for name, sign in (("ge", ">="), ("le", "<="), ("pattern", "matching"))
+        if (bound := getattr(rule, name, None)) is not None
+    ]
+    return f"{text} {' and '.join(rules)}" if rules else text

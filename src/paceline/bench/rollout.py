@@ -10,14 +10,17 @@ RL; samples then see their siblings (never an earlier round), and prompt sharing
 
 from __future__ import annotations
 
+import os
+import platform
 import statistics
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from paceline import __version__
 from paceline.bench.process import WorkerError, WorkerProcess
 from paceline.cluster import vllm_python
 from paceline.config import Config
@@ -158,7 +161,9 @@ class Bench:
     def _worker(self, case: Case, directory: Path, longest: int) -> WorkerProcess:
         """The process for this case. Speculation is fixed when an engine is built, so modes do not share one; but
         transformers builds nothing, and all batch sizes share."""
-        key = replace(case, batch=0, **({"mode": "", "k": 0} if case.engine == "hf" else {}))
+        key = replace(case, batch=0)
+        if case.engine == "hf":
+            key = replace(key, mode="", k=0)
         if key in self._pool:
             self._pool.move_to_end(key)
             return self._pool[key]
@@ -232,6 +237,16 @@ class Bench:
             self._pool.popitem()[1].close()
 
     # -- results ------------------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """What was asked for, and of which machine."""
+        return {
+            **{f.name: getattr(self.settings, f.name) for f in fields(self.settings) if f.name != "config"},
+            "config": self.settings.config.model_dump(mode="json"),
+            "num_prompts": len(self.prompts),
+            "machine": {"cpu": platform.machine(), "num_cores": os.cpu_count(), "system": platform.system()},
+            "version": __version__,
+        }
 
     def rows(self) -> list[dict[str, Any]]:
         """One per case, in order; figures are None where nothing was measured, and the note says why."""

@@ -209,6 +209,11 @@ typedef struct {
     int64_t num_blocks, max_blocks, num_tiles, num_tokens, num_heads, num_kv_heads, dim;
 } Plan;
 
+/* Blocks lie anywhere, so that the hardware can't guess the next one. */
+INLINE void fetch(const float *p, int64_t num) {
+    for (int64_t i = 0; i < num; i += 16) __builtin_prefetch(p + i, 0, 2);
+}
+
 typedef struct {
     const float *x, *panel;
     float *out;
@@ -223,34 +228,26 @@ INLINE void score_rows(int rows, const ScorePass *a) {
 }
 
 typedef struct {
-    const float *weights; /* [rows, weights_stride] over positions */
-    const float *v;       /* of this layer and head: block b's values at v + b * v_stride */
-    const int32_t *table;
-    float *out; /* 16 features of every row */
-    int64_t weights_stride, v_stride, dim, from, to;
+    const float *x, *v;
+    float *sums;
+    int64_t x_stride, dim, num_k;
 } ValuePass;
 
-/* out[r] += sum of weights[r][p] * value[p] over positions p in [from, to), in their order */
 INLINE void value_rows(int rows, const ValuePass *a) {
     vf acc[MAX_ROWS][NV];
-    EACH_ROW EACH_VEC acc[r][c] = load(a->out + r * a->dim + c * LANES);
-    for (int64_t p = a->from; p < a->to;) {
-        int64_t stop = (p / BLOCK + 1) * BLOCK < a->to ? (p / BLOCK + 1) * BLOCK : a->to;
-        const float *v = a->v + a->table[p / BLOCK] * a->v_stride + p % BLOCK * a->dim;
-        product(rows, stop - p, a->weights + p, a->weights_stride, v, a->dim, acc, 0, 0);
-        p = stop;
-    }
-    EACH_ROW EACH_VEC store(a->out + r * a->dim + c * LANES, acc[r][c]);
+    EACH_ROW EACH_VEC acc[r][c] = load(a->sums + r * a->dim + c * LANES);
+    product(rows, a->num_k, a->x, a->x_stride, a->v, a->dim, acc, 0, 0);
+    EACH_ROW EACH_VEC store(a->sums + r * a->dim + c * LANES, acc[r][c]);
 }
 
+/* sums[r] += x[r][p] * v[p] over num_k positions, in their order */
 static void add_values(int rows, ValuePass a) {
     int64_t e = 0;
-    for (; e + 16 <= a.dim; e += 16, a.v += 16, a.out += 16) WITH_ROWS(rows, value_rows, &a)
-    for (; e < a.dim; e++, a.v++, a.out++) /* the same chain, one feature at a time */
+    for (; e + 16 <= a.dim; e += 16, a.v += 16, a.sums += 16) WITH_ROWS(rows, value_rows, &a)
+    for (; e < a.dim; e++, a.v++, a.sums++) /* the same chain, one feature at a time */
         for (int r = 0; r < rows; r++)
-            for (int64_t p = a.from; p < a.to; p++)
-                a.out[r * a.dim] = fmaf(a.weights[r * a.weights_stride + p],
-                                        a.v[a.table[p / BLOCK] * a.v_stride + p % BLOCK * a.dim], a.out[r * a.dim]);
+            for (int64_t p = 0; p < a.num_k; p++)
+                a.sums[r * a.dim] = fmaf(a.x[r * a.x_stride + p], a.v[p * a.dim], a.sums[r * a.dim]);
 }
 
 /* scores[0..limit) -> e^(score - max); returns 1 / their sum. Room for whole blocks; beyond limit become zeros. */
@@ -279,39 +276,51 @@ static void attend(const Plan *plan, int64_t layer, const int32_t *tile, int64_t
     const float *k = plan->k + (layer * plan->num_blocks * plan->num_kv_heads + group) * head_size;
     const float *v = plan->v + (layer * plan->num_blocks * plan->num_kv_heads + group) * head_size;
     const int32_t *table = plan->tables + row * plan->max_blocks;
-    float *queries = scratch(num_pairs * (2 * dim + width)), *sums = queries + num_pairs * dim;
-    float *scores = sums + num_pairs * dim;
+    float *queries = scratch(num_pairs * (2 * dim + width + 1)), *sums = queries + num_pairs * dim;
+    float *scores = sums + num_pairs * dim, *inverse = scores + num_pairs * width;
     float scale = 1.f / sqrtf(dim);
 
-#define PAIR_QUERY(i) ((first + (i)) / heads)
-#define PAIR_AT(i, stride) ((plan->query_start[row] + PAIR_QUERY(i)) * (stride) + (group * heads + (first + (i)) % heads) * dim)
+#define AT(i, stride)                                                                                                  \
+    ((plan->query_start[row] + (first + (i)) / heads) * (stride) + (group * heads + (first + (i)) % heads) * dim)
+#define LIMIT(i) (before + (first + (i)) / heads + 1) /* what pair i sees: positions before this one */
+#define PASSES(i, rows)                                                                                                \
+    for (int64_t i = 0, n = (num_pairs + MAX_ROWS - 1) / MAX_ROWS, rows; n > 0 && (rows = (num_pairs - i + n - 1) / n);  \
+         i += rows, n--)
     for (int64_t i = 0; i < num_pairs; i++)
-        for (int64_t e = 0; e < dim; e++) queries[i * dim + e] = q[PAIR_AT(i, q_stride) + e] * scale;
+        for (int64_t e = 0; e < dim; e++) queries[i * dim + e] = q[AT(i, q_stride) + e] * scale;
     for (int64_t b = 0; b < num_blocks; b++) {
-        ScorePass a = {queries, k + table[b] * stride, scores + b * BLOCK, dim, width, dim};
-        for (int64_t i = 0; i < num_pairs; i += MAX_ROWS, a.x += MAX_ROWS * dim, a.out += MAX_ROWS * width) {
-            int rows = (int)(num_pairs - i < MAX_ROWS ? num_pairs - i : MAX_ROWS);
+        fetch(b + 1 < num_blocks ? k + table[b + 1] * stride : v + table[0] * stride, head_size);
+        PASSES(i, rows) {
+            ScorePass a = {queries + i * dim, k + table[b] * stride, scores + i * width + b * BLOCK, dim, width, dim};
             WITH_ROWS(rows, score_rows, &a)
         }
     }
-
-    /* A query sees what stands before it. The pairs of a pass go together as far as the first of them sees, then each
-     * goes on alone: nothing that a query must not see is ever multiplied in, not even by zero. */
+    for (int64_t i = 0; i < num_pairs; i++) inverse[i] = softmax(scores + i * width, LIMIT(i));
     memset(sums, 0, num_pairs * dim * sizeof(float));
-    for (int64_t i = 0; i < num_pairs; i += MAX_ROWS) {
-        int rows = (int)(num_pairs - i < MAX_ROWS ? num_pairs - i : MAX_ROWS);
-        float inverse[MAX_ROWS];
-        for (int r = 0; r < rows; r++) inverse[r] = softmax(scores + (i + r) * width, before + PAIR_QUERY(i + r) + 1);
-        int64_t common = before + PAIR_QUERY(i) + 1;
-        add_values(rows, (ValuePass){scores + i * width, v, table, sums + i * dim, width, stride, dim, 0, common});
-        for (int r = 0; r < rows; r++) {
-            int64_t limit = before + PAIR_QUERY(i + r) + 1;
-            float *sum = sums + (i + r) * dim, *to = out + PAIR_AT(i + r, plan->num_heads * dim);
-            if (limit > common)
-                add_values(1, (ValuePass){scores + (i + r) * width, v, table, sum, width, stride, dim, common, limit});
-            for (int64_t e = 0; e < dim; e++) to[e] = sum[e] * inverse[r];
+    for (int64_t b = 0; b < num_blocks; b++) {
+        int64_t start = b * BLOCK, end = start + BLOCK;
+        const float *values = v + table[b] * stride;
+        if (b + 1 < num_blocks) fetch(v + table[b + 1] * stride, head_size);
+        /* The pairs of a pass go together as far as the first of them sees, then each goes on alone: nothing that a
+         * query must not see is ever multiplied in, not even by zero. */
+        PASSES(i, rows) {
+            const float *x = scores + i * width + start;
+            int64_t common = LIMIT(i) < start ? start : LIMIT(i) < end ? LIMIT(i) : end;
+            add_values((int)rows, (ValuePass){x, values, sums + i * dim, width, dim, common - start});
+            for (int64_t j = i; j < i + rows && common < end; j++) {
+                int64_t limit = LIMIT(j) < end ? LIMIT(j) : end;
+                if (limit <= common) continue;
+                x = scores + j * width + common;
+                const float *rest = values + (common - start) * dim;
+                add_values(1, (ValuePass){x, rest, sums + j * dim, width, dim, limit - common});
+            }
         }
     }
+    for (int64_t i = 0; i < num_pairs; i++)
+        for (int64_t e = 0; e < dim; e++) out[AT(i, plan->num_heads * dim) + e] = sums[i * dim + e] * inverse[i];
+#undef AT
+#undef LIMIT
+#undef PASSES
 }
 
 /* Writes this call's keys and values to their slots, then q [T, H, E] over the context -> out [T, H * E]. */

@@ -83,7 +83,7 @@ class NativeHistory(_Sequences):
         num_rows, num_cells = len(slots), len(slots) * k
         # One block for the three results, since each address costs more than a draft.
         block = np.zeros(2 * num_cells + num_rows, np.int32)
-        at = ctypes.addressof(ctypes.c_char.from_buffer(block))
+        at = ctypes.addressof(ctypes.c_char.from_buffer(block.data))
         self._lib.suffix_propose(
             *self._sequences_at, slots.tobytes(), num_rows, caps.tobytes(), k, min_match,
             at, at + 8 * num_cells, at + 4 * num_cells,

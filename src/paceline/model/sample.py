@@ -130,7 +130,7 @@ def process(logits_PV: Tensor, params: SamplingArrays) -> Tensor:
     z = z / temperature.to(z.dtype).unsqueeze(-1)
     if (params.top_k > 0).any() or (params.top_p < 1).any():
         size = z.shape[-1]
-        ordered, order = z.sort(-1, descending=True, stable=True)
+        ordered, order = z.sort(dim=-1, descending=True, stable=True)
         top_k = torch.as_tensor(np.where(params.top_k > 0, np.minimum(params.top_k, size), size), device=device)
         ordered = ordered.masked_fill(ordered < ordered.gather(-1, top_k.long().unsqueeze(-1) - 1), -torch.inf)
         chance = ordered.softmax(-1)

@@ -12,9 +12,13 @@ from paceline.report.table import Columns, Row, render_html, write_bytes
 
 # Blues, oranges and greys that stay apart for colour-blind readers; one hue per engine, lighter with each mode.
 HUES = {"paceline": "#0b5394", "vllm": "#c55a11", "hf": "#5f6368"}
-STYLE = """body{font:15px/1.5 system-ui,sans-serif;color:#1a1a1a;max-width:60em;margin:2em auto;padding:0 1em}
-img{max-width:100%}table{border-collapse:collapse}th,td{padding:.25em .8em;text-align:right;border-bottom:1px solid #ddd}
-th:first-child,td:first-child{text-align:left}"""
+STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;color:#1a1a1a;max-width:60em;margin:2em auto;padding:0 1em}
+img{max-width:100%}
+table{border-collapse:collapse}
+th,td{padding:.25em .8em;text-align:right;border-bottom:1px solid #ddd}
+th:first-child,td:first-child{text-align:left}
+"""
 
 
 def check_format(path: Path | None) -> None:
@@ -30,7 +34,8 @@ def save(rows: Sequence[Row], columns: Columns, path: Path, title: str) -> None:
     encoded = base64.b64encode(picture).decode()
     page = (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
-        f"<h1>{html.escape(title)}</h1><img alt='tokens per second by batch size' src='data:image/png;base64,{encoded}'>"
+        f"<h1>{html.escape(title)}</h1>"
+        f"<img alt='tokens per second by batch size' src='data:image/png;base64,{encoded}'>"
         f"{render_html(rows, columns)}</html>"
     )
     write_bytes(path, page.encode())

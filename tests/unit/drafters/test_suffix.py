@@ -120,7 +120,7 @@ class World:
             assert drafts_of(batch) == expected
 
 
-def live_a_life(draw, drafters: list[SuffixDrafter], min_match: int) -> None:  # noqa: ANN001
+def live_a_life(draw, drafters: list[SuffixDrafter], min_match: int) -> None:
     """`draw(strategy)` decides everything; small alphabets make contexts meet and states split."""
     world = World(drafters, min_match)
     token = st.integers(0, draw(st.integers(1, 3)))

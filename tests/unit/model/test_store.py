@@ -324,7 +324,7 @@ def test_the_hub_brings_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     def snapshot(hub_id: str, allow_patterns: list[str]) -> str:
         for name in ("config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "merges.txt"):
             assert any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns)
-        for name in ("modeling_x.py", "pytorch_model.bin", "consolidated.00.pth", "model.gguf"):
+        for name in ("modeling_x.py", "tokenizer_x.py", "pytorch_model.bin", "consolidated.00.pth", "model.gguf"):
             assert not any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns)
         return str(tmp_path)
 

@@ -1,0 +1,213 @@
+"""What this machine can run, and why not. Every row is ok, degraded (works, slower or partly) or missing, with the
+remedy beside it. Nothing is assumed: what a row says works was just tried."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline import native
+from paceline.bench.rollout import available_memory
+
+OK, DEGRADED, MISSING = "ok", "degraded", "missing"
+LIBRARIES = (
+    "numpy",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "gguf",
+    "pydantic",
+    "typer",
+    "rich",
+)
+EXTRAS = {"matplotlib": "plots", "ray": "clusters", "scipy": "tests", "hypothesis": "tests"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    name: str
+    status: str
+    detail: str
+    remedy: str = ""
+    required: bool = False
+
+
+def examine() -> list[Finding]:
+    checks: list[Callable[[], Iterable[Finding]]] = [
+        _python, _libraries, _torch, _native, _machine, _cache, _cuda, _vllm, _extras
+    ]  # fmt: skip
+    return [finding for check in checks for finding in check()]
+
+
+def as_json(findings: list[Finding]) -> dict[str, Any]:
+    return {"ok": healthy(findings), "rows": [asdict(finding) for finding in findings]}
+
+
+def healthy(findings: list[Finding]) -> bool:
+    return not any(finding.required and finding.status == MISSING for finding in findings)
+
+
+def _python() -> Iterable[Finding]:
+    good = sys.version_info >= (3, 11)
+    yield Finding(
+        "Python",
+        OK if good else MISSING,
+        f"{platform.python_version()} ({sys.executable})",
+        "" if good else "Paceline needs Python 3.11 or newer",
+        required=True,
+    )
+
+
+def _libraries() -> Iterable[Finding]:
+    absent = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+    versions = ", ".join(f"{name} {_version(name)}" for name in ("numpy", "transformers", "safetensors"))
+    if absent:
+        yield Finding(
+            "libraries", MISSING, f"not installed: {', '.join(absent)}", "pip install paceline", required=True
+        )
+    else:
+        yield Finding("libraries", OK, versions, required=True)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "?"
+
+
+def _torch() -> Iterable[Finding]:
+    try:
+        import torch
+    except Exception as error:  # a broken installation raises OSError, RuntimeError, whatever its libraries throw
+        yield Finding("torch", MISSING, f"import failed: {error}", "pip install torch", required=True)
+        return
+    yield Finding("torch", OK, f"{torch.__version__}, {torch.get_num_threads()} threads", required=True)
+
+
+def _native() -> Iterable[Finding]:
+    """Compile, load, and compute a little, against the plain torch twin."""
+    compiler = native.compiler()
+    remedy = "install a C compiler (gcc or clang); until then Paceline computes in plain torch, several times slower"
+    if compiler is None:
+        yield Finding("C compiler", DEGRADED, "none on the PATH", remedy)
+        return
+    yield Finding("C compiler", OK, compiler)
+    for name in sorted(path.stem for path in native.SOURCES.glob("*.c")):
+        try:
+            native.load(name)
+        except (native.NativeUnavailable, OSError) as error:
+            yield Finding(f"kernels: {name}", DEGRADED, str(error).strip().splitlines()[0], remedy)
+        else:
+            yield Finding(f"kernels: {name}", OK, "compiled and loaded")
+    yield _self_check()
+
+
+def _self_check() -> Finding:
+    try:
+        gap = native_gap()
+    except Exception as error:  # whatever goes wrong in here is the finding
+        return Finding("kernels: self-check", DEGRADED, f"{type(error).__name__}: {error}", "set engine.native = false")
+    if gap > 1e-4:
+        remedy = "set engine.native = false, and report this machine's CPU and compiler"
+        return Finding("kernels: self-check", DEGRADED, f"logits differ from plain torch by {gap:.1e}", remedy)
+    return Finding("kernels: self-check", OK, f"tiny model, largest logit difference to plain torch {gap:.0e}")
+
+
+def native_gap() -> float:
+    """A tiny random model through the compiled kernels and through plain torch: the largest difference of logits."""
+    import torch
+
+    from paceline.model.config import ModelConfig
+    from paceline.model.kernels import pack_decoder
+    from paceline.model.kv import BlockTable
+    from paceline.model.paged import PagedDecoder, Span
+    from paceline.model.weights import init
+
+    config = ModelConfig(
+        family="llama", vocab_size=96, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
+        head_dim=16, norm_eps=1e-6, rope_theta=1e4, max_positions=64, tie_embeddings=True,
+    )  # fmt: skip
+    decoder = init(config).requires_grad_(False)  # torch's twin first: packing is for good
+    tokens = torch.arange(20).numpy()
+
+    def logits() -> torch.Tensor:
+        paged, table = PagedDecoder(decoder, 4), BlockTable()
+        paged.pool.reserve(table, len(tokens))
+        return paged.forward([Span(tokens, 0, table, 4)])[0]
+
+    plain = logits()
+    pack_decoder(decoder)
+    return float((logits() - plain).abs().max())
+
+
+def _machine() -> Iterable[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Finding("CPU", OK, f"{platform.machine()}, {cores} cores")
+    free = available_memory()
+    if free is None:
+        yield Finding("memory", OK, "this system does not say how much is free")
+    elif free < 2 << 30:
+        yield Finding("memory", DEGRADED, f"{free / 1e9:.1f} GB free", "close something; smollm2-135m needs about 2 GB")
+    else:
+        yield Finding("memory", OK, f"{free / 1e9:.1f} GB free")
+
+
+def _cache() -> Iterable[Finding]:
+    from paceline.model.store import KNOWN
+
+    cache = native.cache_dir()
+    existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    writable = os.access(existing, os.W_OK)
+    elsewhere = "set PACELINE_CACHE to a folder of yours with room in it"
+    if not writable:
+        yield Finding("cache", MISSING, f"{cache} is not writable", elsewhere, required=True)
+    elif free < 2 << 30:
+        yield Finding("cache", DEGRADED, f"{cache}, {free / 1e9:.1f} GB free", f"pulling needs 1.1 GB; {elsewhere}")
+    else:
+        yield Finding("cache", OK, f"{cache}, {free / 1e9:.1f} GB free")
+    for name in KNOWN:
+        if (cache / "models" / name).is_dir():
+            yield Finding(f"model: {name}", OK, "pulled")
+        else:
+            yield Finding(f"model: {name}", MISSING, "not pulled yet", f"paceline pull {name}")
+
+
+def _cuda() -> Iterable[Finding]:
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            yield Finding("CUDA", OK, f"{torch.cuda.get_device_name()}, {torch.cuda.device_count()} device(s)")
+        else:
+            yield Finding("CUDA", MISSING, "no device, or torch was built without it", "not needed on a CPU")
+    except Exception as error:
+        yield Finding("CUDA", MISSING, str(error).splitlines()[0], "not needed on a CPU")
+
+
+def _vllm() -> Iterable[Finding]:
+    from paceline.cluster import vllm_python
+
+    try:
+        python = vllm_python.find_python()
+        yield Finding("vLLM", OK, f"{vllm_python.version(python)} ({python})")
+    except ValueError as error:
+        detail, _, remedy = str(error).partition("; ")
+        yield Finding("vLLM", MISSING, detail, f"only for comparison: {remedy}")
+
+
+def _extras() -> Iterable[Finding]:
+    for name, purpose in EXTRAS.items():
+        if importlib.util.find_spec(name) is not None:
+            yield Finding(f"extra: {name}", OK, _version(name))
+        else:
+            yield Finding(f"extra: {name}", MISSING, "not installed", f"only for {purpose}: pip install {name}")

@@ -1,0 +1,151 @@
+"""Rung 1: the exact distribution of whole sequences through the real engine, against brute force."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.engine import accept
+from paceline.engine.accept import Proposal, Verdict
+from paceline.engine.engine import LocalEngine
+from paceline.engine.sequence import Sequence
+from paceline.model.sample import Sampler, SamplingParams
+from paceline.speculation.batch import DraftBatch
+from paceline.speculation.policy import StaticPolicy
+from paceline.types import Request
+from paceline.verify.cases import DRAFTERS, RULES, TableCase
+from paceline.verify.enumeration import brute_force, enumerate_engine, total_variation
+from paceline.verify.table import TableDecoder
+
+EXACT = 1e-12  # float64 products of a few dozen factors
+BESIDE = Request(1, (1, 0, 1, 1), SamplingParams(max_tokens=4, temperature=0), 0)
+
+
+def distance(case: TableCase, make: Callable[[Sampler], LocalEngine], sampling: SamplingParams) -> float:
+    request = Request(0, (0, 1, 0), sampling, 0, "problem")
+    found, _ = enumerate_engine(make, request, (BESIDE,))
+    assert sum(found.values()) == pytest.approx(1, abs=1e-12)
+    return total_variation(found, brute_force(case.decoder(), request))
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_with_every_drafter(rule: str, drafter: str) -> None:
+    # Under `coupled` a draft model's own draws are forks as well: one token ahead keeps the tree small.
+    case = TableCase(3, 1 if (rule, drafter) == ("coupled", "draft_model") else 2)
+    assert distance(case, lambda s: case.engine(rule, drafter, s, 4), SamplingParams(max_tokens=3)) < EXACT
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(max_tokens=4, temperature=0.6, top_k=2),
+        SamplingParams(max_tokens=3, temperature=1.4, top_p=0.7),
+        SamplingParams(max_tokens=3, min_p=0.3, stop_token_ids=(0,)),
+        SamplingParams(max_tokens=2, ignore_eos=True),
+    ],
+)
+@pytest.mark.parametrize("rule", RULES)
+def test_truncation_and_stops(rule: str, sampling: SamplingParams) -> None:
+    case = TableCase(5 if sampling.truncates and sampling.max_tokens == 3 else 4, 2, seed=7)
+    drafter = "adversarial" if rule == "coupled" else "draft_model"
+    assert distance(case, lambda s: case.engine(rule, drafter, s, 4), sampling) < EXACT
+
+
+# -- broken twins: each must be seen --------------------------------------------------------------------------------
+
+
+def accepts_likely_drafts(proposal: Proposal, sampler: Sampler) -> Verdict:
+    """Broken: "typical acceptance", a draft stands when the target finds it likely enough."""
+    kept = [
+        draft if len(draft) and proposal.logits_PV[at].softmax(-1)[draft[0]] > 0.3 else draft[:0]
+        for draft, at in zip(proposal.drafts, proposal.starts[:-1], strict=True)
+    ]
+    verdict = accept.coupled(proposal, sampler)
+    for row, draft in enumerate(kept):
+        if len(draft):
+            verdict.tokens[row] = np.concatenate([draft[:1], verdict.tokens[row][1:]])
+    return verdict
+
+
+def resamples_from_p(proposal: Proposal, sampler: Sampler) -> Verdict:
+    """Broken: after a rejection the token comes from p, not from the residual (p - q)+."""
+
+    def decide(draft: np.ndarray, p: torch.Tensor, q: torch.Tensor, coins: accept.Coins) -> tuple:
+        for j, x in enumerate(draft.tolist()):
+            if not coins(j, min(1.0, float(p[j, x] / q[j, x]))):
+                return j, p[j]
+        return len(draft), None
+
+    return accept._by_row(proposal, sampler, decide)
+
+
+def clamps_each_ratio(proposal: Proposal, sampler: Sampler) -> Verdict:
+    """Broken: block verification that caps every p/q at 1 before multiplying, as the rejection rule may."""
+    ratio = accept._ratio
+    accept._ratio = lambda p, q: min(1.0, ratio(p, q))
+    try:
+        return accept.block(proposal, sampler)
+    finally:
+        accept._ratio = ratio
+
+
+@pytest.mark.parametrize("broken", [accepts_likely_drafts, resamples_from_p, clamps_each_ratio])
+def test_a_wrong_rule_is_caught(broken: accept.Rule) -> None:
+    case = TableCase(3, 2)
+
+    def make(sampler: Sampler) -> LocalEngine:
+        rule = "coupled" if broken is accepts_likely_drafts else "block"
+        engine = case.engine(rule, "adversarial" if rule == "coupled" else "draft_model", sampler, 4)
+        engine.rule = broken
+        return engine
+
+    assert distance(case, make, SamplingParams(max_tokens=3)) > 1e-3
+
+
+class DropsUnlikely(StaticPolicy):
+    """Cuts a draft where the drafter itself was unsure: harmless under `coupled`, a bias under rejection."""
+
+    reads_drafts = True
+
+    def select(self, drafts: DraftBatch) -> np.ndarray:
+        unsure = drafts.confidence < 0.4
+        return np.minimum(drafts.num, np.where(unsure.any(1), unsure.argmax(1), drafts.num)).astype(np.int32)
+
+
+def with_policy(case: TableCase, rule: str, policy: StaticPolicy) -> Callable[[Sampler], LocalEngine]:
+    def make(sampler: Sampler) -> LocalEngine:
+        drafter = DraftModelDrafter(TableDecoder(case.draft, 16), sampler, coupled=rule == "coupled")
+        return LocalEngine(case.decoder(16), sampler=sampler, drafter=drafter, policy=policy, rule=rule)
+
+    return make
+
+
+def test_a_policy_that_reads_drafts_is_harmless_under_coupled_and_refused_elsewhere() -> None:
+    case = TableCase(3, 1)
+    assert distance(case, with_policy(case, "coupled", DropsUnlikely(1)), SamplingParams(max_tokens=3)) < EXACT
+    with pytest.raises(ValueError, match="biased by a policy"):
+        with_policy(case, "rejection", DropsUnlikely(1))(Sampler())
+    liar = DropsUnlikely(1)
+    liar.reads_drafts = False  # what the refusal is for
+    assert distance(case, with_policy(case, "rejection", liar), SamplingParams(max_tokens=3)) > 1e-3
+
+
+def test_running_past_a_stop_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: only the last emitted token is looked at for a stop."""
+    whole = Sequence._up_to_stop
+
+    def last_only(self: Sequence, tokens: np.ndarray, detokenize: object) -> int:
+        return len(tokens) - 1 + whole(self, tokens[-1:], detokenize) if len(tokens) else 0
+
+    case = TableCase(3, 2)
+    make = lambda s: case.engine("rejection", "draft_model", s, 4)  # noqa: E731
+    request = Request(0, (0, 1, 0), SamplingParams(max_tokens=3), 0)
+    exact = brute_force(case.decoder(), request)
+    monkeypatch.setattr(Sequence, "_up_to_stop", last_only)
+    found, _ = enumerate_engine(make, request)
+    assert total_variation(found, exact) > 1e-3

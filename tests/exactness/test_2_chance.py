@@ -1,0 +1,78 @@
+"""Rung 2: sampled sequences with the real noise, against the exact distribution, beside a null of the same size."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.model.sample import PhiloxNoise, Sampler
+from paceline.types import Request, SamplingParams
+from paceline.verify import chance
+from paceline.verify.cases import DRAFTERS, RULES, TableCase
+from paceline.verify.enumeration import brute_force
+
+NUM = 1500
+SAMPLINGS = {
+    "T=1": SamplingParams(max_tokens=3),
+    "T=0.7 top_k": SamplingParams(max_tokens=3, temperature=0.7, top_k=3),
+    "T=1.3 top_p min_p": SamplingParams(max_tokens=3, temperature=1.3, top_p=0.8, min_p=0.05),
+}
+
+
+def p_value(case: TableCase, rule: str, drafter: str | None, sampling: SamplingParams, key: int, num: int = NUM) -> float:
+    exact = brute_force(case.decoder(), Request(0, (0, 1, 0), sampling, 0))
+    sample = case.sample(case.engine(rule, drafter, Sampler(), 64), sampling, num, first_key=key << 32)
+    return chance.against_exact(sample, exact).p_value
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_every_rule_and_drafter(name: str) -> None:
+    case = TableCase(5, 3)
+    arms: list[tuple[str, str | None]] = [("coupled", None), *((r, d) for r in RULES for d in DRAFTERS)]
+    found = {arm: p_value(case, *arm, SAMPLINGS[name], key=i + 1) for i, arm in enumerate(arms)}
+    adjusted = dict(zip(found, chance.holm(list(found.values())), strict=True))
+    assert min(adjusted.values()) > chance.SIGNIFICANCE, adjusted
+
+
+class _SharedNoise(PhiloxNoise):
+    """Broken: one noise for all streams and rounds, so the coin knows what the draft was."""
+
+    def race(self, weights_PV: torch.Tensor, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
+        return super().race(weights_PV, keys, positions & 0xFFFFFFFF, 0)
+
+    def coin(self, chances: np.ndarray, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
+        return super().coin(chances, keys, positions & 0xFFFFFFFF, 0)
+
+
+class _SameAtEveryPosition(PhiloxNoise):
+    """Broken: the position is left out of the noise key."""
+
+    def race(self, weights_PV: torch.Tensor, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
+        return super().race(weights_PV, keys, np.zeros_like(positions), stream)
+
+
+@pytest.mark.parametrize(("rule", "noise"), [("rejection", _SharedNoise), ("coupled", _SameAtEveryPosition)])
+def test_bad_noise_is_caught(rule: str, noise: type[PhiloxNoise]) -> None:
+    case, sampling = TableCase(5, 3), SAMPLINGS["T=1"]
+    exact = brute_force(case.decoder(), Request(0, (0, 1, 0), sampling, 0))
+    engine = case.engine(rule, "draft_model", Sampler(noise()), 64)
+    test = chance.against_exact(case.sample(engine, sampling, NUM, 1 << 32), exact)
+    assert test.p_value < chance.SIGNIFICANCE
+
+
+def test_the_statistics_themselves() -> None:
+    from scipy import stats
+
+    rng = np.random.default_rng(0)
+    exact = {(i,): p for i, p in enumerate(rng.dirichlet(np.ones(8)))}
+    drawn = rng.choice(8, 4000, p=list(exact.values()))
+    counts = np.bincount(drawn, minlength=8)
+    ours = chance.against_exact([(int(x),) for x in drawn], exact)
+    theirs = stats.chisquare(counts, np.array(list(exact.values())) * 4000)
+    assert ours.statistic == pytest.approx(theirs.statistic)
+    assert ours.p_value == pytest.approx(theirs.pvalue)
+    a, b = rng.integers(0, 6, 500), rng.integers(0, 6, 700)
+    table = np.array([np.bincount(x, minlength=6) for x in (a, b)])
+    assert chance.against_sample(a, b, 6).p_value == pytest.approx(stats.chi2_contingency(table).pvalue)
+    assert chance.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])

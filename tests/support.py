@@ -1,0 +1,84 @@
+"""What several tests share: tiny models, twins, and the block accounting every engine must pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import torch
+
+from paceline.engine.engine import LocalEngine
+from paceline.engine.sequence import Sequence
+from paceline.model.config import ModelConfig
+from paceline.model.decoder import Decoder
+from paceline.model.kv import BLOCK
+from paceline.model.sample import Sampler, SamplingArrays
+from paceline.model.weights import init
+from paceline.types import Request
+from paceline.verify.table import Table
+
+
+def tiny_config(**changes: object) -> ModelConfig:
+    shape: dict[str, object] = {
+        "family": "llama",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_positions": 256,
+        "tie_embeddings": True,
+        "eos_token_ids": (60,),
+    }
+    return ModelConfig(**(shape | changes))  # type: ignore[arg-type]
+
+
+def tiny_decoder(dtype: torch.dtype = torch.float64, seed: int = 0, **changes: object) -> Decoder:
+    """Random weights, scaled up so that its distributions are neither flat nor certain."""
+    decoder = init(tiny_config(**changes), seed, dtype)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(12)
+    return decoder.requires_grad_(False)
+
+
+class LetterTokenizer:
+    """Token i is the i-th letter."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(97 + i) for i in ids)
+
+
+def naive_table(table: Table, requests: list[Request], eos: tuple[int, ...], max_positions: int = 512) -> list[list[int]]:
+    """The slow twin of an engine over a table: one token after another, straight from the definition."""
+    sampler, outs = Sampler(), []
+    for request in requests:
+        sequence = Sequence(request, 0, max_positions, eos)
+        while sequence.finish_reason is None:
+            logits = torch.from_numpy(table.logits_after(sequence.tokens)).unsqueeze(0)
+            key, position = np.array([request.noise_key], np.uint64), np.array([sequence.num_tokens])
+            draws = sampler.draw(logits, key, position, SamplingArrays.of([request.sampling]))
+            sequence.commit(draws.tokens, draws.logprobs, draws.raw_logprobs, 0, 0, 0, 0, LetterTokenizer().decode)
+        outs.append(sequence.tokens[sequence.num_prompt :].tolist())
+    return outs
+
+
+def check_blocks(engine: LocalEngine) -> None:
+    """Every block is held by exactly those who say so, nobody writes into another's, nothing is lost."""
+    pool = engine.paged.pool
+    holders: Counter[int] = Counter()
+    writable: Counter[int] = Counter()
+    for sequence in engine.scheduler.running:
+        holders.update(sequence.table.blocks)
+        writable.update(sequence.table.blocks[sequence.num_computed // BLOCK :])
+        assert len(sequence.table.blocks) * BLOCK >= sequence.num_computed
+    for sequence in engine.scheduler.waiting:
+        assert not sequence.table.blocks
+    assert [holders[b] for b in range(pool.num_blocks)] == pool.references
+    assert all(holders[block] == 1 for block in writable), "a block that is still written to is shared"
+    assert sum(1 for n in pool.references if n == 0) == pool.num_free, "a block is neither held nor free"

@@ -1,0 +1,174 @@
+"""Random arrivals, lengths, memory and drafts: no block leaked, none shared wrongly, tokens equal to the naive twin's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import LetterTokenizer, check_blocks, naive_table
+
+from paceline.drafters.suffix import SuffixDrafter
+from paceline.engine.engine import LocalEngine
+from paceline.model.kv import BlockPool, BlockTable
+from paceline.speculation.policy import StaticPolicy
+from paceline.types import Request, SamplingParams
+from paceline.verify.drafters import AdversarialDrafter
+from paceline.verify.table import Table, TableDecoder, TokenMemory
+
+VOCAB = 6
+TABLE = Table(VOCAB, seed=3)
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> dict[str, object]:
+    prompts = draw(st.lists(st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=40), min_size=1, max_size=3))
+    requests = []
+    for i in range(draw(st.integers(1, 10))):
+        sampling = SamplingParams(
+            temperature=draw(st.sampled_from([0.0, 0.8, 1.0])),
+            top_k=draw(st.sampled_from([0, 3])),
+            top_p=draw(st.sampled_from([1.0, 0.9])),
+            max_tokens=draw(st.integers(1, 40)),
+            stop=draw(st.sampled_from([(), ("ab",), ("dca", "bb")])),
+        )
+        prompt = draw(st.sampled_from(prompts))
+        requests.append(Request(i, tuple(prompt), sampling, draw(st.integers(0, 2**64 - 1)), str(prompt)))
+    return {
+        "requests": requests,
+        "arrivals": sorted(draw(st.lists(st.integers(0, 12), min_size=len(requests), max_size=len(requests)))),
+        "num_blocks": draw(st.integers(6, 14)),
+        "max_num_seqs": draw(st.integers(1, 8)),
+        "max_num_batched_tokens": draw(st.integers(1, 40)),
+        "prefix_sharing": draw(st.booleans()),
+        "k": draw(st.integers(0, 5)),
+        "drafter": draw(st.sampled_from(["suffix", "adversarial"])),
+    }
+
+
+def run(workload: dict[str, object], decoder: type[TableDecoder] = TableDecoder) -> list[list[int]]:
+    engine = LocalEngine(
+        decoder(TABLE, workload["num_blocks"], eos_token_ids=(VOCAB - 1,)),
+        drafter=SuffixDrafter() if workload["drafter"] == "suffix" else AdversarialDrafter(VOCAB),
+        policy=StaticPolicy(workload["k"]),
+        max_num_seqs=workload["max_num_seqs"],
+        max_num_batched_tokens=workload["max_num_batched_tokens"],
+        prefix_sharing=workload["prefix_sharing"],
+        tokenizer=LetterTokenizer(),
+    )
+    arriving = list(zip(workload["arrivals"], workload["requests"], strict=True))
+    handles = []
+    for step in range(5000):
+        while arriving and arriving[0][0] <= step:
+            handles.append(engine.submit(arriving.pop(0)[1]))
+        engine.step()
+        check_blocks(engine)
+        if not arriving and not engine.has_work:
+            break
+    assert not engine.has_work, "the engine makes no progress"
+    assert not any(engine.paged.pool.references)
+    assert all(t.num_query_tokens <= workload["max_num_batched_tokens"] for t in engine.drain_trace())
+    return [h.completion.token_ids.tolist() for h in handles]
+
+
+def expected(workload: dict[str, object]) -> list[list[int]]:
+    return naive_table(TABLE, workload["requests"], (VOCAB - 1,))
+
+
+@settings(max_examples=150, deadline=None)
+@given(workloads())
+def test_equal_to_the_naive_twin(workload: dict[str, object]) -> None:
+    assert run(workload) == expected(workload)
+
+
+TIGHT: dict[str, object] = {
+    "requests": [
+        Request(i, (0, 1, 2, 3, 4) * 4, SamplingParams(max_tokens=40, ignore_eos=True), 7 * i, "p") for i in range(6)
+    ],
+    "arrivals": [0] * 6,
+    "num_blocks": 9,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 64,
+    "prefix_sharing": True,
+    "k": 3,
+    "drafter": "suffix",
+}
+
+
+def test_preemption_happens_and_changes_nothing() -> None:
+    engine = LocalEngine(TableDecoder(TABLE, 9), drafter=SuffixDrafter(), policy=StaticPolicy(3))
+    completions = engine.generate(TIGHT["requests"])
+    assert sum(c.num_preemptions for c in completions) > 0
+    assert [c.token_ids.tolist() for c in completions] == naive_table(TABLE, TIGHT["requests"], ())
+
+
+def test_a_prompt_is_computed_once_for_its_group() -> None:
+    prompt, num = tuple([1, 2, 3, 0] * 10), 8
+    requests = [Request(i, prompt, SamplingParams(max_tokens=5, ignore_eos=True), i) for i in range(num)]
+    counts = {}
+    for sharing in (True, False):
+        engine = LocalEngine(TableDecoder(TABLE, 64), prefix_sharing=sharing)
+        completions = engine.generate(requests)
+        counts[sharing] = sum(t.num_query_tokens for t in engine.drain_trace())
+        assert [c.token_ids.tolist() for c in completions] == naive_table(TABLE, requests, ())
+    # Shared: the whole prompt once, then its last token for each sibling (that is where they begin to differ).
+    assert counts[True] == len(prompt) + (num - 1) + num * 4
+    assert counts[False] == num * len(prompt) + num * 4
+
+
+class _CopiesNothing(TokenMemory):
+    def copy_block(self, source: int, target: int) -> None:
+        pass
+
+
+class _SharesUncopied(TableDecoder):
+    """Broken: the part of a block that siblings share is not copied."""
+
+    def wake(self) -> None:
+        self.kv = _CopiesNothing(self.pool.num_blocks)
+
+
+class _Leaks(BlockPool):
+    """Broken: the last block of a truncation is forgotten."""
+
+    def truncate(self, table: BlockTable, num_tokens: int) -> None:
+        if num_tokens == 0 and table.blocks:
+            table.blocks.pop()
+        super().truncate(table, num_tokens)
+
+
+class _LeakyDecoder(TableDecoder):
+    def wake(self) -> None:
+        super().wake()
+        self.pool = _Leaks(self.pool.num_blocks)
+
+
+class _MatchesTooMuch(BlockPool):
+    """Broken: a partial match is taken for one token longer than it is."""
+
+    def match(self, table: BlockTable, tokens: np.ndarray) -> tuple[int, tuple[int, int] | None]:
+        covered, partial = super().match(table, tokens)
+        if partial is not None and covered + partial[1] < len(tokens):
+            partial = partial[0], partial[1] + 1
+        return covered, partial
+
+
+class _OptimisticDecoder(TableDecoder):
+    def wake(self) -> None:
+        super().wake()
+        self.pool = _MatchesTooMuch(self.pool.num_blocks)
+
+
+@pytest.mark.parametrize("broken", [_SharesUncopied, _LeakyDecoder, _OptimisticDecoder])
+def test_broken_memory_is_caught(broken: type[TableDecoder]) -> None:
+    workload = TIGHT | {
+        "requests": [
+            *TIGHT["requests"],
+            Request(9, (0, 1, 2, 3, 4) * 3 + (0, 1, 2, 0, 2, 1), SamplingParams(max_tokens=20, ignore_eos=True), 3, "q"),
+        ],
+        "arrivals": [*TIGHT["arrivals"], 4],
+        "num_blocks": 30,
+    }
+    assert run(workload) == expected(workload)
+    with pytest.raises(AssertionError):
+        assert run(workload, broken) == expected(workload)
