@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -22,6 +24,7 @@ from paceline.native import NativeUnavailable
 from paceline.report.table import check_writable, render, write_json
 
 if TYPE_CHECKING:
+    from paceline.bench.rollout import Bench, Case
     from paceline.tasks.prompts import Prompt
     from paceline.types import Completion
 
@@ -340,7 +343,8 @@ def rollout(
     bench = Bench(chosen, read_prompts(prompts_file) if prompts_file else BUILTIN)
     interrupted = False
     try:
-        run_bench(bench)
+        with terminable():
+            run_bench(bench)
     except KeyboardInterrupt:
         interrupted = True
         err.print("interrupted: stopping the engines; what was measured so far follows", style="yellow")
@@ -348,30 +352,50 @@ def rollout(
         bench.close()
     rows = bench.rows()
     title = f"rollout, {chosen.config.model.dtype}, {threads} threads, temperature {temperature:g}, {max_tokens} tokens"
-    columns = {key: heading for key, heading in COLUMNS.items() if any(row.get(key) is not None for row in rows)}
-    out.print(render(rows, columns, title))
+    hidden = () if len(chosen.models) > 1 else ("model",)
+    columns = {key: heading for key, heading in COLUMNS.items() if key not in hidden}
+    out.print(render(rows, columns, f"{model}: {title}"))
+    for note in bench.describe_notes():
+        out.print(note, style="dim", soft_wrap=True)
     if json_file is not None:
         write_json(json_file, {"interrupted": interrupted, "settings": bench.describe(), "rows": rows})
     if plot_file is not None and bench.rounds:
-        plot.save(rows, columns, plot_file, title)
+        plot.save(rows, COLUMNS, plot_file, title)
     if interrupted:
         raise typer.Exit(130)
     if not bench.rounds:
         raise ValueError("nothing could be measured; the notes say why")
 
 
-def run_bench(bench: Any) -> None:
+def run_bench(bench: Bench) -> None:
+    """With a bar on a terminal, else a line per round. The bar moves twice a second: more would cost the engines."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=err, transient=True) as bars:
+    with Progress(*columns, console=err, transient=True, refresh_per_second=2, disable=not err.is_terminal) as bars:
         task = bars.add_task("starting", total=bench.num_rounds)
 
-        def progress(case: Any, what: str) -> None:
-            bars.update(task, description=f"{case.engine} {case.mode}, batch {case.batch}, {what}")
-            bars.advance(task)
+        def progress(case: Case, what: str) -> None:
+            description = f"{case.engine} {case.mode}, batch {case.batch}, {what}"
+            bars.update(task, description=description, advance=1)
+            if not err.is_terminal:
+                err.print(description)
 
         bench.run(progress)
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM (a scheduler's time limit) ends a bench as Ctrl-C does: with its children, and with a report."""
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def comma_list(text: str) -> tuple[str, ...]:

@@ -22,7 +22,8 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "csrc"
 # -ffp-contract=off: an FMA happens where the source says so and nowhere else, so that every unrolled variant
 # of a kernel rounds alike.
-FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-Wall")
+_NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"  # on ARM it also tunes
+FLAGS = ("-O3", _NATIVE, "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-Wall")
 
 
 class NativeUnavailable(RuntimeError):
@@ -35,7 +36,7 @@ def cache_dir() -> Path:
 
 
 def compiler() -> str | None:
-    return os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
 
 
 def _openmp_of_torch() -> Path | None:
@@ -109,4 +110,7 @@ def load(name: str) -> ctypes.CDLL:
     openmp = _openmp_of_torch()
     if openmp is not None:
         ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
-    return ctypes.CDLL(str(path))
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:  # clang asks for its own OpenMP runtime, which a torch built with gcc does not bring
+        raise NativeUnavailable(f"{error}; set CC to a gcc") from error

@@ -35,12 +35,10 @@ COLUMNS = {
     "batch": "batch",
     "num_speculative_tokens": "k",
     "tokens_per_s": "tokens/s",
-    "best_tokens_per_s": "best",
     "speedup": "speed-up",
-    "mean_acceptance_length": "mean accepted length",
+    "mean_acceptance_length": "accept len",
     "step_ms": "step ms",
     "step_cost": "step cost",
-    "note": "note",
 }
 
 
@@ -204,7 +202,8 @@ class Bench:
             "k": case.k,
             "speculation": speculation,
             "max_num_seqs": max(s.batches),
-            "max_model_len": longest + s.max_tokens + case.k + 1,
+            # In steps of 256: vLLM compiles anew for every other length, and its compiled code is cached.
+            "max_model_len": -(-(longest + s.max_tokens + case.k + 1) // 256) * 256,
             "prefix_caching": s.num_generations > 1,
         }
 
@@ -247,6 +246,13 @@ class Bench:
             "machine": {"cpu": platform.machine(), "num_cores": os.cpu_count(), "system": platform.system()},
             "version": __version__,
         }
+
+    def describe_notes(self) -> list[str]:
+        """Why some cells are empty; one line per reason."""
+        cases: dict[str, list[str]] = {}
+        for case, note in self.notes.items():
+            cases.setdefault(note, []).append(f"{case.engine} {case.mode} at batch {case.batch}")
+        return [f"– {', '.join(names)}: {note}" for note, names in cases.items()]
 
     def rows(self) -> list[dict[str, Any]]:
         """One per case, in order; figures are None where nothing was measured, and the note says why."""

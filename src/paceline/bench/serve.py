@@ -28,7 +28,10 @@ def main() -> None:
                 reply = getattr(worker, command)(**message)
             except Exception as error:
                 traceback.print_exc()
-                reply = {"error": f"{type(error).__name__}: {error}"}
+                kind = (
+                    "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                )  # ValueErrors speak to users
+                reply = {"error": f"{kind}{error}"}
             replies.write(json.dumps(reply) + "\n")
 
 

@@ -29,6 +29,7 @@ class Worker:
         max_model_len: int,
         speculation: dict[str, Any] | None = None,
         prefix_caching: bool = False,
+        options: dict[str, Any] | None = None,
         **_: Any,
     ) -> dict[str, Any]:
         speculative = None
@@ -44,6 +45,7 @@ class Worker:
             speculative_config=speculative,
             disable_log_stats=False,  # the counters of speculation live there
             seed=0,
+            **(options or {}),
         )
         self.step_s: list[float] = []
         self._time_steps()

@@ -8,6 +8,95 @@
  */
 #include "vec.h"
 
+#define SMALL 4096 /* floats of work below which waking the other threads costs more than it brings */
+#define BLOCK 16 /* positions per KV block */
+
+/* ---- norms and activations ---- */
+
+INLINE void norm_row(const float *x, const float *weight, float eps, float *y, int64_t dim) {
+    vf acc[NV];
+    EACH_VEC acc[c] = (vf){0};
+    int64_t i = 0;
+    for (; i + 16 <= dim; i += 16) EACH_VEC {
+        vf v = load(x + i + c * LANES);
+        acc[c] = fma_v(v, v, acc[c]);
+    }
+    float tail[16] = {0};
+    memcpy(tail, x + i, (dim - i) * sizeof(float));
+    EACH_VEC acc[c] = fma_v(load(tail + c * LANES), load(tail + c * LANES), acc[c]);
+    float scale = 1.f / sqrtf(sum16(acc) / dim + eps);
+    for (i = 0; i < dim; i++) y[i] = weight[i] * (x[i] * scale);
+}
+
+void norm(const float *x, const float *weight, float eps, float *y, int64_t num_rows, int64_t dim) {
+#pragma omp parallel for schedule(static) if (num_rows * dim > SMALL)
+    for (int64_t t = 0; t < num_rows; t++) norm_row(x + t * dim, weight, eps, y + t * dim, dim);
+}
+
+/* x += y, y = norm(x) */
+void add_norm(float *x, float *y, const float *weight, float eps, int64_t num_rows, int64_t dim) {
+#pragma omp parallel for schedule(static) if (num_rows * dim > SMALL)
+    for (int64_t t = 0; t < num_rows; t++) {
+        float *restrict xr = x + t * dim, *restrict yr = y + t * dim;
+        for (int64_t i = 0; i < dim; i++) xr[i] += yr[i];
+        norm_row(xr, weight, eps, yr, dim);
+    }
+}
+
+INLINE vf silu_mul_v(vf gate, vf up) {
+    vf x = where(gate < -88.f, splat(88.f), -gate);
+    return gate / (exp_v(x) + 1.f) * up;
+}
+
+/* gate_up [T, 2I] -> y [T, I] */
+void silu_mul(const float *gate_up, float *y, int64_t num_rows, int64_t dim) {
+#pragma omp parallel for schedule(static) if (num_rows > 1 && num_rows * dim > SMALL)
+    for (int64_t t = 0; t < num_rows; t++) {
+        const float *gate = gate_up + t * 2 * dim, *up = gate + dim;
+        int64_t i = 0;
+        for (; i + LANES <= dim; i += LANES) store(y + t * dim + i, silu_mul_v(load(gate + i), load(up + i)));
+        for (; i < dim; i++) y[t * dim + i] = silu_mul_v(splat(gate[i]), splat(up[i]))[0];
+    }
+}
+
+/* In place on qkv [T, (H + 2G) * E]: the heads' norms where the model has them, then the half-split rotation. */
+void rotate(float *qkv, const float *q_norm, const float *k_norm, float eps, const float *cos, const float *sin,
+            const int64_t *positions, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t dim) {
+    int64_t half = dim / 2, width = (num_heads + 2 * num_kv_heads) * dim;
+#pragma omp parallel for schedule(static) if (num_rows * width > SMALL)
+    for (int64_t t = 0; t < num_rows; t++) {
+        const float *restrict c = cos + positions[t] * half, *restrict s = sin + positions[t] * half;
+        for (int64_t h = 0; h < num_heads + num_kv_heads; h++) {
+            float *restrict a = qkv + t * width + h * dim, *restrict b = a + half;
+            const float *weight = h < num_heads ? q_norm : k_norm;
+            if (weight) norm_row(a, weight, eps, a, dim);
+            for (int64_t i = 0; i < half; i++) {
+                float x = a[i], y = b[i];
+                a[i] = x * c[i] - y * s[i];
+                b[i] = y * c[i] + x * s[i];
+            }
+        }
+    }
+}
+
+/* scores[0..limit) -> e^(score - max); returns 1 / their sum. Room for whole blocks; beyond limit become zeros. */
+static float softmax(float *scores, int64_t limit) {
+    int64_t end = (limit + BLOCK - 1) / BLOCK * BLOCK;
+    for (int64_t p = limit; p < end; p++) scores[p] = -INFINITY;
+    vf top[NV], sum[NV];
+    EACH_VEC top[c] = splat(-INFINITY), sum[c] = (vf){0};
+    for (int64_t p = 0; p < end; p += 16) EACH_VEC top[c] = max_v(load(scores + p + c * LANES), top[c]);
+    vf max = splat(max16(top));
+    for (int64_t p = 0; p < end; p += 16) EACH_VEC {
+        vf w = exp_v(load(scores + p + c * LANES) - max);
+        store(scores + p + c * LANES, w);
+        sum[c] += w;
+    }
+    return 1.f / sum16(sum);
+}
+
+/* ---- the matrix product ---- */
+
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("no-schedule-insns") /* it would hoist loads until the accumulators spill */
 #endif
@@ -21,7 +110,6 @@
 #define MAX_ROWS 5
 #endif
 #define EACH_ROW UNROLL for (int r = 0; r < rows; r++)
-#define SMALL 4096 /* floats of work below which waking the other threads costs more than it brings */
 
 /* acc[r][0..16) += x[r][k] * panel[k][0..16) for `num_k` k's: the only matrix product here. On the way it fetches
  * `lines` cache lines from `ahead` for every four k's. */
@@ -131,74 +219,7 @@ void embed(const int64_t *tokens, const float *panels, float *y, int64_t num_row
     }
 }
 
-/* ---- norms and activations ---- */
-
-INLINE void norm_row(const float *x, const float *weight, float eps, float *y, int64_t dim) {
-    vf acc[NV];
-    EACH_VEC acc[c] = (vf){0};
-    int64_t i = 0;
-    for (; i + 16 <= dim; i += 16) EACH_VEC {
-        vf v = load(x + i + c * LANES);
-        acc[c] = fma_v(v, v, acc[c]);
-    }
-    float tail[16] = {0};
-    memcpy(tail, x + i, (dim - i) * sizeof(float));
-    EACH_VEC acc[c] = fma_v(load(tail + c * LANES), load(tail + c * LANES), acc[c]);
-    float scale = 1.f / sqrtf(sum16(acc) / dim + eps);
-    for (i = 0; i < dim; i++) y[i] = weight[i] * (x[i] * scale);
-}
-
-void norm(const float *x, const float *weight, float eps, float *y, int64_t num_rows, int64_t dim) {
-#pragma omp parallel for schedule(static) if (num_rows * dim > SMALL)
-    for (int64_t t = 0; t < num_rows; t++) norm_row(x + t * dim, weight, eps, y + t * dim, dim);
-}
-
-/* x += y, y = norm(x) */
-void add_norm(float *x, float *y, const float *weight, float eps, int64_t num_rows, int64_t dim) {
-#pragma omp parallel for schedule(static) if (num_rows * dim > SMALL)
-    for (int64_t t = 0; t < num_rows; t++) {
-        float *restrict xr = x + t * dim, *restrict yr = y + t * dim;
-        for (int64_t i = 0; i < dim; i++) xr[i] += yr[i];
-        norm_row(xr, weight, eps, yr, dim);
-    }
-}
-
-INLINE vf silu_mul_v(vf gate, vf up) { return gate / (exp_v(-gate) + 1.f) * up; }
-
-/* gate_up [T, 2I] -> y [T, I] */
-void silu_mul(const float *gate_up, float *y, int64_t num_rows, int64_t dim) {
-#pragma omp parallel for schedule(static) if (num_rows > 1 && num_rows * dim > SMALL)
-    for (int64_t t = 0; t < num_rows; t++) {
-        const float *gate = gate_up + t * 2 * dim, *up = gate + dim;
-        int64_t i = 0;
-        for (; i + LANES <= dim; i += LANES) store(y + t * dim + i, silu_mul_v(load(gate + i), load(up + i)));
-        for (; i < dim; i++) y[t * dim + i] = silu_mul_v(splat(gate[i]), splat(up[i]))[0];
-    }
-}
-
-/* In place on qkv [T, (H + 2G) * E]: the heads' norms where the model has them, then the half-split rotation. */
-void rotate(float *qkv, const float *q_norm, const float *k_norm, float eps, const float *cos, const float *sin,
-            const int64_t *positions, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t dim) {
-    int64_t half = dim / 2, width = (num_heads + 2 * num_kv_heads) * dim;
-#pragma omp parallel for schedule(static) if (num_rows * width > SMALL)
-    for (int64_t t = 0; t < num_rows; t++) {
-        const float *restrict c = cos + positions[t] * half, *restrict s = sin + positions[t] * half;
-        for (int64_t h = 0; h < num_heads + num_kv_heads; h++) {
-            float *restrict a = qkv + t * width + h * dim, *restrict b = a + half;
-            const float *weight = h < num_heads ? q_norm : k_norm;
-            if (weight) norm_row(a, weight, eps, a, dim);
-            for (int64_t i = 0; i < half; i++) {
-                float x = a[i], y = b[i];
-                a[i] = x * c[i] - y * s[i];
-                b[i] = y * c[i] + x * s[i];
-            }
-        }
-    }
-}
-
 /* ---- paged attention ---- */
-
-#define BLOCK 16 /* positions per KV block */
 
 /* One forward, the same for every layer. A tile is some of a row's (query, head of a group) pairs, which share the
  * row's keys and values: tiles[i] = row, first pair, number of pairs. */
@@ -248,22 +269,6 @@ static void add_values(int rows, ValuePass a) {
         for (int r = 0; r < rows; r++)
             for (int64_t p = 0; p < a.num_k; p++)
                 a.sums[r * a.dim] = fmaf(a.x[r * a.x_stride + p], a.v[p * a.dim], a.sums[r * a.dim]);
-}
-
-/* scores[0..limit) -> e^(score - max); returns 1 / their sum. Room for whole blocks; beyond limit become zeros. */
-static float softmax(float *scores, int64_t limit) {
-    int64_t end = (limit + BLOCK - 1) / BLOCK * BLOCK;
-    for (int64_t p = limit; p < end; p++) scores[p] = -INFINITY;
-    vf top[NV], sum[NV];
-    EACH_VEC top[c] = splat(-INFINITY), sum[c] = (vf){0};
-    for (int64_t p = 0; p < end; p += 16) EACH_VEC top[c] = max_v(load(scores + p + c * LANES), top[c]);
-    vf max = splat(max16(top));
-    for (int64_t p = 0; p < end; p += 16) EACH_VEC {
-        vf w = exp_v(load(scores + p + c * LANES) - max);
-        store(scores + p + c * LANES, w);
-        sum[c] += w;
-    }
-    return 1.f / sum16(sum);
 }
 
 static void attend(const Plan *plan, int64_t layer, const int32_t *tile, int64_t group, const float *q,

@@ -43,45 +43,64 @@ typedef struct {
 } Noise;
 
 /* The noise words of tokens [first, first + CHUNK), first a multiple of CHUNK. */
-static void philox(Noise noise, uint32_t first, uint32_t words[CHUNK]) {
-    vu counter[NV][4];
-    EACH_VEC {
-        for (int i = 0; i < LANES; i++) counter[c][0][i] = first / 4 + (uint32_t)(c * LANES + i);
-        counter[c][1] = (uint32_t)noise.position + (vu){0};
-        counter[c][2] = noise.stream + (vu){0};
-        counter[c][3] = (uint32_t)((uint64_t)noise.position >> 32) + (vu){0};
-    }
-    uint32_t k0 = (uint32_t)noise.key, k1 = (uint32_t)(noise.key >> 32);
-    for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) EACH_VEC {
-        vu *x = counter[c], high0, low0, high2, low2;
-        multiply(x[0], 0xD2511F53u, &high0, &low0);
-        multiply(x[2], 0xCD9E8D57u, &high2, &low2);
-        x[0] = high2 ^ x[1] ^ k0;
-        x[1] = low2;
-        x[2] = high0 ^ x[3] ^ k1;
-        x[3] = low0;
-    }
-    EACH_VEC {
-        uint32_t out[4][LANES];
-        memcpy(out, counter[c], sizeof out);
-        for (int i = 0; i < LANES; i++)
-            for (int word = 0; word < 4; word++) words[(c * LANES + i) * 4 + word] = out[word][i];
+INLINE void philox(Noise noise, uint32_t first, uint32_t words[CHUNK]) {
+    enum { NUM = NV < 2 ? 1 : 2 }; /* vectors at a time: two hide the multiplier's latency and stay in registers */
+    vu lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    for (int done = 0; done < CHUNK / 4; done += NUM * LANES) {
+        uint32_t k0 = (uint32_t)noise.key, k1 = (uint32_t)(noise.key >> 32);
+        vu x[NUM][4];
+        UNROLL for (int c = 0; c < NUM; c++) {
+            x[c][0] = lane + (first / 4 + done + c * LANES);
+            x[c][1] = (uint32_t)noise.position + (vu){0};
+            x[c][2] = noise.stream + (vu){0};
+            x[c][3] = (uint32_t)((uint64_t)noise.position >> 32) + (vu){0};
+        }
+        UNROLL for (int round = 0; round < 10; round++) {
+            UNROLL for (int c = 0; c < NUM; c++) {
+                vu high0, low0, high2, low2;
+                multiply(x[c][0], 0xD2511F53u, &high0, &low0);
+                multiply(x[c][2], 0xCD9E8D57u, &high2, &low2);
+                x[c][0] = high2 ^ x[c][1] ^ k0;
+                x[c][1] = low2;
+                x[c][2] = high0 ^ x[c][3] ^ k1;
+                x[c][3] = low0;
+            }
+            k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+        }
+        UNROLL for (int c = 0; c < NUM; c++) {
+            uint32_t *to = words + (done + c * LANES) * 4;
+#if defined(__ARM_NEON)
+            vst4q_u32(to, ((uint32x4x4_t){{(uint32x4_t)x[c][0], (uint32x4_t)x[c][1], (uint32x4_t)x[c][2], (uint32x4_t)x[c][3]}}));
+#else
+            for (int i = 0; i < LANES; i++)
+                for (int word = 0; word < 4; word++) to[i * 4 + word] = x[c][word][i];
+#endif
+        }
     }
 }
 
 static double to_uniform(uint32_t word) { return (word + 0.5) * 0x1p-32; }
 
-/* weights [size], zeros after the last token; greatest [size / CHUNK], the largest weight of every chunk. */
-static int32_t run_race(const float *weights, const float *greatest, int64_t size, Noise noise) {
+/* One row's tokens: weights [size], e^((logit - max) / temperature), zeros after the last token; greatest
+ * [size / CHUNK], the largest weight of every chunk. */
+typedef struct {
+    const float *logits;
+    float *weights, *greatest;
+    int64_t vocab, size;
+} Row;
+
+static int32_t run_race(const Row *row, Noise noise) {
     double best = INFINITY;
-    int64_t winner = 0;
+    int64_t winner = 0, num_chunks = row->size / CHUNK;
     float favourite = 0;
-    for (int64_t i = 0; i < size / CHUNK; i++) favourite = greatest[i] > favourite ? greatest[i] : favourite;
+    for (int64_t i = 0; i < num_chunks; i++) favourite = row->greatest[i] > favourite ? row->greatest[i] : favourite;
     favourite *= 0.02f;
     for (int late = 0; late < 2; late++) /* the likely winners first: the better `best`, the less is left to do */
-        for (int64_t i = 0; i < size / CHUNK; i++) {
-            if ((greatest[i] < favourite) != late || !(greatest[i] > 0) || greatest[i] * best < 0x1p-33) continue;
-            const float *w = weights + i * CHUNK;
+        for (int64_t i = 0; i < num_chunks; i++) {
+            float greatest = row->greatest[i];
+            if ((greatest < favourite) != late || !(greatest > 0) || greatest * best < 0x1p-33) continue;
+            const float *w = row->weights + i * CHUNK;
             uint32_t words[CHUNK];
             philox(noise, (uint32_t)(i * CHUNK), words);
             float limit = (float)(best * 0x1p32 * 1.000001); /* may let a loser through, never hold a winner back */
@@ -92,7 +111,8 @@ static int32_t run_race(const float *weights, const float *greatest, int64_t siz
                 double u = to_uniform(words[j]);
                 if (!(w[j] > 0) || u > best * w[j]) continue;
                 double arrival = -log1p(-u) / w[j];
-                if (arrival < best || (arrival == best && i * CHUNK + j < winner)) best = arrival, winner = i * CHUNK + j;
+                int64_t v = i * CHUNK + j;
+                if (arrival < best || (arrival == best && v < winner)) best = arrival, winner = v;
             }
         }
     return (int32_t)winner;
@@ -136,50 +156,67 @@ static Item find(Item *items, int64_t num, double need, int by_count) {
     }
 }
 
-/* How many logits are at least `from`, and their weights' sum. */
-static double measure(const float *logits, const float *weights, int64_t num, float from, int by_count) {
+/* How many weights are at least `floor`, or their sum. */
+static double measure(const Row *row, float floor, int by_count) {
     double total = 0;
-    for (int64_t first = 0; first < num; first += 256) {
+    for (int64_t i = 0; i < row->size / CHUNK; i++) {
+        if (row->greatest[i] < floor) continue;
         vf sum[NV];
         EACH_VEC sum[c] = (vf){0};
-        int64_t i = first, stop = first + 256 < num ? first + 256 : num;
-        for (; i + 16 <= stop; i += 16) EACH_VEC {
-            vi in = load(logits + i + c * LANES) >= from;
-            sum[c] += where(in, by_count ? splat(1) : load(weights + i + c * LANES), (vf){0});
+        for (int64_t v = i * CHUNK; v < (i + 1) * CHUNK; v += 16) EACH_VEC {
+            vf w = load(row->weights + v + c * LANES);
+            sum[c] += where(w >= floor, by_count ? splat(1) : w, (vf){0});
         }
         total += sum16(sum);
-        for (; i < stop; i++) total += logits[i] >= from ? by_count ? 1 : weights[i] : 0;
     }
     return total;
 }
 
 /* The last item that top-k, then top-p, leave in; its token is INT32_MAX where all ties with it stay. */
-static Item boundary(const float *logits, const float *weights, int64_t num, float max, float temperature, double total,
-                     int64_t top_k, double top_p, Item *items) {
+static Item boundary(const Row *row, double total, int64_t top_k, double top_p, Item *items) {
     int by_count = top_k > 0;
     double need = by_count ? (double)top_k : top_p * total * 1.000001;
-    float from = -INFINITY;
-    for (float depth = 2; depth < 128; depth *= 2)
-        if (measure(logits, weights, num, max - depth * temperature, by_count) >= need) {
-            from = max - depth * temperature;
-            break;
+    float floor = 0;
+    for (float depth = 2; depth < 80 && !floor; depth *= 1.5f)
+        if (measure(row, expf(-depth), by_count) >= need) floor = expf(-depth) * 0.99f; /* exp is monotonic but for ulps */
+    int64_t num = 0;
+    for (int64_t i = 0; i < row->size / CHUNK; i++) {
+        if (row->greatest[i] < floor) continue;
+        for (int64_t v = i * CHUNK; v < (i + 1) * CHUNK && v < row->vocab; v++) {
+            items[num] = (Item){row->logits[v], row->weights[v], (int32_t)v};
+            num += row->weights[v] >= floor;
         }
-    int64_t size = 0;
-    for (int64_t v = 0; v < num; v++) {
-        items[size] = (Item){logits[v], weights[v], (int32_t)v};
-        size += logits[v] >= from;
     }
     Item last = {-INFINITY, 0, INT32_MAX};
     if (by_count) {
-        last = find(items, size, need, 1);
+        last = find(items, num, need, 1);
         last.token = INT32_MAX;
         int64_t kept = 0;
         total = 0;
-        for (int64_t i = 0; i < size; i++)
+        for (int64_t i = 0; i < num; i++)
             if (items[i].logit >= last.logit) total += items[i].weight, items[kept++] = items[i];
-        size = kept;
+        num = kept;
     }
-    return top_p < 1 ? find(items, size, top_p * total, 0) : last;
+    return top_p < 1 ? find(items, num, top_p * total, 0) : last;
+}
+
+/* Weights of zero for what does not come up to `last` or to min_p, whose sum is returned. */
+static double truncate_row(const Row *row, Item last, float min_p) {
+    float floor = (last.weight > min_p ? last.weight : min_p) * 0.99f;
+    double total = 0;
+    for (int64_t i = 0; i < row->size / CHUNK; i++) {
+        float greatest = 0;
+        if (row->greatest[i] >= floor)
+            for (int64_t v = i * CHUNK; v < (i + 1) * CHUNK && v < row->vocab; v++) {
+                float z = row->logits[v], w = row->weights[v];
+                if (z < last.logit || (z == last.logit && v > last.token) || w < min_p) w = 0;
+                row->weights[v] = w;
+                greatest = w > greatest ? w : greatest;
+                total += w;
+            }
+        row->greatest[i] = greatest; /* nobody looks into a chunk with nothing in it */
+    }
+    return total;
 }
 
 /* ---- entries ---- */
@@ -234,28 +271,19 @@ void draw(const float *logits, int64_t num_rows, int64_t vocab, const uint64_t *
             raw_logprobs[p] = (float)-log(exponentials(z, vocab, max, 1, 0, 0));
             continue;
         }
-        float *weights = scratch(size * 5), *greatest = weights + size;
-        Item *items = (Item *)(greatest + size / CHUNK);
-        double scale = 1. / temperature[p], total = exponentials(z, vocab, max, (float)scale, weights, greatest);
+        float *memory = scratch(size * 5);
+        Row row = {z, memory, memory + size, vocab, size};
+        Item *items = (Item *)(memory + 2 * size);
+        double scale = 1. / temperature[p];
+        double total = exponentials(z, vocab, max, (float)scale, row.weights, row.greatest);
         double raw_total = temperature[p] == 1 ? total : exponentials(z, vocab, max, 1, 0, 0);
         int64_t k = top_k[p] < vocab ? top_k[p] : 0;
         if (k || top_p[p] < 1 || min_p[p] > 0) {
             Item last = {-INFINITY, 0, INT32_MAX};
-            if (k || top_p[p] < 1)
-                last = boundary(z, weights, vocab, max, temperature[p], total, k, top_p[p], items);
-            total = 0;
-            for (int64_t i = 0; i < size / CHUNK; i++) {
-                if (greatest[i] == 0) continue;
-                greatest[i] = 0;
-                for (int64_t v = i * CHUNK; v < (i + 1) * CHUNK && v < vocab; v++) {
-                    int in = z[v] > last.logit || (z[v] == last.logit && v <= last.token);
-                    weights[v] = in && weights[v] >= min_p[p] ? weights[v] : 0;
-                    greatest[i] = weights[v] > greatest[i] ? weights[v] : greatest[i];
-                    total += weights[v];
-                }
-            }
+            if (k || top_p[p] < 1) last = boundary(&row, total, k, top_p[p], items);
+            total = truncate_row(&row, last, min_p[p]);
         }
-        int32_t v = run_race(weights, greatest, size, (Noise){keys[p], positions[p], stream});
+        int32_t v = run_race(&row, (Noise){keys[p], positions[p], stream});
         tokens[p] = v;
         logprobs[p] = (float)(((double)z[v] - max) * scale - log(total));
         raw_logprobs[p] = (float)((double)z[v] - max - log(raw_total));
@@ -267,11 +295,12 @@ void race(const float *weights, int64_t num_rows, int64_t vocab, const uint64_t 
     int64_t size = (vocab + CHUNK - 1) / CHUNK * CHUNK;
 #pragma omp parallel for schedule(dynamic)
     for (int64_t p = 0; p < num_rows; p++) {
-        float *w = scratch(size * 2), *greatest = w + size;
-        memcpy(w, weights + p * vocab, vocab * sizeof(float));
-        memset(w + vocab, 0, (size - vocab) * sizeof(float));
-        for (int64_t i = 0; i < size / CHUNK; i++) greatest[i] = max_of(w + i * CHUNK, CHUNK);
-        tokens[p] = run_race(w, greatest, size, (Noise){keys[p], positions[p], stream});
+        float *memory = scratch(size * 2);
+        Row row = {0, memory, memory + size, vocab, size};
+        memcpy(row.weights, weights + p * vocab, vocab * sizeof(float));
+        memset(row.weights + vocab, 0, (size - vocab) * sizeof(float));
+        for (int64_t i = 0; i < size / CHUNK; i++) row.greatest[i] = max_of(row.weights + i * CHUNK, CHUNK);
+        tokens[p] = run_race(&row, (Noise){keys[p], positions[p], stream});
     }
 }
 

@@ -49,37 +49,35 @@ INLINE vf fma_v(vf a, vf b, vf c) {
 #endif
 }
 
-/* e^x to 1-2 ulp; 0 below -87.3 (no subnormals), saturates above 88. NaN stays NaN. */
+/* e^x for x <= 88, to 2 ulp; 1 at 0; 0 below -87.3 (there are no subnormals). */
 INLINE vf exp_v(vf x) {
     const float round = 12582912.f; /* 1.5 * 2^23: adding it leaves the nearest integer in the low bits */
-    vi tiny = x < -87.3f;
-    x = where(x > 88.f, splat(88.f), x);
     vf shifted = fma_v(x, splat(1.44269504089f), splat(round)), n = shifted - round;
     vf r = fma_v(n, splat(-0.693145751953125f), x);
     r = fma_v(n, splat(-1.42860682030941723212e-6f), r);
-    vf p = fma_v(r, splat(1.9875691500e-4f), splat(1.3981999507e-3f));
-    p = fma_v(p, r, splat(8.3334519073e-3f));
-    p = fma_v(p, r, splat(4.1665795894e-2f));
-    p = fma_v(p, r, splat(1.6666665459e-1f));
-    p = fma_v(p, r, splat(5.0000001201e-1f));
-    p = fma_v(p, r * r, r) + 1.f;
-    vi power = ((vi)shifted - (vi)splat(round) + 127) << 23;
-    return where(tiny, (vf){0}, p * (vf)power);
+    vf p = fma_v(r, splat(0x1.0F9F9Cp-7f), splat(0x1.573A1Ap-5f));
+    p = fma_v(p, r, splat(0x1.555A80p-3f));
+    p = fma_v(p, r, splat(0x1.FFFDC6p-2f));
+    p = fma_v(p, r, splat(0x1.FFFFF6p-1f));
+    p = fma_v(p, r, splat(1));
+    vf scaled = (vf)((vi)p + ((vi)shifted << 23)); /* n to the exponent: the bits of `round` are shifted out */
+    return where(x < -87.3f, (vf){0}, scaled);
 }
 
 /* The sum and the greatest of 16 lanes, halving. */
-INLINE float sum16(const vf v[NV]) {
-    float t[16];
-    EACH_VEC store(t + c * LANES, v[c]);
-    for (int half = 8; half; half /= 2)
-        for (int i = 0; i < half; i++) t[i] += t[i + half];
+INLINE float sum16(vf v[NV]) {
+    float t[LANES];
+    UNROLL for (int half = NV / 2; half; half /= 2) UNROLL for (int c = 0; c < half; c++) v[c] += v[c + half];
+    store(t, v[0]);
+    UNROLL for (int half = LANES / 2; half; half /= 2) UNROLL for (int i = 0; i < half; i++) t[i] += t[i + half];
     return t[0];
 }
-INLINE float max16(const vf v[NV]) {
-    float t[16];
-    EACH_VEC store(t + c * LANES, v[c]);
-    for (int half = 8; half; half /= 2)
-        for (int i = 0; i < half; i++) t[i] = t[i] > t[i + half] ? t[i] : t[i + half];
+INLINE float max16(vf v[NV]) {
+    float t[LANES];
+    UNROLL for (int half = NV / 2; half; half /= 2) UNROLL for (int c = 0; c < half; c++) v[c] = max_v(v[c], v[c + half]);
+    store(t, v[0]);
+    UNROLL for (int half = LANES / 2; half; half /= 2) UNROLL for (int i = 0; i < half; i++)
+        t[i] = t[i] > t[i + half] ? t[i] : t[i + half];
     return t[0];
 }
 

@@ -24,6 +24,7 @@ from paceline.types import Receipt, Request
 
 MAX_STATES = 2**31 - 1  # int32
 MAX_COUNTED = 64  # csrc/suffix.c says why
+INT, FLOAT = np.dtype(np.int32), np.dtype(np.float32)
 ROOT, LOST = 0, -1  # `last` of a sequence that said nothing, and of one whose automaton could not grow
 
 
@@ -72,24 +73,23 @@ class NativeHistory(_Sequences):
     def observe(self, slots: np.ndarray, tokens: np.ndarray, num: np.ndarray) -> int:
         """Row i, the sequence slots[i], said tokens[i, :num[i]]. Returns how many bytes the history grew, or LOST if
         one of the sequences found no memory."""
-        assert tokens.dtype == num.dtype == np.int32
+        assert tokens.dtype == num.dtype == INT
         return self._lib.suffix_observe(
             *self._sequences_at, slots.tobytes(), len(slots), tokens.tobytes(), tokens.shape[1], num.tobytes()
         )
 
     def propose(self, slots: np.ndarray, caps: np.ndarray, k: int, min_match: int) -> DraftBatch:
         """At most caps[i] <= k tokens for row i, the sequence slots[i]."""
-        assert caps.dtype == np.int32
-        num_rows, num_cells = len(slots), len(slots) * k
-        # One block for the three results, since each address costs more than a draft.
-        block = np.zeros(2 * num_cells + num_rows, np.int32)
-        at = ctypes.addressof(ctypes.c_char.from_buffer(block.data))
+        assert caps.dtype == INT
+        num_rows, size = len(slots), 4 * len(slots) * k
+        # One block for all three results, since asking for an address costs more than drafting.
+        block = bytearray(2 * size + 4 * num_rows)
+        at = ctypes.addressof(ctypes.c_char.from_buffer(block))
         self._lib.suffix_propose(
-            *self._sequences_at, slots.tobytes(), num_rows, caps.tobytes(), k, min_match,
-            at, at + 8 * num_cells, at + 4 * num_cells,
-        )  # fmt: skip
-        tokens, confidence, num = block[:num_cells], block[num_cells : 2 * num_cells], block[2 * num_cells :]
-        return DraftBatch(tokens.reshape(num_rows, k), num, confidence.view(np.float32).reshape(num_rows, k))
+            *self._sequences_at, slots.tobytes(), num_rows, caps.tobytes(), k, min_match, at, at + 2 * size, at + size
+        )
+        tokens, confidence = np.ndarray((num_rows, k), INT, block), np.ndarray((num_rows, k), FLOAT, block, size)
+        return DraftBatch(tokens, np.ndarray(num_rows, INT, block, 2 * size), confidence)
 
 
 def _library() -> ctypes.CDLL:
@@ -331,9 +331,9 @@ class SuffixDrafter:
         self._fit()
 
     def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch:
-        if not len(rows):
-            return DraftBatch.empty(0)
         key = caps.tobytes()
+        if not key:
+            return DraftBatch.empty(0)
         if key != self._k_of[0]:
             self._k_of = key, int(caps.max())
         return self._history.propose(self._slots(rows.request_ids), caps, self._k_of[1], self._min_match)

@@ -40,7 +40,8 @@ def render(rows: Sequence[Row], columns: Columns, title: str | None = None) -> T
 
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     for key, heading in columns.items():
-        table.add_column(heading, justify="right" if any(is_number(row.get(key)) for row in rows) else "left")
+        numeric = any(is_number(row.get(key)) for row in rows)
+        table.add_column(heading, justify="right" if numeric else "left", no_wrap=numeric)
     for row in rows:
         table.add_row(*(Text(cell(row.get(key))) for key in columns))
     return table

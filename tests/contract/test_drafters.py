@@ -1,0 +1,138 @@
+"""One suite over every drafter: the protocol's promises, and that no engine output depends on who drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from support import tiny_decoder
+
+from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.drafters.ngram import NgramDrafter
+from paceline.drafters.suffix import SuffixDrafter
+from paceline.engine.engine import LocalEngine
+from paceline.model.decoder import first_layers
+from paceline.model.paged import PagedDecoder
+from paceline.model.sample import Sampler
+from paceline.speculation.batch import Commits, Drafter, Rows
+from paceline.speculation.policy import StaticPolicy
+from paceline.types import Request, SamplingParams
+from paceline.verify.drafters import AdversarialDrafter
+
+VOCAB = 61
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "ngram": lambda: NgramDrafter(1, 3),
+    "suffix": SuffixDrafter,
+    "draft_model": lambda: DraftModelDrafter(PagedDecoder(first_layers(tiny_decoder(), 2), 64), Sampler()),
+    "adversarial": lambda: AdversarialDrafter(VOCAB),
+}
+REPETITIVE = (1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3)
+
+
+@pytest.fixture(params=DRAFTERS)
+def drafter(request: pytest.FixtureRequest) -> Drafter:
+    return DRAFTERS[request.param]()
+
+
+class Script:
+    """Drives a drafter as an engine would, with scripted commits."""
+
+    def __init__(self, drafter: Drafter, num: int, prompt: tuple[int, ...] = REPETITIVE) -> None:
+        self.drafter = drafter
+        self.requests = [Request(i, prompt, SamplingParams(), 100 + i, "problem") for i in range(num)]
+        self.tokens = {i: list(prompt) for i in range(num)}
+        for request in self.requests:
+            drafter.begin(request)
+
+    def rows(self, ids: list[int]) -> Rows:
+        return Rows(
+            np.array(ids, np.int64),
+            [np.array(self.tokens[i], np.int32) for i in ids],
+            np.array([100 + i for i in ids], np.uint64),
+            [self.requests[i].sampling for i in ids],
+        )
+
+    def commit(self, ids: list[int], tokens: list[list[int]], accepted: list[int], drafted: list[int]) -> None:
+        width = max(map(len, tokens))
+        padded = np.array([t + [0] * (width - len(t)) for t in tokens], np.int32)
+        self.drafter.observe(
+            Commits(
+                np.array(ids, np.int64),
+                padded,
+                np.array([len(t) for t in tokens], np.int32),
+                np.array(drafted, np.int32),
+                np.array(accepted, np.int32),
+            )
+        )
+        for i, new in zip(ids, tokens, strict=True):
+            self.tokens[i] += new
+
+
+def test_drafts_are_well_formed(drafter: Drafter) -> None:
+    script = Script(drafter, 3)
+    caps = np.array([4, 0, 2], np.int32)
+    drafts = drafter.propose(script.rows([0, 1, 2]), caps)
+    assert drafts.tokens.shape == drafts.confidence.shape
+    assert drafts.tokens.dtype == np.int32
+    assert (drafts.num <= caps).all()
+    assert drafts.num[1] == 0
+    for i in range(3):
+        used = drafts.tokens[i, : drafts.num[i]]
+        assert ((used >= 0) & (used < VOCAB)).all()
+        confidence = drafts.confidence[i, : drafts.num[i]]
+        assert ((confidence >= 0) & (confidence <= 1)).all()
+
+
+def test_any_row_may_be_skipped_and_any_draft_cut(drafter: Drafter) -> None:
+    """Rows come and go, drafts are cut or fall: a drafter must stay in step with what was committed. A second one that
+    saw the same commits and none of the proposals must propose the same afterwards."""
+    rng = np.random.default_rng(0)
+    script, quiet = Script(drafter, 4), Script(DRAFTERS[drafter.name](), 4)
+    for _ in range(12):
+        ids = sorted(rng.choice(4, rng.integers(1, 5), replace=False).tolist())
+        drafts = drafter.propose(script.rows(ids), rng.integers(0, 5, len(ids)).astype(np.int32))
+        kept = [int(rng.integers(0, n + 1)) for n in drafts.num]
+        accepted = [int(rng.integers(0, k + 1)) for k in kept]
+        emitted = [
+            [*drafts.tokens[row, :a].tolist(), int(rng.integers(0, VOCAB - 1))] for row, a in enumerate(accepted)
+        ]
+        for one in (script, quiet):
+            one.commit(ids, emitted, accepted, kept)
+    caps = np.full(4, 5, np.int32)
+    ours, theirs = drafter.propose(script.rows([0, 1, 2, 3]), caps), quiet.drafter.propose(quiet.rows([0, 1, 2, 3]), caps)
+    assert ours.num.tolist() == theirs.num.tolist()
+    for i, n in enumerate(ours.num):
+        assert ours.tokens[i, :n].tolist() == theirs.tokens[i, :n].tolist()
+
+
+def test_requests_end_and_ids_return(drafter: Drafter) -> None:
+    for _ in range(3):
+        script = Script(drafter, 2)
+        drafter.propose(script.rows([0, 1]), np.array([3, 3], np.int32))
+        script.commit([0, 1], [[7], [8]], [0, 0], [0, 0])
+        drafter.end(0)
+        drafter.end(1)
+    if isinstance(drafter, DraftModelDrafter):
+        assert not any(drafter.paged.pool.references)
+
+
+def test_no_output_depends_on_it(drafter: Drafter) -> None:
+    requests = [
+        Request(i, REPETITIVE[: 5 + i], SamplingParams(max_tokens=24, temperature=[1.0, 0.0, 0.7][i % 3]), i, "p")
+        for i in range(6)
+    ]
+    plain = LocalEngine(PagedDecoder(tiny_decoder(), 64)).generate(requests)
+    for k in (1, 5):
+        drafter_k = DRAFTERS[drafter.name]()
+        engine = LocalEngine(PagedDecoder(tiny_decoder(), 64), drafter=drafter_k, policy=StaticPolicy(k))
+        found = engine.generate(requests)
+        assert [c.token_ids.tolist() for c in found] == [c.token_ids.tolist() for c in plain]
+        assert sum(t.num_draft_tokens for t in engine.drain_trace()) > 0
+
+
+def test_weights(drafter: Drafter) -> None:
+    if drafter.name == "draft_model":
+        pytest.skip("has weights; the engine tests swap them")
+    with pytest.raises(ValueError, match="no weights"):
+        drafter.update([], 1)

@@ -1,0 +1,100 @@
+"""Who owns which block, and what can be found in it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.model.kv import BLOCK, BlockPool, BlockTable
+
+TOKENS = np.arange(100, dtype=np.int32)
+
+
+def filled(pool: BlockPool, tokens: np.ndarray) -> BlockTable:
+    table = BlockTable()
+    assert pool.reserve(table, len(tokens))
+    pool.index(table, tokens)
+    return table
+
+
+def test_reserve_takes_all_or_nothing() -> None:
+    pool = BlockPool(3)
+    table = BlockTable()
+    assert not pool.reserve(table, 3 * BLOCK + 1)
+    assert table.blocks == []
+    assert pool.num_free == 3
+    assert pool.reserve(table, 2 * BLOCK + 1)
+    assert len(set(table.blocks)) == 3
+    pool.truncate(table, BLOCK)
+    assert len(table.blocks) == 1
+    assert pool.num_free == 2
+
+
+def test_whole_blocks_are_shared_and_parts_are_offered() -> None:
+    pool = BlockPool(8)
+    first = filled(pool, TOKENS[:40])
+    second = BlockTable()
+    wanted = np.concatenate([TOKENS[:37], [99, 98]]).astype(np.int32)
+    covered, partial = pool.match(second, wanted)
+    assert covered == 32
+    assert second.blocks == first.blocks[:2]
+    assert partial == (first.blocks[2], 5)
+    assert pool.references[first.blocks[0]] == 2
+    pool.truncate(first, 0)
+    assert pool.references[second.blocks[0]] == 1
+
+
+def test_content_stays_until_the_memory_is_needed() -> None:
+    pool = BlockPool(4)
+    pool.truncate(filled(pool, TOKENS[:48]), 0)
+    assert pool.num_free == 4
+    again = BlockTable()
+    assert pool.match(again, TOKENS[:48])[0] == 48
+    pool.truncate(again, 0)
+    other = BlockTable()
+    assert pool.reserve(other, 4 * BLOCK)  # takes the idle ones as well, leaves first
+    assert pool.match(BlockTable(), TOKENS[:48]) == (0, None)
+    assert pool.num_free == 0
+
+
+def test_leaves_are_forgotten_before_their_root() -> None:
+    pool = BlockPool(4)
+    pool.truncate(filled(pool, TOKENS[:64]), 0)
+    taken = BlockTable()
+    pool.reserve(taken, 2 * BLOCK)
+    found = BlockTable()
+    assert pool.match(found, TOKENS[:64])[0] == 32
+
+
+def test_equal_content_is_indexed_once() -> None:
+    pool = BlockPool(8)
+    first, second = filled(pool, TOKENS[:32]), BlockTable()
+    pool.reserve(second, 48)
+    pool.index(second, TOKENS[:48])  # computed at the same time, by themselves
+    third = BlockTable()
+    assert pool.match(third, TOKENS[:48])[0] == 48
+    assert third.blocks == [*first.blocks, second.blocks[2]]
+    for table in (first, second, third):
+        pool.truncate(table, 0)
+    assert pool.num_free == 8
+    assert pool.references == [0] * 8
+
+
+def test_new_weights_forget_everything() -> None:
+    pool = BlockPool(8)
+    held = filled(pool, TOKENS[:32])
+    pool.truncate(filled(pool, TOKENS[50:82]), 0)
+    pool.forget_all()
+    assert pool.match(BlockTable(), TOKENS[:32]) == (0, None)
+    assert pool.match(BlockTable(), TOKENS[50:82]) == (0, None)
+    pool.reserve(held, 48)
+    pool.index(held, TOKENS[:48])  # partly of the old weights: must not be found
+    assert pool.match(BlockTable(), TOKENS[:48]) == (0, None)
+    pool.truncate(held, 0)
+    assert pool.num_free == 8
+
+
+def test_giving_back_indexed_blocks_of_a_running_sequence_is_a_bug() -> None:
+    pool = BlockPool(8)
+    with pytest.raises(AssertionError):
+        pool.truncate(filled(pool, TOKENS[:48]), 16)

@@ -1,0 +1,119 @@
+"""From logits to tokens: the noise, the processing, and the kernels' race against the plain one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.model.sample import PhiloxNoise, Sampler, SamplingArrays, Stream, philox_words, process, with_round
+from paceline.types import SamplingParams
+
+CPU = torch.device("cpu")
+
+
+def keys(*values: int) -> np.ndarray:
+    return np.array(values, np.uint64)
+
+
+def test_philox_known_answers() -> None:
+    """The vectors published with Random123's Philox4x32-10: here counter (0, position, stream, round)."""
+    zero = philox_words(keys(0), np.array([0]), 0, 4, CPU)[0]
+    assert [f"{w:08x}" for w in zero.tolist()] == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
+    # Counter 243f6a88 85a308d3 13198a2e 03707344, key a4093822 299f31d0. Word 0 of the counter is v div 4, so only
+    # its first block is in reach; check the round function against big-integer arithmetic instead.
+    key, position, stream, count = 0x299F31D0A4093822, 0x0370734485A308D3, 0x13198A2E, 40
+    words = philox_words(keys(key), np.array([position]), stream, count, CPU)[0].tolist()
+    assert words == [_philox(v // 4, position, stream, key)[v % 4] for v in range(count)]
+    assert _philox(0x243F6A88, position, stream, key) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+
+
+def _philox(c0: int, position: int, stream: int, key: int) -> list[int]:
+    mask = 0xFFFFFFFF
+    c = [c0, position & mask, stream, position >> 32]
+    k = [key & mask, key >> 32]
+    for _ in range(10):
+        a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        c = [(b >> 32) ^ c[1] ^ k[0], b & mask, (a >> 32) ^ c[3] ^ k[1], a & mask]
+        k = [(k[0] + 0x9E3779B9) & mask, (k[1] + 0xBB67AE85) & mask]
+    return c
+
+
+def test_noise_differs_by_key_position_stream_and_round() -> None:
+    at = np.array([5])
+    seen = {
+        tuple(philox_words(keys(key), position, stream, 4, CPU)[0].tolist())
+        for key in (1, 2, 1 << 63)
+        for position in (at, at + 1, with_round(at, np.array([9])))
+        for stream in Stream
+    }
+    assert len(seen) == 3 * 3 * 4
+
+
+def test_processing_equals_transformers() -> None:
+    """transformers' own warpers, in its order."""
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = torch.randn(8, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
+    for params in (
+        SamplingParams(temperature=0.7),
+        SamplingParams(temperature=1.3, top_k=9),
+        SamplingParams(top_p=0.8),
+        SamplingParams(temperature=0.9, top_k=30, top_p=0.9),
+        SamplingParams(temperature=1.5, top_k=50, top_p=0.95, min_p=0.05),
+    ):
+        want = TemperatureLogitsWarper(params.temperature)(None, logits)
+        if params.top_k:
+            want = TopKLogitsWarper(params.top_k)(None, want)
+        if params.top_p < 1:
+            want = TopPLogitsWarper(params.top_p)(None, want)
+        if params.min_p:
+            want = MinPLogitsWarper(params.min_p)(None, want)
+        found = process(logits, SamplingArrays.of([params] * 8))
+        assert torch.allclose(found.exp(), want.softmax(-1), atol=1e-7)  # temperature travels as float32
+
+
+def test_greedy_is_a_point_mass() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]])
+    draws = Sampler().draw(logits, keys(1), np.array([0]), SamplingArrays.of([SamplingParams(temperature=0.0)]))
+    assert draws.tokens.tolist() == [1]
+    assert draws.logprobs.tolist() == [0.0]
+    assert draws.raw_logprobs[0] == pytest.approx(logits.log_softmax(-1)[0, 1])
+
+
+def test_a_race_is_a_sample() -> None:
+    weights = torch.tensor([0.5, 0.0, 0.3, 0.2]).expand(20000, 4)
+    drawn = PhiloxNoise().race(weights, keys(*range(20000)), np.zeros(20000, np.int64), 0)
+    share = np.bincount(drawn, minlength=4) / 20000
+    assert share[1] == 0
+    assert np.abs(share - [0.5, 0, 0.3, 0.2]).max() < 0.015  # four standard deviations
+    coins = PhiloxNoise().coin(np.full(20000, 0.3), keys(*range(20000)), np.zeros(20000, np.int64), 2)
+    assert abs(coins.mean() - 0.3) < 0.014
+
+
+@pytest.mark.parametrize("vocab", [5, 61, 1003, 49152])
+def test_the_kernels_race_equals_the_plain_one(vocab: int) -> None:
+    """Same noise, same winner, for every kind of processing; ties within float32's rounding do not occur here."""
+    num = 64 if vocab < 10_000 else 16
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(num, vocab, generator=generator) * 4
+    kinds = [
+        SamplingParams(),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.6, top_k=40),
+        SamplingParams(temperature=1.7, top_p=0.9),
+        SamplingParams(min_p=0.1),
+        SamplingParams(temperature=0.9, top_k=20, top_p=0.5, min_p=0.01),
+        SamplingParams(top_k=1),
+        SamplingParams(top_k=10 * vocab, top_p=0.999),
+    ]
+    params = SamplingArrays.of([kinds[i % len(kinds)] for i in range(num)])
+    noise_keys = np.random.default_rng(0).integers(0, 2**64, num, np.uint64)
+    positions = np.arange(num) * 1000
+    fast = Sampler(native=True).draw(logits, noise_keys, positions, params)
+    slow = Sampler().draw(logits, noise_keys, positions, params)
+    assert fast.tokens.tolist() == slow.tokens.tolist()
+    assert np.allclose(fast.logprobs, slow.logprobs, atol=2e-5)  # float32 exponentials, summed over the vocabulary
+    assert np.allclose(fast.raw_logprobs, slow.raw_logprobs, atol=2e-5)
+    shifted = Sampler(native=True).draw(logits, noise_keys, positions + 1, params)
+    assert shifted.tokens.tolist() != fast.tokens.tolist()
