@@ -24,8 +24,8 @@ from paceline.native import NativeUnavailable
 from paceline.report.table import check_writable, render, write_json
 
 if TYPE_CHECKING:
+    from paceline.bench.prompts import Prompt
     from paceline.bench.rollout import Bench, Case
-    from paceline.tasks.prompts import Prompt
     from paceline.types import Completion
 
 app = typer.Typer(
@@ -132,8 +132,8 @@ def generate(
     - `paceline generate -n 4 --method suffix --k 6 --temperature 0.8 "Write a haiku."`
     - `paceline generate --prompts questions.jsonl --set engine.max_num_seqs=8 --json out.json`
     """
+    from paceline.bench.prompts import encode
     from paceline.speculation.metrics import summarise
-    from paceline.tasks.prompts import encode
     from paceline.types import Request, noise_key
 
     cfg = settings(
@@ -203,7 +203,7 @@ SHOWN_METRICS = (
 
 
 def gather_prompts(words: Sequence[str], file: Path | None) -> list[Prompt]:
-    from paceline.tasks.prompts import parse_prompts, read_prompts
+    from paceline.bench.prompts import parse_prompts, read_prompts
 
     asked: list[Prompt] = [sys.stdin.read() if word == "-" else word for word in words]
     if file is not None:
@@ -232,7 +232,7 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 def show_completions(
     tokenizer: Any, asked: Sequence[Prompt], completions: Sequence[Completion], num_samples: int
 ) -> None:
-    from paceline.tasks.prompts import shown
+    from paceline.bench.prompts import shown
     from paceline.types import Provenance
 
     styles = {
@@ -319,9 +319,9 @@ def rollout(
     - `paceline bench rollout --engines paceline,vllm --batch 1,4,16 --json out.json --plot out.html`
     - `paceline bench rollout --engines paceline --modes plain,suffix --num-generations 8 --batch 16`
     """
+    from paceline.bench.prompts import BUILTIN, read_prompts
     from paceline.bench.rollout import COLUMNS, Bench, Settings
     from paceline.report import plot
-    from paceline.tasks.prompts import BUILTIN, read_prompts
 
     for path in (json_file, plot_file):
         check_writable(path)
@@ -434,7 +434,7 @@ def verify(
     - `paceline verify --model smollm2-135m`
     - `paceline verify --model ./my-model --drafters ngram,suffix --quick --json certificate.json`
     """
-    from paceline.tasks.prompts import BUILTIN, encode, read_prompts
+    from paceline.bench.prompts import BUILTIN, encode, read_prompts
 
     cfg = settings(config, overrides, model__name=model)
     check_writable(json_file)

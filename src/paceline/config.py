@@ -190,15 +190,13 @@ def _key_path(location: tuple[int | str, ...]) -> list[str]:
 
 def _nearest(path: list[str]) -> str:
     *parents, leaf = path
-    section = _section_at(parents)
-    keys = list(section.model_fields)
-    if close := difflib.get_close_matches(leaf, keys, n=1, cutoff=0.5):
-        return f"did you mean {'.'.join([*parents, close[0]])}?"
-    everywhere = all_keys()
-    for cutoff in (1.0, 0.8):  # the right word in the wrong section
-        leaves = {key.rpartition(".")[2]: key for key in everywhere}
-        if close := difflib.get_close_matches(leaf, leaves, n=1, cutoff=cutoff):
-            return f"did you mean {leaves[close[0]]}?"
+    keys = list(_section_at(parents).model_fields)
+    here = {key: ".".join([*parents, key]) for key in keys}
+    everywhere = {key.rpartition(".")[2]: key for key in all_keys()}
+    # The right word in the wrong section, then a near word in this section, then a near word anywhere.
+    for candidates, cutoff in ((everywhere, 1.0), (here, 0.5), (everywhere, 0.8)):
+        if close := difflib.get_close_matches(leaf, candidates, n=1, cutoff=cutoff):
+            return f"did you mean {candidates[close[0]]}?"
     return f"the keys of {'.'.join(parents) or 'a config'} are {', '.join(keys)}"
 
 

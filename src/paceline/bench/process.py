@@ -57,12 +57,13 @@ class WorkerProcess:
         assert self.process.stdin is not None and self.process.stdout is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()  # an idle worker ends by itself now
-        for sign, patience_s in ((None, 2), (signal.SIGTERM, 5), (signal.SIGKILL, 5)):
-            if sign is not None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.process.pid, sign)  # its own session: the group is the child and its children
+        for patience_s, sign in ((2, signal.SIGTERM), (5, signal.SIGKILL), (5, signal.SIGKILL)):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(patience_s)
+                sign = signal.SIGKILL  # gone; whatever it started goes too
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, sign)  # its own session: the group is the child and its children
+            if self.process.returncode is not None:
                 break
         self.process.stdout.close()
         self.log.close()

@@ -22,9 +22,9 @@ from typing import Any
 
 from paceline import __version__
 from paceline.bench.process import WorkerError, WorkerProcess
+from paceline.bench.prompts import Prompt, encode
 from paceline.cluster import vllm_python
 from paceline.config import Config
-from paceline.tasks.prompts import Prompt, encode
 
 ENGINES = ("paceline", "hf", "vllm")
 MODES = ("plain", "ngram", "suffix", "draft_model")
@@ -148,7 +148,7 @@ class Bench:
                 k=case.k,
             )
         except (WorkerError, ValueError) as error:
-            self.notes[case] = " ".join(str(error).split())
+            self.notes[case] = str(error)
             return
         if repeat >= 0:
             assert reply["num_tokens"] == case.batch * s.max_tokens, "an engine stopped early: tokens/s would be unfair"
@@ -156,12 +156,14 @@ class Bench:
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def _key(case: Case) -> Case:
+        """Cases with the same key share a process. Speculation is fixed when an engine is built, so modes do not share
+        one; but transformers builds nothing, and batch sizes always share."""
+        return replace(case, mode="", k=0, batch=0) if case.engine == "hf" else replace(case, batch=0)
+
     def _worker(self, case: Case, directory: Path, longest: int) -> WorkerProcess:
-        """The process for this case. Speculation is fixed when an engine is built, so modes do not share one; but
-        transformers builds nothing, and all batch sizes share."""
-        key = replace(case, batch=0)
-        if case.engine == "hf":
-            key = replace(key, mode="", k=0)
+        key = self._key(case)
         if key in self._pool:
             self._pool.move_to_end(key)
             return self._pool[key]
@@ -169,8 +171,12 @@ class Bench:
         worker = self._start(case.engine)
         try:
             worker.call("load", **self._load_settings(case, directory, longest))
-        except BaseException:
+        except BaseException as error:
             worker.close()
+            if isinstance(
+                error, WorkerError
+            ):  # what can't be loaded now can't be loaded for the next batch size either
+                self.notes |= {other: str(error) for other in self.cases() if self._key(other) == key}
             raise
         self._pool[key] = worker
         return worker
@@ -252,7 +258,7 @@ class Bench:
         cases: dict[str, list[str]] = {}
         for case, note in self.notes.items():
             cases.setdefault(note, []).append(f"{case.engine} {case.mode} at batch {case.batch}")
-        return [f"– {', '.join(names)}: {note}" for note, names in cases.items()]
+        return [f"– {', '.join(names)}: {' '.join(note.split())}" for note, names in cases.items()]
 
     def rows(self) -> list[dict[str, Any]]:
         """One per case, in order; figures are None where nothing was measured, and the note says why."""

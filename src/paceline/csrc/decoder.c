@@ -112,12 +112,12 @@ static float softmax(float *scores, int64_t limit) {
 #define EACH_ROW UNROLL for (int r = 0; r < rows; r++)
 
 /* acc[r][0..16) += x[r][k] * panel[k][0..16) for `num_k` k's: the only matrix product here. On the way it fetches
- * `lines` cache lines from `ahead` for every four k's. */
+ * `lines` of the four cache lines at `ahead` for every four k's. */
 INLINE void product(int rows, int64_t num_k, const float *x, int64_t x_stride, const float *panel, int64_t panel_stride,
                     vf acc[][NV], const char *ahead, int lines) {
     int64_t k = 0;
-    for (; k + 4 <= num_k; k += 4, ahead += lines * 64) {
-        if (lines) __builtin_prefetch(ahead, 0, 2);
+    for (; k + 4 <= num_k; k += 4, ahead += 256) {
+        UNROLL for (int i = 0; i < lines; i++) __builtin_prefetch(ahead + i * 64, 0, 2);
 #if defined(__ARM_NEON)
         /* Four k's of x in one register: a broadcast from memory would occupy a multiplier's pipe. The assembler's
          * form, because compilers copy accumulators around vfmaq_laneq_f32. */
@@ -162,53 +162,75 @@ INLINE void product(int rows, int64_t num_k, const float *x, int64_t x_stride, c
 
 typedef struct {
     const float *x, *panel, *bias;
-    float *y;
-    int64_t num_k, num_n;
-    int width;         /* of this panel: 16; the last one perhaps less */
-    const char *ahead; /* where the next panel's lines are still to be fetched, or 0 */
+    float *y, *partial; /* partial [rows, 16]: the sums so far, between two stretches of k */
+    int64_t x_stride, num_k, num_n;
+    int width, first, last; /* of this panel: 16, the last one perhaps less; is this k's first stretch, its last? */
+    const char *ahead;
+    int lines;
 } LinearPass;
 
 INLINE void linear_rows(int rows, const LinearPass *a) {
     vf acc[MAX_ROWS][NV];
-    EACH_ROW EACH_VEC acc[r][c] = (vf){0};
-    if (a->ahead)
-        product(rows, a->num_k, a->x, a->num_k, a->panel, 16, acc, a->ahead, 1);
+    if (a->first)
+        EACH_ROW EACH_VEC acc[r][c] = (vf){0};
     else
-        product(rows, a->num_k, a->x, a->num_k, a->panel, 16, acc, 0, 0);
+        EACH_ROW EACH_VEC acc[r][c] = load(a->partial + r * 16 + c * LANES);
+    if (a->lines == 2)
+        product(rows, a->num_k, a->x, a->x_stride, a->panel, 16, acc, a->ahead, 2);
+    else if (a->lines == 1)
+        product(rows, a->num_k, a->x, a->x_stride, a->panel, 16, acc, a->ahead, 1);
+    else
+        product(rows, a->num_k, a->x, a->x_stride, a->panel, 16, acc, 0, 0);
     EACH_ROW {
         float *y = a->y + r * a->num_n;
-        if (a->width == 16 && !a->bias) {
+        if (a->last && a->width == 16 && !a->bias) {
             EACH_VEC store(y + c * LANES, acc[r][c]);
-        } else {
-            float out[16];
-            EACH_VEC store(out + c * LANES, acc[r][c]);
-            for (int i = 0; i < a->width; i++) y[i] = a->bias ? out[i] + a->bias[i] : out[i];
+            continue;
         }
+        EACH_VEC store(a->partial + r * 16 + c * LANES, acc[r][c]);
+        for (int i = 0; a->last && i < a->width; i++) y[i] = a->partial[r * 16 + i] + (a->bias ? a->bias[i] : 0);
     }
 }
+
+#define GROUP 60 /* rows whose partial sums are kept */
+#define STRETCH 192 /* k's whose weights stay in the nearest cache while a group's rows go over them */
 
 /* Panels outside, rows inside: the weights come from memory once. */
 void linear(const float *x, const float *panels, const float *bias, float *y, int64_t num_rows, int64_t num_k,
             int64_t num_n) {
     int64_t num_panels = (num_n + 15) / 16;
 #pragma omp parallel for schedule(static)
-    for (int64_t p = 0; p < num_panels; p++) {
-        int64_t passes = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
-        const char *next = (const char *)(panels + (p + 1) * num_k * 16), *end = next + num_k * 64;
-        LinearPass a = {x, panels + p * num_k * 16, bias ? bias + p * 16 : 0, y + p * 16, num_k, num_n};
-        a.width = num_n - p * 16 < 16 ? (int)(num_n - p * 16) : 16;
-        /* One pass is bound by memory, and the hardware fetches best alone. Several are bound by arithmetic:
-         * the next panel can come in meanwhile. */
-        a.ahead = passes > 1 ? next : 0;
-        for (int64_t left = num_rows; left > 0; passes--) {
-            int rows = (int)((left + passes - 1) / passes);
-            WITH_ROWS(rows, linear_rows, &a)
-            left -= rows;
-            a.x += rows * num_k;
-            a.y += rows * num_n;
-            if (a.ahead && (a.ahead += num_k / 4 * 64) >= end) a.ahead = 0;
+    for (int64_t p = 0; p < num_panels; p++)
+        for (int64_t group = 0; group < num_rows; group += GROUP) {
+            float partial[GROUP * 16];
+            int64_t size = num_rows - group < GROUP ? num_rows - group : GROUP;
+            /* One pass is bound by memory, and the hardware fetches best alone. Several are bound by arithmetic:
+             * the next stretch comes in meanwhile, in equal parts. */
+            int64_t passes = (size + MAX_ROWS - 1) / MAX_ROWS, stretch = passes > 1 ? STRETCH : num_k;
+            for (int64_t k = 0; k < num_k; k += stretch) {
+                const float *panel = panels + (p * num_k + k) * 16;
+                int64_t num = num_k - k < stretch ? num_k - k : stretch;
+                for (int64_t row = 0, pass = 0, rows; pass < passes; row += rows, pass++) {
+                    rows = (size - row + passes - pass - 1) / (passes - pass);
+                    LinearPass a = {
+                        .x = x + (group + row) * num_k + k,
+                        .panel = panel,
+                        .bias = bias ? bias + p * 16 : 0,
+                        .y = y + (group + row) * num_n + p * 16,
+                        .partial = partial + row * 16,
+                        .x_stride = num_k,
+                        .num_k = num,
+                        .num_n = num_n,
+                        .width = num_n - p * 16 < 16 ? (int)(num_n - p * 16) : 16,
+                        .first = k == 0,
+                        .last = k + num == num_k,
+                        .lines = group || passes == 1 || pass >= 4 ? 0 : passes == 2 ? 2 : 1,
+                    };
+                    a.ahead = (const char *)(panel + stretch * 16) + pass * a.lines * 64;
+                    WITH_ROWS(rows, linear_rows, &a)
+                }
+            }
         }
-    }
 }
 
 void embed(const int64_t *tokens, const float *panels, float *y, int64_t num_rows, int64_t num_k) {
@@ -228,6 +250,7 @@ typedef struct {
     const int64_t *slots;
     const int32_t *query_start, *context, *tables, *tiles;
     int64_t num_blocks, max_blocks, num_tiles, num_tokens, num_heads, num_kv_heads, dim;
+    int64_t q_stride, k_stride, v_stride; /* from one token's to the next's */
 } Plan;
 
 /* Blocks lie anywhere, so that the hardware can't guess the next one. */
@@ -271,8 +294,7 @@ static void add_values(int rows, ValuePass a) {
                 a.sums[r * a.dim] = fmaf(a.x[r * a.x_stride + p], a.v[p * a.dim], a.sums[r * a.dim]);
 }
 
-static void attend(const Plan *plan, int64_t layer, const int32_t *tile, int64_t group, const float *q,
-                   int64_t q_stride, float *out) {
+static void attend(const Plan *plan, int64_t layer, const int32_t *tile, int64_t group, const float *q, float *out) {
     int64_t dim = plan->dim, heads = plan->num_heads / plan->num_kv_heads, row = tile[0], first = tile[1];
     int64_t num_query = plan->query_start[row + 1] - plan->query_start[row], before = plan->context[row] - num_query;
     int64_t num_pairs = tile[2], longest = before + (first + num_pairs - 1) / heads + 1;
@@ -292,7 +314,7 @@ static void attend(const Plan *plan, int64_t layer, const int32_t *tile, int64_t
     for (int64_t i = 0, n = (num_pairs + MAX_ROWS - 1) / MAX_ROWS, rows; n > 0 && (rows = (num_pairs - i + n - 1) / n);  \
          i += rows, n--)
     for (int64_t i = 0; i < num_pairs; i++)
-        for (int64_t e = 0; e < dim; e++) queries[i * dim + e] = q[AT(i, q_stride) + e] * scale;
+        for (int64_t e = 0; e < dim; e++) queries[i * dim + e] = q[AT(i, plan->q_stride) + e] * scale;
     for (int64_t b = 0; b < num_blocks; b++) {
         fetch(b + 1 < num_blocks ? k + table[b + 1] * stride : v + table[0] * stride, head_size);
         PASSES(i, rows) {
@@ -329,8 +351,7 @@ static void attend(const Plan *plan, int64_t layer, const int32_t *tile, int64_t
 }
 
 /* Writes this call's keys and values to their slots, then q [T, H, E] over the context -> out [T, H * E]. */
-void attention(const Plan *plan, int64_t layer, const float *q, const float *k, const float *v, int64_t q_stride,
-               int64_t k_stride, int64_t v_stride, float *out) {
+void attention(const Plan *plan, int64_t layer, const float *q, const float *k, const float *v, float *out) {
     int64_t dim = plan->dim, groups = plan->num_kv_heads, layer_size = plan->num_blocks * groups * dim * BLOCK;
 #pragma omp parallel
     {
@@ -339,13 +360,13 @@ void attention(const Plan *plan, int64_t layer, const float *q, const float *k, 
             int64_t block = plan->slots[t] / BLOCK, offset = plan->slots[t] % BLOCK;
             for (int64_t g = 0; g < groups; g++) {
                 float *to = plan->k + layer * layer_size + (block * groups + g) * dim * BLOCK + offset;
-                for (int64_t e = 0; e < dim; e++) to[e * BLOCK] = k[t * k_stride + g * dim + e];
+                for (int64_t e = 0; e < dim; e++) to[e * BLOCK] = k[t * plan->k_stride + g * dim + e];
                 to = plan->v + layer * layer_size + ((block * groups + g) * BLOCK + offset) * dim;
-                memcpy(to, v + t * v_stride + g * dim, dim * sizeof(float));
+                memcpy(to, v + t * plan->v_stride + g * dim, dim * sizeof(float));
             }
         }
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < plan->num_tiles * groups; i++)
-            attend(plan, layer, plan->tiles + i / groups * 3, i % groups, q, q_stride, out);
+            attend(plan, layer, plan->tiles + i / groups * 3, i % groups, q, out);
     }
 }

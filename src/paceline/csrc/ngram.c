@@ -16,10 +16,10 @@ static int64_t lookup(const int32_t *text, int64_t length, int64_t min, int64_t 
     return after;
 }
 
-/* Row i is texts[i][:lengths[i]]; drafts go to tokens[i * k : num[i]], num[i] <= caps[i] <= k. A copy that runs past the
-   end of the text goes on in the draft itself, as loops do. */
-void ngram_propose(const int32_t *const *texts, const int64_t *lengths, int64_t num_rows, const int32_t *caps, int64_t k,
-                   int64_t min, int64_t max, int32_t *tokens, int32_t *num, int32_t *matched) {
+/* Row i is texts[i][:lengths[i]]; its draft goes to tokens[i * k : num[i]], num[i] <= caps[i] <= k. A copy that runs
+   past the end of the text goes on in the draft itself, as loops do. */
+void ngram_propose(const int32_t *const *texts, const int64_t *lengths, int64_t num_rows, const int32_t *caps,
+                   int64_t k, int64_t min, int64_t max, int32_t *tokens, int32_t *num, int32_t *matched) {
     for (int64_t i = 0; i < num_rows; i++) {
         int32_t *draft = tokens + i * k;
         int64_t after = lookup(texts[i], lengths[i], min, max, &matched[i]);

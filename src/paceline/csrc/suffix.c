@@ -143,7 +143,8 @@ static int32_t split(Automaton *a, int32_t p, int32_t token, int32_t q, int32_t 
     a->states[q].link = clone;
     for (int32_t e = a->states[q].more; e; e = a->edges[e].sibling)
         if (!add_edge(a, clone, a->edges[e].token, a->edges[e].target)) return -1;
-    for (int32_t *target; p >= 0 && (target = find(a, p, token)) && *target == q; p = a->states[p].link) *target = clone;
+    int32_t *target;
+    for (; p >= 0 && (target = find(a, p, token)) && *target == q; p = a->states[p].link) *target = clone;
     return clone;
 }
 

@@ -111,33 +111,39 @@ def _ratio(p: Tensor, q: Tensor) -> float:
 def _by_row(proposal: Proposal, sampler: Sampler, decide: Decide) -> Verdict:
     """Both rejection rules: `decide` says how many drafted tokens stand and the weights of the token after them
     (None: all stand, and a bonus token comes from p). Row by row: these rules are here to be right."""
-    verdict = Verdict([], [], [], [])
     processed_PV = process(proposal.logits_PV, proposal.params)
+    emitted, num_accepted = [], []
     for row, draft in enumerate(proposal.drafts):
-        at = slice(int(proposal.starts[row]), int(proposal.starts[row + 1]))
-        processed, length = processed_PV[at], int(proposal.lengths[row])
-        p, q = processed.exp(), proposal.q[row]
-        if q is None:
-            q = torch.zeros_like(p[: len(draft)])
-            q[torch.arange(len(draft)), torch.as_tensor(draft).long()] = 1
-        key = proposal.noise_keys[row : row + 1]
+        last, num = _one_row(proposal, sampler, decide, row, processed_PV)
+        emitted.append(np.concatenate([draft[:num], last]).astype(np.int32))
+        num_accepted.append(num)
+    counts = [len(tokens) for tokens in emitted]
+    at = np.concatenate([start + np.arange(n) for start, n in zip(proposal.starts[:-1], counts, strict=True)])
+    scored = sampler.score(proposal.logits_PV[at], processed_PV[at], np.concatenate(emitted))
+    cuts = np.cumsum(counts)[:-1]
+    return Verdict(emitted, num_accepted, np.split(scored.logprobs, cuts), np.split(scored.raw_logprobs, cuts))
 
-        def at_round(j: int, length: int = length) -> np.ndarray:
-            return with_round(np.array([length + j]), np.array([length]))
 
-        def coins(j: int, chance: float, key: np.ndarray = key, at_round: Callable = at_round) -> bool:
-            return bool(sampler.noise.coin(np.array([chance]), key, at_round(j), Stream.ACCEPT)[0])
+def _one_row(
+    proposal: Proposal, sampler: Sampler, decide: Decide, row: int, processed_PV: Tensor
+) -> tuple[np.ndarray, int]:
+    """The target's own token [1], and how many drafted ones stand before it."""
+    draft, q, length = proposal.drafts[row], proposal.q[row], int(proposal.lengths[row])
+    key = proposal.noise_keys[row : row + 1]
+    p = processed_PV[int(proposal.starts[row]) : int(proposal.starts[row + 1])].exp()
+    if q is None:
+        q = torch.zeros_like(p[: len(draft)])
+        q[torch.arange(len(draft)), torch.as_tensor(draft).long()] = 1
 
-        num_accepted, residual = decide(draft, p, q.to(p.device, p.dtype), coins)
-        if residual is None:
-            where, stream, weights = np.array([length + num_accepted]), Stream.SAMPLE, p[num_accepted]
-        else:
-            where, stream, weights = at_round(num_accepted), Stream.RESIDUAL, residual
-        last = sampler.noise.race(weights.unsqueeze(0), key, where, stream)
-        tokens = np.concatenate([draft[:num_accepted], last]).astype(np.int32)
-        scored = sampler.score(proposal.logits_PV[at][: num_accepted + 1], processed[: num_accepted + 1], tokens)
-        verdict.tokens.append(tokens)
-        verdict.num_accepted.append(num_accepted)
-        verdict.logprobs.append(scored.logprobs)
-        verdict.raw_logprobs.append(scored.raw_logprobs)
-    return verdict
+    def at_round(j: int) -> np.ndarray:
+        return with_round(np.array([length + j]), np.array([length]))
+
+    def coins(j: int, chance: float) -> bool:
+        return bool(sampler.noise.coin(np.array([chance]), key, at_round(j), Stream.ACCEPT)[0])
+
+    num_accepted, residual = decide(draft, p, q.to(p.device, p.dtype), coins)
+    if residual is None:
+        weights, where, stream = p[num_accepted], np.array([length + num_accepted]), Stream.SAMPLE
+    else:
+        weights, where, stream = residual, at_round(num_accepted), Stream.RESIDUAL
+    return sampler.noise.race(weights.unsqueeze(0), key, where, stream), num_accepted

@@ -23,7 +23,7 @@ from paceline.model.ops import Linear
 if TYPE_CHECKING:
     from paceline.model.decoder import Decoder, Layer
 
-WIDTH = 16  # outputs per panel
+WIDTH = 16  # outputs per panel, positions per KV block
 TILE = 20  # (query, head) pairs that share one reading of a row's keys and values
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -34,7 +34,10 @@ class _Plan(ctypes.Structure):
 
     _fields_ = [(name, _P) for name in ("k", "v", "slots", "query_start", "context", "tables", "tiles")] + [
         (name, _I)
-        for name in ("num_blocks", "max_blocks", "num_tiles", "num_tokens", "num_heads", "num_kv_heads", "dim")
+        for name in (
+            *("num_blocks", "max_blocks", "num_tiles", "num_tokens", "num_heads", "num_kv_heads", "dim"),
+            *("q_stride", "k_stride", "v_stride"),
+        )
     ]
 
 
@@ -48,7 +51,7 @@ def _decoder() -> ctypes.CDLL:
         add_norm=(_P, _P, _P, _F, _I, _I),
         silu_mul=(_P, _P, _I, _I),
         rotate=(_P, _P, _P, _F, _P, _P, _P, _I, _I, _I, _I),
-        attention=(ctypes.POINTER(_Plan), _I, _P, _P, _P, _I, _I, _I, _P),
+        attention=(_P, _I, _P, _P, _P, _P),
     )
 
 
@@ -67,10 +70,6 @@ def _declare(library: ctypes.CDLL, **signatures: tuple[type, ...]) -> ctypes.CDL
         function = getattr(library, name)
         function.argtypes, function.restype = argtypes, None
     return library
-
-
-def _empty(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32)
 
 
 def pack(weight_NK: Tensor) -> Tensor:
@@ -98,17 +97,22 @@ def pack_decoder(decoder: Decoder) -> None:
             module.panels = pack(module.weight.detach())
             module.weight = None
     decoder.ops = ops
+    # A step looks up some three hundred submodules and parameters, each time by way of nn.Module.__getattr__, a
+    # microsecond or more. As plain attributes too they are found at once (assigning to one puts it right again).
+    for module in decoder.modules():
+        vars(module).update(module._modules | module._parameters)
 
 
 class NativeOps:
     """ops.Ops over packed weights."""
 
     def __init__(self) -> None:
-        self.c = _decoder()
+        self.c = c = _decoder()
+        self._linear, self._add_norm, self._silu_mul, self._rotate = c.linear, c.add_norm, c.silu_mul, c.rotate
 
     def embed(self, tokens_T: Tensor, table: Linear) -> Tensor:
         assert table.panels is not None
-        y = _empty(len(tokens_T), table.num_in)
+        y = table.panels.new_empty(len(tokens_T), table.num_in)
         self.c.embed(tokens_T.data_ptr(), table.panels.data_ptr(), y.data_ptr(), len(tokens_T), table.num_in)
         return y
 
@@ -116,15 +120,16 @@ class NativeOps:
         panels, bias = linear.panels, linear.bias
         assert panels is not None and x_TK.is_contiguous()
         num_rows, num_in = x_TK.shape
-        y = _empty(num_rows, linear.num_out)
-        self.c.linear(
+        num_out = linear.num_out
+        y = x_TK.new_empty(num_rows, num_out)
+        self._linear(
             x_TK.data_ptr(),
             panels.data_ptr(),
             None if bias is None else bias.data_ptr(),
             y.data_ptr(),
             num_rows,
             num_in,
-            linear.num_out,
+            num_out,
         )
         return y
 
@@ -136,35 +141,37 @@ class NativeOps:
 
     def add_norm(self, x_TD: Tensor, y_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         assert x_TD.is_contiguous() and y_TD.is_contiguous()
-        self.c.add_norm(x_TD.data_ptr(), y_TD.data_ptr(), weight_D.data_ptr(), eps, *x_TD.shape)
+        self._add_norm(x_TD.data_ptr(), y_TD.data_ptr(), weight_D.data_ptr(), eps, *x_TD.shape)
         return x_TD, y_TD
 
     def silu_mul(self, gate_up_TI: Tensor) -> Tensor:
         assert gate_up_TI.is_contiguous()
         num_rows, width = gate_up_TI.shape
-        y = _empty(num_rows, width // 2)
-        self.c.silu_mul(gate_up_TI.data_ptr(), y.data_ptr(), num_rows, width // 2)
+        y = gate_up_TI.new_empty(num_rows, width // 2)
+        self._silu_mul(gate_up_TI.data_ptr(), y.data_ptr(), num_rows, width // 2)
         return y
 
     def qkv(
         self, h_TD: Tensor, layer: Layer, config: ModelConfig, positions_T: Tensor, rope: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads, groups, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        q_norm, k_norm = layer.q_norm, layer.k_norm
         qkv = self.linear(h_TD, layer.qkv)
-        self.c.rotate(
+        num_rows = qkv.shape[0]
+        self._rotate(
             qkv.data_ptr(),
-            None if layer.q_norm is None else layer.q_norm.data_ptr(),
-            None if layer.k_norm is None else layer.k_norm.data_ptr(),
+            None if q_norm is None else q_norm.data_ptr(),
+            None if k_norm is None else k_norm.data_ptr(),
             config.norm_eps,
             rope[0].data_ptr(),
             rope[1].data_ptr(),
             positions_T.data_ptr(),
-            len(qkv),
+            num_rows,
             heads,
             groups,
             dim,
         )
-        q, k, v = qkv.view(-1, heads + 2 * groups, dim).split([heads, groups, groups], 1)
+        q, k, v = qkv.view(num_rows, heads + 2 * groups, dim).split_with_sizes([heads, groups, groups], 1)
         return q, k, v
 
 
@@ -172,7 +179,8 @@ class NativePagedAttention:
     """attention.PagedAttention with the row's queries and the group's heads over one reading of the keys and values."""
 
     def __init__(self, kv: PagedKV, plan: BatchPlan) -> None:
-        _, num_blocks, groups, dim, _ = kv.k.shape
+        _, num_blocks, groups, dim, block = kv.k.shape
+        assert block == WIDTH
         self.kv = kv
         self.query_start = np.ascontiguousarray(plan.query_start, np.int32)
         self.context = np.ascontiguousarray(plan.context, np.int32)
@@ -191,24 +199,16 @@ class NativePagedAttention:
             num_kv_heads=groups,
             dim=dim,
         )
+        self._address = ctypes.addressof(self.c)
         self._attention = _decoder().attention
 
     def __call__(self, layer: int, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> Tensor:
-        num_tokens, num_heads, dim = q_THE.shape
-        if self.c.num_heads != num_heads:
-            self._cut(num_heads)
-        out = _empty(num_tokens, num_heads * dim)
-        self._attention(
-            self.c,
-            layer,
-            q_THE.data_ptr(),
-            k_TGE.data_ptr(),
-            v_TGE.data_ptr(),
-            q_THE.stride(0),
-            k_TGE.stride(0),
-            v_TGE.stride(0),
-            out.data_ptr(),
-        )
+        if not self.c.num_heads:  # the first layer of this forward; the others have the same shapes and strides
+            self.c.q_stride, self.c.k_stride, self.c.v_stride = q_THE.stride(0), k_TGE.stride(0), v_TGE.stride(0)
+            self._shape = q_THE.shape[0], q_THE.shape[1] * q_THE.shape[2]
+            self._cut(q_THE.shape[1])
+        out = q_THE.new_empty(*self._shape)
+        self._attention(self._address, layer, q_THE.data_ptr(), k_TGE.data_ptr(), v_TGE.data_ptr(), out.data_ptr())
         return out
 
     def _cut(self, num_heads: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -66,28 +66,40 @@ class Noise(Protocol):
 
 
 class PhiloxNoise:
+    """`native`: the CPU kernels run the race where the weights are on a CPU; the words are the same."""
+
+    def __init__(self, native: bool = False) -> None:
+        self.native = native
+
     def race(self, weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
         """Draw one token per row from non-negative weights: int32 [P]."""
+        if self.native and weights_PV.device.type == "cpu":
+            return _kernels().race(weights_PV.float(), keys, positions, stream)
         words = philox_words(keys, positions, stream, weights_PV.shape[-1], weights_PV.device)
         arrival = -torch.log1p(-(words.double() + 0.5) / 2**32) / weights_PV.double()
         return arrival.argmin(-1).to("cpu", torch.int32).numpy()
 
     def coin(self, chances: np.ndarray, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
         """True with the given chances: bool [P]."""
+        if self.native:
+            return _kernels().uniform(keys, positions, stream) < chances
         words = philox_words(keys, positions, stream, 1, torch.device("cpu"))[:, 0]
         return ((words.double() + 0.5) / 2**32).numpy() < chances
 
 
+def _kernels() -> Any:
+    from paceline.model import kernels  # late: plain torch needs no compiler
+
+    return kernels
+
+
 class Sampler:
-    """`draw` decides tokens; `distribution` gives the probabilities it draws from."""
+    """`draw` decides tokens; `distribution` gives the probabilities it draws from. `native` draws float32 logits on a
+    CPU with the kernels."""
 
     def __init__(self, noise: Noise | None = None, native: bool = False) -> None:
-        self.noise: Noise = noise or PhiloxNoise()
-        self._draw = None
-        if native:
-            from paceline.model import kernels
-
-            self._draw = kernels.draw
+        self.noise: Noise = noise or PhiloxNoise(native)
+        self.native = native
 
     def draw(
         self,
@@ -97,12 +109,9 @@ class Sampler:
         params: SamplingArrays,
         stream: int = Stream.SAMPLE,
     ) -> Draws:
-        if self._draw is not None and logits_PV.dtype == torch.float32 and logits_PV.device.type == "cpu":
-            return Draws(
-                *self._draw(
-                    logits_PV, keys, positions, params.temperature, params.top_k, params.top_p, params.min_p, stream
-                )
-            )
+        if self.native and logits_PV.dtype == torch.float32 and logits_PV.device.type == "cpu":
+            given = params.temperature, params.top_k, params.top_p, params.min_p
+            return Draws(*_kernels().draw(logits_PV, keys, positions, *given, stream))
         processed = process(logits_PV, params)
         raced = self.noise.race(processed.exp(), keys, positions, stream)
         greedy = logits_PV.argmax(-1).cpu().numpy().astype(np.int32)

@@ -38,10 +38,11 @@ def render(rows: Sequence[Row], columns: Columns, title: str | None = None) -> T
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, collapse_padding=True)
     for key, heading in columns.items():
         numeric = any(is_number(row.get(key)) for row in rows)
-        table.add_column(heading, justify="right" if numeric else "left", no_wrap=numeric)
+        short = all(len(cell(row.get(key))) <= 20 for row in rows)
+        table.add_column(heading, justify="right" if numeric else "left", no_wrap=short)
     for row in rows:
         table.add_row(*(Text(cell(row.get(key))) for key in columns))
     return table

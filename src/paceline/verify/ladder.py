@@ -167,7 +167,7 @@ class _Ladder:
         """Sampled sequences against the exact distribution, beside a null without speculation."""
         num, figures = self.size.num_table_samples, []
         case = TableCase(5, 3)
-        sampler = Sampler()
+        sampler = Sampler(native=self.sampler.native)
         for i, sampling in enumerate(SAMPLINGS):
             exact = brute_force(case.decoder(), Request(0, (0, 1, 0), sampling, 0))
             settings = f"T={sampling.temperature} top_k={sampling.top_k} top_p={sampling.top_p} min_p={sampling.min_p}"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import tiny_config, tiny_decoder
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -17,10 +20,9 @@ from paceline import native
 from paceline.model import kernels
 from paceline.model.attention import PagedAttention
 from paceline.model.decoder import Decoder
-from paceline.model.kv import BLOCK, BatchPlan, PagedKV
+from paceline.model.kv import BatchPlan, PagedKV
 from paceline.model.ops import Linear, TorchOps
 from paceline.model.sample import PhiloxNoise, Sampler, SamplingArrays, philox_words
-from tests.support import tiny_config, tiny_decoder
 
 try:
     native.load("decoder"), native.load("sample")
@@ -381,13 +383,8 @@ def test_noise_words_reach_every_token() -> None:
 
 def test_openmp_is_shared_with_torch() -> None:
     """One runtime in the process: two would have two pools of threads spinning against each other."""
-    try:
-        with open("/proc/self/maps") as maps:
-            runtimes = {line.split()[-1] for line in maps if "libgomp" in line or "libomp" in line or "libiomp" in line}
-    except FileNotFoundError:
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
         pytest.skip("no /proc here")
+    runtimes = {line.split()[-1] for line in maps.read_text().splitlines() if re.search("lib(g|i)?omp", line)}
     assert len(runtimes) <= 1, runtimes
-
-
-def test_block_size_is_the_kernels() -> None:
-    assert BLOCK == 16

@@ -1,1 +1,0 @@
-"""What is asked: prompts, and later environments and rewards."""

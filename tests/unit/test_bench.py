@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.bench import rollout
+from paceline.bench.process import WorkerError, WorkerProcess
+from paceline.bench.rollout import Bench, Case, Settings
+from paceline.cli import app
+from paceline.cluster import vllm_python
+from paceline.report import plot
+from paceline.report.table import write_json
+
+ECHO = """
+import os, subprocess, sys, time
+print("noise on stdout")
+class Worker:
+    def load(self, **settings):
+        return {"pid": os.getpid(), **settings}
+    def run(self, what, **_):
+        print("more noise")
+        if what == "child":
+            return {"pid": subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid}
+        if what == "user":
+            raise ValueError("a user's mistake")
+        if what == "bug":
+            raise KeyError("a bug")
+        if what == "die":
+            print("last words", file=sys.stderr); os._exit(3)
+        if what == "hang":
+            time.sleep(600)
+"""
+
+
+def alive(pid: int) -> bool:
+    """Running, and not merely waiting to be reaped."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def gone(pid: int, patience_s: float = 10) -> bool:
+    end = time.monotonic() + patience_s
+    while alive(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not alive(pid)
+
+
+@pytest.fixture
+def echo(tmp_path):
+    path = tmp_path / "echo.py"
+    path.write_text(ECHO)
+    with WorkerProcess(path) as worker:
+        yield worker
+
+
+def test_worker_talks_over_the_noise(echo):
+    assert echo.call("load", a=[1, "é"])["a"] == [1, "é"]
+
+
+def test_worker_errors_reach_the_parent_and_it_lives_on(echo):
+    with pytest.raises(WorkerError, match=r"^a user's mistake$"):
+        echo.call("run", what="user")
+    with pytest.raises(WorkerError, match="KeyError: 'a bug'"):
+        echo.call("run", what="bug")
+    assert echo.call("load")
+
+
+def test_a_dead_worker_leaves_its_last_words(echo):
+    with pytest.raises(WorkerError, match=r"exit code 3.*last words"):
+        echo.call("run", what="die")
+    with pytest.raises(WorkerError, match="exit code 3"):
+        echo.call("load")
+
+
+def test_close_ends_the_worker_and_what_it_started(echo):
+    mine = echo.call("load")["pid"]
+    child = echo.call("run", what="child")["pid"]
+    assert alive(mine) and alive(child)
+    echo.close()
+    assert gone(mine) and gone(child)
+
+
+class Scripted(WorkerProcess):
+    """A worker that answers by a script and notes what it was asked."""
+
+    log: ClassVar[list] = []
+
+    def __init__(self, engine: str) -> None:
+        self.engine = engine
+
+    def call(self, cmd, **params):
+        if cmd == "load":
+            if self.engine == "vllm":
+                raise WorkerError("no vLLM here")
+            return {}
+        self.log.append((self.engine, params))
+        if self.engine == "hf" and params["mode"] == "suffix":
+            raise WorkerError("hf has no suffix drafter")
+        num = len(params["prompts"]) * params["max_tokens"]
+        speed = {"paceline": 100, "hf": 50}[self.engine] * (2 if params["mode"] == "suffix" else 1)
+        reply = {"seconds": num / speed, "num_tokens": num, "step_s": [1 / speed * (1.5 if params["k"] else 1)]}
+        if self.engine == "paceline":
+            drafts = {"num_drafts": 10, "num_draft_tokens": 40, "num_accepted_tokens": 15} if params["k"] else {}
+            reply |= {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0} | drafts
+        return reply
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def scripted(monkeypatch, checkpoint):
+    Scripted.log = []
+    monkeypatch.setattr(Bench, "_start", lambda self, engine: Scripted(engine))
+    settings = Settings(models=(str(checkpoint("llama")),), modes=("plain", "suffix"), batches=(1, 4), max_tokens=10)
+    return Bench(settings, [f"prompt {i}" for i in range(40)])
+
+
+def test_rows_say_what_was_measured_and_why_not(scripted):
+    scripted.run()
+    rows = {(r["engine"], r["mode"], r["batch"]): r for r in scripted.rows()}
+    assert len(rows) == 12
+    fast = rows["paceline", "suffix", 4]
+    assert fast["tokens_per_s"] == pytest.approx(200)
+    assert fast["speedup"] == pytest.approx(2)
+    assert fast["mean_acceptance_length"] == pytest.approx(2.5)
+    assert fast["step_cost"] == pytest.approx(0.75)
+    assert fast["num_speculative_tokens"] == 4
+    assert rows["paceline", "plain", 1]["num_speculative_tokens"] == 0
+    assert rows["paceline", "plain", 1]["mean_acceptance_length"] == 1
+    assert rows["hf", "plain", 4]["tokens_per_s"] == pytest.approx(50)
+    assert rows["hf", "suffix", 4]["tokens_per_s"] is None
+    assert rows["hf", "suffix", 4]["note"] == "hf has no suffix drafter"
+    assert {rows["vllm", mode, batch]["note"] for mode in ("plain", "suffix") for batch in (1, 4)} == {"no vLLM here"}
+    json.dumps(scripted.rows(), allow_nan=False)
+
+
+def test_rounds_are_fair(scripted):
+    """Same tokens for everybody; new prompts in every repeat; engines take turns; nobody is always first."""
+    scripted.run()
+    rounds = [(engine, p["batch"] if "batch" in p else len(p["prompts"]), p) for engine, p in Scripted.log]
+    by_cell: dict = {}
+    for engine, batch, p in rounds:
+        if p["mode"] == "plain":
+            by_cell.setdefault((p["seed"], batch), {})[engine] = p["prompts"]
+    assert all(cell["paceline"] == cell["hf"] for cell in by_cell.values())
+    prompts = [tuple(map(tuple, cell["hf"])) for (_, batch), cell in by_cell.items() if batch == 4]
+    assert len(prompts) == 4 and len({p for group in prompts for p in group}) == 16
+    measured = [(engine, p["seed"]) for engine, batch, p in rounds if batch == 1 and p["mode"] == "plain" and p["seed"]]
+    assert [engine for engine, _ in measured[:4]].count("hf") == 2
+    firsts = {next(i for i, (_, _, p) in enumerate(rounds) if p["seed"] == seed) for seed in (1, 2, 3)}
+    assert len({(rounds[i][0], rounds[i][1], rounds[i][2]["mode"]) for i in firsts}) > 1
+
+
+def test_an_engine_that_stops_early_is_not_measured(scripted, monkeypatch):
+    whole = Scripted.call
+    monkeypatch.setattr(Scripted, "call", lambda self, cmd, **p: whole(self, cmd, **p) | {"num_tokens": 1})
+    with pytest.raises(AssertionError, match="stopped early"):
+        scripted.run()
+
+
+def test_memory_makes_the_longest_waiting_worker_leave(scripted, monkeypatch):
+    monkeypatch.setattr(rollout, "available_memory", lambda: 0)
+    sizes = []
+    scripted.run(lambda case, what: sizes.append(len(scripted._pool)))
+    assert max(sizes) == 1
+    assert all(row["tokens_per_s"] for row in scripted.rows() if row["engine"] == "paceline")
+
+
+def test_groups_share_prompts_and_problems(monkeypatch, checkpoint):
+    Scripted.log = []
+    monkeypatch.setattr(Bench, "_start", lambda self, engine: Scripted(engine))
+    model = str(checkpoint("llama"))
+    settings = Settings(models=(model,), engines=("paceline",), batches=(4,), num_generations=2, repeats=2)
+    bench = Bench(settings, ["a", "b", "c"])
+    bench.run()
+    for _, params in Scripted.log:
+        first, second, third, fourth = params["prompts"]
+        assert first == second != third == fourth
+        assert params["problems"][0] == params["problems"][1] != params["problems"][2]
+    assert len({p["problems"][0] for _, p in Scripted.log}) == len(Scripted.log), (
+        "a round saw an earlier round's history"
+    )
+    assert bench._paceline_config(Case(model, "paceline", "plain", 0, 4), Path(model)).engine.prefix_sharing
+    with pytest.raises(ValueError, match="multiple"):
+        Settings(models=(model,), batches=(1, 4), num_generations=2)
+
+
+def test_vllm_is_found_or_its_absence_explained(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PACELINE_VLLM_PYTHON", raising=False)
+    monkeypatch.setattr(vllm_python, "__file__", str(tmp_path / "a/b/c/d.py"))
+    monkeypatch.setattr(vllm_python.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="make test-vllm"):
+        vllm_python.find_python()
+    python = tmp_path / ".venv-vllm" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert vllm_python.find_python() == str(python)
+    monkeypatch.setenv("PACELINE_VLLM_PYTHON", "/no/python")
+    with pytest.raises(ValueError, match="/no/python"):
+        vllm_python.find_python()
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "out.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(path, {"a": float("nan")})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.slow
+def test_a_real_bench(checkpoint, tmp_path):
+    """paceline and transformers, in their own processes, on a tiny model."""
+    out, page, picture = (tmp_path / f"out.{kind}" for kind in ("json", "html", "png"))
+    words = [
+        "bench",
+        "rollout",
+        "--model",
+        str(checkpoint("llama")),
+        "--engines",
+        "paceline,hf",
+        "--modes",
+        "plain,ngram",
+    ]
+    words += ["--batch", "1,2", "--max-tokens", "6", "--repeats", "1", "--threads", "1"]
+    result = CliRunner().invoke(app, [*words, "--json", str(out), "--plot", str(page)])
+    assert result.exit_code == 0, result.output
+    report = json.loads(out.read_text())
+    assert report["interrupted"] is False
+    assert [r["note"] for r in report["rows"] if r["tokens_per_s"] is None] == [
+        "transformers speculates at batch size 1 only"
+    ]
+    assert "data:image/png;base64," in page.read_text()
+    plot.save(report["rows"], rollout.COLUMNS, picture, "title")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_was_measured(checkpoint, tmp_path):
+    path = tmp_path / "out.json"
+    command = [sys.executable, "-m", "paceline.cli", "bench", "rollout", "--model", str(checkpoint("llama"))]
+    command += ["--engines", "paceline", "--batch", "1", "--max-tokens", "4", "--repeats", "1000000", "--threads", "1"]
+    process = subprocess.Popen(
+        [*command, "--json", str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    for line in process.stderr:
+        if "repeat 3" in line:
+            break
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
+    workers = [int(word) for word in children.stdout.split()]
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert "tokens/s" in out
+    report = json.loads(path.read_text())
+    assert report["interrupted"] is True
+    assert report["rows"][0]["tokens_per_s"] > 0
+    assert len(workers) == 1 and gone(workers[0])

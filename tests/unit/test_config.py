@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import pytest
+
+from paceline.config import Config, ConfigError, all_keys, load_config
+
+
+def test_defaults_are_the_file_s_absence(tmp_path):
+    (tmp_path / "c.toml").write_text("")
+    assert load_config() == load_config(tmp_path / "c.toml") == Config()
+
+
+def test_later_wins(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text('[sampling]\ntemperature = 0.5\ntop_k = 7\n[model]\nname = "a"\n')
+    config = load_config(path, ["sampling.temperature=0.7", "model.name=b", "sampling.temperature=0.9"])
+    assert (config.sampling.temperature, config.sampling.top_k, config.model.name) == (0.9, 7, "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("model.name=org/name-1.5", "org/name-1.5"),
+        ("model.name=/a folder/with spaces", "/a folder/with spaces"),
+        ('model.name="8"', "8"),
+        ("sampling.top_k=8", 8),
+        ("sampling.temperature=1", 1.0),
+        ("engine.native=false", False),
+        ('sampling.stop=["a", "b=c"]', ["a", "b=c"]),
+        ("speculation.num_speculative_tokens={1=6, 8=3}", {1: 6, 8: 3}),
+    ],
+)
+def test_override_values_are_toml_or_bare_words(text, value):
+    section, key = text.partition("=")[0].split(".")
+    assert getattr(getattr(load_config(None, [text]), section), key) == value
+
+
+@pytest.mark.parametrize(
+    ("override", "suggestion"),
+    [
+        ("speculation.num_spec_tokens=3", "speculation.num_speculative_tokens"),
+        ("sampling.temp=1", "sampling.temperature"),
+        ("temperature=1", "sampling.temperature"),
+        ("sampling.num_speculative_tokens=3", "speculation.num_speculative_tokens"),
+        ("enigne.threads=2", "engine"),
+    ],
+)
+def test_unknown_key_names_itself_and_the_nearest(override, suggestion):
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [override])
+    unknown = override.partition("=")[0] if suggestion != "engine" else "enigne"
+    assert str(error.value) == f"unknown key {unknown}: did you mean {suggestion}?"
+
+
+def test_unknown_key_with_nothing_near_lists_the_section():
+    with pytest.raises(ConfigError, match=r"unknown key model\.zzzz: the keys of model are name, dtype, device"):
+        load_config(None, ["model.zzzz=1"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("engine.max_num_seqs=many", "engine.max_num_seqs = 'many': expected an integer >= 1"),
+        ("engine.max_num_seqs=0", "engine.max_num_seqs = 0: expected an integer >= 1"),
+        ("engine.threads=1.5", "engine.threads = 1.5: expected an integer >= 1"),
+        ('engine.threads="2"', "engine.threads = '2': expected an integer >= 1"),
+        ("engine.native=1", "engine.native = 1: expected true or false"),
+        ("model=x", "model = 'x': expected a section with the keys name, dtype, device"),
+        ("model.dtype=fp8", 'model.dtype = \'fp8\': expected one of "float32", "float64", "bfloat16", "float16"'),
+        ("sampling.stop=x", "sampling.stop = 'x': expected a list of strings"),
+        ("sampling.temperature=nan", "sampling.temperature = nan: must be a finite number >= 0 (0 is greedy)"),
+        ("sampling.temperature=-1", "sampling.temperature = -1.0: must be a finite number >= 0 (0 is greedy)"),
+        ("sampling.top_p=0", "sampling.top_p = 0.0: must be in (0, 1] (1 turns it off)"),
+    ],
+)
+def test_wrong_values_name_key_value_and_expectation(override, message):
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [override])
+    assert str(error.value) == message
+
+
+def test_every_mistake_is_told_at_once():
+    with pytest.raises(ConfigError) as error:
+        load_config(None, ["engine.threads=x", "model.dtipe=float32"])
+    assert len(str(error.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize("override", ["model.name", "=3", "model..name=3", "model.name=[1", "model.name.deep.er=1"])
+def test_malformed_overrides(override):
+    with pytest.raises(ConfigError, match=r"model|form"):
+        load_config(None, [override])
+
+
+def test_bad_files(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("[model\n")
+    with pytest.raises(ConfigError, match=r"bad\.toml is not valid TOML.*line 1"):
+        load_config(tmp_path / "bad.toml")
+
+
+def test_draft_model_needs_a_model():
+    with pytest.raises(ConfigError, match=r"speculation\.draft_model is not set"):
+        load_config(None, ["speculation.method=draft_model"])
+
+
+def test_a_config_survives_json():
+    config = load_config(None, ["speculation.num_speculative_tokens={1=6, 8=3}"])
+    assert Config.model_validate_json(config.model_dump_json()) == config
+    assert Config.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_a_config_does_not_change():
+    with pytest.raises(ValueError, match="frozen"):
+        Config().model.name = "other"
+
+
+def test_all_keys_are_settable():
+    """Every dotted key of the tree is one that an override reaches."""
+    for key in all_keys():
+        with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+            load_config(None, [f"{key}.impossible=1"] if key != "speculation.num_speculative_tokens" else [f"{key}=-1"])

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+
+from typer.testing import CliRunner
+
+from paceline import doctor, native
+from paceline.cli import app
+from paceline.cluster import vllm_python
+
+
+def by_name(findings):
+    return {finding.name: finding for finding in findings}
+
+
+def test_doctor_on_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_python, "version", lambda python: "0")  # importing it takes seconds
+    path = tmp_path / "doctor.json"
+    result = CliRunner().invoke(app, ["doctor", "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    report = json.loads(path.read_text())
+    assert report["ok"] is True
+    rows = {row["name"]: row for row in report["rows"]}
+    for name in ("Python", "libraries", "torch", "CPU", "cache"):
+        assert rows[name]["status"] in ("ok", "degraded")
+    for row in rows.values():
+        assert row["status"] in ("ok", "degraded", "missing")
+        assert row["status"] == "ok" or row["remedy"], row
+
+
+def test_without_a_compiler_it_is_degraded_and_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(native, "compiler", lambda: None)
+    (finding,) = doctor._native()
+    assert finding.status == "degraded"
+    assert "install a C compiler" in finding.remedy
+
+
+def test_kernels_that_compute_wrongly_are_noticed(monkeypatch):
+    monkeypatch.setattr(doctor, "native_gap", lambda: 0.5)
+    finding = doctor._self_check()
+    assert finding.status == "degraded"
+    assert "5.0e-01" in finding.detail
+
+    def broken():
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(doctor, "native_gap", broken)
+    assert "boom" in doctor._self_check().detail
+
+
+def test_something_required_missing_is_exit_code_1(monkeypatch, tmp_path):
+    sick = [doctor.Finding("torch", doctor.MISSING, "gone", "pip install torch", required=True)]
+    monkeypatch.setattr(doctor, "examine", lambda: sick)
+    path = tmp_path / "doctor.json"
+    result = CliRunner().invoke(app, ["doctor", "--json", str(path)])
+    assert result.exit_code == 1
+    assert json.loads(path.read_text())["ok"] is False
+
+
+def test_models_and_vllm_are_optional(monkeypatch, tmp_path):
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    monkeypatch.setenv("PACELINE_VLLM_PYTHON", str(tmp_path / "nothing"))
+    findings = [*doctor._cache(), *doctor._vllm()]
+    assert by_name(findings)["model: smollm2-135m"].remedy == "paceline pull smollm2-135m"
+    assert "no such file" in by_name(findings)["vLLM"].detail
+    assert doctor.healthy(findings)

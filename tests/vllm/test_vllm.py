@@ -1,0 +1,117 @@
+"""The real vLLM beside Paceline: same weights, same prompts, same greedy tokens, same logprobs.
+
+Run by `make test-vllm` in vLLM's own environment. Both engines are spoken to as the bench speaks to them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.bench.process import WorkerError, WorkerProcess
+from paceline.bench.prompts import BUILTIN, encode
+from paceline.bench.rollout import Bench, Settings
+from paceline.cluster import vllm_python
+from paceline.model import store
+
+pytestmark = pytest.mark.vllm
+# Eager: compiling takes minutes and belongs to the bench, not to what is compared here.
+EAGER = {"options": {"enforce_eager": True}}
+
+
+def vllm(directory: Path, mode: str = "plain", **settings: Any) -> WorkerProcess:
+    worker = WorkerProcess(vllm_python.WORKER, vllm_python.find_python(), vllm_python.environment(2))
+    common = {"model": str(directory), "dtype": "float32", "max_num_seqs": 8, "max_model_len": 128}
+    try:
+        worker.call("load", **{**common, "mode": mode, "k": 3, **EAGER, **settings})
+    except BaseException:
+        worker.close()
+        raise
+    return worker
+
+
+def greedy(worker: WorkerProcess, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+    return worker.call("run", prompts=prompts, max_tokens=max_tokens, temperature=0.0, seed=0, logprobs=True)
+
+
+def paceline(directory: Path, prompts: list[list[int]], max_tokens: int, mode: str = "plain") -> dict[str, Any]:
+    bench = Bench(Settings(models=(str(directory),), engines=("paceline",), modes=(mode,), batches=(8,)), BUILTIN)
+    (case,) = bench.cases()
+    with bench._start("paceline") as worker:
+        worker.call("load", **bench._load_settings(case, directory, 0))
+        return greedy(worker, prompts, max_tokens)
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Token for token; logprobs to 1e-3."""
+    assert ours["token_ids"] == theirs["token_ids"]
+    gaps = [
+        abs(a - b)
+        for mine, other in zip(ours["logprobs"], theirs["logprobs"], strict=True)
+        for a, b in zip(mine, other, strict=True)
+    ]
+    assert len(gaps) == ours["num_tokens"] > 0
+    assert max(gaps) < 1e-3
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return [[(7 * i + j * j) % 200 for j in range(5 + 9 * i)] for i in range(6)]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_greedy_tokens_and_logprobs_on_a_tiny_model(checkpoint, prompts, family):
+    # vLLM's CPU attention wants head sizes that are multiples of 32.
+    directory = checkpoint(family, hidden_size=128, head_dim=32)
+    with vllm(directory) as worker:
+        theirs = greedy(worker, prompts, 24)
+    assert theirs["num_tokens"] == 6 * 24
+    assert_same(paceline(directory, prompts, 24), theirs)
+
+
+def test_another_model_is_noticed(checkpoint, prompts):
+    """The comparison can fail: other weights give other tokens."""
+    with vllm(checkpoint("llama", hidden_size=128, head_dim=32, seed=1)) as worker:
+        theirs = greedy(worker, prompts, 24)
+    with pytest.raises(AssertionError):
+        assert_same(paceline(checkpoint("llama", hidden_size=128, head_dim=32), prompts, 24), theirs)
+
+
+def test_ngram_counts_its_drafts(checkpoint):
+    directory = checkpoint("llama", hidden_size=128, head_dim=32)
+    repeating = [[1, 2, 3, 4] * 8, [9, 8, 7] * 9]
+    with vllm(directory, "ngram", speculation={"prompt_lookup_min": 1, "prompt_lookup_max": 3}) as worker:
+        first = greedy(worker, repeating, 32)
+        again = greedy(worker, repeating, 32)
+    for reply in (first, again):
+        assert 0 < reply["num_drafts"] <= reply["num_draft_tokens"] <= 3 * reply["num_drafts"]
+        assert 0 <= reply["num_accepted_tokens"] <= reply["num_draft_tokens"]
+    assert first["token_ids"] == again["token_ids"] == paceline(directory, repeating, 32)["token_ids"]
+
+
+def test_what_it_can_not_do_is_said(checkpoint):
+    with pytest.raises(WorkerError, match=r"(?i)no.such.method|speculative"):
+        vllm(checkpoint("llama", hidden_size=128, head_dim=32), "no_such_method").close()
+
+
+def pulled() -> Iterator[Path]:
+    yield from (path for name in store.KNOWN if (path := store.native.cache_dir() / "models" / name).is_dir())
+
+
+@pytest.mark.skipif(not list(pulled()), reason="paceline pull smollm2-135m first")
+def test_greedy_tokens_and_logprobs_on_real_weights():
+    directory = next(pulled())
+    tokenizer = store.load_tokenizer(directory)
+    prompts = [list(encode(tokenizer, prompt)) for prompt in BUILTIN[:6]]
+    with vllm(directory) as worker:
+        theirs = greedy(worker, prompts, 24)
+    assert_same(paceline(directory, prompts, 24), theirs)
+
+
+def test_this_interpreter_has_vllm():
+    """Otherwise everything above would have compared against some other installation."""
+    assert Path(vllm_python.find_python()).parent.resolve() == Path(sys.executable).parent.resolve()
