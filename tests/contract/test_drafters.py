@@ -106,6 +106,16 @@ def test_any_row_may_be_skipped_and_any_draft_cut(drafter: Drafter) -> None:
         assert ours.tokens[i, :n].tolist() == theirs.tokens[i, :n].tolist()
 
 
+def test_a_proposal_may_come_to_nothing(drafter: Drafter) -> None:
+    """The row lost its place after it was drafted for: no commit, and the same proposal again."""
+    script, caps = Script(drafter, 2), np.array([4, 3], np.int32)
+    first = drafter.propose(script.rows([0, 1]), caps)
+    again = drafter.propose(script.rows([0, 1]), caps)
+    assert first.num.tolist() == again.num.tolist()
+    for i, n in enumerate(first.num):
+        assert first.tokens[i, :n].tolist() == again.tokens[i, :n].tolist()
+
+
 def test_requests_end_and_ids_return(drafter: Drafter) -> None:
     for _ in range(3):
         script = Script(drafter, 2)

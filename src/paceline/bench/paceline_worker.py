@@ -41,7 +41,7 @@ class Worker:
             "num_tokens": sum(len(c.token_ids) for c in completions),
             "step_s": _decode_steps(traces, len(prompts)),
             "token_ids": [c.token_ids.tolist() for c in completions],
-            "logprobs": [c.logprobs.tolist() for c in completions],
+            "logprobs": [c.raw_logprobs.tolist() for c in completions],  # as vLLM's: before temperature
             **{name: metrics[name] for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")},
         }
 

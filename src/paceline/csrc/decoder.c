@@ -8,8 +8,10 @@
  */
 #include "vec.h"
 
+int omp_get_max_threads(void); /* not every compiler that knows OpenMP brings omp.h */
+
 #define SMALL 4096 /* floats of work below which waking the other threads costs more than it brings */
-#define BLOCK 16 /* positions per KV block */
+#define BLOCK 16   /* positions per KV block */
 
 /* ---- norms and activations ---- */
 
@@ -114,10 +116,10 @@ static float softmax(float *scores, int64_t limit) {
 /* acc[r][0..16) += x[r][k] * panel[k][0..16) for `num_k` k's: the only matrix product here. On the way it fetches
  * `lines` of the four cache lines at `ahead` for every four k's. */
 INLINE void product(int rows, int64_t num_k, const float *x, int64_t x_stride, const float *panel, int64_t panel_stride,
-                    vf acc[][NV], const char *ahead, int lines) {
+                    vf acc[][NV], const float *ahead, int lines) {
     int64_t k = 0;
-    for (; k + 4 <= num_k; k += 4, ahead += 256) {
-        UNROLL for (int i = 0; i < lines; i++) __builtin_prefetch(ahead + i * 64, 0, 2);
+    for (; k + 4 <= num_k; k += 4, ahead += lines ? 64 : 0) {
+        UNROLL for (int i = 0; i < lines; i++) __builtin_prefetch(ahead + i * 16, 0, 2);
 #if defined(__ARM_NEON)
         /* Four k's of x in one register: a broadcast from memory would occupy a multiplier's pipe. The assembler's
          * form, because compilers copy accumulators around vfmaq_laneq_f32. */
@@ -165,7 +167,7 @@ typedef struct {
     float *y, *partial; /* partial [rows, 16]: the sums so far, between two stretches of k */
     int64_t x_stride, num_k, num_n;
     int width, first, last; /* of this panel: 16, the last one perhaps less; is this k's first stretch, its last? */
-    const char *ahead;
+    const float *ahead;
     int lines;
 } LinearPass;
 
@@ -192,14 +194,17 @@ INLINE void linear_rows(int rows, const LinearPass *a) {
     }
 }
 
-#define GROUP 60 /* rows whose partial sums are kept */
+#define GROUP 60    /* rows whose partial sums are kept */
 #define STRETCH 192 /* k's whose weights stay in the nearest cache while a group's rows go over them */
 
 /* Panels outside, rows inside: the weights come from memory once. */
 void linear(const float *x, const float *panels, const float *bias, float *y, int64_t num_rows, int64_t num_k,
             int64_t num_n) {
-    int64_t num_panels = (num_n + 15) / 16;
-#pragma omp parallel for schedule(static)
+    /* A contiguous share for every thread streams best. Only where there is much to do (the LM head) is it cut finer,
+     * since cores are not always equally fast, nor ours alone. */
+    int64_t num_panels = (num_n + 15) / 16, num_shares = omp_get_max_threads() * (num_panels < 1024 ? 1 : 8);
+    int64_t share = (num_panels + num_shares - 1) / num_shares;
+#pragma omp parallel for schedule(dynamic, share)
     for (int64_t p = 0; p < num_panels; p++)
         for (int64_t group = 0; group < num_rows; group += GROUP) {
             float partial[GROUP * 16];
@@ -226,7 +231,7 @@ void linear(const float *x, const float *panels, const float *bias, float *y, in
                         .last = k + num == num_k,
                         .lines = group || passes == 1 || pass >= 4 ? 0 : passes == 2 ? 2 : 1,
                     };
-                    a.ahead = (const char *)(panel + stretch * 16) + pass * a.lines * 64;
+                    a.ahead = panel + stretch * 16 + pass * a.lines * 16;
                     WITH_ROWS(rows, linear_rows, &a)
                 }
             }
@@ -253,21 +258,20 @@ typedef struct {
     int64_t q_stride, k_stride, v_stride; /* from one token's to the next's */
 } Plan;
 
-/* Blocks lie anywhere, so that the hardware can't guess the next one. */
-INLINE void fetch(const float *p, int64_t num) {
-    for (int64_t i = 0; i < num; i += 16) __builtin_prefetch(p + i, 0, 2);
-}
-
 typedef struct {
     const float *x, *panel;
     float *out;
     int64_t x_stride, out_stride, num_k;
+    const float *ahead; /* the next block: blocks lie anywhere, so the hardware can't guess it */
 } ScorePass;
 
 INLINE void score_rows(int rows, const ScorePass *a) {
     vf acc[MAX_ROWS][NV];
     EACH_ROW EACH_VEC acc[r][c] = (vf){0};
-    product(rows, a->num_k, a->x, a->x_stride, a->panel, BLOCK, acc, 0, 0);
+    if (a->ahead)
+        product(rows, a->num_k, a->x, a->x_stride, a->panel, BLOCK, acc, a->ahead, 4);
+    else
+        product(rows, a->num_k, a->x, a->x_stride, a->panel, BLOCK, acc, 0, 0);
     EACH_ROW EACH_VEC store(a->out + r * a->out_stride + c * LANES, acc[r][c]);
 }
 
@@ -275,19 +279,26 @@ typedef struct {
     const float *x, *v;
     float *sums;
     int64_t x_stride, dim, num_k;
+    const float *ahead;
 } ValuePass;
 
 INLINE void value_rows(int rows, const ValuePass *a) {
     vf acc[MAX_ROWS][NV];
     EACH_ROW EACH_VEC acc[r][c] = load(a->sums + r * a->dim + c * LANES);
-    product(rows, a->num_k, a->x, a->x_stride, a->v, a->dim, acc, 0, 0);
+    if (a->ahead)
+        product(rows, a->num_k, a->x, a->x_stride, a->v, a->dim, acc, a->ahead, 4);
+    else
+        product(rows, a->num_k, a->x, a->x_stride, a->v, a->dim, acc, 0, 0);
     EACH_ROW EACH_VEC store(a->sums + r * a->dim + c * LANES, acc[r][c]);
 }
 
 /* sums[r] += x[r][p] * v[p] over num_k positions, in their order */
 static void add_values(int rows, ValuePass a) {
     int64_t e = 0;
-    for (; e + 16 <= a.dim; e += 16, a.v += 16, a.sums += 16) WITH_ROWS(rows, value_rows, &a)
+    for (; e + 16 <= a.dim; e += 16, a.v += 16, a.sums += 16) {
+        WITH_ROWS(rows, value_rows, &a)
+        if (a.ahead) a.ahead += BLOCK * 16;
+    }
     for (; e < a.dim; e++, a.v++, a.sums++) /* the same chain, one feature at a time */
         for (int r = 0; r < rows; r++)
             for (int64_t p = 0; p < a.num_k; p++)
@@ -316,9 +327,10 @@ static void attend(const Plan *plan, int64_t layer, const int32_t *tile, int64_t
     for (int64_t i = 0; i < num_pairs; i++)
         for (int64_t e = 0; e < dim; e++) queries[i * dim + e] = q[AT(i, plan->q_stride) + e] * scale;
     for (int64_t b = 0; b < num_blocks; b++) {
-        fetch(b + 1 < num_blocks ? k + table[b + 1] * stride : v + table[0] * stride, head_size);
+        const float *next = b + 1 < num_blocks ? k + table[b + 1] * stride : v + table[0] * stride;
         PASSES(i, rows) {
-            ScorePass a = {queries + i * dim, k + table[b] * stride, scores + i * width + b * BLOCK, dim, width, dim};
+            float *to = scores + i * width + b * BLOCK;
+            ScorePass a = {queries + i * dim, k + table[b] * stride, to, dim, width, dim, i ? 0 : next};
             WITH_ROWS(rows, score_rows, &a)
         }
     }
@@ -327,19 +339,19 @@ static void attend(const Plan *plan, int64_t layer, const int32_t *tile, int64_t
     for (int64_t b = 0; b < num_blocks; b++) {
         int64_t start = b * BLOCK, end = start + BLOCK;
         const float *values = v + table[b] * stride;
-        if (b + 1 < num_blocks) fetch(v + table[b + 1] * stride, head_size);
+        const float *next = b + 1 < num_blocks ? v + table[b + 1] * stride : 0;
         /* The pairs of a pass go together as far as the first of them sees, then each goes on alone: nothing that a
          * query must not see is ever multiplied in, not even by zero. */
         PASSES(i, rows) {
             const float *x = scores + i * width + start;
             int64_t common = LIMIT(i) < start ? start : LIMIT(i) < end ? LIMIT(i) : end;
-            add_values((int)rows, (ValuePass){x, values, sums + i * dim, width, dim, common - start});
+            add_values((int)rows, (ValuePass){x, values, sums + i * dim, width, dim, common - start, i ? 0 : next});
             for (int64_t j = i; j < i + rows && common < end; j++) {
                 int64_t limit = LIMIT(j) < end ? LIMIT(j) : end;
                 if (limit <= common) continue;
                 x = scores + j * width + common;
                 const float *rest = values + (common - start) * dim;
-                add_values(1, (ValuePass){x, rest, sums + j * dim, width, dim, limit - common});
+                add_values(1, (ValuePass){x, rest, sums + j * dim, width, dim, limit - common, 0});
             }
         }
     }

@@ -55,6 +55,8 @@ class DraftModelDrafter:
         limit = self.paged.decoder.config.max_positions
         active: list[int] = []
         for i, state in enumerate(states):
+            # A draft that was proposed but never verified (its row lost its place) leaves KV past the committed end.
+            state.num_computed = min(state.num_computed, state.length - 1)
             if caps[i] and not state.table.blocks:
                 state.num_computed = self.paged.adopt(state.table, rows.tokens[i][:-1])
             reach = state.length + int(caps[i]) - 1  # the last draft needs no KV

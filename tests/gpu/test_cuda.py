@@ -1,0 +1,91 @@
+"""The plain torch path on a CUDA device: it decodes, speculates, trains, and draws the same noise as a CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support import tiny_decoder
+
+from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.drafters.suffix import SuffixDrafter
+from paceline.engine.engine import LocalEngine
+from paceline.model.attention import PackedAttention
+from paceline.model.decoder import first_layers
+from paceline.model.paged import PagedDecoder
+from paceline.model.sample import PhiloxNoise, Sampler, Stream, philox_words
+from paceline.model.weights import checksum, hf_state
+from paceline.speculation.policy import StaticPolicy
+from paceline.types import Request, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+
+def requests() -> list[Request]:
+    rng = np.random.default_rng(1)
+    kinds = [{}, {"temperature": 0.0}, {"temperature": 0.8, "top_k": 7}, {"top_p": 0.7, "min_p": 0.02}]
+    return [
+        Request(
+            i,
+            tuple(rng.integers(0, 60, rng.integers(1, 30)).tolist()),
+            SamplingParams(max_tokens=24, **kinds[i % 4]),
+            17 * i,
+            str(i % 3),
+        )
+        for i in range(12)
+    ]
+
+
+def generate(device: str, dtype: torch.dtype, drafter: str | None = None, rule: str = "coupled") -> list[list[int]]:
+    decoder = tiny_decoder(dtype).to(device)
+    sampler = Sampler()
+    drafters = {
+        None: lambda: None,
+        "suffix": SuffixDrafter,
+        "draft_model": lambda: DraftModelDrafter(
+            PagedDecoder(first_layers(decoder, 2), 64), sampler, coupled=rule == "coupled"
+        ),
+    }
+    engine = LocalEngine(
+        PagedDecoder(decoder, 64), sampler=sampler, drafter=drafters[drafter](), policy=StaticPolicy(3), rule=rule
+    )
+    return [c.token_ids.tolist() for c in engine.generate(requests())]
+
+
+def test_noise_words_are_the_same_on_both_devices() -> None:
+    keys = np.random.default_rng(0).integers(0, 2**64, 8, np.uint64)
+    at = np.arange(8) << 20
+    cpu, cuda = (philox_words(keys, at, Stream.DRAFT, 50_000, torch.device(d)).cpu() for d in ("cpu", "cuda"))
+    assert torch.equal(cpu, cuda)
+    weights = torch.rand(8, 50_000, dtype=torch.float64)
+    assert (PhiloxNoise().race(weights, keys, at, 0) == PhiloxNoise().race(weights.cuda(), keys, at, 0)).all()
+
+
+@pytest.mark.parametrize("drafter", [None, "suffix", "draft_model"])
+def test_float64_tokens_equal_the_cpus(drafter: str | None) -> None:
+    assert generate("cuda", torch.float64, drafter) == generate("cpu", torch.float64)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_rejection_rules_run(rule: str) -> None:
+    assert all(generate("cuda", torch.float32, "draft_model", rule))
+
+
+def test_bfloat16_runs() -> None:
+    assert len(generate("cuda", torch.bfloat16, "suffix")) == 12
+
+
+def test_training_gradients_equal_the_cpus() -> None:
+    tokens = torch.arange(20) % 60
+    grads = []
+    for device in ("cpu", "cuda"):
+        decoder = tiny_decoder().to(device).requires_grad_(True)
+        positions = torch.cat([torch.arange(8), torch.arange(12)]).to(device)
+        hidden = decoder(tokens.to(device), positions, PackedAttention([8, 12])).hidden
+        decoder.logits(hidden).log_softmax(-1)[:, 3].sum().backward()
+        grads.append([p.grad.cpu() for p in decoder.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(*grads, strict=True))
+
+
+def test_checksums_agree_across_devices() -> None:
+    assert checksum(hf_state(tiny_decoder())) == checksum(hf_state(tiny_decoder().cuda()))
