@@ -172,7 +172,7 @@ def generate(
         "tokens_per_s": num_tokens / seconds,
         **{name: value for name, value in metrics.items() if name in SHOWN_METRICS},
     }
-    out.print(render([{"k": k.replace("_", " "), "v": v} for k, v in figures.items()], {"k": "", "v": ""}))
+    out.print(render([{"k": k, "v": v} for k, v in figures.items()], {"k": "figure", "v": "value"}))
     if json_file is not None:
         write_json(
             json_file,

@@ -100,3 +100,12 @@ def test_close_ends_everything(make: Make) -> None:
     engine.close()
     assert handle.completion.finish_reason in ("abort", "stop", "length")
     assert not any(engine.paged.pool.references)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}])
+def test_diverged_weights_are_an_error_not_a_token(make: Make, sampling: dict[str, float]) -> None:
+    engine = make()
+    engine.paged.decoder.norm.data[3] = float("nan")
+    with pytest.raises(ValueError, match="not finite"):
+        engine.generate([Request(0, (1, 2, 3), SamplingParams(**sampling))])
+    assert not engine.has_work

@@ -92,7 +92,7 @@ def test_generate_writes_what_it_shows(run, tiny, tmp_path):
         assert set(c["provenance"]) <= {"sampled", "accepted", "corrected", "bonus"}
     assert found["metrics"]["num_drafts"] > 0
     assert "drafted and accepted" in result.stdout
-    assert "mean acceptance length" in result.stdout
+    assert "mean_acceptance_length" in result.stdout
     run(*words)  # the default: no speculation, and by the first promise the same tokens
     plain = json.loads(path.read_text())
     assert plain["metrics"]["num_drafts"] == 0

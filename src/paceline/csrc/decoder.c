@@ -321,9 +321,9 @@ static void attend(const Plan *plan, int64_t layer, const int32_t *tile, int64_t
 #define AT(i, stride)                                                                                                  \
     ((plan->query_start[row] + (first + (i)) / heads) * (stride) + (group * heads + (first + (i)) % heads) * dim)
 #define LIMIT(i) (before + (first + (i)) / heads + 1) /* what pair i sees: positions before this one */
-#define PASSES(i, rows)                                                                                                \
-    for (int64_t i = 0, n = (num_pairs + MAX_ROWS - 1) / MAX_ROWS, rows; n > 0 && (rows = (num_pairs - i + n - 1) / n);  \
-         i += rows, n--)
+#define PASSES(i, rows) /* the pairs in equal passes: of `rows` pairs from i */                                        \
+    for (int64_t i = 0, n = (num_pairs + MAX_ROWS - 1) / MAX_ROWS, rows;                                               \
+         n > 0 && (rows = (num_pairs - i + n - 1) / n); i += rows, n--)
     for (int64_t i = 0; i < num_pairs; i++)
         for (int64_t e = 0; e < dim; e++) queries[i * dim + e] = q[AT(i, plan->q_stride) + e] * scale;
     for (int64_t b = 0; b < num_blocks; b++) {

@@ -1,8 +1,8 @@
 /* From logits to tokens on CPUs. `model/sample.py` is the slow twin and says what the distribution is.
  *
- * A draw is a race: token v arrives at E_v / w_v with E_v = -log1p(-u_v) and u_v = (r_v + 1/2) / 2^32, where r_v is word
- * v mod 4 of Philox4x32-10 at counter (v div 4, position, stream, position's high half). Since E_v >= u_v, v cannot win
- * unless u_v < best * w_v: that integer-like test decides nearly all of the vocabulary, and tokens whose weight is so
+ * A draw is a race: token v arrives at E_v / w_v with E_v = -log1p(-u_v) and u_v = (r_v + 1/2) / 2^32, where r_v is
+ * word v mod 4 of Philox4x32-10 at counter (v div 4, position, stream, position's high half). Since E_v >= u_v, v can't
+ * win unless u_v < best * w_v: that cheap test decides nearly all of the vocabulary, and tokens whose weight is so
  * small that even the least u_v is too large need no noise at all. What is left is compared in double, ties to the
  * lower token, so the winner is that of the full race. A row is drawn by one thread: its bits depend on nothing else.
  */
@@ -71,7 +71,9 @@ INLINE void philox(Noise noise, uint32_t first, uint32_t words[CHUNK]) {
         UNROLL for (int c = 0; c < NUM; c++) {
             uint32_t *to = words + (done + c * LANES) * 4;
 #if defined(__ARM_NEON)
-            vst4q_u32(to, ((uint32x4x4_t){{(uint32x4_t)x[c][0], (uint32x4_t)x[c][1], (uint32x4_t)x[c][2], (uint32x4_t)x[c][3]}}));
+            uint32x4x4_t four;
+            memcpy(&four, x[c], sizeof four);
+            vst4q_u32(to, four);
 #else
             for (int i = 0; i < LANES; i++)
                 for (int word = 0; word < 4; word++) to[i * 4 + word] = x[c][word][i];
@@ -133,7 +135,8 @@ static Item find(Item *items, int64_t num, double need, int by_count) {
     double sum = 0;
     for (;;) {
         Item a = items[0], b = items[num / 2], c = items[num - 1];
-        Item pivot = before(a, b) ? (before(b, c) ? b : before(a, c) ? c : a) : (before(a, c) ? a : before(b, c) ? c : b);
+        Item low = before(a, b) ? a : b, high = before(a, b) ? b : a;
+        Item pivot = before(c, low) ? low : before(c, high) ? c : high; /* the middle one of three */
         int64_t head = 0; /* items before the pivot */
         double mass = 0;
         for (int64_t i = 0; i < num; i++) {
@@ -177,8 +180,8 @@ static Item boundary(const Row *row, double total, int64_t top_k, double top_p, 
     int by_count = top_k > 0;
     double need = by_count ? (double)top_k : top_p * total * 1.000001;
     float floor = 0;
-    for (float depth = 2; depth < 80 && !floor; depth *= 1.5f)
-        if (measure(row, expf(-depth), by_count) >= need) floor = expf(-depth) * 0.99f; /* exp is monotonic but for ulps */
+    for (float depth = 2; depth < 80 && !floor; depth *= 1.5f) /* a little lower, lest exp_v's last bits matter */
+        if (measure(row, expf(-depth), by_count) >= need) floor = expf(-depth) * 0.99f;
     int64_t num = 0;
     for (int64_t i = 0; i < row->size / CHUNK; i++) {
         if (row->greatest[i] < floor) continue;
@@ -276,6 +279,11 @@ void draw(const float *logits, int64_t num_rows, int64_t vocab, const uint64_t *
         Item *items = (Item *)(memory + 2 * size);
         double scale = 1. / temperature[p];
         double total = exponentials(z, vocab, max, (float)scale, row.weights, row.greatest);
+        if (!(total < INFINITY)) { /* NaN or infinite logits: nothing to draw from, and the caller sees it */
+            tokens[p] = 0;
+            logprobs[p] = raw_logprobs[p] = NAN;
+            continue;
+        }
         double raw_total = temperature[p] == 1 ? total : exponentials(z, vocab, max, 1, 0, 0);
         int64_t k = top_k[p] < vocab ? top_k[p] : 0;
         if (k || top_p[p] < 1 || min_p[p] > 0) {

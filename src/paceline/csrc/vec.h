@@ -74,7 +74,8 @@ INLINE float sum16(vf v[NV]) {
 }
 INLINE float max16(vf v[NV]) {
     float t[LANES];
-    UNROLL for (int half = NV / 2; half; half /= 2) UNROLL for (int c = 0; c < half; c++) v[c] = max_v(v[c], v[c + half]);
+    UNROLL for (int half = NV / 2; half; half /= 2) UNROLL for (int c = 0; c < half; c++)
+        v[c] = max_v(v[c], v[c + half]);
     store(t, v[0]);
     UNROLL for (int half = LANES / 2; half; half /= 2) UNROLL for (int i = 0; i < half; i++)
         t[i] = t[i] > t[i + half] ? t[i] : t[i + half];

@@ -228,7 +228,7 @@ class LocalEngine:
 
     def _accept(self, rows: list[Row], q: dict[int, Tensor], logits_PV: Tensor) -> Verdict:
         sizes = np.array([1 + len(row.draft) for row in rows])
-        return self.rule(
+        verdict = self.rule(
             Proposal(
                 logits_PV=logits_PV,
                 drafts=[row.draft for row in rows],
@@ -243,6 +243,13 @@ class LocalEngine:
             ),
             self.sampler,
         )
+        for row, raw_logprobs in zip(rows, verdict.raw_logprobs, strict=True):
+            if not np.isfinite(raw_logprobs).all():
+                raise ValueError(
+                    f"request {row.sequence.request.request_id}: the model's logits at position "
+                    f"{row.sequence.num_tokens} are not finite (policy version {self.version}); its weights have diverged"
+                )
+        return verdict
 
     def _commit(self, rows: list[Row], deciding: list[Row], verdict: Verdict) -> tuple[list[Sequence], Commits]:
         width = max((len(tokens) for tokens in verdict.tokens), default=1)
