@@ -28,7 +28,7 @@ from paceline.model import kernels
 from paceline.model.attention import Attention, PagedAttention
 from paceline.model.config import ModelConfig
 from paceline.model.kv import BLOCK, BatchPlan, PagedKV
-from paceline.model.ops import Linear
+from paceline.model.layer import Linear
 from paceline.model.sample import Sampler, SamplingArrays
 from paceline.report.table import check_writable, render, write_json
 

@@ -54,7 +54,9 @@ class LetterTokenizer:
         return "".join(chr(97 + i) for i in ids)
 
 
-def naive_table(table: Table, requests: list[Request], eos: tuple[int, ...], max_positions: int = 512) -> list[list[int]]:
+def naive_table(
+    table: Table, requests: list[Request], eos: tuple[int, ...], max_positions: int = 512
+) -> list[list[int]]:
     """The slow twin of an engine over a table: one token after another, straight from the definition."""
     sampler, outs = Sampler(), []
     for request in requests:

@@ -100,7 +100,10 @@ def test_any_row_may_be_skipped_and_any_draft_cut(drafter: Drafter) -> None:
         for one in (script, quiet):
             one.commit(ids, emitted, accepted, kept)
     caps = np.full(4, 5, np.int32)
-    ours, theirs = drafter.propose(script.rows([0, 1, 2, 3]), caps), quiet.drafter.propose(quiet.rows([0, 1, 2, 3]), caps)
+    ours, theirs = (
+        drafter.propose(script.rows([0, 1, 2, 3]), caps),
+        quiet.drafter.propose(quiet.rows([0, 1, 2, 3]), caps),
+    )
     assert ours.num.tolist() == theirs.num.tolist()
     for i, n in enumerate(ours.num):
         assert ours.tokens[i, :n].tolist() == theirs.tokens[i, :n].tolist()

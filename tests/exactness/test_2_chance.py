@@ -20,7 +20,9 @@ SAMPLINGS = {
 }
 
 
-def p_value(case: TableCase, rule: str, drafter: str | None, sampling: SamplingParams, key: int, num: int = NUM) -> float:
+def p_value(
+    case: TableCase, rule: str, drafter: str | None, sampling: SamplingParams, key: int, num: int = NUM
+) -> float:
     exact = brute_force(case.decoder(), Request(0, (0, 1, 0), sampling, 0))
     sample = case.sample(case.engine(rule, drafter, Sampler(native=True), 64), sampling, num, first_key=key << 32)
     return chance.against_exact(sample, exact).p_value

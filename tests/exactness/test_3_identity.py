@@ -17,7 +17,7 @@ from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import LocalEngine
 from paceline.model.decoder import Decoder, first_layers
 from paceline.model.kernels import NativeOps, pack_decoder, unpack
-from paceline.model.ops import Linear
+from paceline.model.layer import Linear
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import PhiloxNoise, Sampler
 from paceline.model.weights import hf_state
@@ -157,7 +157,7 @@ def test_stale_weights_after_an_update_are_caught() -> None:
     sent = list(hf_state(tiny_decoder(seed=1, tie_embeddings=False)))
     receipt = engine.update_weights(sent, 1)
     stale = [(n, t) for n, t in sent if n != "lm_head.weight"]
-    with pytest.raises(ValueError, match="lm_head.weight"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight"):
         engine.update_weights(stale, 2)
     engine.paged.decoder.lm_head.weight.data.mul_(1.001)
     assert engine.update_weights(sent, 3).checksum == receipt.checksum

@@ -34,7 +34,7 @@ def test_greedy_identity_on_smollm2(smollm2: Path) -> None:
 
 
 def test_bfloat16_on_a_cpu_is_refused(smollm2: Path) -> None:
-    with pytest.raises(ValueError, match="model.dtype"):
+    with pytest.raises(ValueError, match=r"model\.dtype"):
         build_decoder(load_config(None, ["model.dtype=bfloat16"]), smollm2)
 
 

@@ -114,12 +114,17 @@ static float softmax(float *scores, int64_t limit) {
 #define EACH_ROW UNROLL for (int r = 0; r < rows; r++)
 
 /* acc[r][0..16) += x[r][k] * panel[k][0..16) for `num_k` k's: the only matrix product here. On the way it fetches
- * `lines` of the four cache lines at `ahead` for every four k's. */
+ * `lines` of the four cache lines at `ahead` for every four k's, into the nearest cache or the one behind it. */
 INLINE void product(int rows, int64_t num_k, const float *x, int64_t x_stride, const float *panel, int64_t panel_stride,
-                    vf acc[][NV], const float *ahead, int lines) {
+                    vf acc[][NV], const float *ahead, int lines, int near) {
     int64_t k = 0;
     for (; k + 4 <= num_k; k += 4, ahead += lines ? 64 : 0) {
-        UNROLL for (int i = 0; i < lines; i++) __builtin_prefetch(ahead + i * 16, 0, 2);
+        UNROLL for (int i = 0; i < lines; i++) {
+            if (near)
+                __builtin_prefetch(ahead + i * 16, 0, 3);
+            else
+                __builtin_prefetch(ahead + i * 16, 0, 2);
+        }
 #if defined(__ARM_NEON)
         /* Four k's of x in one register: a broadcast from memory would occupy a multiplier's pipe. The assembler's
          * form, because compilers copy accumulators around vfmaq_laneq_f32. */
@@ -177,12 +182,10 @@ INLINE void linear_rows(int rows, const LinearPass *a) {
         EACH_ROW EACH_VEC acc[r][c] = (vf){0};
     else
         EACH_ROW EACH_VEC acc[r][c] = load(a->partial + r * 16 + c * LANES);
-    if (a->lines == 2)
-        product(rows, a->num_k, a->x, a->x_stride, a->panel, 16, acc, a->ahead, 2);
-    else if (a->lines == 1)
-        product(rows, a->num_k, a->x, a->x_stride, a->panel, 16, acc, a->ahead, 1);
-    else
-        product(rows, a->num_k, a->x, a->x_stride, a->panel, 16, acc, 0, 0);
+#define WITH_LINES(n)                                                                                                  \
+    case n: product(rows, a->num_k, a->x, a->x_stride, a->panel, 16, acc, a->ahead, n, 1); break;
+    switch (a->lines) { WITH_LINES(0) WITH_LINES(1) WITH_LINES(2) WITH_LINES(4) }
+#undef WITH_LINES
     EACH_ROW {
         float *y = a->y + r * a->num_n;
         if (a->last && a->width == 16 && !a->bias) {
@@ -209,9 +212,10 @@ void linear(const float *x, const float *panels, const float *bias, float *y, in
         for (int64_t group = 0; group < num_rows; group += GROUP) {
             float partial[GROUP * 16];
             int64_t size = num_rows - group < GROUP ? num_rows - group : GROUP;
-            /* One pass is bound by memory, and the hardware fetches best alone. Several are bound by arithmetic:
-             * the next stretch comes in meanwhile, in equal parts. */
             int64_t passes = (size + MAX_ROWS - 1) / MAX_ROWS, stretch = passes > 1 ? STRETCH : num_k;
+            /* One or two rows are bound by memory, and the hardware fetches best alone. More are bound by arithmetic:
+             * the weights of the next stretch come in meanwhile, in equal parts per pass. */
+            int lines = size <= 2 || group ? 0 : passes == 1 ? 4 : passes == 2 ? 2 : 1;
             for (int64_t k = 0; k < num_k; k += stretch) {
                 const float *panel = panels + (p * num_k + k) * 16;
                 int64_t num = num_k - k < stretch ? num_k - k : stretch;
@@ -229,9 +233,9 @@ void linear(const float *x, const float *panels, const float *bias, float *y, in
                         .width = num_n - p * 16 < 16 ? (int)(num_n - p * 16) : 16,
                         .first = k == 0,
                         .last = k + num == num_k,
-                        .lines = group || passes == 1 || pass >= 4 ? 0 : passes == 2 ? 2 : 1,
+                        .ahead = panel + STRETCH * 16 + pass * lines * 16,
+                        .lines = pass < 4 ? lines : 0,
                     };
-                    a.ahead = panel + stretch * 16 + pass * a.lines * 16;
                     WITH_ROWS(rows, linear_rows, &a)
                 }
             }
@@ -269,9 +273,9 @@ INLINE void score_rows(int rows, const ScorePass *a) {
     vf acc[MAX_ROWS][NV];
     EACH_ROW EACH_VEC acc[r][c] = (vf){0};
     if (a->ahead)
-        product(rows, a->num_k, a->x, a->x_stride, a->panel, BLOCK, acc, a->ahead, 4);
+        product(rows, a->num_k, a->x, a->x_stride, a->panel, BLOCK, acc, a->ahead, 4, 0);
     else
-        product(rows, a->num_k, a->x, a->x_stride, a->panel, BLOCK, acc, 0, 0);
+        product(rows, a->num_k, a->x, a->x_stride, a->panel, BLOCK, acc, 0, 0, 0);
     EACH_ROW EACH_VEC store(a->out + r * a->out_stride + c * LANES, acc[r][c]);
 }
 
@@ -286,9 +290,9 @@ INLINE void value_rows(int rows, const ValuePass *a) {
     vf acc[MAX_ROWS][NV];
     EACH_ROW EACH_VEC acc[r][c] = load(a->sums + r * a->dim + c * LANES);
     if (a->ahead)
-        product(rows, a->num_k, a->x, a->x_stride, a->v, a->dim, acc, a->ahead, 4);
+        product(rows, a->num_k, a->x, a->x_stride, a->v, a->dim, acc, a->ahead, 4, 0);
     else
-        product(rows, a->num_k, a->x, a->x_stride, a->v, a->dim, acc, 0, 0);
+        product(rows, a->num_k, a->x, a->x_stride, a->v, a->dim, acc, 0, 0, 0);
     EACH_ROW EACH_VEC store(a->sums + r * a->dim + c * LANES, acc[r][c]);
 }
 

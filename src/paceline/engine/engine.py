@@ -7,7 +7,8 @@ and its noise key alone (rule `coupled`), or are exact samples of the same distr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence as Seq
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 import numpy as np
@@ -247,7 +248,7 @@ class LocalEngine:
             if not np.isfinite(raw_logprobs).all():
                 raise ValueError(
                     f"request {row.sequence.request.request_id}: the model's logits at position "
-                    f"{row.sequence.num_tokens} are not finite (policy version {self.version}); its weights have diverged"
+                    f"{row.sequence.num_tokens} are not finite: the weights of version {self.version} have diverged"
                 )
         return verdict
 

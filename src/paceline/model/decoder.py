@@ -16,22 +16,9 @@ from torch import Tensor, nn
 
 from paceline.model.attention import Attention
 from paceline.model.config import ModelConfig
-from paceline.model.ops import Linear, Ops, TorchOps
+from paceline.model.layer import Layer, Linear
+from paceline.model.ops import Ops, TorchOps
 from paceline.model.rope import rope_tables
-
-
-class Layer(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        c = config
-        self.input_norm = nn.Parameter(torch.ones(c.hidden_size))
-        self.qkv = Linear(c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, bias=c.qkv_bias)
-        self.q_norm = nn.Parameter(torch.ones(c.head_dim)) if c.qk_norm else None
-        self.k_norm = nn.Parameter(torch.ones(c.head_dim)) if c.qk_norm else None
-        self.o = Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.o_bias)
-        self.post_norm = nn.Parameter(torch.ones(c.hidden_size))
-        self.gate_up = Linear(c.hidden_size, 2 * c.intermediate_size, bias=c.mlp_bias)
-        self.down = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
 
 
 @dataclass(slots=True)

@@ -18,10 +18,11 @@ from torch import Tensor
 from paceline import native
 from paceline.model.config import ModelConfig
 from paceline.model.kv import BatchPlan, PagedKV
-from paceline.model.ops import Linear
+from paceline.model.layer import Linear
 
 if TYPE_CHECKING:
-    from paceline.model.decoder import Decoder, Layer
+    from paceline.model.decoder import Decoder
+    from paceline.model.layer import Layer
 
 WIDTH = 16  # outputs per panel, positions per KV block
 TILE = 20  # (query, head) pairs that share one reading of a row's keys and values

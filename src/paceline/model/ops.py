@@ -5,27 +5,14 @@ Ops is stateless apart from scratch memory; which Ops a decoder uses is decided 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.model.config import ModelConfig
-
-if TYPE_CHECKING:
-    from paceline.model.decoder import Layer
-
-
-class Linear(nn.Module):
-    """y = x W^T + b. Holds W as `weight` [N, K]; a CPU engine replaces it by `panels`, its packed twin."""
-
-    def __init__(self, num_in: int, num_out: int, bias: bool = False) -> None:
-        super().__init__()
-        self.num_in, self.num_out = num_in, num_out
-        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(num_out, num_in))
-        self.bias = nn.Parameter(torch.zeros(num_out)) if bias else None
-        self.panels: Tensor | None = None
+from paceline.model.layer import Layer, Linear
 
 
 class Ops(Protocol):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from paceline.model.config import ModelConfig, token_ids
 from paceline.model.decoder import Decoder
-from paceline.model.ops import Linear
+from paceline.model.layer import Linear
 
 GB = 10**9
 EMBED, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"

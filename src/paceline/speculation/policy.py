@@ -35,7 +35,8 @@ class StaticPolicy:
         for bound, k in self.buckets:
             if bound < 1 or k < 0:
                 raise ValueError(
-                    f"speculation.num_speculative_tokens: bucket {bound} = {k}: batch sizes start at 1, draft lengths at 0"
+                    f"speculation.num_speculative_tokens: bucket {bound} = {k}: batch sizes start at 1, draft "
+                    "lengths at 0"
                 )
 
     def plan(self, rows: Rows) -> np.ndarray:

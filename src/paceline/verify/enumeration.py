@@ -88,7 +88,8 @@ def brute_force(target: TableDecoder, request: Request) -> Distribution:
     def walk(emitted: tuple[int, ...], chance: float) -> None:
         sequence = Sequence(request, 0, target.config.max_positions, target.config.eos_token_ids)
         for token in emitted:
-            sequence.commit(np.array([token]), *np.zeros((2, 1)), 0, 0, 0, 0, None)
+            unknown = np.zeros(1)
+            sequence.commit(np.array([token]), unknown, unknown, 0, 0, 0, 0, None)
         if sequence.finish_reason is not None:
             found[emitted] = chance
             return

@@ -46,12 +46,13 @@ class Size:
 
     num_prompts: int
     max_tokens: int
+    num_samplings: int  # of SAMPLINGS
     num_table_samples: int
     num_model_samples: int
 
 
-FULL = Size(num_prompts=32, max_tokens=64, num_table_samples=3000, num_model_samples=768)
-QUICK = Size(num_prompts=6, max_tokens=32, num_table_samples=600, num_model_samples=192)
+FULL = Size(num_prompts=32, max_tokens=64, num_samplings=3, num_table_samples=3000, num_model_samples=768)
+QUICK = Size(num_prompts=6, max_tokens=32, num_samplings=1, num_table_samples=500, num_model_samples=128)
 
 
 def run_ladder(
@@ -146,7 +147,7 @@ class _Ladder:
     def enumeration(self) -> Rung:
         """Every path of chance, through the real engine, against brute force."""
         beside = Request(1, (1, 0, 1, 1), SamplingParams(max_tokens=4, temperature=0), 0)
-        figures = []
+        figures: list[dict[str, Any]] = []
         for rule in RULES:
             for drafter in DRAFTERS:
                 # Under `coupled` a draft model's own draws are forks too: one token ahead keeps the tree small.
@@ -168,7 +169,7 @@ class _Ladder:
         num, figures = self.size.num_table_samples, []
         case = TableCase(5, 3)
         sampler = Sampler(native=self.sampler.native)
-        for i, sampling in enumerate(SAMPLINGS):
+        for i, sampling in enumerate(SAMPLINGS[: self.size.num_samplings]):
             exact = brute_force(case.decoder(), Request(0, (0, 1, 0), sampling, 0))
             settings = f"T={sampling.temperature} top_k={sampling.top_k} top_p={sampling.top_p} min_p={sampling.min_p}"
             arms: list[tuple[str, str | None]] = [("coupled", None), *((r, d) for r in RULES for d in DRAFTERS)]
@@ -191,7 +192,7 @@ class _Ladder:
         """This model's weights: speculation against plain decoding, beside plain against plain."""
         num = self.size.num_model_samples
         prompt = tuple(self.prompts[0])
-        arms = [("coupled", None), ("coupled", None)]
+        arms: list[tuple[str, str | None]] = [("coupled", None), ("coupled", None)]
         arms += [("coupled", d) for d in self.drafters]
         arms += [(r, "draft_model") for r in ("rejection", "block") if "draft_model" in self.drafters]
         samples = []

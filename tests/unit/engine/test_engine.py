@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
@@ -35,7 +37,10 @@ class Oracle(SuffixDrafter):
     def propose(self, rows, caps):
         drafts = super().propose(rows, np.zeros_like(caps))
         width = int(caps.max())
-        drafts.tokens, drafts.confidence = np.zeros((len(rows), width), np.int32), np.ones((len(rows), width), np.float32)
+        drafts.tokens, drafts.confidence = (
+            np.zeros((len(rows), width), np.int32),
+            np.ones((len(rows), width), np.float32),
+        )
         for i, (request_id, tokens) in enumerate(zip(rows.request_ids.tolist(), rows.tokens, strict=True)):
             future = self.futures[request_id][len(tokens) - 3 :]
             guess = [*future[: self.num_right], *((t + 1) % VOCAB for t in future[self.num_right :])][: caps[i]]
@@ -317,7 +322,7 @@ def test_sleep_gives_the_memory_back() -> None:
 def test_hidden_states_reach_a_drafter_that_asks() -> None:
     class Asking(SuffixDrafter):
         wants_hidden = (0, 2)
-        seen: list[dict] = []
+        seen: ClassVar[list[dict]] = []
 
         def observe(self, commits):
             self.seen.append({layer: tuple(states.shape) for layer, states in commits.hidden.items()})

@@ -1,4 +1,4 @@
-"""Random arrivals, lengths, memory and drafts: no block leaked, none shared wrongly, tokens equal to the naive twin's."""
+"""Random arrivals, lengths, memory and drafts: no block leaked, none shared wrongly, tokens as the naive twin's."""
 
 from __future__ import annotations
 
@@ -164,7 +164,9 @@ def test_broken_memory_is_caught(broken: type[TableDecoder]) -> None:
     workload = TIGHT | {
         "requests": [
             *TIGHT["requests"],
-            Request(9, (0, 1, 2, 3, 4) * 3 + (0, 1, 2, 0, 2, 1), SamplingParams(max_tokens=20, ignore_eos=True), 3, "q"),
+            Request(
+                9, (0, 1, 2, 3, 4) * 3 + (0, 1, 2, 0, 2, 1), SamplingParams(max_tokens=20, ignore_eos=True), 3, "q"
+            ),
         ],
         "arrivals": [*TIGHT["arrivals"], 4],
         "num_blocks": 30,

@@ -21,7 +21,8 @@ from paceline.model import kernels
 from paceline.model.attention import PagedAttention
 from paceline.model.decoder import Decoder
 from paceline.model.kv import BatchPlan, PagedKV
-from paceline.model.ops import Linear, TorchOps
+from paceline.model.layer import Linear
+from paceline.model.ops import TorchOps
 from paceline.model.sample import PhiloxNoise, Sampler, SamplingArrays, philox_words
 
 try:

@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.model import kernels, weights
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
-from paceline.model.ops import Linear
+from paceline.model.layer import Linear
 from paceline.model.weights import ModelError, assign, checksum, hf_state, init, load, save
 from paceline.native import NativeUnavailable
 
