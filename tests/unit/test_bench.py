@@ -264,7 +264,7 @@ def test_ctrl_c_keeps_what_was_measured(checkpoint, tmp_path):
     for line in process.stderr:
         if "repeat 3" in line:
             break
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
     workers = [int(word) for word in children.stdout.split()]
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
