@@ -49,7 +49,9 @@ def transformers_greedy(
 ) -> list[list[int]]:
     """What Hugging Face's generate says, prompt by prompt (no padding, so no doubt about it), float32."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # our own progress is enough
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     outs = []
     for i, prompt in enumerate(prompts):

@@ -51,7 +51,7 @@ class Size:
     num_model_samples: int
 
 
-FULL = Size(num_prompts=32, max_tokens=64, num_samplings=3, num_table_samples=3000, num_model_samples=768)
+FULL = Size(num_prompts=32, max_tokens=64, num_samplings=3, num_table_samples=1500, num_model_samples=384)
 QUICK = Size(num_prompts=6, max_tokens=32, num_samplings=1, num_table_samples=500, num_model_samples=128)
 
 
