@@ -65,7 +65,7 @@ def naive_table(
             logits = torch.from_numpy(table.logits_after(sequence.tokens)).unsqueeze(0)
             key, position = np.array([request.noise_key], np.uint64), np.array([sequence.num_tokens])
             draws = sampler.draw(logits, key, position, SamplingArrays.of([request.sampling]))
-            sequence.commit(draws.tokens, draws.logprobs, draws.raw_logprobs, 0, 0, 0, 0, LetterTokenizer().decode)
+            sequence.commit(draws.tokens, draws.logprobs, draws.raw_logprobs, 0, 0, 0, None, LetterTokenizer().decode)
         outs.append(sequence.tokens[sequence.num_prompt :].tolist())
     return outs
 

@@ -77,7 +77,12 @@ def build_paged(config: Config, decoder: Decoder) -> PagedDecoder:
     from paceline.model.paged import PagedDecoder
 
     num_tokens = config.engine.kv_tokens or default_kv_tokens(config, decoder.config)
-    return PagedDecoder(decoder, -(-num_tokens // BLOCK))
+    try:
+        return PagedDecoder(decoder, -(-num_tokens // BLOCK))
+    except (MemoryError, RuntimeError) as error:  # torch's own out-of-memory is a RuntimeError
+        raise ValueError(
+            f"engine.kv_tokens = {num_tokens}: no memory for that many tokens' KV; lower it ({str(error)[:80]})"
+        ) from None
 
 
 def default_kv_tokens(config: Config, model: ModelConfig) -> int:

@@ -62,10 +62,12 @@ def friendly(command: Command) -> Command:
         except BrokenPipeError:  # the reader (`| head`) has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
-        except (ValueError, NativeUnavailable, OSError) as error:
+        except (ValueError, NativeUnavailable, OSError, MemoryError) as error:
             if os.environ.get("PACELINE_DEBUG"):
                 raise
-            err.print(Text.assemble(("error: ", "bold red"), (str(error), "red")), soft_wrap=True)
+            err.print(
+                Text.assemble(("error: ", "bold red"), (str(error) or "not enough memory", "red")), soft_wrap=True
+            )
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             err.print("interrupted", style="yellow")
@@ -346,6 +348,7 @@ def rollout(
         with terminable():
             run_bench(bench)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough: the report is not to be lost to a second one
         interrupted = True
         err.print("interrupted: stopping the engines; what was measured so far follows", style="yellow")
     finally:

@@ -51,7 +51,7 @@ class EngineSection(Section):
     kv_tokens: Annotated[int, Field(ge=1)] | None = None  # KV memory in tokens; None: enough for max_num_seqs
     prefix_sharing: bool = True  # a prompt that several requests share is computed once
     native: bool = True  # compiled CPU kernels; false: plain torch
-    threads: Annotated[int, Field(ge=1)] | None = None  # None: torch's own choice
+    threads: Annotated[int, Field(ge=1, le=4096)] | None = None  # None: torch's own choice
 
 
 class SpeculationSection(Section):

@@ -42,7 +42,8 @@ class SamplingParams:
         def finite(value: object) -> bool:
             return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
-        need(finite(self.temperature) and self.temperature >= 0, "temperature", "a finite number >= 0 (0 is greedy)")
+        temperate = finite(self.temperature) and (self.temperature == 0 or self.temperature >= 1e-5)
+        need(temperate, "temperature", "0 (greedy) or a finite number >= 1e-5")
         need(isinstance(self.top_k, int) and self.top_k >= 0, "top_k", "an integer >= 0 (0 turns it off)")
         need(finite(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1] (1 turns it off)")
         need(finite(self.min_p) and 0 <= self.min_p < 1, "min_p", "in [0, 1) (0 turns it off)")

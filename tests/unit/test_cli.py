@@ -146,3 +146,75 @@ def test_a_closed_pipe_is_no_error(tiny):
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": [{"role": "user", "content": 3}]}', "both strings"),
+        ('{"prompt": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}', "both strings"),
+        ('{"prompt": [{"role": 1, "content": "x"}]}', "both strings"),
+        ('{"prompt": "\\ud800"}', "not valid Unicode"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_odd_prompts_are_mistakes_not_tracebacks(run, tiny, tmp_path, line, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(line + "\n")
+    assert message in run("generate", "--prompts", path, "--model", tiny, code=2).stderr
+
+
+def test_a_byte_order_mark_is_no_mistake_and_utf16_is(run, tiny, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "hi"}\n', encoding="utf-8-sig")
+    run("generate", "--prompts", path, "--model", tiny, "--max-tokens", 2)
+    path.write_text('{"prompt": "hi"}\n', encoding="utf-16")
+    assert f"{path}: not UTF-8" in run("generate", "--prompts", path, "--model", tiny, code=2).stderr.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": "3"}, "num_hidden_layers = '3'"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0"),
+        ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads"),
+        ({"head_dim": 7}, "head_dim = 7"),
+        ({"rms_norm_eps": "a"}, "rms_norm_eps = 'a'"),
+        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "MambaForCausalLM"),
+    ],
+)
+def test_a_broken_config_names_its_key(run, tiny, tmp_path, change, message):
+    for file in tiny.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((tiny / "config.json").read_text()) | change
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert message in run("generate", "hi", "--model", tmp_path, code=2).stderr.replace("\n", " ")
+
+
+def test_too_much_kv_memory_is_a_mistake(run, tiny):
+    words = ["generate", "hi", "--model", tiny, "--set", "engine.kv_tokens=1000000000000"]
+    assert "engine.kv_tokens = 1000000000000" in run(*words, code=2).stderr
+
+
+def test_json_goes_through_links_and_into_pipes(run, tiny, tmp_path):
+    target, link, pipe = tmp_path / "real.json", tmp_path / "link.json", tmp_path / "pipe"
+    target.write_text("old")
+    link.symlink_to(target)
+    common = ["generate", "hi", "--model", tiny, "--max-tokens", 2, "--json"]
+    run(*common, link)
+    assert link.is_symlink()
+    assert len(json.loads(target.read_text())["completions"]) == 1
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE) as reader:
+        run(*common, pipe)
+        assert len(json.loads(reader.communicate(timeout=30)[0])["completions"]) == 1
+    assert pipe.is_fifo()
+
+
+def test_verify_and_bench_say_when_the_context_is_too_short(run, tiny, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "x" * 100}) + "\n")
+    assert "context of 128" in run("verify", "--quick", "--model", tiny, "--prompts", path, code=2).stderr
+    words = ["bench", "rollout", "--model", tiny, "--engines", "paceline", "--max-tokens", 500, "--batch", 1]
+    assert "the context of" in run(*words, code=2).stderr

@@ -16,8 +16,11 @@ Prompt = str | Messages
 
 def read_prompts(path: str | Path) -> list[Prompt]:
     """The prompts of a jsonl file."""
-    with Path(path).open(encoding="utf-8") as file:
-        return parse_prompts(file, str(path))
+    try:
+        with Path(path).open(encoding="utf-8-sig") as file:
+            return parse_prompts(file, str(path))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error.reason})") from None
 
 
 def parse_prompts(lines: Iterable[str], name: str) -> list[Prompt]:
@@ -27,8 +30,8 @@ def parse_prompts(lines: Iterable[str], name: str) -> list[Prompt]:
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{name}, line {number}: not JSON ({error.msg} at column {error.colno})") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{name}, line {number}: not JSON ({error})") from None
         prompts.append(_prompt(record, f"{name}, line {number}"))
     if not prompts:
         raise ValueError(f'{name}: no prompts in it; it needs lines like {{"prompt": "…"}}')
@@ -42,16 +45,23 @@ def _prompt(record: Any, where: str) -> Prompt:
     if (
         prompt
         and isinstance(prompt, list)
-        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+        and all(isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content")) for m in prompt)
     ):
         return prompt
     raise ValueError(
-        f"{where}: needs `prompt` or `question`, a non-empty string or a list of messages with `role` and `content`"
+        f"{where}: needs `prompt` or `question`, a non-empty string or a list of messages with `role` and `content`, "
+        "both strings"
     )
 
 
 def encode(tokenizer: Any, prompt: Prompt, raw: bool = False) -> tuple[int, ...]:
     """Token ids; through the model's chat template, where it has one, unless `raw`."""
+    from jinja2 import TemplateError
+
+    try:
+        json.dumps(prompt, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"prompt {ascii(shown(prompt))[:60]}: not valid Unicode text") from None
     templated = not raw and bool(tokenizer.chat_template)
     if isinstance(prompt, str):
         if not templated:
@@ -60,7 +70,10 @@ def encode(tokenizer: Any, prompt: Prompt, raw: bool = False) -> tuple[int, ...]
     if not templated:
         why = "the chat template is turned off" if raw else "this model has no chat template"
         raise ValueError(f"a prompt is a list of messages, but {why}; give a string")
-    return tuple(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+    try:
+        return tuple(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+    except TemplateError as error:
+        raise ValueError(f"the model's chat template refuses this prompt: {error}; --raw goes without it") from None
 
 
 def shown(prompt: Prompt) -> str:

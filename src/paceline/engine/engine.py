@@ -272,7 +272,7 @@ class LocalEngine:
                 verdict.num_accepted[i],
                 len(row.draft),
                 self.version,
-                0,
+                self.drafter.name if self.drafter is not None else None,
                 self.detokenize,
             )
             commits.tokens[i, :count] = sequence.tokens[before:]
@@ -288,7 +288,7 @@ class LocalEngine:
         return finished, commits
 
     def _complete(self, sequence: Sequence) -> Completion:
-        completion = sequence.completion((self.drafter.name,) if self.drafter is not None else ())
+        completion = sequence.completion()
         request_id = sequence.request.request_id
         self._handles.pop(request_id).completion = completion
         if self.drafter is not None:

@@ -28,6 +28,7 @@ class Sequence:
         self.num_computed = 0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.drafters: list[str] = []  # who drafted for it, in order of appearance
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = self.num_preemptions = 0
         self._stop_ids = frozenset(sampling.stop_token_ids) | (
             frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
@@ -63,7 +64,7 @@ class Sequence:
         num_accepted: int,
         num_drafted: int,
         version: int,
-        source: int,
+        drafter: str | None,
         detokenize: Detokenize | None,
     ) -> int:
         """Append what a verification emitted, up to and including the first stop; returns how many were taken. The
@@ -75,7 +76,7 @@ class Sequence:
         self._logprobs[new], self._raw_logprobs[new] = logprobs[:count], raw_logprobs[:count]
         self._versions[new] = version
         self._provenance[new] = Provenance.ACCEPTED
-        self._sources[new] = source if num_drafted else NOBODY
+        self._sources[new] = self._index_of(drafter) if num_drafted and drafter else NOBODY
         if count > num_accepted:
             own = at + num_accepted
             if num_drafted == 0:
@@ -97,8 +98,9 @@ class Sequence:
         """How many of these tokens come up to the first stop, which is noted; all of them if there is none."""
         stops = self.request.sampling.stop
         emitted = self._tokens[self.num_prompt : self.num_tokens].tolist() if stops else []
-        # Every token is checked as it comes, so a new match must end in the newest token: a short tail is enough.
-        window = 2 * max(map(len, stops), default=0) + 16
+        # Every token is checked as it comes, so a new match must end in the newest token: a tail that holds the
+        # longest stop is enough, and a token is at least one byte.
+        window = max((len(stop.encode()) for stop in stops), default=0) + 16
         for i, token in enumerate(tokens.tolist()):
             if token in self._stop_ids:
                 self.finish_reason, self.stop_reason = "stop", token
@@ -113,7 +115,12 @@ class Sequence:
                         return i + 1
         return len(tokens)
 
-    def completion(self, drafters: tuple[str, ...]) -> Completion:
+    def _index_of(self, drafter: str) -> int:
+        if drafter not in self.drafters:
+            self.drafters.append(drafter)
+        return self.drafters.index(drafter)
+
+    def completion(self) -> Completion:
         count = self.num_tokens - self.num_prompt
         return Completion(
             request=self.request,
@@ -123,7 +130,7 @@ class Sequence:
             versions=self._versions[:count].copy(),
             provenance=self._provenance[:count].copy(),
             sources=self._sources[:count].copy(),
-            drafters=drafters,
+            drafters=tuple(self.drafters),
             finish_reason=self.finish_reason or "abort",
             stop_reason=self.stop_reason,
             num_drafts=self.num_drafts,

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline import native
-from paceline.model.weights import ModelError
+from paceline.model.weights import ModelError, read_config
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,7 +72,8 @@ def load_tokenizer(directory: Path | str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # transformers, tokenizers and their validators raise all sorts
+        read_config(directory)  # if it is the config that is wrong, this says so better
         reason = str(error).strip().split("\n")[0]
         raise ModelError(f"{directory}: no usable tokenizer ({reason}); it needs tokenizer.json or its kin") from None
 

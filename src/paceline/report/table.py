@@ -62,8 +62,11 @@ def check_writable(path: Path | None) -> None:
         return
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give the name of a file")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise ValueError(f"{path}: the folder {path.absolute().parent} does not exist or is not writable")
+    folder = path.resolve().parent
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"{path}: can't write into the folder {folder} ({error.strerror})") from None
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -71,7 +74,12 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """All of it or nothing: written beside its place, then moved there."""
+    """All of it or nothing: written beside its place, then moved there. What is no plain file (a device, a pipe) is
+    written to, not replaced; a link keeps pointing where it points."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
     handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.absolute().parent)
     try:
         with os.fdopen(handle, "wb") as file:

@@ -86,12 +86,19 @@ class _Ladder:
     def __init__(
         self, config: Config, prompts: list[Sequence[int]], drafters: tuple[str, ...], size: Size, progress: Progress
     ) -> None:
-        self.config, self.prompts, self.drafters, self.size, self.progress = config, prompts, drafters, size, progress
+        self.config, self.drafters, self.size, self.progress = config, drafters, size, progress
         self.directory: Path = resolve(config.model.name)
         self.tokenizer = load_tokenizer(self.directory)
         self.decoder = build_decoder(config, self.directory)
         self.sampler = build_sampler(self.decoder)
-        longest = max(map(len, prompts)) + size.max_tokens
+        context = self.decoder.config.max_positions
+        self.prompts = [prompt for prompt in prompts if len(prompt) + size.max_tokens <= context]
+        if not self.prompts:
+            raise ValueError(
+                f"no prompt leaves room for {size.max_tokens} tokens in this model's context of {context}; give "
+                "shorter ones with --prompts"
+            )
+        longest = max(map(len, self.prompts)) + size.max_tokens
         self.blocks_each = -(-longest // BLOCK) + 1
         self._plain: list[Completion] | None = None
 

@@ -13,6 +13,7 @@ from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import LocalEngine
+from paceline.engine.sequence import Sequence
 from paceline.model.decoder import first_layers
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
@@ -94,6 +95,22 @@ def test_a_stop_inside_an_accepted_draft_ends_it_there() -> None:
         if isinstance(c.stop_reason, str):
             assert text.endswith(c.stop_reason)
             assert not any(s in text[:-1] for s in ("ab", "cd"))
+
+
+def test_a_stop_string_of_many_tokens_per_character_is_seen() -> None:
+    """Byte-level tokenizers spend up to four tokens on a character."""
+
+    class ByteTokenizer:
+        def decode(self, ids: list[int]) -> str:
+            return bytes(ids).decode(errors="replace")
+
+    stop = "𓀀" * 10
+    sequence = Sequence(Request(0, (1,), SamplingParams(max_tokens=99, stop=(stop,))), 0, 200, ())
+    tokens = np.array(list(("so: " + stop + " and on").encode()), np.int32)
+    unknown = np.zeros(len(tokens))
+    taken = sequence.commit(tokens, unknown, unknown, 0, 0, 0, None, ByteTokenizer().decode)
+    assert taken == len(("so: " + stop).encode())
+    assert sequence.stop_reason == stop
 
 
 def test_provenance_and_metrics_tell_what_happened() -> None:
@@ -201,6 +218,7 @@ def test_a_running_id_is_refused() -> None:
         {"temperature": -0.1},
         {"temperature": float("nan")},
         {"temperature": float("inf")},
+        {"temperature": 1e-40},
         {"top_k": -1},
         {"top_p": 0.0},
         {"top_p": 1.5},
@@ -301,6 +319,9 @@ def test_drafter_weights_and_drafters_are_swapped_between_steps() -> None:
     while running.has_work:
         running.step()
     assert [h.completion.token_ids.tolist() for h in handles] == [c.token_ids.tolist() for c in plain]
+    assert handles[0].completion.drafters[0] == "draft_model"
+    for c in (h.completion for h in handles):
+        assert all(source == 255 or source < len(c.drafters) for source in c.sources)
     assert not any(drafter.paged.pool.references)
     with pytest.raises(ValueError, match="no weights"):
         running.update_drafter(update, 8)
