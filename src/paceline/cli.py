@@ -365,6 +365,7 @@ def rollout(
     if plot_file is not None and bench.rounds:
         plot.save(rows, COLUMNS, plot_file, title)
     if interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         raise typer.Exit(130)
     if not bench.rounds:
         raise ValueError("nothing could be measured; the notes say why")
