@@ -177,7 +177,7 @@ def test_a_byte_order_mark_is_no_mistake_and_utf16_is(run, tiny, tmp_path):
     [
         ({"num_hidden_layers": "3"}, "num_hidden_layers = '3'"),
         ({"num_attention_heads": 0}, "num_attention_heads = 0"),
-        ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads"),
+        ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
         ({"head_dim": 7}, "head_dim = 7"),
         ({"rms_norm_eps": "a"}, "rms_norm_eps = 'a'"),
         ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "MambaForCausalLM"),

@@ -62,14 +62,14 @@ def test_unknown_key_with_nothing_near_lists_the_section():
     [
         ("engine.max_num_seqs=many", "engine.max_num_seqs = 'many': expected an integer >= 1"),
         ("engine.max_num_seqs=0", "engine.max_num_seqs = 0: expected an integer >= 1"),
-        ("engine.threads=1.5", "engine.threads = 1.5: expected an integer >= 1"),
-        ('engine.threads="2"', "engine.threads = '2': expected an integer >= 1"),
+        ("engine.threads=1.5", "engine.threads = 1.5: expected an integer >= 1 and <= 4096"),
+        ('engine.threads="2"', "engine.threads = '2': expected an integer >= 1 and <= 4096"),
         ("engine.native=1", "engine.native = 1: expected true or false"),
         ("model=x", "model = 'x': expected a section with the keys name, dtype, device"),
         ("model.dtype=fp8", 'model.dtype = \'fp8\': expected one of "float32", "float64", "bfloat16", "float16"'),
         ("sampling.stop=x", "sampling.stop = 'x': expected a list of strings"),
-        ("sampling.temperature=nan", "sampling.temperature = nan: must be a finite number >= 0 (0 is greedy)"),
-        ("sampling.temperature=-1", "sampling.temperature = -1.0: must be a finite number >= 0 (0 is greedy)"),
+        ("sampling.temperature=nan", "sampling.temperature = nan: must be 0 (greedy) or a finite number >= 1e-5"),
+        ("sampling.temperature=-1", "sampling.temperature = -1.0: must be 0 (greedy) or a finite number >= 1e-5"),
         ("sampling.top_p=0", "sampling.top_p = 0.0: must be in (0, 1] (1 turns it off)"),
     ],
 )

@@ -79,14 +79,6 @@ class ModelConfig:
             # Qwen's recipe adds yarn without raising max_position_embeddings; the point of it is the longer reach.
             reach = int(_value(scaling, "factor", float) * _value(scaling, "original_max_position_embeddings", float))
             max_positions = max(max_positions, reach)
-        num_kv_heads = _value(hf, "num_key_value_heads", int, num_heads)
-        if num_heads % num_kv_heads:
-            raise ValueError(
-                f"config.json: num_attention_heads = {num_heads} is no multiple of num_key_value_heads = {num_kv_heads}"
-            )
-        head_dim = _value(hf, "head_dim", int, 128 if family == "qwen3" else hidden_size // num_heads)
-        if head_dim % 2:
-            raise ValueError(f"config.json: head_dim = {head_dim}: must be even, for RoPE turns pairs")
         attention_bias = _value(hf, "attention_bias", bool, False)
         return ModelConfig(
             family=family,
@@ -95,8 +87,8 @@ class ModelConfig:
             intermediate_size=_value(hf, "intermediate_size", int),
             num_layers=_value(hf, "num_hidden_layers", int),
             num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            num_kv_heads=_value(hf, "num_key_value_heads", int, num_heads),
+            head_dim=_value(hf, "head_dim", int, 128 if family == "qwen3" else hidden_size // num_heads),
             norm_eps=_value(hf, "rms_norm_eps", float),
             rope_theta=theta,
             max_positions=max_positions,

@@ -332,7 +332,10 @@ def test_the_hub_brings_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert store.resolve("org/name") == tmp_path
 
 
-def test_no_tokenizer(tmp_path: Path) -> None:
+def test_no_tokenizer(tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        store.load_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_bytes((checkpoint("llama") / "config.json").read_bytes())
     with pytest.raises(ModelError, match="no usable tokenizer"):
         store.load_tokenizer(tmp_path)
 
