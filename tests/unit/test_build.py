@@ -1,0 +1,40 @@
+"""The composition root refuses what does not fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.build import build_engine
+from paceline.config import load_config
+from paceline.types import Request, SamplingParams
+
+
+def build(target: Path, draft: str | Path):
+    overrides = [
+        f"model.name={target}",
+        "speculation.method=draft_model",
+        f"speculation.draft_model={draft}",
+        "engine.kv_tokens=1024",
+    ]
+    return build_engine(load_config(None, overrides))
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(ValueError, match="300 tokens, the target 259"):
+        build(checkpoint("llama"), checkpoint("llama", vocab_size=300))
+
+
+@pytest.mark.parametrize("draft", ["layers:0", "layers:9", "layers:x"])
+def test_layers_that_are_not_there_are_refused(checkpoint: Callable[..., Path], draft: str) -> None:
+    with pytest.raises(ValueError, match="N from 1 to 3"):
+        build(checkpoint("llama"), draft)
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_fitting_draft_model_drafts(checkpoint: Callable[..., Path], other: bool) -> None:
+    engine = build(checkpoint("llama"), checkpoint("llama", seed=3) if other else "layers:2")
+    engine.generate([Request(0, (1, 2, 3), SamplingParams(max_tokens=8, ignore_eos=True))])
+    assert sum(trace.num_draft_tokens for trace in engine.drain_trace()) > 0
