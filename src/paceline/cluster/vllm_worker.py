@@ -70,7 +70,7 @@ class Worker:
         logprobs: bool = False,
         **_: Any,
     ) -> dict[str, Any]:
-        # No seed per request: vLLM would draw row by row, and be slower than it is. The LLM has one.
+        # No seed per request, which would make vLLM draw row by row; the LLM has one.
         params = SamplingParams(
             temperature=temperature,
             max_tokens=max_tokens,
