@@ -7,6 +7,7 @@ made, a Config never changes. No torch here: commands that only look at settings
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ class ModelSection(Section):
     name: str = "smollm2-135m"  # a name `paceline pull` knows, a Hugging Face directory, or a hub id
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    yarn_factor: Annotated[float, Field(ge=1)] | None = None  # stretch the context this many times (YaRN)
 
 
 class EngineSection(Section):
@@ -62,6 +64,10 @@ class SpeculationSection(Section):
     draft_model: str | None = None  # as model.name, with the same vocabulary; or "layers:N": the target's first N
     prompt_lookup_min: Annotated[int, Field(ge=1)] = 2
     prompt_lookup_max: Annotated[int, Field(ge=1)] = 5
+    min_confidence: Annotated[float, Field(ge=0, le=1)] = 0.0  # a draft ends where it is less likely to get so far
+    audit_every: Annotated[int, Field(ge=0)] = (
+        0  # train: every n-th step's rollouts once more, plainly, timed; 0: never
+    )
     suffix_min_match: Annotated[int, Field(ge=1)] = 1  # shorter matches are not drafted from
     suffix_max_bytes: Annotated[int, Field(ge=1 << 16)] = 1 << 30  # history beyond this is forgotten, oldest first
 
@@ -109,11 +115,126 @@ class SamplingSection(Section):
         )
 
 
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class TaskSection(Section):
+    kind: Literal["reasoning_gym", "jsonl", "dataset", "env"] = "reasoning_gym"
+    # A reasoning-gym dataset, a jsonl file, a Hugging Face dataset (id or directory), or `module:EnvClass`.
+    name: str = "chain_sum"
+    params: dict[str, Any] = {}  # the reasoning-gym dataset's or environment's own parameters
+    split: str = "train"
+    prompt_column: str | None = None  # None: `prompt`, else `question`
+    answer_column: str = "answer"
+    system: str | None = None  # a system message before every prompt
+    template: str = "{prompt}"  # wraps prompts that are strings
+    chat: bool = True  # through the model's chat template; false: the bare text
+    size: Positive | None = None  # training problems; None: all there are (reasoning-gym: 1024)
+    held_out: Count = 64  # problems for validation, never trained on
+    seed: int = 0
+
+
+class RewardSection(Section):
+    # exact, format, math, code, gym (reasoning-gym's own scorer), model, env (what the environment gave), or
+    # `module:function` in TRL's signature.
+    functions: Annotated[list[str], Field(min_length=1)] = ["gym"]
+    weights: list[float] | None = None  # one per function; None: 1 each
+    answer_pattern: str | None = None  # regex whose last match (group 1 if any) is the answer; None: the whole text
+    format_pattern: str = r"(?s)<think>.*</think>\s*<answer>.*</answer>\s*"  # `format`: the whole text must match
+    model: str | None = None  # `model`: a sequence classifier's directory or hub id
+    timeout_s: Seconds = 10.0  # per sample; what takes longer costs that sample, not the run
+    workers: Positive = 2  # processes for math, code and functions of your own
+    code_memory_mb: Positive = 512
+    code_cpu_s: Positive = 5
+    max_failures: Annotated[float, Field(ge=0, le=1)] = 0.5  # a larger share of failed samples in a step ends the run
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RewardSection:
+        if self.weights is not None and len(self.weights) != len(self.functions):
+            raise ValueError(
+                f"reward.weights has {len(self.weights)} entries, reward.functions {len(self.functions)}; give one each"
+            )
+        if "model" in self.functions and self.model is None:
+            raise ValueError('reward.model is not set, but reward.functions has "model"; name a sequence classifier')
+        for key in ("answer_pattern", "format_pattern"):
+            try:
+                re.compile(getattr(self, key) or "")
+            except re.error as error:
+                raise ValueError(f"reward.{key} = {getattr(self, key)!r}: not a regular expression ({error})") from None
+        return self
+
+
+class AlgorithmSection(Section):
+    """None means: what the algorithm's paper says."""
+
+    name: Literal["grpo", "dapo", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo"] = "grpo"
+    num_generations: Annotated[int, Field(ge=2)] = 8  # samples per problem
+    epsilon: Annotated[float, Field(ge=0)] | None = None
+    epsilon_high: Annotated[float, Field(ge=0)] | None = None
+    beta: Annotated[float, Field(ge=0)] = 0.0  # weight of the KL to the reference, the policy as it was at the start
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    scale_rewards: Literal["group", "batch", "none"] | None = None
+    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo"] | None = None  # how token losses are averaged
+    dynamic_sampling: bool | None = None  # groups whose rewards are all alike are replaced by further ones
+    max_sampling_rounds: Positive = 3  # and how often before a smaller batch will do
+    mask_truncated_completions: bool | None = None  # overlong filtering: they train nothing
+    overlong_buffer: Count = 0  # soft overlong penalty over this many last tokens before sampling.max_tokens; 0: none
+    overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
+    correction: Literal["none", "token_tis", "sequence_tis", "icepop"] = "none"  # for the engine's own logprobs
+    correction_cap: Annotated[float, Field(gt=0)] = 2.0  # TIS: ratios are cut here; IcePop: upper bound
+    correction_floor: Annotated[float, Field(ge=0)] = 0.5  # IcePop: tokens with a lower ratio are masked
+
+
+class LearnerSection(Section):
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: matrices by Muon, the rest by AdamW
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    muon_learning_rate: Annotated[float, Field(ge=0)] = 1e-3
+    betas: Annotated[list[float], Field(min_length=2, max_length=2)] = [0.9, 0.999]
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    warmup_steps: Count = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    tokens_per_microbatch: Positive = 2048  # gradient accumulation: prompts and completions in one forward
+    num_minibatches: Positive = 1  # optimiser steps that a batch is divided into
+    num_iterations: Positive = 1  # passes over a batch
+    activation_checkpointing: bool = False
+    lora_rank: Count = 0  # 0: all weights are trained
+    lora_alpha: Annotated[float, Field(gt=0)] = 16.0
+    lora_targets: list[Literal["qkv", "o", "gate_up", "down"]] = ["qkv", "o", "gate_up", "down"]
+    threads: Annotated[int, Field(ge=1, le=4096)] | None = None  # None: all, or half of them where generation overlaps
+
+
+class TrainSection(Section):
+    num_steps: Positive = 100
+    groups_per_step: Positive = 8  # problems in a batch
+    max_staleness: Count = 0  # 0: synchronous; n: training may use rollouts of up to n versions ago
+    inflight: Literal["drain", "keep", "recompute"] = "drain"  # running sequences when new weights come
+    seed: int = 0
+    eval_every: Count = 0  # validate on the held-out problems every n steps, and before and after; 0: never
+    eval_samples: Positive = 1  # per problem
+    eval_temperature: Annotated[float, Field(ge=0)] = 1.0
+    checkpoint_every: Count = 10  # 0: only at the end and when interrupted
+    keep_checkpoints: Positive = 2  # the last n; the best is kept besides
+    env_timeout_s: Seconds = 30.0  # for one step of an environment
+    mismatch_alarm: Annotated[float, Field(gt=0)] = 0.02  # mean |engine - learner| logprob that raises an alarm
+    tensorboard: bool = True
+    wandb: bool = False
+
+
 class Config(Section):
     model: ModelSection = ModelSection()
     engine: EngineSection = EngineSection()
     speculation: SpeculationSection = SpeculationSection()
     sampling: SamplingSection = SamplingSection()
+    task: TaskSection = TaskSection()
+    reward: RewardSection = RewardSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    learner: LearnerSection = LearnerSection()
+    train: TrainSection = TrainSection()
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:

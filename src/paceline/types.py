@@ -111,6 +111,54 @@ class Completion:
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
 
+@dataclass(slots=True)
+class Rollout:
+    """One scored sample. `token_ids` is all that follows the prompt: what the policy wrote (mask true) and, between
+    the turns of an environment, what the environment answered (mask false). Arrays have one entry per such token."""
+
+    sample: int  # its number within the group
+    prompt_ids: tuple[int, ...]
+    token_ids: np.ndarray  # int32
+    mask: np.ndarray  # bool, True where the policy chose the token
+    logprobs: np.ndarray  # float64, the engine's, under the processed distribution; 0 where mask is false
+    versions: np.ndarray  # int32, the policy version that emitted the token; that of the turn before where masked
+    provenance: np.ndarray  # uint8, Provenance
+    sources: np.ndarray  # uint8, index into `drafters` (255: nobody)
+    drafters: tuple[str, ...]
+    finish_reason: str  # of its last turn: "stop" | "length" | "abort"
+    num_turns: int = 1
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    text: str = ""  # the policy's last turn, or the only one, without special tokens
+    reward: float = math.nan  # the weighted sum of `rewards`; NaN: could not be scored, see `failure`
+    rewards: dict[str, float] = field(default_factory=dict)  # by reward function
+    advantage: float = 0.0  # mean over its tokens, for the records
+    failure: str | None = None  # why it has no reward; such a sample trains nothing
+
+    @property
+    def is_truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+
+@dataclass(slots=True)
+class Group:
+    """The samples of one problem that are judged against each other."""
+
+    index: int  # its place in the order of the data: order, selection and batching go by it
+    problem: str  # the problem's name
+    prompt: str  # as text, for the records
+    rollouts: list[Rollout]
+
+    @property
+    def scored(self) -> list[Rollout]:
+        return [rollout for rollout in self.rollouts if rollout.failure is None]
+
+    @property
+    def oldest_version(self) -> int:
+        return min(int(r.versions[r.mask].min()) for r in self.rollouts if r.mask.any())
+
+
 @dataclass(frozen=True, slots=True)
 class StepTrace:
     """One engine step: what ran, what speculation did, where the time went."""

@@ -1,0 +1,1 @@
+"""Algorithms, the learner, and the one loop."""
