@@ -5,16 +5,24 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from paceline.config import Config
+from paceline.config import Config, dump_config
 from paceline.native import NativeUnavailable
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from paceline.engine.engine import LocalEngine
     from paceline.model.config import ModelConfig
     from paceline.model.decoder import Decoder
     from paceline.model.paged import PagedDecoder
     from paceline.model.sample import Sampler
+    from paceline.rl.collect import Collector
+    from paceline.rl.learner import Learner
+    from paceline.rl.logs import Sink
+    from paceline.rl.loop import Loop, Watcher
     from paceline.speculation.batch import Drafter
+    from paceline.tasks.rewards import Rewarder
+    from paceline.tasks.task import Task
 
 
 def build_engine(config: Config) -> LocalEngine:
@@ -35,7 +43,7 @@ def build_engine(config: Config) -> LocalEngine:
         build_paged(config, decoder),
         sampler=sampler,
         drafter=build_drafter(config, decoder, tokenizer),
-        policy=StaticPolicy(config.speculation.num_speculative_tokens),
+        policy=StaticPolicy(config.speculation.num_speculative_tokens, config.speculation.min_confidence),
         rule=config.speculation.rule,
         max_num_seqs=config.engine.max_num_seqs,
         max_num_batched_tokens=config.engine.max_num_batched_tokens,
@@ -44,8 +52,8 @@ def build_engine(config: Config) -> LocalEngine:
     )
 
 
-def build_decoder(config: Config, directory: Any) -> Decoder:
-    """The model for inference: packed for the CPU kernels where they can run, plain torch elsewhere."""
+def load_decoder(config: Config, directory: Any) -> Decoder:
+    """The model as it is on disk, its context stretched where model.yarn_factor says so."""
     import torch
 
     from paceline.model.weights import load
@@ -55,8 +63,13 @@ def build_decoder(config: Config, directory: Any) -> Decoder:
         raise ValueError(f"model.device = {device!r}: this machine has no CUDA device; use 'cpu'")
     if device == "cpu" and dtype.itemsize < 4:
         raise ValueError(f"model.dtype = {config.model.dtype!r}: on a CPU use 'float32' (or 'float64')")
-    decoder = load(directory, dtype, device).requires_grad_(False)
-    if config.engine.native and device == "cpu" and dtype == torch.float32:
+    return load(directory, dtype, device, config.model.yarn_factor).requires_grad_(False)
+
+
+def build_decoder(config: Config, directory: Any) -> Decoder:
+    """The model for inference: packed for the CPU kernels where they can run, plain torch elsewhere."""
+    decoder = load_decoder(config, directory)
+    if config.engine.native and config.model.device == "cpu" and config.model.dtype == "float32":
         from paceline.model.kernels import pack_decoder
 
         try:
@@ -140,3 +153,146 @@ def _draft_decoder(config: Config, target: Decoder, tokenizer: Any) -> Decoder:
             "share the target's vocabulary"
         )
     return draft
+
+
+# ---- training ----
+
+
+def build_task(config: Config) -> Task:
+    if config.task.kind == "reasoning_gym":
+        from paceline.tasks.gym import GymTask
+
+        return GymTask(config.task)
+    if config.task.kind == "env":
+        from paceline.tasks.episodes import EnvTask
+
+        return EnvTask(config.task)
+    from paceline.tasks.table import TableTask
+
+    return TableTask(config.task)
+
+
+def build_rewarder(config: Config) -> Rewarder:
+    from paceline.tasks.rewards import Rewarder
+
+    return Rewarder(config.reward, config.task)
+
+
+def build_collector(config: Config, engine: LocalEngine, rewarder: Rewarder) -> Collector:
+    from paceline.rl.collect import Collector
+
+    return Collector(
+        engine,
+        engine.tokenizer,
+        rewarder,
+        sampling=config.sampling.params(),
+        chat=config.task.chat,
+        env_timeout_s=config.train.env_timeout_s,
+    )
+
+
+def build_learner(config: Config, directory: Any) -> Learner:
+    from paceline.rl.learner import Learner
+
+    return Learner(
+        load_decoder(config, directory),
+        config.learner,
+        num_steps=config.train.num_steps,
+        temperature=config.sampling.temperature,
+        keep_reference=config.algorithm.beta > 0,
+        seed=config.train.seed,
+    )
+
+
+def build_loop(config: Config, watcher: Watcher, *, run: Path | None = None, resume: Path | None = None) -> Loop:
+    """A new run in folder `run` (None: a fresh one under runs/), or one to `resume`. What can be wrong with the
+    settings is found before the folder is made."""
+    from paceline.model.store import resolve
+    from paceline.rl.algorithms import make_algorithm
+    from paceline.rl.audit import Auditor
+    from paceline.rl.checkpoint import Checkpoints
+    from paceline.rl.folder import RunFolder
+    from paceline.rl.loop import Loop
+
+    algorithm = make_algorithm(config.algorithm, config.sampling.max_tokens)
+    task = build_task(config)
+    if config.train.eval_every and not task.held_out:
+        raise ValueError("train.eval_every needs held-out problems, but task.held_out = 0; raise it or don't validate")
+    rewarder = build_rewarder(config)
+    directory = resolve(config.model.name)
+    engine = build_engine(config)
+    learner = build_learner(config, directory)
+    target = engine.paged.decoder
+    if resume is None:
+        folder = RunFolder.create(run, dump_config(config), describe_run(config, task))
+    else:
+        folder = RunFolder.open(resume, dump_config(config))
+    checkpoints = Checkpoints(folder.checkpoints, config.train.keep_checkpoints)
+    checkpoint = checkpoints.latest() if resume is not None else None
+    loop = Loop(
+        config,
+        engine=engine,
+        learner=learner,
+        algorithm=algorithm,
+        task=task,
+        collector=build_collector(config, engine, rewarder),
+        auditor=Auditor(engine, lambda: build_drafter(config, target, engine.tokenizer)),
+        folder=folder,
+        checkpoints=checkpoints,
+        sinks=build_sinks(config, folder.path, checkpoint.step if checkpoint is not None else None),
+        watcher=watcher,
+    )
+    if checkpoint is not None:
+        loop.restore(checkpoint)
+    elif resume is not None:
+        folder.truncate({})  # it never came to a checkpoint: from the start
+    return loop
+
+
+def describe_run(config: Config, task: Task) -> dict[str, Any]:
+    import datetime
+
+    import torch
+
+    from paceline import __version__
+
+    return {
+        "name": f"{config.algorithm.name} on {task.name}",
+        "task": task.name,
+        "model": config.model.name,
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "paceline": __version__,
+        "torch": torch.__version__,
+        "device": config.model.device,
+        "seed": config.train.seed,
+    }
+
+
+def build_sinks(config: Config, folder: Path, purge_step: int | None) -> list[Sink]:
+    from paceline.rl.logs import TensorBoardSink, WandbSink
+
+    sinks: list[Sink] = []
+    if config.train.tensorboard:
+        sinks.append(TensorBoardSink(folder / "tensorboard", purge_step))
+    if config.train.wandb:
+        sinks.append(WandbSink(folder, folder.name, config.model_dump(mode="json")))
+    return sinks
+
+
+def export_policy(config: Config, run: Path, directory: Path, best: bool) -> None:
+    """The policy of a run's last (or best) checkpoint as a Hugging Face directory."""
+    from paceline.model import weights
+    from paceline.model.store import load_tokenizer, resolve
+    from paceline.rl.checkpoint import Checkpoints
+
+    checkpoints = Checkpoints(run / "checkpoints", config.train.keep_checkpoints)
+    checkpoint = checkpoints.best() if best else checkpoints.latest()
+    if checkpoint is None:
+        raise ValueError(f"{run}: no {'validated ' if best else ''}checkpoint yet; nothing to export")
+    source = resolve(config.model.name)
+    learner = build_learner(config, source)
+    learner.restore(checkpoint.tensors("learner"))
+    merged = load_decoder(config, source)
+    weights.assign(merged, learner.weights())
+    load_tokenizer(source).save_pretrained(directory)
+    weights.save(merged, directory)

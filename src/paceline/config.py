@@ -7,9 +7,11 @@ made, a Config never changes. No torch here: commands that only look at settings
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from datetime import date, time
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -169,15 +171,15 @@ class RewardSection(Section):
 class AlgorithmSection(Section):
     """None means: what the algorithm's paper says."""
 
-    name: Literal["grpo", "dapo", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo"] = "grpo"
+    name: Literal["grpo", "dapo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo"] = "grpo"
     num_generations: Annotated[int, Field(ge=2)] = 8  # samples per problem
     epsilon: Annotated[float, Field(ge=0)] | None = None
     epsilon_high: Annotated[float, Field(ge=0)] | None = None
     beta: Annotated[float, Field(ge=0)] = 0.0  # weight of the KL to the reference, the policy as it was at the start
-    kl: Literal["k1", "k2", "k3"] = "k3"
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl: Literal["k1", "k2", "k3"] | None = None
+    kl_in: Literal["loss", "reward"] | None = None
     scale_rewards: Literal["group", "batch", "none"] | None = None
-    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo"] | None = None  # how token losses are averaged
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] | None = None  # how token losses are averaged
     dynamic_sampling: bool | None = None  # groups whose rewards are all alike are replaced by further ones
     max_sampling_rounds: Positive = 3  # and how often before a smaller batch will do
     mask_truncated_completions: bool | None = None  # overlong filtering: they train nothing
@@ -235,6 +237,21 @@ class Config(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     learner: LearnerSection = LearnerSection()
     train: TrainSection = TrainSection()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        audits, rule = self.speculation.audit_every > 0, self.speculation.rule
+        if audits and rule != "coupled":
+            raise ValueError(
+                f"speculation.audit_every = {self.speculation.audit_every}: an audit generates the same tokens twice, "
+                f'which speculation.rule = "{rule}" does not; use rule = "coupled" or audit_every = 0'
+            )
+        if audits and self.train.max_staleness:
+            raise ValueError(
+                f"speculation.audit_every = {self.speculation.audit_every}: training would run beside the audit and "
+                "disturb its times; set train.max_staleness = 0 or audit_every = 0"
+            )
+        return self
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -378,3 +395,28 @@ def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         if (bound := getattr(rule, name, None)) is not None
     ]
     return f"{text} {' and '.join(rules)}" if rules else text
+
+
+def dump_config(config: Config) -> str:
+    """Every setting as TOML that `load_config` reads back equal. What is None is left out: that is its default."""
+    sections = []
+    for name, section in config.model_dump().items():
+        lines = [f"{key} = {_toml(value)}" for key, value in section.items() if value is not None]
+        sections.append("\n".join([f"[{name}]", *lines]))
+    return "\n\n".join(sections) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        # TOML's escapes are JSON's, but for surrogate pairs (so: no escapes beyond ASCII) and DEL.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml(str(key))} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, date | time):  # datetime too
+        return value.isoformat()
+    assert isinstance(value, int | float), f"no TOML for {value!r}"
+    return repr(value)

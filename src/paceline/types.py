@@ -92,8 +92,8 @@ class Completion:
 
     request: Request
     token_ids: np.ndarray  # int32
-    logprobs: np.ndarray  # float32, target's, under the processed distribution
-    raw_logprobs: np.ndarray  # float32, target's, before temperature and truncation
+    logprobs: np.ndarray  # float64, target's, under the processed distribution
+    raw_logprobs: np.ndarray  # float64, target's, before temperature and truncation
     versions: np.ndarray  # int32, the policy version that emitted the token
     provenance: np.ndarray  # uint8, Provenance
     sources: np.ndarray  # uint8, index into `drafters` of who drafted at this position (255: nobody)

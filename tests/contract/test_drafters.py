@@ -144,6 +144,39 @@ def test_no_output_depends_on_it(drafter: Drafter) -> None:
         assert sum(t.num_draft_tokens for t in engine.drain_trace()) > 0
 
 
+def test_what_it_learned_survives(drafter: Drafter) -> None:
+    """A fresh drafter with another's state proposes the same, with the same confidences, and goes on learning alike."""
+    rng = np.random.default_rng(0)
+    for _ in range(2):
+        script = Script(drafter, 3)
+        for _ in range(10):
+            said = [rng.integers(0, 4, rng.integers(1, 4)).tolist() for _ in range(3)]
+            script.commit([0, 1, 2], said, [0, 0, 0], [0, 0, 0])
+        for i in range(3):
+            drafter.end(i)
+    restored = DRAFTERS[drafter.name]()
+    restored.restore(drafter.state())
+    ours, theirs = Script(drafter, 3), Script(restored, 3)
+    for _ in range(10):
+        caps = np.full(3, 5, np.int32)
+        one, two = (script.drafter.propose(script.rows([0, 1, 2]), caps) for script in (ours, theirs))
+        assert one.num.tolist() == two.num.tolist()
+        for i, n in enumerate(one.num):
+            assert one.tokens[i, :n].tolist() == two.tokens[i, :n].tolist()
+            assert one.confidence[i, :n].tolist() == two.confidence[i, :n].tolist()
+        said = [rng.integers(0, 4, rng.integers(1, 4)).tolist() for _ in range(3)]
+        for script in (ours, theirs):
+            script.commit([0, 1, 2], said, [0, 0, 0], [0, 0, 0])
+    assert all(np.array_equal(drafter.state()[key], value) for key, value in restored.state().items())
+
+
+def test_a_state_of_another_kind_is_refused(drafter: Drafter) -> None:
+    for foreign in ({"weights": np.zeros(3)}, SuffixDrafter().state()):
+        if foreign.keys() != drafter.state().keys():
+            with pytest.raises(ValueError, match=f"not a state of the {drafter.name} drafter"):
+                drafter.restore(foreign)
+
+
 def test_weights(drafter: Drafter) -> None:
     if drafter.name == "draft_model":
         pytest.skip("has weights; the engine tests swap them")

@@ -14,7 +14,6 @@ from paceline.engine.accept import Proposal, Verdict
 from paceline.engine.engine import LocalEngine
 from paceline.engine.sequence import Sequence
 from paceline.model.sample import Sampler, SamplingParams
-from paceline.speculation.batch import DraftBatch
 from paceline.speculation.policy import StaticPolicy
 from paceline.types import Request
 from paceline.verify.cases import DRAFTERS, RULES, TableCase
@@ -107,16 +106,6 @@ def test_a_wrong_rule_is_caught(broken: accept.Rule) -> None:
     assert distance(case, make, SamplingParams(max_tokens=3)) > 1e-3
 
 
-class DropsUnlikely(StaticPolicy):
-    """Cuts a draft where the drafter itself was unsure: harmless under `coupled`, a bias under rejection."""
-
-    reads_drafts = True
-
-    def select(self, drafts: DraftBatch) -> np.ndarray:
-        unsure = drafts.confidence < 0.4
-        return np.minimum(drafts.num, np.where(unsure.any(1), unsure.argmax(1), drafts.num)).astype(np.int32)
-
-
 def with_policy(case: TableCase, rule: str, policy: StaticPolicy) -> Callable[[Sampler], LocalEngine]:
     def make(sampler: Sampler) -> LocalEngine:
         drafter = DraftModelDrafter(TableDecoder(case.draft, 16), sampler, coupled=rule == "coupled")
@@ -126,11 +115,11 @@ def with_policy(case: TableCase, rule: str, policy: StaticPolicy) -> Callable[[S
 
 
 def test_a_policy_that_reads_drafts_is_harmless_under_coupled_and_refused_elsewhere() -> None:
-    case = TableCase(3, 1)
-    assert distance(case, with_policy(case, "coupled", DropsUnlikely(1)), SamplingParams(max_tokens=3)) < EXACT
+    case, unsure = TableCase(3, 1), StaticPolicy(1, min_confidence=0.4)
+    assert distance(case, with_policy(case, "coupled", unsure), SamplingParams(max_tokens=3)) < EXACT
     with pytest.raises(ValueError, match="biased by a policy"):
-        with_policy(case, "rejection", DropsUnlikely(1))(Sampler())
-    liar = DropsUnlikely(1)
+        with_policy(case, "rejection", unsure)(Sampler())
+    liar = StaticPolicy(1, min_confidence=0.4)
     liar.reads_drafts = False  # what the refusal is for
     assert distance(case, with_policy(case, "rejection", liar), SamplingParams(max_tokens=3)) > 1e-3
 

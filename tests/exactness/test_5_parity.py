@@ -17,7 +17,7 @@ from paceline.speculation.policy import StaticPolicy
 from paceline.types import Completion, Request, SamplingParams
 from paceline.verify import identity
 
-KINDS = {"float64": (torch.float64, 1e-6), "float32": (torch.float32, 1e-4)}  # logprobs are reported in float32
+KINDS = {"float64": (torch.float64, 1e-12), "float32": (torch.float32, 1e-4)}
 
 
 def requests() -> list[Request]:

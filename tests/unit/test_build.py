@@ -38,3 +38,10 @@ def test_a_fitting_draft_model_drafts(checkpoint: Callable[..., Path], other: bo
     engine = build(checkpoint("llama"), checkpoint("llama", seed=3) if other else "layers:2")
     engine.generate([Request(0, (1, 2, 3), SamplingParams(max_tokens=8, ignore_eos=True))])
     assert sum(trace.num_draft_tokens for trace in engine.drain_trace()) > 0
+
+
+def test_min_confidence_reaches_the_policy(checkpoint: Callable[..., Path]) -> None:
+    settings = [f"model.name={checkpoint('llama')}", "engine.kv_tokens=1024", "speculation.min_confidence=0.3"]
+    assert build_engine(load_config(None, settings)).policy.min_confidence == 0.3
+    with pytest.raises(ValueError, match=r"speculation\.min_confidence = 0"):
+        build_engine(load_config(None, [*settings, "speculation.rule=rejection"]))

@@ -9,7 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline import __version__
-from paceline.cli import app, comma_numbers, pieces
+from paceline.cli import app
+from paceline.cli.app import comma_numbers
+from paceline.model.text import pieces
 
 
 @pytest.fixture

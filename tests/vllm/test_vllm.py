@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from paceline.bench.process import WorkerError, WorkerProcess
-from paceline.bench.prompts import BUILTIN, encode
+from paceline.bench.prompts import BUILTIN
 from paceline.bench.rollout import Bench, Settings
 from paceline.cluster import vllm_python
 from paceline.model import store
+from paceline.tasks.prompt import encode
 
 pytestmark = pytest.mark.vllm
 # Eager: compiling takes minutes and belongs to the bench, not to what is compared here.

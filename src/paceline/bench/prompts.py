@@ -1,4 +1,4 @@
-"""Prompts from a file or from the small list at the end, and their way to token ids.
+"""Prompts from a file or from the small list at the end.
 
 A prompt is a string or a list of chat messages. In a jsonl file it stands under `prompt`, or under `question`.
 """
@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-Messages = list[dict[str, Any]]
-Prompt = str | Messages
+from paceline.tasks.prompt import NEEDED, is_prompt
+from paceline.tasks.task import Prompt
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
@@ -40,45 +40,9 @@ def parse_prompts(lines: Iterable[str], name: str) -> list[Prompt]:
 
 def _prompt(record: Any, where: str) -> Prompt:
     prompt = record.get("prompt", record.get("question")) if isinstance(record, dict) else None
-    if prompt and isinstance(prompt, str):
-        return prompt
-    if (
-        prompt
-        and isinstance(prompt, list)
-        and all(isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content")) for m in prompt)
-    ):
-        return prompt
-    raise ValueError(
-        f"{where}: needs `prompt` or `question`, a non-empty string or a list of messages with `role` and `content`, "
-        "both strings"
-    )
-
-
-def encode(tokenizer: Any, prompt: Prompt, raw: bool = False) -> tuple[int, ...]:
-    """Token ids; through the model's chat template, where it has one, unless `raw`."""
-    from jinja2 import TemplateError
-
-    try:
-        json.dumps(prompt, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"prompt {ascii(shown(prompt))[:60]}: not valid Unicode text") from None
-    templated = not raw and bool(tokenizer.chat_template)
-    if isinstance(prompt, str):
-        if not templated:
-            return tuple(tokenizer.encode(prompt))
-        prompt = [{"role": "user", "content": prompt}]
-    if not templated:
-        why = "the chat template is turned off" if raw else "this model has no chat template"
-        raise ValueError(f"a prompt is a list of messages, but {why}; give a string")
-    try:
-        return tuple(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
-    except TemplateError as error:
-        raise ValueError(f"the model's chat template refuses this prompt: {error}; --raw goes without it") from None
-
-
-def shown(prompt: Prompt) -> str:
-    """A prompt as one would quote it: the string, or the last message."""
-    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+    if not is_prompt(prompt):
+        raise ValueError(f"{where}: needs `prompt` or `question`, {NEEDED}")
+    return prompt
 
 
 BUILTIN: tuple[str, ...] = (

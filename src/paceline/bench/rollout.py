@@ -22,9 +22,10 @@ from typing import Any
 
 from paceline import __version__
 from paceline.bench.process import WorkerError, WorkerProcess
-from paceline.bench.prompts import Prompt, encode
 from paceline.cluster import vllm_python
 from paceline.config import Config
+from paceline.tasks.prompt import encode
+from paceline.tasks.task import Prompt
 
 ENGINES = ("paceline", "hf", "vllm")
 MODES = ("plain", "ngram", "suffix", "draft_model")

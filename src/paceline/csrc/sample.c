@@ -204,8 +204,8 @@ static Item boundary(const Row *row, double total, int64_t top_k, double top_p, 
 }
 
 /* Weights of zero for what does not come up to `last` or to min_p, whose sum is returned. */
-static double truncate_row(const Row *row, Item last, float min_p) {
-    float floor = (last.weight > min_p ? last.weight : min_p) * 0.99f;
+static double truncate_row(const Row *row, Item last, double min_p) {
+    double floor = (last.weight > min_p ? last.weight : min_p) * 0.99;
     double total = 0;
     for (int64_t i = 0; i < row->size / CHUNK; i++) {
         float greatest = 0;
@@ -259,8 +259,8 @@ static double exponentials(const float *logits, int64_t num, float max, float sc
 }
 
 void draw(const float *logits, int64_t num_rows, int64_t vocab, const uint64_t *keys, const int64_t *positions,
-          uint32_t stream, const float *temperature, const int32_t *top_k, const float *top_p, const float *min_p,
-          int32_t *tokens, float *logprobs, float *raw_logprobs) {
+          uint32_t stream, const double *temperature, const int32_t *top_k, const double *top_p, const double *min_p,
+          int32_t *tokens, double *logprobs, double *raw_logprobs) {
     int64_t size = (vocab + CHUNK - 1) / CHUNK * CHUNK;
 #pragma omp parallel for schedule(dynamic)
     for (int64_t p = 0; p < num_rows; p++) {
@@ -271,7 +271,7 @@ void draw(const float *logits, int64_t num_rows, int64_t vocab, const uint64_t *
             while (v < vocab - 1 && z[v] != max) v++;
             tokens[p] = (int32_t)v;
             logprobs[p] = 0;
-            raw_logprobs[p] = (float)-log(exponentials(z, vocab, max, 1, 0, 0));
+            raw_logprobs[p] = -log(exponentials(z, vocab, max, 1, 0, 0));
             continue;
         }
         float *memory = scratch(size * 5);
@@ -293,8 +293,8 @@ void draw(const float *logits, int64_t num_rows, int64_t vocab, const uint64_t *
         }
         int32_t v = run_race(&row, (Noise){keys[p], positions[p], stream});
         tokens[p] = v;
-        logprobs[p] = (float)(((double)z[v] - max) * scale - log(total));
-        raw_logprobs[p] = (float)((double)z[v] - max - log(raw_total));
+        logprobs[p] = ((double)z[v] - max) * scale - log(total);
+        raw_logprobs[p] = (double)z[v] - max - log(raw_total);
     }
 }
 

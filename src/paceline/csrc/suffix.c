@@ -12,6 +12,8 @@ What always holds:
     to v all end where v ends, so count[v] is the count of the event "c after u" for every u with an edge to v.
   - Every state holds its likeliest edge itself (`best`, the most recent on ties); the others hang in a pool, found
     by hash. Most states have one edge, so the pool is small: 28 bytes a state and 24 to 28 an edge in the pool.
+  - `log` is all that was said, in order: a token, or ~s where another sequence speaks, from state s on. Saying it
+    again makes the same automaton, to the number of every state, so a checkpoint holds nothing else.
 
 drafters/suffix.py has the same algorithm in plain Python. */
 
@@ -37,7 +39,9 @@ typedef struct {
     State *states;
     Edge *edges; /* edge 0 is unused: 0 means "none" */
     int32_t *buckets;
-    int32_t num_states, max_states, num_edges, max_edges, limit;
+    int32_t *log;
+    int32_t num_states, max_states, num_edges, max_edges, num_log, max_log, limit;
+    int32_t tail;   /* the state that the log has come to; -1: the next to speak is named whoever it is */
     int32_t broken; /* memory ran out within an extension */
     int bits;       /* 2^bits buckets */
     int64_t num_tokens;
@@ -53,7 +57,7 @@ static inline uint64_t bucket_of(const Automaton *a, int32_t source, int32_t tok
 
 static int64_t bytes_of(const Automaton *a) {
     return (int64_t)sizeof *a + a->max_states * (int64_t)sizeof(State) + a->max_edges * (int64_t)sizeof(Edge) +
-           ((int64_t)sizeof(int32_t) << a->bits);
+           a->max_log * (int64_t)sizeof(int32_t) + ((int64_t)sizeof(int32_t) << a->bits);
 }
 
 /* Room for one more item; grows by a quarter, since the slack is paid for by every stored token. */
@@ -190,11 +194,16 @@ static void count(Automaton *a, int32_t last, int32_t token, int32_t now) {
 
 static int32_t say(Automaton *a, int32_t last, const int32_t *tokens, int64_t num) {
     for (int64_t i = 0; i < num && last >= 0; i++) {
-        int32_t now = a->broken ? -1 : extend(a, last, tokens[i]);
-        if (now < 0)
+        int room = reserve((void **)&a->log, &a->max_log, (int64_t)a->num_log + 2, sizeof *a->log, INT32_MAX);
+        int32_t now = a->broken || !room ? -1 : extend(a, last, tokens[i]);
+        if (now < 0) {
             a->broken = 1;
-        else
+        } else {
             count(a, last, tokens[i], now);
+            if (last != a->tail) a->log[a->num_log++] = ~last;
+            a->log[a->num_log++] = tokens[i];
+            a->tail = now;
+        }
         last = now;
         a->num_tokens += now >= 0;
     }
@@ -206,6 +215,7 @@ void suffix_free(Automaton *a) {
     free(a->states);
     free(a->edges);
     free(a->buckets);
+    free(a->log);
     free(a);
 }
 
@@ -215,6 +225,7 @@ Automaton *suffix_new(int32_t limit) {
     if (!a) return NULL;
     a->limit = limit;
     a->num_edges = 1;
+    a->tail = -1;
     if (!reserve((void **)&a->states, &a->max_states, 1, sizeof(State), limit) || !rehash(a, 4)) {
         suffix_free(a);
         return NULL;
@@ -226,10 +237,26 @@ Automaton *suffix_new(int32_t limit) {
 
 int64_t suffix_num_bytes(const Automaton *a) { return bytes_of(a); }
 int64_t suffix_num_tokens(const Automaton *a) { return a->num_tokens; }
+int64_t suffix_num_log(const Automaton *a) { return a->num_log; }
+const int32_t *suffix_log(const Automaton *a) { return a->log; }
 
-/* Insert tokens after the sequence at `last`; the new end, or -1 when memory ran out. */
-int32_t suffix_extend(Automaton *a, int32_t last, const int32_t *tokens, int64_t num) {
-    return say(a, last, tokens, num);
+/* Insert a prompt; its end, or -1 when memory ran out. Who goes on from there is named in the log, so that it shows
+   where the prompt ends. */
+int32_t suffix_prompt(Automaton *a, const int32_t *tokens, int64_t num) {
+    a->tail = -1;
+    int32_t now = say(a, 0, tokens, num);
+    a->tail = -1;
+    return now;
+}
+
+/* Say again what a log without prompts tells. 0 when it names states that are not there, or when memory ran out. */
+int suffix_replay(Automaton *a, const int32_t *log, int64_t num) {
+    int32_t last = -1;
+    for (int64_t i = 0; i < num; i++) {
+        last = log[i] < 0 ? ~log[i] : last < 0 ? -1 : say(a, last, log + i, 1);
+        if (last < 0 || last >= a->num_states) return 0;
+    }
+    return 1;
 }
 
 /* Where the edges for a token will be looked up: their buckets first, the edges when those have come. Rows wait for

@@ -7,7 +7,7 @@ computed for drafts that fell is overwritten.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -114,3 +114,10 @@ class DraftModelDrafter:
             state.num_computed = 0
         self.version = version
         return receipt
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {}  # its weights come from where they came from; its KV is computed again
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        if state:
+            raise ValueError(f"not a state of the draft_model drafter, which keeps none: it holds {sorted(state)}")

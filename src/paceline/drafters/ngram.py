@@ -8,6 +8,7 @@ the draft itself, so recent places draft as many tokens as old ones.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,13 @@ class NgramDrafter:
 
     def update(self, weights: Any, version: int) -> Receipt:
         raise ValueError("the ngram drafter has no weights to update; it looks up the sequence's own tokens")
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        if state:
+            raise ValueError(f"not a state of the ngram drafter, which keeps none: it holds {sorted(state)}")
 
 
 def lookup(text: list[int], shortest: int, longest: int, cap: int) -> tuple[list[int], int]:

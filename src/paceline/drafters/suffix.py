@@ -4,6 +4,9 @@ One suffix automaton per problem (csrc/suffix.c) holds its prompts and every tok
 emitted, while they still run. A row is a state of that automaton, so a step costs O(new tokens) and never walks a
 sequence again. A request without a problem has an automaton of its own, gone when the request ends.
 
+Every automaton keeps the log of what it was told, in order (csrc/suffix.c), which is what a checkpoint holds: told
+again, it becomes the same automaton.
+
 SlowHistory is the same automaton in plain Python: the fallback where there is no C compiler, and the twin that the
 tests hold the fast one against. Both propose the same tokens with the same confidences, to the bit.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +29,7 @@ from paceline.types import Receipt, Request
 MAX_STATES = 2**31 - 1  # int32
 MAX_COUNTED = 64  # csrc/suffix.c says why
 INT, FLOAT = np.dtype(np.int32), np.dtype(np.float32)
+STATE = {"names", "name_ends", "logs", "log_ends"}  # what `SuffixDrafter.state` holds
 ROOT, LOST = 0, -1  # `last` of a sequence that said nothing, and of one whose automaton could not grow
 
 
@@ -66,9 +71,18 @@ class NativeHistory(_Sequences):
     def num_tokens(self, automaton: int) -> int:
         return self._lib.suffix_num_tokens(automaton)
 
-    def extend(self, automaton: int, last: int, tokens: np.ndarray) -> int:
-        """Say `tokens` after the sequence at `last`; the state of its new end, or LOST."""
-        return self._lib.suffix_extend(automaton, last, tokens.tobytes(), len(tokens))
+    def prompt(self, automaton: int, tokens: np.ndarray) -> int:
+        """A sequence's beginning; the state of its end, or LOST."""
+        return self._lib.suffix_prompt(automaton, tokens.tobytes(), len(tokens))
+
+    def log(self, automaton: int) -> np.ndarray:
+        """All it was told: int32, a token, or ~state where another sequence speaks."""
+        num = self._lib.suffix_num_log(automaton)
+        return np.frombuffer(ctypes.string_at(self._lib.suffix_log(automaton), 4 * num), INT)
+
+    def replay(self, automaton: int, log: np.ndarray) -> bool:
+        """Tell it the rest of a log, after the prompts; whether that was possible."""
+        return bool(self._lib.suffix_replay(automaton, log.tobytes(), len(log)))
 
     def observe(self, slots: np.ndarray, tokens: np.ndarray, num: np.ndarray) -> int:
         """Row i, the sequence slots[i], said tokens[i, :num[i]]. Returns how many bytes the history grew, or LOST if
@@ -100,7 +114,10 @@ def _library() -> ctypes.CDLL:
         ("free", None, pointer),
         ("num_bytes", int64, pointer),
         ("num_tokens", int64, pointer),
-        ("extend", int32, pointer, int32, pointer, int64),
+        ("num_log", int64, pointer),
+        ("log", pointer, pointer),
+        ("prompt", int32, pointer, pointer, int64),
+        ("replay", ctypes.c_int, pointer, pointer, int64),
         ("observe", int64, pointer, pointer, pointer, int64, pointer, int64, pointer),
         ("propose", None, pointer, pointer, pointer, int64, pointer, int64, int32, pointer, pointer, pointer),
     ):
@@ -120,6 +137,8 @@ class _SlowAutomaton:
         self.num_next: list[int] = []
         self.best: list[int] = []  # token
         self.edges: list[dict[int, int]] = []
+        self.log: list[int] = []
+        self.tail = -1
         self._state(0, -1, 0, 0, -1, {})
 
     def _state(self, length: int, link: int, count: int, num_next: int, best: int, edges: dict[int, int]) -> int:
@@ -135,7 +154,10 @@ class _SlowAutomaton:
         for token in tokens:
             now = self._extend(last, token)
             self._count(last, token, now)
-            last = now
+            if last != self.tail:
+                self.log.append(~last)
+            self.log.append(token)
+            last = self.tail = now
         self.num_tokens += len(tokens)
         return last
 
@@ -221,20 +243,40 @@ class SlowHistory(_Sequences):
         del self._automata[automaton]
 
     def num_bytes(self, automaton: int) -> int:
-        return 500 * len(self._automata[automaton].length)  # what CPython takes for five numbers and a small dict
+        told = self._automata[automaton]
+        return 500 * len(told.length) + 36 * len(
+            told.log
+        )  # what CPython takes: five numbers and a small dict, a number
 
     def num_tokens(self, automaton: int) -> int:
         return self._automata[automaton].num_tokens
 
-    def extend(self, automaton: int, last: int, tokens: np.ndarray) -> int:
-        return self._automata[automaton].say(last, tokens.tolist())
+    def prompt(self, automaton: int, tokens: np.ndarray) -> int:
+        told = self._automata[automaton]
+        told.tail = -1
+        end = told.say(ROOT, tokens.tolist())
+        told.tail = -1
+        return end
+
+    def log(self, automaton: int) -> np.ndarray:
+        return np.array(self._automata[automaton].log, INT)
+
+    def replay(self, automaton: int, log: np.ndarray) -> bool:
+        told, last = self._automata[automaton], -1
+        for word in log.tolist():
+            if word >= 0 and last < 0:
+                return False
+            last = ~word if word < 0 else told.say(last, [word])
+            if last >= len(told.length):
+                return False
+        return True
 
     def observe(self, slots: np.ndarray, tokens: np.ndarray, num: np.ndarray) -> int:
         grown = 0
         for slot, row, n in zip(slots, tokens, num, strict=True):
             automaton = int(self.automata[slot])
             before = self.num_bytes(automaton)
-            self.last[slot] = self.extend(automaton, int(self.last[slot]), row[:n])
+            self.last[slot] = self._automata[automaton].say(int(self.last[slot]), row[:n].tolist())
             grown += self.num_bytes(automaton) - before
         return grown
 
@@ -360,6 +402,43 @@ class SuffixDrafter:
     def update(self, weights: Any, version: int) -> Receipt:
         raise ValueError("the suffix drafter has no weights to update; it learns from what it observes")
 
+    def state(self) -> dict[str, np.ndarray]:
+        """Every problem's log, least recently begun first. What a live request has said is in it; that it lives, and
+        what requests without a problem say, is not."""
+        names = [np.frombuffer(name.encode(), np.uint8) for name in self._problems]
+        logs = [self._history.log(problem.automaton) for problem in self._problems.values()]
+        return {
+            "names": np.concatenate([np.zeros(0, np.uint8), *names]),
+            "name_ends": np.cumsum([len(name) for name in names], dtype=np.int64),
+            "logs": np.concatenate([np.zeros(0, np.int32), *logs]),
+            "log_ends": np.cumsum([len(log) for log in logs], dtype=np.int64),
+        }
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        """Know what the drafter knew whose state this is, and nothing else."""
+        assert not self._live, "restored while requests run"
+        if state.keys() != STATE:
+            raise ValueError(
+                f"not a state of the suffix drafter: it holds {sorted(state) or 'nothing'}; "
+                "was speculation.method changed?"
+            )
+        self.close()
+        names = np.split(state["names"], state["name_ends"])[:-1]
+        logs = np.split(state["logs"].astype(INT, copy=False), state["log_ends"])[:-1]
+        for name, log in zip(names, logs, strict=True):
+            problem = self._problems[name.tobytes().decode()] = _Problem(self._history.new())
+            self._retell(problem, log)
+            self._num_bytes += self._history.num_bytes(problem.automaton)
+        self._fit()
+
+    def _retell(self, problem: _Problem, log: np.ndarray) -> None:
+        for part in np.split(log, np.flatnonzero(log == ~ROOT))[1:]:  # only prompts begin at the root
+            end = int(np.argmax(np.append(part[1:], LOST) < 0)) + 1
+            prompt = part[1:end]
+            problem.prompts[_digest(prompt)] = self._history.prompt(problem.automaton, prompt)
+            if not self._history.replay(problem.automaton, part[end:]):
+                raise ValueError("the suffix drafter's state is damaged, or there is no memory to restore it")
+
     def close(self) -> None:
         """Forget everything. Also happens when the drafter is collected."""
         for automaton in self._automata():
@@ -381,10 +460,10 @@ class SuffixDrafter:
     def _end_of_prompt(self, problem: _Problem, request: Request) -> int:
         """The state after the prompt, which is said once however many samples are drawn from it."""
         prompt = np.array(request.prompt_ids, np.int32)
-        key = hashlib.blake2b(prompt.tobytes(), digest_size=16).digest()
+        key = _digest(prompt)
         if key not in problem.prompts:
             before = self._history.num_bytes(problem.automaton)
-            problem.prompts[key] = self._history.extend(problem.automaton, ROOT, prompt)
+            problem.prompts[key] = self._history.prompt(problem.automaton, prompt)
             self._num_bytes += self._history.num_bytes(problem.automaton) - before
             if problem.prompts[key] == LOST:
                 _warn_lost()
@@ -411,6 +490,10 @@ class SuffixDrafter:
             self._drop(self._problems.pop(name))
             if self._num_bytes <= self._max_bytes:
                 return
+
+
+def _digest(prompt: np.ndarray) -> bytes:
+    return hashlib.blake2b(prompt.tobytes(), digest_size=16).digest()
 
 
 def make_history() -> NativeHistory | SlowHistory:

@@ -36,8 +36,8 @@ class Sequence:
         room = self.limit - self.num_prompt
         self._tokens = np.empty(self.limit, np.int32)
         self._tokens[: self.num_prompt] = request.prompt_ids
-        self._logprobs = np.empty(room, np.float32)
-        self._raw_logprobs = np.empty(room, np.float32)
+        self._logprobs = np.empty(room)
+        self._raw_logprobs = np.empty(room)
         self._versions = np.empty(room, np.int32)
         self._provenance = np.empty(room, np.uint8)
         self._sources = np.empty(room, np.uint8)

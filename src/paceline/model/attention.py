@@ -1,6 +1,7 @@
 """Which tokens see which. An Attention is made for one forward and called once per layer.
 
-PackedAttention: whole sequences laid end to end, causal within each; for training, with gradients.
+PackedAttention: whole sequences laid end to end, causal within each; for training, with gradients. Sequences that
+begin alike may share their beginning.
 PagedAttention: rows of (sequence, start, num_query) over the paged KV; a prefill chunk, a decode step and a
 verification are the same thing here.
 """
@@ -13,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from paceline.model.kv import BatchPlan, PagedKV
 
@@ -22,16 +24,40 @@ class Attention(Protocol):
 
 
 class PackedAttention:
-    def __init__(self, lengths: Sequence[int]) -> None:
+    """Segments of the given lengths, end to end. A segment sees itself, causally, and before that the whole of the
+    segment that `prefixes` names for it, if any: a prompt lies there once for all its completions. A prefix has none
+    itself. Completions of one prompt are computed together, padded at their ends: what is padded lies after every
+    true query, where causality hides it."""
+
+    def __init__(self, lengths: Sequence[int], prefixes: Sequence[int | None] | None = None) -> None:
         self.lengths = list(lengths)
+        prefixes = [None] * len(self.lengths) if prefixes is None else prefixes
+        assert len(prefixes) == len(self.lengths)
+        assert all(p is None or prefixes[p] is None for p in prefixes), "a prefix has no prefix itself"
+        self.alone = [i for i, prefix in enumerate(prefixes) if prefix is None]
+        self.siblings: dict[int, list[int]] = {}
+        for i, prefix in enumerate(prefixes):
+            if prefix is not None:
+                self.siblings.setdefault(prefix, []).append(i)
 
     def __call__(self, layer: int, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> Tensor:
-        outs = []
-        for q, k, v in zip(*(x.split(self.lengths) for x in (q_THE, k_TGE, v_TGE)), strict=True):
-            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, length, E]
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            outs.append(out.squeeze(0).transpose(0, 1).flatten(1))
-        return torch.cat(outs)
+        q, k, v = (x.split(self.lengths) for x in (q_THE, k_TGE, v_TGE))
+        outs = [q_THE] * len(self.lengths)
+        for i in self.alone:
+            qi, ki, vi = (x[i].transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, length, E]
+            out = F.scaled_dot_product_attention(qi, ki, vi, is_causal=True, enable_gqa=True)
+            outs[i] = out.squeeze(0).transpose(0, 1)
+        for prefix, members in self.siblings.items():
+            qs, ks, vs = (
+                pad_sequence([x[i] for i in members], batch_first=True) for x in (q, k, v)
+            )  # [S, L, heads, E]
+            ks, vs = (torch.cat([x[prefix].expand(len(members), -1, -1, -1), y], 1) for x, y in ((k, ks), (v, vs)))
+            seen = qs.new_ones(qs.shape[1], ks.shape[1], dtype=torch.bool).tril(self.lengths[prefix])
+            qs, ks, vs = (x.transpose(1, 2) for x in (qs, ks, vs))
+            out = F.scaled_dot_product_attention(qs, ks, vs, attn_mask=seen, enable_gqa=True)
+            for i, padded in zip(members, out.transpose(1, 2), strict=True):
+                outs[i] = padded[: self.lengths[i]]
+        return torch.cat(outs).flatten(1)
 
 
 class PagedAttention:

@@ -6,7 +6,7 @@ A ModelConfig that exists is one that the decoder can run: whatever it can't run
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
@@ -130,6 +130,18 @@ class ModelConfig:
         if self.family == "llama":
             hf["mlp_bias"] = self.mlp_bias
         return hf
+
+
+def with_yarn(config: ModelConfig, factor: float) -> ModelConfig:
+    """The same model with its context stretched `factor` times (YaRN, arXiv 2309.00071)."""
+    if config.rope_scaling is not None:
+        raise ValueError(
+            f"model.yarn_factor = {factor}: the model has {config.rope_scaling['rope_type']} rope scaling already, for "
+            f"{config.max_positions} positions; leave yarn_factor out"
+        )
+    original = config.max_positions
+    scaling = {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": original}
+    return replace(config, rope_scaling=scaling, max_positions=int(original * factor))
 
 
 def token_ids(hf: Mapping[str, Any], key: str) -> tuple[int, ...]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from paceline.model.attention import Attention
 from paceline.model.config import ModelConfig
@@ -38,6 +40,7 @@ class Decoder(nn.Module):
         self.layers = cast(Sequence[Layer], nn.ModuleList(Layer(config) for _ in range(config.num_layers)))
         self.norm = nn.Parameter(torch.ones(config.hidden_size))
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
+        self.checkpointing = False  # recompute each layer in the backward pass instead of keeping its insides
         self._rope: tuple[Tensor, Tensor] | None = None
 
     def rope(self) -> tuple[Tensor, Tensor]:
@@ -51,20 +54,26 @@ class Decoder(nn.Module):
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, attention: Attention, taps: tuple[int, ...] = ()
     ) -> Output:
-        ops, eps, rope = self.ops, self.config.norm_eps, self.rope()
         tapped: dict[int, Tensor] = {}
-        x = ops.embed(tokens_T, self.embed)
-        h = ops.norm(x, self.layers[0].input_norm, eps)
-        last = len(self.layers) - 1
-        for i, layer in enumerate(self.layers):
-            q, k, v = ops.qkv(h, layer, self.config, positions_T, rope)
-            h = ops.linear(attention(i, q, k, v), layer.o)
-            x, h = ops.add_norm(x, h, layer.post_norm, eps)
-            h = ops.linear(ops.silu_mul(ops.linear(h, layer.gate_up)), layer.down)
-            x, h = ops.add_norm(x, h, self.norm if i == last else self.layers[i + 1].input_norm, eps)
+        x = self.ops.embed(tokens_T, self.embed)
+        h = self.ops.norm(x, self.layers[0].input_norm, self.config.norm_eps)
+        # use_reentrant: the newer way, which lets parameters outside of the layer's inputs have gradients
+        keep = partial(checkpoint, self._layer, use_reentrant=False, preserve_rng_state=False)
+        run = keep if self.checkpointing and torch.is_grad_enabled() else self._layer
+        for i in range(len(self.layers)):
+            x, h = run(i, x, h, positions_T, attention)
             if i in taps:
                 tapped[i] = x.clone() if not torch.is_grad_enabled() else x
         return Output(h, tapped)
+
+    def _layer(self, i: int, x: Tensor, h: Tensor, positions_T: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
+        """The residual stream x after layer i, and its norm as the next layer wants it."""
+        ops, layer, eps = self.ops, self.layers[i], self.config.norm_eps
+        q, k, v = ops.qkv(h, layer, self.config, positions_T, self.rope())
+        h = ops.linear(attention(i, q, k, v), layer.o)
+        x, h = ops.add_norm(x, h, layer.post_norm, eps)
+        h = ops.linear(ops.silu_mul(ops.linear(h, layer.gate_up)), layer.down)
+        return ops.add_norm(x, h, self.norm if i == len(self.layers) - 1 else self.layers[i + 1].input_norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.ops.linear(hidden, self.lm_head or self.embed)

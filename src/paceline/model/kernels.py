@@ -66,6 +66,16 @@ def _sample() -> ctypes.CDLL:
     )
 
 
+@cache
+def _weights() -> ctypes.CDLL:
+    return _declare(
+        native.load("weights"),
+        pack=(_P, _P, _I, _I, _I),
+        unpack=(_P, _P, _I, _I),
+        sums=(_P, _I, _I, _P, _I, _P),
+    )
+
+
 def _declare(library: ctypes.CDLL, **signatures: tuple[type, ...]) -> ctypes.CDLL:
     for name, argtypes in signatures.items():
         function = getattr(library, name)
@@ -77,15 +87,33 @@ def pack(weight_NK: Tensor) -> Tensor:
     """[N, K] -> panels [ceil(N / 16), K, 16], zeros after the last output."""
     num_out, num_in = weight_NK.shape
     panels = weight_NK.new_zeros(-(-num_out // WIDTH), num_in, WIDTH)
-    whole = num_out // WIDTH
-    panels[:whole] = weight_NK[: whole * WIDTH].view(whole, WIDTH, num_in).transpose(1, 2)
-    if whole < len(panels):
-        panels[whole, :, : num_out % WIDTH] = weight_NK[whole * WIDTH :].T
+    pack_rows(weight_NK, panels, 0)
     return panels
 
 
+def pack_rows(rows_NK: Tensor, panels: Tensor, first: int) -> None:
+    """Overwrite the outputs `first`, first + 1, ... of panels."""
+    num_rows, num_in = rows_NK.shape
+    rows_NK = rows_NK.contiguous()
+    assert rows_NK.dtype == panels.dtype == torch.float32 and panels.is_contiguous() and num_in == panels.shape[1]
+    assert first >= 0 and first + num_rows <= len(panels) * WIDTH
+    _weights().pack(rows_NK.data_ptr(), panels.data_ptr(), first, num_rows, num_in)
+
+
 def unpack(panels: Tensor, num_out: int) -> Tensor:
-    return panels.transpose(1, 2).reshape(-1, panels.shape[1])[:num_out]
+    """The first num_out outputs' weights, [N, K]."""
+    assert panels.dtype == torch.float32 and panels.is_contiguous() and num_out <= len(panels) * WIDTH
+    weight = panels.new_empty(num_out, panels.shape[1])
+    _weights().unpack(panels.data_ptr(), weight.data_ptr(), *weight.shape)
+    return weight
+
+
+def sums(words: Tensor, high: np.ndarray) -> np.ndarray:
+    """weights._sums of int8, int16 or int32 words: uint64, one for every len(high) words and one for the rest."""
+    assert words.is_contiguous() and words.itemsize <= 4 and high.dtype == np.uint32
+    out = np.empty(len(words) // len(high) + 1, np.uint64)
+    _weights().sums(words.data_ptr(), words.itemsize, len(words), high.ctypes.data, len(high), out.ctypes.data)
+    return out
 
 
 def pack_decoder(decoder: Decoder) -> None:
@@ -242,14 +270,14 @@ def draw(
         for array, dtype in (
             (keys, np.uint64),
             (positions, np.int64),
-            (temperature, np.float32),
+            (temperature, np.float64),
             (top_k, np.int32),
-            (top_p, np.float32),
-            (min_p, np.float32),
+            (top_p, np.float64),
+            (min_p, np.float64),
         )
     ]
     assert all(len(array) == num_rows for array in arrays)
-    outs = np.empty(num_rows, np.int32), np.empty(num_rows, np.float32), np.empty(num_rows, np.float32)
+    outs = np.empty(num_rows, np.int32), np.empty(num_rows), np.empty(num_rows)
     pointers = [array.ctypes.data for array in (*arrays, *outs)]
     _sample().draw(logits_PV.data_ptr(), num_rows, vocab, *pointers[:2], stream, *pointers[2:])
     return outs

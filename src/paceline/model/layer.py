@@ -6,10 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.model.config import ModelConfig
+from paceline.model.lora import Lora
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. Holds W as `weight` [N, K]; a CPU engine replaces it by `panels`, its packed twin."""
+    """y = x W^T + b. Holds W as `weight` [N, K]; a CPU engine replaces it by `panels`, its packed twin.
+    A learner may add a trainable difference to W, `lora`."""
 
     def __init__(self, num_in: int, num_out: int, bias: bool = False) -> None:
         super().__init__()
@@ -17,6 +19,7 @@ class Linear(nn.Module):
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(num_out, num_in))
         self.bias = nn.Parameter(torch.zeros(num_out)) if bias else None
         self.panels: Tensor | None = None
+        self.lora: Lora | None = None
 
 
 class Layer(nn.Module):

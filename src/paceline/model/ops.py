@@ -40,7 +40,9 @@ class TorchOps:
 
     def linear(self, x_TK: Tensor, linear: Linear) -> Tensor:
         assert linear.weight is not None
-        return F.linear(x_TK, linear.weight, linear.bias)
+        y = F.linear(x_TK, linear.weight, linear.bias)
+        lora = linear.lora
+        return y + lora(x_TK) if lora is not None and lora.enabled else y
 
     def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         wide = x_TD if x_TD.dtype == torch.float64 else x_TD.float()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,12 +77,18 @@ class PagedDecoder:
         started = time.perf_counter()
         weights_io.assign(self.decoder, weights)
         self.pool.forget_all()
-        held = list(weights_io.hf_state(self.decoder))
+        sizes: list[int] = []
+
+        def held() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights_io.hf_state(self.decoder):
+                sizes.append(tensor.nbytes)
+                yield name, tensor
+
         return Receipt(
             version=version,
-            checksum=weights_io.checksum(held),
-            num_tensors=len(held),
-            num_bytes=sum(tensor.nbytes for _, tensor in held),
+            checksum=weights_io.checksum(held()),
+            num_tensors=len(sizes),
+            num_bytes=sum(sizes),
             seconds=time.perf_counter() - started,
         )
 

@@ -37,14 +37,14 @@ class Stream(IntEnum):
 class SamplingArrays:
     """The sampling parameters of P positions."""
 
-    temperature: np.ndarray  # float32
+    temperature: np.ndarray  # float64, as are top_p and min_p: a logprob must not hang on how 0.7 was rounded
     top_k: np.ndarray  # int32
-    top_p: np.ndarray  # float32
-    min_p: np.ndarray  # float32
+    top_p: np.ndarray
+    min_p: np.ndarray
 
     @staticmethod
     def of(params: Sequence[SamplingParams], repeats: np.ndarray | None = None) -> SamplingArrays:
-        table = np.array([(s.temperature, s.top_k, s.top_p, s.min_p) for s in params], np.float32).reshape(-1, 4)
+        table = np.array([(s.temperature, s.top_k, s.top_p, s.min_p) for s in params], np.float64).reshape(-1, 4)
         if repeats is not None:
             table = np.repeat(table, repeats, axis=0)
         temperature, top_k, top_p, min_p = np.ascontiguousarray(table.T)
@@ -54,8 +54,8 @@ class SamplingArrays:
 @dataclass(slots=True)
 class Draws:
     tokens: np.ndarray  # int32 [P]
-    logprobs: np.ndarray  # float32 [P], processed
-    raw_logprobs: np.ndarray  # float32 [P]
+    logprobs: np.ndarray  # float64 [P], processed
+    raw_logprobs: np.ndarray  # float64 [P]
 
 
 class Noise(Protocol):
@@ -126,7 +126,7 @@ class Sampler:
         wide = logits_PV.double()
         raw = wide.gather(-1, at).squeeze(-1) - wide.logsumexp(-1)
         logprobs = processed_PV.gather(-1, at).squeeze(-1)
-        return Draws(tokens, logprobs.float().cpu().numpy(), raw.float().cpu().numpy())
+        return Draws(tokens, logprobs.cpu().numpy(), raw.cpu().numpy())
 
 
 def process(logits_PV: Tensor, params: SamplingArrays) -> Tensor:
@@ -136,18 +136,18 @@ def process(logits_PV: Tensor, params: SamplingArrays) -> Tensor:
     z = logits_PV.double()
     greedy = torch.as_tensor(params.temperature == 0, device=device).unsqueeze(-1)
     temperature = torch.as_tensor(np.where(params.temperature == 0, 1, params.temperature), device=device)
-    z = z / temperature.to(z.dtype).unsqueeze(-1)
+    z = z / temperature.unsqueeze(-1)
     if (params.top_k > 0).any() or (params.top_p < 1).any():
         size = z.shape[-1]
         ordered, order = z.sort(dim=-1, descending=True, stable=True)
         top_k = torch.as_tensor(np.where(params.top_k > 0, np.minimum(params.top_k, size), size), device=device)
         ordered = ordered.masked_fill(ordered < ordered.gather(-1, top_k.long().unsqueeze(-1) - 1), -torch.inf)
         chance = ordered.softmax(-1)
-        top_p = torch.as_tensor(params.top_p, device=device).to(z.dtype).unsqueeze(-1)
+        top_p = torch.as_tensor(params.top_p, device=device).unsqueeze(-1)
         beyond = (chance.cumsum(-1) - chance >= top_p) & (top_p < 1)  # the token that crosses top_p stays
         z = torch.full_like(z, -torch.inf).scatter(-1, order, ordered.masked_fill(beyond, -torch.inf))
     if (params.min_p > 0).any():
-        floor = torch.as_tensor(params.min_p, device=device).to(z.dtype).unsqueeze(-1).log()
+        floor = torch.as_tensor(params.min_p, device=device).unsqueeze(-1).log()
         z = z.masked_fill(z - z.amax(-1, keepdim=True) < floor, -torch.inf)
     z = z.log_softmax(-1)
     if greedy.any():

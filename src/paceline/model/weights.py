@@ -23,7 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from paceline.model.config import ModelConfig, token_ids
+from paceline import native
+from paceline.model.config import ModelConfig, token_ids, with_yarn
 from paceline.model.decoder import Decoder
 from paceline.model.layer import Linear
 
@@ -85,8 +86,9 @@ def _homes(decoder: Decoder) -> Iterator[Home]:
 
 
 def hf_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor under its Hugging Face name: a view where the decoder holds it plainly, unpacked where it
-    holds panels. A tied lm_head appears once, as the embedding."""
+    """Every tensor under its Hugging Face name: a view where the decoder holds it plainly, unpacked where it holds
+    panels, merged where it has an adapter. Each is made when its turn comes, so who lets go of one before asking for
+    the next needs no memory for them all. A tied lm_head appears once, as the embedding."""
     for home in _homes(decoder):
         names, sizes = zip(*home.parts, strict=True)
         yield from zip(names, _read(home.holder).split(sizes), strict=True)
@@ -138,7 +140,8 @@ def _read(holder: nn.Parameter | Linear) -> Tensor:
     if not isinstance(holder, Linear):
         return holder.detach()
     if holder.weight is not None:
-        return holder.weight.detach()
+        weight = holder.weight.detach()
+        return weight if holder.lora is None else holder.lora.merged(weight)
     from paceline.model import kernels
 
     assert holder.panels is not None
@@ -151,9 +154,12 @@ def _write(home: Home, fetch: Callable[[str], Tensor]) -> None:
         from paceline.model import kernels
 
         assert holder.panels is not None
-        weight = torch.cat([fetch(name).to(holder.panels) for name, _ in home.parts])
-        holder.panels.copy_(kernels.pack(weight))
+        first = 0
+        for name, rows in home.parts:
+            kernels.pack_rows(fetch(name).to(holder.panels), holder.panels, first)
+            first += rows
         return
+    assert not isinstance(holder, Linear) or holder.lora is None, "weights are assigned before adapters are attached"
     plain = _read(holder)
     for (name, _), view in zip(home.parts, plain.split([rows for _, rows in home.parts]), strict=True):
         view.copy_(fetch(name))
@@ -203,10 +209,18 @@ def read_config(directory: Path | str) -> ModelConfig:
     return config
 
 
-def load(directory: Path | str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
-    """The decoder of a Hugging Face directory. Tensors are mapped from disk and copied one by one."""
+def load(
+    directory: Path | str,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    yarn_factor: float | None = None,
+) -> Decoder:
+    """The decoder of a Hugging Face directory, its context stretched by `yarn_factor` if one is given. Tensors are
+    mapped from disk and copied one by one."""
     directory = Path(directory)
     config = read_config(directory)
+    if yarn_factor is not None:
+        config = with_yarn(config, yarn_factor)
     with ExitStack() as stack:
         home: dict[str, Any] = {}  # tensor name -> the open file that has it
         for path in _safetensors(directory):
@@ -306,7 +320,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 # ---- checksum ----
 
 _SPAN = 1 << 16  # words per partial sum
-_BLOCK = 2  # partial sums computed at once: 1 MB of scratch, to stay in cache
+_BLOCK = 2  # partial sums torch computes at once: 1 MB of scratch, to stay in cache
 
 
 def checksum(pairs: Iterable[tuple[str, Tensor]]) -> str:
@@ -317,16 +331,38 @@ def checksum(pairs: Iterable[tuple[str, Tensor]]) -> str:
     do, since the multipliers' low halves differ by less than 2^17."""
     lines = []
     for name, tensor in pairs:
-        sums = _sums(tensor).cpu().numpy().astype("<i8").tobytes()
-        lines.append(f"{name} {tensor.dtype} {list(tensor.shape)} {hashlib.sha256(sums).hexdigest()}")
+        sums = hashlib.sha256(_sums(_words(tensor)).astype("<u8").tobytes())
+        lines.append(f"{name} {tensor.dtype} {list(tensor.shape)} {sums.hexdigest()}")
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
-def _sums(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().contiguous().flatten()
-    # float64 as two words: within one int64 a difference in the top bit would be lost to an even factor.
-    words = tensor.view({1: torch.int8, 2: torch.int16}.get(tensor.dtype.itemsize, torch.int32))
-    multipliers = _multipliers(tensor.device)
+def _words(tensor: Tensor) -> Tensor:
+    """The tensor's bits as int8, int16 or int32. float64 as two words: within one int64 a difference in the top bit
+    would be lost to an even factor."""
+    flat = tensor.detach().contiguous().flatten()
+    return flat.view({1: torch.int8, 2: torch.int16}.get(flat.dtype.itemsize, torch.int32))
+
+
+def _sums(words: Tensor) -> np.ndarray:
+    """The sum of every whole span and of the rest, uint64: in C on a CPU that has a compiler, in torch elsewhere."""
+    if words.device.type == "cpu" and (in_c := _native_sums()):
+        return in_c(words, _high_halves())
+    return _torch_sums(words).cpu().numpy().view(np.uint64)
+
+
+@cache
+def _native_sums() -> Callable[[Tensor, np.ndarray], np.ndarray] | None:
+    from paceline.model import kernels
+
+    try:
+        native.load("weights")
+    except native.NativeUnavailable:
+        return None
+    return kernels.sums
+
+
+def _torch_sums(words: Tensor) -> Tensor:
+    multipliers = _multipliers(words.device)
     whole = len(words) // _SPAN * _SPAN
     blocks = words[:whole].view(-1, _SPAN).split(_BLOCK)
     rest = words[whole:]
@@ -338,6 +374,10 @@ def _sums(tensor: Tensor) -> Tensor:
 @cache
 def _multipliers(device: torch.device) -> Tensor:
     """Random high halves; the low halves are 1, 3, 5, ..."""
-    high = np.random.PCG64(0).random_raw(_SPAN) << np.uint64(32)
     low = 2 * np.arange(_SPAN, dtype=np.uint64) + np.uint64(1)
-    return torch.from_numpy((high | low).view(np.int64)).to(device)
+    return torch.from_numpy((_high_halves().astype(np.uint64) << np.uint64(32) | low).view(np.int64)).to(device)
+
+
+@cache
+def _high_halves() -> np.ndarray:
+    return np.random.PCG64(0).random_raw(_SPAN).astype(np.uint32)

@@ -5,7 +5,7 @@ Engine and drafters know each other only through what stands here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -71,3 +71,5 @@ class Drafter(Protocol):
     def observe(self, commits: Commits) -> None: ...
     def end(self, request_id: int) -> None: ...
     def update(self, weights: Any, version: int) -> Receipt: ...  # ValueError where it has no weights
+    def state(self) -> dict[str, np.ndarray]: ...  # what it learned, for a checkpoint; live requests are no part of it
+    def restore(self, state: Mapping[str, np.ndarray]) -> None: ...  # ValueError for another kind of drafter's

@@ -25,11 +25,14 @@ class SpeculationPolicy(Protocol):
 
 class StaticPolicy:
     """A fixed number of tokens per batch-size bucket: {1: 6, 8: 3} drafts 6 for a single row, 3 for up to 8 rows, and
-    none for more. A plain number means any batch size."""
+    none for more. A plain number means any batch size. A draft ends before the first position that it is less likely
+    than `min_confidence` to survive to, by the drafter's own estimate."""
 
-    reads_drafts = False
-
-    def __init__(self, num_speculative_tokens: int | Mapping[int, int]) -> None:
+    def __init__(self, num_speculative_tokens: int | Mapping[int, int], min_confidence: float = 0.0) -> None:
+        if not 0 <= min_confidence <= 1:
+            raise ValueError(f"speculation.min_confidence = {min_confidence}: must be from 0 (off) to 1")
+        self.min_confidence = min_confidence
+        self.reads_drafts = min_confidence > 0
         given = num_speculative_tokens
         self.buckets = sorted(given.items()) if isinstance(given, Mapping) else [(2**31 - 1, given)]
         for bound, k in self.buckets:
@@ -44,7 +47,11 @@ class StaticPolicy:
         return np.full(len(rows), k, np.int32)
 
     def select(self, drafts: DraftBatch) -> np.ndarray:
-        return drafts.num
+        if self.min_confidence == 0:
+            return drafts.num
+        survival = drafts.confidence.cumprod(1, np.float64)  # P(positions 0..j are all accepted), [B, K]
+        likely = np.logical_and.accumulate(survival >= self.min_confidence, axis=1)
+        return np.minimum(drafts.num, likely.sum(1, dtype=np.int32))
 
     def observe(self, trace: StepTrace) -> None:
         pass

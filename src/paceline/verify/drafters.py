@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -39,3 +40,10 @@ class AdversarialDrafter:
 
     def update(self, weights: Any, version: int) -> Receipt:
         raise ValueError("the adversarial drafter has no weights")
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        if state:
+            raise ValueError(f"not a state of the adversarial drafter, which keeps none: it holds {sorted(state)}")

@@ -81,7 +81,7 @@ def learner_logprobs(decoder: Decoder, completions: Sequence[Completion]) -> lis
         tokens = torch.tensor([*c.request.prompt_ids, *c.token_ids.tolist()])
         hidden = decoder(tokens, torch.arange(len(tokens)), PackedAttention([len(tokens)])).hidden
         logits = decoder.logits(hidden[len(c.request.prompt_ids) - 1 : -1]).double().log_softmax(-1)
-        outs.append(logits.gather(-1, tokens[len(c.request.prompt_ids) :, None])[:, 0].float().numpy())
+        outs.append(logits.gather(-1, tokens[len(c.request.prompt_ids) :, None])[:, 0].numpy())
     return outs
 
 
@@ -96,7 +96,7 @@ def prefill_logprobs(paged: PagedDecoder, completions: Sequence[Completion]) -> 
         logits, _ = paged.forward([Span(tokens, 0, table, len(c.token_ids) + 1)])
         paged.pool.truncate(table, 0)
         at = torch.as_tensor(c.token_ids).long()[:, None]
-        outs.append(logits[:-1].double().log_softmax(-1).gather(-1, at)[:, 0].float().numpy())
+        outs.append(logits[:-1].double().log_softmax(-1).gather(-1, at)[:, 0].numpy())
     return outs
 
 

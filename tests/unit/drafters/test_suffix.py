@@ -267,6 +267,95 @@ def test_a_history_that_cannot_grow_warns_and_goes_quiet() -> None:
         drafter.end(i)
 
 
+def told(history: type) -> SuffixDrafter:
+    """Three problems with interleaved rollouts that share much, two prompts in one of them, one begun again last."""
+    rng = np.random.default_rng(0)
+    drafter = SuffixDrafter(history=history())
+    for round_ in range(3):
+        for i, (problem, prompt) in enumerate(
+            [("eins", (1, 2)), ("zwei", (1,)), ("zwei", (2, 2)), ("drei 🎲", (3, 1))]
+        ):
+            drafter.begin(Request(i, prompt, problem=problem))
+        drafter.begin(Request(9, (1, 2, 3)))
+        for _ in range(20):
+            ids = sorted({*rng.integers(0, 4, 3).tolist(), 9})
+            drafter.observe(commits_of({i: rng.integers(0, 3, rng.integers(0, 4)).tolist() for i in ids}))
+        for i in (0, 1, 2, 3, 9):
+            drafter.end(i)
+        drafter.begin(Request(round_, (1, 2), problem="eins"))
+        drafter.end(round_)
+    return drafter
+
+
+@pytest.mark.parametrize("target", HISTORIES)
+@pytest.mark.parametrize("source", HISTORIES)
+def test_a_restored_history_is_the_same_automaton(source: type, target: type) -> None:
+    drafter, restored = told(source), SuffixDrafter(history=target())
+    restored.begin(Request(0, (5, 5), problem="forgotten"))
+    restored.end(0)
+    restored.restore(drafter.state())
+    assert list(restored._problems) == list(drafter._problems) == ["zwei", "drei 🎲", "eins"]
+    for name, problem in drafter._problems.items():
+        assert restored._problems[name].prompts == problem.prompts, "every state has the number it had"
+    assert restored.num_tokens == drafter.num_tokens
+    if source is target:
+        assert restored.num_bytes == drafter.num_bytes, "so that the same problems are dropped at the same time"
+    for name, prompt in (("eins", (1, 2)), ("zwei", (2, 2)), ("drei 🎲", (3, 1)), ("eins", (7,))):
+        for one in (drafter, restored):
+            one.begin(Request(0, prompt, problem=name))
+        sequence = list(prompt)
+        for token in np.random.default_rng(1).integers(0, 3, 30).tolist():
+            drafts = [
+                drafts_of(d.propose(rows_of({0: sequence}), np.full(1, 6, np.int32))) for d in (drafter, restored)
+            ]
+            assert drafts[0] == drafts[1]
+            for one in (drafter, restored):
+                one.observe(commits_of({0: [token]}))
+            sequence.append(token)
+        for one in (drafter, restored):
+            one.end(0)
+    drafter.restore(SuffixDrafter(history=SlowHistory()).state())
+    assert drafter.num_problems == drafter.num_bytes == 0
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_the_order_in_which_siblings_spoke_is_kept(history: type) -> None:
+    """The most recent of two equals is drafted: retelling one rollout after the other would get it wrong."""
+    drafter, restored = SuffixDrafter(history=history()), SuffixDrafter(history=history())
+    for i in range(2):
+        drafter.begin(Request(i, (1,), problem="p"))
+    drafter.observe(commits_of({1: [2]}))
+    drafter.observe(commits_of({0: [3]}))
+    for i in range(2):
+        drafter.end(i)
+    restored.restore(drafter.state())
+    restored.begin(Request(5, (1,), problem="p"))
+    assert restored.propose(rows_of({5: [1]}), np.ones(1, np.int32)).tokens.tolist() == [[3]]
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("log", [[-1, 1, -99, 2], [-1, 1, 2, -4, 3], [-1, 1, -(2**31), 3]])
+def test_a_damaged_state_is_refused(history: type, log: list[int]) -> None:
+    state = {
+        "names": np.frombuffer(b"p", np.uint8), "name_ends": np.array([1]),
+        "logs": np.array(log, np.int32), "log_ends": np.array([len(log)]),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="damaged"):
+        SuffixDrafter(history=history()).restore(state)
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_what_was_said_is_counted_though_no_state_is_new(history: type) -> None:
+    drafter = SuffixDrafter(history=history())
+    for i in range(60):
+        drafter.begin(Request(i, (1,), problem="p"))
+        drafter.observe(commits_of({i: [2, 3, 4, 5]}))
+        drafter.end(i)
+        if i == 0:
+            before = drafter.num_bytes
+    assert drafter.num_bytes - before >= 4 * 4 * 59
+
+
 def test_refuses_weights_and_bad_parameters() -> None:
     with pytest.raises(ValueError, match="no weights"):
         SuffixDrafter(history=SlowHistory()).update({}, 1)

@@ -152,8 +152,8 @@ def test_logprobs_are_the_targets_processed_and_raw() -> None:
         for token, logprob, raw in zip(c.token_ids, c.logprobs, c.raw_logprobs, strict=True):
             z = TABLE.logits_after(np.array(tokens))
             kept = np.where(z >= np.sort(z)[-3], z / 0.5, -np.inf)
-            assert logprob == pytest.approx(kept[token] - np.log(np.exp(kept).sum()), abs=1e-5)
-            assert raw == pytest.approx(z[token] - np.log(np.exp(z).sum()), abs=1e-5)
+            assert logprob == pytest.approx(kept[token] - np.log(np.exp(kept).sum()), rel=0, abs=1e-12)
+            assert raw == pytest.approx(z[token] - np.log(np.exp(z).sum()), rel=0, abs=1e-12)
             tokens.append(int(token))
 
 

@@ -26,7 +26,7 @@ from paceline.model.ops import TorchOps
 from paceline.model.sample import PhiloxNoise, Sampler, SamplingArrays, philox_words
 
 try:
-    native.load("decoder"), native.load("sample")
+    native.load("decoder"), native.load("sample"), native.load("weights")
 except native.NativeUnavailable as error:
     pytest.skip(f"no kernels here: {error}", allow_module_level=True)
 
@@ -108,11 +108,30 @@ def test_elementwise_rows_do_not_meet(gen: torch.Generator) -> None:
 # ---- equality with the twins ----
 
 
+def slow_pack(weight_NK: Tensor) -> Tensor:
+    padded = F.pad(weight_NK, (0, 0, 0, -len(weight_NK) % 16))
+    return padded.view(-1, 16, weight_NK.shape[1]).transpose(1, 2).contiguous()
+
+
+@pytest.mark.parametrize("sizes", [(1,), (16,), (9, 3, 3), (20, 5, 40), (16, 48), (7, 9, 1), (30, 0, 2)], ids=str)
+def test_parts_are_packed_one_by_one(sizes: tuple[int, ...], gen: torch.Generator) -> None:
+    """Wherever parts meet within a panel; a transposed source and old panels' contents make no difference."""
+    weight = torch.randn(11, sum(sizes), generator=gen).T
+    panels = slow_pack(torch.ones(weight.shape))
+    first = 0
+    for part in weight.split(sizes):
+        kernels.pack_rows(part, panels, first)
+        first += len(part)
+    assert torch.equal(panels, slow_pack(weight))
+    for num in (0, 1, len(weight) - 1, len(weight)):
+        assert torch.equal(kernels.unpack(panels, num), weight[:num])
+
+
 @pytest.mark.parametrize("num_out", [1, 16, 50, 64])
 def test_pack_and_back(num_out: int, gen: torch.Generator) -> None:
     weight = torch.randn(num_out, 7, generator=gen)
     panels = kernels.pack(weight)
-    assert panels.shape == (-(-num_out // 16), 7, 16)
+    assert torch.equal(panels, slow_pack(weight))
     assert torch.equal(kernels.unpack(panels, num_out), weight)
     tokens = torch.arange(num_out).flip(0)
     assert torch.equal(kernels.NativeOps().embed(tokens, packed(weight)), weight[tokens])
@@ -292,7 +311,7 @@ def test_philox_known_answers() -> None:
 
 
 def arrays(num: int, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> SamplingArrays:
-    values = zip((temperature, top_k, top_p, min_p), (np.float32, np.int32, np.float32, np.float32), strict=True)
+    values = zip((temperature, top_k, top_p, min_p), (np.float64, np.int32, np.float64, np.float64), strict=True)
     return SamplingArrays(*(np.full(num, value, dtype) for value, dtype in values))
 
 
@@ -359,10 +378,10 @@ def test_draw_does_not_depend_on_company(gen: torch.Generator) -> None:
     logits = torch.randn(40, 3000, generator=gen) * 4
     keys, positions = rng.integers(0, 2**64, 40, np.uint64), rng.integers(0, 10_000, 40)
     mixed = SamplingArrays(
-        rng.choice([0, 0.7, 1], 40).astype(np.float32),
+        rng.choice([0, 0.7, 1], 40),
         rng.choice([0, 10], 40).astype(np.int32),
-        rng.choice([1, 0.9], 40).astype(np.float32),
-        rng.choice([0, 0.1], 40).astype(np.float32),
+        rng.choice([1, 0.9], 40),
+        rng.choice([0, 0.1], 40),
     )
     together = native_draw(logits, keys, positions, mixed)
     for i in range(40):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -70,7 +72,18 @@ def test_processing_equals_transformers() -> None:
         if params.min_p:
             want = MinPLogitsWarper(params.min_p)(None, want)
         found = process(logits, SamplingArrays.of([params] * 8))
-        assert torch.allclose(found.exp(), want.softmax(-1), atol=1e-7)  # temperature travels as float32
+        assert torch.allclose(found.exp(), want.softmax(-1), rtol=0, atol=1e-13)
+
+
+def test_float64_logits_have_float64_logprobs() -> None:
+    """Against Python's own exact sums; float32 on the way would show at 1e-7."""
+    logits = torch.randn(6, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 3
+    params = SamplingArrays.of([SamplingParams(temperature=0.7)] * 6)
+    draws = Sampler().draw(logits, keys(*range(6)), np.arange(6), params)
+    for row, token, logprob, raw in zip(logits.tolist(), draws.tokens, draws.logprobs, draws.raw_logprobs, strict=True):
+        for temperature, found in ((0.7, logprob), (1.0, raw)):
+            want = row[token] / temperature - math.log(math.fsum(math.exp(z / temperature) for z in row))
+            assert found == pytest.approx(want, rel=0, abs=1e-13)
 
 
 def test_greedy_is_a_point_mass() -> None:
@@ -115,6 +128,7 @@ def test_the_kernels_race_equals_the_plain_one(vocab: int) -> None:
     assert fast.tokens.tolist() == slow.tokens.tolist()
     assert np.allclose(fast.logprobs, slow.logprobs, atol=2e-5)  # float32 exponentials, summed over the vocabulary
     assert np.allclose(fast.raw_logprobs, slow.raw_logprobs, atol=2e-5)
+    assert {array.dtype for d in (fast, slow) for array in (d.logprobs, d.raw_logprobs)} == {np.dtype(np.float64)}
     shifted = Sampler(native=True).draw(logits, noise_keys, positions + 1, params)
     assert shifted.tokens.tolist() != fast.tokens.tolist()
     weights = logits.exp()

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paceline import native
 from paceline.model import kernels, weights
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
 from paceline.model.layer import Linear
+from paceline.model.paged import PagedDecoder
 from paceline.model.weights import ModelError, assign, checksum, hf_state, init, load, save
 from paceline.native import NativeUnavailable
 
@@ -158,6 +162,81 @@ def test_checksum_sees_every_change(dtype: torch.dtype) -> None:
     assert new(tensor, name="b")
     assert new(tensor[:-1])
     assert new(tensor.view(-1, 1))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.uint8, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize("size", [0, 1, 77, weights._SPAN - 1, weights._SPAN, 2 * weights._SPAN + 13])
+def test_checksum_in_c_is_checksum_in_torch(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if weights._native_sums() is None:
+        pytest.skip("no compiler")
+    noise = torch.Generator().manual_seed(size)
+    bits = torch.randint(-(2**63), 2**63 - 1, (size,), generator=noise).view(torch.uint8)  # NaNs and infinities too
+    tensor = bits[: size * dtype.itemsize].clone().view(dtype) if dtype != torch.bool else bits[:size] > 99
+    words = weights._words(tensor)
+    in_c = weights._sums(words)
+    assert in_c.tolist() == slow_sums(words)
+    in_torch = weights._torch_sums(words).numpy().view(np.uint64)
+    assert in_c.dtype == in_torch.dtype and np.array_equal(in_c, in_torch)
+    with_c = checksum([("a", tensor)])
+    monkeypatch.setattr(weights, "_native_sums", lambda: None)
+    assert checksum([("a", tensor)]) == with_c
+
+
+def slow_sums(words: Tensor) -> list[int]:
+    """The definition, in Python's integers."""
+    multipliers = [int(m) % 2**64 for m in weights._multipliers(torch.device("cpu"))]
+    assert all(m % 2**32 == 2 * i + 1 for i, m in enumerate(multipliers))
+    values, span = words.tolist(), weights._SPAN
+    spans = [values[at : at + span] for at in range(0, len(values) // span * span + 1, span)]
+    return [sum(w * m for w, m in zip(part, multipliers, strict=False)) % 2**64 for part in spans]
+
+
+def test_the_checksum_never_changes() -> None:
+    """Receipts are compared between machines, and runs keep them."""
+    tensors = [("a", torch.arange(70_000) * 2654435761 % 1000 / 7), ("b", torch.tensor(-1.5, dtype=torch.bfloat16))]
+    assert checksum(tensors) == "88b52ca6f6d093189269aede8aa872a88f2d3329397f88c96f7960674942b21f"
+
+
+def test_without_a_compiler_torch_takes_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable(name: str) -> None:
+        raise NativeUnavailable("no compiler")
+
+    monkeypatch.setattr(native, "load", unavailable)
+    assert weights._native_sums.__wrapped__() is None
+
+
+def test_a_receipt_needs_one_matrix_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = PagedDecoder(_packed(init(CONFIG, seed=0)), 4)
+    new = list(state(init(CONFIG, seed=1)).items())
+    num_alive: list[int] = []
+
+    def watched(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+        seen: list[weakref.ref] = []
+        for name, tensor in hf_state(decoder):
+            seen.append(weakref.ref(tensor))
+            num_alive.append(sum(ref() is not None for ref in seen))
+            yield name, tensor
+
+    assert len(list(watched(paged.decoder))) == max(num_alive)  # what holds on to them all is seen
+    num_alive.clear()
+    monkeypatch.setattr(weights, "hf_state", watched)
+    receipt = paged.update(new, 3)
+    assert len(num_alive) == len(new) and max(num_alive) <= 4  # the parts of one matrix, and the last of the one before
+    assert (receipt.version, receipt.checksum) == (3, checksum(new))
+    assert receipt.num_tensors == len(new) and receipt.num_bytes == sum(tensor.nbytes for _, tensor in new)
+
+
+def test_a_receipt_is_of_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = PagedDecoder(_packed(init(CONFIG, seed=0)), 4)
+    new = list(state(init(CONFIG, seed=1)).items())
+    pack_rows = kernels.pack_rows
+
+    def forgets_the_second_part(rows: Tensor, panels: Tensor, first: int) -> None:
+        if first == 0:
+            pack_rows(rows, panels, first)
+
+    monkeypatch.setattr(kernels, "pack_rows", forgets_the_second_part)
+    assert paged.update(new, 3).checksum != checksum(new)
 
 
 def test_checksum_ignores_layout_and_order() -> None:

@@ -1,0 +1,39 @@
+"""The commands. Each is thin: parse, build, run, print. Heavy libraries are imported where they are used, so that
+`--help` and mistakes in the settings answer at once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from paceline import __version__
+from paceline.cli import bench, generate, train, verify  # each adds its commands
+from paceline.cli.app import app, err, friendly, out
+
+__all__ = ["app", "bench", "generate", "main", "train", "verify"]
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        out.print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+@friendly
+def pull(
+    model: Annotated[str, typer.Argument(help="Known name (smollm2-135m), directory, or hub id.")] = "smollm2-135m",
+) -> None:
+    """Bring a model to this machine and print its directory.
+
+    Example: `paceline pull smollm2-135m`
+    """
+    from paceline.model.store import resolve
+
+    out.print(str(resolve(model, err)), soft_wrap=True)
+
+
+def main() -> None:
+    app()

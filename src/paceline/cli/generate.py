@@ -1,0 +1,194 @@
+"""`paceline generate`: prompts in, completions out, coloured by who proposed their tokens."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from paceline.cli.app import (
+    ConfigFile,
+    JsonFile,
+    Model,
+    Overrides,
+    app,
+    err,
+    friendly,
+    out,
+    settings,
+)
+from paceline.report.table import check_writable, render, write_json
+
+if TYPE_CHECKING:
+    from paceline.tasks.task import Prompt
+    from paceline.types import Completion
+
+
+@app.command()
+@friendly
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; `-` reads one from stdin.")] = None,
+    prompts_file: Annotated[
+        Path | None, typer.Option("--prompts", metavar="FILE", help="jsonl with `prompt` or `question`; `-` is stdin.")
+    ] = None,
+    num_samples: Annotated[int, typer.Option("-n", min=1, help="Samples per prompt.")] = 1,
+    raw: Annotated[bool, typer.Option("--raw", help="Without the model's chat template.")] = False,
+    model: Model = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    method: Annotated[str | None, typer.Option(help="Drafter: none, ngram, suffix, draft_model.")] = None,
+    k: Annotated[int | None, typer.Option("--k", help="Tokens drafted per step.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Length limit of a completion.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens, whatever the drafter.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Generate, and show which tokens were drafted and accepted.
+
+    Examples:
+
+    - `paceline generate "Why is the sky blue?"`
+    - `paceline generate -n 4 --method suffix --k 6 --temperature 0.8 "Write a haiku."`
+    - `paceline generate --prompts questions.jsonl --set engine.max_num_seqs=8 --json out.json`
+    """
+    from paceline.speculation.metrics import summarise
+    from paceline.tasks.prompt import encode
+    from paceline.types import Request, noise_key
+
+    cfg = settings(
+        config,
+        overrides,
+        model__name=model,
+        speculation__method=method,
+        speculation__num_speculative_tokens=k,
+        sampling__max_tokens=max_tokens,
+        sampling__temperature=temperature,
+        sampling__seed=seed,
+    )
+    check_writable(json_file)
+    asked = gather_prompts(prompts or [], prompts_file)
+    from paceline.build import build_engine
+
+    engine = build_engine(cfg)
+    params = cfg.sampling.params()
+    requests = [
+        Request(i * num_samples + j, ids, params, noise_key(cfg.sampling.seed, i, j), f"prompt {i}")
+        for i, ids in enumerate(encode(engine.tokenizer, prompt, chat=not raw) for prompt in asked)
+        for j in range(num_samples)
+    ]
+    start = time.perf_counter()
+    with err.status("generating") as status:
+        completions = engine.generate(
+            requests, lambda done, total: status.update(f"generating: {done} of {total} done")
+        )
+    seconds = time.perf_counter() - start
+    metrics = summarise(completions, engine.drain_trace())
+    show_completions(engine.tokenizer, asked, completions, num_samples)
+    num_tokens = sum(len(c.token_ids) for c in completions)
+    figures = {
+        "completions": len(completions),
+        "tokens": num_tokens,
+        "tokens_per_s": num_tokens / seconds,
+        **{name: value for name, value in metrics.items() if name in SHOWN_METRICS},
+    }
+    out.print(render([{"k": k, "v": v} for k, v in figures.items()], {"k": "figure", "v": "value"}))
+    if json_file is not None:
+        write_json(
+            json_file,
+            {
+                "model": cfg.model.name,
+                "config": cfg.model_dump(mode="json"),
+                "seconds": seconds,
+                "tokens_per_s": num_tokens / seconds,
+                "metrics": metrics,
+                "completions": [
+                    completion_record(engine.tokenizer, asked[i // num_samples], i // num_samples, c)
+                    for i, c in enumerate(completions)
+                ],
+            },
+        )
+    engine.close()
+
+
+SHOWN_METRICS = (
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "mean_acceptance_length",
+    "mean_acceptance_length_per_request",
+    "draft_acceptance_rate",
+    "acceptance_rate_per_position",
+)
+
+
+def gather_prompts(words: Sequence[str], file: Path | None) -> list[Prompt]:
+    from paceline.bench.prompts import parse_prompts, read_prompts
+
+    asked: list[Prompt] = [sys.stdin.read() if word == "-" else word for word in words]
+    if file is not None:
+        asked += parse_prompts(sys.stdin, "stdin") if str(file) == "-" else read_prompts(file)
+    if not asked:
+        raise ValueError("no prompt; give one as an argument, `-` for stdin, or --prompts FILE")
+    if not all(asked):
+        raise ValueError("a prompt is empty")
+    return asked
+
+
+def show_completions(
+    tokenizer: Any, asked: Sequence[Prompt], completions: Sequence[Completion], num_samples: int
+) -> None:
+    from paceline.tasks.prompt import shown
+    from paceline.model.text import pieces
+    from paceline.types import Provenance
+
+    styles = {
+        Provenance.SAMPLED: "",
+        Provenance.ACCEPTED: "bold green",
+        Provenance.CORRECTED: "yellow",
+        Provenance.BONUS: "cyan",
+    }
+    for i, completion in enumerate(completions):
+        if i % num_samples == 0:
+            out.print(Text(f"❯ {shown(asked[i // num_samples])}", style="bold"), soft_wrap=True)
+        text = Text()
+        for piece, origin in zip(
+            pieces(tokenizer, completion.token_ids.tolist()), completion.provenance.tolist(), strict=True
+        ):
+            text.append(piece, styles[Provenance(origin)])
+        text.append(f"  [{completion.finish_reason}, {len(completion.token_ids)} tokens]", "dim")
+        out.print(text, soft_wrap=True)
+        out.print()
+    if any(c.num_drafts for c in completions):
+        legend = Text("tokens: ")
+        legend.append("drafted and accepted", styles[Provenance.ACCEPTED])
+        legend.append(" · ")
+        legend.append("draft corrected", styles[Provenance.CORRECTED])
+        legend.append(" · ")
+        legend.append("bonus after a whole draft", styles[Provenance.BONUS])
+        legend.append(" · sampled without a draft")
+        out.print(legend)
+
+
+def completion_record(tokenizer: Any, prompt: Prompt, index: int, completion: Completion) -> dict[str, Any]:
+    from paceline.types import Provenance
+
+    return {
+        "prompt_index": index,
+        "prompt": prompt,
+        "prompt_ids": list(completion.request.prompt_ids),
+        "text": tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True),
+        "token_ids": completion.token_ids.tolist(),
+        "logprobs": completion.logprobs.tolist(),
+        "raw_logprobs": completion.raw_logprobs.tolist(),
+        "provenance": [Provenance(origin).name.lower() for origin in completion.provenance.tolist()],
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "num_drafts": completion.num_drafts,
+        "num_draft_tokens": completion.num_draft_tokens,
+        "num_accepted_tokens": completion.num_accepted_tokens,
+    }

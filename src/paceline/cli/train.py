@@ -1,0 +1,243 @@
+"""`paceline train`, `report`, `eval` and `export`: from a config to a better model, and what became of it."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from paceline.cli.app import JsonFile, app, err, friendly, out
+from paceline.config import Config, load_config
+from paceline.report.table import check_writable, render, write_json
+
+if TYPE_CHECKING:
+    from paceline.rl.loop import Loop
+
+Settings = Annotated[list[str] | None, typer.Argument(metavar="[CONFIG.toml] [A.B=C]…", help="A file, then settings.")]
+
+
+def split_arguments(words: list[str] | None) -> tuple[Path | None, list[str]]:
+    """A word without `=` is the config file; the rest are settings."""
+    files = [word for word in words or [] if "=" not in word]
+    if len(files) > 1:
+        raise ValueError(f"two config files, {files[0]} and {files[1]}; give one, and settings as a.b=c")
+    return Path(files[0]) if files else None, [word for word in words or [] if "=" in word]
+
+
+@app.command()
+@friendly
+def train(
+    words: Settings = None,
+    resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Go on with this run.")] = None,
+    run: Annotated[Path | None, typer.Option("--run", metavar="DIR", help="Folder of the new run.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, train nothing.")] = False,
+) -> None:
+    """Post-train a model with RL; rollouts are speculative where `speculation.method` says so.
+
+    Ctrl-C or SIGTERM ends it with a checkpoint; `--resume RUN` goes on as if nothing had happened.
+
+    Examples:
+
+    - `paceline train configs/quickstart.toml`
+    - `paceline train configs/gsm8k.toml train.num_steps=50 speculation.audit_every=10`
+    - `paceline train --resume runs/chain_sum-20260101-120000`
+    """
+    from paceline.cli.progress import TerminalWatcher
+
+    path, overrides = split_arguments(words)
+    if resume is not None and (path is not None or run is not None):
+        raise ValueError("--resume takes the run's own config.toml; give settings to change as a.b=c")
+    if resume is not None and not (resume / "config.toml").exists():
+        raise ValueError(f"--resume {resume}: not a run, config.toml is missing there")
+    config = load_config(resume / "config.toml" if resume is not None else path, overrides)
+    from paceline.build import build_loop
+
+    if dry_run:
+        show_plan(config)
+        return
+    watcher = TerminalWatcher(err, config)
+    with watcher:
+        watcher.note(f"{config.algorithm.name} on {config.task.name} with {config.model.name}")
+        loop = build_loop(config, watcher, run=run, resume=resume)
+        with stoppable(loop):
+            summary = loop.run()
+    finish(loop, config, summary)
+
+
+def finish(loop: Loop, config: Config, summary: dict[str, Any]) -> None:
+    from paceline.report.html import write_report
+
+    path = write_report(loop.folder.path)
+    loop.close()
+    out.print(closing_table(summary))
+    out.print(f"run     {loop.folder.path}\nreport  {path}", soft_wrap=True)
+    if not summary["finished"]:
+        err.print(
+            f"stopped after {summary['steps']} of {config.train.num_steps} steps; go on with: "
+            f"paceline train --resume {loop.folder.path}",
+            style="yellow",
+            soft_wrap=True,
+        )
+        raise typer.Exit(130)
+
+
+def closing_table(summary: dict[str, Any]) -> Any:
+    figures: dict[str, Any] = {
+        "held-out reward before": summary["reward_before"],
+        "held-out reward after": summary["reward_after"],
+        "steps": summary["steps"],
+        "tokens generated": summary["tokens"],
+        "mean acceptance length": summary["mean_acceptance_length"],
+    }
+    if summary["generation_speedup"] is not None:
+        figures["audited speed-up, whole rollout"] = f"{summary['generation_speedup']:.2f}x"
+        for rows, ratio in summary["tail_speedup"].items():
+            figures[f"audited speed-up, {rows} running"] = f"{ratio:.2f}x"
+        figures["audited tokens identical"] = summary["identical"]
+    for name, stage in summary["stages"].items():
+        if stage["seconds"] >= 0.05:
+            figures[f"time in {name}"] = f"{stage['seconds']:.1f} s  {stage['share']:6.1%}"
+    rows = [{"figure": name, "value": value} for name, value in figures.items() if value is not None]
+    return render(rows, {"figure": "figure", "value": "value"})
+
+
+@contextlib.contextmanager
+def stoppable(loop: Loop) -> Iterator[None]:
+    """The first SIGINT or SIGTERM asks the loop to stop at the next good moment; a second SIGINT does not ask."""
+
+    def stop(signum: int, frame: object) -> None:
+        err.print("stopping: the step under way is given up, the last whole one is kept", style="yellow")
+        loop.producer.stop()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def show_plan(config: Config) -> None:
+    """What a run would do: the first problem as the model sees it, its reward for its own answer, and the sizes."""
+    from paceline.build import build_rewarder, build_task
+    from paceline.model.store import load_tokenizer, resolve
+    from paceline.tasks.prompt import encode
+    from paceline.tasks.rewards import Sample
+
+    task = build_task(config)
+    directory = resolve(config.model.name, err)
+    tokenizer = load_tokenizer(directory)
+    problem = task.train[0]
+    ids = encode(tokenizer, problem.prompt, config.task.chat)
+    rewarder = build_rewarder(config)
+    answer = str(problem.columns.get("answer", ""))
+    score = rewarder.score([Sample("the first problem", problem.prompt, answer, (), problem.columns, 0.0)])[0]
+    rewarder.close()
+    train, samples = config.train, config.algorithm.num_generations
+    rows = {
+        "model": f"{config.model.name} ({directory})",
+        "problems": f"{len(task.train)} to train on, {len(task.held_out)} held out",
+        "a step": f"{train.groups_per_step} problems x {samples} samples of up to {config.sampling.max_tokens} tokens",
+        "steps": f"{train.num_steps} ({train.num_steps * train.groups_per_step / len(task.train):.2g} epochs)",
+        "first prompt": f"{len(ids)} tokens",
+        "its own answer scores": f"{score.reward:g}" if score.failure is None else score.failure,
+    }
+    out.print(render([{"what": k, "is": v} for k, v in rows.items()], {"what": "plan", "is": ""}))
+    out.print(Text(tokenizer.decode(list(ids))), soft_wrap=True)
+    err.print("dry run: nothing was trained", style="dim")
+
+
+@app.command()
+@friendly
+def report(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    output: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Default: report.html in it.")] = None,
+) -> None:
+    """Write a run's report: one HTML page that needs nothing else.
+
+    Example: `paceline report runs/chain_sum-20260101-120000`
+    """
+    from paceline.report.html import write_report
+
+    check_writable(output)
+    out.print(str(write_report(run, output)), soft_wrap=True)
+
+
+@app.command("eval")
+@friendly
+def eval_command(
+    model: Annotated[str, typer.Argument(help="Known name, Hugging Face directory, or hub id.")],
+    task: Annotated[str, typer.Argument(help="A config file, a jsonl file, or a reasoning-gym dataset.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[A.B=C]…", help="Settings.")] = None,
+    num_samples: Annotated[int, typer.Option("-n", min=1, help="Samples per problem.")] = 1,
+    json_file: JsonFile = None,
+) -> None:
+    """Mean reward, avg@n and pass@k on a task's held-out problems.
+
+    Examples:
+
+    - `paceline eval smollm2-135m configs/quickstart.toml -n 4`
+    - `paceline eval ./exported gsm8k.jsonl task.held_out=100 reward.functions='["math"]'`
+    """
+    from rich.progress import Progress
+
+    check_writable(json_file)
+    path = Path(task)
+    given = [f"model.name={model!r}"]
+    if path.suffix == ".toml":
+        config = load_config(path, [*given, *(overrides or [])])
+    else:
+        kind = "jsonl" if path.suffix in (".jsonl", ".gz") else "reasoning_gym"
+        config = load_config(None, [*given, f"task.kind={kind}", f"task.name={task!r}", *(overrides or [])])
+    from paceline.build import build_collector, build_engine, build_rewarder, build_task
+    from paceline.rl.evaluate import evaluate
+
+    problems = build_task(config).held_out
+    if not problems:
+        raise ValueError("task.held_out = 0: there is nothing to evaluate on")
+    engine = build_engine(config)
+    rewarder = build_rewarder(config)
+    try:
+        with Progress(console=err, transient=True, disable=not err.is_terminal) as bars:
+            bar = bars.add_task("evaluating")
+            result = evaluate(
+                build_collector(config, engine, rewarder),
+                problems,
+                num_samples,
+                config.train.eval_temperature,
+                config.train.seed,
+                lambda done, total: bars.update(bar, completed=done, total=total),
+            )
+    finally:
+        rewarder.close()
+        engine.close()
+    shown = {key: value for key, value in result.items() if key != "pass_at"}
+    shown |= {f"pass@{k}": value for k, value in result["pass_at"].items()}
+    out.print(render([{"figure": k, "value": v} for k, v in shown.items()], {"figure": "figure", "value": "value"}))
+    if json_file is not None:
+        write_json(json_file, {"model": model, "task": task, **result})
+
+
+@app.command()
+@friendly
+def export(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    directory: Annotated[Path, typer.Argument(help="Where the Hugging Face directory goes.")],
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint by validation, not the last.")] = False,
+) -> None:
+    """Write a run's policy as a plain Hugging Face directory (config.json, safetensors, tokenizer).
+
+    Example: `paceline export runs/chain_sum-20260101-120000 ./my-model --best`
+    """
+    from paceline.build import export_policy
+
+    if not (run / "config.toml").exists():
+        raise ValueError(f"{run}: not a run, config.toml is missing there")
+    export_policy(load_config(run / "config.toml"), run, directory, best)
+    out.print(str(directory), soft_wrap=True)

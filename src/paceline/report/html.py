@@ -1,0 +1,72 @@
+"""`paceline report RUN`: one self-contained page. It asks nothing of any network, now or later.
+
+What a model wrote is hostile until shown otherwise: it reaches the page as escaped text or inside a JSON block that
+holds no markup, scripts only ever set it as text, and the page's policy allows no script or style but its own two.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from html import escape
+from importlib import resources
+from pathlib import Path
+
+from paceline.report import sections
+from paceline.report.rollouts import encode
+from paceline.report.run import Run, read_run
+from paceline.report.table import check_writable, write_bytes
+
+
+def write_report(run: Path, out: Path | None = None) -> Path:
+    """The page of a run's folder, finished or not; beside its files unless `out` says where."""
+    out = out if out is not None else run / "report.html"
+    content = read_run(run)
+    check_writable(out)
+    write_bytes(out, render_page(content).encode("utf-8", errors="replace"))
+    return out
+
+
+def render_page(run: Run) -> str:
+    style, script = _asset("report.css"), _asset("report.js")
+    policy = (
+        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    parts = {
+        "reward": ("Reward", sections.reward(run)),
+        "time": ("Time", sections.time(run)),
+        "speculation": ("Speculation", sections.speculation(run)),
+        "exactness": ("Exactness", sections.exactness(run)),
+        "lag": ("Lag", sections.lag(run)),
+        "learning": ("Learning", sections.learning(run)),
+        "rollouts": ("Rollouts", sections.rollout_browser(run)),
+        "engine": ("Engine", sections.engine(run)),
+        "steps": ("Steps", sections.every_step(run)),
+        "config": ("Configuration", sections.config(run)),
+    }
+    if not run.steps:
+        parts = {"empty": ("", "<section><p>No step has ended yet.</p></section>"), **parts}
+        parts.pop("steps")
+    links = "".join(f'<a href="#{name}">{title}</a>' for name, (title, text) in parts.items() if title and text)
+    data = encode({"rollouts": run.rollouts.records, "prompts": run.rollouts.prompts})
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{escape(run.name)} · Paceline</title><style>{style}</style></head>\n<body>"
+        f"{sections.heading(run)}<nav>{links}</nav>\n<main>"
+        f"{sections.messages(run)}{sections.key_figures(run)}\n"
+        + "\n".join(text for _, text in parts.values())
+        + f'</main>\n<div id="tip" role="status" hidden></div>'
+        f'<script type="application/json" id="data">{data}</script>\n<script>{script}</script></body></html>\n'
+    )
+
+
+def _asset(name: str) -> str:
+    return resources.files("paceline.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

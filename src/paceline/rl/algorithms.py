@@ -1,0 +1,289 @@
+"""The RL algorithms as pure functions of flat token streams.
+
+An algorithm is a composition: how rewards become *advantages*, which *objective* a token has, and how token losses are
+*weighted*; the rest are numbers. `ALGORITHMS` holds the published ones. A new one is an entry there (and its name in
+`config.AlgorithmSection`); what is not like GRPO is a function of a few lines:
+
+    def no_baseline(batch, reward_S, penalty_T, scale):
+        return reward_S[batch.sequence_T]
+
+    ALGORITHMS["reinforce"] = Algorithm("reinforce", advantages=no_baseline, loss_type="dr_grpo")
+
+Always: a token whose mask is false contributes nothing; weights are made on the whole batch of one optimiser step, so
+that microbatches' losses and gradients add up to the whole's; and unless a correction is asked for, the engine's
+logprobs have no influence. All is computed in float64 on the batch's device, whatever the model's type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from paceline.config import AlgorithmSection
+from paceline.rl.batch import TokenBatch
+from paceline.rl.corrections import engine_weight, kl, sum_by
+
+# (batch, reward_S, penalty_T, scale) -> advantages_T. The penalty is beta * KL where the KL is in the reward, else 0.
+Advantages = Callable[[TokenBatch, Tensor, Tensor, str], Tensor]
+# (batch, logprobs_T, log_ratio_T, epsilon, epsilon_high) -> token losses_T and which of them were clipped_T.
+Objective = Callable[[TokenBatch, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
+
+STD_FLOOR = 1e-4  # added to standard deviations, as in TRL
+
+
+# --- advantages ---
+
+
+def group_mean(batch: TokenBatch, reward_S: Tensor, penalty_T: Tensor, scale: str) -> Tensor:
+    """GRPO (arXiv 2402.03300, §4.1.2): A_i = (r_i - mean(r)) / std(r) over the group."""
+    return_S = reward_S - sum_by(penalty_T, batch.sequence_T, batch.num_sequences)
+    centred_S = return_S - _mean(return_S, batch.group_S)
+    return (centred_S / _spread(return_S, batch.group_S, scale))[batch.sequence_T]
+
+
+def leave_one_out(batch: TokenBatch, reward_S: Tensor, penalty_T: Tensor, scale: str) -> Tensor:
+    """RLOO (arXiv 2402.14740, eq. 8): A_i = r_i - the mean of the others; nothing for one that has no others."""
+    return_S = reward_S - sum_by(penalty_T, batch.sequence_T, batch.num_sequences)
+    size_S = _count(batch.group_S)
+    advantage_S = (return_S - _mean(return_S, batch.group_S)) * size_S / (size_S - 1).clamp(min=1)
+    return (advantage_S / _spread(return_S, batch.group_S, scale))[batch.sequence_T]
+
+
+def batch_mean(batch: TokenBatch, reward_S: Tensor, penalty_T: Tensor, scale: str) -> Tensor:
+    """REINFORCE++ (arXiv 2501.03262): A_t = r - sum_{i >= t} penalty_i, normalised over the tokens of the batch."""
+    return_T = reward_S[batch.sequence_T] - _to_go(penalty_T, batch.sequence_T, batch.num_sequences)
+    return_N, group_N = return_T[batch.mask_T], batch.group_S[batch.sequence_T][batch.mask_T]
+    centred_N = return_N - _mean(return_N, torch.zeros_like(group_N))
+    return torch.zeros_like(return_T).masked_scatter(batch.mask_T, centred_N / _spread(return_N, group_N, scale))
+
+
+def group_then_batch_mean(batch: TokenBatch, reward_S: Tensor, penalty_T: Tensor, scale: str) -> Tensor:
+    """REINFORCE++ with baseline (same paper): the group's mean is taken off first, then the batch normalises."""
+    return batch_mean(batch, reward_S - _mean(reward_S, batch.group_S), penalty_T, scale)
+
+
+def _to_go(values_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
+    """For each token the sum from it to its sequence's end, itself included."""
+    up_to_T = torch.cumsum(values_T, 0)
+    at_end_S = torch.cumsum(sum_by(values_T, sequence_T, num_sequences), 0)
+    return at_end_S[sequence_T] - up_to_T + values_T
+
+
+def _count(index_N: Tensor) -> Tensor:
+    """For each entry, how many share its index."""
+    return torch.bincount(index_N)[index_N]
+
+
+def _mean(values_N: Tensor, index_N: Tensor) -> Tensor:
+    """For each value, the mean of those that share its index."""
+    return sum_by(values_N, index_N, len(torch.bincount(index_N)))[index_N] / _count(index_N)
+
+
+def _spread(values_N: Tensor, group_N: Tensor, scale: str) -> Tensor:
+    """What centred values are divided by: their (unbiased) standard deviation in the group or the batch, or 1."""
+    if scale == "none":
+        return torch.ones_like(values_N)
+    index_N = group_N if scale == "group" else torch.zeros_like(group_N)
+    square_N = (values_N - _mean(values_N, index_N)) ** 2
+    return (_mean(square_N, index_N) * _count(index_N) / (_count(index_N) - 1).clamp(min=1)).sqrt() + STD_FLOOR
+
+
+# --- objectives ---
+
+
+def token_clip(
+    batch: TokenBatch, logprobs_T: Tensor, log_ratio_T: Tensor, epsilon: float, epsilon_high: float
+) -> tuple[Tensor, Tensor]:
+    """PPO's, per token: -min(w A, clip(w, 1 - ε, 1 + ε_high) A) with w the token's probability ratio."""
+    return _clip(log_ratio_T, batch, epsilon, epsilon_high)
+
+
+def sequence_mean_clip(
+    batch: TokenBatch, logprobs_T: Tensor, log_ratio_T: Tensor, epsilon: float, epsilon_high: float
+) -> tuple[Tensor, Tensor]:
+    """GSPO (arXiv 2507.18071, eq. 5, 7): the same with w the geometric mean of the sequence's ratios."""
+    total_S = sum_by(log_ratio_T, batch.sequence_T, batch.num_sequences)
+    return _clip((total_S / _lengths(batch).clamp(min=1))[batch.sequence_T], batch, epsilon, epsilon_high)
+
+
+def sequence_clip(
+    batch: TokenBatch, logprobs_T: Tensor, log_ratio_T: Tensor, epsilon: float, epsilon_high: float
+) -> tuple[Tensor, Tensor]:
+    """RLOO, where the whole completion is one action: the same with w the product of the sequence's ratios. With
+    w = 1 its gradient is the paper's A ∇log π(completion)."""
+    total_S = sum_by(log_ratio_T, batch.sequence_T, batch.num_sequences)
+    return _clip(total_S[batch.sequence_T], batch, epsilon, epsilon_high)
+
+
+def capped_weight(
+    batch: TokenBatch, logprobs_T: Tensor, log_ratio_T: Tensor, epsilon: float, epsilon_high: float
+) -> tuple[Tensor, Tensor]:
+    """CISPO (arXiv 2506.13585, eq. 4-5): -sg(min(w, ε_high)) A log π. There is no lower bound, as in the paper, and
+    ε_high is the cap itself, as in TRL and ScaleRL (arXiv 2510.13786): every token keeps a gradient."""
+    assert batch.advantages_T is not None
+    ratio_T = log_ratio_T.detach().exp()
+    return -ratio_T.clamp(max=epsilon_high) * batch.advantages_T * logprobs_T, ratio_T > epsilon_high
+
+
+def _clip(log_weight_T: Tensor, batch: TokenBatch, epsilon: float, epsilon_high: float) -> tuple[Tensor, Tensor]:
+    assert batch.advantages_T is not None
+    weight_T = log_weight_T.exp()
+    free_T = weight_T * batch.advantages_T
+    bound_T = weight_T.clamp(1 - epsilon, 1 + epsilon_high) * batch.advantages_T
+    return -torch.minimum(free_T, bound_T), bound_T < free_T
+
+
+def _lengths(batch: TokenBatch) -> Tensor:
+    """Trained tokens per sequence, int64."""
+    return sum_by(batch.mask_T.long(), batch.sequence_T, batch.num_sequences)
+
+
+# --- the algorithm ---
+
+
+@dataclass(slots=True)
+class LossOutput:
+    loss: Tensor  # with gradient; the sum over microbatches is the batch's
+    stats: dict[str, float]  # sums over the trained tokens; their number is "tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """What is not said is GRPO. The words are TRL's and `AlgorithmSection`'s."""
+
+    name: str
+    advantages: Advantages = group_mean
+    objective: Objective = token_clip
+    epsilon: float = 0.2
+    epsilon_high: float | None = None  # None: as epsilon
+    scale_rewards: str = "group"
+    loss_type: str = "grpo"
+    beta: float = 0.0
+    kl: str = "k3"
+    kl_in: str = "loss"
+    dynamic_sampling: bool = False
+    mask_truncated_completions: bool = False
+    overlong_buffer: int = 0
+    overlong_penalty: float = 1.0
+    correction: str = "none"
+    correction_cap: float = 2.0
+    correction_floor: float = 0.5
+    max_tokens: int = 1  # sampling.max_tokens
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.beta > 0
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether `prepare` reads old_logprobs_T, even where the first update is on-policy."""
+        return self.beta > 0 and self.kl_in == "reward"
+
+    def keeps(self, rewards: Sequence[float]) -> bool:
+        """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): a group whose rewards are all alike teaches nothing."""
+        return not self.dynamic_sampling or len(set(rewards)) > 1
+
+    def shape_rewards(self, batch: TokenBatch) -> Tensor:
+        """The rewards less the soft overlong penalty (DAPO, eq. 13): over the last `overlong_buffer` tokens before
+        the limit it grows from 0 to `overlong_penalty`."""
+        if self.overlong_buffer == 0:
+            return batch.reward_S
+        over_S = batch.length_S.double() - (self.max_tokens - self.overlong_buffer)
+        return batch.reward_S - self.overlong_penalty * (over_S / self.overlong_buffer).clamp(0, 1)
+
+    def prepare(self, batch: TokenBatch) -> None:
+        """Once per step, on the whole batch: narrows mask_T, fills advantages_T and weights_T."""
+        if self.mask_truncated_completions:  # their rewards still count in the baselines; their KL is not charged
+            batch.mask_T = batch.mask_T & ~batch.truncated_S[batch.sequence_T]
+        penalty_T = torch.zeros_like(batch.engine_logprobs_T)
+        if self.needs_old:
+            assert batch.old_logprobs_T is not None and batch.ref_logprobs_T is not None
+            old_T, ref_T = batch.old_logprobs_T.to(penalty_T), batch.ref_logprobs_T.to(penalty_T)
+            penalty_T = torch.where(batch.mask_T, self.beta * kl(self.kl, old_T, ref_T), penalty_T)
+        advantages_T = self.advantages(batch, self.shape_rewards(batch), penalty_T, self.scale_rewards)
+        batch.advantages_T = advantages_T.masked_fill(~batch.mask_T, 0)
+        batch.weights_T = self.weights(batch)
+
+    def weights(self, batch: TokenBatch) -> Tensor:
+        """Token weights for a batch that makes one optimiser step (where a step's batch is divided into minibatches:
+        for each of them). The loss is the sum of weight times token loss.
+
+        grpo     mean over each sequence's tokens, then over sequences (those without tokens count)
+        dapo     mean over all tokens (TRL's bnpo is the same: here a batch is never seen in parts)
+        dr_grpo  sum over tokens / (sequences * max_tokens)
+        """
+        mask_T = batch.mask_T.double()
+        if self.loss_type == "grpo":
+            return mask_T / (_lengths(batch) * batch.num_sequences)[batch.sequence_T].clamp(min=1)
+        if self.loss_type == "dapo":
+            return mask_T / mask_T.sum().clamp(min=1)
+        assert self.loss_type == "dr_grpo", self.loss_type
+        return mask_T / (batch.num_sequences * self.max_tokens)
+
+    def loss(self, batch: TokenBatch, logprobs_T: Tensor) -> LossOutput:
+        """Of a batch or any of its microbatches, under the learner's current logprobs, which carry the gradient."""
+        assert batch.advantages_T is not None and batch.weights_T is not None, "prepare comes first"
+        mask_T = batch.mask_T
+
+        def trained(values_T: Tensor) -> Tensor:  # 0 elsewhere, whatever stood there
+            return torch.where(mask_T, values_T.to(batch.engine_logprobs_T), 0.0)
+
+        logprobs_T = trained(logprobs_T)
+        old_T = logprobs_T.detach() if batch.old_logprobs_T is None else trained(batch.old_logprobs_T)
+        log_ratio_T = logprobs_T - old_T
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        loss_T, clipped_T = self.objective(batch, logprobs_T, log_ratio_T, self.epsilon, high)
+        sums = {"tokens": mask_T, "ratio": log_ratio_T.detach().exp() * mask_T, "clipped": clipped_T & mask_T}
+        if self.correction != "none":
+            weight_T, bounded_T = engine_weight(
+                self.correction,
+                old_T - trained(batch.engine_logprobs_T),
+                batch.sequence_T,
+                batch.num_sequences,
+                self.correction_floor,
+                self.correction_cap,
+            )
+            loss_T = weight_T * loss_T
+            sums |= {"correction": weight_T * mask_T, "correction_clipped": bounded_T & mask_T}
+        if self.needs_reference:
+            assert batch.ref_logprobs_T is not None
+            kl_T = kl(self.kl, logprobs_T, trained(batch.ref_logprobs_T))
+            sums["kl"] = kl_T.detach() * mask_T
+            if self.kl_in == "loss":
+                loss_T = loss_T + self.beta * kl_T
+        stats = torch.stack([sum_T.sum().double() for sum_T in sums.values()]).tolist()
+        return LossOutput((batch.weights_T * loss_T).sum(), dict(zip(sums, stats, strict=True)))
+
+
+ALGORITHMS = {
+    algorithm.name: algorithm
+    for algorithm in (
+        Algorithm("grpo"),
+        Algorithm("dapo", epsilon_high=0.28, loss_type="dapo", dynamic_sampling=True),
+        Algorithm("dr_grpo", scale_rewards="none", loss_type="dr_grpo"),  # arXiv 2503.20783
+        Algorithm("rloo", leave_one_out, sequence_clip, scale_rewards="none", kl="k1", kl_in="reward"),
+        Algorithm("reinforce_pp", batch_mean, scale_rewards="batch", loss_type="dapo", kl="k1", kl_in="reward"),
+        Algorithm("reinforce_pp_baseline", group_then_batch_mean, scale_rewards="batch", loss_type="dapo", kl="k2"),
+        Algorithm("gspo", objective=sequence_mean_clip, epsilon=3e-4, epsilon_high=4e-4),
+        Algorithm("cispo", objective=capped_weight, epsilon_high=5.0, loss_type="dapo"),
+    )
+}
+
+
+def make_algorithm(section: AlgorithmSection, max_tokens: int) -> Algorithm:
+    """The published algorithm with what the section says otherwise."""
+    if section.overlong_buffer > max_tokens:
+        raise ValueError(
+            f"algorithm.overlong_buffer = {section.overlong_buffer}: must be at most sampling.max_tokens = {max_tokens}"
+        )
+    if section.correction == "icepop" and section.correction_floor > section.correction_cap:
+        raise ValueError(
+            f"algorithm.correction_floor = {section.correction_floor}: must be at most algorithm.correction_cap = "
+            f"{section.correction_cap}"
+        )
+    known = {field.name for field in fields(Algorithm)}
+    said = {key: value for key, value in section if key in known and value is not None}
+    return replace(ALGORITHMS[section.name], **said, max_tokens=max_tokens)

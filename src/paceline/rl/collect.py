@@ -1,0 +1,239 @@
+"""Problems in, scored groups out: the engine decodes, environments answer, rewards judge.
+
+Always: what comes out depends on the weights, the problems and the seed, never on who finished first. Groups keep the
+order of their index; a sample's noise is keyed by (seed, group, sample, turn). An environment or a reward that fails
+or hangs costs its sample, which is named, and nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from paceline.engine.engine import Engine
+from paceline.rl.episode import Episode
+from paceline.rl.stopwatch import Stopwatch
+from paceline.tasks.prompt import continuation, encode
+from paceline.tasks.rewards import Rewarder, Score
+from paceline.tasks.task import Env, Problem, Prompt, Turn
+from paceline.types import Completion, Group, Request, SamplingParams
+
+
+@dataclass(slots=True)
+class Collected:
+    groups: list[Group]
+    requests: list[Request]  # all that were submitted, in order; an audit submits them again
+    completions: list[Completion]  # in the requests' order
+    generation_s: float  # until the last token
+
+
+class Collector:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        rewarder: Rewarder,
+        *,
+        sampling: SamplingParams,
+        chat: bool = True,
+        env_timeout_s: float = 30.0,
+    ) -> None:
+        self.engine, self.tokenizer, self.rewarder = engine, tokenizer, rewarder
+        self.sampling, self.chat, self.env_timeout_s = sampling, chat, env_timeout_s
+        self._num_requests = 0
+
+    def collect(
+        self,
+        step: int,
+        problems: Sequence[tuple[int, Problem]],
+        num_samples: int,
+        seed: object,
+        *,
+        watch: Stopwatch | None = None,
+        sampling: SamplingParams | None = None,
+        between: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Collected:
+        """num_samples rollouts of every (group index, problem). `between(samples done, samples in all)` is called
+        before every engine step and may raise to stop."""
+        watch = watch or Stopwatch()
+        run = _Run(self, sampling or self.sampling, seed)
+        with watch.stage("data"):
+            members = [self._episodes(index, problem, num_samples) for index, problem in problems]
+        scoring = ThreadPoolExecutor(1, "reward")
+        started = time.perf_counter()
+        try:
+            with watch.stage("generation"):
+                scores = run.finish(members, lambda group: scoring.submit(self._score, step, group), between)
+            generation_s = time.perf_counter() - started
+            with watch.stage("reward"):
+                groups = [self._group(group, scores[i].result()) for i, group in enumerate(members)]
+        except BaseException:
+            run.abandon()
+            scoring.shutdown(wait=False, cancel_futures=True)
+            raise
+        scoring.shutdown()
+        completions = [run.completions[request.request_id] for request in run.requests]
+        return Collected(groups, run.requests, completions, generation_s)
+
+    def next_request_id(self) -> int:
+        self._num_requests += 1
+        return self._num_requests
+
+    def _episodes(self, index: int, problem: Problem, num_samples: int) -> list[Episode]:
+        shared = encode(self.tokenizer, problem.prompt, self.chat)
+        episodes = [Episode(problem, index, sample, problem.prompt, shared) for sample in range(num_samples)]
+        if problem.make_env is not None:
+            opening = [background(_open, problem.make_env) for _ in episodes]
+            for episode, future in zip(episodes, opening, strict=True):
+                try:
+                    episode.env, episode.prompt = future.result(self.env_timeout_s)
+                    episode.prompt_ids = encode(self.tokenizer, episode.prompt, self.chat)
+                except Exception as error:
+                    episode.failure = f"its environment could not be opened: {type(error).__name__}: {error}"
+        return episodes
+
+    def _score(self, step: int, group: list[Episode]) -> list[Score]:
+        sane = [episode for episode in group if episode.failure is None]
+        scores = dict(zip(map(id, sane), self.rewarder.score([e.to_score(step) for e in sane]), strict=True))
+        return [scores.get(id(e)) or Score(float("nan"), {}, f"step {step}, {e.name}: {e.failure}") for e in group]
+
+    def _group(self, episodes: list[Episode], scores: list[Score]) -> Group:
+        rollouts = [
+            replace(e.rollout(), reward=s.reward, rewards=s.parts, failure=s.failure)
+            for e, s in zip(episodes, scores, strict=True)
+        ]
+        first = episodes[0]
+        prompt = self.tokenizer.decode(list(first.prompt_ids))
+        return Group(first.group, first.problem.name, prompt, rollouts)
+
+
+class _Run:
+    """The episodes of one `collect`, from their first request to their last completion."""
+
+    def __init__(self, collector: Collector, sampling: SamplingParams, seed: object) -> None:
+        self.collector, self.engine, self.sampling, self.seed = collector, collector.engine, sampling, seed
+        self.requests: list[Request] = []
+        self.completions: dict[int, Completion] = {}
+        self.running: dict[int, Episode] = {}
+        self.thinking: dict[Future[Turn], tuple[Episode, float]] = {}  # environments at work, and their deadline
+
+    def finish(
+        self,
+        members: list[list[Episode]],
+        score: Callable[[list[Episode]], Future[list[Score]]],
+        between: Callable[[int, int], None],
+    ) -> dict[int, Future[list[Score]]]:
+        scores: dict[int, Future[list[Score]]] = {}
+        left = {id(e): i for i, group in enumerate(members) for e in group}
+        missing = [len(group) for group in members]
+        total = len(left)
+
+        def ended(episode: Episode) -> None:
+            i = left.pop(id(episode))
+            missing[i] -= 1
+            if not missing[i]:
+                scores[i] = score(members[i])
+
+        for group in members:
+            for episode in group:
+                if episode.failure is None:
+                    self._submit(episode)
+                else:
+                    ended(episode)
+        while self.running or self.thinking:
+            between(total - len(left), total)
+            if self.running:
+                for completion in self.engine.step():
+                    episode = self.running.pop(completion.request.request_id, None)
+                    if episode is not None and self._turn_done(episode, completion):
+                        ended(episode)
+            else:
+                time.sleep(0.005)
+            for episode in self._thought():
+                ended(episode)
+        return scores
+
+    def _submit(self, episode: Episode) -> None:
+        room = self.sampling.max_tokens - episode.num_emitted
+        request = episode.request(self.collector.next_request_id(), replace(self.sampling, max_tokens=room), self.seed)
+        self.engine.submit(request)
+        self.requests.append(request)
+        self.running[request.request_id] = episode
+
+    def _turn_done(self, episode: Episode, completion: Completion) -> bool:
+        """Whether that was all; else its environment is thinking."""
+        self.completions[completion.request.request_id] = completion
+        episode.turns.append(completion)
+        episode.text = self.collector.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+        if episode.env is None:
+            return True
+        deadline = time.monotonic() + self.collector.env_timeout_s
+        self.thinking[background(episode.env.step, episode.text)] = episode, deadline
+        return False
+
+    def _thought(self) -> list[Episode]:
+        """Episodes whose environment has ended them; those that go on are submitted."""
+        over: list[Episode] = []
+        for future, (episode, deadline) in list(self.thinking.items()):
+            if not future.done():
+                if time.monotonic() > deadline:  # the thread can't be killed; it is left behind, and the sample with it
+                    del self.thinking[future]
+                    limit = self.collector.env_timeout_s
+                    episode.failure = f"its environment took more than train.env_timeout_s = {limit:g} s"
+                    over.append(episode)
+                continue
+            del self.thinking[future]
+            error = future.exception()
+            if error is not None:
+                episode.failure = f"its environment raised {type(error).__name__}: {error}"
+                over.append(episode)
+            elif not self._goes_on(episode, future.result()):
+                over.append(episode)
+        return over
+
+    def _goes_on(self, episode: Episode, turn: Turn) -> bool:
+        episode.env_reward = (episode.env_reward or 0.0) + turn.reward
+        if turn.observation is None or episode.num_emitted >= self.sampling.max_tokens:
+            return False
+        collector = self.collector
+        ids = continuation(
+            collector.tokenizer, turn.observation, collector.chat, episode.turns[-1].token_ids.tolist()
+        )
+        episode.observations.append(ids)
+        try:
+            self._submit(episode)
+        except ValueError as error:  # no room left in the model's context
+            episode.observations.pop()
+            episode.failure = str(error)
+            return False
+        return True
+
+    def abandon(self) -> None:
+        for request_id in list(self.running):
+            self.engine.abort(request_id)
+
+
+Result = TypeVar("Result")
+
+
+def background(function: Callable[..., Result], *args: Any) -> Future[Result]:
+    """Run it in a thread that nobody has to wait for, not even the end of the program."""
+    future: Future[Result] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
+def _open(make_env: Callable[[], Env]) -> tuple[Env, Prompt]:
+    env = make_env()
+    return env, env.prompt()

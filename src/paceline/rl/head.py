@@ -1,0 +1,95 @@
+"""From hidden states to the logprobs of given tokens, with gradients, without ever holding all logits at once.
+
+A float32 log-softmax over 50,000 entries is off by 4e-5, for it sums in float32; here the sum is in float64 and all
+else in the model's precision, for little more time. P positions, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.model.decoder import Decoder
+
+CHUNK = 512  # positions whose logits are computed at once
+KEEP_BYTES = 1 << 29  # probabilities kept for the backward pass; what is beyond is computed a second time
+
+
+def logprobs(
+    decoder: Decoder, hidden_PD: Tensor, target_P: Tensor, temperature: float = 1.0, keep_bytes: int = KEEP_BYTES
+) -> tuple[Tensor, Tensor]:
+    """log p(target) and the entropy of p (without gradient), float64 [P]; p is the softmax of logits / temperature."""
+    weight = (decoder.lm_head or decoder.embed).weight
+    assert weight is not None
+    keep_bytes = keep_bytes if torch.is_grad_enabled() else 0
+    return _Logprobs.apply(hidden_PD, weight, target_P, decoder, temperature, keep_bytes)
+
+
+class _Logprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_PD: Tensor,
+        weight_VD: Tensor,
+        target_P: Tensor,
+        decoder: Decoder,
+        temperature: float,
+        keep_bytes: int,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden_PD, weight_VD, target_P)
+        ctx.decoder, ctx.temperature, ctx.kept = decoder, temperature, []
+        logprobs, entropies = [], []
+        for hidden, target in zip(hidden_PD.split(CHUNK), target_P.split(CHUNK), strict=True):
+            logits = _logits(decoder, hidden, temperature)
+            chosen = logits.gather(1, target[:, None]).squeeze(1).double()
+            p, total = _weights(logits)
+            logprobs.append(chosen - total.log())
+            entropies.append(total.log() - logits.mul_(p).sum(1, dtype=torch.float64) / total)
+            keep_bytes -= p.nbytes
+            ctx.kept.append(p.div_(total[:, None]) if keep_bytes >= 0 else None)
+        none = hidden_PD.new_empty(0, dtype=torch.float64)
+        entropy_P = torch.cat([none, *entropies])
+        ctx.mark_non_differentiable(entropy_P)
+        return torch.cat([none, *logprobs]), entropy_P
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """d log p(t) / d logits = (1[t] - p) / temperature."""
+        hidden_PD, weight_VD, target_P = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        hidden_grad = torch.empty_like(hidden_PD)
+        weight_grad = None
+        wide = torch.promote_types(weight_VD.dtype, torch.float32)
+        for i, hidden in enumerate(hidden_PD.split(CHUNK)):
+            at = slice(i * CHUNK, i * CHUNK + len(hidden))
+            p, ctx.kept[i] = ctx.kept[i], None  # worked on in place, so used once
+            if p is None:
+                p, total = _weights(_logits(ctx.decoder, hidden, ctx.temperature))
+                p.div_(total[:, None])
+            scale = (grads[0][at] / ctx.temperature).to(p.dtype)[:, None]
+            logits_grad = p.mul_(-scale).scatter_add_(1, target_P[at, None], scale).to(hidden.dtype)
+            if wants_hidden:
+                torch.mm(logits_grad, weight_VD, out=hidden_grad[at])
+            if wants_weight:
+                part = logits_grad.T @ hidden
+                weight_grad = part.to(wide) if weight_grad is None else weight_grad.add_(part)
+        if wants_weight:
+            weight_grad = torch.zeros_like(weight_VD) if weight_grad is None else weight_grad.to(weight_VD.dtype)
+        return hidden_grad if wants_hidden else None, weight_grad, None, None, None, None
+
+
+def _logits(decoder: Decoder, hidden: Tensor, temperature: float) -> Tensor:
+    """logits / temperature in float32 or better, less the largest of each row."""
+    logits = decoder.logits(hidden)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature != 1:
+        logits /= temperature
+    return logits.sub_(logits.amax(1, keepdim=True))
+
+
+def _weights(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(logits), and its sum in float64."""
+    weights = logits.exp()
+    return weights, weights.sum(1, dtype=torch.float64)

@@ -1,0 +1,82 @@
+"""Rewards as users write them, good and bad. A completion says what is to happen to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from typing import Any
+
+NOT_A_FUNCTION = 1
+
+
+def length(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def relative(completions: list[str], **columns: Any) -> list[float]:
+    """Needs the whole batch: the share of completions that are shorter. Raises on "bad"."""
+    if "bad" in completions:
+        raise RuntimeError("bad\nin two lines")
+    return [sum(len(other) < len(text) for other in completions) / len(completions) for text in completions]
+
+
+def obey(prompts: Any, completions: list[str], completion_ids: Any, **columns: Any) -> list[Any]:
+    """Does to a batch what any of its completions asks for."""
+    print("noise on standard output")
+    sys.stdout.flush()
+    if "hang" in completions:
+        time.sleep(1000)
+    if "raise" in completions:
+        raise ValueError("told so")
+    if "exit" in completions:
+        os._exit(3)
+    if "leave" in completions:
+        sys.exit(0)
+    if "crash" in completions:
+        os.kill(os.getpid(), 11)
+    if "few" in completions:
+        return []
+    special = {"nan": float("nan"), "inf": float("inf"), "text": "1.0", "none": None}
+    return [special.get(text, 1.0) for text in completions]
+
+
+def scalar(completions: list[str], **columns: Any) -> Any:
+    return 1.0
+
+
+async def slowly(completions: list[str], **columns: Any) -> list[float]:
+    await asyncio.sleep(0.01)
+    return [float(len(text)) for text in completions]
+
+
+def seen(prompts: Any, completions: Any, completion_ids: Any, answer: Any, extra: Any, **columns: Any) -> list[float]:
+    """1 for each sample whose arguments are what TRL would pass."""
+    rewards = []
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        if isinstance(prompt, str):
+            right = completion == "yes" and answer[i] == "a" and extra[i] is None
+        else:
+            right = completion == [{"role": "assistant", "content": "yes"}] and answer[i] == "b" and extra[i] == [1]
+        rewards.append(float(right and completion_ids[i] == [7, 8] and not columns))
+    return rewards
+
+
+def process(completions: Any, **columns: Any) -> list[float]:
+    """The worker, and whether it has loaded torch."""
+    return [float(os.getpid()) + 0.5 * ("torch" in sys.modules) for _ in completions]
+
+
+def narrow(prompts: Any, completions: Any) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+def many_a(prompts, completions, completion_ids, **columns):
+    """The share of letters up to m: something a random model does now and then, and can learn."""
+    return [sum(97 <= i <= 109 for i in map(ord, text)) / 12 for text in completions]
+
+
+def sometimes_alike(prompts, completions, completion_ids, answer, **columns):
+    """Problems with an odd answer give every sample the same reward."""
+    return [len(set(text)) * (int(a) % 2 == 0) for text, a in zip(completions, answer, strict=True)]

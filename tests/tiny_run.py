@@ -1,0 +1,82 @@
+"""A training run small enough for tests: a byte tokenizer, a model that learns to write one letter, seconds a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.build import build_loop
+from paceline.config import Config, load_config
+from paceline.model.weights import init, save
+from paceline.rl.loop import Loop
+
+SETTINGS = (
+    "model.dtype=float64",
+    "engine.max_num_seqs=16",
+    "sampling.max_tokens=12",
+    "task.kind=jsonl",
+    "task.chat=false",
+    "task.held_out=2",
+    'reward.functions=["reward_functions:many_a"]',
+    "algorithm.num_generations=4",
+    "learner.learning_rate=0.02",
+    "train.groups_per_step=2",
+    "train.num_steps=4",
+    "train.tensorboard=false",
+)
+
+
+def write_model(directory: Path) -> None:
+    """Random weights, some 20 likely letters out of 259 tokens."""
+    from conftest import VOCAB_SIZE, write_tokenizer
+    from support import tiny_config
+
+    config = tiny_config(vocab_size=VOCAB_SIZE, hidden_size=32, num_layers=2, eos_token_ids=(VOCAB_SIZE - 1,))
+    decoder = init(config, 0, torch.float64)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8)
+    save(decoder, directory)
+    write_tokenizer(directory)
+
+
+def write_task(path: Path, num_problems: int = 8) -> None:
+    path.write_text("".join(f'{{"prompt": "say {chr(97 + i)}", "answer": "{i}"}}\n' for i in range(num_problems)))
+
+
+def settings(folder: Path, *overrides: str) -> Config:
+    model, task = folder / "model", folder / "task.jsonl"
+    if not model.exists():
+        write_model(model)
+        write_task(task)
+    return load_config(None, [f"model.name={str(model)!r}", f"task.name={str(task)!r}", *SETTINGS, *overrides])
+
+
+class Quiet:
+    """Looks on and remembers."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.metrics: list[dict[str, Any]] = []
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def step(self, metrics: Any) -> None:
+        self.metrics.append(dict(metrics))
+
+
+def make(folder: Path, name: str, *overrides: str, resume: bool = False, config: Config | None = None) -> Loop:
+    run = folder / name
+    config = config or settings(folder, *overrides)
+    return build_loop(config, Quiet(), run=None if resume else run, resume=run if resume else None)
+
+
+def policy(loop: Loop) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in loop.learner.weights()}

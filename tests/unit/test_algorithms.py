@@ -1,0 +1,376 @@
+"""Every algorithm equals its slow twin, in value and gradient, whatever the batch; and what must always hold holds."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.config import AlgorithmSection
+from paceline.rl import algorithms, naive
+from paceline.rl.algorithms import ALGORITHMS, Algorithm, make_algorithm
+from paceline.rl.batch import TokenBatch
+
+MAX_TOKENS = 6
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def make_batch(
+    sizes: list[int], seed: int, off_policy: bool = True, constant: bool = False, spread: float = 0.3
+) -> tuple[TokenBatch, Tensor]:
+    """Random sequences of 0 to 8 tokens, some not the policy's, in groups of these sizes; and current logprobs."""
+    g = torch.Generator().manual_seed(seed)
+    num_sequences = sum(sizes)
+    counts_S = torch.randint(0, 9, (num_sequences,), generator=g)
+    sequence_T = torch.repeat_interleave(torch.arange(num_sequences), counts_S)
+    num_tokens = len(sequence_T)
+
+    def near(logprobs_T: Tensor) -> Tensor:
+        return logprobs_T + spread * torch.randn(num_tokens, generator=g, dtype=torch.float64)
+
+    base_T = -3 * torch.rand(num_tokens, generator=g, dtype=torch.float64)
+    mask_T = torch.rand(num_tokens, generator=g) < 0.8
+    reward_S = torch.randint(0, 3, (num_sequences,), generator=g).double() / 2
+    batch = TokenBatch(
+        sequence_T=sequence_T,
+        mask_T=mask_T,
+        group_S=torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)),
+        reward_S=torch.ones_like(reward_S) if constant else reward_S,
+        length_S=torch.bincount(sequence_T[mask_T], minlength=num_sequences),
+        truncated_S=torch.rand(num_sequences, generator=g) < 0.3,
+        engine_logprobs_T=near(base_T),
+        old_logprobs_T=near(base_T) if off_policy else None,
+        ref_logprobs_T=near(base_T),
+    )
+    return batch, near(base_T)
+
+
+BATCHES = st.builds(
+    make_batch,
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    seed=st.integers(0, 2**32),
+    constant=st.booleans(),
+    spread=st.sampled_from([0.01, 0.3]),
+)
+SETTINGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "epsilon": st.sampled_from([0.0, 0.1]),
+        "epsilon_high": st.sampled_from([0.05, 1.5]),
+        "beta": st.just(0.3),
+        "kl": st.sampled_from(["k1", "k2", "k3"]),
+        "kl_in": st.sampled_from(["loss", "reward"]),
+        "scale_rewards": st.sampled_from(["group", "batch", "none"]),
+        "loss_type": st.sampled_from(["grpo", "dapo", "dr_grpo"]),
+        "mask_truncated_completions": st.booleans(),
+        "overlong_buffer": st.integers(1, MAX_TOKENS),
+        "overlong_penalty": st.just(0.7),
+        "correction": st.sampled_from(["none", "token_tis", "sequence_tis", "icepop"]),
+        "correction_cap": st.sampled_from([1.1, 2.0]),
+    },
+)
+
+
+def value_and_gradient(loss: Any, logprobs_T: Tensor) -> tuple[Tensor, Tensor]:
+    leaf_T = logprobs_T.clone().requires_grad_()
+    value = loss(leaf_T)
+    (gradient_T,) = torch.autograd.grad(value, leaf_T)
+    return value.detach(), gradient_T
+
+
+def run(algorithm: Algorithm, batch: TokenBatch, logprobs_T: Tensor) -> tuple[Tensor, Tensor]:
+    batch = copy.copy(batch)
+    algorithm.prepare(batch)
+    return value_and_gradient(lambda leaf_T: algorithm.loss(batch, leaf_T).loss, logprobs_T)
+
+
+def check_against_twin(section: AlgorithmSection, batch: TokenBatch, logprobs_T: Tensor) -> None:
+    algorithm = make_algorithm(section, MAX_TOKENS)
+    if not algorithm.needs_old and len(batch.group_S) % 2:  # every other batch is on-policy
+        batch = replace(batch, old_logprobs_T=None)
+    prepared = copy.copy(batch)
+    algorithm.prepare(prepared)
+    twin_advantages = naive.advantages(section, MAX_TOKENS, batch)
+    assert prepared.advantages_T is not None
+    torch.testing.assert_close(prepared.advantages_T, torch.tensor(twin_advantages, dtype=torch.float64), **TOLERANCE)
+    fast = run(algorithm, batch, logprobs_T)
+    slow = value_and_gradient(lambda leaf_T: naive.loss(section, MAX_TOKENS, batch, leaf_T), logprobs_T)
+    torch.testing.assert_close(fast, slow, **TOLERANCE)
+
+
+# --- twins ---
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+@settings(max_examples=40, deadline=None)
+@given(case=BATCHES, said=SETTINGS)
+def test_equals_twin(name: str, case: tuple[TokenBatch, Tensor], said: dict[str, Any]) -> None:
+    check_against_twin(AlgorithmSection(name=name, **said), *case)
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+@pytest.mark.parametrize("seed", range(3))
+def test_papers_own_settings_equal_twin(name: str, seed: int) -> None:
+    check_against_twin(AlgorithmSection(name=name), *make_batch([4, 3, 1, 2], seed))
+
+
+BROKEN = {
+    "the advantages are not centred": replace(ALGORITHMS["grpo"], advantages=lambda b, r_S, p_T, s: r_S[b.sequence_T]),
+    "the objective is not clipped": replace(
+        ALGORITHMS["grpo"], objective=lambda b, lp_T, lr_T, lo, hi: (-lr_T.exp() * b.advantages_T, lr_T > hi)
+    ),
+    "tokens are averaged otherwise": replace(ALGORITHMS["grpo"], loss_type="dapo"),
+    "the upper clip is DAPO's": replace(ALGORITHMS["grpo"], epsilon_high=0.28),
+    "another KL": replace(ALGORITHMS["grpo"], kl="k2"),
+}
+
+
+@pytest.mark.parametrize("name", list(BROKEN))
+def test_a_broken_algorithm_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_batch([4, 2], seed=0)
+    section = AlgorithmSection(name="grpo", beta=0.1)
+    check_against_twin(section, *case)
+    monkeypatch.setitem(ALGORITHMS, "grpo", BROKEN[name])
+    with pytest.raises(AssertionError):
+        check_against_twin(section, *case)
+
+
+# --- what always holds ---
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+@settings(max_examples=25, deadline=None)
+@given(case=BATCHES, said=SETTINGS, cuts=st.lists(st.integers(0, 12), max_size=3))
+def test_microbatches_add_up(name: str, case: tuple[TokenBatch, Tensor], said: dict[str, Any], cuts: list[int]) -> None:
+    batch, logprobs_T = case
+    algorithm = make_algorithm(AlgorithmSection(name=name, **said), MAX_TOKENS)
+    algorithm.prepare(batch)
+    whole = algorithm.loss(batch, logprobs_T)
+    edges = sorted({0, batch.num_sequences, *(c for c in cuts if c < batch.num_sequences)})
+    loss, stats = torch.zeros((), dtype=torch.float64), dict.fromkeys(whole.stats, 0.0)
+    for start, end in itertools.pairwise(edges):
+        first, last = torch.searchsorted(batch.sequence_T, torch.tensor([start, end])).tolist()
+        part = algorithm.loss(batch.sequences(start, end), logprobs_T[first:last])
+        loss = loss + part.loss
+        stats = {key: stats[key] + part.stats[key] for key in stats}
+    torch.testing.assert_close(loss, whole.loss, **TOLERANCE)
+    assert stats == pytest.approx(whole.stats)
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+@settings(max_examples=15, deadline=None)
+@given(case=BATCHES, said=SETTINGS)
+def test_masked_tokens_contribute_nothing(name: str, case: tuple[TokenBatch, Tensor], said: dict[str, Any]) -> None:
+    batch, logprobs_T = case
+    algorithm = make_algorithm(AlgorithmSection(name=name, **said), MAX_TOKENS)
+    before = run(algorithm, batch, logprobs_T)
+    assert (before[1][~batch.mask_T] == 0).all()
+    assert batch.old_logprobs_T is not None and batch.ref_logprobs_T is not None
+
+    def spoil(values_T: Tensor) -> Tensor:
+        return values_T.masked_fill(~batch.mask_T, float("nan"))
+
+    spoilt = replace(
+        batch,
+        old_logprobs_T=spoil(batch.old_logprobs_T),
+        ref_logprobs_T=spoil(batch.ref_logprobs_T),
+        engine_logprobs_T=spoil(batch.engine_logprobs_T),
+    )
+    after = run(algorithm, spoilt, spoil(logprobs_T))
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_engine_logprobs_matter_only_to_corrections(name: str) -> None:
+    batch, logprobs_T = make_batch([4, 4], seed=1, off_policy=False)
+    other = replace(batch, engine_logprobs_T=batch.engine_logprobs_T - 1)
+    for correction in ("none", "token_tis", "sequence_tis", "icepop"):
+        algorithm = make_algorithm(AlgorithmSection(name=name, correction=correction), MAX_TOKENS)
+        same = torch.equal(run(algorithm, batch, logprobs_T)[1], run(algorithm, other, logprobs_T)[1])
+        assert same == (correction == "none"), correction
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_model_precision_is_kept(name: str) -> None:
+    batch, logprobs_T = make_batch([4, 4], seed=2)
+    algorithm = make_algorithm(AlgorithmSection(name=name), MAX_TOKENS)
+    algorithm.prepare(batch)
+    leaf_T = logprobs_T.float().requires_grad_()
+    output = algorithm.loss(batch, leaf_T)
+    output.loss.backward()
+    assert leaf_T.grad is not None and leaf_T.grad.dtype == torch.float32
+    assert output.loss.dtype == torch.float64 and output.loss.shape == ()
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_alike_rewards_and_lone_samples_teach_nothing(name: str) -> None:
+    for sizes, constant in (([4, 3], True), ([1], False)):
+        batch, logprobs_T = make_batch(sizes, seed=5, constant=constant)
+        gradient_T = run(make_algorithm(AlgorithmSection(name=name), MAX_TOKENS), batch, logprobs_T)[1]
+        assert gradient_T.abs().max() < 1e-10
+
+
+def test_rloo_on_policy_is_the_papers_gradient() -> None:
+    """∇ = -1/S sum_i A_i ∇ log π(completion_i): every token of a sequence gets the same."""
+    batch, logprobs_T = make_batch([3, 2], seed=3, off_policy=False)
+    algorithm = make_algorithm(AlgorithmSection(name="rloo"), MAX_TOKENS)
+    gradient_T = run(algorithm, batch, logprobs_T)[1]
+    algorithm.prepare(batch)
+    assert batch.advantages_T is not None and batch.advantages_T.abs().sum() > 0
+    torch.testing.assert_close(gradient_T, -batch.advantages_T / batch.num_sequences)
+
+
+def test_minibatches_are_weighted_on_their_own() -> None:
+    batch, _ = make_batch([4, 4], seed=4)
+    for name in ALGORITHMS:
+        algorithm = make_algorithm(AlgorithmSection(name=name), MAX_TOKENS)
+        algorithm.prepare(batch)
+        for part in (batch.sequences(0, 4), batch.sequences(4, 8)):
+            alone_T = algorithm.weights(part)
+            assert part.weights_T is not None
+            assert part.mask_T.any() and (alone_T[part.mask_T] > part.weights_T[part.mask_T]).all()
+
+
+def test_stats_count_what_happened() -> None:
+    batch = flat_batch(rewards=[1.0, 0.0], lengths=[2, 2])
+    batch.old_logprobs_T = torch.full((4,), -1.0, dtype=torch.float64)
+    batch.engine_logprobs_T = torch.tensor([-1.0, -3.0, -1.0, -1.0], dtype=torch.float64)
+    batch.ref_logprobs_T = torch.full((4,), -1.0, dtype=torch.float64)
+    section = AlgorithmSection(correction="token_tis", beta=0.1, kl="k1")
+    algorithm = make_algorithm(section, MAX_TOKENS)
+    algorithm.prepare(batch)
+    up_and_down_T = torch.tensor([-0.5, -1.0, -0.5, -1.5], dtype=torch.float64)
+    stats = algorithm.loss(batch, up_and_down_T).stats
+    # Clipped: the good sequence's first token, too likely already, and the bad one's second, unlikely already.
+    assert stats == pytest.approx(
+        {
+            "tokens": 4,
+            "ratio": 2 * 2.718281828**0.5 + 1 + 2.718281828**-0.5,
+            "clipped": 2,
+            "correction": 1 + 2 + 1 + 1,
+            "correction_clipped": 1,
+            "kl": 0.5,
+        }
+    )
+
+
+# --- rewards, groups, filters ---
+
+
+def flat_batch(rewards: list[float], lengths: list[int]) -> TokenBatch:
+    num_tokens = sum(lengths)
+    return TokenBatch(
+        sequence_T=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        mask_T=torch.ones(num_tokens, dtype=torch.bool),
+        group_S=torch.zeros(len(lengths), dtype=torch.long),
+        reward_S=torch.tensor(rewards, dtype=torch.float64),
+        length_S=torch.tensor(lengths),
+        truncated_S=torch.zeros(len(lengths), dtype=torch.bool),
+        engine_logprobs_T=torch.zeros(num_tokens, dtype=torch.float64),
+    )
+
+
+def test_soft_overlong_penalty() -> None:
+    """No penalty up to 6 of 10 tokens, then a quarter more for each."""
+    algorithm = make_algorithm(AlgorithmSection(name="dapo", overlong_buffer=4), max_tokens=10)
+    batch = flat_batch([1.0] * 6, [3, 6, 7, 9, 10, 12])
+    assert algorithm.shape_rewards(batch).tolist() == [1, 1, 0.75, 0.25, 0, 0]
+    assert batch.reward_S.tolist() == [1.0] * 6
+
+
+def test_dynamic_sampling_is_dapos() -> None:
+    dapo, grpo = (make_algorithm(AlgorithmSection(name=name), MAX_TOKENS) for name in ("dapo", "grpo"))
+    assert [dapo.keeps(r) for r in ([1, 1], [0, 0, 0], [1, 0], [0.5], [])] == [False, False, True, False, False]
+    assert grpo.keeps([1, 1])
+    on = make_algorithm(AlgorithmSection(name="grpo", dynamic_sampling=True), MAX_TOKENS)
+    off = make_algorithm(AlgorithmSection(name="dapo", dynamic_sampling=False), MAX_TOKENS)
+    assert not on.keeps([1, 1]) and off.keeps([1, 1])
+
+
+def test_overlong_filtering_leaves_the_baseline_alone() -> None:
+    batch = flat_batch([1.0, 0.0, 0.0], [2, 2, 3])
+    batch.truncated_S[2] = True
+    plain = copy.copy(batch)
+    make_algorithm(AlgorithmSection(), MAX_TOKENS).prepare(plain)
+    make_algorithm(AlgorithmSection(mask_truncated_completions=True), MAX_TOKENS).prepare(batch)
+    assert batch.mask_T.tolist() == [True] * 4 + [False] * 3
+    assert batch.advantages_T is not None and plain.advantages_T is not None
+    assert batch.weights_T is not None and not batch.weights_T[4:].any() and not batch.advantages_T[4:].any()
+    assert torch.equal(batch.advantages_T[:4], plain.advantages_T[:4])
+
+
+def test_reinforce_pp_charges_the_kl_from_each_token_on() -> None:
+    batch = flat_batch([1.0, 0.0], [3, 1])
+    batch.old_logprobs_T = torch.tensor([-1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+    batch.ref_logprobs_T = torch.tensor([-2.0, -3.0, -1.0, -1.0], dtype=torch.float64)
+    algorithm = make_algorithm(AlgorithmSection(name="reinforce_pp", beta=0.1, scale_rewards="none"), MAX_TOKENS)
+    assert algorithm.needs_old and algorithm.needs_reference
+    algorithm.prepare(batch)
+    returns_T = torch.tensor([1 - 0.1 * (1 + 2), 1 - 0.1 * 2, 1.0, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(batch.advantages_T, returns_T - returns_T.mean())
+
+
+# --- settings ---
+
+
+def test_names_are_the_configs() -> None:
+    assert set(ALGORITHMS) == set(get_args(AlgorithmSection.model_fields["name"].annotation))
+    assert all(name == algorithm.name for name, algorithm in ALGORITHMS.items())
+
+
+def test_what_is_said_replaces_the_papers() -> None:
+    assert make_algorithm(AlgorithmSection(name="gspo"), 7) == replace(ALGORITHMS["gspo"], max_tokens=7)
+    said = make_algorithm(AlgorithmSection(name="dapo", epsilon=0.1, loss_type="grpo", beta=0.5), 7)
+    assert (said.epsilon, said.epsilon_high, said.loss_type, said.needs_reference) == (0.1, 0.28, "grpo", True)
+    assert not said.needs_old
+
+
+@pytest.mark.parametrize(
+    ("said", "key"),
+    [
+        ({"overlong_buffer": 8}, "algorithm.overlong_buffer"),
+        ({"correction": "icepop", "correction_floor": 3.0}, "algorithm.correction_floor"),
+    ],
+)
+def test_impossible_settings_name_their_key(said: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValueError, match=key):
+        make_algorithm(AlgorithmSection(**said), MAX_TOKENS)
+
+
+# --- a new algorithm ---
+
+
+def add_toy(table: Any) -> None:
+    """Advantages are ranks within the group; the objective is a plain policy gradient."""
+
+    def ranks(batch: TokenBatch, reward_S: Tensor, penalty_T: Tensor, scale: str) -> Tensor:
+        same_SS = batch.group_S[:, None] == batch.group_S
+        rank_S = (torch.sign(reward_S[:, None] - reward_S) * same_SS).sum(1) / same_SS.sum(1)
+        return rank_S[batch.sequence_T]
+
+    def policy_gradient(
+        batch: TokenBatch, logprobs_T: Tensor, log_ratio_T: Tensor, epsilon: float, epsilon_high: float
+    ) -> tuple[Tensor, Tensor]:
+        assert batch.advantages_T is not None
+        return -batch.advantages_T * logprobs_T, torch.zeros_like(batch.mask_T)
+
+    table("toy", Algorithm("toy", ranks, policy_gradient, loss_type="dapo"))
+
+
+def test_a_new_algorithm_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_toy(lambda name, algorithm: monkeypatch.setitem(ALGORITHMS, name, algorithm))
+    section = AlgorithmSection().model_copy(update={"name": "toy"})
+    batch = flat_batch([1.0, 0.0, 3.0], [2, 1, 1])
+    _, gradient_T = run(make_algorithm(section, MAX_TOKENS), batch, torch.zeros(4, dtype=torch.float64))
+    torch.testing.assert_close(gradient_T * -12, torch.tensor([0, 0, -2, 2.0], dtype=torch.float64))
+    assert len(inspect.getsourcelines(add_toy)[0]) < 50
+    for function in (algorithms.group_mean, algorithms.sequence_mean_clip, algorithms.capped_weight):
+        assert len(inspect.getsourcelines(function)[0]) < 15

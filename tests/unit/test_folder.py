@@ -1,0 +1,242 @@
+"""The run folder: one writer, streams that can be cut back, settings that read back equal."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import signal
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.config import Config, SpeculationSection, TaskSection, dump_config, load_config
+from paceline.rl.folder import RunFolder, read_stream
+from paceline.rl.logs import TensorBoardSink, WandbSink, scalars
+
+
+def test_a_new_run(tmp_path: Path) -> None:
+    config = dump_config(Config())
+    with RunFolder.create(tmp_path / "a" / "b", config, {"machine": "ours", "reward": math.nan}) as run:
+        assert load_config(run.config) == Config()
+        assert json.loads((run.path / "run.json").read_text()) == {"machine": "ours", "reward": None}
+    with pytest.raises(ValueError, match=f"already holds a run.*--resume {run.path}"):
+        RunFolder.create(run.path, config, {})
+    with RunFolder.open(run.path) as again:
+        assert again.path == run.path
+    with pytest.raises(ValueError, match="holds no run"):
+        RunFolder.open(tmp_path)
+    with pytest.raises(ValueError, match="not empty"):
+        RunFolder.create(tmp_path, config, {})
+    with pytest.raises(ValueError, match="is a file"):
+        RunFolder.create(run.config, config, {})
+
+
+def test_names_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = []
+    for task in ("chain_sum", "chain_sum", "my data/gsm8k.jsonl", "module:Env", "..", "/"):
+        config = Config(task=TaskSection(name=task))
+        with RunFolder.create(None, dump_config(config), {}) as run:
+            paths.append(run.path)
+            assert run.path.parent == Path("runs")
+    assert len(set(paths)) == len(paths)
+    words = [path.name.split("-2")[0] for path in paths]
+    assert words == ["chain_sum", "chain_sum", "gsm8k", "module-Env", "run", "run"]
+
+
+def test_one_writer(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", "", {})
+    with pytest.raises(ValueError, match=f"in use by process {os.getpid()}"):
+        RunFolder.open(run.path)
+    run.close()
+    RunFolder.open(run.path).close()
+
+
+def test_the_lock_dies_with_its_process_though_a_child_lives(tmp_path: Path) -> None:
+    """Killed outright, with a forked worker left behind."""
+    RunFolder.create(tmp_path / "run", "", {}).close()
+    ear, mouth = os.pipe()
+    holder = os.fork()
+    if not holder:
+        run = RunFolder.open(tmp_path / "run")
+        worker = os.fork()
+        if worker:
+            os.write(mouth, b"%d\n" % worker)
+        while True:
+            signal.pause()
+            assert run
+    worker = int(os.read(ear, 20))
+    with pytest.raises(ValueError, match=f"in use by process {holder}"):
+        RunFolder.open(tmp_path / "run")
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
+    os.kill(worker, 0)  # it lives
+    try:
+        RunFolder.open(tmp_path / "run").close()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_streams_are_cut_back(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", "", {}) as run:
+        run.append("metrics", [{"step": 1}, {"step": 2, "text": "ü"}])
+        offsets = run.offsets()
+        assert offsets == {"metrics": 38, "rollouts": 0, "trace": 0}
+        run.append("metrics", [{"step": 3}])
+        run.append("trace", [{"step": 3}])
+    with (run.path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 4, "to')
+    assert [record["step"] for record in read_stream(run.path, "metrics")] == [1, 2, 3], "a torn line is not there"
+    with RunFolder.open(run.path) as run:
+        run.truncate(offsets)
+        assert list(run.read("metrics")) == [{"step": 1}, {"step": 2, "text": "ü"}]
+        assert list(run.read("trace")) == []
+        run.append("metrics", [{"step": 3, "again": True}])
+        assert list(run.read("metrics"))[2:] == [{"step": 3, "again": True}]
+        run.truncate({})
+        assert run.offsets() == {"metrics": 0, "rollouts": 0, "trace": 0}
+    assert list(read_stream(tmp_path, "metrics")) == [], "no file, no records"
+
+
+def test_a_stream_that_lost_its_end(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", "", {}) as run:
+        run.append("rollouts", [{"step": 1}, {"step": 2}])
+        offsets = run.offsets()
+        os.truncate(run.path / "rollouts.jsonl", 15)
+        with pytest.warns(RuntimeWarning, match=r"rollouts\.jsonl has 15 bytes, though the checkpoint knew 24"):
+            run.truncate(offsets)
+        assert list(run.read("rollouts")) == [{"step": 1}]
+        assert run.offsets()["rollouts"] == 12
+
+
+def test_streams_are_valid_json(tmp_path: Path) -> None:
+    odd = {
+        "loss": math.nan,
+        "deep": {"x": [1.0, -math.inf]},
+        "n": np.float32(2),
+        "a": np.array([1.5, np.nan]),
+        "s": "\ud800",
+    }
+    with RunFolder.create(tmp_path / "run", "", {}) as run:
+        run.append("metrics", [odd])
+        text = (run.path / "metrics.jsonl").read_text()
+        found = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+        assert found == {"loss": None, "deep": {"x": [1.0, None]}, "n": 2.0, "a": [1.5, None], "s": "\ud800"}
+        run.write_json("summary.json", odd | {"s": "ü"})
+        assert json.loads((run.path / "summary.json").read_text())["a"] == [1.5, None]
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", "", {}) as run:
+        (run.path / "trace.jsonl").symlink_to("/dev/full")
+        with pytest.raises(OSError, match=r"trace\.jsonl: can't write \(No space left on device\)"):
+            run.append("trace", [{"step": 1}])
+
+
+# ---- settings ----
+
+
+def test_settings_read_back_equal(tmp_path: Path) -> None:
+    config = load_config(
+        None,
+        [
+            "speculation.num_speculative_tokens={1=6, 8=3}",
+            'task.params={min_terms=2, deep={"odd key" = [1, 2.5, {x=true}], "" = []}, day=2026-01-02}',
+            "task.params.when=2026-01-02T03:04:05Z",
+            r'reward.answer_pattern="(?s)\\\\boxed\\{(.*)\"\\}\n\u007f\U0001F3B2"',
+            "learner.learning_rate=3e-7",
+            "train.seed=-5",
+        ],
+    )
+    (tmp_path / "config.toml").write_text(dump_config(config), "utf-8")
+    assert load_config(tmp_path / "config.toml") == config
+    assert config.task.params["when"] == datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]))
+values = st.recursive(
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    params=st.dictionaries(texts, values, max_size=4),
+    name=texts,
+    tokens=st.dictionaries(st.integers(1), st.integers(0, 256), min_size=1),
+)
+def test_any_settings_read_back_equal(
+    tmp_path_factory: pytest.TempPathFactory, params: dict[str, Any], name: str, tokens: dict[int, int]
+) -> None:
+    config = Config(
+        task=TaskSection(name=name, template=name, params=params),
+        speculation=SpeculationSection(num_speculative_tokens=tokens),
+    )
+    path = tmp_path_factory.getbasetemp() / "config.toml"
+    path.write_bytes(dump_config(config).encode())
+    assert load_config(path) == config
+    assert repr(load_config(path)) == repr(config), "1 and 1.0 and True are equal, yet not the same"
+
+
+def test_none_is_always_the_default() -> None:
+    """Or leaving it out would change it."""
+    for section in Config.model_fields.values():
+        for name, field in typing.cast(Any, section.annotation).model_fields.items():
+            if types.NoneType in typing.get_args(field.annotation):
+                assert field.default is None, name
+
+
+# ---- sinks ----
+
+
+def test_scalars_are_flat_and_finite() -> None:
+    metrics = {"reward": 1, "stages": {"generation": {"s": 2.5}, "x": math.nan}, "name": "a", "list": [1], "none": None}
+    assert dict(scalars(metrics)) == {"reward": 1.0, "stages/generation/s": 2.5}
+
+
+def test_tensorboard_says_nothing_twice(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    first = TensorBoardSink(tmp_path)
+    for step in range(1, 6):
+        first.write(step, {"stages": {"generation": float(step)}})
+    first.close()
+    second = TensorBoardSink(tmp_path, purge_step=4)  # the checkpoint was of step 3
+    for step in range(4, 7):
+        second.write(step, {"stages": {"generation": 10.0 * step}})
+    second.close()
+    events = accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    found = [(event.step, event.value) for event in events.Scalars("stages/generation")]
+    assert found == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (5, 50.0), (6, 60.0)]
+
+
+def test_wandb_goes_on_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, Any]] = []
+    run = types.SimpleNamespace(log=lambda data, step: calls.append(("log", (step, data))), finish=lambda: None)
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **settings: calls.append(("init", settings)) or run  # type: ignore[attr-defined]
+    monkeypatch.setitem(__import__("sys").modules, "wandb", fake)
+    for step in (1, 2):
+        sink = WandbSink(tmp_path / "run", "name", {"a": 1})
+        sink.write(step, {"x": {"y": 3}})
+        sink.close()
+    ids = [settings["id"] for call, settings in calls if call == "init"]
+    assert len(ids) == 2
+    assert ids[0] == ids[1] != ""
+    assert [what for call, what in calls if call == "log"] == [(1, {"x/y": 3.0}), (2, {"x/y": 3.0})]
+
+
+def test_without_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"train\.wandb = true.*pip install wandb"):
+        WandbSink(tmp_path, "name", {})

@@ -1,0 +1,405 @@
+"""The report's model, charts and page; how it behaves in a browser is tests/e2e/test_report_browser.py."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from fake_run import make_run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.report import chart, figures, rollouts
+from paceline.report.html import render_page, write_report
+from paceline.report.run import number, read_run
+
+HOSTILE = "</script><script>alert(1)</script><!-- \u2028 ' \" <img src=x onerror=alert(1)> &lt;"
+JUNK = (None, "x", [], {}, math.nan, math.inf, -1e300, True, [None, "x"], {"reward": "x", "1": None})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run", 6)
+
+
+class Page(HTMLParser):
+    """Elements, attributes, and the text outside style and script."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.data = ""
+        self._inside: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._inside.append(tag)
+
+    def handle_endtag(self, tag):
+        while self._inside and self._inside.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        if self._inside and self._inside[-1] == "script":
+            self.data = self.data or data  # the first script is the data
+        elif not self._inside or self._inside[-1] != "style":
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+# The folder
+
+
+def test_a_finished_run_is_read_whole(folder):
+    run = read_run(folder)
+    assert run.notes == []
+    assert run.numbers == list(range(6))
+    assert run.rollouts.num_total == len(run.rollouts.records) == 6 * 2 * 4
+    assert sum(totals.num_steps for totals in run.engine.values()) == 200
+    assert run.setting("speculation", "rule") == "coupled"
+
+
+@pytest.mark.parametrize("make", [lambda p: None, lambda p: p.mkdir(), lambda p: p.write_text("")])
+def test_what_is_no_run_is_said_so(tmp_path, make):
+    make(tmp_path / "x")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl"):
+        write_report(tmp_path / "x")
+    assert not (tmp_path / "x" / "report.html").exists()
+
+
+FILES = ("config.toml", "run.json", "metrics.jsonl", "rollouts.jsonl", "trace.jsonl", "summary.json")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_costs_a_note(folder, name):
+    (folder / name).unlink()
+    page = Page(write_report(folder).read_text(encoding="utf-8"))
+    assert name in page.text
+    assert [note for note in read_run(folder).notes if name in note]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("cut", [0, 1, 37])
+def test_a_torn_file_costs_its_end(folder, name, cut):
+    path = folder / name
+    path.write_bytes(path.read_bytes()[:-cut] if cut > 1 else path.read_bytes()[:cut])
+    run = read_run(folder)
+    render_page(run)
+    if cut == 37 and name.endswith("jsonl"):
+        assert [note for note in run.notes if name in note and "cut off" in note]
+    if cut == 37 and name == "metrics.jsonl":
+        assert run.numbers == list(range(5))
+
+
+def test_a_step_written_twice_counts_once_the_later(folder):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "reward_mean": 77.0}\n')
+    run = read_run(folder)
+    assert run.numbers == list(range(6))
+    assert run.series("reward_mean")[3] == 77.0
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl", "trace.jsonl", "summary.json", "run.json"])
+def test_no_value_of_any_key_breaks_the_page(tmp_path, name):
+    """Each key in turn holds what it should not."""
+    folder = make_run(tmp_path / "run", 2, groups=1, samples=2)
+    path = folder / name
+    first, *rest = path.read_text(encoding="utf-8").splitlines()
+    record = json.loads(first)
+    keys = [(key,) for key in record]
+    keys += [(key, inner) for key, value in record.items() if isinstance(value, dict) for inner in value]
+    for i, key in enumerate(keys):
+        for junk in JUNK[i % 3 :: 3]:
+            broken = json.loads(first)
+            place = broken
+            for part in key[:-1]:
+                place = place[part]
+            place[key[-1]] = junk
+            path.write_text("\n".join([json.dumps(broken), *rest]) + "\n", encoding="utf-8")
+            assert "</html>" in render_page(read_run(folder)), (key, junk)
+
+
+def test_numbers_that_are_none():
+    record = {"a": {"b": 2, "nan": math.nan, "yes": True}, "huge": 1e300}
+    assert number(record, "a", "b") == 2.0
+    assert [number(record, *path) for path in (("a", "nan"), ("a", "yes"), ("a",), ("c", "d"), ("huge",))] == [None] * 5
+
+
+# Figures
+
+
+def test_figures_of_a_running_run_come_from_its_steps(folder):
+    finished = read_run(folder)
+    (folder / "summary.json").unlink()
+    running = read_run(folder)
+    assert figures.reward_before(running) == figures.reward_before(finished) == 0.14
+    assert figures.reward_after(running) == figures.reward_after(finished)
+    assert figures.speedup(running) == pytest.approx(figures.speedup(finished))
+    assert figures.tail_speedup(running) == pytest.approx(figures.tail_speedup(finished))
+    drafts = sum(record["num_drafts"] for record in running.steps)
+    accepted = sum(record["num_accepted_tokens"] for record in running.steps)
+    assert figures.acceptance_length(running) == 1 + accepted / drafts
+
+
+def test_a_summary_of_zero_is_not_absent(folder):
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(summary | {"reward_before": 0.0}))
+    assert figures.reward_before(read_run(folder)) == 0.0
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_stages_add_up_to_the_step(tmp_path, staleness):
+    run = read_run(make_run(tmp_path, 4, max_staleness=staleness))
+    stages = figures.stage_seconds(
+        run, ("data", "sync", "generation", "reward", "logprob", "training", "draft", "other")
+    )
+    assert sum(value or 0 for values in stages.values() for value in values) == pytest.approx(
+        sum(record["stages"]["total"] for record in run.steps)
+    )
+    assert ("exposed generation" in render_page(run)) == (staleness > 0)
+
+
+def test_warnings(folder):
+    path = folder / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert figures.warnings(read_run(folder)) == []
+    records[2]["mismatch_alarm"] = True
+    records[3]["failures"] = 2
+    records[0]["audit"]["identical"] = False
+    records[4]["lag_max"] = 1
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    alarm, failures, audit, lag = figures.warnings(read_run(folder))
+    assert "step 2" in alarm
+    assert "2 samples" in failures
+    assert "step 3" in failures
+    assert "step 0" in audit
+    assert "step 4" in lag
+
+
+# Rollouts
+
+
+def test_rollouts_beyond_the_budget_are_spread_over_the_steps(tmp_path):
+    folder = make_run(tmp_path, 40)
+    path = folder / "rollouts.jsonl"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    offsets, at = [], 0
+    for record, line in zip(lines, path.read_bytes().splitlines(keepends=True), strict=True):
+        offsets.append(((record["step"], record["group"], record["sample"]), at))
+        at += len(line)
+    few = rollouts.choose(path, offsets, max_samples=36)
+    assert few.num_total == 320
+    steps = sorted({record["s"] for record in few.records})
+    assert len(few.records) == 36
+    assert len(steps) == 9, "nine groups, of nine different steps"
+    assert (steps[0], steps[-1]) == (0, 39)
+    assert max(b - a for a, b in zip(steps, steps[1:], strict=False)) <= 6
+    groups = {(record["s"], record["g"]) for record in few.records}
+    assert all(sum((r["s"], r["g"]) == group for r in few.records) == 4 for group in groups), "whole groups only"
+    small = rollouts.choose(path, offsets, max_bytes=60_000)
+    assert 0 < len(rollouts.encode(small.records)) <= 60_000 * 1.05
+    assert len({record["s"] for record in small.records}) > 5
+    assert rollouts.choose(path, offsets, max_bytes=10).records == []
+
+
+def test_the_page_says_what_it_leaves_out(folder, monkeypatch):
+    assert "All 48 samples are in this page." in Page(render_page(read_run(folder))).text
+    run = read_run(folder)
+    run.rollouts.records = run.rollouts.records[:8]
+    assert "This page carries 8 of 48 samples" in Page(render_page(run)).text
+
+
+@given(st.integers(0, 200))
+def test_spread_is_a_permutation(num):
+    assert sorted(rollouts.spread(range(num))) == list(range(num))
+
+
+@given(
+    st.recursive(
+        st.none() | st.text() | st.floats() | st.integers(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
+    )
+)
+def test_encoded_data_holds_no_markup_and_reads_back(content):
+    text = rollouts.encode(content)
+    assert text.isascii()
+    assert not set(text) & set("<>&")
+    assert json.loads(text) == rollouts.finite(content)
+
+
+def test_prompts_are_stored_once(folder):
+    run = read_run(folder)
+    assert len(run.rollouts.prompts) == 12
+    assert all("(problem" in run.rollouts.prompts[record["p"]] for record in run.rollouts.records)
+
+
+def test_per_token_fields_that_do_not_fit_are_left_out(folder):
+    path = folder / "rollouts.jsonl"
+    record = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
+    record["logprobs"].pop()
+    record["pieces"].append("too many")
+    path.write_text(json.dumps(record) + "\n")
+    (kept,) = read_run(folder).rollouts.records
+    assert "logprobs" not in kept
+    assert "pieces" not in kept
+    assert kept["text"] == record["completion"]
+    assert len(kept["provenance"]) == len(kept["sources"]) == len(kept["ids"])
+
+
+# Charts
+
+
+def coordinates(svg: str) -> list[tuple[float, float]]:
+    """Every point that a line, polygon, circle or bar names."""
+    points = [
+        tuple(map(float, pair.split(","))) for group in re.findall(r'points="([^"]*)"', svg) for pair in group.split()
+    ]
+    points += [(float(x), float(y)) for x, y in re.findall(r'cx="([^"]*)" cy="([^"]*)"', svg)]
+    for x, y, width, height in re.findall(r'<rect[^>]* x="([^"]*)" y="([^"]*)" width="([^"]*)" height="([^"]*)"', svg):
+        points += [(float(x), float(y)), (float(x) + float(width), float(y) + float(height))]
+    return points  # type: ignore[return-value]
+
+
+numbers = st.none() | st.floats(-1e90, 1e90, allow_subnormal=False) | st.sampled_from([0.0, 1.0, 1e-12, 0.5])
+
+
+@given(st.lists(numbers, min_size=1, max_size=8), st.booleans(), st.booleans())
+def test_lines_stay_inside_their_frame(values, from_zero, small):
+    svg = chart.lines("t", "u", range(len(values)), [chart.Series("s", values)], from_zero=from_zero, small=small)
+    if all(value is None for value in values):
+        assert svg == ""
+        return
+    width, height = map(int, re.findall(r'viewBox="0 0 (320|460) (\d+)"', svg)[0])
+    assert "nan" not in svg
+    assert "inf" not in svg
+    assert all(chart.LEFT - 0.1 <= x <= width and 0 <= y <= height - chart.BOTTOM + 0.1 for x, y in coordinates(svg))
+
+
+def test_lines_have_gaps_where_values_are_missing():
+    svg = chart.lines("t", "u", range(5), [chart.Series("s", [1.0, 2.0, None, 3.0, 4.0])])
+    assert svg.count("<polyline") == 2
+    joined = chart.lines("t", "u", range(5), [chart.Series("s", [1.0, 2.0, None, 3.0, 4.0], style="points")])
+    assert joined.count("<polyline") == 1
+
+
+def test_many_steps_are_averaged_and_said_so():
+    svg = chart.lines("t", "u", range(1000), [chart.Series("s", [float(i % 2) for i in range(1000)])])
+    strips = re.findall(r'data-tip="([^"]*)"', svg)
+    assert len(strips) <= chart.MAX_POINTS
+    assert strips[0].startswith("steps 0–6, mean\n")
+
+
+def test_stacked_bars_are_as_high_as_their_sum():
+    svg = chart.stacked("t", "s", [0], {"a": (0, [3.0]), "b": (1, [7.0])})
+    heights = [float(h) for h in re.findall(r'class="bar[^>]*width="42.0" height="([^"]*)"', svg)]
+    assert len(heights) == 2
+    assert heights[1] / heights[0] == pytest.approx(7 / 3, rel=0.02)
+    assert "total  10 s" in svg
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-9, 1e6))
+def test_ticks_are_round_and_cover(low, span):
+    high = low + max(span, abs(low) * 1e-6)
+    marks = chart.ticks(low, high)
+    step = marks[1] - marks[0]
+    assert marks[0] <= low + 1e-6 * step
+    assert marks[-1] >= high - 1e-6 * step
+    assert 2 <= len(marks) <= 8
+
+
+@pytest.mark.parametrize(
+    ("marks", "labels"),
+    [
+        ([0, 0.5, 1.0], ["0.0", "0.5", "1.0"]),
+        ([0, 0.25, 0.5], ["0.00", "0.25", "0.50"]),
+        ([0, 20000, 40000], ["0", "20k", "40k"]),
+        ([0, 500, 1000], ["0", "500", "1000"]),
+        ([0, 5e-6, 1e-5], ["0", "0.5e-5", "1.0e-5"]),
+        ([0, 2.5e6, 5e6], ["0", "2.5M", "5.0M"]),
+        ([0, 1e30], ["0", "1e30"]),
+    ],
+)
+def test_tick_labels(marks, labels):
+    assert chart.tick_labels(marks) == labels
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (0.0, "0"), (0.1234, "0.123"), (2.0, "2"), (12.345, "12.3"), (12345.6, "12,346"), (2.5e-6, "2.5e-6")],
+)
+def test_numbers_for_people(value, text):
+    assert chart.show(value) == text
+
+
+# The page
+
+
+def test_the_page_holds_every_part(folder):
+    page = Page(render_page(read_run(folder)))
+    parts = {attrs["id"] for tag, attrs in page.tags if tag == "section"}
+    assert parts == {
+        "reward", "time", "speculation", "exactness", "lag", "learning", "rollouts", "engine", "steps", "config"
+    }  # fmt: skip
+    links = {attrs["href"] for tag, attrs in page.tags if tag == "a"}
+    assert links == {f"#{part}" for part in parts}
+    assert "the same tokens by the same kernels" in page.text
+    assert "0.140 → 0.6" in page.text
+    assert 'rule = "coupled"' in page.text
+    assert len(json.loads(page.data)["rollouts"]) == 48
+
+
+def test_the_page_refers_to_nothing_outside(folder):
+    page = Page(render_page(read_run(folder)))
+    assert not {tag for tag, _ in page.tags} & {
+        "link",
+        "img",
+        "iframe",
+        "object",
+        "embed",
+        "base",
+        "form",
+        "audio",
+        "video",
+    }
+    for tag, attrs in page.tags:
+        assert "src" not in attrs, tag
+        assert "style" not in attrs, f"{tag}: the policy forbids it"
+        assert not [name for name in attrs if name.startswith("on")], tag
+        assert (attrs.get("href") or "#").startswith("#")
+    (policy,) = [attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert "unsafe" not in policy
+
+
+def test_hostile_texts_make_no_elements(tmp_path):
+    tame = Page(render_page(read_run(make_run(tmp_path / "tame", 8, hostile="tame"))))
+    wild = Page(render_page(read_run(make_run(tmp_path / "wild", 8, hostile=HOSTILE))))
+    assert [tag for tag, _ in wild.tags] == [tag for tag, _ in tame.tags]
+    assert HOSTILE in wild.words
+    assert json.loads(wild.data)["prompts"] == [HOSTILE]
+
+
+def test_the_page_is_written_whole_or_not_at_all(folder, monkeypatch):
+    first = write_report(folder)
+    assert first == folder / "report.html"
+    before = first.read_bytes()
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        write_report(folder)
+    assert first.read_bytes() == before
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+def test_another_place_can_be_named(folder, tmp_path):
+    assert write_report(folder, tmp_path / "x.html") == tmp_path / "x.html"
+    assert not (folder / "report.html").exists()
+    with pytest.raises(ValueError, match="is a folder"):
+        write_report(folder, tmp_path)

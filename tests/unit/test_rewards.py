@@ -1,0 +1,361 @@
+"""Rewards: right values, and nothing that a function does costs more than the sample it was about."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reward_functions  # noqa: F401  workers must find it by the parent's path
+
+from paceline.config import RewardSection, TaskSection
+from paceline.tasks import checks, pool
+from paceline.tasks.pool import Failed, Pool
+from paceline.tasks.rewards import Rewarder, Sample, Score
+
+TESTS = Path(__file__).parents[1]
+
+
+def sample(
+    completion: str, name: str = "s", prompt: Any = "?", ids: tuple[int, ...] = (1, 2), **columns: Any
+) -> Sample:
+    return Sample(name, prompt, completion, ids, columns)
+
+
+def score(functions: list[str], samples: list[Sample], task: TaskSection | None = None, **settings: Any) -> list[Score]:
+    rewarder = Rewarder(RewardSection(functions=functions, **{"timeout_s": 20.0, **settings}), task)
+    try:
+        return rewarder.score(samples)
+    finally:
+        rewarder.close()
+
+
+def rewards(*args: Any, **settings: Any) -> list[float]:
+    scores = score(*args, **settings)
+    assert [s.failure for s in scores] == [None] * len(scores)
+    return [s.reward for s in scores]
+
+
+# --- the built-in functions
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "pattern", "reward"),
+    [
+        ("  Forty  Two\n", "forty two", None, 1),
+        ("1,234,567", 1234567, None, 1),
+        ("1,23", "123", None, 0),
+        ("42", "43", None, 0),
+        ("<answer>1</answer> no: <answer> 42 </answer>", "42", r"<answer>(.*?)</answer>", 1),
+        ("<answer>42</answer> no: <answer>1</answer>", "42", r"<answer>(.*?)</answer>", 0),
+        ("it is 41, 42", "42", r"\d+", 1),
+        ("nothing here", "42", r"\d+", 0),
+    ],
+)
+def test_extract_and_compare(completion: str, answer: Any, pattern: str | None, reward: float) -> None:
+    assert checks.exact(pattern)(completion, {"answer": answer}) == reward
+
+
+def test_exact_and_format_with_weights() -> None:
+    samples = [
+        sample("<think>x</think> <answer>4</answer>", answer="4"),
+        sample("<answer>4</answer>", answer="4"),
+        sample("<think>x</think><answer>5</answer> and more", answer="4"),
+    ]
+    scores = score(["exact", "format"], samples, weights=[1.0, 0.25], answer_pattern="<answer>(.*?)</answer>")
+    assert [s.reward for s in scores] == [1.25, 1.0, 0.0]
+    assert scores[0].parts == {"exact": 1.0, "format": 1.0}
+
+
+def test_math_and_a_missing_answer() -> None:
+    pairs = [
+        (r"so it is $\boxed{\frac{1}{2}}$", "0.5", 1), (r"$\boxed{\frac{1}{3}}$", "0.5", 0), ("72", "72", 1),
+        (r"$x^2+2x+1$", "$(x+1)^2$", 1), (r"\boxed{12}", r"\frac{24}{2}", 1), ("I don't know", "7", 0),
+    ]  # fmt: skip
+    samples = [sample(text, answer=answer) for text, answer, _ in pairs]
+    scores = score(["math"], [*samples, sample("1", name="step 1, p/3, sample 0")])
+    assert [s.reward for s in scores[:-1]] == [reward for *_, reward in pairs]
+    assert scores[-1].failure == (
+        "step 1, p/3, sample 0: reward math raised ValueError: the problem has no column 'answer'"
+    )
+
+
+def test_a_verification_that_never_ends_costs_one_sample() -> None:
+    samples = [sample("$7$", answer="7"), sample("$(10^{10})!$", name="boom", answer="7"), sample("$8$", answer="8")]
+    scores = score(["math"], samples, timeout_s=3.0)
+    assert [s.reward for s in scores[::2]] == [1.0, 1.0]
+    assert math.isnan(scores[1].reward) and (scores[1].failure or "").startswith("boom: reward math ")
+
+
+def test_a_regular_expression_that_never_ends_costs_one_sample() -> None:
+    samples = [sample("aaaa!"), sample("a" * 64 + "?", name="slow"), sample("a!")]
+    scores = score(["format"], samples, format_pattern="(a+)+!", timeout_s=1.0)
+    assert [s.reward for s in scores[::2]] == [1.0, 1.0]
+    assert scores[1].failure == "slow: reward format did not return within 1 s" and math.isnan(scores[1].reward)
+
+
+def test_gym() -> None:
+    task = TaskSection(kind="reasoning_gym", name="chain_sum", params={"min_terms": 2, "max_terms": 2})
+    entry = {"question": "2 + 2 =", "answer": "4", "metadata": {"source_dataset": "chain_sum"}}
+    samples = [sample(text, entry=entry) for text in ("2 + 2. Answer: 4", "Answer: 1000000", "4")]
+    values = rewards(["gym"], samples, task, answer_pattern=r"Answer: (.*)")
+    assert values[0] == 1.0 and values[1] < 0.5 and values[2] == 0.0
+
+
+PAIRS = [{"input": "2\n", "output": "4"}, {"input": "3", "output": " 6 "}]
+CODE = "Here:\n```python\nold = 1\n```\nbetter:\n```python\ndef double(x):\n    return 2 * x\n```\nDone."
+
+
+@pytest.mark.parametrize(
+    ("completion", "tests", "reward"),
+    [
+        (CODE, ["assert double(2) == 4", "assert double('a') == 'aa'"], 1),
+        (CODE, ["assert double(2) == 4", "assert double(2) == 5"], 0),
+        (CODE, "for i in range(9):\n    assert double(i) == i + i", 1),
+        ("def double(x): return 2 * x", ["assert double(2) == 4"], 1),
+        ("import os\nos._exit(0)", ["assert False"], 0),
+        ("def double(x): raise SystemExit(0)", ["assert double(2) == 4"], 0),
+        ("def double(x): return 2 * x\nraise SystemExit", ["assert double(2) == 4"], 1),
+        (
+            "```python\nprint(2 * int(input()))\n```",
+            [{"input": "2\n", "output": "4"}, {"input": "3", "output": " 6 "}],
+            1,
+        ),
+        ("```python\nprint(4)\n```", PAIRS, 0),
+        ("while True: pass", ["assert True"], 0),
+    ],
+)
+def test_code(completion: str, tests: Any, reward: float) -> None:
+    assert checks.program(1, 256, 20.0)(completion, {"tests": tests}) == reward
+
+
+def test_code_through_the_rewarder() -> None:
+    forever = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    samples = [
+        sample(CODE, tests=["assert double(2) == 4"]), sample(forever, tests=["assert True"]),
+        sample(CODE, name="odd", tests=[]),
+    ]  # fmt: skip
+    scores = score(["code"], samples, timeout_s=1.5)
+    assert [s.reward for s in scores[:2]] == [1.0, 0.0]
+    assert scores[2].failure is not None and scores[2].failure.startswith("odd: reward code raised ValueError: column")
+
+
+def test_model(tmp_path: Path, tiny_classifier: Any) -> None:
+    """Rewards in a padded batch equal those one by one, and two labels give the margin."""
+    import torch
+
+    for num_labels in (1, 2):
+        path, tokenizer, model = tiny_classifier(tmp_path / str(num_labels), num_labels)
+        samples = [sample("no"), sample("yes, a longer one"), sample("!", prompt=[{"role": "user", "content": "hm"}])]
+        texts = ["?no", "?yes, a longer one", "hm\n!"]
+        with torch.inference_mode():
+            logits = [model(**tokenizer(text, return_tensors="pt")).logits[0] for text in texts]
+        expected = [float(row[0] if num_labels == 1 else row[1] - row[0]) for row in logits]
+        assert rewards(["model"], samples, model=str(path)) == pytest.approx(expected, abs=1e-5)
+        assert len({round(value, 4) for value in expected}) == 3
+
+
+@pytest.fixture
+def tiny_classifier() -> Any:
+    def make(path: Path, num_labels: int) -> Any:
+        import torch
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        raw = Tokenizer(models.BPE({c: i for i, c in enumerate([*alphabet, "<end>"])}, []))
+        raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>")
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=len(alphabet) + 1, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+            num_attention_heads=2, num_labels=num_labels, initializer_range=0.5, pad_token_id=None,
+        )  # fmt: skip
+        model = LlamaForSequenceClassification(config).eval()
+        tokenizer.save_pretrained(path)
+        model.save_pretrained(path)
+        return path, tokenizer, model
+
+    return make
+
+
+def test_env_reward_and_what_does_not_apply() -> None:
+    samples = [Sample("a", "?", "x", (1,), {}, env_reward=0.5), Sample("b", "?", "none", (1,), {})]
+    scores = score(["env", "reward_functions:obey"], samples)
+    assert scores[0] == Score(1.5, {"env": 0.5, "reward_functions:obey": 1.0})
+    assert scores[1] == Score(0.0, {})
+    broken = score(["env"], [Sample("c", "?", "x", (1,), {}, env_reward=math.nan)])
+    assert broken[0].failure == "c: reward env returned nan"
+
+
+# --- functions of the user's own
+
+
+def test_user_functions_get_what_trl_gives() -> None:
+    chat = [{"role": "user", "content": "?"}]
+    samples = [
+        sample("yes", ids=(7, 8), answer="a"),
+        sample("yes", prompt=chat, ids=(7, 8), answer="b", extra=[1]),
+        sample("yes", prompt=chat, ids=(7, 8), answer="a", extra=[1]),  # what must not be taken for right
+    ]
+    assert rewards(["reward_functions:seen"], samples) == [1.0, 1.0, 0.0]
+
+
+def test_sync_and_async_with_weights() -> None:
+    names = ["reward_functions:length", "reward_functions:slowly"]
+    assert rewards(names, [sample("abc"), sample("", ids=(1,))], weights=[10.0, 1.0]) == [23.0, 10.0]
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ("hang", "did not return within 1 s"),
+        ("raise", "raised ValueError: told so"),
+        ("exit", "ended its process (exit code 3)"),
+        ("leave", "raised SystemExit: 0"),
+        ("crash", "killed its process (signal 11)"),
+        ("few", "returned 0 values for 1 completions"),
+        ("nan", "returned nan"),
+        ("inf", "returned inf"),
+        ("text", "returned '1.0'"),
+    ],
+)
+def test_a_bad_call_costs_one_sample(bad: str, reason: str, capfd: pytest.CaptureFixture[str]) -> None:
+    samples = [sample("good"), sample(bad, name="step 3, p/17, sample 2"), sample("none"), sample("good")]
+    own = score(["reward_functions:obey"], samples, timeout_s=1.0)
+    assert [s.failure for s in own] == [
+        None, f"step 3, p/17, sample 2: reward reward_functions:obey {reason}", None, None,
+    ]  # fmt: skip
+    assert math.isnan(own[1].reward) and [own[i].reward for i in (0, 2, 3)] == [1.0, 0.0, 1.0]
+    assert capfd.readouterr().out == ""  # their noise stays off standard output
+
+
+def test_the_innocent_are_still_compared_with_each_other() -> None:
+    scores = score(["reward_functions:relative"], [sample("a"), sample("bad", name="x"), sample("aa"), sample("aaaa")])
+    assert [s.reward for s in (scores[0], *scores[2:])] == pytest.approx([0, 1 / 3, 2 / 3])
+    assert scores[1].failure == "x: reward reward_functions:relative raised RuntimeError: bad in two lines"
+
+
+def test_a_hopeless_function_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "HOPELESS", 2)
+    scores = score(["reward_functions:obey"], [sample("hang") for _ in range(40)], timeout_s=0.1)
+    assert all(math.isnan(s.reward) for s in scores)
+    assert sum("was not called" in (s.failure or "") for s in scores) >= 36
+
+
+def test_a_scalar_is_no_list() -> None:
+    assert "returned 1.0, not a list" in (score(["reward_functions:scalar"], [sample("x")])[0].failure or "")
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("exakt", "exact, format, math"),
+        ("no_such_module:f", "No module named"),
+        ("reward_functions:nothing", "nothing"),
+        ("reward_functions:NOT_A_FUNCTION", "is not a function"),
+        ("reward_functions:narrow", r"\*\*columns"),
+        ("gym", "task.kind"),
+    ],
+)
+def test_mistakes_are_named_at_once(function: str, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"(?s)reward\.functions.*{words}"):
+        Rewarder(RewardSection(functions=[function]))
+
+
+def test_functions_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards.py").write_text("def f(completions, **columns):\n    return [2.0 for _ in completions]\n")
+    monkeypatch.chdir(tmp_path)
+    assert rewards(["my_rewards:f"], [sample("x")]) == [2.0]
+
+
+# --- the pool
+
+
+@pytest.fixture
+def workers() -> Iterator[Pool]:
+    made = Pool(2)
+    yield made
+    made.close()
+
+
+def test_results_come_in_order_and_large(workers: Pool) -> None:
+    calls = [({"completions": ["x" * (i * 50_000)], "prompts": [0], "completion_ids": [[1] * i]},) for i in range(12)]
+    replies = workers.map(checks.batch, ("reward_functions:length",), calls, 20.0)
+    assert replies == [[float(i)] for i in range(12)]
+
+
+def test_what_can_not_be_sent_fails_alone(workers: Pool) -> None:
+    replies = workers.map(checks.exact, (None,), [("1", {"answer": "1"}), ("1", {"answer": lambda: 1})], 20.0)
+    assert replies[0] == 1.0
+    assert isinstance(replies[1], Failed) and "can't be sent" in replies[1].reason
+
+
+def test_workers_are_lazy_reused_light_and_gone_after_close() -> None:
+    rewarder = Rewarder(RewardSection(functions=["exact"], workers=2))
+    assert rewarder._pool._workers == []
+    rewarder.close()
+    rewarder = Rewarder(RewardSection(functions=["reward_functions:process"], workers=2))
+    first, second = (rewarder.score([sample("x")])[0].reward for _ in range(2))
+    assert first == second == int(first) != os.getpid()  # no half: torch is not loaded
+    assert os.getsid(int(first)) == int(first)  # Ctrl-C in the terminal does not reach it
+    os.kill(int(first), signal.SIGKILL)
+    wait_for_end(int(first), reap=rewarder._pool._workers[0].process)
+    third = rewarder.score([sample("x")])[0].reward
+    assert third not in (first, math.nan)
+    rewarder.close()
+    rewarder.close()
+    assert not Path(f"/proc/{int(third)}").exists()
+
+
+def wait_for_end(pid: int, reap: subprocess.Popen[bytes] | None = None) -> None:
+    deadline_s = time.monotonic() + 10
+    while time.monotonic() < deadline_s:
+        if reap is not None:
+            reap.poll()
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"process {pid} is still alive")
+
+
+def test_workers_end_with_a_parent_that_is_killed() -> None:
+    program = (
+        "import sys, threading, time\n"
+        "from paceline.config import RewardSection\n"
+        "from paceline.tasks.rewards import Rewarder, Sample\n"
+        "r = Rewarder(RewardSection(functions=['reward_functions:obey'], workers=1, timeout_s=100.0))\n"
+        "threading.Thread(target=r.score, args=([Sample('s', '?', 'hang', (1,), {})],), daemon=True).start()\n"
+        "time.sleep(0.3)\n"
+        "print(r._pool._workers[0].process.pid, flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        os.kill(worker, 0)
+        parent.kill()
+    wait_for_end(worker)
+
+
+def test_an_interrupted_batch_leaves_no_stale_answers(workers: Pool) -> None:
+    def interrupt() -> None:
+        time.sleep(1.0)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    call = {"prompts": [0], "completions": ["hang"], "completion_ids": [[]]}
+    with pytest.raises(KeyboardInterrupt):
+        workers.map(checks.batch, ("reward_functions:obey",), [(call,)], 60.0)
+    assert workers.map(checks.exact, (None,), [("2", {"answer": "2"})], 20.0) == [1.0]
