@@ -3,6 +3,7 @@ browser works. Set PACELINE_SCREENSHOTS to a folder to keep pictures of what the
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,8 +54,10 @@ def select(browser: Browser, name: str, index: int) -> None:
     browser.run(f"{name}.selectedIndex = {index}; {name}.dispatchEvent(new Event('change'))")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [320, 390, 768, 1280, 1920])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [(320, "dark"), (390, "light"), (768, "dark"), (1280, "light"), (1280, "dark"), (1920, "light")],
+)
 def test_it_opens_and_fits(browser, page, width, scheme):
     browser.open(page, width, scheme=scheme)
     keep(browser, f"{scheme}-{width}")
@@ -65,7 +68,7 @@ def test_it_opens_and_fits(browser, page, width, scheme):
     assert (int(dark) < 60) == (scheme == "dark")
 
 
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [320, 390, 768, 1280])
 def test_no_text_of_a_chart_overlaps_another_or_leaves_it(browser, page, width):
     browser.open(page, width)
     wrong = browser.run(
@@ -216,7 +219,7 @@ def test_hostile_texts_are_inert(browser, hostile_page, width):
     assert browser.run(f'[...tokens.children].some((t) => t.textContent === "{text}")')
 
 
-def test_a_careless_page_would_be_caught(browser, hostile_page, tmp_path, monkeypatch):
+def test_a_careless_page_would_be_caught(browser, hostile_page, tmp_path):
     """The twin of the test above: without the escaping, the very same strings do run or are at least complained of."""
     careless = tmp_path / "careless.html"
     text = render_page(read_run(hostile_page.parent))
@@ -232,9 +235,26 @@ def test_a_careless_page_would_be_caught(browser, hostile_page, tmp_path, monkey
     assert browser.run("window.hacked !== undefined")
 
 
-def test_records_without_pieces_show_their_text(browser, tmp_path):
-    import json
+def test_records_with_wrong_values_can_be_walked_through(browser, tmp_path):
+    """One sample for each key, with something in it that should not be there."""
+    folder = make_run(tmp_path, 1, groups=1, samples=1)
+    path = folder / "rollouts.jsonl"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    broken = [
+        record | {key: junk, "step": 0, "group": i, "sample": 0}
+        for i, key in enumerate(record)
+        for junk in ([None, "x", {"a": None}, [None, [None]], -1.5][i % 5],)
+        if key not in ("step", "group", "sample")
+    ]
+    path.write_text("".join(json.dumps(one) + "\n" for one in broken), encoding="utf-8")
+    browser.open(write_report(folder))
+    for i in range(len(broken)):
+        assert browser.run("place.textContent") == f"{i + 1} of {len(broken)}"
+        browser.run("tokens.firstElementChild?.click(); next.click()")
+    assert browser.complaints == []
 
+
+def test_records_without_pieces_show_their_text(browser, tmp_path):
     folder = make_run(tmp_path, 2)
     path = folder / "rollouts.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]

@@ -49,6 +49,7 @@ def names(folder: Path) -> list[str]:
 def test_round_trip(tmp_path: Path) -> None:
     base = torch.arange(24.0).reshape(4, 6)
     tensors = {
+        "a byte, before wider ones": torch.tensor([1], dtype=torch.int8),
         "whole": base,
         "shared": base,
         "transposed": base.T,
@@ -83,6 +84,7 @@ def test_round_trip(tmp_path: Path) -> None:
         assert loaded[name].dtype == tensor.dtype
         assert loaded[name].shape == tensor.shape
         assert bits(loaded[name]) == bits(tensor)
+        assert loaded[name].data_ptr() % tensor.dtype.itemsize == 0, "aligned"
     loaded["whole"].fill_(0)
     assert torch.equal(found.tensors("policy")["whole"], base), "what was loaded is a copy"
     written = json.loads((path / "state.json").read_text())["files"]["policy.safetensors"]
@@ -300,7 +302,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "fsync", full)
     for step in (2, 1):
-        for left[0] in range(4):
+        for left[0] in range(4):  # two files, state.json, and the folder
             with pytest.raises(OSError, match="No space left") as raised:
                 save(checkpoints, step, value=2)
             assert raised.value.errno == errno.ENOSPC
@@ -309,6 +311,22 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
             latest = checkpoints.latest()
             assert latest is not None
             assert value_of(latest) == 1
+
+
+def test_the_one_moved_aside_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is saved again, and the new one can't take its place."""
+    checkpoints, rename = Checkpoints(tmp_path, 1), Path.rename
+    save(checkpoints, 1)
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.name.startswith(checkpoint.SCRATCH):
+            raise OSError(errno.EIO, "broken")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="broken"):
+        save(checkpoints, 1, value=2)
+    assert names(tmp_path) == ["step-000001"]
 
 
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:

@@ -21,8 +21,6 @@ from paceline.tasks import checks, pool
 from paceline.tasks.pool import Failed, Pool
 from paceline.tasks.rewards import Rewarder, Sample, Score
 
-TESTS = Path(__file__).parents[1]
-
 
 def sample(
     completion: str, name: str = "s", prompt: Any = "?", ids: tuple[int, ...] = (1, 2), **columns: Any
@@ -336,11 +334,12 @@ def test_workers_end_with_a_parent_that_is_killed() -> None:
         "from paceline.tasks.rewards import Rewarder, Sample\n"
         "r = Rewarder(RewardSection(functions=['reward_functions:obey'], workers=1, timeout_s=100.0))\n"
         "threading.Thread(target=r.score, args=([Sample('s', '?', 'hang', (1,), {})],), daemon=True).start()\n"
+        "while r._pool._workers[0].index < 0 or r._pool._workers[0].is_loading: time.sleep(0.05)\n"
         "time.sleep(0.3)\n"
         "print(r._pool._workers[0].process.pid, flush=True)\n"
         "time.sleep(100)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as parent:
         assert parent.stdout is not None
         worker = int(parent.stdout.readline())

@@ -185,8 +185,12 @@ def test_whoever_asked_is_killed_and_the_program_with_it(tmp_path: Path) -> None
 
     mark = f"orphan-{os.getpid()}-{time.monotonic_ns()}"
     inner = f"import os; os.execv({base_python()!r}, ['p', '-I', '-S', '-c', 'import time; time.sleep(600)', {mark!r}])"
-    outer = f"from paceline.tasks.sandbox import run_program; run_program({inner!r}, wall_s=500)"
-    with subprocess.Popen([sys.executable, "-c", outer]) as process:
+    outer = "import sys; from paceline.tasks.sandbox import run_program; run_program(sys.stdin.read(), wall_s=500)"
+    # By standard input, as the mark must be on the program's command line alone.
+    with subprocess.Popen([sys.executable, "-c", outer], stdin=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        process.stdin.write(inner)
+        process.stdin.close()
         wait_until(lambda: alive(mark) != [])
         process.kill()
     wait_until(lambda: alive(mark) == [])

@@ -197,7 +197,7 @@ GOOD = {"prompt": "1+1?", "answer": "2"}
         ({"prompt": 3, "answer": "1"}, "non-empty string"),
         ({"prompt": [], "answer": "1"}, "list of messages"),
         ({"prompt": [{"role": "user"}], "answer": "1"}, "list of messages"),
-        ('{"prompt": "\\ud800", "answer": "1"}', "non-empty string"),
+        ('{"prompt": "\\ud800", "answer": "1"}', "not valid Unicode"),
         ({"prompt": "x"}, "no `answer`.*task.answer_column"),
         ({"prompt": "x", "answer": None}, "no `answer`"),
         ({"prompt": "x", "answer": "so ####"}, "nothing after ####"),

@@ -63,7 +63,8 @@ def show(value: float | None) -> str:
         return f"{value:.1e}".replace("e+", "e")
     if size >= 1000 or value == int(value):
         return f"{value:,.0f}"
-    return f"{value:.3g}" if size >= 1 else f"{value:.3f}"
+    decimals = 3 if size < 1 else 2 if size < 10 else 1 if size < 100 else 0
+    return f"{value:.{decimals}f}"
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:

@@ -59,7 +59,7 @@ def render_page(run: Run) -> str:
         f"{sections.heading(run)}<nav>{links}</nav>\n<main>"
         f"{sections.messages(run)}{sections.key_figures(run)}\n"
         + "\n".join(text for _, text in parts.values())
-        + f'</main>\n<div id="tip" role="status" hidden></div>'
+        + '</main>\n<div id="tip" aria-hidden="true" hidden></div>'
         f'<script type="application/json" id="data">{data}</script>\n<script>{script}</script></body></html>\n'
     )
 

@@ -73,6 +73,7 @@ def symbolic(pattern: str | None) -> Check:
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call that it has no timeout
     verify(parse("$1$", parsing_timeout=None), parse("1", parsing_timeout=None), timeout_seconds=None)  # loads the rest
+
     def check(completion: str, columns: dict[str, Any]) -> float:
         wanted = str(column(columns, "answer"))
         answer = extract(completion, pattern)

@@ -106,6 +106,7 @@ class Worker:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if self.process.returncode is None:  # not yet reaped, so the number is still its own
                 os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
         self.process.wait()
         self.wire.close()
 

@@ -20,16 +20,15 @@ MARK = "paceline-assistant-turn"  # stands for what the assistant said; no templ
 def is_prompt(value: Any) -> TypeGuard[Prompt]:
     """Whether this can be asked: see NEEDED."""
     if isinstance(value, str):
-        return bool(value.strip()) and _is_unicode(value)
+        return bool(value.strip())
     return (
         isinstance(value, list)
         and bool(value)
         and all(isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content")) for m in value)
-        and _is_unicode(value)
     )
 
 
-def _is_unicode(value: Any) -> bool:
+def is_unicode(value: Any) -> bool:
     """JSON can hold half a surrogate pair, which no tokenizer takes."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
@@ -64,7 +63,7 @@ def dress(prompt: Prompt, section: TaskSection) -> Prompt:
 
 def encode(tokenizer: Any, prompt: Prompt, chat: bool = True) -> tuple[int, ...]:
     """Token ids; through the model's chat template where it has one and `chat` is on, ready for the first answer."""
-    if not _is_unicode(prompt):
+    if not is_unicode(prompt):
         raise ValueError(f"prompt {ascii(shown(prompt))[:60]}: not valid Unicode text")
     if chat and tokenizer.chat_template:
         return _ids(tokenizer, _render(tokenizer, as_messages(prompt), reply=True))
@@ -84,7 +83,7 @@ def continuation(
 
     where the template keeps earlier turns as they were said and their text tokenises the way it was sampled. Without a
     chat template: the observation's bare text."""
-    if not _is_unicode(list(observation)):
+    if not is_unicode(list(observation)):
         raise ValueError(f"observation {ascii(shown(list(observation)))[:60]}: not valid Unicode text")
     if not (chat and tokenizer.chat_template):
         return _ids(tokenizer, "".join(message["content"] for message in observation))

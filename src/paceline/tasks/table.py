@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import TaskSection
-from paceline.tasks.prompt import NEEDED, dress, identity, is_prompt
+from paceline.tasks.prompt import NEEDED, dress, identity, is_prompt, is_unicode
 from paceline.tasks.split import split
 from paceline.tasks.task import Problem
 from paceline.types import noise_key
@@ -63,6 +63,8 @@ def _problems(section: TaskSection, stem: str) -> Iterator[Problem]:
                 f"{where}: needs {names}, {NEEDED}; its columns are {_listed(row)}. Mend or remove it, or name the "
                 "column by task.prompt_column"
             )
+        if not is_unicode(prompt):
+            raise ValueError(f"{where}: its prompt is not valid Unicode text; mend or remove it")
         if reserved := [column for column in RESERVED if column in row and column != prompt_column]:
             raise ValueError(f"{where}: a column is called `{reserved[0]}`, which rewards use themselves; rename it")
         columns = {column: value for column, value in row.items() if column != prompt_column}
