@@ -12,6 +12,7 @@ from paceline.config import Config, load_config
 from paceline.model.weights import init, save
 from paceline.rl.loop import Loop
 
+SCALE = 14.0  # of the weights: larger is surer of its next token
 SETTINGS = (
     "model.dtype=float64",
     "engine.max_num_seqs=16",
@@ -21,7 +22,7 @@ SETTINGS = (
     "task.held_out=2",
     'reward.functions=["reward_functions:many_a"]',
     "algorithm.num_generations=4",
-    "learner.learning_rate=0.02",
+    "learner.learning_rate=0.01",
     "train.groups_per_step=2",
     "train.num_steps=4",
     "train.tensorboard=false",
@@ -38,7 +39,7 @@ def write_model(directory: Path) -> None:
     with torch.no_grad():
         for parameter in decoder.parameters():
             if parameter.ndim == 2:
-                parameter.mul_(8)
+                parameter.mul_(SCALE)
     save(decoder, directory)
     write_tokenizer(directory)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_run import make, policy
 
-STEPS = "train.num_steps=10"
+STEPS = "train.num_steps=12"
 
 
 def rollouts(folder: Path) -> list[dict[str, Any]]:
@@ -18,7 +18,7 @@ def rollouts(folder: Path) -> list[dict[str, Any]]:
 
 
 def run(folder: Path, name: str, *overrides: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], int]:
-    loop = make(folder, name, STEPS, *overrides)
+    loop = make(folder, name, STEPS, "train.groups_per_step=4", *overrides)
     loop.run()
     weights = policy(loop)
     loop.close()

@@ -65,7 +65,7 @@ def test_unknown_key_with_nothing_near_lists_the_section():
         ("engine.threads=1.5", "engine.threads = 1.5: expected an integer >= 1 and <= 4096"),
         ('engine.threads="2"', "engine.threads = '2': expected an integer >= 1 and <= 4096"),
         ("engine.native=1", "engine.native = 1: expected true or false"),
-        ("model=x", "model = 'x': expected a section with the keys name, dtype, device"),
+        ("model=x", "model = 'x': expected a section with the keys name, dtype, device, yarn_factor"),
         ("model.dtype=fp8", 'model.dtype = \'fp8\': expected one of "float32", "float64", "bfloat16", "float16"'),
         ("sampling.stop=x", "sampling.stop = 'x': expected a list of strings"),
         ("sampling.temperature=nan", "sampling.temperature = nan: must be 0 (greedy) or a finite number >= 1e-5"),
@@ -119,4 +119,5 @@ def test_all_keys_are_settable():
     """Every dotted key of the tree is one that an override reaches."""
     for key in all_keys():
         with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
-            load_config(None, [f"{key}.impossible=1"] if key != "speculation.num_speculative_tokens" else [f"{key}=-1"])
+            tables = ("speculation.num_speculative_tokens", "task.params")  # they take keys of their own
+            load_config(None, [f"{key}.impossible=1"] if key not in tables else [f"{key}=-1"])
