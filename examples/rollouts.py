@@ -1,6 +1,6 @@
 """Speculative rollouts for somebody else's training loop: prompts in, token ids, logprobs and versions out.
 
-    python examples/rollouts.py
+python examples/rollouts.py
 """
 
 from paceline.build import build_engine

@@ -1,6 +1,6 @@
 """The whole loop from Python: a task and a reward of one's own.
 
-    python examples/train.py
+python examples/train.py
 """
 
 from paceline.build import build_loop
@@ -11,8 +11,7 @@ def short_and_right(prompts, completions, completion_ids, answer, **columns):
     """TRL's signature: the more tokens it takes, the less the right answer is worth."""
     texts = [completion[0]["content"] if isinstance(completion, list) else completion for completion in completions]
     return [
-        (right in text) * (1 - len(ids) / 100)
-        for text, ids, right in zip(texts, completion_ids, answer, strict=True)
+        (right in text) * (1 - len(ids) / 100) for text, ids, right in zip(texts, completion_ids, answer, strict=True)
     ]
 
 

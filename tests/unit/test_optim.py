@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.config import LearnerSection
 from paceline.model.decoder import Decoder
+from paceline.model.lora import attach
 from paceline.model.weights import hf_state
 from paceline.rl.optim import Muon, Optimizer, schedule
 
@@ -177,4 +178,27 @@ def test_gradients_are_clipped_by_their_global_norm() -> None:
     assert clipped.step(0) == pytest.approx(float(norm)) and plain.step(0) == pytest.approx(0.5)
     for name, tensor in hf_state(it):
         torch.testing.assert_close(tensor, by_name(twin)[name], rtol=0, atol=1e-9)
+    assert all(p.grad is None for p in it.parameters())
+
+
+def test_parts_cover_adapters_too() -> None:
+    it = tiny_decoder()
+    attach(it, 3, 6.0, ("qkv", "o", "gate_up", "down"))
+    parts = Optimizer(it, section(optimizer="muon"), 1).parts
+    for name, parameter in it.named_parameters():
+        if parameter.requires_grad:
+            rows = [part.leaf.shape[0] for part in parts.values() if part.of == name]
+            _, _, kind = name.split(".", 2)
+            assert sum(rows) == len(parameter) and len(rows) == {"qkv.lora.up": 3, "gate_up.lora.up": 2}.get(kind, 1)
+
+
+def test_a_gradient_that_is_not_finite_is_dropped() -> None:
+    it = decoder()
+    ours = Optimizer(it, section(), 1)
+    random_gradients(it, 0)
+    it.norm.grad[0] = torch.nan  # type: ignore[index]
+    before = by_name(it)
+    with pytest.raises(ValueError, match="step 0: the gradient's norm is nan"):
+        ours.step(0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in hf_state(it))
     assert all(p.grad is None for p in it.parameters())

@@ -142,8 +142,8 @@ def gather_prompts(words: Sequence[str], file: Path | None) -> list[Prompt]:
 def show_completions(
     tokenizer: Any, asked: Sequence[Prompt], completions: Sequence[Completion], num_samples: int
 ) -> None:
-    from paceline.tasks.prompt import shown
     from paceline.model.text import pieces
+    from paceline.tasks.prompt import shown
     from paceline.types import Provenance
 
     styles = {

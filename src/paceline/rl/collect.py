@@ -148,8 +148,8 @@ class _Run:
             between(total - len(left), total)
             if self.running:
                 for completion in self.engine.step():
-                    episode = self.running.pop(completion.request.request_id, None)
-                    if episode is not None and self._turn_done(episode, completion):
+                    episode = self.running.pop(completion.request.request_id)
+                    if self._turn_done(episode, completion):
                         ended(episode)
             else:
                 time.sleep(0.005)
@@ -200,9 +200,7 @@ class _Run:
         if turn.observation is None or episode.num_emitted >= self.sampling.max_tokens:
             return False
         collector = self.collector
-        ids = continuation(
-            collector.tokenizer, turn.observation, collector.chat, episode.turns[-1].token_ids.tolist()
-        )
+        ids = continuation(collector.tokenizer, turn.observation, collector.chat, episode.turns[-1].token_ids.tolist())
         episode.observations.append(ids)
         try:
             self._submit(episode)

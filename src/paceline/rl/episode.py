@@ -7,6 +7,8 @@ policy chose.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from paceline.tasks.rewards import Sample
@@ -76,7 +78,7 @@ class Episode:
                 np.full(count, Provenance.SAMPLED, np.uint8),
                 np.full(count, NOBODY, np.uint8),
             )
-        streams = {name: np.concatenate(values) for name, values in parts.items()}
+        streams: dict[str, Any] = {name: np.concatenate(values) for name, values in parts.items()}
         return Rollout(
             sample=self.sample,
             prompt_ids=self.prompt_ids,

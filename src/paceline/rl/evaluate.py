@@ -34,7 +34,9 @@ def evaluate(
     ks = [k for k in (2**i for i in range(20)) if k <= num_samples]
     return {
         "reward": float(np.mean(scored)) if scored else 0.0,
-        "avg_at_n": float(np.mean([np.mean(group) for group in rewards if group] or [0.0])),  # every problem alike
+        "avg_at_n": float(
+            np.mean([sum(group) / len(group) for group in rewards if group] or [0.0])
+        ),  # every problem alike
         "pass_at_k": pass_at(ks[-1], rewards),
         "n": num_samples,
         "k": ks[-1],

@@ -276,7 +276,8 @@ class Loop:
         overlaps; `total` is the step, validation and audits apart."""
         stages = {name: batch.watch.seconds[name] + watch.seconds[name] for name in STAGES}
         stages["sync"] += publishing_s
-        stages["draft"] = sum(trace.draft_s for trace in batch.traces)
+        if self.engine.drafter is not None:
+            stages["draft"] = sum(trace.draft_s for trace in batch.traces)
         stages["generation"] -= stages["draft"]
         exposed = waited_s if self.overlaps else stages["generation"] + stages["draft"]
         seen = ("logprob", "training") if self.overlaps else (*HIDDEN, "draft", "logprob", "training")

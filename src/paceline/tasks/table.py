@@ -127,7 +127,7 @@ def _dataset_rows(section: TaskSection) -> Iterator[Row]:
         from datasets import DatasetDict, load_dataset, load_from_disk
     except ImportError as error:
         raise ValueError(
-            f"task.kind = \"dataset\" needs the datasets library ({error}); pip install 'paceline[data]'"
+            f"task.kind = \"dataset\" needs the datasets library ({error}); pip install 'paceline[train]'"
         ) from None
     name = section.name
     directory = Path(name)

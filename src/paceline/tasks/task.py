@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,8 +37,8 @@ class Task(Protocol):
     """Always: the same settings give the same problems in the same order; no held-out problem is trained on."""
 
     name: str
-    train: Sequence[Problem]
-    held_out: Sequence[Problem]
+    train: list[Problem]
+    held_out: list[Problem]
 
 
 def as_messages(prompt: Prompt, system: str | None = None) -> list[Message]:
