@@ -239,7 +239,7 @@ def build_loop(config: Config, watcher: Watcher, *, run: Path | None = None, res
         auditor=Auditor(engine, lambda: build_drafter(config, target, engine.tokenizer)),
         folder=folder,
         checkpoints=checkpoints,
-        sinks=build_sinks(config, folder.path, checkpoint.step if checkpoint is not None else None),
+        sinks=build_sinks(config, folder.path, checkpoint.step if checkpoint is not None else 0),
         watcher=watcher,
     )
     if checkpoint is not None:
@@ -268,7 +268,7 @@ def describe_run(config: Config, task: Task) -> dict[str, Any]:
     }
 
 
-def build_sinks(config: Config, folder: Path, purge_step: int | None) -> list[Sink]:
+def build_sinks(config: Config, folder: Path, purge_step: int) -> list[Sink]:
     from paceline.rl.logs import TensorBoardSink, WandbSink
 
     sinks: list[Sink] = []

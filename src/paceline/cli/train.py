@@ -56,6 +56,7 @@ def train(
         raise ValueError(f"--resume {resume}: not a run, config.toml is missing there")
     config = load_config(resume / "config.toml" if resume is not None else path, overrides)
     from paceline.build import build_loop
+    from paceline.report.html import write_report
 
     if dry_run:
         show_plan(config)
@@ -64,18 +65,16 @@ def train(
     with watcher:
         watcher.note(f"{config.algorithm.name} on {config.task.name} with {config.model.name}")
         loop = build_loop(config, watcher, run=run, resume=resume)
-        with stoppable(loop):
-            summary = loop.run()
-    finish(loop, config, summary)
+        with contextlib.closing(loop):
+            with stoppable(loop):
+                summary = loop.run()
+            report = write_report(loop.folder.path)
+    finish(loop, config, summary, report)
 
 
-def finish(loop: Loop, config: Config, summary: dict[str, Any]) -> None:
-    from paceline.report.html import write_report
-
-    path = write_report(loop.folder.path)
-    loop.close()
+def finish(loop: Loop, config: Config, summary: dict[str, Any], report: Path) -> None:
     out.print(closing_table(summary))
-    out.print(f"run     {loop.folder.path}\nreport  {path}", soft_wrap=True)
+    out.print(f"run     {loop.folder.path}\nreport  {report}", soft_wrap=True)
     if not summary["finished"]:
         err.print(
             f"stopped after {summary['steps']} of {config.train.num_steps} steps; go on with: "

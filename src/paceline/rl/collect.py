@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -58,7 +58,7 @@ class Collector:
         between: Callable[[int, int], None] = lambda done, total: None,
     ) -> Collected:
         """num_samples rollouts of every (group index, problem). `between(samples done, samples in all)` is called
-        before every engine step and may raise to stop."""
+        before every engine step, and now and then while rewards are awaited; it may raise to stop."""
         watch = watch or Stopwatch()
         run = _Run(self, sampling or self.sampling, seed)
         with watch.stage("data"):
@@ -70,6 +70,9 @@ class Collector:
                 scores = run.finish(members, lambda group: scoring.submit(self._score, step, group), between)
             generation_s = time.perf_counter() - started
             with watch.stage("reward"):
+                total = len(problems) * num_samples
+                while wait(scores.values(), timeout=0.2).not_done:
+                    between(total, total)
                 groups = [self._group(group, scores[i].result()) for i, group in enumerate(members)]
         except BaseException:
             run.abandon()
@@ -88,9 +91,14 @@ class Collector:
         episodes = [Episode(problem, index, sample, problem.prompt, shared) for sample in range(num_samples)]
         if problem.make_env is not None:
             opening = [background(_open, problem.make_env) for _ in episodes]
+            wait(opening, timeout=self.env_timeout_s)
             for episode, future in zip(episodes, opening, strict=True):
+                if not future.done():
+                    limit = self.env_timeout_s
+                    episode.failure = f"its environment took more than train.env_timeout_s = {limit:g} s to open"
+                    continue
                 try:
-                    episode.env, episode.prompt = future.result(self.env_timeout_s)
+                    episode.env, episode.prompt = future.result()
                     episode.prompt_ids = encode(self.tokenizer, episode.prompt, self.chat)
                 except Exception as error:
                     episode.failure = f"its environment could not be opened: {type(error).__name__}: {error}"
@@ -191,8 +199,14 @@ class _Run:
             if error is not None:
                 episode.failure = f"its environment raised {type(error).__name__}: {error}"
                 over.append(episode)
-            elif not self._goes_on(episode, future.result()):
-                over.append(episode)
+            else:
+                try:
+                    goes_on = self._goes_on(episode, future.result())
+                except Exception as error:  # an answer that is no Turn, or nothing that can be put into tokens
+                    goes_on = False
+                    episode.failure = f"its environment's answer can't be used: {type(error).__name__}: {error}"
+                if not goes_on:
+                    over.append(episode)
         return over
 
     def _goes_on(self, episode: Episode, turn: Turn) -> bool:

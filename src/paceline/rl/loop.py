@@ -192,6 +192,11 @@ class Loop:
         with watch.stage("training"):
             self.algorithm.prepare(tokens)
             report = self.learner.update(rollouts, tokens, self.algorithm.loss, self.algorithm.weights)
+        if not all(parameter.isfinite().all() for parameter in self.learner.decoder.parameters()):
+            raise ValueError(
+                f"step {batch.step}: after the update some weights are not finite; training stops and the last "
+                "checkpoint is kept. Lower learner.learning_rate, then go on with --resume"
+            )
         assert tokens.advantages_T is not None
         means = _mean_by_sequence(tokens)
         for rollout, advantage in zip(rollouts, means.tolist(), strict=True):
@@ -286,6 +291,12 @@ class Loop:
 
     def _evaluate(self) -> dict[str, Any]:
         train = self.config.train
+
+        def between(done: int, total: int) -> None:
+            if self.producer.stopping and self._whole:  # before the first step; after one, its record needs the result
+                raise Stopped
+            self.watcher.progress("validation", done, total)
+
         with self.producer.paused():
             result = evaluate(
                 self.collector,
@@ -293,7 +304,7 @@ class Loop:
                 train.eval_samples,
                 train.eval_temperature,
                 train.seed,
-                lambda done, total: self.watcher.progress("validation", done, total),
+                between,
             )
             self.engine.drain_trace()
         return result
@@ -381,10 +392,12 @@ class Loop:
         for step, count, position in state["buffer"]["batches"]:
             batches.append(Batch(step, groups[:count], Stopwatch(), position=position))
             groups = groups[count:]
+        surplus = unpack_groups(checkpoint.tensors("surplus"), state["surplus"])
+        if batches:
+            batches[-1].surplus = surplus
         self._ready = batches
         self.step = self.learner.version = self._saved = state["step"]
-        self.producer.position = state["position"]
-        self.producer.surplus = unpack_groups(checkpoint.tensors("surplus"), state["surplus"])
+        self.producer.position, self.producer.surplus = state["position"], surplus
         self.best, self.first_eval, self.last_eval = state["best"], state["first_eval"], state["last_eval"]
         self.audits, self.totals, self.stages = state["audits"], state["totals"], state["stages"]
 

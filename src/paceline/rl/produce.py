@@ -116,7 +116,9 @@ class Producer:
             finally:
                 self._idle = True
         with self._changed:
-            self._wait(lambda: step in self._ready or self._error is not None)
+            self._wait(lambda: self.stopping or step in self._ready or self._error is not None)
+            if self.stopping:  # what is ready stays so, for a checkpoint
+                raise Stopped
             if step in self._ready:
                 return self._ready.pop(step)
             assert self._error is not None
@@ -176,6 +178,7 @@ class Producer:
         with self.engine_lock:
             self._take(wanted, batch.watch, "recompute")  # nothing is in flight
         batch.groups, batch.num_stale = self._fresh(self.surplus, step)
+        batch.position = self.position
         for _ in range(self.max_sampling_rounds):
             missing = self.groups_per_step - len(batch.groups)
             if missing <= 0:
@@ -187,16 +190,16 @@ class Producer:
             for group in collected.groups:
                 useful = len(group.scored) > 1 and self.algorithm.keeps([r.reward for r in group.scored])
                 (batch.groups if useful else batch.dropped).append(group)
-        self.surplus = batch.surplus = batch.groups[self.groups_per_step :]
-        batch.groups = batch.groups[: self.groups_per_step]
-        batch.position = self.position
+        # Only a whole batch moves the data on: what is given up is generated again.
+        self.position, self.surplus = batch.position, batch.groups[self.groups_per_step :]
+        batch.groups, batch.surplus = batch.groups[: self.groups_per_step], self.surplus
         with self.engine_lock:
             batch.traces = self.engine.drain_trace()
         return batch
 
     def _collect(self, batch: Batch, num_groups: int) -> Collected:
         problems = []
-        for position in range(self.position, self.position + num_groups):
+        for position in range(batch.position, batch.position + num_groups):
             problems.append((position, self.task.train[self.order[position]]))
         self.engine_lock.acquire()
         try:
@@ -210,7 +213,7 @@ class Producer:
             )
         finally:
             self.engine_lock.release()
-            self.position += num_groups
+            batch.position += num_groups
 
     def _between(self, batch: Batch, done: int, total: int) -> None:
         """Before every engine step: is there a reason to stop, does somebody want a look, are there new weights?"""

@@ -128,6 +128,8 @@ class Pool:
         num_lost, any_success = 0, False
         try:
             while waiting or any(worker.index >= 0 for worker in self._workers):
+                if self._is_closed:  # by another thread: nobody waits for the results any more
+                    raise RuntimeError("the pool was closed")
                 if num_lost >= HOPELESS and not any_success:
                     for index in waiting:
                         results[index] = Failed(f"was not called: {num_lost} calls hung or died, none succeeded")
@@ -169,7 +171,8 @@ class Pool:
     def _discard(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
             worker.kill()
-            self._workers.remove(worker)
+            with contextlib.suppress(ValueError):  # `close` in another thread was quicker
+                self._workers.remove(worker)
 
     def _wait(self, timeout_s: float) -> list[tuple[int, Any]]:
         """Let things happen for a moment: (call, result) of those that ended, well or badly."""
