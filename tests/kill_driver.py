@@ -2,15 +2,17 @@
 
     python tests/kill_driver.py FOLDER
 
-reads one JSON object a line and answers each with one: how the process ended (minus the signal, or its exit code), how
-many instants of writing it came by, and what it said. Nothing here starts a thread before it forks.
+reads one JSON object a line and answers each with one: how the process ended (minus the signal, or its exit code),
+what it said (a command its output, else a JSON object). Nothing here starts a thread before it forks.
 
     name        of the run, in FOLDER
     overrides   settings
     resume      go on with it
+    words       instead of these: a command line of `paceline`
     after_s     SIGKILL so many seconds after the run began
     at_write    SIGKILL at the n-th instant of writing a checkpoint: before, in the middle of and after every file,
                 before and after every rename, before every folder that is deleted
+    signal      [where, n, signal]: at the n-th "step" of the engine or "update" of the learner
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,10 @@ from tiny_run import make, settings
 
 import paceline.rl.checkpoint as checkpoint
 from paceline.build import build_learner
+from paceline.cli import app
+from paceline.engine.engine import LocalEngine
 from paceline.model.store import load_tokenizer
+from paceline.rl.learner import Learner
 
 
 class Instants:
@@ -69,11 +75,29 @@ class Instants:
         shutil.rmtree = self.around(shutil.rmtree)  # type: ignore[assignment]
 
 
+def signal_at(where: str, n: int, signum: int) -> None:
+    owner: Any = {"step": LocalEngine, "update": Learner}[where]
+    function, calls = getattr(owner, where), count()
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == n:
+            os.kill(os.getpid(), signum)
+        return function(*args, **kwargs)
+
+    setattr(owner, where, called)
+
+
 def child(folder: Path, job: dict[str, Any], report: int) -> None:
     instants = Instants(job.get("at_write"))
     instants.install()
+    if "signal" in job:
+        signal_at(*job["signal"])
     if (seconds := job.get("after_s")) is not None:
         threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if "words" in job:
+        os.dup2(report, 1)
+        os.dup2(report, 2)
+        app(job["words"])
     loop = make(folder, job["name"], *job["overrides"], resume=job.get("resume", False))
     started = time.perf_counter()
     summary = loop.run()
@@ -94,14 +118,17 @@ def serve(folder: Path) -> None:
             os.close(ours)
             try:
                 child(folder, job, theirs)
+            except SystemExit as end:
+                sys.stdout.flush()
+                os._exit(end.code if isinstance(end.code, int) else 1)
             except BaseException:
-                os.write(theirs, json.dumps({"error": traceback.format_exc()}).encode())
+                os.write(theirs, traceback.format_exc().encode())
             os._exit(1)
         os.close(theirs)
         with os.fdopen(ours) as pipe:
             said = pipe.read()
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        print(json.dumps({"status": status, **(json.loads(said) if said else {})}), flush=True)
+        print(json.dumps({"status": status, "said": said}), flush=True)
 
 
 if __name__ == "__main__":

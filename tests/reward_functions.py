@@ -80,3 +80,9 @@ def many_a(prompts, completions, completion_ids, **columns):
 def sometimes_alike(prompts, completions, completion_ids, answer, **columns):
     """Problems with an odd answer give every sample the same reward."""
     return [len(set(text)) * (int(a) % 2 == 0) for text, a in zip(completions, answer, strict=True)]
+
+
+def never(prompts, completions, completion_ids, **columns):
+    """Hangs on real completions."""
+    time.sleep(10_000 if completions else 0)
+    return []

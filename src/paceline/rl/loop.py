@@ -137,7 +137,8 @@ class Loop:
     def _one_step(self) -> None:
         step, train = self.step, self.config.train
         started = time.perf_counter()
-        audited = self.config.speculation.audit_every and step % self.config.speculation.audit_every == 0
+        audit_every = self.config.speculation.audit_every
+        audited = audit_every > 0 and (step + 1) % audit_every == 0
         if audited:
             self.auditor.before()
         batch = self.producer.next(step)

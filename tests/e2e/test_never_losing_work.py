@@ -1,0 +1,272 @@
+"""Killed at any instant, a run goes on as if nothing had happened; asked to stop, it leaves nothing half done."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import SETTINGS, make, settings
+
+from paceline.rl.checkpoint import Checkpoints
+
+TESTS = Path(__file__).parents[1]
+BASE = ("speculation.method=suffix", "train.num_steps=6", "train.checkpoint_every=2")
+FLAVOURS = {
+    "adamw, validated": ("train.eval_every=3",),
+    "muon, minibatches": ("learner.optimizer=muon", "learner.num_minibatches=2", "learner.schedule=cosine"),
+    "lora, reference": ("learner.lora_rank=4", "algorithm.beta=0.1", "learner.warmup_steps=3"),
+    "dapo, resampled": ("algorithm.name=dapo", 'reward.functions=["reward_functions:sometimes_alike"]'),
+}
+TIMES = ("stages", "tokens_per_s", "draft_s")
+Drive = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    settings(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drive(folder: Path) -> Iterator[Drive]:
+    """drive(name=…, overrides=…, …) -> how it ended; see kill_driver.py."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS), "COLUMNS": "200"}
+    driver = subprocess.Popen(
+        [sys.executable, TESTS / "kill_driver.py", folder],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, bufsize=1,
+    )  # fmt: skip
+    assert driver.stdin is not None and driver.stdout is not None
+
+    def call(**job: Any) -> dict[str, Any]:
+        print(json.dumps(job), file=driver.stdin, flush=True)
+        return json.loads(driver.stdout.readline())
+
+    yield call
+    driver.stdin.close()
+    driver.wait(10)
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, drive: Drive) -> Callable[[str], tuple[Path, dict[str, Any]]]:
+    """whole(flavour) -> the uninterrupted run, and its figures."""
+    made: dict[str, tuple[Path, dict[str, Any]]] = {}
+
+    def run(flavour: str) -> tuple[Path, dict[str, Any]]:
+        if flavour not in made:
+            end = drive(name=flavour, overrides=[*BASE, *FLAVOURS[flavour]])
+            assert end["status"] == 0, end["said"]
+            made[flavour] = folder / flavour, json.loads(end["said"])
+        return made[flavour]
+
+    return run
+
+
+def lines(run: Path, stream: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / f"{stream}.jsonl").read_text().splitlines()]
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """All that a run came to, times apart: every tensor of its last checkpoint by hash, every record."""
+    last = Checkpoints(run / "checkpoints", 2).latest()
+    assert last is not None
+    written = json.loads((last.path / "state.json").read_text())
+    state = written["state"]
+    return {
+        "files": {name: file["sha256"] for name, file in written["files"].items()},
+        "state": {key: state[key] for key in ("step", "position", "best", "first_eval", "last_eval", "surplus")},
+        "totals": {key: value for key, value in state["totals"].items() if key != "wall_s"},
+        "metrics": [{key: value for key, value in m.items() if key not in TIMES} for m in lines(run, "metrics")],
+        "rollouts": lines(run, "rollouts"),
+        "trace": [{key: v for key, v in t.items() if not key.endswith("_s")} for t in lines(run, "trace")],
+        "names": sorted(path.name for path in (run / "checkpoints").iterdir()),
+    }
+
+
+def each_once(run: Path, num_steps: int) -> None:
+    assert [m["step"] for m in lines(run, "metrics")] == list(range(num_steps))
+    samples = [(r["group"], r["sample"]) for r in lines(run, "rollouts")]
+    assert len(samples) == len(set(samples)) > 0
+
+
+def random_kills() -> Iterator[tuple[str, int, str, float]]:
+    """Twenty: for every flavour two instants inside of a checkpoint's writing and three anywhere in the run's life,
+    each as a share of all that there is."""
+    chance = random.Random(5)
+    for flavour in FLAVOURS:
+        for i in range(5):
+            yield flavour, i, "at_write" if i < 2 else "after_s", chance.random()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("flavour", "i", "kind", "share"), random_kills())
+def test_killed_at_a_random_instant(
+    folder: Path, drive: Drive, whole: Any, flavour: str, i: int, kind: str, share: float
+) -> None:
+    uninterrupted, figures = whole(flavour)
+    name, overrides = f"{flavour} {i}", [*BASE, *FLAVOURS[flavour]]
+    # A process takes a quarter of a second to come to its first step.
+    at = int(share * figures["count"]) if kind == "at_write" else 0.2 + share * figures["seconds"]
+    end = drive(name=name, overrides=overrides, **{kind: at})
+    if kind == "at_write":
+        assert end["status"] == -signal.SIGKILL, end["said"]
+    else:
+        assert end["status"] in (-signal.SIGKILL, 0), end["said"]  # a quick machine may be done by then
+    begun = (folder / name / "config.toml").exists()
+    end = drive(name=name, overrides=overrides, resume=begun)
+    assert end["status"] == 0, end["said"]
+    each_once(folder / name, 6)
+    assert outcome(folder / name) == outcome(uninterrupted)
+
+
+@pytest.mark.slow
+def test_killed_again_and_again(folder: Path, drive: Drive, whole: Any) -> None:
+    """Inside of every checkpoint, the resumed runs' too."""
+    flavour = "adamw, validated"
+    uninterrupted, _ = whole(flavour)
+    overrides = [*BASE, *FLAVOURS[flavour]]
+    for attempt, at in enumerate((0, 4, 14, 20, 9, 1)):
+        end = drive(name="often", overrides=overrides, resume=attempt > 0, at_write=at)
+        assert end["status"] == -signal.SIGKILL, end["said"]
+    end = drive(name="often", overrides=overrides, resume=True)
+    assert end["status"] == 0, end["said"]
+    each_once(folder / "often", 6)
+    assert outcome(folder / "often") == outcome(uninterrupted)
+
+
+def test_a_run_that_is_not_the_same_is_told_apart(folder: Path, drive: Drive, whole: Any) -> None:
+    """The broken twin: had the comparison no teeth, any run would pass for any other."""
+    uninterrupted, _ = whole("adamw, validated")
+    assert drive(name="seed", overrides=[*BASE, "train.eval_every=3", "train.seed=1"])["status"] == 0
+    one, other = outcome(folder / "seed"), outcome(uninterrupted)
+    assert all(one[key] != other[key] for key in ("files", "metrics", "rollouts", "trace"))
+
+
+@pytest.mark.parametrize("inflight", ["drain", "keep"])
+def test_overlapped_runs_go_on(folder: Path, drive: Drive, inflight: str) -> None:
+    overrides = [*BASE, "train.max_staleness=1", f"train.inflight={inflight}", "train.num_steps=8"]
+    name = f"overlapped {inflight}"
+    for attempt, at in enumerate((30, 10)):
+        end = drive(name=name, overrides=overrides, resume=attempt > 0, at_write=at)
+        assert end["status"] == -signal.SIGKILL, end["said"]
+    end = drive(name=name, overrides=overrides, resume=True)
+    assert end["status"] == 0, end["said"]
+    each_once(folder / name, 8)
+    metrics = lines(folder / name, "metrics")
+    assert max(m["lag_max"] for m in metrics) == 1
+    groups = [r["group"] for r in lines(folder / name, "rollouts")]
+    assert groups == sorted(groups) and set(groups) == set(range(16)), "a problem was left out or came twice"
+
+
+def test_a_finished_run_is_finished(folder: Path, drive: Drive, whole: Any) -> None:
+    run, _ = whole("adamw, validated")
+    before, summary = outcome(run), (run / "summary.json").read_text()
+    end = drive(name=run.name, overrides=[*BASE, "train.eval_every=3"], resume=True)
+    assert end["status"] == 0 and json.loads(end["said"])["finished"]
+    assert outcome(run) == before
+    assert (run / "summary.json").read_text() == summary
+
+
+def test_more_steps_than_before(folder: Path, drive: Drive, whole: Any) -> None:
+    """Four steps, then six: as if six had been asked for at once."""
+    uninterrupted, _ = whole("muon, minibatches")
+    constant = [*BASE, "learner.optimizer=muon"]
+    assert drive(name="six", overrides=constant)["status"] == 0
+    assert drive(name="longer", overrides=[*constant, "train.num_steps=4"])["status"] == 0
+    end = drive(name="longer", overrides=constant, resume=True)
+    assert end["status"] == 0, end["said"]
+    assert outcome(folder / "longer") == outcome(folder / "six") != outcome(uninterrupted)
+
+
+def test_one_process_at_a_time(folder: Path, drive: Drive) -> None:
+    loop = make(folder, "held")
+    end = drive(name="held", overrides=[], resume=True)
+    loop.close()
+    assert end["status"] == 1 and f"in use by process {os.getpid()}" in end["said"]
+    assert drive(name="held", overrides=["train.num_steps=1"], resume=True)["status"] == 0
+
+
+# ---- asked to stop ----
+
+
+def command(folder: Path, name: str, *overrides: str) -> list[str]:
+    model, task = (repr(str(folder / part)) for part in ("model", "task.jsonl"))
+    return ["train", "--run", str(folder / name), f"model.name={model}", f"task.name={task}", *SETTINGS, *overrides]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("where", "n", "kept"), [("step", 45, 3), ("update", 3, 4), ("step", 0, 0)])
+def test_stopped(folder: Path, drive: Drive, whole: Any, number: signal.Signals, where: str, n: int, kept: int) -> None:
+    """While it generates, that step is given up; while it trains, the step is finished."""
+    flavour = "muon, minibatches"
+    uninterrupted, _ = whole(flavour)
+    name = f"{number.name} {where} {n}"
+    run = folder / name
+    overrides = [*BASE, *FLAVOURS[flavour], "train.checkpoint_every=0"]
+    end = drive(words=command(folder, name, *overrides), signal=[where, n, number])
+    assert end["status"] == 130, end["said"]
+    assert f"stopped after {kept} of 6 steps" in end["said"] and f"paceline train --resume {run}" in end["said"]
+    assert json.loads((run / "summary.json").read_text())["steps"] == kept
+    assert json.loads((run / "summary.json").read_text())["finished"] is False
+    assert "</html>" in (run / "report.html").read_text()
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{kept:06}"]
+    end = drive(words=["train", "--resume", str(run), "train.checkpoint_every=2"])
+    assert end["status"] == 0, end["said"]
+    each_once(run, 6)
+    one, other = outcome(run), outcome(uninterrupted)
+    drafts = ("files", "totals", "metrics", "rollouts", "trace", "names")  # compared below, drafts apart
+    assert {k: v for k, v in one.items() if k not in drafts} == {k: v for k, v in other.items() if k not in drafts}
+    assert one["files"]["learner.safetensors"] == other["files"]["learner.safetensors"]
+    for key in ("loss", "reward_mean", "tokens", "grad_norm"):
+        assert [m[key] for m in one["metrics"]] == [m[key] for m in other["metrics"]]
+    for key in ("group", "sample", "token_ids", "reward", "advantage"):
+        assert [r[key] for r in one["rollouts"]] == [r[key] for r in other["rollouts"]]
+
+
+def test_stopped_while_generation_runs_ahead(folder: Path, drive: Drive) -> None:
+    overrides = [*BASE, "train.max_staleness=2", "train.num_steps=8"]
+    end = drive(words=command(folder, "ahead", *overrides), signal=["update", 3, signal.SIGTERM])
+    assert end["status"] == 130 and "stopped after 4 of 8 steps" in end["said"], end["said"]
+    end = drive(words=["train", "--resume", str(folder / "ahead")])
+    assert end["status"] == 0, end["said"]
+    each_once(folder / "ahead", 8)
+    assert {r["group"] for r in lines(folder / "ahead", "rollouts")} == set(range(16))
+
+
+def test_stopped_while_rewards_hang(folder: Path, drive: Drive) -> None:
+    """It does not wait for what was to be given up: its ten minutes would be the test's."""
+    reward = 'reward.functions=["reward_functions:never"]'
+    words = command(folder, "hanging", *BASE, reward, "reward.timeout_s=600")
+    end = drive(words=words, signal=["step", 8, signal.SIGTERM])
+    assert end["status"] == 130, end["said"]
+
+
+@pytest.mark.slow
+def test_a_real_process(folder: Path, tmp_path: Path, whole: Any) -> None:
+    """`paceline train` from a shell, SIGTERM from outside as soon as two steps are on disk."""
+    flavour = "adamw, validated"
+    run = tmp_path / "run"
+    words = [sys.executable, "-m", "paceline.cli"]
+    environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    arguments = command(folder, "unused", *BASE, *FLAVOURS[flavour], "train.num_steps=2000")
+    arguments[2] = str(run)
+    process = subprocess.Popen([*words, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_bytes().splitlines()) < 3:
+        assert process.poll() is None, process.communicate()
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    steps = json.loads((run / "summary.json").read_text())["steps"]
+    assert steps >= 2 and (run / "report.html").exists()
+    assert (run / "checkpoints" / f"step-{steps:06}").is_dir()
+    each_once(run, steps)
+    whole_metrics = outcome(whole(flavour)[0])["metrics"]
+    assert [m["loss"] for m in lines(run, "metrics")][:2] == [m["loss"] for m in whole_metrics][:2]
