@@ -86,3 +86,31 @@ def never(prompts, completions, completion_ids, **columns):
     """Hangs on real completions."""
     time.sleep(10_000 if completions else 0)
     return []
+
+
+def _picked(completions):
+    return [ord(text[0]) % 3 == 0 for text in completions]
+
+
+def raises_on_some(completions, **columns):
+    if any(_picked(completions)):
+        raise ValueError("not this one")
+    return [float(len(set(text))) for text in completions]
+
+
+def nan_on_some(completions, **columns):
+    return [
+        float("nan") if bad else float(len(set(t))) for bad, t in zip(_picked(completions), completions, strict=True)
+    ]
+
+
+def dies_on_some(completions, **columns):
+    if any(_picked(completions)):
+        os.kill(os.getpid(), 9)
+    return [float(len(set(text))) for text in completions]
+
+
+def hangs_on_some(completions, **columns):
+    if any(_picked(completions)):
+        time.sleep(1000)
+    return [float(len(set(text))) for text in completions]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,8 @@ def make(folder: Path, name: str, *overrides: str, resume: bool = False, config:
 
 def policy(loop: Loop) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in loop.learner.weights()}
+
+
+def lines(run: Path, stream: str) -> list[dict[str, Any]]:
+    """A stream's records."""
+    return [json.loads(line) for line in (run / f"{stream}.jsonl").read_text().splitlines()]

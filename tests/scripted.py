@@ -1,0 +1,76 @@
+"""An engine without a model: says what it is told, one request a step, the last submitted first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from paceline.tasks.rewards import Sample, Score
+from paceline.types import Completion, Provenance, Receipt, Request
+
+
+class ScriptedEngine:
+    """`says(request)` is what becomes of it. Weights are their version."""
+
+    def __init__(self, says: Callable[[Request], str] = lambda request: "ab") -> None:
+        self.says, self.version = says, 0
+        self.waiting: list[Request] = []
+        self.submitted: list[Request] = []
+        self.aborted: list[int] = []
+
+    def submit(self, request: Request) -> None:
+        if len(request.prompt_ids) > 200:
+            raise ValueError("the context is full")
+        self.waiting.append(request)
+        self.submitted.append(request)
+
+    def abort(self, request_id: int) -> None:
+        self.aborted.append(request_id)
+        self.waiting = [request for request in self.waiting if request.request_id != request_id]
+
+    def step(self) -> list[Completion]:
+        if not self.waiting:
+            return []
+        request = self.waiting.pop()
+        ids = np.array(list(self.says(request).encode())[: request.sampling.max_tokens], np.int32)
+        num = len(ids)
+        versions = np.full(num, self.version, np.int32)
+        where, nobody = np.full(num, Provenance.SAMPLED, np.uint8), np.full(num, 255, np.uint8)
+        logprobs = -np.arange(1.0, num + 1)
+        return [Completion(request, ids, logprobs, logprobs, versions, where, nobody, (), "stop")]
+
+    def update_weights(self, weights: Iterable[Any], version: int, inflight: str) -> Receipt:
+        self.version = version
+        return Receipt(version, str(version), 0, 0, 0.0)
+
+    def drain_trace(self) -> list[Any]:
+        return []
+
+
+class Bytes:
+    chat_template = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+class Judge:
+    """A rewarder: `judges(sample)` is its reward, or a text that says why there is none."""
+
+    def __init__(self, judges: Callable[[Sample], float | str] = lambda sample: 1.0) -> None:
+        self.judges = judges
+
+    def score(self, samples: Iterable[Sample]) -> list[Score]:
+        scores = []
+        for sample in samples:
+            found = self.judges(sample)
+            failed = isinstance(found, str)
+            scores.append(
+                Score(float("nan"), {}, f"{sample.name}: {found}") if failed else Score(found, {"judge": found})
+            )
+        return scores

@@ -1,0 +1,63 @@
+"""The honest speed-up: the same tokens twice, and the engine as it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support import tiny_decoder
+
+from paceline.drafters.suffix import SuffixDrafter
+from paceline.engine.engine import LocalEngine
+from paceline.model.paged import PagedDecoder
+from paceline.rl.audit import Auditor, overall
+from paceline.speculation.policy import StaticPolicy
+from paceline.types import Request, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def engine() -> LocalEngine:
+    return LocalEngine(PagedDecoder(tiny_decoder(), 64), drafter=SuffixDrafter(), policy=StaticPolicy(4))
+
+
+REQUESTS = [Request(i, (1, 2, 3 + i // 3), SamplingParams(max_tokens=12), i, f"p{i // 3}") for i in range(6)]
+
+
+def test_audit_leaves_the_engine_as_it_was(engine: LocalEngine) -> None:
+    drafter, rows = engine.drafter, engine.scheduler.max_num_seqs
+    auditor = Auditor(engine, SuffixDrafter)
+    auditor.before()
+    completions = engine.generate(REQUESTS)
+    engine.drain_trace()
+    known = {name: array.copy() for name, array in drafter.state().items()}
+    audit = auditor.audit(REQUESTS, completions)
+    assert audit["identical"] and audit["speedup"] == audit["plain_s"] / audit["speculative_s"] > 0
+    assert audit["tokens"] == sum(len(c.token_ids) for c in completions) and set(audit["tail"]) == {"1", "2", "4"}
+    assert engine.drafter is drafter and engine.scheduler.max_num_seqs == rows
+    assert all(np.array_equal(known[name], array) for name, array in drafter.state().items())
+    assert engine.drain_trace() == [], "an audit's steps are not the run's"
+
+
+def test_other_tokens_are_noticed(engine: LocalEngine) -> None:
+    auditor = Auditor(engine, SuffixDrafter)
+    auditor.before()
+    completions = engine.generate(REQUESTS)
+    completions[2] = replace(completions[2], token_ids=completions[2].token_ids[::-1] + 1)
+    assert not auditor.audit(REQUESTS, completions)["identical"]
+
+
+def test_overall_sums_times() -> None:
+    assert overall([]) == {"generation_speedup": None, "tail_speedup": {}, "identical": None}
+    audits = [
+        {
+            "plain_s": p,
+            "speculative_s": s,
+            "identical": same,
+            "tail": {k: {"plain_s": p, "speculative_s": 1.0} for k in "124"},
+        }
+        for p, s, same in ((1.0, 1.0, True), (9.0, 4.0, False))
+    ]
+    assert overall(audits) == {
+        "generation_speedup": 2.0, "tail_speedup": {"1": 5.0, "2": 5.0, "4": 5.0}, "identical": False,
+    }  # fmt: skip

@@ -1,0 +1,151 @@
+"""Problems in, scored groups out, in order, whoever was first."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from scripted import Bytes, Judge, ScriptedEngine
+
+from paceline.rl.collect import Collector
+from paceline.tasks.task import Problem, Turn
+from paceline.types import SamplingParams
+
+
+def collector(engine: ScriptedEngine, judge: Judge | None = None, **kwargs: Any) -> Collector:
+    return Collector(engine, Bytes(), judge or Judge(), sampling=SamplingParams(max_tokens=20), **kwargs)
+
+
+def problems(num: int, **kwargs: Any) -> list[tuple[int, Problem]]:
+    return [(10 + i, Problem(f"p{i}", f"prompt {i}", {"answer": i}, **kwargs)) for i in range(num)]
+
+
+def test_order_goes_by_index_though_the_last_is_done_first() -> None:
+    engine = ScriptedEngine(lambda request: f"{bytes(request.prompt_ids).decode()}!")
+    found = collector(engine, Judge(lambda s: s.columns["answer"] + 0.5)).collect(3, problems(3), 2, "seed")
+    assert [(g.index, g.problem, g.prompt) for g in found.groups] == [
+        (10 + i, f"p{i}", f"prompt {i}") for i in range(3)
+    ]
+    for i, group in enumerate(found.groups):
+        assert [r.sample for r in group.rollouts] == [0, 1]
+        assert all(
+            r.text == f"prompt {i}!" and r.reward == i + 0.5 and r.rewards == {"judge": i + 0.5} for r in group.rollouts
+        )
+    assert found.requests == engine.submitted
+    assert [c.request for c in found.completions] == found.requests
+
+
+def test_noise_is_known_from_seed_place_sample_and_turn() -> None:
+    def keys(seed: object) -> list[int]:
+        engine = ScriptedEngine()
+        collector(engine).collect(0, problems(2), 3, seed)
+        return [request.noise_key for request in engine.submitted]
+
+    assert keys("a") == keys("a") and len(set(keys("a"))) == 6
+    assert not set(keys("a")) & set(keys("b"))
+
+
+def test_failures_are_named_and_the_rest_is_scored() -> None:
+    judge = Judge(lambda s: "would not say" if s.name.endswith("p1, sample 0") else 1.0)
+    first, second = collector(ScriptedEngine(), judge).collect(4, problems(2), 2, 0).groups
+    assert [r.failure for r in first.rollouts] == [None, None]
+    assert second.rollouts[0].failure == "step 4, p1, sample 0: would not say" and math.isnan(second.rollouts[0].reward)
+    assert second.scored == [second.rollouts[1]]
+
+
+class Counts:
+    """Says how often it was spoken to; ends at three, or as it is told."""
+
+    def __init__(self, last: Any = None) -> None:
+        self.turns, self.last = 0, last
+
+    def prompt(self) -> str:
+        return "go"
+
+    def step(self, completion: str) -> Any:
+        self.turns += 1
+        if self.turns == 2 and self.last is not None:
+            return self.last
+        return Turn([{"role": "user", "content": f"<{self.turns}>"}] if self.turns < 3 else None, self.turns)
+
+
+def test_turns() -> None:
+    """What the environment says is in the stream with mask false, and is never tokenised again."""
+    engine = ScriptedEngine(lambda request: f"{len(request.prompt_ids)};")
+    (group,) = collector(engine, Judge(lambda s: s.env_reward)).collect(0, problems(1, make_env=Counts), 1, 0).groups
+    (rollout,) = group.rollouts
+    assert bytes(rollout.token_ids.tolist()).decode() == "2;<1>7;<2>12;"
+    assert "".join("x" if chosen else "." for chosen in rollout.mask) == "xx...xx...xxx"
+    assert (rollout.logprobs[~rollout.mask] == 0).all() and (rollout.logprobs[rollout.mask] < 0).all()
+    assert rollout.num_turns == 3 and rollout.reward == 1 + 2 + 3 and rollout.text == "12;"
+    assert [bytes(r.prompt_ids).decode() for r in engine.submitted] == ["go", "go2;<1>", "go2;<1>7;<2>"]
+    assert [r.sampling.max_tokens for r in engine.submitted] == [20, 18, 16], "all turns share the room"
+    assert len({r.noise_key for r in engine.submitted}) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("a word", "its environment's answer can't be used: AttributeError"),
+        (Turn([{"no": "content"}]), "its environment's answer can't be used: KeyError"),
+        (Turn([{"role": "user", "content": "x" * 300}]), "the context is full"),
+    ],
+)
+def test_an_answer_that_can_not_be_used_costs_the_sample(answer: Any, reason: str) -> None:
+    made = iter([Counts(answer), Counts()])
+    found = collector(ScriptedEngine(), Judge(lambda s: s.env_reward)).collect(
+        7, problems(1, make_env=lambda: next(made)), 2, 0
+    )
+    bad, good = found.groups[0].rollouts
+    assert bad.failure is not None and bad.failure.startswith("step 7, p0, sample 0: ") and reason in bad.failure
+    assert len(bad.token_ids) == len(bad.mask) == 2 + 3 + 2, "what it said is kept"
+    assert good.failure is None and good.reward == 6
+
+
+def test_environments_that_never_open_wait_together() -> None:
+    """Were each waited for in its turn, this would take the better part of an hour."""
+
+    class Hangs(Counts):
+        def prompt(self) -> str:
+            threading.Event().wait()
+            return ""
+
+    (group,) = collector(ScriptedEngine(), env_timeout_s=20 / 60).collect(0, problems(1, make_env=Hangs), 60, 0).groups
+    assert all(
+        "took more than train.env_timeout_s" in (r.failure or "") and not len(r.token_ids) for r in group.rollouts
+    )
+    assert all(np.isnan(r.reward) for r in group.rollouts)
+
+
+class Enough(Exception):
+    pass
+
+
+def test_stopped_in_the_middle_it_leaves_nothing_running() -> None:
+    engine = ScriptedEngine()
+
+    def between(done: int, total: int) -> None:
+        assert total == 6
+        if done == 2:
+            raise Enough
+
+    with pytest.raises(Enough):
+        collector(engine).collect(0, problems(2), 3, 0, between=between)
+    assert len(engine.aborted) == 4 and engine.waiting == []
+
+
+def test_stopped_while_rewards_are_awaited() -> None:
+    release = threading.Event()
+
+    def between(done: int, total: int) -> None:
+        if done == total:
+            raise Enough
+
+    with pytest.raises(Enough):
+        collector(ScriptedEngine(), Judge(lambda s: float(release.wait()))).collect(
+            0, problems(1), 2, 0, between=between
+        )
+    release.set()

@@ -1,0 +1,145 @@
+"""Batches in order, never too old, whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scripted import Bytes, Judge, ScriptedEngine
+
+from paceline.rl.collect import Collector
+from paceline.rl.produce import Producer, Published, Stopped
+from paceline.tasks.rewards import Sample
+from paceline.tasks.task import Problem
+from paceline.types import SamplingParams
+
+TASK = SimpleNamespace(train=[Problem(f"p{i}", f"prompt {i}", {"n": i}) for i in range(6)])
+
+
+def producer(
+    judges: Callable[[Sample], float | str] = lambda sample: 1.0,
+    keeps: Callable[[list[float]], bool] = lambda rewards: True,
+    **changes: Any,
+) -> Producer:
+    collector = Collector(ScriptedEngine(), Bytes(), Judge(judges), sampling=SamplingParams(max_tokens=8))
+    settings: dict[str, Any] = {
+        "num_steps": 5, "groups_per_step": 2, "num_generations": 2, "max_sampling_rounds": 2,
+        "max_staleness": 0, "inflight": "drain", "seed": 0,
+    }  # fmt: skip
+    made = Producer(collector, TASK, SimpleNamespace(keeps=keeps), **(settings | changes))
+    publish(made, 0)
+    return made
+
+
+def publish(made: Producer, version: int) -> None:
+    made.publish(Published(version, list, str(version)))
+
+
+def test_positions_go_on_and_versions_with_them() -> None:
+    made = producer()
+    made.start(0)
+    for step in range(4):
+        publish(made, step)
+        batch = made.next(step)
+        assert [g.index for g in batch.groups] == [2 * step, 2 * step + 1] and batch.position == 2 * step + 2
+        assert [g.problem for g in batch.groups] == [TASK.train[made.order[g.index]].name for g in batch.groups]
+        assert all(g.oldest_version == step for g in batch.groups)
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 3])
+def test_runs_ahead_as_far_as_it_may(max_staleness: int) -> None:
+    made = producer(max_staleness=max_staleness)
+    made.start(0)
+    for step in range(5):
+        batch = made.next(step)
+        assert [g.index for g in batch.groups] == [2 * step, 2 * step + 1]
+        assert all(step - g.oldest_version == min(step, max_staleness) for g in batch.groups)
+        publish(made, step + 1)
+    made.close()
+
+
+def test_a_step_given_up_is_generated_again() -> None:
+    """Stopped in its second round, it has moved nothing on: not the data, not the surplus."""
+    rounds = []
+
+    def keeps(rewards: list[float]) -> bool:
+        rounds.append(rewards)
+        if len(rounds) == 6:
+            made.stop()
+        return len(rounds) % 2 == 0
+
+    made = producer(keeps=keeps, groups_per_step=3, max_sampling_rounds=5)
+    made.start(0)
+    batch = made.next(0)
+    assert len(batch.groups) == 3 and batch.position == made.position
+    made.stopping, position = False, made.position
+    rounds.clear()
+    with pytest.raises(Stopped):
+        made.next(1)
+    assert made.position == position and len(rounds) >= 3, "the first round was whole"
+
+
+def test_surplus_of_rounds_is_used_next() -> None:
+    made = producer(keeps=lambda rewards: True, max_staleness=1, groups_per_step=2, max_sampling_rounds=2)
+    made.surplus = made.next_groups = producer()._produce(0).groups[:1]
+    made.position = 2
+    batch = made._produce(0)
+    assert [g.index for g in batch.groups] == [0, 2] and [g.index for g in batch.surplus] == [3]
+    assert made.surplus == batch.surplus and batch.position == 4
+
+
+def test_what_is_too_old_is_dropped_and_counted() -> None:
+    made = producer(max_staleness=1)
+    made.surplus = producer()._produce(0).groups  # of version 0
+    made.position = 2
+    for version in (1, 2):
+        publish(made, version)
+    batch = made._produce(3)
+    assert batch.num_stale == 2 and [g.index for g in batch.groups] == [2, 3]
+    assert all(g.oldest_version >= 2 for g in batch.groups)
+
+
+def test_too_many_failures() -> None:
+    def judges(sample: Sample) -> float | str:
+        return "broke" if sample.columns["n"] % 2 else 1.0
+
+    made = producer(judges, max_failures=0.6, num_generations=2, groups_per_step=6)
+    made.start(0)
+    assert sum(r.failure is not None for g in made.next(0).dropped for r in g.rollouts) == 6
+    made = producer(judges, max_failures=0.4, groups_per_step=6)
+    made.start(0)
+    with pytest.raises(
+        ValueError, match=r"step 0: 6 of 12 samples .* reward.max_failures = 0.4 .*: step 0, p\d, sample"
+    ):
+        made.next(0)
+    assert made.position == 0
+
+
+def test_stopped_though_a_batch_is_ready() -> None:
+    made = producer(max_staleness=2)
+    made.start(0)
+    while not made.pending():
+        pass
+    made.stop()
+    with pytest.raises(Stopped):
+        made.next(0)
+    made.close()
+    assert made.pending()[0].step == 0, "what is ready is kept for a checkpoint"
+
+
+def test_an_error_in_the_thread_reaches_the_learner() -> None:
+    made = producer(lambda sample: "broke", max_staleness=1, max_failures=0.5)
+    made.start(0)
+    with pytest.raises(ValueError, match="could not be scored"):
+        made.next(0)
+    made.close()
+
+
+def test_a_transfer_that_went_wrong_stops_training() -> None:
+    made = producer()
+    made.publish(Published(0, list, "something else"))
+    made.start(0)
+    with pytest.raises(ValueError, match="the transfer went wrong"):
+        made.next(0)
