@@ -308,6 +308,8 @@ class Loop:
                 between,
             )
             self.engine.drain_trace()
+            # A resumed run comes here without the prompts that validation left in memory: nor may this one know them.
+            self.engine.paged.pool.forget_all()
         return result
 
     def _publish(self) -> None:

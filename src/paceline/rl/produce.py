@@ -186,7 +186,7 @@ class Producer:
             # Whole rounds: how many are asked for depends on how many are missing, never on who came first.
             collected = self._collect(batch, self.groups_per_step if self.max_staleness else missing)
             batch.rounds.append(collected)
-            self._check_failures(step, collected.groups)
+            self._check_failures(step, [group for each in batch.rounds for group in each.groups])
             for group in collected.groups:
                 useful = len(group.scored) > 1 and self.algorithm.keeps([r.reward for r in group.scored])
                 (batch.groups if useful else batch.dropped).append(group)
