@@ -148,9 +148,7 @@ class _Run:
 
         for group in members:
             for episode in group:
-                if episode.failure is None:
-                    self._submit(episode)
-                else:
+                if episode.failure is not None or not self._submit(episode):
                     ended(episode)
         while self.running or self.thinking:
             between(total - len(left), total)
@@ -165,12 +163,19 @@ class _Run:
                 ended(episode)
         return scores
 
-    def _submit(self, episode: Episode) -> None:
+    def _submit(self, episode: Episode) -> bool:
+        """Whether its next turn could begin. A prompt that the engine refuses, too long for the model's context say,
+        costs its sample."""
         room = self.sampling.max_tokens - episode.num_emitted
         request = episode.request(self.collector.next_request_id(), replace(self.sampling, max_tokens=room), self.seed)
-        self.engine.submit(request)
+        try:
+            self.engine.submit(request)
+        except ValueError as error:
+            episode.failure = str(error)
+            return False
         self.requests.append(request)
         self.running[request.request_id] = episode
+        return True
 
     def _turn_done(self, episode: Episode, completion: Completion) -> bool:
         """Whether that was all; else its environment is thinking."""
@@ -216,13 +221,10 @@ class _Run:
         collector = self.collector
         ids = continuation(collector.tokenizer, turn.observation, collector.chat, episode.turns[-1].token_ids.tolist())
         episode.observations.append(ids)
-        try:
-            self._submit(episode)
-        except ValueError as error:  # no room left in the model's context
-            episode.observations.pop()
-            episode.failure = str(error)
-            return False
-        return True
+        if self._submit(episode):
+            return True
+        episode.observations.pop()
+        return False
 
     def abandon(self) -> None:
         for request_id in list(self.running):

@@ -21,6 +21,7 @@ from paceline.config import Config
 from paceline.engine.engine import LocalEngine
 from paceline.model.text import pieces
 from paceline.model.weights import checksum
+from paceline.rl import figures
 from paceline.rl.algorithms import Algorithm
 from paceline.rl.audit import Auditor, overall
 from paceline.rl.batch import TokenBatch, scored
@@ -28,17 +29,13 @@ from paceline.rl.checkpoint import Checkpoint, Checkpoints
 from paceline.rl.collect import Collector
 from paceline.rl.evaluate import evaluate
 from paceline.rl.folder import RunFolder
-from paceline.rl.learner import Learner, UpdateReport
+from paceline.rl.learner import Learner
 from paceline.rl.logs import Sink
 from paceline.rl.produce import Batch, Producer, Published, Stopped
 from paceline.rl.records import pack_groups, rollout_record, unpack_groups
 from paceline.rl.stopwatch import Stopwatch
-from paceline.speculation.metrics import summarise
 from paceline.tasks.task import Task
 from paceline.types import Group, Rollout
-
-STAGES = ("data", "sync", "generation", "reward", "logprob", "training", "draft")
-HIDDEN = ("data", "sync", "generation", "reward")  # behind training, where the two overlap
 
 
 class Watcher(Protocol):
@@ -113,8 +110,8 @@ class Loop:
     # -- the run ------------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        """To the last step, or until `producer.stop()`; returns the summary. Whatever happens, what was done by the
-        last whole step is on disk."""
+        """To the last step, or until `producer.stop()`; returns the summary. Where rollouts or rewards fail, the last
+        whole step is saved first; where the update itself fails, the last checkpoint stands."""
         train = self.config.train
         try:
             if self.step == 0 and self.first_eval is None and train.eval_every:
@@ -151,8 +148,10 @@ class Loop:
         self.step, self._last = step + 1, batch
         self._publish()
         publishing_s = time.perf_counter() - trained_at
-        metrics |= self._figures(batch)
-        metrics["stages"] = self._stage_times(batch, watch, waited_s, publishing_s, time.perf_counter() - started)
+        metrics |= {"version": self.learner.version, **figures.of_rollouts(batch)}
+        metrics["stages"] = figures.stage_times(
+            batch, watch, waited_s, publishing_s, time.perf_counter() - started, self.overlaps
+        )
         metrics["tokens_per_s"] = metrics["tokens"] / metrics["stages"]["total"]
         if step == 0 and self.first_eval is not None:
             metrics["eval_before"] = self.first_eval
@@ -198,97 +197,21 @@ class Loop:
                 f"step {batch.step}: after the update some weights are not finite; training stops and the last "
                 "checkpoint is kept. Lower learner.learning_rate, then go on with --resume"
             )
-        assert tokens.advantages_T is not None
-        means = _mean_by_sequence(tokens)
-        for rollout, advantage in zip(rollouts, means.tolist(), strict=True):
+        for rollout, advantage in zip(rollouts, figures.mean_advantages(tokens), strict=True):
             rollout.advantage = advantage
-        return self._update_figures(tokens, report)
+        result = figures.of_update(tokens, report)
+        return result | {"mismatch_alarm": self._check_mismatch(result["mismatch_mean"])}
 
-    def _update_figures(self, tokens: TokenBatch, report: UpdateReport) -> dict[str, Any]:
-        chosen = tokens.mask_T
-        learner = tokens.old_logprobs_T if tokens.old_logprobs_T is not None else report.logprobs_T
-        gap = (tokens.engine_logprobs_T - learner)[chosen]
-        mismatch = float(gap.abs().mean()) if len(gap) else 0.0
-        # With generation overlapped the engine's weights were older: the gap is then policy lag, not a mistake.
-        alarm = mismatch > self.config.train.mismatch_alarm and not self.overlaps and not self._truncates
+    def _check_mismatch(self, mismatch: float) -> bool:
+        """Whether engine and learner disagree more than rounding explains. Where generation overlaps, the engine's
+        weights were older and the gap is policy lag; where it truncates, the two speak of different distributions."""
+        limit = self.config.train.mismatch_alarm
+        alarm = mismatch > limit and not self.overlaps and not self.config.sampling.params().truncates
         if alarm:
             self.watcher.note(
-                f"ALARM: engine and learner disagree: mean |Δ logprob| = {mismatch:.2g} > train.mismatch_alarm = "
-                f"{self.config.train.mismatch_alarm:g}"
+                f"ALARM: engine and learner differ: mean |Δ logprob| {mismatch:.2g} > train.mismatch_alarm = {limit:g}"
             )
-        return {
-            "loss": report.loss,
-            "grad_norm": report.grad_norm,
-            "learning_rate": report.learning_rate,
-            "entropy": report.entropy,
-            **report.stats,
-            "mismatch_mean": mismatch,
-            # k3 of KL(engine || learner): mean of r - 1 - log r with r = learner / engine
-            "mismatch_k3": float((torch.expm1(-gap) + gap).mean()) if len(gap) else 0.0,
-            "mismatch_max": float(gap.abs().max()) if len(gap) else 0.0,
-            "mismatch_alarm": alarm,
-        }
-
-    @property
-    def _truncates(self) -> bool:
-        """Whether the engine's logprobs are of a truncated distribution, which the learner does not see."""
-        return self.config.sampling.params().truncates
-
-    def _figures(self, batch: Batch) -> dict[str, Any]:
-        """What the rollouts were like: of all that were generated for the step, trained on or not."""
-        groups = sorted([*batch.groups, *batch.dropped], key=lambda group: group.index)
-        rollouts = [r for group in groups for r in group.rollouts]
-        rewards = np.array([r.reward for r in rollouts if r.failure is None])
-        names = dict.fromkeys(name for r in rollouts for name in r.rewards)
-        lengths = np.array([int(r.mask.sum()) for r in rollouts])
-        lags = [batch.step - group.oldest_version for group in batch.groups]
-        drafts = summarise([], batch.traces)
-        return {
-            "version": self.learner.version,
-            "reward_mean": float(rewards.mean()) if len(rewards) else 0.0,
-            "reward_std": float(rewards.std()) if len(rewards) else 0.0,
-            "rewards": {
-                name: float(np.mean([r.rewards[name] for r in rollouts if name in r.rewards])) for name in names
-            },
-            "length_mean": float(lengths.mean()) if len(lengths) else 0.0,
-            "length_max": int(lengths.max(initial=0)),
-            "truncated": float(np.mean([r.is_truncated for r in rollouts])) if rollouts else 0.0,
-            "num_groups": len(batch.groups),
-            "groups_filtered": len(batch.dropped),
-            "groups_stale": batch.num_stale,
-            "failures": sum(r.failure is not None for r in rollouts),
-            "lag_mean": float(np.mean(lags)) if lags else 0.0,
-            "lag_max": max(lags, default=0),
-            "tokens": int(lengths.sum()),
-            "num_samples": len(rollouts),
-            **{
-                key: drafts[key]
-                for key in (
-                    "mean_acceptance_length",
-                    "draft_acceptance_rate",
-                    "acceptance_rate_per_position",
-                    "num_drafts",
-                    "num_draft_tokens",
-                    "num_accepted_tokens",
-                )
-            },
-            "draft_s": drafts["draft_s"],
-        }
-
-    def _stage_times(
-        self, batch: Batch, watch: Stopwatch, waited_s: float, publishing_s: float, total_s: float
-    ) -> dict[str, float]:
-        """Seconds by stage. `exposed` is what training waited for rollouts, all of their making where nothing
-        overlaps; `total` is the step, validation and audits apart."""
-        stages = {name: batch.watch.seconds[name] + watch.seconds[name] for name in STAGES}
-        stages["sync"] += publishing_s
-        if self.engine.drafter is not None:
-            stages["draft"] = sum(trace.draft_s for trace in batch.traces)
-        stages["generation"] -= stages["draft"]
-        exposed = waited_s if self.overlaps else stages["generation"] + stages["draft"]
-        seen = ("logprob", "training") if self.overlaps else (*HIDDEN, "draft", "logprob", "training")
-        accounted = sum(stages[name] for name in seen) + (waited_s + publishing_s if self.overlaps else 0.0)
-        return {**stages, "exposed": exposed, "other": max(0.0, total_s - accounted), "total": total_s}
+        return alarm
 
     def _evaluate(self) -> dict[str, Any]:
         train = self.config.train
@@ -432,16 +355,6 @@ class Loop:
         }
         self.folder.write_json("summary.json", summary)
         return summary
-
-
-def _mean_by_sequence(tokens: TokenBatch) -> Tensor:
-    assert tokens.advantages_T is not None
-    sums = torch.zeros(tokens.num_sequences, dtype=torch.float64)
-    counts = torch.zeros_like(sums)
-    chosen = tokens.mask_T.double()
-    sums.index_add_(0, tokens.sequence_T, tokens.advantages_T.double() * chosen)
-    counts.index_add_(0, tokens.sequence_T, chosen)
-    return sums / counts.clamp_min(1)
 
 
 @contextmanager

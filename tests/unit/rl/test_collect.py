@@ -149,3 +149,15 @@ def test_stopped_while_rewards_are_awaited() -> None:
             0, problems(1), 2, 0, between=between
         )
     release.set()
+
+
+def test_a_prompt_that_the_engine_refuses_costs_its_samples() -> None:
+    class Short(ScriptedEngine):
+        def submit(self, request: Any) -> Any:
+            if bytes(request.prompt_ids) == b"prompt 1":
+                raise ValueError("the model's context is 4")
+            return super().submit(request)
+
+    first, second = collector(Short()).collect(0, problems(2), 2, 0).groups
+    assert [r.failure for r in first.rollouts] == [None, None]
+    assert [r.failure for r in second.rollouts] == [f"step 0, p1, sample {i}: the model's context is 4" for i in (0, 1)]
