@@ -74,7 +74,8 @@ def narrow(prompts: Any, completions: Any) -> list[float]:
 
 def many_a(prompts, completions, completion_ids, **columns):
     """The share of letters up to m: something a random model does now and then, and can learn."""
-    return [sum(97 <= i <= 109 for i in map(ord, text)) / 12 for text in completions]
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [sum(97 <= i <= 109 for i in map(ord, text)) / 12 for text in texts]
 
 
 def sometimes_alike(prompts, completions, completion_ids, answer, **columns):

@@ -233,7 +233,7 @@ def time(run: Run) -> str:
         charts(
             stacked("Time per step", "seconds", run.numbers, layers),
             lines(
-                "Generation rate", "tokens per second", run.numbers,
+                "Rate", "tokens per second of the whole step", run.numbers,
                 [Series("tokens per second", run.series("tokens_per_s"), 0)], from_zero=True,
             ),
         ),

@@ -54,7 +54,7 @@ def test_overall_sums_times() -> None:
             "plain_s": p,
             "speculative_s": s,
             "identical": same,
-            "tail": {k: {"plain_s": p, "speculative_s": 1.0} for k in "124"},
+            "tail_s": {k: {"plain_s": p, "speculative_s": 1.0} for k in "124"},
         }
         for p, s, same in ((1.0, 1.0, True), (9.0, 4.0, False))
     ]
