@@ -1,14 +1,18 @@
 """Speculative rollouts for somebody else's training loop: prompts in, token ids, logprobs and versions out.
 
-python examples/rollouts.py
+python examples/rollouts.py [MODEL]
 """
+
+import sys
 
 from paceline.build import build_engine
 from paceline.config import load_config
+from paceline.model.weights import hf_state
 from paceline.tasks.prompt import encode
 from paceline.types import Request, SamplingParams, noise_key
 
-engine = build_engine(load_config(None, ["model.name=smollm2-135m", "speculation.method=suffix"]))
+model = sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m"
+engine = build_engine(load_config(None, [f"model.name={model!r}", "speculation.method=suffix"]))
 questions = ["What is 3 + 4?", "Name a colour of the rainbow."]
 sampling = SamplingParams(temperature=1.0, max_tokens=24)
 
@@ -22,9 +26,8 @@ for step in range(2):
         text = engine.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         print(f"version {completion.versions[0]}, logprob {completion.logprobs.sum():7.2f}: {text!r}")
 
-    # Your own update goes here; then the engine takes the new weights under their Hugging Face names.
-    from paceline.model.weights import hf_state
-
+    # Your own update goes here. The engine takes weights under their Hugging Face names, such as
+    # your_model.state_dict().items(); here they are its own.
     new_weights = [(name, tensor.clone()) for name, tensor in hf_state(engine.paged.decoder)]
     receipt = engine.update_weights(new_weights, version=step + 1)
     print(f"version {receipt.version} is in place: {receipt.num_tensors} tensors, checksum {receipt.checksum[:12]}")

@@ -1,7 +1,9 @@
 """The whole loop from Python: a task and a reward of one's own.
 
-python examples/train.py
+python examples/train.py [a.b=c …]
 """
+
+import sys
 
 from paceline.build import build_loop
 from paceline.config import load_config
@@ -29,7 +31,12 @@ class Lines:
 if __name__ == "__main__":
     config = load_config(
         "configs/quickstart.toml",
-        ['reward.functions=["examples.train:short_and_right"]', "train.num_steps=2", "train.eval_every=0"],
+        [
+            'reward.functions=["examples.train:short_and_right"]',
+            "train.num_steps=2",
+            "train.eval_every=0",
+            *sys.argv[1:],
+        ],
     )
     loop = build_loop(config, Lines())
     print(loop.run())
