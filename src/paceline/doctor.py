@@ -28,7 +28,17 @@ LIBRARIES = (
     "typer",
     "rich",
 )
-EXTRAS = {"matplotlib": "plots", "ray": "clusters", "scipy": "tests", "hypothesis": "tests"}
+EXTRAS = {  # library: what it is for
+    "reasoning_gym": 'task.kind = "reasoning_gym"',
+    "datasets": 'task.kind = "dataset"',
+    "math_verify": "the reward `math`",
+    "tensorboard": "train.tensorboard",
+    "wandb": "train.wandb",
+    "matplotlib": "plots",
+    "ray": "clusters",
+    "scipy": "tests",
+    "hypothesis": "tests",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +52,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     checks: list[Callable[[], Iterable[Finding]]] = [
-        _python, _libraries, _torch, _native, _machine, _cache, _cuda, _vllm, _extras
+        _python, _libraries, _torch, _native, _machine, _cache, _cuda, _vllm, _sandbox, _extras
     ]  # fmt: skip
     return [finding for check in checks for finding in check()]
 
@@ -205,9 +215,26 @@ def _vllm() -> Iterable[Finding]:
         yield Finding("vLLM", MISSING, detail, f"only for comparison: {remedy}")
 
 
+def _sandbox() -> Iterable[Finding]:
+    from paceline.tasks.sandbox import isolation
+
+    try:
+        missing = isolation()
+    except (ValueError, OSError) as error:
+        yield Finding("code sandbox", MISSING, str(error).splitlines()[0], "the reward `code` can't be used here")
+        return
+    if missing:
+        remedy = "the reward `code` runs untrusted programs with less around them: use a container"
+        yield Finding("code sandbox", DEGRADED, f"can't isolate {', '.join(missing)}", remedy)
+    else:
+        yield Finding("code sandbox", OK, "programs run without network, files, or other processes in sight")
+
+
 def _extras() -> Iterable[Finding]:
     for name, purpose in EXTRAS.items():
         if importlib.util.find_spec(name) is not None:
             yield Finding(f"extra: {name}", OK, _version(name))
         else:
-            yield Finding(f"extra: {name}", MISSING, "not installed", f"only for {purpose}: pip install {name}")
+            yield Finding(
+                f"extra: {name}", MISSING, "not installed", f"only for {purpose}: pip install {name.replace('_', '-')}"
+            )
