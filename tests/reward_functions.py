@@ -115,3 +115,14 @@ def hangs_on_some(completions, **columns):
     if any(_picked(completions)):
         time.sleep(1000)
     return [float(len(set(text))) for text in completions]
+
+
+def nan_on_held_out(prompts, completions, completion_ids, **columns):
+    """The prompt's first word is a file with the held-out prompts; those can't be scored."""
+    import json
+    from pathlib import Path
+
+    def reward(prompt):
+        return float("nan") if prompt in json.loads(Path(prompt.split()[0]).read_text()) else float(len(prompt))
+
+    return [reward(prompt) for prompt in prompts]

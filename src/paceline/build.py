@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from paceline.config import Config, dump_config
+from paceline.config import Config, dump_config, load_config
 from paceline.native import NativeUnavailable
 
 if TYPE_CHECKING:
@@ -213,7 +214,15 @@ def build_loop(config: Config, watcher: Watcher, *, run: Path | None = None, res
     from paceline.rl.checkpoint import Checkpoints
     from paceline.rl.folder import RunFolder
     from paceline.rl.loop import Loop
+    from paceline.rl.resume import changes
 
+    config = with_absolute_paths(config)
+    if resume is not None:
+        for note in changes(load_config(resume / "config.toml"), config):
+            watcher.note(note)
+    for library in ("tensorboard", "wandb"):
+        if getattr(config.train, library) and importlib.util.find_spec(library) is None:
+            raise ValueError(f"train.{library} = true, but {library} is not installed; pip install {library}")
     algorithm = make_algorithm(config.algorithm, config.sampling.max_tokens)
     task = build_task(config)
     if config.train.eval_every and not task.held_out:
@@ -223,10 +232,11 @@ def build_loop(config: Config, watcher: Watcher, *, run: Path | None = None, res
     engine = build_engine(config)
     learner = build_learner(config, directory)
     target = engine.paged.decoder
+    check_prompts(config, task, engine.tokenizer)
     if resume is None:
         folder = RunFolder.create(run, dump_config(config), describe_run(config, task))
     else:
-        folder = RunFolder.open(resume, dump_config(config))
+        folder = RunFolder.open(resume)
     checkpoints = Checkpoints(folder.checkpoints, config.train.keep_checkpoints)
     checkpoint = checkpoints.latest() if resume is not None else None
     loop = Loop(
@@ -246,7 +256,33 @@ def build_loop(config: Config, watcher: Watcher, *, run: Path | None = None, res
         loop.restore(checkpoint)
     elif resume is not None:
         folder.truncate({})  # it never came to a checkpoint: from the start
+    if resume is not None:
+        folder.write_config(dump_config(config))
     return loop
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """A run can be resumed from any folder."""
+    from pathlib import Path
+
+    model, task, reward = config.model, config.task, config.reward
+    if Path(model.name).is_dir():
+        model = model.model_copy(update={"name": str(Path(model.name).resolve())})
+    if task.kind in ("jsonl", "dataset") and Path(task.name).exists():
+        task = task.model_copy(update={"name": str(Path(task.name).resolve())})
+    if reward.model is not None and Path(reward.model).is_dir():
+        reward = reward.model_copy(update={"model": str(Path(reward.model).resolve())})
+    return config.model_copy(update={"model": model, "task": task, "reward": reward})
+
+
+def check_prompts(config: Config, task: Task, tokenizer: Any) -> None:
+    """Messages need a chat template: better known before the first step than at the hundredth."""
+    if config.task.chat and tokenizer.chat_template:
+        return
+    why = "the model has no chat template" if config.task.chat else "task.chat = false"
+    for problem in [*task.train, *task.held_out]:
+        if not isinstance(problem.prompt, str):
+            raise ValueError(f"task {problem.name}: its prompt is a list of messages, but {why}; give strings")
 
 
 def describe_run(config: Config, task: Task) -> dict[str, Any]:
@@ -290,6 +326,8 @@ def export_policy(config: Config, run: Path, directory: Path, best: bool) -> Non
     if checkpoint is None:
         raise ValueError(f"{run}: no {'validated ' if best else ''}checkpoint yet; nothing to export")
     source = resolve(config.model.name)
+    if (directory / "config.json").exists():
+        raise ValueError(f"{directory} already holds a model; give another directory")
     learner = build_learner(config, source)
     learner.restore(checkpoint.tensors("learner"))
     merged = load_decoder(config, source)

@@ -97,7 +97,7 @@ class SamplingSection(Section):
     stop: list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
-    seed: int = 0
+    seed: int = 0  # of generate, bench and verify; training goes by train.seed
 
     @model_validator(mode="after")
     def _valid(self) -> SamplingSection:
@@ -135,7 +135,7 @@ class TaskSection(Section):
     chat: bool = True  # through the model's chat template; false: the bare text
     size: Positive | None = None  # training problems; None: all there are (reasoning-gym: 1024)
     held_out: Count = 64  # problems for validation, never trained on
-    seed: int = 0
+    seed: Count = 0
 
 
 class RewardSection(Section):
@@ -215,7 +215,7 @@ class TrainSection(Section):
     groups_per_step: Positive = 8  # problems in a batch
     max_staleness: Count = 0  # 0: synchronous; n: training may use rollouts of up to n versions ago
     inflight: Literal["drain", "keep", "recompute"] = "drain"  # running sequences when new weights come
-    seed: int = 0
+    seed: Count = 0
     eval_every: Count = 0  # validate on the held-out problems every n steps, and before and after; 0: never
     eval_samples: Positive = 1  # per problem
     eval_temperature: Annotated[float, Field(ge=0)] = 1.0
@@ -250,6 +250,16 @@ class Config(Section):
             raise ValueError(
                 f"speculation.audit_every = {self.speculation.audit_every}: training would run beside the audit and "
                 "disturb its times; set train.max_staleness = 0 or audit_every = 0"
+            )
+        if audits and self.task.kind == "env":
+            raise ValueError(
+                f'speculation.audit_every = {self.speculation.audit_every}: with task.kind = "env" a further turn\'s '
+                "prompt holds what the turn before is asked to generate again; set audit_every = 0"
+            )
+        if self.algorithm.correction != "none" and self.sampling.params().truncates:
+            raise ValueError(
+                f'algorithm.correction = "{self.algorithm.correction}": compares the engine\'s logprobs with the '
+                "learner's, which do not know sampling.top_k, top_p and min_p; turn these off, or the correction"
             )
         return self
 

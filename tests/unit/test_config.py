@@ -121,3 +121,18 @@ def test_all_keys_are_settable():
         with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
             tables = ("speculation.num_speculative_tokens", "task.params")  # they take keys of their own
             load_config(None, [f"{key}.impossible=1"] if key not in tables else [f"{key}=-1"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["speculation.audit_every=2", "speculation.rule=block"], "speculation.audit_every"),
+        (["speculation.audit_every=2", "train.max_staleness=1"], "speculation.audit_every"),
+        (["speculation.audit_every=2", "task.kind=env"], "speculation.audit_every"),
+        (["algorithm.correction=icepop", "sampling.top_k=5"], "algorithm.correction"),
+        (["train.seed=-1"], "train.seed"),
+    ],
+)
+def test_settings_that_do_not_go_together(overrides, key):
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        load_config(None, overrides)

@@ -78,9 +78,9 @@ class TerminalWatcher:
         if m["lag_max"]:
             text.append(f"  lag {m['lag_max']}")
         if "eval_before" in m:
-            text.append(f"  held out {m['eval_before']['reward']:.3f} before", "bold")
+            text.append(f"  held out {_reward(m['eval_before'])} before", "bold")
         if "eval" in m:
-            text.append(f"  held out {m['eval']['reward']:.3f}", "bold green")
+            text.append(f"  held out {_reward(m['eval'])}", "bold green")
         if "audit" in m:
             text.append(f"  speed-up {m['audit']['speedup']:.2f}x", "bold cyan")
         if m["failures"]:
@@ -113,6 +113,10 @@ class TerminalWatcher:
                 text.append("━" * width, COLOURS[name])
                 legend.append(f" {name} {stages[name] / total:.0%}", COLOURS[name])
         return text + legend
+
+
+def _reward(evaluation: Mapping[str, Any]) -> str:
+    return "–" if evaluation["reward"] is None else f"{evaluation['reward']:.3f}"
 
 
 def _duration(seconds: float) -> str:

@@ -13,16 +13,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
 from paceline.engine.engine import LocalEngine
+from paceline.rl.collect import Collected
 from paceline.speculation.batch import Drafter
 from paceline.types import Completion, Request
 
-TAIL_ROWS = (1, 2, 4)
-TAIL_REQUESTS = {1: 4, 2: 6, 4: 8}
+TAIL_REQUESTS = {1: 4, 2: 6, 4: 8}  # sequences at a time: how many in all
 
 
 class Auditor:
@@ -32,51 +33,55 @@ class Auditor:
         self.engine, self.make_drafter = engine, make_drafter
         self._before: Mapping[str, np.ndarray] = {}
         self._num_audits = 0
-        self._next_id = -1
 
     def before(self) -> None:
         """Remember what the drafter knows now, before the step that is audited."""
         if self.engine.drafter is not None:
             self._before = self.engine.drafter.state()
 
-    def audit(self, requests: Sequence[Request], completions: Sequence[Completion]) -> dict[str, Any]:
-        """Time these requests, which just gave these completions, both ways."""
+    def audit(self, rounds: Sequence[Collected]) -> dict[str, Any] | None:
+        """Time what a step generated, round by round, both ways; None where it generated nothing."""
+        batches = [collected.requests for collected in rounds if collected.requests]
+        emitted = [completion.token_ids for collected in rounds for completion in collected.completions]
+        if not batches:
+            return None
         seconds = {True: 0.0, False: 0.0}
         identical = True
         for drafting in (True, False) if self._num_audits % 2 == 0 else (False, True):
-            seconds[drafting], again = self._time(requests, drafting)
-            identical &= all(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(again, completions, strict=True))
-        tail_s = {str(rows): self._tail(requests, rows) for rows in TAIL_ROWS}
+            seconds[drafting], again = self._time(batches, drafting)
+            identical &= all(np.array_equal(a.token_ids, b) for a, b in zip(again, emitted, strict=True))
+        tail_s = self._tail([request for batch in batches for request in batch])
         self._num_audits += 1
         self.engine.drain_trace()
         return {
             "plain_s": seconds[False],
             "speculative_s": seconds[True],
             "speedup": seconds[False] / seconds[True],
-            "tokens": sum(len(c.token_ids) for c in completions),
+            "tokens": sum(map(len, emitted)),
             "identical": identical,
             "tail": {rows: times["plain_s"] / times["speculative_s"] for rows, times in tail_s.items()},
             "tail_s": tail_s,
         }
 
-    def _tail(self, requests: Sequence[Request], rows: int) -> dict[str, float]:
-        """Of as many problems as there are requests to be had."""
-        problems = list(dict.fromkeys(request.problem for request in requests))
-        by_problem = [[r for r in requests if r.problem == problem] for problem in problems]
-        few = [group[i] for i in range(max(map(len, by_problem))) for group in by_problem if i < len(group)]
-        few = few[: TAIL_REQUESTS[rows]]
-        plain_s, _ = self._time(few, False, rows)
-        speculative_s, _ = self._time(few, True, rows)
-        return {"plain_s": plain_s, "speculative_s": speculative_s}
+    def _tail(self, requests: Sequence[Request]) -> dict[str, dict[str, float]]:
+        """Times with few sequences at a time, by how many; of as many problems as there are to be had."""
+        by_problem: dict[str | None, list[Request]] = {}
+        for request in requests:
+            by_problem.setdefault(request.problem, []).append(request)
+        in_turn = [r for same in zip_longest(*by_problem.values()) for r in same if r is not None]
+        found = {}
+        for rows, count in TAIL_REQUESTS.items():
+            if len(in_turn) >= rows:  # or that many never run
+                plain_s, _ = self._time([in_turn[:count]], False, rows)
+                speculative_s, _ = self._time([in_turn[:count]], True, rows)
+                found[str(rows)] = {"plain_s": plain_s, "speculative_s": speculative_s}
+        return found
 
     def _time(
-        self, requests: Sequence[Request], drafting: bool, rows: int | None = None
+        self, batches: Sequence[Sequence[Request]], drafting: bool, rows: int | None = None
     ) -> tuple[float, list[Completion]]:
+        """Seconds for these batches, one after the other, and what they gave."""
         engine, own = self.engine, self.engine.drafter
-        again = []
-        for request in requests:  # ids of their own, so that nothing is mistaken for the step's
-            again.append(replace(request, request_id=self._next_id))
-            self._next_id -= 1
         drafter = None
         if drafting and (drafter := self.make_drafter()) is not None:
             drafter.restore(self._before)
@@ -84,9 +89,13 @@ class Auditor:
         engine.set_drafter(drafter)
         engine.scheduler.max_num_seqs = rows or max_num_seqs
         engine.paged.pool.forget_all()
+        completions: list[Completion] = []
         try:
             started = time.perf_counter()
-            completions = engine.generate(again)
+            for batch in batches:
+                # Ids of their own, so that nothing is mistaken for the step's.
+                again = [replace(request, request_id=-1 - i) for i, request in enumerate(batch)]
+                completions += engine.generate(again)
             return time.perf_counter() - started, completions
         finally:
             engine.scheduler.max_num_seqs = max_num_seqs
@@ -101,8 +110,9 @@ def overall(audits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def ratio(parts: Sequence[Mapping[str, float]]) -> float:
         return sum(part["plain_s"] for part in parts) / sum(part["speculative_s"] for part in parts)
 
+    seen = dict.fromkeys(rows for audit in audits for rows in audit["tail_s"])
     return {
         "generation_speedup": ratio(audits),
-        "tail_speedup": {str(rows): ratio([audit["tail_s"][str(rows)] for audit in audits]) for rows in TAIL_ROWS},
+        "tail_speedup": {rows: ratio([a["tail_s"][rows] for a in audits if rows in a["tail_s"]]) for rows in seen},
         "identical": all(audit["identical"] for audit in audits),
     }

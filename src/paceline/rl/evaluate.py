@@ -22,28 +22,31 @@ def evaluate(
     temperature: float,
     seed: int,
     between: Callable[[int, int], None] = lambda done, total: None,
+    step: int = 0,
 ) -> dict[str, Any]:
-    """Mean reward, avg@n and pass@k. The same seed draws the same noise at every evaluation."""
+    """Mean reward, avg@n and pass@k of what could be scored (None: nothing could). The same seed draws the same noise
+    at every evaluation."""
     sampling = replace(collector.sampling, temperature=temperature)
     collected = collector.collect(
-        0, list(enumerate(problems)), num_samples, f"{seed} held out", sampling=sampling, between=between
+        step, list(enumerate(problems)), num_samples, f"{seed} held out", sampling=sampling, between=between
     )
     rewards = [[r.reward for r in group.scored] for group in collected.groups]
     scored = [reward for group in rewards for reward in group]
     rollouts = [r for group in collected.groups for r in group.rollouts]
+    failures = [r.failure for r in rollouts if r.failure is not None]
     ks = [k for k in (2**i for i in range(20)) if k <= num_samples]
     return {
-        "reward": float(np.mean(scored)) if scored else 0.0,
-        "avg_at_n": float(
-            np.mean([sum(group) / len(group) for group in rewards if group] or [0.0])
-        ),  # every problem alike
+        "reward": float(np.mean(scored)) if scored else None,
+        # Every problem alike, however many of its samples could be scored.
+        "avg_at_n": float(np.mean([sum(group) / len(group) for group in rewards if group])) if scored else None,
         "pass_at_k": pass_at(ks[-1], rewards),
         "n": num_samples,
         "k": ks[-1],
         "pass_at": {str(k): pass_at(k, rewards) for k in ks},
         "length_mean": float(np.mean([r.mask.sum() for r in rollouts])),
         "num_problems": len(problems),
-        "failures": sum(r.failure is not None for r in rollouts),
+        "failures": len(failures),
+        "first_failure": failures[0] if failures else None,
     }
 
 

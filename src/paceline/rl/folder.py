@@ -54,15 +54,12 @@ class RunFolder:
         return run
 
     @staticmethod
-    def open(path: Path | str, config_toml: str | None = None) -> RunFolder:
-        """A run that is there, to go on with; from here on with these settings, if any are given."""
+    def open(path: Path | str) -> RunFolder:
+        """A run that is there, to go on with."""
         path = Path(path)
         if not (path / CONFIG).is_file():
             raise ValueError(f"{path} holds no run ({path / CONFIG} is missing); give the folder of one to --resume")
-        run = RunFolder(path)
-        if config_toml is not None:
-            write_bytes(path / CONFIG, config_toml.encode())
-        return run
+        return RunFolder(path)
 
     @property
     def checkpoints(self) -> Path:
@@ -119,6 +116,10 @@ class RunFolder:
         return self._streams[name]
 
     # ---- files ----
+
+    def write_config(self, config_toml: str) -> None:
+        """The settings from here on."""
+        write_bytes(self.path / CONFIG, config_toml.encode())
 
     def write_json(self, name: str, content: Any) -> None:
         """All of it or nothing."""

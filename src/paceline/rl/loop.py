@@ -86,6 +86,7 @@ class Loop:
         self._ready: list[Batch] = []  # from a checkpoint
         self._last: Batch | None = None
         self._saved = -1
+        self._base = checksum(learner.weights())  # of what the run began with
         self._whole = True  # whether the learner is between two steps
         self.best: dict[str, Any] | None = None  # {"step", "reward"} of the best validation
         self.first_eval: dict[str, Any] | None = None
@@ -155,31 +156,40 @@ class Loop:
         metrics["tokens_per_s"] = metrics["tokens"] / metrics["stages"]["total"]
         if step == 0 and self.first_eval is not None:
             metrics["eval_before"] = self.first_eval
-        if audited and batch.rounds:
-            self.watcher.progress("audit", 0, 1)
-            requests = [request for collected in batch.rounds for request in collected.requests]
-            completions = [completion for collected in batch.rounds for completion in collected.completions]
-            metrics["audit"] = self.auditor.audit(requests, completions)
-            self.audits.append(metrics["audit"])
         best = False
-        if train.eval_every and (self.step % train.eval_every == 0 or self.step == train.num_steps):
-            metrics["eval"] = self.last_eval = self._evaluate()
-            best = self.best is None or self.last_eval["reward"] > self.best["reward"]
-            if best:
-                self.best = {"step": self.step, "reward": self.last_eval["reward"]}
-        self._record(batch, metrics)
-        self._whole = True
+        try:
+            if audited:
+                self._audit(batch, metrics)
+            if train.eval_every and (self.step % train.eval_every == 0 or self.step == train.num_steps):
+                best = self._validate(metrics)
+        finally:  # whatever happens there, the step itself is not lost
+            self._record(batch, metrics)
+            self._whole = True
         if best or (train.checkpoint_every and self.step % train.checkpoint_every == 0):
             self.save(best)
         self.watcher.step(metrics)
+
+    def _audit(self, batch: Batch, metrics: dict[str, Any]) -> None:
+        self.watcher.progress("audit", 0, 1)
+        audit = self.auditor.audit(batch.rounds)
+        if audit is not None:
+            metrics["audit"] = audit
+            self.audits.append(audit)
+
+    def _validate(self, metrics: dict[str, Any]) -> bool:
+        """Whether the policy is better than ever before."""
+        metrics["eval"] = self.last_eval = self._evaluate()
+        reward = self.last_eval["reward"]
+        if reward is None or (self.best is not None and reward <= self.best["reward"]):
+            return False
+        self.best = {"step": self.step, "reward": reward}
+        return True
 
     def _train(self, batch: Batch, watch: Stopwatch) -> dict[str, Any]:
         """One update; none where there is nothing to learn from."""
         rollouts = scored(batch.groups)
         if not rollouts:
-            self.watcher.note(f"step {batch.step}: no group to learn from; the policy stays as it is")
-            self.learner.version = batch.step + 1
-            return {"loss": 0.0}
+            return self._learn_nothing(batch)
         tokens = TokenBatch.of(batch.groups)
         settings = self.config.learner
         moves_on = settings.num_minibatches > 1 or settings.num_iterations > 1  # within the batch
@@ -191,6 +201,8 @@ class Loop:
                 tokens.ref_logprobs_T = self.learner.reference_logprobs(rollouts)
         with watch.stage("training"):
             self.algorithm.prepare(tokens)
+            if not tokens.mask_T.any():
+                return self._learn_nothing(batch)
             report = self.learner.update(rollouts, tokens, self.algorithm.loss, self.algorithm.weights)
         if not all(parameter.isfinite().all() for parameter in self.learner.decoder.parameters()):
             raise ValueError(
@@ -201,6 +213,11 @@ class Loop:
             rollout.advantage = advantage
         result = figures.of_update(tokens, report)
         return result | {"mismatch_alarm": self._check_mismatch(result["mismatch_mean"])}
+
+    def _learn_nothing(self, batch: Batch) -> dict[str, Any]:
+        self.watcher.note(f"step {batch.step}: nothing to learn from; the policy stays as it is")
+        self.learner.version = batch.step + 1
+        return {"loss": 0.0}
 
     def _check_mismatch(self, mismatch: float) -> bool:
         """Whether engine and learner disagree more than rounding explains. Where generation overlaps, the engine's
@@ -229,10 +246,15 @@ class Loop:
                 train.eval_temperature,
                 train.seed,
                 between,
+                self.step,
             )
             self.engine.drain_trace()
             # A resumed run comes here without the prompts that validation left in memory: nor may this one know them.
             self.engine.paged.pool.forget_all()
+        if result["failures"]:
+            self.watcher.note(
+                f"validation: {result['failures']} samples could not be scored; the first: {result['first_failure']}"
+            )
         return result
 
     def _publish(self) -> None:
@@ -293,6 +315,7 @@ class Loop:
             },
             {
                 "step": self.step,
+                "base": self._base,
                 "position": position,
                 "offsets": self.folder.offsets(),
                 "buffer": {"labels": labels, "batches": [[b.step, len(b.groups), b.position] for b in ready]},
@@ -308,8 +331,13 @@ class Loop:
         )
 
     def restore(self, checkpoint: Checkpoint) -> None:
+        """What can be refused is refused before anything in the folder is touched."""
         state = checkpoint.state
-        self.folder.truncate(state["offsets"])
+        if state["base"] != self._base:
+            raise ValueError(
+                f"model.name = {self.config.model.name!r}: its weights are not those that this run began with; "
+                "bring them back, or start a new run"
+            )
         self.learner.restore(checkpoint.tensors("learner"))
         if self.engine.drafter is not None:
             self.engine.drafter.restore({name: t.numpy() for name, t in checkpoint.tensors("drafter").items()})
@@ -326,6 +354,7 @@ class Loop:
         self.producer.position, self.producer.surplus = state["position"], surplus
         self.best, self.first_eval, self.last_eval = state["best"], state["first_eval"], state["last_eval"]
         self.audits, self.totals, self.stages = state["audits"], state["totals"], state["stages"]
+        self.folder.truncate(state["offsets"])
 
     def close(self) -> None:
         for sink in self.sinks:

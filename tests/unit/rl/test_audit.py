@@ -12,8 +12,9 @@ from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import LocalEngine
 from paceline.model.paged import PagedDecoder
 from paceline.rl.audit import Auditor, overall
+from paceline.rl.collect import Collected
 from paceline.speculation.policy import StaticPolicy
-from paceline.types import Request, SamplingParams
+from paceline.types import Completion, Request, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +32,10 @@ def test_audit_leaves_the_engine_as_it_was(engine: LocalEngine) -> None:
     completions = engine.generate(REQUESTS)
     engine.drain_trace()
     known = {name: array.copy() for name, array in drafter.state().items()}
-    audit = auditor.audit(REQUESTS, completions)
-    assert audit["identical"] and audit["speedup"] == audit["plain_s"] / audit["speculative_s"] > 0
+    audit = auditor.audit([Collected([], REQUESTS, completions, 0.0)])
+    assert (
+        audit is not None and audit["identical"] and audit["speedup"] == audit["plain_s"] / audit["speculative_s"] > 0
+    )
     assert audit["tokens"] == sum(len(c.token_ids) for c in completions) and set(audit["tail"]) == {"1", "2", "4"}
     assert engine.drafter is drafter and engine.scheduler.max_num_seqs == rows
     assert all(np.array_equal(known[name], array) for name, array in drafter.state().items())
@@ -44,7 +47,37 @@ def test_other_tokens_are_noticed(engine: LocalEngine) -> None:
     auditor.before()
     completions = engine.generate(REQUESTS)
     completions[2] = replace(completions[2], token_ids=completions[2].token_ids[::-1] + 1)
-    assert not auditor.audit(REQUESTS, completions)["identical"]
+    audit = auditor.audit([Collected([], REQUESTS, completions, 0.0)])
+    assert audit is not None and not audit["identical"]
+
+
+def test_rounds_are_audited_one_after_the_other(engine: LocalEngine) -> None:
+    """Dynamic sampling generates in rounds: an audit with all of them at once would run at another batch size."""
+    auditor = Auditor(engine, SuffixDrafter)
+    auditor.before()
+    rounds = [Collected([], part, engine.generate(part), 0.0) for part in (REQUESTS[:3], REQUESTS[3:])]
+    most, step = 0, engine.step
+
+    def watched() -> list[Completion]:
+        nonlocal most
+        done = step()
+        most = max(most, engine._traces[-1].num_rows)
+        return done
+
+    engine.step = watched  # type: ignore[method-assign]
+    try:
+        audit = auditor.audit(rounds)
+    finally:
+        del engine.step  # type: ignore[method-assign]
+    assert audit is not None and audit["identical"] and most == 4  # three a round; four in the tail's measurement
+
+
+def test_little_to_audit(engine: LocalEngine) -> None:
+    auditor = Auditor(engine, SuffixDrafter)
+    auditor.before()
+    assert auditor.audit([Collected([], [], [], 0.0)]) is None
+    audit = auditor.audit([Collected([], REQUESTS[:2], engine.generate(REQUESTS[:2]), 0.0)])
+    assert audit is not None and set(audit["tail"]) == {"1", "2"}, "four never run where there are two"
 
 
 def test_overall_sums_times() -> None:
