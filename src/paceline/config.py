@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -158,6 +159,8 @@ class RewardSection(Section):
             raise ValueError(
                 f"reward.weights has {len(self.weights)} entries, reward.functions {len(self.functions)}; give one each"
             )
+        if not all(math.isfinite(weight) for weight in self.weights or []):
+            raise ValueError(f"reward.weights = {self.weights}: every weight must be a finite number")
         if "model" in self.functions and self.model is None:
             raise ValueError('reward.model is not set, but reward.functions has "model"; name a sequence classifier')
         for key in ("answer_pattern", "format_pattern"):

@@ -71,6 +71,8 @@ def test_unknown_key_with_nothing_near_lists_the_section():
         ("sampling.temperature=nan", "sampling.temperature = nan: must be 0 (greedy) or a finite number >= 1e-5"),
         ("sampling.temperature=-1", "sampling.temperature = -1.0: must be 0 (greedy) or a finite number >= 1e-5"),
         ("sampling.top_p=0", "sampling.top_p = 0.0: must be in (0, 1] (1 turns it off)"),
+        ("reward.weights=[nan]", "reward.weights = [nan]: every weight must be a finite number"),
+        ("reward.weights=[-inf]", "reward.weights = [-inf]: every weight must be a finite number"),
     ],
 )
 def test_wrong_values_name_key_value_and_expectation(override, message):

@@ -153,7 +153,7 @@ def test_settings_read_back_equal(tmp_path: Path) -> None:
             "task.params.when=2026-01-02T03:04:05Z",
             r'reward.answer_pattern="(?s)\\\\boxed\\{(.*)\"\\}\n\u007f\U0001F3B2"',
             "learner.learning_rate=3e-7",
-            "train.seed=-5",
+            "sampling.seed=-5",
         ],
     )
     (tmp_path / "config.toml").write_text(dump_config(config), "utf-8")

@@ -129,10 +129,63 @@ CODE = "Here:\n```python\nold = 1\n```\nbetter:\n```python\ndef double(x):\n    
         ),
         ("```python\nprint(4)\n```", PAIRS, 0),
         ("while True: pass", ["assert True"], 0),
+        (CODE, ["x = [1]\ny = double(x)\nassert y == [1, 1], 'twice'\ny.clear()", "assert not y", "assert y == []"], 1),
+        (CODE, ["assert double(2) == 4 == 4", "assert -4 == -double(2)", "assert double(2) != 5"], 1),
+        (CODE, ["assert not double(2)"], 0),
+        ("def f(): return True", ["assert f() is True", "assert f() == 1"], 1),
+        ("def f(): return 1", ["assert f() is True"], 0),
+        ("def f(): return None", ["assert f() is None"], 1),
+        (
+            "import collections as c, enum\nclass E(enum.IntEnum):\n    A = 1\nP = c.namedtuple('P', 'x y')\n"
+            "def f(): return [c.Counter('aab'), P(E.A, 2.5), {1: 2}.keys(), frozenset(), 'é\\n', b'x', -1 + 2j, None]",
+            ["assert f() == [{'a': 2, 'b': 1}, (1, 2.5), {1}, set(), 'é\\n', b'x', -1 + 2j, None]"],
+            1,
+        ),
+        ("def f(): return (1,)", ["assert f() == [1]"], 0),
+        ("def f():\n    x = []\n    x.append(x)\n    return x", ["assert f() == []"], 0),
+        ("def f(): return 'x' * 10**7", ["assert f() == 'x'"], 0),
     ],
 )
 def test_code(completion: str, tests: Any, reward: float) -> None:
     assert checks.program(1, 256, 20.0)(completion, {"tests": tests}) == reward
+
+
+ALWAYS_EQUAL = "class Yes:\n    def __eq__(self, other): return True\ndef double(x): return Yes()"
+FRAMES = """
+import json, os, sys
+frame = sys._getframe()
+while frame.f_back is not None:
+    frame = frame.f_back
+seen = frame.f_globals["job"]
+os.write(1, (seen["token"] + {said}).encode())
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        ALWAYS_EQUAL,
+        "class Yes(int):\n    def __eq__(self, other): return True\ndef double(x): return Yes(7)",
+        FRAMES.format(said="''"),
+        FRAMES.format(said="json.dumps(['True'] * 2)"),  # in the form that is waited for
+        FRAMES.format(said="json.dumps([str(value) for value in seen['steps']])"),
+        """import os\nprint('["4", "6"]', flush=True)\nos._exit(0)""",  # right, but without the token
+        FRAMES.format(said="json.dumps(['4'])"),
+        FRAMES.format(said="'5'"),
+        FRAMES.format(said="'[[], {}]'"),
+        FRAMES.format(said="json.dumps(['(' * 10**5, '{[]}'])"),
+    ],
+)
+def test_a_program_can_not_make_up_a_value_that_is_asked_for(completion: str) -> None:
+    tests = ["assert double(2) == 4", "assert double(3) == 6"]
+    assert checks.program(1, 256, 20.0)(CODE, {"tests": tests}) == 1
+    assert checks.program(1, 256, 20.0)(completion, {"tests": tests}) == 0
+
+
+def test_tests_that_are_no_python_are_named() -> None:
+    scores = score(["code"], [sample(CODE, name="odd", tests=["assert double(2) = 4"])])
+    assert (scores[0].failure or "").startswith("odd: reward code raised ValueError: column 'tests': not Python")
 
 
 def test_code_through_the_rewarder() -> None:
@@ -189,9 +242,20 @@ def test_env_reward_and_what_does_not_apply() -> None:
     samples = [Sample("a", "?", "x", (1,), {}, env_reward=0.5), Sample("b", "?", "none", (1,), {})]
     scores = score(["env", "reward_functions:obey"], samples)
     assert scores[0] == Score(1.5, {"env": 0.5, "reward_functions:obey": 1.0})
-    assert scores[1] == Score(0.0, {})
+    assert math.isnan(scores[1].reward) and scores[1].failure == "b: no reward function applies to it"
     broken = score(["env"], [Sample("c", "?", "x", (1,), {}, env_reward=math.nan)])
     assert broken[0].failure == "c: reward env returned nan"
+
+
+def test_a_sum_too_large_costs_its_sample() -> None:
+    samples = [Sample(name, "?", "x", (1, 2), {}, env_reward=value) for name, value in (("a", 1e308), ("b", 1.0))]
+    weighted = score(["env", "reward_functions:length"], samples, weights=[1.0, 1e308])
+    assert weighted[0].failure == "a: the weighted sum of its rewards is not finite" and math.isnan(weighted[0].reward)
+    assert weighted[0].parts == {"env": 1e308, "reward_functions:length": 2.0}
+    scores = score(["env", "reward_functions:length"], samples, weights=[1.5, -0.5])
+    assert [s.failure for s in scores] == [None, None] and scores[1].reward == 0.5
+    opposed = score(["env", "reward_functions:length"], samples, weights=[1e308, -1e308])
+    assert opposed[0].failure is not None
 
 
 # --- functions of the user's own
@@ -230,9 +294,10 @@ def test_a_bad_call_costs_one_sample(bad: str, reason: str, capfd: pytest.Captur
     samples = [sample("good"), sample(bad, name="step 3, p/17, sample 2"), sample("none"), sample("good")]
     own = score(["reward_functions:obey"], samples, timeout_s=1.0)
     assert [s.failure for s in own] == [
-        None, f"step 3, p/17, sample 2: reward reward_functions:obey {reason}", None, None,
+        None, f"step 3, p/17, sample 2: reward reward_functions:obey {reason}",
+        "s: no reward function applies to it", None,
     ]  # fmt: skip
-    assert math.isnan(own[1].reward) and [own[i].reward for i in (0, 2, 3)] == [1.0, 0.0, 1.0]
+    assert math.isnan(own[1].reward) and [own[i].reward for i in (0, 3)] == [1.0, 1.0]
     assert capfd.readouterr().out == ""  # their noise stays off standard output
 
 

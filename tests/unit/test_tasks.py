@@ -93,6 +93,8 @@ def test_gym_mistakes_name_the_key():
         gym(params=ONE_DIGIT, held_out=200)
     with pytest.raises(ValueError, match=r"task\.name = 'chain_sun'.*chain_sum"):
         gym(name="chain_sun")
+    with pytest.raises(ValueError, match=r"the nearest are [a-z_0-9]+, [a-z_0-9]+, [a-z_0-9]+$"):
+        gym(name="./nothing/like/it.json")
     with pytest.raises(ValueError, match=r"task\.params\.min_term.*min_terms.*allow_negation"):
         gym(params={"min_term": 2})
     with pytest.raises(ValueError, match=r"task\.params.*max_terms must be >= min_terms"):
@@ -306,11 +308,19 @@ def test_env_problems_few_or_finite():
     check_names(task)
     with pytest.raises(ValueError, match=r"task\.held_out = 82"):
         env(params=few, held_out=82)
-    guess = EnvTask(TaskSection(kind="env", name=f"{__name__}:Guess", held_out=2))
-    assert len(guess.train) == 8 and len(guess.held_out) == 2  # all the same prompt, but other problems
-    assert {p.columns["secret"] for p in [*guess.train, *guess.held_out]} == set(range(10))
-    with pytest.raises(ValueError, match=r"task\.size = 9"):
-        EnvTask(TaskSection(kind="env", name=f"{__name__}:Guess", held_out=2, size=9))
+    guess = EnvTask(TaskSection(kind="env", name=f"{__name__}:Guess", held_out=0))
+    assert [p.columns["secret"] for p in guess.train] == list(range(10))  # all the same prompt, but other episodes
+    with pytest.raises(ValueError, match=r"task\.size = 11"):
+        EnvTask(TaskSection(kind="env", name=f"{__name__}:Guess", held_out=0, size=11))
+    with pytest.raises(ValueError, match=r"task\.held_out = 1.*too few different prompts.*\(1 "):
+        EnvTask(TaskSection(kind="env", name=f"{__name__}:Guess", held_out=1))
+
+
+def test_no_prompt_leaks_whatever_else_the_arguments_hold():
+    task = EnvTask(TaskSection(kind="env", name=f"{__name__}:Numbered", size=100, held_out=10))
+    assert len(task.train) == 100 and len(task.held_out) == 10
+    assert leaks(task) == set()
+    check_names(task)
 
 
 class Guess:
@@ -326,6 +336,80 @@ class Guess:
 
     def step(self, completion: str) -> Turn:
         return Turn(None, float(completion == str(self.secret)))
+
+
+class Numbered(Guess):
+    """Every problem has a number of its own, and few prompts there are."""
+
+    def __init__(self, secret: int, uid: str) -> None:
+        super().__init__(secret)
+
+    @staticmethod
+    def problems(seed: int) -> Any:
+        return ({"secret": i % 20, "uid": f"{seed}-{i}"} for i in range(1000))
+
+    def prompt(self) -> str:
+        return f"Say {self.secret}."
+
+
+class Broken(Guess):
+    """Raises where it is told to."""
+
+    def __init__(self, secret: Any) -> None:
+        super().__init__(secret)
+        if secret == "init":
+            raise KeyError("no such episode")
+
+    @staticmethod
+    def problems(seed: int, how: str) -> Any:
+        if how == "no list":
+            return None
+        if how == "no arguments":
+            return [5]
+        return Broken._problems(how)
+
+    @staticmethod
+    def _problems(how: str) -> Any:
+        yield {"secret": 1}
+        if how == "problems":
+            raise ValueError("out of stock")
+        yield {"secret": how}
+
+    def prompt(self) -> Any:
+        if self.secret == "prompt":
+            raise RuntimeError("speechless")
+        return None if self.secret == "none" else f"Say {self.secret}."
+
+
+@pytest.mark.parametrize("system", ["", "S"])
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("problems", r"Broken\.problems\(\) raised ValueError: out of stock"),
+        ("no list", r"Broken\.problems\(\) raised TypeError: 'NoneType' object is not iterable"),
+        ("no arguments", r"5 raised TypeError"),
+        ("init", r"\{'secret': 'init'\} raised KeyError: 'no such episode'"),
+        ("prompt", r"\{'secret': 'prompt'\} raised RuntimeError: speechless"),
+        ("none", r"the prompt of \{'secret': 'none'\} must be a non-empty string"),
+    ],
+)
+def test_a_broken_environment_is_named(how, reason, system):
+    with pytest.raises(ValueError, match=rf"task\.name = '{__name__}:Broken': .*{reason}"):
+        env(name=f"{__name__}:Broken", params={"how": how}, system=system)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [("def", "SyntaxError"), ("1 / 0", "ZeroDivisionError"), ("import sys; sys.exit(3)", "SystemExit: 3")],
+)
+def test_a_module_that_can_not_be_imported_is_named(tmp_path, monkeypatch, source, reason):
+    (tmp_path / "my_broken_env.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        ValueError, match=rf"task\.name = 'my_broken_env:Env': my_broken_env can't be imported.*{reason}"
+    ):
+        env(name="my_broken_env:Env")
 
 
 def test_env_mistakes_name_the_key():

@@ -184,6 +184,11 @@ def test_eval(folder: Path, words: list[str], command: Any, tmp_path: Path) -> N
     command("eval", model, "chain_sum", *gym, "--json", out)
     assert json.loads(out.read_text())["num_problems"] == 3
     assert "no_such" in command("eval", model, "no_such", code=2).stderr
+    for wrong in ("x.json", "./chain_sum", "data/x.gz"):
+        said = command("eval", model, wrong, code=2).stderr
+        assert f"{wrong}: " in said and ".toml" in said and ".jsonl.gz" in said and "reasoning-gym dataset" in said
+    env = ["paceline.tasks.calculator:Calculator", "task.kind=env", 'reward.functions=["env"]', "task.held_out=0"]
+    assert "task.held_out = 0" in command("eval", model, *env, code=2).stderr  # a name with a dot, but no file's
     assert "task.held_out = 0" in command("eval", model, folder / "task.jsonl", "task.held_out=0", code=2).stderr
 
 

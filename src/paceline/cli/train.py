@@ -192,8 +192,13 @@ def eval_command(
     if path.suffix == ".toml":
         config = load_config(path, [*given, *(overrides or [])])
     else:
-        kind = "jsonl" if path.suffix in (".jsonl", ".gz") else "reasoning_gym"
+        kind = "jsonl" if task.endswith((".jsonl", ".jsonl.gz")) else "reasoning_gym"
         config = load_config(None, [*given, f"task.kind={kind}", f"task.name={task!r}", *(overrides or [])])
+        if config.task.kind == "reasoning_gym" and ("/" in task or path.suffix):  # no dataset is called so
+            raise ValueError(
+                f"{task}: not a .toml, .jsonl or .jsonl.gz file, and no reasoning-gym dataset; for a task of another "
+                "kind set task.kind"
+            )
     from paceline.build import build_collector, build_engine, build_rewarder, build_task
     from paceline.rl.evaluate import evaluate
 

@@ -6,6 +6,7 @@ heavy at the top. Whatever a check raises, and however it dies, costs the one sa
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import importlib
@@ -117,29 +118,52 @@ def memory_limit() -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-# Runs in the sandbox. The token comes by standard input and goes out last: a solution that ends the program early
-# has not passed. Functions are tested, so `if __name__ == "__main__"` of the solution does not run.
+# Runs in the sandbox. It says what the steps of the tests gave, each as a Python literal; whether that is right is
+# decided outside, and what would be right is not known in here. The token comes by standard input and goes out before
+# the values, to tell them from what the solution printed. Functions are tested, so `if __name__ == "__main__"` of the
+# solution does not run.
 _DRIVER = """
-import json, os, sys
+import collections.abc, json, os, sys
 job = json.load(sys.stdin)
+
+def literal(value):
+    for kind in (bool, int, float, complex, str, bytes, type(None)):
+        if isinstance(value, kind):
+            return kind.__repr__(value)  # an IntEnum is an int
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{literal(key)}: {literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(literal, value)) + "]"
+    if isinstance(value, tuple):
+        return "(" + "".join(literal(item) + ", " for item in value) + ")"
+    if isinstance(value, collections.abc.Set):
+        return "{" + ", ".join(map(literal, value)) + "}" if value else "set()"
+    raise TypeError(f"{type(value).__name__} is not plain data")
+
 names = {"__name__": "solution"}
 try:
     exec(compile(job.pop("solution"), "solution.py", "exec"), names)
 except SystemExit:
     pass
 names["__name__"] = "__main__"
-for test in job["tests"]:
-    exec(compile(test, "test.py", "exec"), names)
+values = [literal(eval(compile(source, "test.py", mode), names)) for mode, source in job["steps"]]
 sys.stdout.flush()
-os.write(1, job["token"].encode())
+os.write(1, (job["token"] + json.dumps(values)).encode())
 os._exit(0)
 """
+
+Step = tuple[str, str, Callable[[Any], bool]]  # compile's mode, source, whether the value it gives is right
 
 
 def program(cpu_s: int, memory_mb: int, timeout_s: float) -> Check:
     """1 if the completion's program passes all of the column `tests`, else 0: all or nothing, as a program that is
     right on most inputs is wrong. `tests` is a list of asserts, one text of test code, or a list of
-    {"input": …, "output": …}, compared line by line but for white space at the ends. All tests share `timeout_s`."""
+    {"input": …, "output": …}, compared line by line but for white space at the ends. All tests share `timeout_s`.
+
+    The right side of `assert f(2) == 4` stays out of the sandbox, as outputs do: there a program must find the value,
+    which must be plain data. What can't be helped: a program that reads its interpreter's frames can answer in its
+    place, so it may pass tests of other forms, whose right answer is plain (that something is true, that test code
+    raises nothing)."""
 
     def check(completion: str, columns: dict[str, Any]) -> float:
         tests = column(columns, "tests")
@@ -158,13 +182,52 @@ def program(cpu_s: int, memory_mb: int, timeout_s: float) -> Check:
 
         if tests and all(isinstance(test, str) for test in tests):
             token = secrets.token_hex(16)
-            printed = run(_DRIVER, json.dumps({"solution": source, "tests": tests, "token": token}))
-            return float(printed is not None and printed.endswith(token))
+            steps = [step for test in tests for step in _steps(test)]
+            job = {"solution": source, "steps": [(mode, text) for mode, text, _ in steps], "token": token}
+            printed = run(_DRIVER, json.dumps(job))
+            return float(printed is not None and _holds(steps, printed.rpartition(token)))
         if tests and all(isinstance(test, dict) and {"input", "output"} <= test.keys() for test in tests):
             return float(all(_same(run(source, str(test["input"])), str(test["output"])) for test in tests))
         raise ValueError('column \'tests\' must hold asserts, test code, or {"input", "output"} pairs')
 
     return check
+
+
+def _steps(test: str) -> Iterator[Step]:
+    """Test code taken apart: a top-level assert asks for a value, anything else is run as it is."""
+    try:
+        body = ast.parse(test).body
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"column 'tests': not Python: {error}") from None
+    for node in body:
+        if isinstance(node, ast.Assert):
+            yield _asked(node.test)
+        else:
+            yield "exec", ast.unparse(node), lambda value: value is None
+
+
+def _asked(asserted: ast.expr) -> Step:
+    """What to evaluate in the sandbox, and what the assertion then says of it. `x` and `not x` look alike in there."""
+    match asserted:
+        case ast.Compare(left, [ast.Eq()], [right]):
+            with contextlib.suppress(ValueError, TypeError):  # not a literal
+                wanted = ast.literal_eval(right)
+                return "eval", ast.unparse(left), lambda value: bool(value == wanted)
+        case ast.Compare(left, [ast.Is()], [ast.Constant(None | True | False as single)]):
+            return "eval", ast.unparse(left), lambda value: value is single
+        case ast.UnaryOp(ast.Not(), operand):
+            return "eval", f"not ({ast.unparse(operand)})", lambda value: value is True
+    return "eval", f"not ({ast.unparse(asserted)})", lambda value: value is False
+
+
+def _holds(steps: list[Step], printed: tuple[str, str, str]) -> bool:
+    """Whether the values after the token are there and right. Anything may stand there."""
+    _, token, said = printed
+    try:
+        values = [ast.literal_eval(text) for text in json.loads(said)]
+        return bool(token) and all([is_right(v) for (_, _, is_right), v in zip(steps, values, strict=True)])
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return False
 
 
 def _same(printed: str | None, wanted: str) -> bool:

@@ -2,14 +2,14 @@
 
 `EnvClass.problems(seed, **task.params)` gives keyword arguments, a dictionary for every problem, as many as it likes or
 without end; `EnvClass(**arguments)` is one episode. The same seed must give the same problems. Problems with the same
-arguments are the same problem. The arguments are also the columns that rewards see.
+prompt are the same problem, as anywhere: whatever else their arguments hold, none is trained on while another is held
+out. The arguments are also the columns that rewards see.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import TaskSection
-from paceline.tasks.prompt import NEEDED, dress, is_prompt
+from paceline.tasks.pool import describe
+from paceline.tasks.prompt import NEEDED, dress, identity, is_prompt
 from paceline.tasks.split import DEFAULT_SIZE, HELD_OUT_SEED, PATIENCE, split
 from paceline.tasks.task import Env, Problem, Prompt, Turn
 
@@ -31,12 +32,12 @@ class EnvTask:
             _problems(env_class, section, f"{self.name}/held_out", section.seed + HELD_OUT_SEED),
             section.size or DEFAULT_SIZE,
             section.held_out,
-            lambda problem: json.dumps(problem.columns, sort_keys=True, default=repr),
+            lambda problem: identity(problem.prompt),
             PATIENCE,
         )
         if len(self.held_out) < section.held_out or not self.train:
             raise ValueError(
-                f"task.held_out = {section.held_out}: {section.name} makes too few different problems for it with "
+                f"task.held_out = {section.held_out}: {section.name} makes too few different prompts for it with "
                 f"these task.params ({len({p.name for p in [*self.train, *self.held_out]})} were found); lower it"
             )
         if section.size and len(self.train) < section.size:
@@ -61,12 +62,26 @@ class DressedEnv:
 
 
 def _problems(env_class: Any, section: TaskSection, stem: str, seed: int) -> Iterator[Problem]:
-    for index, arguments in enumerate(env_class.problems(seed, **section.params)):
-        make_env = partial(DressedEnv, env_class, arguments, section)
-        prompt = make_env().prompt()
+    for index, arguments in enumerate(_arguments(env_class, section, seed)):
+        try:
+            prompt = env_class(**arguments).prompt()
+        except Exception as error:
+            raise ValueError(
+                f"task.name = {section.name!r}: the problem {arguments!r} raised {describe(error)}"
+            ) from error
         if not is_prompt(prompt):
             raise ValueError(f"task.name = {section.name!r}: the prompt of {arguments!r} must be {NEEDED}")
-        yield Problem(f"{stem}/{index}", prompt, dict(arguments), make_env)
+        make_env = partial(DressedEnv, env_class, arguments, section)
+        yield Problem(f"{stem}/{index}", dress(prompt, section), dict(arguments), make_env)
+
+
+def _arguments(env_class: Any, section: TaskSection, seed: int) -> Iterator[Any]:
+    try:
+        yield from env_class.problems(seed, **section.params)
+    except Exception as error:
+        raise ValueError(
+            f"task.name = {section.name!r}: {env_class.__name__}.problems() raised {describe(error)}"
+        ) from error
 
 
 def _env_class(section: TaskSection) -> type:
@@ -78,9 +93,10 @@ def _env_class(section: TaskSection) -> type:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (Exception, SystemExit) as error:  # a module may do anything
+        remedy = "install it, or go to its folder" if isinstance(error, ImportError) else "mend it"
         raise ValueError(
-            f"task.name = {name!r}: {module_name} can't be imported ({error}); install it, or go to its folder"
+            f"task.name = {name!r}: {module_name} can't be imported ({describe(error)}); {remedy}"
         ) from error
     env_class = getattr(module, class_name, None)
     if not isinstance(env_class, type):

@@ -84,7 +84,7 @@ def _create(name: str, params: dict[str, Any], seed: int, size: int) -> Any:
             f'task.kind = "reasoning_gym" needs the reasoning-gym library ({error}); pip install reasoning-gym'
         ) from None
     if name not in DATASETS:
-        close = difflib.get_close_matches(name, DATASETS, n=3) or sorted(DATASETS)
+        close = difflib.get_close_matches(name, DATASETS, n=3, cutoff=0.0)
         raise ValueError(f"task.name = {name!r}: no such reasoning-gym dataset; the nearest are {', '.join(close)}")
     known = [field.name for field in fields(DATASETS[name][1])]
     for key, instead in (("seed", "task.seed"), ("size", "task.size")):

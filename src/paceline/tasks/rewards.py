@@ -1,8 +1,9 @@
 """Rewards: functions in TRL's signature, built in or the user's, summed by weight.
 
 Always: `score` gives one Score per sample, in order, and ends. What hangs, raises, crashes or returns no number costs
-the sample it was about: its reward is NaN and `failure` says why. Everything that could do so runs in worker
-processes (`pool`), regular expressions too; only the reward model lives here.
+the sample it was about, as does a sum that is no number, or of nothing: its reward is NaN and `failure` says why.
+Everything that could hang or crash runs in worker processes (`pool`), regular expressions too; only the reward model
+lives here.
 """
 
 from __future__ import annotations
@@ -79,8 +80,13 @@ class Rewarder:
                 parts[name] = value
         if failure:
             return Score(math.nan, parts, failure)
+        if not parts:  # 0 would be a judgement, and nobody judged
+            return Score(math.nan, parts, f"{sample.name}: no reward function applies to it")
         weights = dict(zip(self._scorers, self._weights, strict=True))
-        return Score(math.fsum(weights[name] * value for name, value in parts.items()), parts)
+        terms = [weights[name] * value for name, value in parts.items()]
+        if not math.isfinite(sum(terms)):
+            return Score(math.nan, parts, f"{sample.name}: the weighted sum of its rewards is not finite")
+        return Score(math.fsum(terms), parts)
 
     def _scorer(self, name: str) -> Scorer:
         section, pattern = self._section, self._section.answer_pattern
