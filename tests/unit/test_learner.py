@@ -127,7 +127,7 @@ def test_packed_is_one_by_one(family: str, dtype: torch.dtype, max_tokens: int) 
     linear_loss(batch, expected).loss.backward()
     atol = TOLERANCE[dtype]
     assert expected.std() > 1
-    torch.testing.assert_close(it.logprobs(rollouts), expected.detach(), rtol=0, atol=atol * 5)
+    torch.testing.assert_close(it.logprobs(rollouts), expected.detach(), rtol=0, atol=atol)
     found = gradients(it, rollouts, batch)
     for name, parameter in twin.named_parameters():
         assert parameter.grad is not None
@@ -464,6 +464,7 @@ def test_yarn_logits_are_transformers(checkpoint: Callable[..., Any], family: st
         ours = stretched.logits(stretched(ids, torch.arange(120), PackedAttention([120])).hidden)
         short = ids[:30]
         unscaled = plain.logits(plain(short, torch.arange(30), PackedAttention([30])).hidden)
+    # float32, and the two multiply in another order (fused projections); logits reach some tens.
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=5e-5)
     assert (unscaled - ours[:30]).abs().max() > 1e-2
     with pytest.raises(ValueError, match=r"model\.yarn_factor = 2\.0: the model has yarn rope scaling already"):
