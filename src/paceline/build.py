@@ -53,17 +53,24 @@ def build_engine(config: Config) -> LocalEngine:
     )
 
 
+def check_device(config: Config) -> None:
+    import torch
+
+    device, dtype = config.model.device, config.model.dtype
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"model.device = {device!r}: this machine has no CUDA device; use 'cpu'")
+    if device == "cpu" and getattr(torch, dtype).itemsize < 4:
+        raise ValueError(f"model.dtype = {dtype!r}: on a CPU use 'float32' (or 'float64')")
+
+
 def load_decoder(config: Config, directory: Any) -> Decoder:
     """The model as it is on disk, its context stretched where model.yarn_factor says so."""
     import torch
 
     from paceline.model.weights import load
 
+    check_device(config)
     dtype, device = getattr(torch, config.model.dtype), config.model.device
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"model.device = {device!r}: this machine has no CUDA device; use 'cpu'")
-    if device == "cpu" and dtype.itemsize < 4:
-        raise ValueError(f"model.dtype = {config.model.dtype!r}: on a CPU use 'float32' (or 'float64')")
     return load(directory, dtype, device, config.model.yarn_factor).requires_grad_(False)
 
 
@@ -256,7 +263,9 @@ def build_loop(config: Config, watcher: Watcher, *, run: Path | None = None, res
         loop.restore(checkpoint)
     elif resume is not None:
         folder.truncate({})  # it never came to a checkpoint: from the start
-    if resume is not None:
+    if resume is not None and loop.step >= config.train.num_steps:
+        watcher.note(f"{resume} is finished: {loop.step} steps; to go on, raise train.num_steps")
+    elif resume is not None:
         folder.write_config(dump_config(config))
     return loop
 

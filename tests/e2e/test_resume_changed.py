@@ -142,3 +142,34 @@ def test_messages_without_a_chat_template_are_refused_at_once(tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"list of messages, but task\.chat = false"):
         make(tmp_path, "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_step_that_is_given_up_is_no_history(tmp_path: Path) -> None:
+    """Stopped in the middle of the second step's generation: the checkpoint is that of a run of one step."""
+    suffix = "speculation.method=suffix", "train.checkpoint_every=0"
+    one = make(tmp_path, "one", *suffix, "train.num_steps=1")
+    one.run()
+    one.close()
+    two = make(tmp_path, "two", *suffix, "train.num_steps=2")
+
+    def stop_in_the_middle(done: int, total: int) -> None:
+        if two.step == 1 and any(len(s.tokens) > s.num_prompt + 3 for s in two.engine.scheduler.running):
+            two.producer.stop()
+
+    two.producer.on_progress = stop_in_the_middle
+    assert two.run()["steps"] == 1
+    two.close()
+    found, expected = two.checkpoints.latest(), one.checkpoints.latest()
+    assert found is not None and expected is not None and found.step == expected.step == 1
+    drafter = expected.tensors("drafter")
+    assert drafter and all(torch.equal(drafter[name], tensor) for name, tensor in found.tensors("drafter").items())
+
+
+def test_a_finished_run_keeps_its_settings(folder: Path) -> None:
+    before = (folder / "run" / "config.toml").read_text()
+    more = "train.num_steps=2", "train.checkpoint_every=1", "algorithm.num_generations=8"
+    loop = make(folder, "run", *more, resume=True)
+    assert loop.run()["steps"] == 2
+    assert any("is finished" in note for note in loop.watcher.notes)
+    loop.close()
+    assert (folder / "run" / "config.toml").read_text() == before

@@ -72,8 +72,8 @@ class TerminalWatcher:
         text.append(f"step {m['step'] + 1}/{self.config.train.num_steps}", "bold")
         text.append(f"  reward {m['reward_mean']:.3f}")
         text.append(f"  length {m['length_mean']:.0f}")
-        text.append(f"  accepted {m['mean_acceptance_length']:.2f}")
-        text.append(f"  {m['tokens_per_s']:.0f} tokens/s")
+        text.append(f"  accepted {m['mean_acceptance_length']:.2f}" if m["num_drafts"] else "  accepted –")
+        text.append(f"  {m['tokens_per_s']:.0f} tokens/s overall")
         text.append(f"  {m['stages']['total']:.1f} s")
         if m["lag_max"]:
             text.append(f"  lag {m['lag_max']}")

@@ -17,6 +17,7 @@ from paceline.report.table import check_writable, render, write_json
 
 if TYPE_CHECKING:
     from paceline.rl.loop import Loop
+    from paceline.tasks.task import Problem
 
 Settings = Annotated[list[str] | None, typer.Argument(metavar="[CONFIG.toml] [A.B=C]…", help="A file, then settings.")]
 
@@ -73,7 +74,7 @@ def train(
 
 
 def finish(loop: Loop, config: Config, summary: dict[str, Any], report: Path) -> None:
-    out.print(closing_table(summary))
+    out.print(closing_table(summary, config.train.max_staleness > 0))
     out.print(f"run     {loop.folder.path}\nreport  {report}", soft_wrap=True)
     if not summary["finished"]:
         err.print(
@@ -85,7 +86,7 @@ def finish(loop: Loop, config: Config, summary: dict[str, Any], report: Path) ->
         raise typer.Exit(130)
 
 
-def closing_table(summary: dict[str, Any]) -> Any:
+def closing_table(summary: dict[str, Any], overlaps: bool) -> Any:
     figures: dict[str, Any] = {
         "held-out reward before": summary["reward_before"],
         "held-out reward after": summary["reward_after"],
@@ -98,8 +99,9 @@ def closing_table(summary: dict[str, Any]) -> Any:
         for rows, ratio in summary["tail_speedup"].items():
             figures[f"audited speed-up, {rows} running"] = f"{ratio:.2f}x"
         figures["audited tokens identical"] = summary["identical"]
+    hidden = () if overlaps else ("exposed",)  # where nothing overlaps it is generation once more
     for name, stage in summary["stages"].items():
-        if stage["seconds"] >= 0.05:
+        if stage["seconds"] >= 0.05 and name not in hidden:
             figures[f"time in {name}"] = f"{stage['seconds']:.1f} s  {stage['share']:6.1%}"
     rows = [{"figure": name, "value": value} for name, value in figures.items() if value is not None]
     return render(rows, {"figure": "figure", "value": "value"})
@@ -124,20 +126,16 @@ def stoppable(loop: Loop) -> Iterator[None]:
 
 def show_plan(config: Config) -> None:
     """What a run would do: the first problem as the model sees it, its reward for its own answer, and the sizes."""
-    from paceline.build import build_rewarder, build_task
+    from paceline.build import build_task, check_device
     from paceline.model.store import load_tokenizer, resolve
     from paceline.tasks.prompt import encode
-    from paceline.tasks.rewards import Sample
 
     task = build_task(config)
     directory = resolve(config.model.name, err)
     tokenizer = load_tokenizer(directory)
     problem = task.train[0]
     ids = encode(tokenizer, problem.prompt, config.task.chat)
-    rewarder = build_rewarder(config)
-    answer = str(problem.columns.get("answer", ""))
-    score = rewarder.score([Sample("the first problem", problem.prompt, answer, (), problem.columns, 0.0)])[0]
-    rewarder.close()
+    check_device(config)
     train, samples = config.train, config.algorithm.num_generations
     rows = {
         "model": f"{config.model.name} ({directory})",
@@ -145,11 +143,27 @@ def show_plan(config: Config) -> None:
         "a step": f"{train.groups_per_step} problems x {samples} samples of up to {config.sampling.max_tokens} tokens",
         "steps": f"{train.num_steps} ({train.num_steps * train.groups_per_step / len(task.train):.2g} epochs)",
         "first prompt": f"{len(ids)} tokens",
-        "its own answer scores": f"{score.reward:g}" if score.failure is None else score.failure,
+        "its own answer scores": score_own_answer(config, problem, tokenizer),
     }
     out.print(render([{"what": k, "is": v} for k, v in rows.items()], {"what": "plan", "is": ""}))
     out.print(Text(tokenizer.decode(list(ids))), soft_wrap=True)
     err.print("dry run: nothing was trained", style="dim")
+
+
+def score_own_answer(config: Config, problem: Problem, tokenizer: Any) -> float | None:
+    """What a problem's own answer is worth; None where it has none, as in an environment."""
+    from paceline.build import build_rewarder
+    from paceline.tasks.rewards import Sample
+
+    answer = problem.columns.get("answer")
+    if not answer or problem.make_env is not None:
+        return None
+    ids = tuple(tokenizer.encode(str(answer)))
+    with contextlib.closing(build_rewarder(config)) as rewarder:
+        score = rewarder.score([Sample("the first problem", problem.prompt, str(answer), ids, problem.columns)])[0]
+    if score.failure is not None:
+        raise ValueError(score.failure)
+    return score.reward
 
 
 @app.command()
@@ -187,6 +201,8 @@ def eval_command(
     from rich.progress import Progress
 
     check_writable(json_file)
+    if (Path(model) / "run.json").exists():
+        raise ValueError(f"{model} is a run, not a model; first: paceline export {model} DIR, then evaluate DIR")
     path = Path(task)
     given = [f"model.name={model!r}"]
     if path.suffix == ".toml":
@@ -221,8 +237,16 @@ def eval_command(
     finally:
         rewarder.close()
         engine.close()
-    shown = {key: value for key, value in result.items() if key != "pass_at"}
-    shown |= {f"pass@{k}": value for k, value in result["pass_at"].items()}
+    shown = {
+        "mean reward": result["reward"],
+        f"avg@{num_samples}": result["avg_at_n"],
+        **{f"pass@{k}": value for k, value in result["pass_at"].items()},
+        "mean length": result["length_mean"],
+        "problems": result["num_problems"],
+        "not scored": result["failures"],
+    }
+    if result["first_failure"] is not None:
+        err.print(f"not scored: {result['first_failure']}", style="yellow", soft_wrap=True)
     out.print(render([{"figure": k, "value": v} for k, v in shown.items()], {"figure": "figure", "value": "value"}))
     if json_file is not None:
         write_json(json_file, {"model": model, "task": task, **result})

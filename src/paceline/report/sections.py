@@ -112,7 +112,7 @@ def key_figures(run: Run) -> str:
         change = f"{after - before:+.3f} on held-out problems" if before is not None and after is not None else ""
         tiles.append(("held-out reward", f"{show(before)} → {show(after)}", change or "on held-out problems"))
     elif (last := latest(run, "reward_mean")) is not None:
-        tiles.append(("training reward", show(last), "mean of the last step; nothing was held out"))
+        tiles.append(("training reward", show(last), "mean of the last step; not validated"))
     if (length := acceptance_length(run)) is not None:
         tiles.append(("acceptance length", f"{length:.2f}", "tokens per verified draft, 1 + accepted ÷ drafts"))
     if (ratio := speedup(run)) is not None:

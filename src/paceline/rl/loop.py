@@ -85,6 +85,7 @@ class Loop:
         self.step = 0  # the next one
         self._ready: list[Batch] = []  # from a checkpoint
         self._last: Batch | None = None
+        self._drafter_before: dict[str, np.ndarray] | None = None  # what it knew before the step under way
         self._saved = -1
         self._base = checksum(learner.weights())  # of what the run began with
         self._whole = True  # whether the learner is between two steps
@@ -135,6 +136,8 @@ class Loop:
     def _one_step(self) -> None:
         step, train = self.step, self.config.train
         started = time.perf_counter()
+        if not self.overlaps:  # a step that is given up is no history
+            self._drafter_before = self._drafter_state()
         audit_every = self.config.speculation.audit_every
         audited = audit_every > 0 and (step + 1) % audit_every == 0
         if audited:
@@ -164,7 +167,7 @@ class Loop:
                 best = self._validate(metrics)
         finally:  # whatever happens there, the step itself is not lost
             self._record(batch, metrics)
-            self._whole = True
+            self._whole, self._drafter_before = True, None
         if best or (train.checkpoint_every and self.step % train.checkpoint_every == 0):
             self.save(best)
         self.watcher.step(metrics)
@@ -290,6 +293,9 @@ class Loop:
         shares = pieces(self.collector.tokenizer, rollout.token_ids.tolist())
         return rollout_record(step, group, rollout) | {"pieces": shares}
 
+    def _drafter_state(self) -> dict[str, np.ndarray]:
+        return self.engine.drafter.state() if self.engine.drafter is not None else {}
+
     def save(self, best: bool = False) -> None:
         """A checkpoint of everything after the last whole step."""
         if self._saved == self.step:
@@ -297,7 +303,7 @@ class Loop:
         self._saved = self.step
         self.watcher.progress("checkpoint", 0, 1)
         with self.producer.engine_lock:
-            drafter = self.engine.drafter.state() if self.engine.drafter is not None else {}
+            drafter = self._drafter_state() if self._drafter_before is None else self._drafter_before
             ready = self.producer.pending()
             position, surplus = self.producer.position, self.producer.surplus
         if self.overlaps:  # what is being generated now is generated again
