@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,13 @@ def write_tokenizer(directory: Path) -> None:
     )
     names = {"bos_token": SPECIAL[1], "eos_token": SPECIAL[2], "pad_token": SPECIAL[2]}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **names).save_pretrained(directory)
+
+
+def pytest_configure() -> None:
+    """A shell starts background jobs with SIGINT ignored, and children inherit that: tests of Ctrl-C would wait for
+    ever. With a handler set here they begin with the usual one."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
