@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scripted import Bytes
 from tiny_run import SETTINGS, lines, make, policy, settings
 from typer.testing import CliRunner
 
@@ -124,16 +125,6 @@ class Scripted:
         where = np.full(len(ids), Provenance.SAMPLED, np.uint8)
         versions, nobody = np.zeros(len(ids), np.int32), np.full(len(ids), 255, np.uint8)
         return [Completion(request, ids, zeros, zeros, versions, where, nobody, (), "stop")]
-
-
-class Bytes:
-    chat_template = None
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
-        return bytes(ids).decode(errors="replace")
 
 
 GOOD = "def f(x):\n    return x + 1\n"

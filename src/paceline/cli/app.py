@@ -37,6 +37,9 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file wit
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="One setting, as in the TOML file; repeatable.")
 ]
+PromptsFile = Annotated[
+    Path | None, typer.Option("--prompts", metavar="FILE", help="jsonl with `prompt` or `question`.")
+]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result here.")]
 
 

@@ -12,6 +12,7 @@ from paceline.cli.app import (
     ConfigFile,
     JsonFile,
     Overrides,
+    PromptsFile,
     app,
     comma_list,
     comma_numbers,
@@ -44,9 +45,7 @@ def rollout(
     threads: Annotated[int, typer.Option(help="Threads of every engine.")] = 2,
     num_generations: Annotated[int, typer.Option(help="Samples per prompt within a batch, as in RL groups.")] = 1,
     seed: Annotated[int, typer.Option()] = 0,
-    prompts_file: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="jsonl with `prompt` or `question`.")
-    ] = None,
+    prompts_file: PromptsFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
     json_file: JsonFile = None,

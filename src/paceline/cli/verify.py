@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +12,7 @@ from paceline.cli.app import (
     JsonFile,
     Model,
     Overrides,
+    PromptsFile,
     app,
     comma_list,
     err,
@@ -29,9 +29,7 @@ def verify(
     model: Model = None,
     drafters: Annotated[str, typer.Option(help="Of ngram, suffix, draft_model.")] = "ngram,suffix,draft_model",
     quick: Annotated[bool, typer.Option("--quick", help="A shorter ladder, about a minute.")] = False,
-    prompts_file: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="jsonl with `prompt` or `question`.")
-    ] = None,
+    prompts_file: PromptsFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
     json_file: JsonFile = None,

@@ -35,9 +35,9 @@ STAGES = {
     "other": ("other", 7),
 }
 METHOD = (
-    "Coupled rollouts do not depend on the drafter, so an audited step is generated twice: once with drafts and once "
-    "without, the same tokens by the same kernels. The speed-up is the ratio of the two measured times, "
-    "plain ÷ speculative; above 1 speculation was faster."
+    "Coupled rollouts do not depend on the drafter, so an audited step is generated twice more: once with drafts and "
+    "once without, the same tokens by the same kernels at the same batch size. The speed-up is the ratio of the two "
+    "measured times, plain ÷ speculative; above 1 speculation was faster."
 )
 
 

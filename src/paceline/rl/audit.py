@@ -31,16 +31,13 @@ class Auditor:
 
     def __init__(self, engine: LocalEngine, make_drafter: Callable[[], Drafter | None]) -> None:
         self.engine, self.make_drafter = engine, make_drafter
-        self._before: Mapping[str, np.ndarray] = {}
+        self._known: Mapping[str, np.ndarray] = {}
         self._num_audits = 0
 
-    def before(self) -> None:
-        """Remember what the drafter knows now, before the step that is audited."""
-        if self.engine.drafter is not None:
-            self._before = self.engine.drafter.state()
-
-    def audit(self, rounds: Sequence[Collected]) -> dict[str, Any] | None:
-        """Time what a step generated, round by round, both ways; None where it generated nothing."""
+    def audit(self, rounds: Sequence[Collected], known: Mapping[str, np.ndarray]) -> dict[str, Any] | None:
+        """Time what a step generated, round by round, both ways; None where it generated nothing. `known` is the state
+        that the drafter had before the step."""
+        self._known = known
         batches = [collected.requests for collected in rounds if collected.requests]
         emitted = [completion.token_ids for collected in rounds for completion in collected.completions]
         if not batches:
@@ -84,7 +81,7 @@ class Auditor:
         engine, own = self.engine, self.engine.drafter
         drafter = None
         if drafting and (drafter := self.make_drafter()) is not None:
-            drafter.restore(self._before)
+            drafter.restore(self._known)
         max_num_seqs = engine.scheduler.max_num_seqs
         engine.set_drafter(drafter)
         engine.scheduler.max_num_seqs = rows or max_num_seqs

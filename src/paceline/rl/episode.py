@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from paceline.engine.sequence import NOBODY
 from paceline.tasks.rewards import Sample
 from paceline.tasks.task import Env, Problem, Prompt
 from paceline.types import Completion, Provenance, Request, Rollout, SamplingParams, noise_key
-
-NOBODY = 255
 
 
 class Episode:

@@ -116,10 +116,9 @@ class Loop:
         whole step is saved first; where the update itself fails, the last checkpoint stands."""
         train = self.config.train
         try:
-            if self.step == 0 and self.first_eval is None and train.eval_every:
-                self._publish()
-                self.first_eval = self.last_eval = self._evaluate()
             self._publish()
+            if self.step == 0 and self.first_eval is None and train.eval_every:
+                self.first_eval = self.last_eval = self._evaluate()
             self.producer.start(self.step, self._ready)
             with threads(self.learner_threads):
                 while self.step < train.num_steps:
@@ -140,8 +139,6 @@ class Loop:
             self._drafter_before = self._drafter_state()
         audit_every = self.config.speculation.audit_every
         audited = audit_every > 0 and (step + 1) % audit_every == 0
-        if audited:
-            self.auditor.before()
         batch = self.producer.next(step)
         waited_s = time.perf_counter() - started
         watch = Stopwatch()
@@ -174,7 +171,8 @@ class Loop:
 
     def _audit(self, batch: Batch, metrics: dict[str, Any]) -> None:
         self.watcher.progress("audit", 0, 1)
-        audit = self.auditor.audit(batch.rounds)
+        assert self._drafter_before is not None, "audits are for runs that do not overlap"
+        audit = self.auditor.audit(batch.rounds, self._drafter_before)
         if audit is not None:
             metrics["audit"] = audit
             self.audits.append(audit)

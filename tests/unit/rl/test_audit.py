@@ -28,33 +28,33 @@ REQUESTS = [Request(i, (1, 2, 3 + i // 3), SamplingParams(max_tokens=12), i, f"p
 def test_audit_leaves_the_engine_as_it_was(engine: LocalEngine) -> None:
     drafter, rows = engine.drafter, engine.scheduler.max_num_seqs
     auditor = Auditor(engine, SuffixDrafter)
-    auditor.before()
+    known = engine.drafter.state()
     completions = engine.generate(REQUESTS)
     engine.drain_trace()
-    known = {name: array.copy() for name, array in drafter.state().items()}
-    audit = auditor.audit([Collected([], REQUESTS, completions, 0.0)])
+    learned = {name: array.copy() for name, array in drafter.state().items()}
+    audit = auditor.audit([Collected([], REQUESTS, completions, 0.0)], known)
     assert (
         audit is not None and audit["identical"] and audit["speedup"] == audit["plain_s"] / audit["speculative_s"] > 0
     )
     assert audit["tokens"] == sum(len(c.token_ids) for c in completions) and set(audit["tail"]) == {"1", "2", "4"}
     assert engine.drafter is drafter and engine.scheduler.max_num_seqs == rows
-    assert all(np.array_equal(known[name], array) for name, array in drafter.state().items())
+    assert all(np.array_equal(learned[name], array) for name, array in drafter.state().items())
     assert engine.drain_trace() == [], "an audit's steps are not the run's"
 
 
 def test_other_tokens_are_noticed(engine: LocalEngine) -> None:
     auditor = Auditor(engine, SuffixDrafter)
-    auditor.before()
+    known = engine.drafter.state()
     completions = engine.generate(REQUESTS)
     completions[2] = replace(completions[2], token_ids=completions[2].token_ids[::-1] + 1)
-    audit = auditor.audit([Collected([], REQUESTS, completions, 0.0)])
+    audit = auditor.audit([Collected([], REQUESTS, completions, 0.0)], known)
     assert audit is not None and not audit["identical"]
 
 
 def test_rounds_are_audited_one_after_the_other(engine: LocalEngine) -> None:
     """Dynamic sampling generates in rounds: an audit with all of them at once would run at another batch size."""
     auditor = Auditor(engine, SuffixDrafter)
-    auditor.before()
+    known = engine.drafter.state()
     rounds = [Collected([], part, engine.generate(part), 0.0) for part in (REQUESTS[:3], REQUESTS[3:])]
     most, step = 0, engine.step
 
@@ -66,7 +66,7 @@ def test_rounds_are_audited_one_after_the_other(engine: LocalEngine) -> None:
 
     engine.step = watched  # type: ignore[method-assign]
     try:
-        audit = auditor.audit(rounds)
+        audit = auditor.audit(rounds, known)
     finally:
         del engine.step  # type: ignore[method-assign]
     assert audit is not None and audit["identical"] and most == 4  # three a round; four in the tail's measurement
@@ -74,9 +74,9 @@ def test_rounds_are_audited_one_after_the_other(engine: LocalEngine) -> None:
 
 def test_little_to_audit(engine: LocalEngine) -> None:
     auditor = Auditor(engine, SuffixDrafter)
-    auditor.before()
-    assert auditor.audit([Collected([], [], [], 0.0)]) is None
-    audit = auditor.audit([Collected([], REQUESTS[:2], engine.generate(REQUESTS[:2]), 0.0)])
+    known = engine.drafter.state()
+    assert auditor.audit([Collected([], [], [], 0.0)], known) is None
+    audit = auditor.audit([Collected([], REQUESTS[:2], engine.generate(REQUESTS[:2]), 0.0)], known)
     assert audit is not None and set(audit["tail"]) == {"1", "2"}, "four never run where there are two"
 
 
