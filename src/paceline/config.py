@@ -60,11 +60,14 @@ class EngineSection(Section):
 
 
 class SpeculationSection(Section):
-    method: Literal["none", "ngram", "suffix", "draft_model"] = "none"
+    method: Literal["none", "ngram", "suffix", "draft_model", "eagle3", "hybrid"] = "none"
     # One draft length, or {batch size upper bound: draft length}; batches above the last bound do not speculate.
     num_speculative_tokens: DraftLength | DraftLengths = 4
     rule: Literal["coupled", "rejection", "block"] = "coupled"
     draft_model: str | None = None  # as model.name, with the same vocabulary; or "layers:N": the target's first N
+    head: str | None = None  # EAGLE-3: a directory; None: the one that is shipped for model.name
+    # hybrid: which of suffix and EAGLE-3 drafts for a row is decided "before" EAGLE-3 drafts, or "after" seeing both.
+    hybrid_choice: Literal["before", "after"] = "before"
     prompt_lookup_min: Annotated[int, Field(ge=1)] = 2
     prompt_lookup_max: Annotated[int, Field(ge=1)] = 5
     min_confidence: Annotated[float, Field(ge=0, le=1)] = 0.0  # a draft ends where it is less likely to get so far
@@ -193,7 +196,7 @@ class AlgorithmSection(Section):
     correction_floor: Annotated[float, Field(ge=0)] = 0.5  # IcePop: tokens with a lower ratio are masked
 
 
-class LearnerSection(Section):
+class OptimizerSection(Section):
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: matrices by Muon, the rest by AdamW
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
     muon_learning_rate: Annotated[float, Field(ge=0)] = 1e-3
@@ -203,6 +206,9 @@ class LearnerSection(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     warmup_steps: Count = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+
+
+class LearnerSection(OptimizerSection):
     tokens_per_microbatch: Positive = 2048  # gradient accumulation: prompts and completions in one forward
     num_minibatches: Positive = 1  # optimiser steps that a batch is divided into
     num_iterations: Positive = 1  # passes over a batch
@@ -211,6 +217,43 @@ class LearnerSection(Section):
     lora_alpha: Annotated[float, Field(gt=0)] = 16.0
     lora_targets: list[Literal["qkv", "o", "gate_up", "down"]] = ["qkv", "o", "gate_up", "down"]
     threads: Annotated[int, Field(ge=1, le=4096)] | None = None  # None: all, or half of them where generation overlaps
+
+
+class DraftSection(OptimizerSection):
+    """How an EAGLE-3 head is trained, by `paceline train-draft` and online in `paceline train`."""
+
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-3
+    betas: Annotated[list[float], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    warmup_steps: Count = 20
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    loss: Literal["kl", "acceptance"] = "kl"  # soft cross-entropy with the target, or -log of the overlap of the two
+    unroll: Annotated[int, Field(ge=1, le=16)] = 4  # training-time test: how far the head goes on from its own states
+    unroll_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # each further step counts this much of the one before
+    tokens_per_batch: Positive = 4096  # one optimiser step
+    # train-draft: where sequences come from. "rollouts": the engine generates them from the task's prompts; else a
+    # jsonl file of `text`, `prompt` (+ `completion`), `messages`, or recorded rollouts (`prompt_ids`, `token_ids`).
+    data: str = "rollouts"
+    num_sequences: Positive = 512  # how many are generated, or read at most
+    max_length: Annotated[int, Field(ge=8)] = 512  # longer sequences are cut
+    num_epochs: Positive = 4
+    held_out: Positive = 32  # sequences of prompts that are not trained on, for the acceptance
+    eval_every: Count = 50  # optimiser steps between two measurements of it; 0: only before and after
+    checkpoint_every: Count = 200
+    draft_vocab_size: Positive = 16384  # the head's own, chosen by how often the sequences use a token
+    layer_ids: list[Positive] | None = None  # the target's layers whose states it reads; None: low, middle, high
+    norm_before_residual: bool = False
+    fc_norm: bool = False
+    init: str | None = None  # a head to begin with, as speculation.head; None: a new one
+    seed: Count = 0
+    # train: the head learns from the hidden states of the policy's own update. "off", "every" (n-th step), or
+    # "drop": when the mean acceptance length falls below (1 - drop) times the best seen.
+    online: Literal["off", "every", "drop"] = "off"
+    online_every: Positive = 1
+    online_drop: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    online_learning_rate: Annotated[float, Field(ge=0)] = 1e-4
+    online_tokens: Positive = 4096  # of a step's rollouts, at most so many are learned from
+    alarm_drop: Annotated[float, Field(gt=0, lt=1)] = 0.2  # acceptance lost at one weight sync that raises an alarm
+    alarm_floor: Annotated[float, Field(ge=1)] = 1.05  # and the mean acceptance length that does
 
 
 class TrainSection(Section):
@@ -239,6 +282,7 @@ class Config(Section):
     reward: RewardSection = RewardSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     learner: LearnerSection = LearnerSection()
+    draft: DraftSection = DraftSection()
     train: TrainSection = TrainSection()
 
     @model_validator(mode="after")

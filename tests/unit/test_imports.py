@@ -15,8 +15,8 @@ FLOORS: dict[str, int] = {
     "__init__": 0, "types": 0, "config": 0, "native": 0,
     "model": 1, "speculation": 1, "report": 1,
     "drafters": 2, "engine": 2, "tasks": 2,
-    "rl": 3, "cluster": 3,
-    "build": 4, "bench": 5, "verify": 5, "doctor": 6, "cli": 7, "__main__": 8,
+    "draft": 3, "rl": 4, "cluster": 4,
+    "build": 5, "bench": 6, "verify": 6, "doctor": 7, "cli": 8, "__main__": 9,
 }  # fmt: skip
 ALLOWED_BESIDE = {("config", "types"), ("native", "types"), ("native", "__init__"), ("config", "__init__")}
 WITHOUT_TORCH = ("types", "config", "native", "speculation", "report")

@@ -13,8 +13,8 @@ from paceline.config import LearnerSection
 from paceline.model.attention import PackedAttention
 from paceline.model.decoder import Decoder
 from paceline.model.lora import adapters_off, attach
+from paceline.model.optim import Optimizer
 from paceline.model.weights import assign, hf_state, load, save
-from paceline.rl.optim import Optimizer
 
 TOKENS = torch.arange(24) * 7 % 60
 EVERY = ("qkv", "o", "gate_up", "down")
@@ -31,7 +31,7 @@ def with_adapters(dtype: torch.dtype = torch.float64, targets: tuple[str, ...] =
 
 
 def trained(decoder: Decoder) -> Decoder:
-    optimizer = Optimizer(decoder, LearnerSection(learning_rate=0.05), 5)
+    optimizer = Optimizer(decoder, decoder.config, LearnerSection(learning_rate=0.05), 5)
     for step in range(5):
         logits(decoder).log_softmax(-1)[:, 3].mean().neg().backward()
         optimizer.step(step)

@@ -13,8 +13,8 @@ from torch import Tensor
 from paceline.config import LearnerSection
 from paceline.model.decoder import Decoder
 from paceline.model.lora import attach
+from paceline.model.optim import Muon, Optimizer, schedule
 from paceline.model.weights import hf_state
-from paceline.rl.optim import Muon, Optimizer, schedule
 
 
 def section(**settings: Any) -> LearnerSection:
@@ -82,7 +82,7 @@ class Reference:
 def test_steps_are_the_papers(optimizer: str) -> None:
     it = decoder(family="qwen2", qkv_bias=True)
     settings = {"learning_rate": 3e-3, "muon_learning_rate": 2e-2, "weight_decay": 0.1, "betas": [0.8, 0.95]}
-    ours = Optimizer(it, section(optimizer=optimizer, **settings), 10)
+    ours = Optimizer(it, it.config, section(optimizer=optimizer, **settings), 10)
     reference = Reference(optimizer, 3e-3, 2e-2, 0.1, (0.8, 0.95))
     weights = by_name(it)
     for step in range(4):
@@ -95,7 +95,7 @@ def test_steps_are_the_papers(optimizer: str) -> None:
 
 def test_muon_on_a_fused_matrix_as_one_would_be_caught() -> None:
     it, whole = decoder(), decoder()
-    ours = Optimizer(it, section(optimizer="muon"), 10)
+    ours = Optimizer(it, it.config, section(optimizer="muon"), 10)
     qkv = whole.layers[0].qkv.weight
     assert qkv is not None
     other = Muon([qkv], lr=1e-3, weight_decay=0.0)
@@ -125,7 +125,8 @@ def test_muon_is_torchs_but_for_its_rounding() -> None:
 
 
 def test_who_is_whose() -> None:
-    parts = Optimizer(decoder(qkv_bias=True, family="qwen2", tie_embeddings=False), section(optimizer="muon"), 1).parts
+    it = decoder(qkv_bias=True, family="qwen2", tie_embeddings=False)
+    parts = Optimizer(it, it.config, section(optimizer="muon"), 1).parts
     matrices = {name for name, part in parts.items() if part.is_matrix}
     assert {name for name in matrices if name.startswith("layers.1.")} == {
         *(f"layers.1.qkv.weight.{i}" for i in range(3)),
@@ -156,7 +157,7 @@ def test_the_schedule_is_applied_to_both() -> None:
         for step in (0, 6):  # the same gradients from the same weights, at another step
             it = decoder()
             before = by_name(it)
-            ours = Optimizer(it, section(**settings), 8)
+            ours = Optimizer(it, it.config, section(**settings), 8)
             assert ours.learning_rate(step) == 1e-3 * (8 - step) / 8
             random_gradients(it, 0)
             ours.step(step)
@@ -167,8 +168,10 @@ def test_the_schedule_is_applied_to_both() -> None:
 
 def test_gradients_are_clipped_by_their_global_norm() -> None:
     it, twin = decoder(), decoder()
-    clipped = Optimizer(it, section(max_grad_norm=0.5, eps=1.0), 1)  # a large eps, so that AdamW sees the scale
-    plain = Optimizer(twin, section(eps=1.0), 1)
+    clipped = Optimizer(
+        it, it.config, section(max_grad_norm=0.5, eps=1.0), 1
+    )  # a large eps, so that AdamW sees the scale
+    plain = Optimizer(twin, twin.config, section(eps=1.0), 1)
     for one in (it, twin):
         random_gradients(one, 0)
     norm = torch.cat([p.grad.flatten() for p in twin.parameters() if p.grad is not None]).norm()
@@ -184,7 +187,7 @@ def test_gradients_are_clipped_by_their_global_norm() -> None:
 def test_parts_cover_adapters_too() -> None:
     it = tiny_decoder()
     attach(it, 3, 6.0, ("qkv", "o", "gate_up", "down"))
-    parts = Optimizer(it, section(optimizer="muon"), 1).parts
+    parts = Optimizer(it, it.config, section(optimizer="muon"), 1).parts
     for name, parameter in it.named_parameters():
         if parameter.requires_grad:
             rows = [part.leaf.shape[0] for part in parts.values() if part.of == name]
@@ -194,7 +197,7 @@ def test_parts_cover_adapters_too() -> None:
 
 def test_a_gradient_that_is_not_finite_is_dropped() -> None:
     it = decoder()
-    ours = Optimizer(it, section(), 1)
+    ours = Optimizer(it, it.config, section(), 1)
     random_gradients(it, 0)
     it.norm.grad[0] = torch.nan  # type: ignore[index]
     before = by_name(it)

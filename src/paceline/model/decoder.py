@@ -20,7 +20,7 @@ from paceline.model.attention import Attention
 from paceline.model.config import ModelConfig
 from paceline.model.layer import Layer, Linear
 from paceline.model.ops import Ops, TorchOps
-from paceline.model.rope import rope_tables
+from paceline.model.rope import Rope
 
 
 @dataclass(slots=True)
@@ -41,15 +41,7 @@ class Decoder(nn.Module):
         self.norm = nn.Parameter(torch.ones(config.hidden_size))
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
         self.checkpointing = False  # recompute each layer in the backward pass instead of keeping its insides
-        self._rope: tuple[Tensor, Tensor] | None = None
-
-    def rope(self) -> tuple[Tensor, Tensor]:
-        """cos, sin [max_positions, E/2], in float32 (or better) on the parameters' device."""
-        where = self.norm
-        if self._rope is None or self._rope[0].device != where.device or self._rope[0].dtype != _wide(where.dtype):
-            cos, sin = rope_tables(self.config)
-            self._rope = cos.to(where.device, _wide(where.dtype)), sin.to(where.device, _wide(where.dtype))
-        return self._rope
+        self.rope = Rope(config)
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, attention: Attention, taps: tuple[int, ...] = ()
@@ -69,7 +61,7 @@ class Decoder(nn.Module):
     def _layer(self, i: int, x: Tensor, h: Tensor, positions_T: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
         """The residual stream x after layer i, and its norm as the next layer wants it."""
         ops, layer, eps = self.ops, self.layers[i], self.config.norm_eps
-        q, k, v = ops.qkv(h, layer, self.config, positions_T, self.rope())
+        q, k, v = ops.qkv(h, layer, self.config, positions_T, self.rope.tables(self.norm))
         h = ops.linear(attention(i, q, k, v), layer.o)
         x, h = ops.add_norm(x, h, layer.post_norm, eps)
         h = ops.linear(ops.silu_mul(ops.linear(h, layer.gate_up)), layer.down)
@@ -95,7 +87,3 @@ def first_layers(decoder: Decoder, num_layers: int) -> Decoder:
         setattr(shallow, name, getattr(decoder, name))
     shallow.layers = decoder.layers[:num_layers]
     return shallow
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

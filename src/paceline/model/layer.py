@@ -23,11 +23,13 @@ class Linear(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    """`num_in` is what attention reads; the residual stream, unless an EAGLE-3 head puts something beside it."""
+
+    def __init__(self, config: ModelConfig, num_in: int | None = None) -> None:
         super().__init__()
         c = config
         self.input_norm = nn.Parameter(torch.ones(c.hidden_size))
-        self.qkv = Linear(c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, bias=c.qkv_bias)
+        self.qkv = Linear(num_in or c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, bias=c.qkv_bias)
         self.q_norm = nn.Parameter(torch.ones(c.head_dim)) if c.qk_norm else None
         self.k_norm = nn.Parameter(torch.ones(c.head_dim)) if c.qk_norm else None
         self.o = Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.o_bias)

@@ -17,6 +17,22 @@ from torch import Tensor
 from paceline.model.config import ModelConfig
 
 
+class Rope:
+    """The tables where and as precise as they are needed: made at the first call, and again if that changes."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def tables(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, sin [max_positions, E/2], in float32 (or better) on the device of `like`."""
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        if self._tables is None or self._tables[0].device != like.device or self._tables[0].dtype != dtype:
+            cos, sin = rope_tables(self.config)
+            self._tables = cos.to(like.device, dtype), sin.to(like.device, dtype)
+        return self._tables
+
+
 def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
     """cos and sin of every position's angles, float32 [max_positions, E/2]."""
     frequencies, magnitude = rope_frequencies(config)

@@ -21,10 +21,10 @@ from paceline.config import LearnerSection
 from paceline.model import lora
 from paceline.model.attention import PackedAttention
 from paceline.model.decoder import Decoder
+from paceline.model.optim import Optimizer
 from paceline.model.weights import hf_state
 from paceline.rl import head
 from paceline.rl.batch import TokenBatch
-from paceline.rl.optim import Optimizer
 from paceline.rl.packing import microbatches, minibatches, pack
 from paceline.types import Rollout
 
@@ -74,7 +74,7 @@ class Learner:
         else:
             decoder.requires_grad_(True)
         decoder.checkpointing = section.activation_checkpointing
-        self.optimizer = Optimizer(decoder, section, num_steps)
+        self.optimizer = Optimizer(decoder, decoder.config, section, num_steps)
 
     def logprobs(self, rollouts: Sequence[Rollout]) -> Tensor:
         """Of every token that the policy chose, under its present weights; 0 at the others. No gradient."""

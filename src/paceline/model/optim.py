@@ -8,6 +8,7 @@ stepped, and is then rounded into the parameter.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from paceline.config import LearnerSection
+from paceline.config import OptimizerSection
 from paceline.model.config import ModelConfig
-from paceline.model.decoder import Decoder
+
+MATRIX = re.compile(r"(?:layers\.\d+|layer)\.(\w+)\.(.+)")  # layers.3.qkv.weight, layers.3.qkv.lora.up, layer.o.weight
 
 
-def schedule(step: int, section: LearnerSection, num_steps: int) -> float:
+def schedule(step: int, section: OptimizerSection, num_steps: int) -> float:
     """The share of the learning rate that step 0 … num_steps-1 has: a linear warm-up, then constant, or down towards
     zero, which the step after the last would have."""
     warmup = section.warmup_steps
@@ -65,14 +67,14 @@ def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], num_ste
 
 
 class Optimizer:
-    """Over the parameters of `decoder` that are trained. Gradients are whatever backward passes have left since the
-    last step."""
+    """Over the parameters of `module`, a decoder or a head with layers of shape `config`, that are trained. Gradients
+    are whatever backward passes have left since the last step."""
 
-    def __init__(self, decoder: Decoder, section: LearnerSection, num_steps: int) -> None:
+    def __init__(self, module: nn.Module, config: ModelConfig, section: OptimizerSection, num_steps: int) -> None:
         self.section, self.num_steps = section, num_steps
-        self.parameters = {name: p for name, p in decoder.named_parameters() if p.requires_grad}
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.masters = {name: _master(p) for name, p in self.parameters.items()}
-        self.parts = {part.name: part for name in self.masters for part in self._parts(name, decoder.config)}
+        self.parts = {part.name: part for name in self.masters for part in self._parts(name, config)}
         matrices = [part.leaf for part in self.parts.values() if part.is_matrix]
         rest = [part.leaf for part in self.parts.values() if not part.is_matrix]
         decay = section.weight_decay
@@ -107,7 +109,7 @@ class Optimizer:
             self.clear()
             raise ValueError(
                 f"step {step}: the gradient's norm is {norm.item()}; this update was not made, the weights are as they "
-                "were. Lower learner.learning_rate, or look for rewards or logprobs out of range"
+                "were. Lower the learning rate, or look for rewards or logprobs out of range"
             )
         if norm > self.section.max_grad_norm:
             clip_grads_with_norm_(self.masters.values(), self.section.max_grad_norm, norm)
@@ -162,12 +164,13 @@ class Optimizer:
         """A parameter, or for Muon the matrices that are fused in it: each is orthogonalised by itself, as in a model
         that does not fuse them."""
         master = self.masters[name]
-        if self.section.optimizer == "adamw" or not name.startswith("layers.") or master.ndim != 2:
+        within = MATRIX.fullmatch(name)
+        if self.section.optimizer == "adamw" or within is None or master.ndim != 2:
             yield _Part(name, name, master)
             return
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         fused = {"qkv": [q, kv, kv], "gate_up": [config.intermediate_size] * 2}
-        _, _, linear, kind = name.split(".", 3)  # layers.3.qkv.weight, layers.3.qkv.lora.up
+        linear, kind = within.groups()
         sizes = fused.get(linear, [len(master)]) if kind != "lora.down" else [len(master)]
         start = 0
         for i, size in enumerate(sizes):

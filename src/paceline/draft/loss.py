@@ -1,0 +1,59 @@
+"""How far a head's distribution q is from the target's p, from states to a scalar without ever holding all logits.
+
+`kl`: the soft cross-entropy -Σ p log q. `acceptance`: -log Σ min(p, q), the logarithm of the chance that the rejection
+rule accepts. Both over the draft vocabulary and at a temperature; p is the target's over its whole vocabulary, so what
+the head can't say is missing from its sum. Gradients are made in the forward pass, while the logits are there.
+P positions, D hidden, N draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK = 8192  # positions whose logits are computed at once
+
+
+def draft_loss(h_PD: Tensor, weight_ND: Tensor, p_PN: Tensor, temperature: float, kind: str) -> tuple[Tensor, Tensor]:
+    """The mean loss over positions, and the mean Σ min(p, q) (without gradient)."""
+    return _Loss.apply(h_PD, weight_ND, p_PN, temperature, kind)
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, h_PD: Tensor, weight_ND: Tensor, p_PN: Tensor, temperature: float, kind: str
+    ) -> tuple[Tensor, Tensor]:
+        loss, overlap = h_PD.new_zeros(()), h_PD.new_zeros(())
+        h_grad, weight_grad = torch.zeros_like(h_PD), torch.zeros_like(weight_ND)
+        fast = torch.bfloat16 if h_PD.is_cuda and h_PD.dtype == torch.float32 else h_PD.dtype
+        weight = weight_ND.to(fast)
+        scale = 1 / max(1, len(h_PD))
+        for start in range(0, len(h_PD), CHUNK):
+            rows = slice(start, start + CHUNK)
+            h, p = h_PD[rows].to(fast), p_PN[rows]
+            z = (h @ weight.T).to(p.dtype) / temperature
+            log_q = z.log_softmax(-1)
+            q = log_q.exp()
+            least = torch.minimum(p, q).sum(-1)
+            overlap += least.sum() * scale
+            if kind == "kl":
+                loss += -(p * log_q).sum() * scale
+                z_grad = q.mul_(p.sum(-1, keepdim=True)).sub_(p)
+            else:
+                loss += -least.clamp_min(1e-6).log().sum() * scale
+                below = q * (q < p)
+                z_grad = q.mul_(below.sum(-1, keepdim=True)).sub_(below).div_(least.clamp_min(1e-6).unsqueeze(-1))
+            z_grad = z_grad.mul_(scale / temperature).to(fast)
+            h_grad[rows] = z_grad @ weight
+            weight_grad += z_grad.T @ h
+        ctx.save_for_backward(h_grad, weight_grad)
+        ctx.mark_non_differentiable(overlap)
+        return loss, overlap
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        h_grad, weight_grad = ctx.saved_tensors
+        return h_grad * grads[0], weight_grad * grads[0], None, None, None
