@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,6 +12,8 @@ from paceline.engine.engine import LocalEngine
 from paceline.engine.sequence import Sequence
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
+from paceline.model.eagle3 import Eagle3Head, head_config, init_head
+from paceline.model.kernels import pack_for_inference
 from paceline.model.kv import BLOCK
 from paceline.model.sample import Sampler, SamplingArrays
 from paceline.model.weights import init
@@ -84,3 +87,18 @@ def check_blocks(engine: LocalEngine) -> None:
     assert [holders[b] for b in range(pool.num_blocks)] == pool.references
     assert all(holders[block] == 1 for block in writable), "a block that is still written to is shared"
     assert sum(1 for n in pool.references if n == 0) == pool.num_free, "a block is neither held nor free"
+
+
+def tiny_head(decoder: Decoder, draft_vocab_size: int = 41, seed: int = 3, **changes: object) -> Eagle3Head:
+    """A random EAGLE-3 head over a tiny decoder; its vocabulary is every third token left out."""
+    config = replace(head_config(decoder.config, draft_vocab_size, (1, 2, 3)), **changes)  # type: ignore[arg-type]
+    ids = torch.tensor([i for i in range(decoder.config.vocab_size) if i % 3 != 1][:draft_vocab_size])
+    head = init_head(config, ids, seed=seed, dtype=decoder.dtype, device=decoder.device)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.ndim == 2 and len(parameter) > 3:
+                parameter.mul_(12)
+    head.requires_grad_(False)
+    if decoder.embed.panels is not None:
+        pack_for_inference(head)
+    return head

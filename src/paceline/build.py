@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from paceline.engine.engine import LocalEngine
     from paceline.model.config import ModelConfig
     from paceline.model.decoder import Decoder
+    from paceline.model.eagle3 import Eagle3Head
     from paceline.model.paged import PagedDecoder
     from paceline.model.sample import Sampler
     from paceline.rl.collect import Collector
@@ -78,10 +79,10 @@ def build_decoder(config: Config, directory: Any) -> Decoder:
     """The model for inference: packed for the CPU kernels where they can run, plain torch elsewhere."""
     decoder = load_decoder(config, directory)
     if config.engine.native and config.model.device == "cpu" and config.model.dtype == "float32":
-        from paceline.model.kernels import pack_decoder
+        from paceline.model.kernels import pack_for_inference
 
         try:
-            pack_decoder(decoder)
+            pack_for_inference(decoder)
         except NativeUnavailable as error:
             warnings.warn(f"engine.native: {error}\nGoing on in plain torch, several times slower.", stacklevel=2)
     return decoder
@@ -115,7 +116,11 @@ def default_kv_tokens(config: Config, model: ModelConfig) -> int:
     return max(model.max_positions, min(config.engine.max_num_seqs * each, 2 * 2**30 // bytes_per_token))
 
 
-def build_drafter(config: Config, target: Decoder, tokenizer: Any) -> Drafter | None:
+def build_drafter(
+    config: Config, target: Decoder, tokenizer: Any, head: Eagle3Head | None = None
+) -> Drafter | None:
+    """A drafter for this target. `head`: an EAGLE-3 head that is already there, packed as the target is, instead of
+    the one on disk."""
     speculation = config.speculation
     if speculation.method == "none":
         return None
@@ -127,10 +132,58 @@ def build_drafter(config: Config, target: Decoder, tokenizer: Any) -> Drafter | 
         from paceline.drafters.suffix import SuffixDrafter
 
         return SuffixDrafter(min_match=speculation.suffix_min_match, max_bytes=speculation.suffix_max_bytes)
-    from paceline.drafters.draft_model import DraftModelDrafter
+    if speculation.method == "draft_model":
+        from paceline.drafters.draft_model import DraftModelDrafter
 
-    draft = _draft_decoder(config, target, tokenizer)
-    return DraftModelDrafter(build_paged(config, draft), build_sampler(draft), coupled=speculation.rule == "coupled")
+        draft = _draft_decoder(config, target, tokenizer)
+        coupled = speculation.rule == "coupled"
+        return DraftModelDrafter(build_paged(config, draft), build_sampler(draft), coupled)
+    from paceline.drafters.eagle3 import Eagle3Drafter
+    from paceline.model.kv import BLOCK
+
+    if head is None:
+        head = pack_head(build_head(config, target.config), target)
+    num_blocks = -(-(config.engine.kv_tokens or default_kv_tokens(config, target.config)) // BLOCK)
+    eagle3 = Eagle3Drafter(head, target.embed, build_sampler(target), num_blocks, speculation.rule == "coupled")
+    if speculation.method == "eagle3":
+        return eagle3
+    from paceline.drafters.hybrid import HybridDrafter
+    from paceline.drafters.suffix import SuffixDrafter
+
+    history = SuffixDrafter(min_match=speculation.suffix_min_match, max_bytes=speculation.suffix_max_bytes)
+    return HybridDrafter(history, eagle3, head_cost(head, target.config), speculation.hybrid_choice)
+
+
+def build_head(config: Config, target: ModelConfig) -> Eagle3Head:
+    """The EAGLE-3 head that speculation.head names, or the one shipped for the model; plain, where the model is."""
+    import torch
+
+    from paceline.model.head_files import load_head, resolve_head
+
+    dtype = getattr(torch, config.model.dtype)
+    directory = resolve_head(config.speculation.head, config.model.name)
+    return load_head(directory, target, dtype=dtype, device=config.model.device)
+
+
+def pack_head(head: Eagle3Head, target: Decoder) -> Eagle3Head:
+    """For inference beside this target: packed if the target is."""
+    head.requires_grad_(False)
+    if target.embed.panels is not None:
+        from paceline.model.kernels import pack_for_inference
+
+        pack_for_inference(head)
+    return head
+
+
+def head_cost(head: Eagle3Head, target: ModelConfig) -> float:
+    """What a drafted token costs, in steps of the target, where both are bound by reading their weights: as on a CPU,
+    or on a GPU with few rows."""
+    t = target
+    per_layer = t.hidden_size * t.head_dim * 2 * (t.num_heads + t.num_kv_heads) + 3 * t.hidden_size * t.intermediate_size
+    whole = t.num_layers * per_layer + t.vocab_size * t.hidden_size
+    c = head.config.layer
+    own = c.hidden_size * c.head_dim * (3 * c.num_heads + 4 * c.num_kv_heads) + 3 * c.hidden_size * c.intermediate_size
+    return (own + head.config.draft_vocab_size * c.hidden_size) / whole
 
 
 def _draft_decoder(config: Config, target: Decoder, tokenizer: Any) -> Decoder:

@@ -137,7 +137,7 @@ def native_gap() -> float:
     import torch
 
     from paceline.model.config import ModelConfig
-    from paceline.model.kernels import pack_decoder
+    from paceline.model.kernels import pack_for_inference
     from paceline.model.kv import BlockTable
     from paceline.model.paged import PagedDecoder, Span
     from paceline.model.weights import init
@@ -152,10 +152,10 @@ def native_gap() -> float:
     def logits() -> torch.Tensor:
         paged, table = PagedDecoder(decoder, 4), BlockTable()
         paged.pool.reserve(table, len(tokens))
-        return paged.forward([Span(tokens, 0, table, 4)])[0]
+        return paged.forward([Span(tokens, 0, table, 4)])
 
     plain = logits()
-    pack_decoder(decoder)
+    pack_for_inference(decoder)
     return float((logits() - plain).abs().max())
 
 

@@ -12,7 +12,7 @@ from support import check_blocks, tiny_decoder
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine import naive
 from paceline.engine.engine import LocalEngine
-from paceline.model.kernels import pack_decoder
+from paceline.model.kernels import pack_for_inference
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
 from paceline.model.weights import checksum, hf_state
@@ -25,7 +25,7 @@ Make = Callable[..., LocalEngine]
 def build(dtype: torch.dtype, native: bool, **options: object) -> LocalEngine:
     decoder = tiny_decoder(dtype)
     if native:
-        pack_decoder(decoder)
+        pack_for_inference(decoder)
     paged = PagedDecoder(decoder, 64)
     return LocalEngine(
         paged, sampler=Sampler(native=native), drafter=SuffixDrafter(), policy=StaticPolicy(3), **options

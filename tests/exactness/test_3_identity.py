@@ -16,7 +16,7 @@ from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import LocalEngine
 from paceline.model.decoder import Decoder, first_layers
-from paceline.model.kernels import NativeOps, pack_decoder, unpack
+from paceline.model.kernels import NativeOps, pack_for_inference, unpack
 from paceline.model.layer import Linear
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import PhiloxNoise, Sampler
@@ -38,7 +38,7 @@ DRAFTERS: dict[str, Callable[[Decoder, Sampler], Drafter]] = {
 def decoder_of(precision: str, seed: int = 0) -> Decoder:
     decoder = tiny_decoder(PRECISIONS[precision], seed)
     if precision == "float32 kernels":
-        pack_decoder(decoder)
+        pack_for_inference(decoder)
     return decoder
 
 

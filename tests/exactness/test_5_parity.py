@@ -10,7 +10,7 @@ from support import tiny_decoder
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import LocalEngine
 from paceline.model.decoder import Decoder
-from paceline.model.kernels import pack_decoder
+from paceline.model.kernels import pack_for_inference
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
 from paceline.speculation.policy import StaticPolicy
@@ -57,7 +57,7 @@ def test_one_chain(kind: str, native: bool) -> None:
         pytest.skip("the kernels are float32")
     learner, decoder = tiny_decoder(dtype), tiny_decoder(dtype)
     if native:
-        pack_decoder(decoder)
+        pack_for_inference(decoder)
     found = gaps(learner, decoder, native)
     assert max(found.values()) < tolerance, found
 

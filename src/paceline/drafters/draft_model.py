@@ -31,6 +31,7 @@ class _State:
 class DraftModelDrafter:
     name = "draft_model"
     wants_hidden: tuple[int, ...] = ()
+    reads_drafts = False
 
     def __init__(self, paged: PagedDecoder, sampler: Sampler, coupled: bool = True, version: int = 0) -> None:
         self.paged, self.sampler, self.coupled, self.version = paged, sampler, coupled, version
@@ -95,7 +96,7 @@ class DraftModelDrafter:
         spans = [
             Span(tokens, states[i].num_computed, states[i].table, 1) for i, tokens in zip(active, pending, strict=True)
         ]
-        logits, _ = self.paged.forward(spans)
+        logits = self.paged.forward(spans)
         for i, tokens in zip(active, pending, strict=True):
             states[i].num_computed += len(tokens)
         return logits

@@ -315,6 +315,7 @@ class SuffixDrafter:
     name = "suffix"
     version = 0
     wants_hidden: tuple[int, ...] = ()
+    reads_drafts = False
 
     def __init__(
         self, min_match: int = 1, max_bytes: int = 1 << 30, history: NativeHistory | SlowHistory | None = None

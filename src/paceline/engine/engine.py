@@ -71,16 +71,12 @@ class LocalEngine:
         self.paged = paged
         self.model_config = paged.decoder.config
         self.sampler = sampler or Sampler()
-        self.drafter = drafter
-        self.policy = policy or StaticPolicy(0)
         if rule not in RULES:
             raise ValueError(f"speculation.rule = {rule!r}: must be one of {', '.join(RULES)}")
-        if rule != "coupled" and self.policy.reads_drafts:
-            raise ValueError(
-                f"speculation.rule = {rule!r} is biased by a policy that cuts drafts by what is in them; "
-                "use rule = 'coupled' with it, or a policy that does not look (speculation.min_confidence = 0)"
-            )
         self.rule = RULES[rule]
+        self.drafter, self.policy = drafter, policy or StaticPolicy(0)
+        self._check_drafting(drafter, self.policy)
+        paged.tap(drafter.wants_hidden if drafter is not None else ())
         self.scheduler = Scheduler(paged, max_num_seqs, max_num_batched_tokens, prefix_sharing)
         self.tokenizer = tokenizer
         self.detokenize: Detokenize | None = tokenizer.decode if tokenizer is not None else None
@@ -88,6 +84,21 @@ class LocalEngine:
         self._handles: dict[int, Handle] = {}
         self._traces: list[StepTrace] = []
         self._num_steps = self._num_submitted = 0
+
+    def _check_drafting(self, drafter: Drafter | None, policy: SpeculationPolicy) -> None:
+        if self.rule is RULES["coupled"]:
+            return
+        name = next(name for name, rule in RULES.items() if rule is self.rule)
+        if policy.reads_drafts:
+            raise ValueError(
+                f"speculation.rule = {name!r} is biased by a policy that cuts drafts by what is in them; "
+                "use rule = 'coupled' with it, or a policy that does not look (speculation.min_confidence = 0)"
+            )
+        if drafter is not None and drafter.reads_drafts:
+            raise ValueError(
+                f"speculation.rule = {name!r} is biased by a drafter that chooses among drafts by what it sampled; use "
+                "rule = 'coupled' with it, or choose before sampling (speculation.hybrid_choice = 'before')"
+            )
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -171,8 +182,7 @@ class LocalEngine:
         if not rows:
             return []
         drafted = time.perf_counter()
-        taps = self.drafter.wants_hidden if self.drafter is not None else ()
-        logits_PV, hidden = self.paged.forward([row.span() for row in rows], taps)
+        logits_PV = self.paged.forward([row.span() for row in rows])
         forwarded = time.perf_counter()
         deciding = [row for row in rows if row.reaches_end]
         verdict = self._accept(deciding, drafts, logits_PV) if deciding else Verdict([], [], [], [])
@@ -181,7 +191,6 @@ class LocalEngine:
         num_context = sum(row.sequence.num_computed + row.num_query + len(row.draft) for row in rows)
         finished, commits = self._commit(rows, deciding, verdict)
         if self.drafter is not None and deciding:
-            commits.hidden = hidden
             self.drafter.observe(commits)
         completions = []
         for sequence in finished:
@@ -209,6 +218,11 @@ class LocalEngine:
             tokens=[r.sequence.tokens for r in deciding],
             noise_keys=np.array([r.sequence.request.noise_key for r in deciding], np.uint64),
             sampling=[r.sequence.request.sampling for r in deciding],
+            version=self.version,
+            num_computed=np.array([r.sequence.num_computed for r in deciding], np.int64),
+            features=lambda spans: self.paged.features(
+                [(deciding[row].sequence.table, start, end) for row, start, end in spans]
+            ),
         )
         left = np.array([r.sequence.num_left - 1 for r in deciding], np.int32)
         caps = np.minimum(self.policy.plan(view), left)
@@ -223,6 +237,7 @@ class LocalEngine:
         for i, row in enumerate(deciding):
             if lengths[i]:
                 row.draft = drafts.tokens[i, : lengths[i]]
+                row.drafter = self.drafter.name if drafts.sources is None else drafts.names[drafts.sources[i]]
                 if drafts.q is not None:
                     q[row.sequence.request.request_id] = drafts.q[i, : lengths[i]]
         return q
@@ -272,7 +287,7 @@ class LocalEngine:
                 verdict.num_accepted[i],
                 len(row.draft),
                 self.version,
-                self.drafter.name if self.drafter is not None else None,
+                row.drafter,
                 self.detokenize,
             )
             commits.tokens[i, :count] = sequence.tokens[before:]
@@ -342,7 +357,14 @@ class LocalEngine:
         return self.drafter.update(weights, version)
 
     def set_drafter(self, drafter: Drafter | None, policy: SpeculationPolicy | None = None) -> None:
-        """Another drafter from here on; running requests go on with it."""
+        """Another drafter from here on; running requests go on with it. Where it reads other hidden states than the one
+        before, they are computed again."""
+        self._check_drafting(drafter, policy or self.policy)
+        wanted = drafter.wants_hidden if drafter is not None else ()
+        if wanted and wanted != self.paged.taps:
+            for sequence in list(reversed(self.scheduler.running)):
+                self.scheduler.preempt(sequence)
+        self.paged.tap(wanted)
         live = [*self.scheduler.running, *self.scheduler.waiting]
         if self.drafter is not None:
             for sequence in live:

@@ -22,6 +22,7 @@ class Row:
     sequence: Sequence
     num_query: int  # committed tokens to compute
     draft: np.ndarray  # drafted tokens to verify behind them
+    drafter: str | None = None  # whose draft it is
 
     @property
     def reaches_end(self) -> bool:

@@ -22,6 +22,7 @@ from paceline.model.layer import Linear
 
 if TYPE_CHECKING:
     from paceline.model.decoder import Decoder
+    from paceline.model.eagle3 import Eagle3Head
     from paceline.model.layer import Layer
 
 WIDTH = 16  # outputs per panel, positions per KV block
@@ -116,19 +117,19 @@ def sums(words: Tensor, high: np.ndarray) -> np.ndarray:
     return out
 
 
-def pack_decoder(decoder: Decoder) -> None:
-    """Turn a float32 CPU decoder into one for inference: weights into panels, ops into C."""
-    assert decoder.device.type == "cpu" and decoder.dtype == torch.float32
+def pack_for_inference(model: Decoder | Eagle3Head) -> None:
+    """Turn a float32 CPU model into one for inference: weights into panels, ops into C."""
+    assert model.device.type == "cpu" and model.dtype == torch.float32
     _sample()
     ops = NativeOps()
-    for module in decoder.modules():
+    for module in model.modules():
         if isinstance(module, Linear) and module.weight is not None:
             module.panels = pack(module.weight.detach())
             module.weight = None
-    decoder.ops = ops
+    model.ops = ops
     # A step looks up some three hundred submodules and parameters, each time by way of nn.Module.__getattr__, a
     # microsecond or more. As plain attributes too they are found at once (assigning to one puts it right again).
-    for module in decoder.modules():
+    for module in model.modules():
         vars(module).update(module._modules | module._parameters)
 
 

@@ -41,12 +41,18 @@ class BatchPlan:
 
 
 class PagedKV:
-    """Keys lie transposed within a block, so that one vector holds one feature of 16 positions."""
+    """Keys lie transposed within a block, so that one vector holds one feature of 16 positions. Beside keys and values
+    there may be room for each token's hidden states, which a drafter reads."""
 
     def __init__(self, config: ModelConfig, num_blocks: int, dtype: torch.dtype, device: torch.device | str) -> None:
         layers, heads, dim = config.num_layers, config.num_kv_heads, config.head_dim
         self.k = torch.zeros(layers, num_blocks, heads, dim, BLOCK, dtype=dtype, device=device)
         self.v = torch.zeros(layers, num_blocks, heads, BLOCK, dim, dtype=dtype, device=device)
+        self.features: Tensor | None = None  # [slots, F]
+
+    def make_features(self, num_features: int) -> None:
+        if self.features is None or self.features.shape[1] != num_features:
+            self.features = self.k.new_empty(self.k.shape[1] * BLOCK, num_features)
 
     def write(self, layer: int, slots_T: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> None:
         block, offset = slots_T // BLOCK, slots_T % BLOCK
@@ -63,6 +69,9 @@ class PagedKV:
     def copy_block(self, source: int, target: int) -> None:
         self.k[:, target] = self.k[:, source]
         self.v[:, target] = self.v[:, source]
+        if self.features is not None:
+            blocks = self.features.unflatten(0, (-1, BLOCK))
+            blocks[target] = blocks[source]
 
 
 @dataclass(slots=True)
@@ -73,6 +82,11 @@ class BlockTable:
     num_indexed: int = 0
     node: int = 0
     epoch: int = 0
+
+    def slots(self, start: int, end: int) -> np.ndarray:
+        """Where the tokens start … end-1 lie: block * BLOCK + offset, int64."""
+        positions = np.arange(start, end)
+        return np.array(self.blocks, np.int64)[positions // BLOCK] * BLOCK + positions % BLOCK
 
 
 class BlockPool:

@@ -5,7 +5,7 @@ Engine and drafters know each other only through what stands here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +23,11 @@ class Rows:
     tokens: Sequence[np.ndarray]  # B x int32 [length]
     noise_keys: np.ndarray  # uint64 [B]
     sampling: Sequence[SamplingParams]
+    version: int = 0  # of the policy
+    # For drafters with `wants_hidden`: the target has computed the first num_computed[i] tokens of row i, and
+    # features([(i, start, end), …]) gives those layers' outputs, side by side, of rows' tokens start … end-1: [T, F].
+    num_computed: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    features: Callable[[Sequence[tuple[int, int, int]]], Any] | None = None
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -31,12 +36,15 @@ class Rows:
 @dataclass(slots=True)
 class DraftBatch:
     """Guesses. Row i drafted tokens[i, :num[i]]. `q` is the distribution that each token was sampled from
-    ([B, K, V], torch or numpy), or None for drafters that guess deterministically (one-hot q)."""
+    ([B, K, V], torch or numpy), or None for drafters that guess deterministically (one-hot q). `sources[i]` is the
+    number of the drafter in `names` whose draft row i has, where several draft."""
 
     tokens: np.ndarray  # int32 [B, K]
     num: np.ndarray  # int32 [B]
     confidence: np.ndarray  # float32 [B, K], estimated probability that the position is accepted given those before
     q: Any = None
+    names: tuple[str, ...] = ()
+    sources: np.ndarray | None = None  # uint8 [B]
 
     @staticmethod
     def empty(num_rows: int, k: int = 0) -> DraftBatch:
@@ -54,17 +62,19 @@ class Commits:
     num: np.ndarray  # int32 [B]
     num_drafted: np.ndarray  # int32 [B]
     num_accepted: np.ndarray  # int32 [B]
-    hidden: dict[int, Any] = field(default_factory=dict)  # layer -> states, for drafters with `wants_hidden`
 
 
 class Drafter(Protocol):
     """Guesses what the target will say. `begin` and `end` bracket a request's life; between them every
     emitted token reaches `observe` exactly once and in order. `propose` may be skipped for any row at any
-    step, and what it proposed may be cut to any length."""
+    step, and what it proposed may be cut to any length. `reads_drafts` tells whether what it proposes depends on
+    tokens that it sampled and then left out: harmless under `coupled`, a bias under the rejection rules, which refuse
+    it."""
 
     name: str
     version: int
     wants_hidden: tuple[int, ...]  # target layers whose outputs it reads
+    reads_drafts: bool
 
     def begin(self, request: Request) -> None: ...
     def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch: ...  # caps: int32 [B], num <= caps

@@ -17,6 +17,7 @@ class AdversarialDrafter:
     name = "adversarial"
     version = 0
     wants_hidden: tuple[int, ...] = ()
+    reads_drafts = False
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
         self.vocab_size, self.seed = vocab_size, seed

@@ -93,7 +93,7 @@ def prefill_logprobs(paged: PagedDecoder, completions: Sequence[Completion]) -> 
         table = BlockTable()
         if not paged.pool.reserve(table, len(tokens)):
             raise ValueError("the KV memory is too small for one sequence; raise engine.kv_tokens")
-        logits, _ = paged.forward([Span(tokens, 0, table, len(c.token_ids) + 1)])
+        logits = paged.forward([Span(tokens, 0, table, len(c.token_ids) + 1)])
         paged.pool.truncate(table, 0)
         at = torch.as_tensor(c.token_ids).long()[:, None]
         outs.append(logits[:-1].double().log_softmax(-1).gather(-1, at)[:, 0].numpy())

@@ -23,10 +23,16 @@ from paceline.model.paged import PagedDecoder, Span, make_plan
 class TokenMemory:
     def __init__(self, num_blocks: int) -> None:
         self.slots = np.full(num_blocks * BLOCK, -1, np.int64)
+        self.features: Tensor | None = None
+
+    def make_features(self, num_features: int) -> None:
+        self.features = torch.zeros(len(self.slots), num_features, dtype=torch.float64)
 
     def copy_block(self, source: int, target: int) -> None:
-        blocks = self.slots.reshape(-1, BLOCK)
-        blocks[target] = blocks[source]
+        for slots in (self.slots, self.features):
+            if slots is not None:
+                blocks = slots.reshape(-1, BLOCK, *slots.shape[1:])
+                blocks[target] = blocks[source]
 
 
 class Table:
@@ -60,7 +66,7 @@ class TableDecoder(PagedDecoder):
         self.config = ModelConfig(
             family="llama",
             vocab_size=table.vocab_size,
-            hidden_size=1,
+            hidden_size=table.vocab_size,  # what stands for a hidden state is the context's logits
             intermediate_size=1,
             num_layers=1,
             num_heads=1,
@@ -73,19 +79,25 @@ class TableDecoder(PagedDecoder):
         )
         self.decoder: Any = self  # what an engine asks of a decoder is its config
         self.pool = BlockPool(num_blocks)
+        self.taps = ()
         self.kv = None
         self.wake()
 
     def wake(self) -> None:
         self.kv = TokenMemory(self.pool.num_blocks)
+        self.tap(self.taps)
 
-    def forward(self, spans: Sequence[Span], taps: tuple[int, ...] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+    def forward(self, spans: Sequence[Span]) -> Tensor:
         plan = make_plan(spans)
-        self.kv.slots[plan.slots()] = plan.tokens
+        slots = plan.slots()
+        self.kv.slots[slots] = plan.tokens
         rows = np.repeat(np.arange(plan.num_rows), np.diff(plan.query_start))
-        out = np.empty((len(plan.logits_at), self.config.vocab_size))
-        for i, at in enumerate(plan.logits_at.tolist()):
+        out = np.zeros((len(plan.tokens), self.config.vocab_size))
+        for at in range(len(plan.tokens)) if self.taps else plan.logits_at.tolist():
             positions = np.arange(plan.positions[at] + 1)
             blocks = plan.block_tables[rows[at], positions // BLOCK].astype(np.int64)
-            out[i] = self.table.logits_after(self.kv.slots[blocks * BLOCK + positions % BLOCK])
-        return torch.from_numpy(out), {}
+            out[at] = self.table.logits_after(self.kv.slots[blocks * BLOCK + positions % BLOCK])
+        logits = torch.from_numpy(out)
+        if self.taps:
+            self.kv.features[slots] = logits
+        return logits[plan.logits_at]

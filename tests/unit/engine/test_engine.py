@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 import pytest
 import torch
@@ -14,10 +12,11 @@ from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import LocalEngine
 from paceline.engine.sequence import Sequence
+from paceline.model.attention import PackedAttention
 from paceline.model.decoder import first_layers
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
-from paceline.model.weights import checksum, hf_state, init
+from paceline.model.weights import checksum, hf_state
 from paceline.speculation.metrics import summarise
 from paceline.speculation.policy import StaticPolicy
 from paceline.types import Provenance, Request, SamplingParams
@@ -340,15 +339,61 @@ def test_sleep_gives_the_memory_back() -> None:
         running.sleep()
 
 
-def test_hidden_states_reach_a_drafter_that_asks() -> None:
-    class Asking(SuffixDrafter):
-        wants_hidden = (0, 2)
-        seen: ClassVar[list[dict]] = []
+class Asking(SuffixDrafter):
+    """Compares the features it is offered with those of a plain forward over the whole sequence."""
 
-        def observe(self, commits):
-            self.seen.append({layer: tuple(states.shape) for layer, states in commits.hidden.items()})
-            super().observe(commits)
+    wants_hidden = (0, 2)
 
-    running = LocalEngine(PagedDecoder(init(tiny_decoder().config, 0), 32), drafter=Asking())
-    running.generate([Request(0, (1, 2, 3), SamplingParams(max_tokens=2, ignore_eos=True), 5)])
-    assert Asking.seen == [{0: (3, 32), 2: (3, 32)}, {0: (1, 32), 2: (1, 32)}]
+    def __init__(self, decoder) -> None:
+        super().__init__()
+        self.decoder, self.num_compared, self.wrong = decoder, 0, 0
+
+    def propose(self, rows, caps):
+        for i, tokens in enumerate(rows.tokens):
+            count = int(rows.num_computed[i])
+            if count:
+                plain = self.decoder(
+                    torch.as_tensor(tokens[:count]).long(), torch.arange(count), PackedAttention([count]), (0, 2)
+                )
+                expected = torch.cat([plain.taps[0], plain.taps[2]], -1)
+                self.wrong += not torch.allclose(rows.features([(i, 0, count)]), expected, atol=1e-9)
+                self.num_compared += 1
+        return super().propose(rows, caps)
+
+
+def asking_engine(decoder, num_blocks: int = 64, **settings) -> tuple[LocalEngine, Asking]:
+    drafter = Asking(decoder)
+    paged = PagedDecoder(decoder, num_blocks)
+    return LocalEngine(paged, drafter=drafter, policy=StaticPolicy(2), **settings), drafter
+
+
+def test_features_are_the_targets_states_through_chunks_sharing_and_preemption() -> None:
+    wanted = [
+        Request(i, tuple(range(1, 38)), SamplingParams(max_tokens=24, ignore_eos=True), i, "same") for i in range(6)
+    ]
+    running, drafter = asking_engine(tiny_decoder(), num_blocks=14, max_num_batched_tokens=16)
+    completions = running.generate(wanted)
+    assert sum(c.num_preemptions for c in completions) > 0
+    assert drafter.num_compared > 50
+    assert drafter.wrong == 0
+
+
+def test_a_drafter_that_comes_later_finds_features_too() -> None:
+    running = LocalEngine(PagedDecoder(tiny_decoder(), 64), policy=StaticPolicy(2))
+    handle = running.submit(Request(0, (1, 2, 3), SamplingParams(max_tokens=20, ignore_eos=True), 5))
+    for _ in range(6):
+        running.step()
+    drafter = Asking(tiny_decoder())
+    running.set_drafter(drafter)
+    while not handle.done:
+        running.step()
+    assert drafter.num_compared > 3
+    assert drafter.wrong == 0
+
+
+def test_features_of_the_wrong_layer_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    tap = PagedDecoder.tap
+    monkeypatch.setattr(PagedDecoder, "tap", lambda self, layers: tap(self, (0, 1) if layers else ()))
+    running, drafter = asking_engine(tiny_decoder())
+    running.generate([Request(0, (1, 2, 3), SamplingParams(max_tokens=8, ignore_eos=True), 5)])
+    assert drafter.wrong > 0

@@ -155,7 +155,7 @@ def test_ops_equal_torch(num_rows: int, gen: torch.Generator) -> None:
 def both(name: str) -> tuple[Decoder, Decoder]:
     decoder = tiny_decoder(torch.float32, **SHAPES[name])
     fast = copy.deepcopy(decoder)
-    kernels.pack_decoder(fast)
+    kernels.pack_for_inference(fast)
     return decoder, fast
 
 
