@@ -92,7 +92,8 @@ def check_blocks(engine: LocalEngine) -> None:
 def tiny_head(decoder: Decoder, draft_vocab_size: int = 41, seed: int = 3, **changes: object) -> Eagle3Head:
     """A random EAGLE-3 head over a tiny decoder; its vocabulary is every third token left out."""
     config = replace(head_config(decoder.config, draft_vocab_size, (1, 2, 3)), **changes)  # type: ignore[arg-type]
-    ids = torch.tensor([i for i in range(decoder.config.vocab_size) if i % 3 != 1][:draft_vocab_size])
+    every = range(decoder.config.vocab_size)
+    ids = torch.tensor(list(every) if draft_vocab_size == len(every) else [i for i in every if i % 3 != 1])
     head = init_head(config, ids, seed=seed, dtype=decoder.dtype, device=decoder.device)
     with torch.no_grad():
         for parameter in head.parameters():

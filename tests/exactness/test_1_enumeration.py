@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.drafters.hybrid import HybridDrafter
+from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine import accept
 from paceline.engine.accept import Proposal, Verdict
 from paceline.engine.engine import LocalEngine
@@ -16,7 +18,7 @@ from paceline.engine.sequence import Sequence
 from paceline.model.sample import Sampler, SamplingParams
 from paceline.speculation.policy import StaticPolicy
 from paceline.types import Request
-from paceline.verify.cases import DRAFTERS, RULES, TableCase
+from paceline.verify.cases import DRAFTERS, RULES, SAMPLING_DRAFTERS, TableCase
 from paceline.verify.enumeration import brute_force, enumerate_engine, total_variation
 from paceline.verify.table import TableDecoder
 
@@ -34,8 +36,8 @@ def distance(case: TableCase, make: Callable[[Sampler], LocalEngine], sampling: 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_with_every_drafter(rule: str, drafter: str) -> None:
-    # Under `coupled` a draft model's own draws are forks as well: one token ahead keeps the tree small.
-    case = TableCase(3, 1 if (rule, drafter) == ("coupled", "draft_model") else 2)
+    # One token ahead keeps the tree small where the drafter's own draws are forks as well.
+    case = TableCase(3, 1 if rule == "coupled" and drafter in SAMPLING_DRAFTERS else 2)
     assert distance(case, lambda s: case.engine(rule, drafter, s, 4), SamplingParams(max_tokens=3)) < EXACT
 
 
@@ -122,6 +124,30 @@ def test_a_policy_that_reads_drafts_is_harmless_under_coupled_and_refused_elsewh
     liar = StaticPolicy(1, min_confidence=0.4)
     liar.reads_drafts = False  # what the refusal is for
     assert distance(case, with_policy(case, "rejection", liar), SamplingParams(max_tokens=3)) > 1e-3
+
+
+def test_a_hybrid_that_chooses_after_sampling_is_harmless_under_coupled_and_refused_elsewhere() -> None:
+    def make(rule: str, choice: str) -> Callable[[Sampler], LocalEngine]:
+        def engine(sampler: Sampler) -> LocalEngine:
+            made = case.engine(rule, "hybrid", sampler, 4)
+            assert isinstance(made.drafter, HybridDrafter)
+            made.set_drafter(HybridDrafter(SuffixDrafter(), made.drafter.head, 0.0, choice))
+            return made
+
+        return engine
+
+    case, sampling = TableCase(3, 1), SamplingParams(max_tokens=3)
+    assert distance(case, make("coupled", "after"), sampling) < EXACT
+    assert distance(case, make("rejection", "before"), sampling) < EXACT
+    with pytest.raises(ValueError, match="chooses among drafts by what it sampled"):
+        make("rejection", "after")(Sampler())
+
+    def liar(sampler: Sampler) -> LocalEngine:
+        made = make("rejection", "before")(sampler)
+        made.drafter.reads_drafts = True  # too late for the engine's check: what the refusal is for
+        return made
+
+    assert distance(case, liar, sampling) > 1e-3
 
 
 def test_running_past_a_stop_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from support import tiny_decoder
+from support import tiny_decoder, tiny_head
 from torch.nn import functional as F
 
 from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.drafters.eagle3 import Eagle3Drafter
+from paceline.drafters.hybrid import HybridDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import LocalEngine
@@ -32,7 +34,14 @@ DRAFTERS: dict[str, Callable[[Decoder, Sampler], Drafter]] = {
     "ngram": lambda decoder, sampler: NgramDrafter(1, 3),
     "suffix": lambda decoder, sampler: SuffixDrafter(),
     "draft_model": lambda decoder, sampler: DraftModelDrafter(PagedDecoder(first_layers(decoder, 2), 200), sampler),
+    "eagle3": lambda decoder, sampler: eagle3(decoder, sampler),
+    "hybrid": lambda decoder, sampler: HybridDrafter(SuffixDrafter(), eagle3(decoder, sampler), 0.1),
+    "hybrid, after": lambda decoder, sampler: HybridDrafter(SuffixDrafter(), eagle3(decoder, sampler), 0.1, "after"),
 }
+
+
+def eagle3(decoder: Decoder, sampler: Sampler) -> Eagle3Drafter:
+    return Eagle3Drafter(tiny_head(decoder), decoder.embed, sampler, 200)
 
 
 def decoder_of(precision: str, seed: int = 0) -> Decoder:
@@ -86,10 +95,11 @@ def test_speculation_changes_no_token(precision: str, drafter: str) -> None:
 def test_company_and_preemption_change_no_token(precision: str) -> None:
     decoder = decoder_of(precision)
     plain = tokens(run(decoder, requests(), seqs=1))
-    assert tokens(run(decoder, list(reversed(requests())), "suffix"))[::-1] == plain
-    crowded = run(decoder, requests(), "suffix", blocks=12)
-    assert sum(c.num_preemptions for c in crowded) > 0
-    assert tokens(crowded) == plain
+    for drafter in ("suffix", "hybrid"):
+        assert tokens(run(decoder, list(reversed(requests())), drafter))[::-1] == plain
+        crowded = run(decoder, requests(), drafter, blocks=12)
+        assert sum(c.num_preemptions for c in crowded) > 0
+        assert tokens(crowded) == plain
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

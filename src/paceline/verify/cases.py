@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import torch
+
 from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.drafters.eagle3 import Eagle3Drafter
+from paceline.drafters.hybrid import HybridDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import LocalEngine
+from paceline.model.config import ModelConfig
+from paceline.model.eagle3 import HeadConfig, init_head
+from paceline.model.layer import Linear
 from paceline.model.sample import Sampler
 from paceline.speculation.batch import Drafter
 from paceline.speculation.policy import StaticPolicy
@@ -15,7 +22,8 @@ from paceline.verify.drafters import AdversarialDrafter
 from paceline.verify.table import Table, TableDecoder
 
 RULES = ("coupled", "rejection", "block")
-DRAFTERS = ("adversarial", "ngram", "suffix", "draft_model")
+DRAFTERS = ("adversarial", "ngram", "suffix", "draft_model", "eagle3", "hybrid")
+SAMPLING_DRAFTERS = ("draft_model", "eagle3", "hybrid")  # under `coupled` their own draws are forks of chance too
 
 
 class TableCase:
@@ -47,7 +55,24 @@ class TableCase:
             return NgramDrafter(1, 2)
         if name == "suffix":
             return SuffixDrafter()
-        return DraftModelDrafter(TableDecoder(self.draft, num_blocks), sampler, coupled=rule == "coupled")
+        coupled = rule == "coupled"
+        if name == "draft_model":
+            return DraftModelDrafter(TableDecoder(self.draft, num_blocks), sampler, coupled)
+        eagle3 = self._eagle3(sampler, num_blocks, coupled)
+        return eagle3 if name == "eagle3" else HybridDrafter(SuffixDrafter(), eagle3, head_cost=0.1)
+
+    def _eagle3(self, sampler: Sampler, num_blocks: int, coupled: bool) -> Eagle3Drafter:
+        """A random head that reads the table's logits for hidden states, and knows all tokens but the first."""
+        size, vocab = 8, self.vocab_size
+        layer = ModelConfig("llama", vocab, size, size, 1, 2, 1, 4, 1e-6, 10_000.0, 512)
+        config = HeadConfig(layer, vocab - 1, layer_ids=(1,), target_hidden_size=vocab)
+        head = init_head(config, torch.arange(1, vocab), seed=5, dtype=torch.float64).requires_grad_(False)
+        embed = Linear(size, vocab).double().requires_grad_(False)
+        noise = torch.Generator().manual_seed(6)
+        for linear in (embed, *(module for module in head.modules() if isinstance(module, Linear))):
+            assert linear.weight is not None
+            linear.weight.copy_(torch.randn(linear.weight.shape, generator=noise))
+        return Eagle3Drafter(head, embed, sampler, num_blocks, coupled)
 
     def sample(self, engine: LocalEngine, sampling: SamplingParams, num: int, first_key: int) -> Sample:
         """`num` independent sequences of one prompt: keys first_key, first_key + 1, …"""

@@ -26,7 +26,7 @@ from paceline.speculation.metrics import summarise
 from paceline.speculation.policy import StaticPolicy
 from paceline.types import Completion, Request, SamplingParams, noise_key
 from paceline.verify import chance, identity
-from paceline.verify.cases import DRAFTERS, RULES, TableCase
+from paceline.verify.cases import DRAFTERS, RULES, SAMPLING_DRAFTERS, TableCase
 from paceline.verify.enumeration import brute_force, enumerate_engine, total_variation
 
 LOGPROB_TOLERANCE = 1e-4  # float32, across kernels with different summation orders
@@ -157,8 +157,8 @@ class _Ladder:
         figures: list[dict[str, Any]] = []
         for rule in RULES:
             for drafter in DRAFTERS:
-                # Under `coupled` a draft model's own draws are forks too: one token ahead keeps the tree small.
-                case = TableCase(3, 1 if (rule, drafter) == ("coupled", "draft_model") else 2)
+                # One token ahead keeps the tree small where the drafter's own draws are forks too.
+                case = TableCase(3, 1 if rule == "coupled" and drafter in SAMPLING_DRAFTERS else 2)
                 request = Request(0, (0, 1, 0), SamplingParams(max_tokens=3), 0)
                 exact = brute_force(case.decoder(), request)
                 found, paths = enumerate_engine(
@@ -201,7 +201,7 @@ class _Ladder:
         prompt = tuple(self.prompts[0])
         arms: list[tuple[str, str | None]] = [("coupled", None), ("coupled", None)]
         arms += [("coupled", d) for d in self.drafters]
-        arms += [(r, "draft_model") for r in ("rejection", "block") if "draft_model" in self.drafters]
+        arms += [(r, d) for r in ("rejection", "block") for d in SAMPLING_DRAFTERS if d in self.drafters]
         samples = []
         for arm, (rule, drafter) in enumerate(arms):
             engine = self.engine(drafter, rule, max_num_seqs=64, num_blocks=64 * self.blocks_each)

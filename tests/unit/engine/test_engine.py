@@ -369,9 +369,9 @@ def asking_engine(decoder, num_blocks: int = 64, **settings) -> tuple[LocalEngin
 
 def test_features_are_the_targets_states_through_chunks_sharing_and_preemption() -> None:
     wanted = [
-        Request(i, tuple(range(1, 38)), SamplingParams(max_tokens=24, ignore_eos=True), i, "same") for i in range(6)
+        Request(i, tuple(range(1, 38)), SamplingParams(max_tokens=60, ignore_eos=True), i, "same") for i in range(6)
     ]
-    running, drafter = asking_engine(tiny_decoder(), num_blocks=14, max_num_batched_tokens=16)
+    running, drafter = asking_engine(tiny_decoder(), num_blocks=12, max_num_batched_tokens=16)
     completions = running.generate(wanted)
     assert sum(c.num_preemptions for c in completions) > 0
     assert drafter.num_compared > 50

@@ -1,0 +1,222 @@
+"""The EAGLE-3 drafter computes, batched and step by step over paged memory, what training unrolls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from support import check_blocks, tiny_decoder, tiny_head
+from torch import Tensor
+
+from paceline.draft.lesson import Example, teach
+from paceline.draft.unroll import unroll
+from paceline.drafters.eagle3 import Eagle3Drafter
+from paceline.engine.engine import LocalEngine
+from paceline.model.decoder import Decoder
+from paceline.model.eagle3 import Eagle3Head
+from paceline.model.head_files import head_state
+from paceline.model.kernels import pack_for_inference
+from paceline.model.paged import PagedDecoder
+from paceline.model.sample import Sampler
+from paceline.model.weights import hf_state
+from paceline.speculation.batch import DraftBatch, Rows
+from paceline.speculation.policy import StaticPolicy
+from paceline.types import Request, SamplingParams
+
+K = 4
+
+
+class Recording(Eagle3Drafter):
+    """Keeps what it drafted: the row's tokens and drafts, and the logits over the draft vocabulary."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.drafts: list[tuple[np.ndarray, Tensor]] = []
+        self._logits: list[tuple[list[int], Tensor]] = []
+
+    def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch:
+        self._logits = []
+        drafts = super().propose(rows, caps)
+        for i in range(len(rows)):
+            of_row = [logits[active.index(i)] for active, logits in self._logits if i in active]
+            if of_row:
+                sequence = np.concatenate([rows.tokens[i], drafts.tokens[i, : drafts.num[i]]])
+                self.drafts.append((sequence, torch.stack(of_row)))
+        return drafts
+
+    def _draw(self, rows: Rows, active: list[int], h: Tensor, step: int, *rest: object) -> np.ndarray:
+        self._logits.append((list(active), self.head.logits(h).clone()))
+        return super()._draw(rows, active, h, step, *rest)  # type: ignore[arg-type]
+
+
+def run(
+    decoder: Decoder, head: Eagle3Head, num_blocks: int = 64, max_num_seqs: int = 8, rule: str = "coupled"
+) -> tuple[LocalEngine, Recording]:
+    sampler = Sampler(native=decoder.embed.panels is not None)
+    drafter = Recording(head, decoder.embed, sampler, num_blocks, rule == "coupled")
+    engine = LocalEngine(
+        PagedDecoder(decoder, num_blocks),
+        sampler=sampler,
+        drafter=drafter,
+        policy=StaticPolicy(K),
+        rule=rule,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=48,
+    )
+    prompts = [(1, 2, 3), tuple(range(4, 40)), tuple(range(4, 40)), (7, 8)]
+    engine.generate(
+        [Request(i, p, SamplingParams(max_tokens=30, ignore_eos=True), i) for i, p in enumerate(prompts * 2)]
+    )
+    return engine, drafter
+
+
+def largest_gap(decoder: Decoder, head: Eagle3Head, drafts: list[tuple[np.ndarray, Tensor]]) -> float:
+    """Between the drafter's logits and the unrolled ones of the same sequences."""
+    gaps = []
+    for sequence, logits in drafts:
+        # Two more tokens at the end, so that the last prediction is one of the lesson's.
+        tokens = np.concatenate([sequence, [0, 0]]).astype(np.int32)
+        lesson = teach(decoder, [Example(tokens, np.ones(len(tokens), bool))], head.config.taps)
+        base = len(sequence) - len(logits) - 2
+        for step, (h, base_P, _) in enumerate(unroll(head, decoder.embed, lesson, len(logits))):
+            (at,) = torch.nonzero(base_P == base, as_tuple=True)
+            gaps.append(float((head.logits(h[at[0]][None])[0] - logits[step]).abs().max()))
+    return max(gaps)
+
+
+@pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True}, {"fc_norm": True}])
+def test_drafting_is_the_unrolling_that_was_trained(changes: dict[str, bool]) -> None:
+    decoder = tiny_decoder()
+    head = tiny_head(decoder, **changes)
+    engine, drafter = run(decoder, head, num_blocks=24)
+    assert len(drafter.drafts) > 40
+    assert largest_gap(decoder, head, drafter.drafts) < 1e-9  # float64
+    check_blocks(engine)
+    assert not any(drafter.memory.pool.references)
+
+
+def test_the_kernels_draft_the_same() -> None:
+    decoder = tiny_decoder(torch.float32)
+    head = tiny_head(decoder)
+    packed, packed_head = tiny_decoder(torch.float32), tiny_head(tiny_decoder(torch.float32))
+    pack_for_inference(packed)
+    pack_for_inference(packed_head)
+    _, drafter = run(packed, packed_head)
+    assert largest_gap(decoder, head, drafter.drafts) < 2e-4  # float32, logits of size 10: other summation orders
+
+
+def swapped_kv(head: Eagle3Head, decoder: Decoder) -> None:
+    c = head.config.layer
+    q, k, v = head.layer.qkv.weight.data.split([c.num_heads * c.head_dim, *[c.num_kv_heads * c.head_dim] * 2])
+    head.layer.qkv.weight.data = torch.cat([q, v, k])
+
+
+def other_layers(head: Eagle3Head, decoder: Decoder) -> None:
+    drafter_taps = (0, 1, 1)
+    object.__setattr__(head.config, "layer_ids", tuple(i + 1 for i in drafter_taps))
+
+
+def swapped_inputs(head: Eagle3Head, decoder: Decoder) -> None:
+    a, b = head.layer.qkv.weight.data.chunk(2, 1)
+    head.layer.qkv.weight.data = torch.cat([b, a], 1)
+
+
+@pytest.mark.parametrize("damage", [swapped_kv, other_layers, swapped_inputs])
+def test_a_wrong_layout_is_caught(damage: Callable[[Eagle3Head, Decoder], None]) -> None:
+    decoder = tiny_decoder()
+    damaged = tiny_head(decoder)
+    damage(damaged, decoder)
+    _, drafter = run(decoder, damaged)
+    assert largest_gap(decoder, tiny_head(decoder), drafter.drafts) > 1e-3
+
+
+def test_an_embedding_that_is_not_shifted_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: feature i goes with token i instead of token i + 1."""
+    forward = Eagle3Drafter._forward
+
+    def unshifted(self: Eagle3Drafter, spans: list, x: Tensor) -> tuple[Tensor, Tensor]:
+        for span in spans:
+            if len(span.tokens) > 1:
+                span.tokens = np.roll(span.tokens, 1)
+        return forward(self, spans, x)
+
+    monkeypatch.setattr(Eagle3Drafter, "_forward", unshifted)
+    decoder = tiny_decoder()
+    _, drafter = run(decoder, tiny_head(decoder))
+    assert largest_gap(decoder, tiny_head(decoder), drafter.drafts) > 1e-3
+
+
+def test_its_tokens_are_the_targets_and_never_outside_its_vocabulary() -> None:
+    decoder = tiny_decoder()
+    head = tiny_head(decoder)
+    _, drafter = run(decoder, head)
+    known = set(head.draft_ids.tolist())
+    for sequence, logits in drafter.drafts:
+        assert set(sequence[-len(logits) :].tolist()) <= known
+
+
+def test_a_twin_of_the_target_is_always_accepted() -> None:
+    """Where q = p at every position, the same noise gives the same tokens: all drafts stand."""
+    decoder = tiny_decoder()
+    head = tiny_head(decoder, draft_vocab_size=61)
+
+    class Psychic(Recording):
+        def _draw(self, rows, active, h, step, drafts, chances):
+            sequences = [[*rows.tokens[i], *drafts.tokens[i, :step]] for i in active]
+            logits = []
+            for tokens in sequences:
+                length = len(tokens)
+                from paceline.model.attention import PackedAttention
+
+                out = decoder(torch.tensor(tokens), torch.arange(length), PackedAttention([length]))
+                logits.append(decoder.logits(out.hidden[-1:])[0])
+            self.head.logits = lambda _: torch.stack(logits)
+            self.head.spread = lambda given: given
+            try:
+                return Eagle3Drafter._draw(self, rows, active, h, step, drafts, chances)
+            finally:
+                del self.head.logits, self.head.spread
+
+    sampler = Sampler()
+    drafter = Psychic(head, decoder.embed, sampler, 64)
+    engine = LocalEngine(PagedDecoder(decoder, 64), sampler=sampler, drafter=drafter, policy=StaticPolicy(K))
+    (completion,) = engine.generate([Request(0, (1, 2, 3), SamplingParams(max_tokens=25, ignore_eos=True), 9)])
+    assert completion.num_accepted_tokens == completion.num_draft_tokens > 15
+
+
+def test_new_policy_weights_and_new_head_weights_start_it_again() -> None:
+    decoder = tiny_decoder()
+    head = tiny_head(decoder)
+    engine, drafter = run(decoder, head)
+    other = tiny_head(decoder, seed=9)
+    receipt = engine.update_drafter(list(head_state(other)), 5)
+    assert drafter.version == 5
+    assert receipt.num_tensors == len(list(head_state(other)))
+    drafter.drafts.clear()
+    engine.update_weights(hf_state(tiny_decoder(seed=1)), 1)
+    engine.generate([Request(9, (1, 2, 3), SamplingParams(max_tokens=20, ignore_eos=True), 3)])
+    assert len(drafter.drafts) > 5
+    assert largest_gap(tiny_decoder(seed=1), other, drafter.drafts) < 1e-9
+    assert {trace.drafter_version for trace in engine.drain_trace()} == {0, 5}
+
+
+def test_too_little_memory_costs_drafts_not_tokens() -> None:
+    decoder = tiny_decoder()
+    sampler = Sampler()
+    wanted = [Request(i, tuple(range(1, 30)), SamplingParams(max_tokens=20, ignore_eos=True), i) for i in range(4)]
+    plain = LocalEngine(PagedDecoder(decoder, 64), sampler=sampler).generate(wanted)
+    drafter = Eagle3Drafter(tiny_head(decoder), decoder.embed, sampler, 4)
+    engine = LocalEngine(PagedDecoder(decoder, 64), sampler=sampler, drafter=drafter, policy=StaticPolicy(K))
+    found = engine.generate(wanted)
+    assert [c.token_ids.tolist() for c in found] == [c.token_ids.tolist() for c in plain]
+    assert sum(c.num_drafts for c in found) > 0
+
+
+def test_it_keeps_no_state() -> None:
+    decoder = tiny_decoder()
+    drafter = Eagle3Drafter(tiny_head(decoder), decoder.embed, Sampler(), 8)
+    drafter.restore(drafter.state())
+    with pytest.raises(ValueError, match="eagle3 drafter, which keeps none"):
+        drafter.restore({"names": np.zeros(1)})
