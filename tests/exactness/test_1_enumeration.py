@@ -144,7 +144,7 @@ def test_a_hybrid_that_chooses_after_sampling_is_harmless_under_coupled_and_refu
 
     def liar(sampler: Sampler) -> LocalEngine:
         made = make("rejection", "before")(sampler)
-        made.drafter.reads_drafts = True  # too late for the engine's check: what the refusal is for
+        made.drafter.chooses_after = True  # too late for the engine's check: what the refusal is for
         return made
 
     assert distance(case, liar, sampling) > 1e-3

@@ -1,6 +1,8 @@
 """How often drafts came true, by what was said of them: confidences that mean what they say.
 
-Each of `num_bins` bins remembers its last few hundred outcomes, the older the fainter, and starts from a prior.
+What is said (a probability, a position) falls into bins. Each bin starts from a prior and remembers its last few
+hundred outcomes, the older the fainter. With every new policy the memory fades towards the prior, so that a bin that
+came into disrepute is tried again.
 """
 
 from __future__ import annotations
@@ -8,29 +10,46 @@ from __future__ import annotations
 import numpy as np
 
 MEMORY = 256  # outcomes that a bin remembers, about
-PRIOR = 8.0  # outcomes that the prior counts for
+PRIOR = 16.0  # outcomes that the prior counts for
+FADE = 0.5  # what a new policy leaves of the rest
 
 
 class Calibration:
-    def __init__(self, prior: np.ndarray) -> None:
-        """`prior`: what each bin's chance is taken for before anything is seen."""
-        self.counts = np.stack([PRIOR * prior, np.full(len(prior), PRIOR)])  # [came true, seen] of each bin
+    def __init__(self, edges: np.ndarray, prior: np.ndarray) -> None:
+        """`prior`: what each bin's chance is taken for before anything is seen; one more than there are edges."""
+        assert len(prior) == len(edges) + 1
+        self.edges = edges
+        self.start = np.stack([PRIOR * prior, np.full(len(prior), PRIOR)])  # [came true, seen] of each bin
+        self.counts = self.start.copy()
 
-    @property
-    def chances(self) -> np.ndarray:
-        return self.counts[0] / self.counts[1]
+    def __call__(self, said: np.ndarray) -> np.ndarray:
+        """The chance of what was said, shape by shape."""
+        return (self.counts[0] / self.counts[1])[np.digitize(said, self.edges)]
 
-    def observe(self, bins: np.ndarray, num_right: int) -> None:
-        """A draft whose positions fell into these bins, the first num_right of them right, the next, if any, wrong."""
-        for j, i in enumerate(bins[: num_right + 1].tolist()):
+    def observe(self, said: np.ndarray, num_right: int) -> None:
+        """A draft of which this was said, position by position: the first num_right are right, the next, if any, is
+        wrong, and what comes after it is unknown."""
+        for j, i in enumerate(np.digitize(said[: num_right + 1], self.edges).tolist()):
             self.counts[:, i] *= 1 - 1 / MEMORY
             self.counts[:, i] += (j < num_right, 1)
 
-
-def by_confidence(num_bins: int = 10) -> Calibration:
-    """Bins of equal width over confidences; the prior is what they say."""
-    return Calibration((np.arange(num_bins) + 0.5) / num_bins)
+    def fade(self) -> None:
+        self.counts = self.start + (self.counts - self.start) * FADE
 
 
-def bins_of(confidence: np.ndarray, num_bins: int = 10) -> np.ndarray:
-    return np.minimum((confidence * num_bins).astype(np.int64), num_bins - 1)
+def of_probabilities() -> Calibration:
+    """For a deterministic guess of which its own probability is said: the prior takes it at its word."""
+    edges = np.linspace(0, 1, 11)[1:-1]
+    return Calibration(edges, np.linspace(0.05, 0.95, 10))
+
+
+def of_coupled_draws() -> Calibration:
+    """For draws with the target's own noise, of which q is said. The same noise picks the same token even where none
+    is likely: with q near p a token of probability 0.1 stands in more than half of the cases."""
+    edges = np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 0.95])
+    return Calibration(edges, np.array([0.25, 0.35, 0.42, 0.5, 0.58, 0.65, 0.75, 0.85, 0.92, 0.97]))
+
+
+def of_positions(num: int, prior: float) -> Calibration:
+    """For drafts of which nothing is known but how deep they are: position j given those before."""
+    return Calibration(np.arange(1, num), np.full(num, prior))

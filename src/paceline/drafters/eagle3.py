@@ -6,7 +6,9 @@ what it computed for them is overwritten with true features later. Its KV is its
 alike and dropped when the policy or the head changes, since states of other weights tell it little.
 
 Under `coupled` it draws with the target's own noise, so that it guesses what the target will draw, not merely what is
-likely; under the rejection rules with noise of its own, and hands over q.
+likely; under the rejection rules with noise of its own, and hands over q. Its confidences are calibrated on how its
+drafts fared. With `min_confidence` it stops where a draft is less likely than that to get so far, which saves the
+passes that would have followed.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.drafters.calibration import of_coupled_draws
 from paceline.model.eagle3 import Eagle3Head
 from paceline.model.head_files import assign_head, head_state
 from paceline.model.kv import BLOCK, BlockTable
@@ -33,19 +36,29 @@ from paceline.types import Receipt, Request
 class _State:
     num_computed: int = 0  # positions whose KV comes from true features
     table: BlockTable = field(default_factory=BlockTable)
+    said: np.ndarray | None = None  # q of each token of the last draft, until it is known what stood
 
 
 class Eagle3Drafter:
     """`embed` is the target's embedding, which the head shares."""
 
     name = "eagle3"
-    reads_drafts = False
 
     def __init__(
-        self, head: Eagle3Head, embed: Linear, sampler: Sampler, num_blocks: int, coupled: bool = True, version: int = 0
+        self,
+        head: Eagle3Head,
+        embed: Linear,
+        sampler: Sampler,
+        num_blocks: int,
+        coupled: bool = True,
+        min_confidence: float = 0.0,
+        version: int = 0,
     ) -> None:
         self.head, self.embed, self.sampler, self.coupled, self.version = head, embed, sampler, coupled, version
         self.wants_hidden = head.config.taps
+        self.min_confidence = min_confidence
+        self.reads_drafts = min_confidence > 0
+        self.calibration = of_coupled_draws()
         native = head.lm_head.panels is not None
         self.memory = PagedMemory(head.config.layer, num_blocks, head.dtype, head.device, native)
         self._policy_version: int | None = None
@@ -58,32 +71,46 @@ class Eagle3Drafter:
         self.memory.pool.truncate(self._states.pop(request_id).table, 0)
 
     def observe(self, commits: Commits) -> None:
-        pass  # what it needs of them is in the next Rows
+        for request_id, num_drafted, num_accepted in zip(
+            commits.request_ids.tolist(), commits.num_drafted.tolist(), commits.num_accepted.tolist(), strict=True
+        ):
+            state = self._states[request_id]
+            if state.said is not None and num_drafted:
+                self.calibration.observe(state.said[:num_drafted], num_accepted)
+            state.said = None
 
     @torch.inference_mode()
     def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch:
         if rows.version != self._policy_version:
             self._start_again()
+            if self._policy_version is not None:
+                self.calibration.fade()
             self._policy_version = rows.version
         drafts = DraftBatch.empty(len(rows), int(caps.max(initial=0)))
         active = [i for i in range(len(rows)) if caps[i] and self._reserve(rows, i, int(caps[i]))]
         if not active:
             return drafts
         chances: list[Tensor] = []
+        said = np.zeros_like(drafts.confidence)
+        reach = np.ones(len(rows))  # how likely each row's draft is to get so far
         x, h = self._catch_up(rows, active)
         for step in range(drafts.tokens.shape[1]):
-            keep = [n for n, i in enumerate(active) if caps[i] > step]
+            self._draw(rows, active, h, step, drafts, said, chances)
+            reach[active] *= drafts.confidence[active, step]
+            worth = [n for n, i in enumerate(active) if reach[i] >= self.min_confidence]
+            drafts.num[[active[n] for n in worth]] = step + 1
+            keep = [n for n in worth if caps[active[n]] > step + 1]
+            if not keep:
+                break
             if len(keep) < len(active):
-                active, x, h = [active[n] for n in keep], x[keep], h[keep]
-                if not active:
-                    break
-            tokens = self._draw(rows, active, h, step, drafts, chances)
-            if step + 1 < drafts.tokens.shape[1]:
-                spans = [
-                    Span(tokens[n : n + 1], len(rows.tokens[i]) - 1 + step, self._state(rows, i).table, 1)
-                    for n, i in enumerate(active)
-                ]
-                x, h = self._forward(spans, x)
+                active, x = [active[n] for n in keep], x[keep]
+            spans = [
+                Span(drafts.tokens[i, step : step + 1], len(rows.tokens[i]) - 1 + step, self._state(rows, i).table, 1)
+                for i in active
+            ]
+            x, h = self._forward(spans, x)
+        for i in range(len(rows)):
+            self._state(rows, i).said = said[i]
         if chances:
             drafts.q = torch.stack(chances, 1)
         return drafts
@@ -137,8 +164,16 @@ class Eagle3Drafter:
         return x, h
 
     def _draw(
-        self, rows: Rows, active: list[int], h: Tensor, step: int, drafts: DraftBatch, chances: list[Tensor]
-    ) -> np.ndarray:
+        self,
+        rows: Rows,
+        active: list[int],
+        h: Tensor,
+        step: int,
+        drafts: DraftBatch,
+        said: np.ndarray,
+        chances: list[Tensor],
+    ) -> None:
+        """The next token of each active row."""
         logits = self.head.spread(self.head.logits(h))
         lengths = np.array([len(rows.tokens[i]) for i in active], np.int64)
         params = SamplingArrays.of([rows.sampling[i] for i in active])
@@ -150,9 +185,8 @@ class Eagle3Drafter:
             chances[-1][active] = q
         draws = self.sampler.draw(logits, rows.noise_keys[active], at, params, stream)
         drafts.tokens[active, step] = draws.tokens
-        drafts.confidence[active, step] = np.exp(draws.logprobs)
-        drafts.num[active] = step + 1
-        return draws.tokens
+        said[active, step] = np.exp(draws.logprobs)
+        drafts.confidence[active, step] = self.calibration(said[active, step])
 
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Receipt:
         started = time.perf_counter()
@@ -168,11 +202,16 @@ class Eagle3Drafter:
             state.num_computed = 0
 
     def state(self) -> dict[str, np.ndarray]:
-        return {}  # its weights come from where they came from; its KV is computed again
+        """Its weights come from where they came from, and its KV is computed again."""
+        return {"calibration": self.calibration.counts.copy()}
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        if state:
-            raise ValueError(f"not a state of the eagle3 drafter, which keeps none: it holds {sorted(state)}")
+        if state.keys() != {"calibration"}:
+            raise ValueError(
+                f"not a state of the eagle3 drafter: it holds {sorted(state) or 'nothing'}; was speculation.method "
+                "changed?"
+            )
+        self.calibration.counts = state["calibration"].copy()
 
 
 def _pairs(tokens: np.ndarray) -> np.ndarray:

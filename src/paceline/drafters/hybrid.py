@@ -9,28 +9,27 @@ compares the two drafts themselves: under the rejection rules that would be a bi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.drafters.calibration import Calibration, bins_of, by_confidence
+from paceline.drafters.calibration import of_positions, of_probabilities
 from paceline.drafters.eagle3 import Eagle3Drafter
-from paceline.speculation.batch import Commits, Drafter, DraftBatch, Rows
+from paceline.speculation.batch import Commits, DraftBatch, Drafter, Rows
 from paceline.types import Receipt, Request
 
 MAX_POSITIONS = 16  # further ones are taken for the last
 HEAD_PRIOR = 0.6  # a head's acceptance at each position before any was seen
-CALIBRATIONS = ("history", "head", "head_position")
 
 
 @dataclass(slots=True)
 class _Pending:
-    """What was proposed for a row, until it is known what stood."""
+    """Who drafted for a row, until it is known what stood."""
 
     from_head: bool
-    confidence: np.ndarray  # as the drafter itself said
+    said: np.ndarray  # history's own confidence
 
 
 class HybridDrafter:
@@ -41,18 +40,12 @@ class HybridDrafter:
     def __init__(self, history: Drafter, head: Eagle3Drafter, head_cost: float, choice: str = "before") -> None:
         assert choice in ("before", "after")
         self.history, self.head, self.head_cost = history, head, head_cost
-        self.reads_drafts = choice == "after"
-        self.wants_hidden = head.wants_hidden
-        self.calibrations = {
-            "history": by_confidence(),
-            "head": by_confidence(),
-            "head_position": Calibration(np.full(MAX_POSITIONS, HEAD_PRIOR)),
-        }
+        self.chooses_after = choice == "after"
+        self.reads_drafts = self.chooses_after or head.reads_drafts
+        self.wants_hidden, self.version = head.wants_hidden, head.version
+        self.calibrations = {"history": of_probabilities(), "positions": of_positions(MAX_POSITIONS, HEAD_PRIOR)}
+        self._policy_version: int | None = None
         self._pending: dict[int, _Pending] = {}
-
-    @property
-    def version(self) -> int:
-        return self.head.version
 
     def begin(self, request: Request) -> None:
         self.history.begin(request)
@@ -64,30 +57,28 @@ class HybridDrafter:
         self._pending.pop(request_id, None)
 
     def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch:
+        if rows.version != self._policy_version:
+            if self._policy_version is not None:
+                for calibration in self.calibrations.values():
+                    calibration.fade()
+            self._policy_version = rows.version
         past = self.history.propose(rows, caps)
-        past_said = past.confidence.copy()
-        past.confidence = self._calibrated("history", past)
+        said, past.confidence = past.confidence, self.calibrations["history"](past.confidence).astype(np.float32)
         past_rate = 1 + _expected(past)
         head_caps = caps
-        if not self.reads_drafts:
+        if not self.chooses_after:
             head_caps = np.where(past_rate >= self._head_rate(caps), 0, caps).astype(np.int32)
         guess = self.head.propose(rows, head_caps)
-        guess_said = guess.confidence.copy()
-        guess.confidence = self._calibrated("head", guess)
         from_head = guess.num > 0
-        if self.reads_drafts:
+        if self.chooses_after:
             from_head &= (1 + _expected(guess)) / (1 + self.head_cost * guess.num) > past_rate
         for i, request_id in enumerate(rows.request_ids.tolist()):
-            said = guess_said if from_head[i] else past_said
             self._pending[request_id] = _Pending(bool(from_head[i]), said[i])
         return self._merged(past, guess, from_head)
 
-    def _calibrated(self, name: str, drafts: DraftBatch) -> np.ndarray:
-        return self.calibrations[name].chances[bins_of(drafts.confidence)].astype(np.float32)
-
     def _head_rate(self, caps: np.ndarray) -> np.ndarray:
         """Tokens per target step's time that the head may be expected to bring to each row."""
-        chances = self.calibrations["head_position"].chances
+        chances = self.calibrations["positions"](np.arange(MAX_POSITIONS))
         survival = np.append(0.0, np.cumsum(np.cumprod(chances)))
         num = np.minimum(caps, MAX_POSITIONS)
         return (1 + survival[num]) / (1 + self.head_cost * num)
@@ -114,38 +105,46 @@ class HybridDrafter:
         return DraftBatch(tokens, num, confidence, q, names, from_head.astype(np.uint8))
 
     def observe(self, commits: Commits) -> None:
-        self.history.observe(commits)
-        self.head.observe(commits)
-        for request_id, num_drafted, num_accepted in zip(
-            commits.request_ids.tolist(), commits.num_drafted.tolist(), commits.num_accepted.tolist(), strict=True
+        head_drafted, past_drafted = commits.num_drafted.copy(), commits.num_drafted.copy()
+        for i, (request_id, num_drafted, num_accepted) in enumerate(
+            zip(commits.request_ids.tolist(), commits.num_drafted.tolist(), commits.num_accepted.tolist(), strict=True)
         ):
             pending = self._pending.pop(request_id, None)
             if pending is None or not num_drafted:
                 continue
-            bins = bins_of(pending.confidence[:num_drafted])
-            self.calibrations["head" if pending.from_head else "history"].observe(bins, num_accepted)
             if pending.from_head:
-                positions = np.minimum(np.arange(num_drafted), MAX_POSITIONS - 1)
-                self.calibrations["head_position"].observe(positions, num_accepted)
+                past_drafted[i] = 0
+                self.calibrations["positions"].observe(np.arange(num_drafted), num_accepted)
+            else:
+                head_drafted[i] = 0
+                self.calibrations["history"].observe(pending.said[:num_drafted], num_accepted)
+        self.history.observe(replace(commits, num_drafted=past_drafted))
+        self.head.observe(replace(commits, num_drafted=head_drafted))
 
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Receipt:
-        return self.head.update(weights, version)
+        receipt = self.head.update(weights, version)
+        self.version = version
+        return receipt
 
     def state(self) -> dict[str, np.ndarray]:
-        counts = {f"calibration.{name}": self.calibrations[name].counts.copy() for name in CALIBRATIONS}
-        return {**{f"history.{key}": array for key, array in self.history.state().items()}, **counts}
+        parts = {"history": self.history.state(), "head": self.head.state()}
+        parts["calibration"] = {name: calibration.counts.copy() for name, calibration in self.calibrations.items()}
+        return {f"{part}.{key}": array for part, state in parts.items() for key, array in state.items()}
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        wanted = {f"calibration.{name}" for name in CALIBRATIONS}
-        if not wanted <= state.keys():
+        parts: dict[str, dict[str, np.ndarray]] = {"history": {}, "head": {}, "calibration": {}}
+        for name, array in state.items():
+            part, _, key = name.partition(".")
+            parts.setdefault(part, {})[key] = array
+        if len(parts) > 3 or parts["calibration"].keys() != self.calibrations.keys():
             raise ValueError(
                 f"not a state of the hybrid drafter: it holds {sorted(state) or 'nothing'}; was speculation.method "
                 "changed?"
             )
-        rest = {key: array for key, array in state.items() if key not in wanted}
-        self.history.restore({key.removeprefix("history."): array for key, array in rest.items()})
-        for name in CALIBRATIONS:
-            self.calibrations[name].counts = state[f"calibration.{name}"].copy()
+        self.history.restore(parts["history"])
+        self.head.restore(parts["head"])
+        for name, calibration in self.calibrations.items():
+            calibration.counts = parts["calibration"][name].copy()
 
 
 def _expected(drafts: DraftBatch) -> np.ndarray:

@@ -46,9 +46,9 @@ class Recording(Eagle3Drafter):
                 self.drafts.append((sequence, torch.stack(of_row)))
         return drafts
 
-    def _draw(self, rows: Rows, active: list[int], h: Tensor, step: int, *rest: object) -> np.ndarray:
+    def _draw(self, rows: Rows, active: list[int], h: Tensor, step: int, *rest: object) -> None:
         self._logits.append((list(active), self.head.logits(h).clone()))
-        return super()._draw(rows, active, h, step, *rest)  # type: ignore[arg-type]
+        super()._draw(rows, active, h, step, *rest)  # type: ignore[arg-type]
 
 
 def run(
@@ -163,7 +163,7 @@ def test_a_twin_of_the_target_is_always_accepted() -> None:
     head = tiny_head(decoder, draft_vocab_size=61)
 
     class Psychic(Recording):
-        def _draw(self, rows, active, h, step, drafts, chances):
+        def _draw(self, rows, active, h, step, drafts, said, chances):
             sequences = [[*rows.tokens[i], *drafts.tokens[i, :step]] for i in active]
             logits = []
             for tokens in sequences:
@@ -175,7 +175,7 @@ def test_a_twin_of_the_target_is_always_accepted() -> None:
             self.head.logits = lambda _: torch.stack(logits)
             self.head.spread = lambda given: given
             try:
-                return Eagle3Drafter._draw(self, rows, active, h, step, drafts, chances)
+                Eagle3Drafter._draw(self, rows, active, h, step, drafts, said, chances)
             finally:
                 del self.head.logits, self.head.spread
 
@@ -214,9 +214,33 @@ def test_too_little_memory_costs_drafts_not_tokens() -> None:
     assert sum(c.num_drafts for c in found) > 0
 
 
-def test_it_keeps_no_state() -> None:
+def test_min_confidence_ends_a_draft_and_is_refused_where_it_would_be_a_bias() -> None:
     decoder = tiny_decoder()
-    drafter = Eagle3Drafter(tiny_head(decoder), decoder.embed, Sampler(), 8)
-    drafter.restore(drafter.state())
-    with pytest.raises(ValueError, match="eagle3 drafter, which keeps none"):
+    sampler = Sampler()
+    wanted = [Request(i, (1, 2, 3 + i), SamplingParams(max_tokens=30, ignore_eos=True), i) for i in range(4)]
+    plain = LocalEngine(PagedDecoder(decoder, 64), sampler=sampler).generate(wanted)
+    lengths = []
+    for least in (0.0, 0.5):
+        drafter = Eagle3Drafter(tiny_head(decoder), decoder.embed, sampler, 64, min_confidence=least)
+        policy = StaticPolicy(K, least)
+        engine = LocalEngine(PagedDecoder(decoder, 64), sampler=sampler, drafter=drafter, policy=policy)
+        found = engine.generate(wanted)
+        assert [c.token_ids.tolist() for c in found] == [c.token_ids.tolist() for c in plain]
+        drafts, tokens = (sum(getattr(c, key) for c in found) for key in ("num_drafts", "num_draft_tokens"))
+        lengths.append(tokens / drafts)
+    assert lengths[1] < lengths[0] - 0.5
+    with pytest.raises(ValueError, match="chooses among drafts"):
+        LocalEngine(PagedDecoder(decoder, 64), drafter=drafter, rule="rejection")
+
+
+def test_confidences_learn_what_they_are_worth() -> None:
+    """A random head is hardly ever right, and says so after a while; a state carries it on."""
+    decoder = tiny_decoder()
+    _, drafter = run(decoder, tiny_head(decoder))
+    said = np.array([0.03, 0.15, 0.6, 0.99])
+    fresh = Eagle3Drafter(tiny_head(decoder), decoder.embed, Sampler(), 8)
+    assert (drafter.calibration(said) < fresh.calibration(said)).any()
+    fresh.restore(drafter.state())
+    assert np.array_equal(fresh.calibration(said), drafter.calibration(said))
+    with pytest.raises(ValueError, match="not a state of the eagle3 drafter"):
         drafter.restore({"names": np.zeros(1)})
