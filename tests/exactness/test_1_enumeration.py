@@ -131,7 +131,10 @@ def test_a_hybrid_that_chooses_after_sampling_is_harmless_under_coupled_and_refu
         def engine(sampler: Sampler) -> LocalEngine:
             made = case.engine(rule, "hybrid", sampler, 4)
             assert isinstance(made.drafter, HybridDrafter)
-            made.set_drafter(HybridDrafter(SuffixDrafter(), made.drafter.head, 0.0, choice))
+            hybrid = HybridDrafter(SuffixDrafter(), made.drafter.head, 0.0, choice)
+            trusted = hybrid.calibrations["history"].counts
+            trusted[0] = 0.7 * trusted[1]  # between what the head says of its likely and of its unlikely tokens
+            made.set_drafter(hybrid)
             return made
 
         return engine
