@@ -6,13 +6,13 @@ Run by `make test-vllm` in vLLM's own environment. Both engines are spoken to as
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from real_vllm import SHAPE, greedy, pulled, vllm
 
-from paceline.bench.process import WorkerError, WorkerProcess
+from paceline.bench.process import WorkerError
 from paceline.bench.prompts import BUILTIN
 from paceline.bench.rollout import Bench, Settings
 from paceline.cluster import vllm_python
@@ -20,23 +20,6 @@ from paceline.model import store
 from paceline.tasks.prompt import encode
 
 pytestmark = pytest.mark.vllm
-# Eager: compiling takes minutes and belongs to the bench, not to what is compared here.
-EAGER = {"options": {"enforce_eager": True}}
-
-
-def vllm(directory: Path, mode: str = "plain", **settings: Any) -> WorkerProcess:
-    worker = WorkerProcess(vllm_python.WORKER, vllm_python.find_python(), vllm_python.environment(2))
-    common = {"model": str(directory), "dtype": "float32", "max_num_seqs": 8, "max_model_len": 128}
-    try:
-        worker.call("load", **{**common, "mode": mode, "k": 3, **EAGER, **settings})
-    except BaseException:
-        worker.close()
-        raise
-    return worker
-
-
-def greedy(worker: WorkerProcess, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-    return worker.call("run", prompts=prompts, max_tokens=max_tokens, temperature=0.0, seed=0, logprobs=True)
 
 
 def paceline(directory: Path, prompts: list[list[int]], max_tokens: int, mode: str = "plain") -> dict[str, Any]:
@@ -59,8 +42,6 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert max(gaps) < 1e-3
 
 
-# vLLM's CPU attention wants head sizes that are multiples of 32.
-SHAPE = {"hidden_size": 128, "head_dim": 32}
 PROMPTS = [[(7 * i + j * j) % 200 for j in range(5 + 9 * i)] for i in range(6)]
 
 
@@ -91,10 +72,6 @@ def test_ngram_counts_its_drafts(checkpoint):
 def test_what_it_can_not_do_is_said(checkpoint):
     with pytest.raises(WorkerError, match=r"(?i)no.such.method|speculative"):
         vllm(checkpoint("llama", **SHAPE), "no_such_method").close()
-
-
-def pulled() -> Iterator[Path]:
-    yield from (path for name in store.KNOWN if (path := store.native.cache_dir() / "models" / name).is_dir())
 
 
 @pytest.mark.skipif(not list(pulled()), reason="paceline pull smollm2-135m first")

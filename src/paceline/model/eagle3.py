@@ -49,8 +49,10 @@ def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
 
 
 def head_config(target: ModelConfig, draft_vocab_size: int, layer_ids: tuple[int, ...] | None = None) -> HeadConfig:
-    """A head shaped like one layer of the target."""
+    """A head shaped like one layer of the target; of the Llama family where others know no head of the target's."""
     layer = replace(target, num_layers=1, tie_embeddings=False)
+    if target.family == "qwen2":
+        layer = replace(layer, family="llama", qkv_bias=False)
     ids = layer_ids or default_layer_ids(target.num_layers)
     return HeadConfig(layer, draft_vocab_size, ids, target.hidden_size)
 

@@ -1,8 +1,8 @@
 """A decoder's parameters under their Hugging Face names: from and to directories, in and out of memory, hashed.
 
 Our parameters are fused (qkv, gate_up) and on a CPU engine packed into panels; everybody outside knows them by the
-names and shapes of transformers. `_homes` is the one place where the two meet. What doesn't fit is refused whole:
-no call here leaves a decoder half old, half new.
+names and shapes of transformers. A `Home` is where the two meet, and `_homes` lists a decoder's; `head_files.py` lists
+an EAGLE-3 head's. What doesn't fit is refused whole: no call here leaves a module half old, half new.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,16 +21,18 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline import native
 from paceline.model.config import ModelConfig, token_ids, with_yarn
 from paceline.model.decoder import Decoder
-from paceline.model.layer import Linear
+from paceline.model.layer import Layer, Linear
 
+Fetch = Callable[[str], Tensor]
 GB = 10**9
 EMBED, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONVERT = "AutoModelForCausalLM.from_pretrained(path).save_pretrained(path) of transformers writes safetensors"
 
 
 class ModelError(ValueError):
@@ -41,9 +43,9 @@ class ModelError(ValueError):
 
 
 class Home(NamedTuple):
-    """Where some Hugging Face tensors live: one below the other in a parameter, or in a Linear's matrix."""
+    """Where some tensors of Hugging Face live: one below the other in one of ours, or in a Linear's matrix."""
 
-    holder: nn.Parameter | Linear
+    holder: Tensor | Linear
     parts: tuple[tuple[str, int], ...]  # (Hugging Face name, number of rows)
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -51,35 +53,39 @@ class Home(NamedTuple):
         return ((name, (rows, *tail)) for name, rows in self.parts)
 
 
+def linear_homes(module: Linear, *parts: tuple[str, int]) -> Iterator[Home]:
+    yield Home(module, tuple((f"{name}.weight", rows) for name, rows in parts))
+    if module.bias is not None:
+        yield Home(module.bias, tuple((f"{name}.bias", rows) for name, rows in parts))
+
+
+def norm_homes(parameter: Tensor | None, name: str) -> Iterator[Home]:
+    if parameter is not None:
+        yield Home(parameter, ((f"{name}.weight", len(parameter)),))
+
+
+def layer_homes(layer: Layer, c: ModelConfig, at: str) -> Iterator[Home]:
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    yield from norm_homes(layer.input_norm, f"{at}.input_layernorm")
+    qkv = zip("qkv", (q, kv, kv), strict=True)
+    yield from linear_homes(layer.qkv, *((f"{at}.self_attn.{which}_proj", rows) for which, rows in qkv))
+    yield from norm_homes(layer.q_norm, f"{at}.self_attn.q_norm")
+    yield from norm_homes(layer.k_norm, f"{at}.self_attn.k_norm")
+    yield from linear_homes(layer.o, (f"{at}.self_attn.o_proj", c.hidden_size))
+    yield from norm_homes(layer.post_norm, f"{at}.post_attention_layernorm")
+    both = ((f"{at}.mlp.{which}_proj", c.intermediate_size) for which in ("gate", "up"))
+    yield from linear_homes(layer.gate_up, *both)
+    yield from linear_homes(layer.down, (f"{at}.mlp.down_proj", c.hidden_size))
+
+
 def _homes(decoder: Decoder) -> Iterator[Home]:
     c = decoder.config
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-
-    def linear(module: Linear, *parts: tuple[str, int]) -> Iterator[Home]:
-        yield Home(module, tuple((f"{name}.weight", rows) for name, rows in parts))
-        if module.bias is not None:
-            yield Home(module.bias, tuple((f"{name}.bias", rows) for name, rows in parts))
-
-    def norm(parameter: nn.Parameter | None, name: str) -> Iterator[Home]:
-        if parameter is not None:
-            yield Home(parameter, ((f"{name}.weight", len(parameter)),))
-
-    yield from linear(decoder.embed, ("model.embed_tokens", c.vocab_size))
+    yield from linear_homes(decoder.embed, ("model.embed_tokens", c.vocab_size))
     for i, layer in enumerate(decoder.layers):
-        at = f"model.layers.{i}"
-        yield from norm(layer.input_norm, f"{at}.input_layernorm")
-        qkv = zip("qkv", (q, kv, kv), strict=True)
-        yield from linear(layer.qkv, *((f"{at}.self_attn.{which}_proj", rows) for which, rows in qkv))
-        yield from norm(layer.q_norm, f"{at}.self_attn.q_norm")
-        yield from norm(layer.k_norm, f"{at}.self_attn.k_norm")
-        yield from linear(layer.o, (f"{at}.self_attn.o_proj", c.hidden_size))
-        yield from norm(layer.post_norm, f"{at}.post_attention_layernorm")
-        both = ((f"{at}.mlp.{which}_proj", c.intermediate_size) for which in ("gate", "up"))
-        yield from linear(layer.gate_up, *both)
-        yield from linear(layer.down, (f"{at}.mlp.down_proj", c.hidden_size))
-    yield from norm(decoder.norm, "model.norm")
+        yield from layer_homes(layer, c, f"model.layers.{i}")
+    yield from norm_homes(decoder.norm, "model.norm")
     if decoder.lm_head is not None:
-        yield from linear(decoder.lm_head, ("lm_head", c.vocab_size))
+        yield from linear_homes(decoder.lm_head, ("lm_head", c.vocab_size))
 
 
 # ---- memory ----
@@ -89,27 +95,44 @@ def hf_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Every tensor under its Hugging Face name: a view where the decoder holds it plainly, unpacked where it holds
     panels, merged where it has an adapter. Each is made when its turn comes, so who lets go of one before asking for
     the next needs no memory for them all. A tied lm_head appears once, as the embedding."""
-    for home in _homes(decoder):
+    return read_homes(_homes(decoder))
+
+
+def read_homes(homes: Iterable[Home]) -> Iterator[tuple[str, Tensor]]:
+    for home in homes:
         names, sizes = zip(*home.parts, strict=True)
         yield from zip(names, _read(home.holder).split(sizes), strict=True)
 
 
 def assign(decoder: Decoder, pairs: Iterable[tuple[str, Tensor]]) -> None:
     """Overwrite every parameter, in place, from Hugging Face-named tensors of any dtype and device."""
+    _fill(decoder, *collect(pairs), "weights")
+
+
+def collect(pairs: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, tuple[int, ...]], Fetch]:
+    """The shapes of all that is given, and the tensor of a name."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in pairs:
         if name in tensors:
             raise ModelError(f"weights: {name} is given twice")
         tensors[name] = tensor
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    _fill(decoder, shapes, tensors.__getitem__, "weights")
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}, tensors.__getitem__
 
 
-def _fill(
-    decoder: Decoder, shapes: Mapping[str, tuple[int, ...]], fetch: Callable[[str], Tensor], source: object
-) -> None:
+def _fill(decoder: Decoder, shapes: Mapping[str, tuple[int, ...]], fetch: Fetch, source: object) -> None:
+    if decoder.lm_head is None and LM_HEAD in shapes and EMBED in shapes:
+        # Some checkpoints spell a tied head out. Fine, as long as it is the embedding.
+        if not torch.equal(fetch(LM_HEAD), fetch(EMBED)):
+            raise ModelError(
+                f"{source}: {LM_HEAD} differs from {EMBED} although the config ties them (tie_word_embeddings)"
+            )
+        shapes = {name: shape for name, shape in shapes.items() if name != LM_HEAD}
+    fill_homes(_homes(decoder), shapes, fetch, source)
+
+
+def fill_homes(homes: Iterable[Home], shapes: Mapping[str, tuple[int, ...]], fetch: Fetch, source: object) -> None:
     """Check all that is offered, then copy it tensor by tensor."""
-    homes = list(_homes(decoder))
+    homes = list(homes)
     needed = dict(shape for home in homes for shape in home.shapes())
     if missing := [name for name in needed if name not in shapes]:
         raise ModelError(f"{source}: missing tensors the config asks for: {_listing(missing)}")
@@ -117,13 +140,6 @@ def _fill(
         each = [f"{name} is {list(shapes[name])}, the config says {list(needed[name])}" for name in wrong]
         raise ModelError(f"{source}: wrong shapes: {_listing(each)}")
     spare = {name for name in shapes.keys() - needed.keys() if not name.endswith("rotary_emb.inv_freq")}
-    if decoder.lm_head is None and LM_HEAD in spare:
-        # Some checkpoints spell a tied head out. Fine, as long as it is the embedding.
-        if not torch.equal(fetch(LM_HEAD), fetch(EMBED)):
-            raise ModelError(
-                f"{source}: {LM_HEAD} differs from {EMBED} although the config ties them (tie_word_embeddings)"
-            )
-        spare.remove(LM_HEAD)
     if spare:
         raise ModelError(f"{source}: tensors that the config has no place for: {_listing(sorted(spare))}")
     with torch.no_grad():
@@ -136,7 +152,7 @@ def _listing(items: list[str], most: int = 4) -> str:
     return "; ".join(items[:most]) + more
 
 
-def _read(holder: nn.Parameter | Linear) -> Tensor:
+def _read(holder: Tensor | Linear) -> Tensor:
     if not isinstance(holder, Linear):
         return holder.detach()
     if holder.weight is not None:
@@ -148,7 +164,7 @@ def _read(holder: nn.Parameter | Linear) -> Tensor:
     return kernels.unpack(holder.panels, holder.num_out)
 
 
-def _write(home: Home, fetch: Callable[[str], Tensor]) -> None:
+def _write(home: Home, fetch: Fetch) -> None:
     holder = home.holder
     if isinstance(holder, Linear) and holder.weight is None:
         from paceline.model import kernels
@@ -199,8 +215,8 @@ def read_config(directory: Path | str) -> ModelConfig:
         raise ModelError(f"{directory}: config.json is missing; a model directory holds config.json and {SINGLE}")
     generation = directory / "generation_config.json"
     try:
-        config = ModelConfig.from_hf(_json(path))
-        if generation.exists() and (ids := token_ids(_json(generation), "eos_token_id")):
+        config = ModelConfig.from_hf(read_json(path))
+        if generation.exists() and (ids := token_ids(read_json(generation), "eos_token_id")):
             config = replace(config, eos_token_ids=ids)
     except ModelError:
         raise
@@ -221,71 +237,86 @@ def load(
     config = read_config(directory)
     if yarn_factor is not None:
         config = with_yarn(config, yarn_factor)
+    with tensors_in(directory) as (shapes, fetch):
+        decoder = _empty(config, dtype, device)
+        _fill(decoder, shapes, fetch, directory)
+    return decoder
+
+
+@contextmanager
+def tensors_in(directory: Path, convert: str = CONVERT) -> Iterator[tuple[dict[str, tuple[int, ...]], Fetch]]:
+    """The shapes of a directory's tensors by name, and what maps one from disk. `convert` is the advice where there
+    are pickles only."""
     with ExitStack() as stack:
         home: dict[str, Any] = {}  # tensor name -> the open file that has it
-        for path in _safetensors(directory):
+        for path in _safetensors(directory, convert):
             try:
                 opened = stack.enter_context(safe_open(path, "pt"))
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{path}: truncated or corrupt ({error}); download it again") from None
             home |= dict.fromkeys(opened.keys(), opened)
         shapes = {name: tuple(opened.get_slice(name).get_shape()) for name, opened in home.items()}
-        decoder = _empty(config, dtype, device)
-        _fill(decoder, shapes, lambda name: home[name].get_tensor(name), directory)
-    return decoder
+        yield shapes, lambda name: home[name].get_tensor(name)
 
 
 def save(decoder: Decoder, directory: Path | str, max_shard_bytes: int = 5 * GB) -> None:
     """Write config.json and safetensors, sharded where they exceed `max_shard_bytes`. The config comes last: a
     directory without one was never finished."""
-    directory = Path(directory)
+    config = {**decoder.config.to_hf(), "dtype": str(decoder.dtype).removeprefix("torch.")}
+    shapes = (shape for home in _homes(decoder) for shape in home.shapes())
+    sizes = {name: int(np.prod(shape)) * decoder.dtype.itemsize for name, shape in shapes}
+    write_directory(Path(directory), hf_state(decoder), sizes, {"config.json": config}, max_shard_bytes)
+
+
+def write_directory(
+    directory: Path,
+    state: Iterator[tuple[str, Tensor]],
+    sizes: Mapping[str, int],
+    documents: Mapping[str, dict[str, Any]],
+    max_shard_bytes: int,
+) -> None:
+    """Tensors, then JSON `documents` in their order, the last of which a finished directory is known by. `sizes` are
+    the tensors' bytes, in the state's order."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").unlink(missing_ok=True)
+    *_, last = documents
+    (directory / last).unlink(missing_ok=True)
     for stale in (*directory.glob("model*.safetensors"), directory / INDEX):
         stale.unlink(missing_ok=True)
-    shards = _shards(decoder, max_shard_bytes)
+    shards = _shards(sizes, max_shard_bytes)
     files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     if len(shards) == 1:
         files = [SINGLE]
-    state = hf_state(decoder)
     for file, names in zip(files, shards, strict=True):
-        part = dict(pair for _, pair in zip(names, state, strict=False))  # the state comes in the shards' order
+        part = dict(pair for _, pair in zip(names, state, strict=False))
         save_file({name: tensor.contiguous() for name, tensor in part.items()}, directory / file, {"format": "pt"})
     if len(shards) > 1:
-        total = sum(_num_bytes(decoder, shape) for home in _homes(decoder) for _, shape in home.shapes())
         where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-    dtype = str(decoder.dtype).removeprefix("torch.")
-    _write_json(directory / "config.json", {**decoder.config.to_hf(), "dtype": dtype})
+        _write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where})
+    for name, content in documents.items():
+        _write_json(directory / name, content)
     for file in files:
-        shutil.copymode(directory / "config.json", directory / file)  # safetensors writes for the owner alone
+        shutil.copymode(directory / last, directory / file)  # safetensors writes for the owner alone
 
 
-def _num_bytes(decoder: Decoder, shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape)) * decoder.dtype.itemsize
-
-
-def _shards(decoder: Decoder, max_bytes: int) -> list[list[str]]:
+def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
     """The tensors' names, in order, cut where a file would grow beyond `max_bytes`."""
     shards: list[list[str]] = [[]]
     room = max_bytes
-    for home in _homes(decoder):
-        for name, shape in home.shapes():
-            size = _num_bytes(decoder, shape)
-            if size > room and shards[-1]:
-                shards.append([])
-                room = max_bytes
-            shards[-1].append(name)
-            room -= size
+    for name, size in sizes.items():
+        if size > room and shards[-1]:
+            shards.append([])
+            room = max_bytes
+        shards[-1].append(name)
+        room -= size
     return shards
 
 
-def _safetensors(directory: Path) -> list[Path]:
+def _safetensors(directory: Path, convert: str) -> list[Path]:
     if (single := directory / SINGLE).exists():
         return [single]
     index = directory / INDEX
     if index.exists():
-        where = _json(index).get("weight_map")
+        where = read_json(index).get("weight_map")
         if not isinstance(where, dict) or not where:
             raise ModelError(f"{index}: weight_map is missing; download it again")
         paths = [directory / str(file) for file in sorted(set(where.values()))]
@@ -297,13 +328,12 @@ def _safetensors(directory: Path) -> list[Path]:
     if pickles:
         raise ModelError(
             f"{directory}: only {pickles[0]}, a pickle, which may run any code when it is read; convert it where you "
-            "trust it: AutoModelForCausalLM.from_pretrained(path).save_pretrained(path) of transformers writes "
-            "safetensors"
+            f"trust it: {convert}"
         )
     raise ModelError(f"{directory}: no weights; expected {SINGLE} or {INDEX}")
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -334,6 +364,12 @@ def checksum(pairs: Iterable[tuple[str, Tensor]]) -> str:
         sums = hashlib.sha256(_sums(_words(tensor)).astype("<u8").tobytes())
         lines.append(f"{name} {tensor.dtype} {list(tensor.shape)} {sums.hexdigest()}")
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def checkpoint_checksum(directory: Path | str) -> str:
+    """Of a directory's tensors as they are stored, so that it doesn't depend on the dtype they are loaded with."""
+    with tensors_in(Path(directory)) as (shapes, fetch):
+        return checksum((name, fetch(name)) for name in shapes)
 
 
 def _words(tensor: Tensor) -> Tensor:

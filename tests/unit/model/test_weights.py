@@ -103,7 +103,7 @@ def test_a_tied_head_may_be_spelt_out_if_it_is_the_embedding(checkpoint: Checkpo
 
 def _packed(decoder: Decoder) -> Decoder:
     try:
-        kernels.pack_decoder(decoder)
+        kernels.pack_for_inference(decoder)
     except NativeUnavailable as error:
         pytest.skip(str(error))
     assert all(module.weight is None for module in decoder.modules() if isinstance(module, Linear))
