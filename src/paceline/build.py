@@ -6,18 +6,25 @@ import importlib.util
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from paceline.config import Config, dump_config, load_config
+from paceline.config import ADAPTABLE, Config, SpeculationSection, dump_config, load_config
 from paceline.native import NativeUnavailable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+    import torch
+
+    from paceline.draft.start import Start
+    from paceline.draft.trainer import DraftTrainer
+    from paceline.draft.trainer import Watcher as DraftWatcher
     from paceline.engine.engine import LocalEngine
     from paceline.model.config import ModelConfig
     from paceline.model.decoder import Decoder
     from paceline.model.eagle3 import Eagle3Head
     from paceline.model.paged import PagedDecoder
     from paceline.model.sample import Sampler
+    from paceline.rl.adapt import Adapter
     from paceline.rl.collect import Collector
     from paceline.rl.learner import Learner
     from paceline.rl.logs import Sink
@@ -116,9 +123,7 @@ def default_kv_tokens(config: Config, model: ModelConfig) -> int:
     return max(model.max_positions, min(config.engine.max_num_seqs * each, 2 * 2**30 // bytes_per_token))
 
 
-def build_drafter(
-    config: Config, target: Decoder, tokenizer: Any, head: Eagle3Head | None = None
-) -> Drafter | None:
+def build_drafter(config: Config, target: Decoder, tokenizer: Any, head: Eagle3Head | None = None) -> Drafter | None:
     """A drafter for this target. `head`: an EAGLE-3 head that is already there, packed as the target is, instead of
     the one on disk."""
     speculation = config.speculation
@@ -144,7 +149,14 @@ def build_drafter(
     if head is None:
         head = pack_head(build_head(config, target.config), target)
     num_blocks = -(-(config.engine.kv_tokens or default_kv_tokens(config, target.config)) // BLOCK)
-    eagle3 = Eagle3Drafter(head, target.embed, build_sampler(target), num_blocks, speculation.rule == "coupled")
+    eagle3 = Eagle3Drafter(
+        head,
+        target.embed,
+        build_sampler(target),
+        num_blocks,
+        coupled=speculation.rule == "coupled",
+        min_confidence=speculation.min_confidence,
+    )
     if speculation.method == "eagle3":
         return eagle3
     from paceline.drafters.hybrid import HybridDrafter
@@ -154,15 +166,32 @@ def build_drafter(
     return HybridDrafter(history, eagle3, head_cost(head, target.config), speculation.hybrid_choice)
 
 
-def build_head(config: Config, target: ModelConfig) -> Eagle3Head:
-    """The EAGLE-3 head that speculation.head names, or the one shipped for the model; plain, where the model is."""
+def drafting_head(config: Config, drafter: Any) -> Eagle3Head | None:
+    """The EAGLE-3 head that this config's drafter drafts with, as it is now."""
+    if config.speculation.method not in ADAPTABLE:
+        return None
+    head: Eagle3Head = drafter.head if config.speculation.method == "eagle3" else drafter.head.head
+    return head
+
+
+def build_head(config: Config, target: ModelConfig, dtype: torch.dtype | None = None) -> Eagle3Head:
+    """The EAGLE-3 head that speculation.head names, or the one shipped for the model; plain, where the model is, and as
+    precise unless `dtype` is given."""
     import torch
 
     from paceline.model.head_files import load_head, resolve_head
+    from paceline.model.store import resolve
+    from paceline.model.weights import checkpoint_checksum
 
-    dtype = getattr(torch, config.model.dtype)
     directory = resolve_head(config.speculation.head, config.model.name)
-    return load_head(directory, target, dtype=dtype, device=config.model.device)
+    return load_head(
+        directory,
+        target,
+        dtype=dtype or getattr(torch, config.model.dtype),
+        device=config.model.device,
+        target_checksum=checkpoint_checksum(resolve(config.model.name)),
+        any_target=config.speculation.any_target,
+    )
 
 
 def pack_head(head: Eagle3Head, target: Decoder) -> Eagle3Head:
@@ -179,7 +208,9 @@ def head_cost(head: Eagle3Head, target: ModelConfig) -> float:
     """What a drafted token costs, in steps of the target, where both are bound by reading their weights: as on a CPU,
     or on a GPU with few rows."""
     t = target
-    per_layer = t.hidden_size * t.head_dim * 2 * (t.num_heads + t.num_kv_heads) + 3 * t.hidden_size * t.intermediate_size
+    per_layer = (
+        t.hidden_size * t.head_dim * 2 * (t.num_heads + t.num_kv_heads) + 3 * t.hidden_size * t.intermediate_size
+    )
     whole = t.num_layers * per_layer + t.vocab_size * t.hidden_size
     c = head.config.layer
     own = c.hidden_size * c.head_dim * (3 * c.num_heads + 4 * c.num_kv_heads) + 3 * c.hidden_size * c.intermediate_size
@@ -265,6 +296,16 @@ def build_learner(config: Config, directory: Any) -> Learner:
     )
 
 
+def build_adapter(config: Config, learner: Learner) -> Adapter:
+    """The head that follows the policy: a copy of the engine's, in full precision, beside the learner's model."""
+    import torch
+
+    from paceline.rl.adapt import Adapter
+
+    head = build_head(config, learner.decoder.config, torch.promote_types(learner.decoder.dtype, torch.float32))
+    return Adapter(head, learner.decoder, config.draft, config.sampling.temperature)
+
+
 def build_loop(config: Config, watcher: Watcher, *, run: Path | None = None, resume: Path | None = None) -> Loop:
     """A new run in folder `run` (None: a fresh one under runs/), or one to `resume`. What can be wrong with the
     settings is found before the folder is made."""
@@ -292,13 +333,21 @@ def build_loop(config: Config, watcher: Watcher, *, run: Path | None = None, res
     engine = build_engine(config)
     learner = build_learner(config, directory)
     target = engine.paged.decoder
+    adapter = build_adapter(config, learner) if config.draft.online != "off" else None
     check_prompts(config, task, engine.tokenizer)
     if resume is None:
-        folder = RunFolder.create(run, dump_config(config), describe_run(config, task))
+        folder = RunFolder.create(
+            run, dump_config(config), describe_run(config, f"{config.algorithm.name} on {task.name}", task.name)
+        )
     else:
         folder = RunFolder.open(resume)
     checkpoints = Checkpoints(folder.checkpoints, config.train.keep_checkpoints)
     checkpoint = checkpoints.latest() if resume is not None else None
+    if adapter is None and checkpoint is not None and checkpoint.state["head"] is not None:
+        if config.speculation.method in ADAPTABLE:  # its head does not learn any more, but keeps what it has learned
+            adapter = build_adapter(config, learner)
+        else:
+            watcher.note("the head that this run adapted is left behind; the checkpoints so far still have it")
     loop = Loop(
         config,
         engine=engine,
@@ -306,11 +355,14 @@ def build_loop(config: Config, watcher: Watcher, *, run: Path | None = None, res
         algorithm=algorithm,
         task=task,
         collector=build_collector(config, engine, rewarder),
-        auditor=Auditor(engine, lambda: build_drafter(config, target, engine.tokenizer)),
+        auditor=Auditor(
+            engine, lambda: build_drafter(config, target, engine.tokenizer, drafting_head(config, engine.drafter))
+        ),
         folder=folder,
         checkpoints=checkpoints,
         sinks=build_sinks(config, folder.path, checkpoint.step if checkpoint is not None else 0),
         watcher=watcher,
+        adapter=adapter,
     )
     if checkpoint is not None:
         loop.restore(checkpoint)
@@ -327,14 +379,19 @@ def with_absolute_paths(config: Config) -> Config:
     """A run can be resumed from any folder."""
     from pathlib import Path
 
-    model, task, reward = config.model, config.task, config.reward
+    model, task, reward, speculation = config.model, config.task, config.reward, config.speculation
     if Path(model.name).is_dir():
         model = model.model_copy(update={"name": str(Path(model.name).resolve())})
     if task.kind in ("jsonl", "dataset") and Path(task.name).exists():
         task = task.model_copy(update={"name": str(Path(task.name).resolve())})
     if reward.model is not None and Path(reward.model).is_dir():
         reward = reward.model_copy(update={"model": str(Path(reward.model).resolve())})
-    return config.model_copy(update={"model": model, "task": task, "reward": reward})
+    if speculation.head is not None and Path(speculation.head).is_dir():
+        speculation = speculation.model_copy(update={"head": str(Path(speculation.head).resolve())})
+    draft = {"data": config.draft.data, "init": config.draft.init}
+    draft = {key: str(Path(name).resolve()) for key, name in draft.items() if name is not None and Path(name).exists()}
+    changed = {"model": model, "task": task, "reward": reward, "speculation": speculation}
+    return config.model_copy(update=changed | {"draft": config.draft.model_copy(update=draft)})
 
 
 def check_prompts(config: Config, task: Task, tokenizer: Any) -> None:
@@ -347,7 +404,7 @@ def check_prompts(config: Config, task: Task, tokenizer: Any) -> None:
             raise ValueError(f"task {problem.name}: its prompt is a list of messages, but {why}; give strings")
 
 
-def describe_run(config: Config, task: Task) -> dict[str, Any]:
+def describe_run(config: Config, name: str, task: str) -> dict[str, Any]:
     import datetime
 
     import torch
@@ -355,8 +412,8 @@ def describe_run(config: Config, task: Task) -> dict[str, Any]:
     from paceline import __version__
 
     return {
-        "name": f"{config.algorithm.name} on {task.name}",
-        "task": task.name,
+        "name": name,
+        "task": task,
         "model": config.model.name,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "paceline": __version__,
@@ -377,8 +434,9 @@ def build_sinks(config: Config, folder: Path, purge_step: int) -> list[Sink]:
     return sinks
 
 
-def export_policy(config: Config, run: Path, directory: Path, best: bool) -> None:
-    """The policy of a run's last (or best) checkpoint as a Hugging Face directory."""
+def export_policy(config: Config, run: Path, directory: Path, best: bool, head: Path | None = None) -> None:
+    """The policy of a run's last (or best) checkpoint as a Hugging Face directory; and in directory `head`, if given,
+    the EAGLE-3 head that was adapted to it."""
     from paceline.model import weights
     from paceline.model.store import load_tokenizer, resolve
     from paceline.rl.checkpoint import Checkpoints
@@ -388,11 +446,158 @@ def export_policy(config: Config, run: Path, directory: Path, best: bool) -> Non
     if checkpoint is None:
         raise ValueError(f"{run}: no {'validated ' if best else ''}checkpoint yet; nothing to export")
     source = resolve(config.model.name)
-    if (directory / "config.json").exists():
-        raise ValueError(f"{directory} already holds a model; give another directory")
+    for place in (directory, head):
+        if place is not None and (place / "config.json").exists():
+            raise ValueError(f"{place} already holds a model; give another directory")
+    if head is not None and checkpoint.state["head"] is None:
+        raise ValueError(f"{run}: no head was adapted in it (draft.online); leave --head out")
     learner = build_learner(config, source)
     learner.restore(checkpoint.tensors("learner"))
     merged = load_decoder(config, source)
     weights.assign(merged, learner.weights())
     load_tokenizer(source).save_pretrained(directory)
     weights.save(merged, directory)
+    if head is not None:
+        adapter = build_adapter(config, learner)
+        adapter.restore(checkpoint.tensors("head"), checkpoint.state["head"])
+        save_adapted(config, adapter, head, directory, checkpoint.state["alarms"]["length"])
+
+
+def save_adapted(config: Config, adapter: Adapter, directory: Path, target: Path, length: float | None) -> None:
+    """The head of a run, for the policy in `target`; `length` is its last mean acceptance length, if known."""
+    import torch
+
+    from paceline.model.head_files import resolve_head, save_head
+    from paceline.model.provenance import Provenance, read_provenance
+    from paceline.model.weights import checkpoint_checksum
+
+    before = read_provenance(resolve_head(config.speculation.head, config.model.name))
+    task, sampling, speculation = config.task, config.sampling, config.speculation
+    adapted = f"online beside {config.algorithm.name} on {task.kind} {task.name}, temperature {sampling.temperature:g}"
+    measured = {"mean_acceptance_length": length, "rule": speculation.rule, "method": speculation.method}
+    provenance = Provenance(
+        target=str(target),
+        target_checksum=checkpoint_checksum(target),
+        data=f"{before.data}; then {adapted}" if before is not None else adapted,
+        seed=config.train.seed,
+        num_steps=adapter.version + (before.num_steps if before is not None else 0),
+        num_tokens=adapter.num_tokens + (before.num_tokens if before is not None else 0),
+        acceptance={"last batch": measured} if length is not None else {},
+    )
+    save_head(adapter.learner.head, directory, provenance, dtype=getattr(torch, config.model.dtype))
+
+
+# ---- heads ----
+
+
+def build_draft_trainer(
+    config: Config,
+    watcher: DraftWatcher,
+    *,
+    run: Path | None = None,
+    resume: Path | None = None,
+    stopping: Callable[[], bool] = lambda: False,
+) -> DraftTrainer:
+    """A new run in folder `run` (None: a fresh one under runs/), or one to `resume`. Rollouts that it lacks are
+    generated here, until `stopping` says so. What can be wrong with the settings is found before the folder is made."""
+    import datetime
+    from pathlib import Path
+
+    import torch
+
+    from paceline.draft.data import Reader, read_examples
+    from paceline.draft.learner import DraftLearner
+    from paceline.draft.rollouts import generate, rollout_examples, rollout_requests, whole_lines
+    from paceline.draft.trainer import DraftTrainer, planned_steps
+    from paceline.model.provenance import Provenance
+    from paceline.model.store import load_tokenizer, resolve
+    from paceline.model.weights import checkpoint_checksum
+    from paceline.rl.checkpoint import Checkpoints
+    from paceline.rl.folder import RunFolder
+
+    check_device(config)
+    config = with_absolute_paths(config)
+    directory = resolve(config.model.name)
+    tokenizer = load_tokenizer(directory)
+    start = build_start(config, directory)
+    config = config.model_copy(update={"draft": start.section})
+    section, sampling = config.draft, config.sampling.params()
+    reader = Reader(tokenizer, start.target.vocab_size, config.task.chat)
+    max_length = min(section.max_length, start.target.max_positions)
+    requests = examples = None
+    if section.data == "rollouts":
+        task = build_task(config)
+        check_prompts(config, task, tokenizer)
+        requests = rollout_requests(task, section, tokenizer, sampling, config.task.chat)
+        source, data = task.name, f"the target's own answers to {task.name} at temperature {sampling.temperature:g}"
+    else:
+        path = Path(section.data)
+        examples = read_examples(path, reader, section.num_sequences, section.held_out, max_length, section.seed)
+        source, data = path.stem, path.name
+    if resume is None:
+        run = run or Path("runs") / f"draft-{source}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+        info = describe_run(config, f"EAGLE-3 head on {source}", source) | {"command": "train-draft"}
+        folder = RunFolder.create(run, dump_config(config), info)
+    else:
+        folder = RunFolder.open(resume)
+    try:
+        checkpoints = Checkpoints(folder.checkpoints, config.train.keep_checkpoints)
+        checkpoint = checkpoints.latest() if resume is not None else None
+        if resume is not None and checkpoint is None:
+            folder.truncate({"rollouts": whole_lines(folder)})  # it never came to a checkpoint: anew, but for these
+        if requests is not None:
+
+            def between(done: int, total: int) -> None:
+                if stopping():
+                    watcher.note(f"{done} of {total} rollouts are kept; go on with --resume {folder.path}")
+                    raise KeyboardInterrupt
+                watcher.progress("generating", done, total)
+
+            plain = config.model_copy(update={"speculation": SpeculationSection()})
+            records = generate(lambda: build_engine(plain), requests, folder, between)
+            examples = rollout_examples(records, reader, max_length)
+        assert examples is not None
+        steps = planned_steps(section, examples)
+        ends = (*start.target.eos_token_ids, *sampling.stop_token_ids)
+        dtype = torch.float64 if config.model.dtype == "float64" else torch.float32
+        head = start.head(examples.train, ends, dtype, config.model.device)
+        trainer = DraftTrainer(
+            section,
+            decoder=load_decoder(config, directory),
+            learner=DraftLearner(head, section, num_steps=len(steps), temperature=sampling.temperature),
+            examples=examples,
+            steps=steps,
+            temperature=sampling.temperature,
+            provenance=Provenance(config.model.name, checkpoint_checksum(directory), data, section.seed, 0, 0),
+            folder=folder,
+            checkpoints=checkpoints,
+            watcher=watcher,
+        )
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+    except BaseException:
+        folder.close()
+        raise
+    return trainer
+
+
+def build_start(config: Config, directory: Path) -> Start:
+    """The shape, or with draft.init the head, that training begins with."""
+    from pathlib import Path
+
+    from paceline.draft.start import Start
+    from paceline.model.config import with_yarn
+    from paceline.model.head_files import load_head, resolve_head
+    from paceline.model.weights import ModelError, read_config
+
+    target, init = read_config(directory), config.draft.init
+    if config.model.yarn_factor is not None:
+        target = with_yarn(target, config.model.yarn_factor)
+    if init is None:
+        return Start(config.draft, target)
+    path = Path(init).expanduser()
+    try:
+        found = path if path.is_dir() else resolve_head(None, init)
+    except ModelError as error:
+        raise ValueError(f"draft.init = {init!r}: no such directory, and {error}") from None
+    return Start(config.draft, target, load_head(found, target, any_target=True))  # whosever it was: it learns

@@ -66,6 +66,7 @@ class SpeculationSection(Section):
     rule: Literal["coupled", "rejection", "block"] = "coupled"
     draft_model: str | None = None  # as model.name, with the same vocabulary; or "layers:N": the target's first N
     head: str | None = None  # EAGLE-3: a directory; None: the one that is shipped for model.name
+    any_target: bool = False  # draft with a head that was made for other weights than model.name's
     # hybrid: which of suffix and EAGLE-3 drafts for a row is decided "before" EAGLE-3 drafts, or "after" seeing both.
     hybrid_choice: Literal["before", "after"] = "before"
     prompt_lookup_min: Annotated[int, Field(ge=1)] = 2
@@ -90,6 +91,9 @@ class SpeculationSection(Section):
                 f"speculation.prompt_lookup_max = {self.prompt_lookup_max}"
             )
         return self
+
+
+ADAPTABLE = ("eagle3", "hybrid")  # methods whose drafter has a head that can follow the policy
 
 
 class SamplingSection(Section):
@@ -231,7 +235,7 @@ class DraftSection(OptimizerSection):
     unroll_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # each further step counts this much of the one before
     tokens_per_batch: Positive = 4096  # one optimiser step
     # train-draft: where sequences come from. "rollouts": the engine generates them from the task's prompts; else a
-    # jsonl file of `text`, `prompt` (+ `completion`), `messages`, or recorded rollouts (`prompt_ids`, `token_ids`).
+    # jsonl file of `text`, `prompt` and `completion`, `messages`, or recorded rollouts (`prompt_ids`, `token_ids`).
     data: str = "rollouts"
     num_sequences: Positive = 512  # how many are generated, or read at most
     max_length: Annotated[int, Field(ge=8)] = 512  # longer sequences are cut
@@ -243,7 +247,7 @@ class DraftSection(OptimizerSection):
     layer_ids: list[Positive] | None = None  # the target's layers whose states it reads; None: low, middle, high
     norm_before_residual: bool = False
     fc_norm: bool = False
-    init: str | None = None  # a head to begin with, as speculation.head; None: a new one
+    init: str | None = None  # a head to begin with: its directory, or the name of a model with a shipped one; None: new
     seed: Count = 0
     # train: the head learns from the hidden states of the policy's own update. "off", "every" (n-th step), or
     # "drop": when the mean acceptance length falls below (1 - drop) times the best seen.
@@ -302,6 +306,11 @@ class Config(Section):
             raise ValueError(
                 f'speculation.audit_every = {self.speculation.audit_every}: with task.kind = "env" a further turn\'s '
                 "prompt holds what the turn before is asked to generate again; set audit_every = 0"
+            )
+        if self.draft.online != "off" and self.speculation.method not in ADAPTABLE:
+            raise ValueError(
+                f'draft.online = "{self.draft.online}": only an EAGLE-3 head learns, but speculation.method = '
+                f'"{self.speculation.method}"; use "eagle3" or "hybrid", or draft.online = "off"'
             )
         if self.algorithm.correction != "none" and self.sampling.params().truncates:
             raise ValueError(

@@ -97,3 +97,22 @@ def comma_numbers(option: str, text: str) -> tuple[int, ...]:
     if not all(word.isdecimal() for word in words):
         raise ValueError(f"{option} {text!r}: give numbers separated by commas, such as 1,4,16")
     return tuple(map(int, words))
+
+
+def comma_floats(option: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(dict.fromkeys(map(float, comma_list(text))))
+    except ValueError:
+        raise ValueError(f"{option} {text!r}: give numbers separated by commas, such as 0,0.6,1") from None
+
+
+def check_resumable(run: Path, command: str) -> None:
+    """Whether this command can go on with a folder."""
+    if not (run / "config.toml").exists():
+        raise ValueError(f"--resume {run}: not a run, config.toml is missing there")
+    info = run / "run.json"
+    made_by = json.loads(info.read_bytes()).get("command", "train") if info.exists() else "train"
+    if made_by != command:
+        raise ValueError(
+            f"--resume {run}: a run of another command; go on with it by: paceline {made_by} --resume {run}"
+        )

@@ -24,6 +24,7 @@ COLOURS = {
     "reward": "yellow",
     "logprob": "bright_blue",
     "training": "blue",
+    "adaptation": "bright_cyan",
     "exposed": "green",
     "other": "bright_black",
 }
@@ -102,7 +103,9 @@ class TerminalWatcher:
         """Where the last step's time went."""
         overlapped = self.config.train.max_staleness > 0
         names = (
-            [n for n in COLOURS if n != "exposed"] if not overlapped else ["exposed", "logprob", "training", "other"]
+            [n for n in COLOURS if n != "exposed"]
+            if not overlapped
+            else ["exposed", "logprob", "training", "adaptation", "other"]
         )
         total = sum(stages[name] for name in names) or 1.0
         text = Text(f"{'time':>10} ")

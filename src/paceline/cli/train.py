@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from paceline.cli.app import JsonFile, app, err, friendly, out
+from paceline.cli.app import JsonFile, app, check_resumable, err, friendly, out
 from paceline.config import Config, load_config
 from paceline.report.table import check_writable, render, write_json
 
@@ -53,8 +53,8 @@ def train(
     path, overrides = split_arguments(words)
     if resume is not None and (path is not None or run is not None):
         raise ValueError("--resume takes the run's own config.toml; give settings to change as a.b=c")
-    if resume is not None and not (resume / "config.toml").exists():
-        raise ValueError(f"--resume {resume}: not a run, config.toml is missing there")
+    if resume is not None:
+        check_resumable(resume, "train")
     config = load_config(resume / "config.toml" if resume is not None else path, overrides)
     from paceline.build import build_loop
     from paceline.report.html import write_report
@@ -258,14 +258,22 @@ def export(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     directory: Annotated[Path, typer.Argument(help="Where the Hugging Face directory goes.")],
     best: Annotated[bool, typer.Option("--best", help="The best checkpoint by validation, not the last.")] = False,
+    head: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="And where the EAGLE-3 head goes that was adapted to it.")
+    ] = None,
 ) -> None:
     """Write a run's policy as a plain Hugging Face directory (config.json, safetensors, tokenizer).
 
-    Example: `paceline export runs/chain_sum-20260101-120000 ./my-model --best`
+    Examples:
+
+    - `paceline export runs/chain_sum-20260101-120000 ./my-model --best`
+    - `paceline export runs/chain_sum-20260101-120000 ./my-model --head ./my-head`, for a run with draft.online
     """
     from paceline.build import export_policy
 
     if not (run / "config.toml").exists():
         raise ValueError(f"{run}: not a run, config.toml is missing there")
-    export_policy(load_config(run / "config.toml"), run, directory, best)
-    out.print(str(directory), soft_wrap=True)
+    export_policy(load_config(run / "config.toml"), run, directory, best, head)
+    for place in (directory, head):
+        if place is not None:
+            out.print(str(place), soft_wrap=True)

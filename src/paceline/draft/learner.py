@@ -65,9 +65,7 @@ class DraftLearner:
         hidden = lesson.hidden_SLD.flatten(0, 1)
         out = []
         for part in hidden.split(8192):
-            logits = lesson.logits(part).to(self.head.dtype) / self.temperature
-            total = logits.logsumexp(-1, keepdim=True)
-            out.append(logits[:, self.head.draft_ids].sub_(total).exp_())
+            out.append(probabilities(lesson.logits(part).to(self.head.dtype), self.head.draft_ids, self.temperature))
         return torch.cat(out)
 
     def state(self) -> dict[str, Tensor]:
@@ -82,3 +80,10 @@ class DraftLearner:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, parameter.detach()) for name, parameter in self.head.named_parameters())
+
+
+def probabilities(logits_PV: Tensor, draft_ids_N: Tensor, temperature: float) -> Tensor:
+    """Of the draft vocabulary's tokens, in the distribution over the target's: [P, N]."""
+    logits = logits_PV / temperature
+    total = logits.logsumexp(-1, keepdim=True)
+    return logits[:, draft_ids_N].sub_(total).exp_()

@@ -21,6 +21,23 @@ def draft_loss(h_PD: Tensor, weight_ND: Tensor, p_PN: Tensor, temperature: float
     return _Loss.apply(h_PD, weight_ND, p_PN, temperature, kind)
 
 
+def compare(z_PN: Tensor, p_PN: Tensor, temperature: float, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Of logits z and the target's p: the summed loss, the summed overlap, and the loss's gradient by z / temperature.
+    Nothing but elementwise arithmetic and sums, so that it can be compiled into one kernel."""
+    z = z_PN.to(p_PN.dtype) / temperature
+    log_q = z.log_softmax(-1)
+    q = log_q.exp()
+    least = torch.minimum(p_PN, q).sum(-1)
+    if kind == "kl":
+        loss = -(p_PN * log_q).sum()
+        z_grad = q.mul_(p_PN.sum(-1, keepdim=True)).sub_(p_PN)
+    else:
+        loss = -least.clamp_min(1e-6).log().sum()
+        below = q * (q < p_PN)
+        z_grad = q.mul_(below.sum(-1, keepdim=True)).sub_(below).div_(least.clamp_min(1e-6).unsqueeze(-1))
+    return loss, least.sum(), z_grad
+
+
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -34,18 +51,9 @@ class _Loss(torch.autograd.Function):
         for start in range(0, len(h_PD), CHUNK):
             rows = slice(start, start + CHUNK)
             h, p = h_PD[rows].to(fast), p_PN[rows]
-            z = (h @ weight.T).to(p.dtype) / temperature
-            log_q = z.log_softmax(-1)
-            q = log_q.exp()
-            least = torch.minimum(p, q).sum(-1)
-            overlap += least.sum() * scale
-            if kind == "kl":
-                loss += -(p * log_q).sum() * scale
-                z_grad = q.mul_(p.sum(-1, keepdim=True)).sub_(p)
-            else:
-                loss += -least.clamp_min(1e-6).log().sum() * scale
-                below = q * (q < p)
-                z_grad = q.mul_(below.sum(-1, keepdim=True)).sub_(below).div_(least.clamp_min(1e-6).unsqueeze(-1))
+            part, least, z_grad = compare(h @ weight.T, p, temperature, kind)
+            loss += part * scale
+            overlap += least * scale
             z_grad = z_grad.mul_(scale / temperature).to(fast)
             h_grad[rows] = z_grad @ weight
             weight_grad += z_grad.T @ h

@@ -8,7 +8,9 @@ against each other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +35,8 @@ class UnrollAttention:
         self.v.append(v)
         if len(self.k) == 1:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        elif q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+            out = _Steps.apply(Flash(), q, *self.k, *self.v)
         else:
             length = q.shape[2]
             own = torch.eye(length, dtype=torch.bool, device=q.device)
@@ -40,6 +44,69 @@ class UnrollAttention:
             k, v = torch.cat(self.k, 2), torch.cat(self.v, 2)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+class _Steps(torch.autograd.Function):
+    """The same attention without its mask: causal over the true features by a flash kernel, and beside it one key per
+    later step, the two joined by their sums of exponentials. The kernel's backward pass is right for its part if it is
+    told the joint output and the joint sum."""
+
+    @staticmethod
+    def forward(ctx: Any, flash: Flash, q: Tensor, *keys_values: Tensor) -> Tensor:
+        num = len(keys_values) // 2
+        k, v = keys_values[:num], keys_values[num:]
+        first, total, kept = flash.forward(q, k[0], v[0])
+        own = torch.stack([_dot(_grouped(q, x), x) for x in k[1:]], -1) / math.sqrt(q.shape[-1])  # [S, H, L, steps]
+        joint = torch.logsumexp(torch.cat([total.unsqueeze(-1), own], -1), -1)
+        out = first * (total - joint).exp().unsqueeze(-1)
+        for share, x in zip((own - joint.unsqueeze(-1)).exp().unbind(-1), v[1:], strict=True):
+            out += (_grouped(share.unsqueeze(-1), x) * x.unsqueeze(2)).flatten(1, 2)
+        out = out.to(q.dtype)
+        ctx.flash, ctx.kept, ctx.num = flash, kept, num
+        ctx.save_for_backward(q, *keys_values, out, joint, own)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (q, *keys_values, out, joint, own), grad = ctx.saved_tensors, grads[0]
+        k, v = keys_values[: ctx.num], keys_values[ctx.num :]
+        q_grad, k_first, v_first = ctx.flash.backward(grad, q, k[0], v[0], out, joint, ctx.kept)
+        k_grads, v_grads, q_grad = [k_first], [v_first], q_grad.float()
+        mean = (grad.float() * out).sum(-1)
+        shares = (own - joint.unsqueeze(-1)).exp().unbind(-1)
+        for share, key, value in zip(shares, k[1:], v[1:], strict=True):
+            by_score = share * (_dot(_grouped(grad, value), value) - mean) / math.sqrt(q.shape[-1])
+            q_grad += (_grouped(by_score.unsqueeze(-1), key) * key.unsqueeze(2)).flatten(1, 2)
+            k_grads.append(_grouped(by_score.unsqueeze(-1) * q, key).sum(2).to(key.dtype))
+            v_grads.append(_grouped(share.unsqueeze(-1) * grad, value).sum(2).to(value.dtype))
+        return None, q_grad.to(q.dtype), *k_grads, *v_grads
+
+
+def _grouped(x_SHLE: Tensor, key_SGLE: Tensor) -> Tensor:
+    """Query heads by the key head that they share: [S, G, H / G, L, E]."""
+    return x_SHLE.unflatten(1, (key_SGLE.shape[1], -1))
+
+
+def _dot(x_SGRLE: Tensor, key_SGLE: Tensor) -> Tensor:
+    return (x_SGRLE.float() * key_SGLE.unsqueeze(2)).sum(-1).flatten(1, 2)
+
+
+class Flash:
+    """Causal attention that gives, beside its output, the logarithm of its sum of exponentials [S, H, L]."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Any]:
+        out, total, _, _, max_q, max_k, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, True
+        )
+        return out, total, (max_q, max_k, seed, offset)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, kept: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        max_q, max_k, seed, offset = kept
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, total, None, None, max_q, max_k, 0.0, True, seed, offset
+        )
 
 
 def unroll(head: Eagle3Head, embed: Linear, lesson: Lesson, num_steps: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

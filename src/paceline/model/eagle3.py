@@ -90,7 +90,9 @@ class Eagle3Head(nn.Module):
         """From a state at each position and the token after it: the states to go on with, and their norms, which
         `logits` takes. `embed` is the target's. May reuse the memory of x."""
         ops, layer, c = self.ops, self.layer, self.config.layer
-        e = ops.norm(ops.embed(tokens_T, self.embed or embed).to(x_TD.dtype), layer.input_norm, c.norm_eps)
+        # Detached: whoever trains a head, the target's embedding gets no gradient.
+        e = ops.embed(tokens_T, embed).detach() if self.embed is None else ops.embed(tokens_T, self.embed)
+        e = ops.norm(e.to(x_TD.dtype), layer.input_norm, c.norm_eps)
         h = ops.norm(x_TD, self.hidden_norm, c.norm_eps)
         residual = h if self.config.norm_before_residual else x_TD
         q, k, v = ops.qkv(torch.cat([e, h], -1), layer, c, positions_T, self.rope.tables(self.norm))
