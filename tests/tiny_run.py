@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.build import build_loop
 from paceline.config import Config, load_config
+from paceline.model.config import ModelConfig
+from paceline.model.eagle3 import head_config, init_head
+from paceline.model.head_files import save_head
+from paceline.model.layer import Linear
+from paceline.model.ops import TorchOps
+from paceline.model.provenance import Provenance
 from paceline.model.weights import init, save
 from paceline.rl.loop import Loop
 
@@ -47,6 +54,23 @@ def write_model(directory: Path) -> None:
 
 def write_task(path: Path, num_problems: int = 8) -> None:
     path.write_text("".join(f'{{"prompt": "say {chr(97 + i)}", "answer": "{i}"}}\n' for i in range(num_problems)))
+
+
+def write_head(folder: Path, name: str = "head", seed: int = 0) -> list[str]:
+    """A random EAGLE-3 head for the model, and the settings that draft with it."""
+    config = ModelConfig.from_hf(json.loads((folder / "model" / "config.json").read_text()))
+    head = init_head(head_config(config, 200, (1, 2)), torch.arange(200), seed=seed)
+    save_head(head, folder / name, Provenance("tiny", None, "none", seed, 0, 0), dtype=torch.float32)
+    return ["speculation.method=eagle3", f"speculation.head={str(folder / name)!r}"]
+
+
+class Attached(TorchOps):
+    """The broken twin of a head's arithmetic: the policy's embedding is read with a way back for gradients."""
+
+    def embed(self, tokens_T: Tensor, table: Linear) -> Tensor:
+        x_TD = super().embed(tokens_T, table)
+        x_TD.detach = lambda: x_TD  # type: ignore[method-assign]
+        return x_TD
 
 
 def settings(folder: Path, *overrides: str) -> Config:

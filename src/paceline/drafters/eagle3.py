@@ -61,7 +61,7 @@ class Eagle3Drafter:
         self.calibration = of_coupled_draws()
         native = head.lm_head.panels is not None
         self.memory = PagedMemory(head.config.layer, num_blocks, head.dtype, head.device, native)
-        self._policy_version: int | None = None
+        self._policy_version = -1  # none yet
         self._states: dict[int, _State] = {}
 
     def begin(self, request: Request) -> None:
@@ -83,7 +83,7 @@ class Eagle3Drafter:
     def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch:
         if rows.version != self._policy_version:
             self._start_again()
-            if self._policy_version is not None:
+            if self._policy_version >= 0:
                 self.calibration.fade()
             self._policy_version = rows.version
         drafts = DraftBatch.empty(len(rows), int(caps.max(initial=0)))
@@ -203,15 +203,16 @@ class Eagle3Drafter:
 
     def state(self) -> dict[str, np.ndarray]:
         """Its weights come from where they came from, and its KV is computed again."""
-        return {"calibration": self.calibration.counts.copy()}
+        return {"calibration": self.calibration.counts.copy(), "policy_version": np.array([self._policy_version])}
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        if state.keys() != {"calibration"}:
+        if state.keys() != {"calibration", "policy_version"}:
             raise ValueError(
                 f"not a state of the eagle3 drafter: it holds {sorted(state) or 'nothing'}; was speculation.method "
                 "changed?"
             )
         self.calibration.counts = state["calibration"].copy()
+        self._policy_version = int(state["policy_version"][0])
 
 
 def _pairs(tokens: np.ndarray) -> np.ndarray:

@@ -44,7 +44,7 @@ class HybridDrafter:
         self.reads_drafts = self.chooses_after or head.reads_drafts
         self.wants_hidden, self.version = head.wants_hidden, head.version
         self.calibrations = {"history": of_probabilities(), "positions": of_positions(MAX_POSITIONS, HEAD_PRIOR)}
-        self._policy_version: int | None = None
+        self._policy_version = -1  # none yet
         self._pending: dict[int, _Pending] = {}
 
     def begin(self, request: Request) -> None:
@@ -58,7 +58,7 @@ class HybridDrafter:
 
     def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch:
         if rows.version != self._policy_version:
-            if self._policy_version is not None:
+            if self._policy_version >= 0:
                 for calibration in self.calibrations.values():
                     calibration.fade()
             self._policy_version = rows.version
@@ -129,6 +129,7 @@ class HybridDrafter:
     def state(self) -> dict[str, np.ndarray]:
         parts = {"history": self.history.state(), "head": self.head.state()}
         parts["calibration"] = {name: calibration.counts.copy() for name, calibration in self.calibrations.items()}
+        parts["calibration"]["policy_version"] = np.array([self._policy_version])
         return {f"{part}.{key}": array for part, state in parts.items() for key, array in state.items()}
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
@@ -136,7 +137,7 @@ class HybridDrafter:
         for name, array in state.items():
             part, _, key = name.partition(".")
             parts.setdefault(part, {})[key] = array
-        if len(parts) > 3 or parts["calibration"].keys() != self.calibrations.keys():
+        if len(parts) > 3 or parts["calibration"].keys() != {*self.calibrations, "policy_version"}:
             raise ValueError(
                 f"not a state of the hybrid drafter: it holds {sorted(state) or 'nothing'}; was speculation.method "
                 "changed?"
@@ -145,6 +146,7 @@ class HybridDrafter:
         self.head.restore(parts["head"])
         for name, calibration in self.calibrations.items():
             calibration.counts = parts["calibration"][name].copy()
+        self._policy_version = int(parts["calibration"]["policy_version"][0])
 
 
 def _expected(drafts: DraftBatch) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Charts as inline SVG: lines over the steps, stacked bars, single bars, one bar of shares.
 
-A chart is text: no script draws it, so it shows wherever SVG does. Colours are CSS classes (c0 … c7) which follow the
+A chart is text: no script draws it, so it shows wherever SVG does. Colours are CSS classes (c0 … c8) which follow the
 page's theme; line styles and markers differ too, so that colour alone never carries the meaning. Each place on the
 x axis has an invisible strip whose `data-tip` is what a pointer over it is told.
 """

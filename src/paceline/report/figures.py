@@ -62,6 +62,12 @@ def warnings(run: Run) -> list[str]:
     alarms = [str(r["step"]) for r in run.steps if r.get("mismatch_alarm") is True]
     if alarms:
         found.append(f"Engine and learner logprobs disagreed beyond the alarm at {_steps(alarms)}.")
+    for alarm, what in (
+        ("acceptance_drop_alarm", "Acceptance fell at the weight sync before"),
+        ("acceptance_floor_alarm", "Next to nothing that was drafted stood at"),
+    ):
+        if raised := [str(r["step"]) for r in run.steps if r.get(alarm) is True]:
+            found.append(f"{what} {_steps(raised)}.")
     if failures := int(sum(value or 0 for value in run.series("failures"))):
         where = _steps([str(r["step"]) for r in run.steps if (number(r, "failures") or 0) > 0])
         samples = "1 sample" if failures == 1 else f"{failures} samples"

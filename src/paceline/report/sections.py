@@ -27,6 +27,7 @@ from paceline.report.table import cell
 STAGES = {
     "generation": ("generation", 0),
     "training": ("training", 1),
+    "adaptation": ("draft training", 8),
     "logprob": ("logprobs", 4),
     "reward": ("rewards", 2),
     "draft": ("drafter", 5),
@@ -302,6 +303,7 @@ def speculation(run: Run) -> str:
                 [Series("accepted", run.series("draft_acceptance_rate"), 2)], from_zero=True, limits=(0.0, 1.0),
             ),
         ),
+        adaptation(run),
         f"<h3>Measured speed-up</h3>{prose(METHOD)}" if audited or speedup(run) is not None else "",
         charts(
             lines(
@@ -315,6 +317,34 @@ def speculation(run: Run) -> str:
             ),
         ),
         table(head, rows, caption="Audits"),
+    )  # fmt: skip
+
+
+def adaptation(run: Run) -> str:
+    """How the head followed the policy, where it did."""
+    steps = run.numbers
+    overlaps = [r["adaptation"].get("overlap") for r in run.steps if isinstance(r.get("adaptation"), dict)]
+    depth = max((len(overlap) for overlap in overlaps if isinstance(overlap, dict)), default=0)
+    if not overlaps:
+        return ""
+    return "<h3>The head follows the policy</h3>" + charts(
+        lines(
+            "Head's version", "updates made when the step was drafted", steps,
+            [Series("version", run.series("drafter_version"), 0)], from_zero=True, small=True,
+        ),
+        lines(
+            "Head's loss", "at its updates", steps,
+            [Series("loss", run.series("adaptation", "loss"), 8, "points")], small=True,
+        ),
+        lines(
+            "Overlap of head and policy", "Σ min(p, q), by step of the unroll", steps,
+            [
+                Series(f"step {k + 1}", run.series("adaptation", "overlap", str(k + 1)), k, "points")
+                for k in range(depth)[:4]
+            ],
+            from_zero=True, limits=(0.0, 1.0), small=True,
+        ),
+        small=True,
     )  # fmt: skip
 
 

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.rl.alarms import MIN_DRAFTS
 from paceline.rl.batch import TokenBatch
 from paceline.rl.learner import UpdateReport
 from paceline.rl.produce import Batch
 from paceline.rl.stopwatch import Stopwatch
 from paceline.speculation.metrics import summarise
 
-STAGES = ("data", "sync", "generation", "reward", "logprob", "training", "draft")
+STAGES = ("data", "sync", "generation", "reward", "logprob", "training", "adaptation", "draft")
 HIDDEN = ("data", "sync", "generation", "reward")  # behind training, where the two overlap
 
 
@@ -44,6 +45,17 @@ def mean_advantages(tokens: TokenBatch) -> list[float]:
     sums.index_add_(0, tokens.sequence_T, tokens.advantages_T.double() * chosen)
     counts.index_add_(0, tokens.sequence_T, chosen)
     return (sums / counts.clamp_min(1)).tolist()
+
+
+def acceptance(batch: Batch) -> tuple[float | None, int | None]:
+    """A batch's mean acceptance length, None where it has too few drafts to tell; and the policy it was drafted for."""
+    drafts = summarise([], batch.traces)
+    enough = drafts["num_drafts"] >= MIN_DRAFTS
+    return (drafts["mean_acceptance_length"] if enough else None), _last_trace(batch, "version")
+
+
+def _last_trace(batch: Batch, name: str) -> int | None:
+    return getattr(batch.traces[-1], name) if batch.traces else None
 
 
 def of_rollouts(batch: Batch) -> dict[str, Any]:
@@ -82,6 +94,7 @@ def of_rollouts(batch: Batch) -> dict[str, Any]:
             )
         },
         "draft_s": drafts["draft_s"],
+        "drafter_version": _last_trace(batch, "drafter_version"),
     }
 
 
@@ -95,6 +108,7 @@ def stage_times(
     stages["draft"] = sum(trace.draft_s for trace in batch.traces if trace.drafter != "none")
     stages["generation"] -= stages["draft"]
     exposed = waited_s if overlaps else stages["generation"] + stages["draft"]
-    seen = ("logprob", "training") if overlaps else (*HIDDEN, "draft", "logprob", "training")
+    learning = ("logprob", "training", "adaptation")
+    seen = learning if overlaps else (*HIDDEN, "draft", *learning)
     accounted = sum(stages[name] for name in seen) + (waited_s + publishing_s if overlaps else 0.0)
     return {**stages, "exposed": exposed, "other": max(0.0, total_s - accounted), "total": total_s}

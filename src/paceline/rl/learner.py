@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -20,12 +20,12 @@ from torch import Tensor
 from paceline.config import LearnerSection
 from paceline.model import lora
 from paceline.model.attention import PackedAttention
-from paceline.model.decoder import Decoder
+from paceline.model.decoder import Decoder, Output
 from paceline.model.optim import Optimizer
 from paceline.model.weights import hf_state
 from paceline.rl import head
 from paceline.rl.batch import TokenBatch
-from paceline.rl.packing import microbatches, minibatches, pack
+from paceline.rl.packing import Packed, microbatches, minibatches, pack
 from paceline.types import Rollout
 
 if TYPE_CHECKING:
@@ -43,6 +43,21 @@ class UpdateReport:
     entropy: float  # mean over trained tokens, at the sampling temperature
     stats: dict[str, float]  # the loss's own, means over trained tokens
     logprobs_T: Tensor  # before the update; 0 where the policy did not choose the token
+
+
+class Observer(Protocol):
+    """Who learns from the states of an update's first pass, which are computed anyway. It must leave alone whatever is
+    the decoder's."""
+
+    taps: tuple[int, ...]  # layers whose outputs it wants to see
+
+    def observe(self, rollouts: Sequence[Rollout], packed: Packed, output: Output) -> None:
+        """The states of these rollouts, detached."""
+        ...
+
+    def learn(self) -> None:
+        """Before the weights that gave what was observed move on."""
+        ...
 
 
 class Learner:
@@ -87,7 +102,12 @@ class Learner:
             return self._logprobs(self.reference, rollouts)
 
     def update(
-        self, rollouts: Sequence[Rollout], batch: TokenBatch, loss: Loss, weights: Weights | None = None
+        self,
+        rollouts: Sequence[Rollout],
+        batch: TokenBatch,
+        loss: Loss,
+        weights: Weights | None = None,
+        observer: Observer | None = None,
     ) -> UpdateReport:
         """One version further: num_iterations passes over the batch, each in num_minibatches optimiser steps. `loss`
         sees whole sequences, a microbatch at a time, and its sum over an optimiser step is what is minimised;
@@ -106,12 +126,15 @@ class Learner:
                 mini = batch.sequences(start, end)
                 if weights is not None:
                     mini = replace(mini, weights_T=weights(mini))
-                total, logprobs_T = self._backward(rollouts[start:end], mini, loss, sums)
+                total, logprobs_T = self._backward(rollouts[start:end], mini, loss, sums, observer)
+                if observer is not None:
+                    observer.learn()
                 losses.append(total)
                 norms.append(self.optimizer.step(self.version))
                 before_T = logprobs_T if before_T is None else before_T
             if batch.old_logprobs_T is None:
                 batch = replace(batch, old_logprobs_T=before_T)
+            observer = None  # later passes see the same rollouts again
         assert before_T is not None
         report = UpdateReport(
             loss=sum(losses) / len(losses),
@@ -141,16 +164,25 @@ class Learner:
         self.version = int(version)
 
     def _backward(
-        self, rollouts: Sequence[Rollout], mini: TokenBatch, loss: Loss, sums: Counter[str]
+        self,
+        rollouts: Sequence[Rollout],
+        mini: TokenBatch,
+        loss: Loss,
+        sums: Counter[str],
+        observer: Observer | None,
     ) -> tuple[float, Tensor]:
         """Gradients of the loss's sum over a minibatch, microbatch by microbatch; that sum, and the logprobs."""
         total, parts = 0.0, []
         for start, end in microbatches(rollouts, self.section.tokens_per_microbatch):
             part = mini.sequences(start, end)
-            logprobs_T, entropy_T = self._forward(self.decoder, rollouts[start:end])
+            taps = observer.taps if observer is not None else ()
+            logprobs_T, entropy_T, packed, states = self._forward(self.decoder, rollouts[start:end], taps)
             out = loss(part, logprobs_T)
             if out.loss.requires_grad:  # not where there is no token that the policy chose
                 out.loss.backward()
+            if observer is not None and states is not None:  # now that the backward pass has let go of its memory
+                tapped = {layer: x_ND.detach() for layer, x_ND in states.taps.items()}
+                observer.observe(rollouts[start:end], packed, Output(states.hidden.detach(), tapped))
             total += float(out.loss.detach())
             parts.append(logprobs_T.detach())
             sums.update(out.stats)
@@ -162,17 +194,20 @@ class Learner:
         cuts = microbatches(rollouts, self.section.tokens_per_microbatch)
         return torch.cat([self._forward(decoder, rollouts[start:end])[0] for start, end in cuts])
 
-    def _forward(self, decoder: Decoder, rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies of these rollouts' tokens in one forward; 0 where the policy did not choose."""
+    def _forward(
+        self, decoder: Decoder, rollouts: Sequence[Rollout], taps: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor, Packed, Output | None]:
+        """Logprobs and entropies of these rollouts' tokens in one forward, 0 where the policy did not choose; and what
+        they were computed from, None where there are none."""
         packed = pack(rollouts)
         zeros_T = torch.zeros(sum(len(rollout.token_ids) for rollout in rollouts), dtype=torch.float64)
         if not len(packed):
-            return zeros_T, zeros_T
+            return zeros_T, zeros_T, packed, None
         attention = PackedAttention(packed.lengths, packed.prefixes)
         tokens, positions, row_P, target_P = (
             x.to(decoder.device) for x in (packed.tokens_N, packed.positions_N, packed.row_P, packed.target_P)
         )
-        hidden = decoder(tokens, positions, attention).hidden
-        logprobs_P, entropy_P = head.logprobs(decoder, hidden[row_P], target_P, self.temperature)
+        states = decoder(tokens, positions, attention, taps)
+        logprobs_P, entropy_P = head.logprobs(decoder, states.hidden[row_P], target_P, self.temperature)
         at = (packed.index_P,)
-        return zeros_T.index_put(at, logprobs_P.cpu()), zeros_T.index_put(at, entropy_P.cpu())
+        return zeros_T.index_put(at, logprobs_P.cpu()), zeros_T.index_put(at, entropy_P.cpu()), packed, states

@@ -8,7 +8,7 @@ that a resumed run goes on as if nothing had happened.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -22,6 +22,8 @@ from paceline.engine.engine import LocalEngine
 from paceline.model.text import pieces
 from paceline.model.weights import checksum
 from paceline.rl import figures
+from paceline.rl.adapt import Adapter
+from paceline.rl.alarms import Alarms
 from paceline.rl.algorithms import Algorithm
 from paceline.rl.audit import Auditor, overall
 from paceline.rl.batch import TokenBatch, scored
@@ -61,10 +63,13 @@ class Loop:
         checkpoints: Checkpoints,
         sinks: Sequence[Sink],
         watcher: Watcher,
+        adapter: Adapter | None = None,
     ) -> None:
         self.config, self.engine, self.learner, self.algorithm = config, engine, learner, algorithm
         self.task, self.collector, self.auditor, self.folder = task, collector, auditor, folder
         self.checkpoints, self.sinks, self.watcher = checkpoints, sinks, watcher
+        self.adapter, self.alarms = adapter, Alarms(config)
+        self._head: Published | None = None  # as it was last published
         train = config.train
         self.overlaps = train.max_staleness > 0
         self.producer = Producer(
@@ -89,6 +94,7 @@ class Loop:
         self._saved = -1
         self._base = checksum(learner.weights())  # of what the run began with
         self._whole = True  # whether the learner is between two steps
+        self._adapting: Adapter | None = None  # in the step under way
         self.best: dict[str, Any] | None = None  # {"step", "reward"} of the best validation
         self.first_eval: dict[str, Any] | None = None
         self.last_eval: dict[str, Any] | None = None
@@ -144,6 +150,7 @@ class Loop:
         watch = Stopwatch()
         metrics: dict[str, Any] = {"step": step, "epoch": self.producer.order.epoch(max(0, batch.position - 1))}
         self._whole = False
+        metrics |= self._watch_acceptance(batch)
         metrics |= self._train(batch, watch)
         trained_at = time.perf_counter()
         self.step, self._last = step + 1, batch
@@ -204,7 +211,10 @@ class Loop:
             self.algorithm.prepare(tokens)
             if not tokens.mask_T.any():
                 return self._learn_nothing(batch)
-            report = self.learner.update(rollouts, tokens, self.algorithm.loss, self.algorithm.weights)
+            adapter = self._adapting
+            if adapter is not None:
+                adapter.begin(rollouts, tokens.group_S.tolist(), watch)
+            report = self.learner.update(rollouts, tokens, self.algorithm.loss, self.algorithm.weights, adapter)
         if not all(parameter.isfinite().all() for parameter in self.learner.decoder.parameters()):
             raise ValueError(
                 f"step {batch.step}: after the update some weights are not finite; training stops and the last "
@@ -213,7 +223,19 @@ class Loop:
         for rollout, advantage in zip(rollouts, figures.mean_advantages(tokens), strict=True):
             rollout.advantage = advantage
         result = figures.of_update(tokens, report)
+        if adapter is not None and (adapted := adapter.report()):
+            result["adaptation"] = adapted
         return result | {"mismatch_alarm": self._check_mismatch(result["mismatch_mean"])}
+
+    def _watch_acceptance(self, batch: Batch) -> dict[str, bool]:
+        """The alarms of a batch; and whether the head is to learn from it."""
+        length, version = figures.acceptance(batch)
+        wanted = self.adapter is not None and self.adapter.wants(batch.step, length)
+        self._adapting = self.adapter if wanted else None
+        flags, said = self.alarms.check(length, version)
+        for text in said:
+            self.watcher.note(text)
+        return flags
 
     def _learn_nothing(self, batch: Batch) -> dict[str, Any]:
         self.watcher.note(f"step {batch.step}: nothing to learn from; the policy stays as it is")
@@ -259,16 +281,27 @@ class Loop:
         return result
 
     def _publish(self) -> None:
+        self.producer.publish(self._published(self.step, self.learner.weights, self._published_head()))
+
+    def _published_head(self) -> Published | None:
+        """The newest, in every version of the policy: an engine that leaves versions out misses no head."""
+        if self.adapter is not None and (self._head is None or self._head.version != self.adapter.version):
+            self._head = self._published(self.adapter.version, self.adapter.weights)
+        return self._head
+
+    def _published(
+        self, version: int, weights: Callable[[], Iterable[tuple[str, Tensor]]], head: Published | None = None
+    ) -> Published:
+        """In the engine's precision."""
         dtype = self.engine.paged.decoder.dtype
 
         def cast() -> Iterator[tuple[str, Tensor]]:
-            return ((name, tensor.to(dtype)) for name, tensor in self.learner.weights())
+            return ((name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in weights())
 
-        if self.overlaps:  # the learner goes on while the engine reads: a copy
-            copy = [(name, tensor.clone()) for name, tensor in cast()]
-            self.producer.publish(Published(self.step, lambda: copy, checksum(copy)))
-        else:
-            self.producer.publish(Published(self.step, cast, checksum(cast())))
+        if not self.overlaps:
+            return Published(version, cast, checksum(cast()), head)
+        copy = [(name, tensor.clone()) for name, tensor in cast()]  # the learner goes on while the engine reads
+        return Published(version, lambda: copy, checksum(copy), head)
 
     # -- the folder ---------------------------------------------------------------------------------------------------
 
@@ -316,6 +349,7 @@ class Loop:
                 "drafter": {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in drafter.items()},
                 "buffer": buffer,
                 "surplus": surplus_tensors,
+                **({"head": self.adapter.state()} if self.adapter is not None else {}),
             },
             {
                 "step": self.step,
@@ -324,6 +358,8 @@ class Loop:
                 "offsets": self.folder.offsets(),
                 "buffer": {"labels": labels, "batches": [[b.step, len(b.groups), b.position] for b in ready]},
                 "surplus": surplus_labels,
+                "head": self.adapter.labels() if self.adapter is not None else None,
+                "alarms": self.alarms.state(),
                 "best": self.best,
                 "first_eval": self.first_eval,
                 "last_eval": self.last_eval,
@@ -343,6 +379,9 @@ class Loop:
                 "bring them back, or start a new run"
             )
         self.learner.restore(checkpoint.tensors("learner"))
+        if self.adapter is not None and state["head"] is not None:
+            self.adapter.restore(checkpoint.tensors("head"), state["head"])
+        self.alarms.restore(state["alarms"])
         if self.engine.drafter is not None:
             self.engine.drafter.restore({name: t.numpy() for name, t in checkpoint.tensors("drafter").items()})
         groups = unpack_groups(checkpoint.tensors("buffer"), state["buffer"]["labels"])

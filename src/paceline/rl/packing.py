@@ -24,6 +24,7 @@ class Packed:
     positions_N: Tensor  # int64
     lengths: list[int]  # of the segments: prompts and completions
     prefixes: list[int | None]  # a completion's prompt, by segment
+    spans: list[tuple[range, range]]  # by rollout: its prompt's rows among the N, and its completion's
     row_P: Tensor  # int64, which of the N states predicts
     target_P: Tensor  # int64, the token that is predicted
     index_P: Tensor  # int64, its place among the T
@@ -36,6 +37,7 @@ def pack(rollouts: Sequence[Rollout]) -> Packed:
     tokens, positions = [], []
     lengths: list[int] = []
     prefixes: list[int | None] = []
+    spans: list[tuple[range, range]] = []
     rows, targets, indices = [], [], []
     num_rows = num_tokens = prompt = prompt_end = 0
     prompt_ids: tuple[int, ...] | None = None
@@ -61,11 +63,15 @@ def pack(rollouts: Sequence[Rollout]) -> Packed:
             lengths.append(num_needed - 1)
             prefixes.append(prompt)
             num_rows += num_needed - 1
+        # Its own rows are the last that were laid out; without any token to predict it has none, nor a prompt.
+        before = range(prompt_end - len(rollout.prompt_ids), prompt_end) if num_needed else range(0)
+        spans.append((before, range(num_rows - max(0, num_needed - 1), num_rows)))
     return Packed(
         tokens_N=_cat(tokens),
         positions_N=_cat(positions),
         lengths=lengths,
         prefixes=prefixes,
+        spans=spans,
         row_P=_cat(rows),
         target_P=_cat(targets),
         index_P=_cat(indices),

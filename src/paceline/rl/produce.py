@@ -23,7 +23,7 @@ from paceline.rl.collect import Collected, Collector
 from paceline.rl.order import DataOrder
 from paceline.rl.stopwatch import Stopwatch
 from paceline.tasks.task import Task
-from paceline.types import Group, StepTrace
+from paceline.types import Group, Receipt, StepTrace
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -52,6 +52,7 @@ class Published:
     version: int
     weights: Callable[[], Weights]
     checksum: str
+    head: Published | None = None  # the drafter's, where it follows the policy: the newest, changed or not
 
 
 class Producer:
@@ -83,7 +84,7 @@ class Producer:
         self.surplus: list[Group] = []
         self.stopping = False
         self._published: dict[int, Published] = {}
-        self._engine_version = -1
+        self._engine_version = self._head_version = -1
         self._ready: dict[int, Batch] = {}
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -253,12 +254,12 @@ class Producer:
         with watch.stage("sync"):
             published = self._published[version]
             receipt = self.engine.update_weights(published.weights(), version, inflight)
-            if receipt.checksum != published.checksum:
-                raise ValueError(
-                    f"weights of version {version}: the engine holds {receipt.checksum[:12]}, the learner sent "
-                    f"{published.checksum[:12]}; the transfer went wrong, so training stops"
-                )
+            _compare("weights", published, receipt)
             self._engine_version = version
+            head = published.head
+            if head is not None and head.version != self._head_version:
+                _compare("the drafter's weights", head, self.engine.update_drafter(head.weights(), head.version))
+                self._head_version = head.version
 
     def _fresh(self, groups: list[Group], step: int) -> tuple[list[Group], int]:
         fresh = [group for group in groups if step - group.oldest_version <= self.max_staleness]
@@ -272,3 +273,11 @@ class Producer:
                 f"step {step}: {len(failures)} of {total} samples could not be scored, more than reward.max_failures = "
                 f"{self.max_failures:g} of them; the first: {failures[0]}"
             )
+
+
+def _compare(what: str, sent: Published, receipt: Receipt) -> None:
+    if receipt.checksum != sent.checksum:
+        raise ValueError(
+            f"{what} of version {sent.version}: the engine holds {receipt.checksum[:12]}, the learner sent "
+            f"{sent.checksum[:12]}; the transfer went wrong, so training stops"
+        )

@@ -9,15 +9,18 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """Seconds by stage. Stages do not nest."""
+    """Seconds by stage. Within another stage, a stage's seconds are its own alone."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self._counted = 0.0  # in all stages so far
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
+        started, before = time.perf_counter(), self._counted
         try:
             yield
         finally:
-            self.seconds[name] += time.perf_counter() - started
+            spent = time.perf_counter() - started
+            self.seconds[name] += spent - (self._counted - before)
+            self._counted = before + spent
