@@ -174,6 +174,22 @@ def drafting_head(config: Config, drafter: Any) -> Eagle3Head | None:
     return head
 
 
+def available_drafters(config: Config) -> tuple[str, ...]:
+    """What can draft for this model without further ado."""
+    from paceline.model.head_files import resolve_head
+
+    found = ["ngram", "suffix"]
+    try:
+        resolve_head(config.speculation.head, config.model.name)
+        found += ["eagle3", "hybrid"]
+    except ValueError:
+        if config.speculation.head is not None:  # asked for, so it matters
+            raise
+    if config.speculation.draft_model is not None:
+        found.append("draft_model")
+    return tuple(found)
+
+
 def build_head(config: Config, target: ModelConfig, dtype: torch.dtype | None = None) -> Eagle3Head:
     """The EAGLE-3 head that speculation.head names, or the one shipped for the model; plain, where the model is, and as
     precise unless `dtype` is given."""

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from paceline.bench import sweep
 from paceline.bench.sweep import Case, Run, Settings, Sweep, best_settings
+from paceline.build import available_drafters
 from paceline.cli import app
 from paceline.config import load_config
 from paceline.engine import accept
@@ -305,7 +306,7 @@ def test_drafters_that_there_are(monkeypatch):
     monkeypatch.setattr(head_files, "resolve_head", resolve)
 
     def found(*overrides: str) -> tuple[str, ...]:
-        return sweep.available_drafters(load_config(None, overrides))
+        return available_drafters(load_config(None, overrides))
 
     assert found("model.name=other") == ("ngram", "suffix")
     assert found("model.name=shipped") == ("ngram", "suffix", "eagle3", "hybrid")

@@ -198,22 +198,6 @@ def compare(run: Run, plain: Run, batch: int) -> Round:
     )
 
 
-def available_drafters(config: Config) -> tuple[str, ...]:
-    """What can draft for this model without further ado."""
-    from paceline.model.head_files import resolve_head
-
-    found = ["ngram", "suffix"]
-    try:
-        resolve_head(config.speculation.head, config.model.name)
-        found += ["eagle3", "hybrid"]
-    except ValueError:
-        if config.speculation.head is not None:  # asked for, so it matters
-            raise
-    if config.speculation.draft_model is not None:
-        found.append("draft_model")
-    return tuple(found)
-
-
 def task_prompts(config: Config, num: int) -> list[Prompt]:
     """The first prompts of the config's task; held-out ones first, as no head was trained on them."""
     from paceline.build import build_task

@@ -62,6 +62,7 @@ def sweep(
     """
     from paceline.bench import sweep as sweeps
     from paceline.bench.prompts import read_prompts
+    from paceline.build import available_drafters
     from paceline.report import plot
 
     for path in (json_file, plot_file):
@@ -69,7 +70,7 @@ def sweep(
     plot.check_format(plot_file)
     config = load_config(*split_arguments(words))
     settings = sweeps.Settings(
-        drafters=sweeps.available_drafters(config) if drafters is None else comma_list(drafters),
+        drafters=available_drafters(config) if drafters is None else comma_list(drafters),
         draft_lengths=comma_numbers("--k", k),
         batches=comma_numbers("--batch", batch),
         temperatures=comma_floats("--temperature", temperature),

@@ -27,7 +27,9 @@ from paceline.report.table import check_writable, render, write_json
 @friendly
 def verify(
     model: Model = None,
-    drafters: Annotated[str, typer.Option(help="Of ngram, suffix, draft_model.")] = "ngram,suffix,draft_model",
+    drafters: Annotated[
+        str | None, typer.Option(help="Of ngram, suffix, draft_model, eagle3, hybrid; else all there are.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A shorter ladder, about a minute.")] = False,
     prompts_file: PromptsFile = None,
     config: ConfigFile = None,
@@ -48,14 +50,16 @@ def verify(
     cfg = settings(config, overrides, model__name=model)
     check_writable(json_file)
     asked = read_prompts(prompts_file) if prompts_file else BUILTIN
+    from paceline.build import available_drafters
     from paceline.model.store import load_tokenizer, resolve
     from paceline.tasks.prompt import encode
     from paceline.verify.ladder import run_ladder
 
     tokenizer = load_tokenizer(resolve(cfg.model.name, err))
     ids = [encode(tokenizer, prompt) for prompt in asked]
+    named = comma_list(drafters) if drafters is not None else dict.fromkeys((*available_drafters(cfg), "draft_model"))
     with err.status("verifying") as status:
-        certificate = run_ladder(cfg, ids, comma_list(drafters), quick, lambda what: status.update(f"rung {what}"))
+        certificate = run_ladder(cfg, ids, tuple(named), quick, lambda what: status.update(f"rung {what}"))
     rows = [
         {
             "rung": rung["name"],

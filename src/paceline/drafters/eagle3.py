@@ -31,10 +31,15 @@ from paceline.model.sample import Sampler, SamplingArrays, Stream, with_round
 from paceline.speculation.batch import Commits, DraftBatch, Rows
 from paceline.types import Receipt, Request
 
+WINDOW = 512  # positions that a head catches up with at most
+
 
 @dataclass(slots=True)
 class _State:
-    num_computed: int = 0  # positions whose KV comes from true features
+    """Positions are counted from `start`, where the head came in: its attention knows distances only."""
+
+    start: int = 0
+    num_computed: int = 0  # positions from there whose KV comes from true features
     table: BlockTable = field(default_factory=BlockTable)
     said: np.ndarray | None = None  # q of each token of the last draft, until it is known what stood
 
@@ -52,9 +57,11 @@ class Eagle3Drafter:
         num_blocks: int,
         coupled: bool = True,
         min_confidence: float = 0.0,
+        window: int = WINDOW,
         version: int = 0,
     ) -> None:
         self.head, self.embed, self.sampler, self.coupled, self.version = head, embed, sampler, coupled, version
+        self.window = window
         self.wants_hidden = head.config.taps
         self.min_confidence = min_confidence
         self.reads_drafts = min_confidence > 0
@@ -104,10 +111,10 @@ class Eagle3Drafter:
                 break
             if len(keep) < len(active):
                 active, x = [active[n] for n in keep], x[keep]
-            spans = [
-                Span(drafts.tokens[i, step : step + 1], len(rows.tokens[i]) - 1 + step, self._state(rows, i).table, 1)
-                for i in active
-            ]
+            spans = []
+            for i in active:
+                state = self._state(rows, i)
+                spans.append(Span(drafts.tokens[i, step : step + 1], state.num_computed + step, state.table, 1))
             x, h = self._forward(spans, x)
         for i in range(len(rows)):
             self._state(rows, i).said = said[i]
@@ -126,7 +133,10 @@ class Eagle3Drafter:
         state = self._state(rows, i)
         if not state.table.blocks:
             state.num_computed = self.memory.adopt(state.table, _pairs(rows.tokens[i]))
-        reach = num_tokens - 1 + cap - 1  # the last draft needs no KV
+            if num_tokens - 1 - state.num_computed > self.window:  # too much to catch up with: come in later
+                self.memory.pool.truncate(state.table, 0)
+                state.start, state.num_computed = num_tokens - 1 - self.window, 0
+        reach = num_tokens - 1 - state.start + cap - 1  # the last draft needs no KV
         return reach <= self.head.config.layer.max_positions and self.memory.pool.reserve(state.table, reach)
 
     def _catch_up(self, rows: Rows, active: list[int]) -> tuple[Tensor, Tensor]:
@@ -135,16 +145,16 @@ class Eagle3Drafter:
         for i in active:
             state, tokens = self._state(rows, i), rows.tokens[i]
             # At least the last position is computed again: its state is where the draft begins.
-            start = min(state.num_computed, len(tokens) - 2)
-            spans.append(Span(tokens[start + 1 :], start, state.table, 1))
+            start = min(state.start + state.num_computed, len(tokens) - 2)
+            spans.append(Span(tokens[start + 1 :], start - state.start, state.table, 1))
             wanted.append((i, start, len(tokens) - 1))
         assert rows.features is not None
         features = rows.features(wanted)
         x, h = self._forward(spans, self.head.fuse(features.to(self.head.dtype)))
         for i in active:
-            state, num_tokens = self._state(rows, i), len(rows.tokens[i])
-            before, state.num_computed = state.num_computed, num_tokens - 1
-            if state.num_computed // BLOCK > before // BLOCK:
+            state = self._state(rows, i)
+            before, state.num_computed = state.num_computed, len(rows.tokens[i]) - 1 - state.start
+            if state.start == 0 and state.num_computed // BLOCK > before // BLOCK:
                 self.memory.pool.index(state.table, _pairs(rows.tokens[i]))
         return x, h
 
@@ -199,7 +209,7 @@ class Eagle3Drafter:
         self.memory.pool.forget_all()
         for state in self._states.values():
             self.memory.pool.truncate(state.table, 0)
-            state.num_computed = 0
+            state.start = state.num_computed = 0
 
     def state(self) -> dict[str, np.ndarray]:
         """Its weights come from where they came from, and its KV is computed again."""

@@ -44,7 +44,9 @@ class HeadConfig:
 
 
 def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
-    """Low, middle, high: what vLLM, SGLang and the EAGLE-3 authors use."""
+    """Low, middle, high: what vLLM, SGLang and the EAGLE-3 authors use, as far as there are so many layers."""
+    if num_layers < 6:
+        return 1, (num_layers + 1) // 2, num_layers
     return 2, num_layers // 2, num_layers - 3
 
 

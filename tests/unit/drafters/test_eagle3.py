@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -212,6 +213,34 @@ def test_too_little_memory_costs_drafts_not_tokens() -> None:
     found = engine.generate(wanted)
     assert [c.token_ids.tolist() for c in found] == [c.token_ids.tolist() for c in plain]
     assert sum(c.num_drafts for c in found) > 0
+
+
+def test_a_head_that_comes_late_starts_within_its_window() -> None:
+    """It then knows less, and drafts all the same; what it drafts is the unrolling of what it knows."""
+    decoder, sampler, window = tiny_decoder(), Sampler(), 8
+    drafter = Recording(tiny_head(decoder), decoder.embed, sampler, 64, True, 0.0, window)
+    engine = LocalEngine(PagedDecoder(decoder, 64), sampler=sampler, drafter=drafter, policy=StaticPolicy(K))
+    wanted = [Request(0, tuple(range(1, 30)), SamplingParams(max_tokens=20, ignore_eos=True), 3)]
+    plain = LocalEngine(PagedDecoder(decoder, 64), sampler=sampler).generate(wanted)
+    assert [c.token_ids.tolist() for c in engine.generate(wanted)] == [c.token_ids.tolist() for c in plain]
+    assert len(drafter.drafts) > 5
+    head = tiny_head(decoder)
+    assert largest_gap(decoder, head, drafter.drafts) > 1e-3  # it did not see the beginning
+    first = len(drafter.drafts[0][0]) - K - 1 - window  # where it came in
+    for sequence, logits in drafter.drafts:
+        tokens = np.concatenate([sequence, [0, 0]]).astype(np.int32)
+        lesson = teach(decoder, [Example(tokens, np.ones(len(tokens), bool))], head.config.taps)
+        late = replace(
+            lesson,
+            tokens_SL=lesson.tokens_SL[:, first:],
+            chosen_SL=lesson.chosen_SL[:, first:],
+            features_SLF=lesson.features_SLF[:, first:],
+            hidden_SLD=lesson.hidden_SLD[:, first:],
+        )
+        base = len(sequence) - len(logits) - 2 - first
+        for step, (h, base_P, _) in enumerate(unroll(head, decoder.embed, late, len(logits))):
+            (at,) = torch.nonzero(base_P == base, as_tuple=True)
+            assert float((head.logits(h[at[0]][None])[0] - logits[step]).abs().max()) < 1e-9
 
 
 def test_min_confidence_ends_a_draft_and_is_refused_where_it_would_be_a_bias() -> None:
