@@ -1,0 +1,156 @@
+"""Who drafts for an engine, by speculation.method."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from paceline.build.engine import build_decoder, build_paged, build_sampler, default_kv_tokens
+from paceline.config import ADAPTABLE, Config
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.model.config import ModelConfig
+    from paceline.model.decoder import Decoder
+    from paceline.model.eagle3 import Eagle3Head
+    from paceline.speculation.batch import Drafter
+
+
+def available_drafters(config: Config) -> tuple[str, ...]:
+    """What can draft for this model without further ado."""
+    from paceline.model.head_files import resolve_head
+
+    found = ["ngram", "suffix"]
+    try:
+        resolve_head(config.speculation.head, config.model.name)
+        found += ["eagle3", "hybrid"]
+    except ValueError:
+        if config.speculation.head is not None:  # asked for, so it matters
+            raise
+    if config.speculation.draft_model is not None:
+        found.append("draft_model")
+    return tuple(found)
+
+
+def build_drafter(config: Config, target: Decoder, tokenizer: Any, head: Eagle3Head | None = None) -> Drafter | None:
+    """A drafter for this target. `head`: an EAGLE-3 head that is already there, packed as the target is, instead of
+    the one on disk."""
+    speculation = config.speculation
+    if speculation.method == "none":
+        return None
+    if speculation.method == "ngram":
+        from paceline.drafters.ngram import NgramDrafter
+
+        return NgramDrafter(speculation.prompt_lookup_min, speculation.prompt_lookup_max)
+    if speculation.method == "suffix":
+        from paceline.drafters.suffix import SuffixDrafter
+
+        return SuffixDrafter(min_match=speculation.suffix_min_match, max_bytes=speculation.suffix_max_bytes)
+    if speculation.method == "draft_model":
+        from paceline.drafters.draft_model import DraftModelDrafter
+
+        draft = _draft_decoder(config, target, tokenizer)
+        coupled = speculation.rule == "coupled"
+        return DraftModelDrafter(build_paged(config, draft), build_sampler(draft), coupled)
+    from paceline.drafters.eagle3 import Eagle3Drafter
+    from paceline.model.kv import BLOCK
+
+    if head is None:
+        head = pack_head(build_head(config, target.config), target)
+    num_blocks = -(-(config.engine.kv_tokens or default_kv_tokens(config, target.config)) // BLOCK)
+    eagle3 = Eagle3Drafter(
+        head,
+        target.embed,
+        build_sampler(target),
+        num_blocks,
+        coupled=speculation.rule == "coupled",
+        min_confidence=speculation.min_confidence,
+    )
+    if speculation.method == "eagle3":
+        return eagle3
+    from paceline.drafters.hybrid import HybridDrafter
+    from paceline.drafters.suffix import SuffixDrafter
+
+    history = SuffixDrafter(min_match=speculation.suffix_min_match, max_bytes=speculation.suffix_max_bytes)
+    return HybridDrafter(history, eagle3, head_cost(head, target.config), speculation.hybrid_choice)
+
+
+def drafting_head(config: Config, drafter: Any) -> Eagle3Head | None:
+    """The EAGLE-3 head that this config's drafter drafts with, as it is now."""
+    if config.speculation.method not in ADAPTABLE:
+        return None
+    head: Eagle3Head = drafter.head if config.speculation.method == "eagle3" else drafter.head.head
+    return head
+
+
+def build_head(config: Config, target: ModelConfig, dtype: torch.dtype | None = None) -> Eagle3Head:
+    """The EAGLE-3 head that speculation.head names, or the one shipped for the model; plain, where the model is, and as
+    precise unless `dtype` is given."""
+    import torch
+
+    from paceline.model.head_files import load_head, resolve_head
+    from paceline.model.store import resolve
+    from paceline.model.weights import checkpoint_checksum
+
+    directory = resolve_head(config.speculation.head, config.model.name)
+    return load_head(
+        directory,
+        target,
+        dtype=dtype or getattr(torch, config.model.dtype),
+        device=config.model.device,
+        target_checksum=checkpoint_checksum(resolve(config.model.name)),
+        any_target=config.speculation.any_target,
+    )
+
+
+def pack_head(head: Eagle3Head, target: Decoder) -> Eagle3Head:
+    """For inference beside this target: packed if the target is."""
+    head.requires_grad_(False)
+    if target.embed.panels is not None:
+        from paceline.model.kernels import pack_for_inference
+
+        pack_for_inference(head)
+    return head
+
+
+def head_cost(head: Eagle3Head, target: ModelConfig) -> float:
+    """What a drafted token costs, in steps of the target, where both are bound by reading their weights: as on a CPU,
+    or on a GPU with few rows."""
+    t = target
+    per_layer = (
+        t.hidden_size * t.head_dim * 2 * (t.num_heads + t.num_kv_heads) + 3 * t.hidden_size * t.intermediate_size
+    )
+    whole = t.num_layers * per_layer + t.vocab_size * t.hidden_size
+    c = head.config.layer
+    own = c.hidden_size * c.head_dim * (3 * c.num_heads + 4 * c.num_kv_heads) + 3 * c.hidden_size * c.intermediate_size
+    return (own + head.config.draft_vocab_size * c.hidden_size) / whole
+
+
+def _draft_decoder(config: Config, target: Decoder, tokenizer: Any) -> Decoder:
+    """The model that speculation.draft_model names; "layers:N" is the target's own first N layers."""
+    from paceline.model.decoder import first_layers
+    from paceline.model.store import load_tokenizer, resolve
+
+    name = config.speculation.draft_model
+    assert name is not None  # the config checks it
+    kind, _, count = name.partition(":")
+    if kind == "layers":
+        if not count.isdecimal() or not 1 <= int(count) <= target.config.num_layers:
+            raise ValueError(
+                f"speculation.draft_model = {name!r}: 'layers:N' takes the target's first N layers, N from 1 to "
+                f"{target.config.num_layers}"
+            )
+        return first_layers(target, int(count))
+    directory = resolve(name)
+    draft = build_decoder(config, directory)
+    if draft.config.vocab_size != target.config.vocab_size:
+        raise ValueError(
+            f"speculation.draft_model = {name!r} has {draft.config.vocab_size} tokens, the target "
+            f"{target.config.vocab_size}: a draft model must share the target's vocabulary"
+        )
+    if load_tokenizer(directory).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"speculation.draft_model = {name!r}: its tokenizer gives other ids than the target's; a draft model must "
+            "share the target's vocabulary"
+        )
+    return draft

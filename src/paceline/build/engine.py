@@ -1,0 +1,106 @@
+"""An engine with its model: packed for the CPU kernels where they can run, plain torch elsewhere."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from paceline.config import Config
+from paceline.native import NativeUnavailable
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import LocalEngine
+    from paceline.model.config import ModelConfig
+    from paceline.model.decoder import Decoder
+    from paceline.model.paged import PagedDecoder
+    from paceline.model.sample import Sampler
+
+
+def build_engine(config: Config) -> LocalEngine:
+    """A local engine with its model, tokenizer, drafter and policy."""
+    import torch
+
+    from paceline.build.drafter import build_drafter
+    from paceline.engine.engine import LocalEngine
+    from paceline.model.store import load_tokenizer, resolve
+    from paceline.speculation.policy import StaticPolicy
+
+    if config.engine.threads is not None:
+        torch.set_num_threads(config.engine.threads)
+    directory = resolve(config.model.name)
+    tokenizer = load_tokenizer(directory)
+    decoder = build_decoder(config, directory)
+    sampler = build_sampler(decoder)
+    return LocalEngine(
+        build_paged(config, decoder),
+        sampler=sampler,
+        drafter=build_drafter(config, decoder, tokenizer),
+        policy=StaticPolicy(config.speculation.num_speculative_tokens, config.speculation.min_confidence),
+        rule=config.speculation.rule,
+        max_num_seqs=config.engine.max_num_seqs,
+        max_num_batched_tokens=config.engine.max_num_batched_tokens,
+        prefix_sharing=config.engine.prefix_sharing,
+        tokenizer=tokenizer,
+    )
+
+
+def check_device(config: Config) -> None:
+    import torch
+
+    device, dtype = config.model.device, config.model.dtype
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"model.device = {device!r}: this machine has no CUDA device; use 'cpu'")
+    if device == "cpu" and getattr(torch, dtype).itemsize < 4:
+        raise ValueError(f"model.dtype = {dtype!r}: on a CPU use 'float32' (or 'float64')")
+
+
+def load_decoder(config: Config, directory: Any) -> Decoder:
+    """The model as it is on disk, its context stretched where model.yarn_factor says so."""
+    import torch
+
+    from paceline.model.weights import load
+
+    check_device(config)
+    dtype, device = getattr(torch, config.model.dtype), config.model.device
+    return load(directory, dtype, device, config.model.yarn_factor).requires_grad_(False)
+
+
+def build_decoder(config: Config, directory: Any) -> Decoder:
+    """The model for inference: packed for the CPU kernels where they can run, plain torch elsewhere."""
+    decoder = load_decoder(config, directory)
+    if config.engine.native and config.model.device == "cpu" and config.model.dtype == "float32":
+        from paceline.model.kernels import pack_for_inference
+
+        try:
+            pack_for_inference(decoder)
+        except NativeUnavailable as error:
+            warnings.warn(f"engine.native: {error}\nGoing on in plain torch, several times slower.", stacklevel=2)
+    return decoder
+
+
+def build_sampler(decoder: Decoder) -> Sampler:
+    from paceline.model.sample import Sampler
+
+    return Sampler(native=decoder.embed.panels is not None)
+
+
+def build_paged(config: Config, decoder: Decoder) -> PagedDecoder:
+    from paceline.model.kv import BLOCK
+    from paceline.model.paged import PagedDecoder
+
+    num_tokens = config.engine.kv_tokens or default_kv_tokens(config, decoder.config)
+    try:
+        return PagedDecoder(decoder, -(-num_tokens // BLOCK))
+    except (MemoryError, RuntimeError) as error:  # torch's own out-of-memory is a RuntimeError
+        raise ValueError(
+            f"engine.kv_tokens = {num_tokens}: no memory for that many tokens' KV; lower it ({str(error)[:80]})"
+        ) from None
+
+
+def default_kv_tokens(config: Config, model: ModelConfig) -> int:
+    """Room for every row at the model's whole context or 4096 tokens each, but no more than 2 GiB; one whole context
+    in any case."""
+    each = min(model.max_positions, 4096)
+    itemsize = {"float64": 8, "float32": 4}.get(config.model.dtype, 2)
+    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
+    return max(model.max_positions, min(config.engine.max_num_seqs * each, 2 * 2**30 // bytes_per_token))
