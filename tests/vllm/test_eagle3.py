@@ -118,5 +118,5 @@ def test_the_shipped_head_is_right_as_often_in_vllm():
     ours = paceline(model, prompts, 128, head)
     theirs = in_vllm(model, prompts, 128, head, max_model_len=384)
     assert ours["token_ids"] == theirs["token_ids"]
-    assert acceptance(ours) > 1.2
+    assert acceptance(ours) > 2
     assert acceptance(theirs) == pytest.approx(acceptance(ours), rel=0.03)
