@@ -41,7 +41,7 @@ def generate(
     model: Model = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
-    method: Annotated[str | None, typer.Option(help="Drafter: none, ngram, suffix, draft_model, eagle3, hybrid.")] = None,
+    method: Annotated[str | None, typer.Option(help="none, ngram, suffix, draft_model, eagle3 or hybrid.")] = None,
     k: Annotated[int | None, typer.Option("--k", help="Tokens drafted per step.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Length limit of a completion.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
