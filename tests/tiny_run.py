@@ -56,9 +56,9 @@ def write_task(path: Path, num_problems: int = 8) -> None:
     path.write_text("".join(f'{{"prompt": "say {chr(97 + i)}", "answer": "{i}"}}\n' for i in range(num_problems)))
 
 
-def write_head(folder: Path, name: str = "head", seed: int = 0) -> list[str]:
+def write_head(folder: Path, name: str = "head", seed: int = 0, model: Path | None = None) -> list[str]:
     """A random EAGLE-3 head for the model, and the settings that draft with it."""
-    config = ModelConfig.from_hf(json.loads((folder / "model" / "config.json").read_text()))
+    config = ModelConfig.from_hf(json.loads(((model or folder / "model") / "config.json").read_text()))
     head = init_head(head_config(config, 200, (1, 2)), torch.arange(200), seed=seed)
     save_head(head, folder / name, Provenance("tiny", None, "none", seed, 0, 0), dtype=torch.float32)
     return ["speculation.method=eagle3", f"speculation.head={str(folder / name)!r}"]

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import Quiet, lines, write_model
+from tiny_run import Quiet, lines, write_head, write_model
 
 from paceline.build import build_loop
-from paceline.config import Config, dump_config, load_config
+from paceline.config import ADAPTABLE, Config, dump_config, load_config
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -71,6 +71,8 @@ def small(path: Path, model: Path, folder: Path, *overrides: str) -> Config:
         given.append("task.size=16")
     if written.algorithm.overlong_buffer:
         given.append("algorithm.overlong_buffer=2")
+    if written.speculation.method in ADAPTABLE:
+        given.append(write_head(folder, model=model)[1])
     if written.speculation.audit_every:
         given.append("speculation.audit_every=1")
     return load_config(path, given)

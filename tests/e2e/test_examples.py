@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tiny_run import write_model
+from tiny_run import write_head, write_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,5 +35,5 @@ def test_train(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     settings = f"model.name={str(tmp_path / 'model')!r}", "model.dtype=float64", "train.tensorboard=false"
     small = "train.groups_per_step=2", "algorithm.num_generations=2", "speculation.audit_every=0"
-    printed = run(tmp_path, "examples/train.py", *settings, *small)
+    printed = run(tmp_path, "examples/train.py", *settings, *small, *write_head(tmp_path))
     assert "step 0: reward" in printed and "step 1: reward" in printed and "'finished': True" in printed

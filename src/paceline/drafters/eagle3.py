@@ -132,10 +132,10 @@ class Eagle3Drafter:
             return False
         state = self._state(rows, i)
         if not state.table.blocks:
-            state.num_computed = self.memory.adopt(state.table, _pairs(rows.tokens[i]))
-            if num_tokens - 1 - state.num_computed > self.window:  # too much to catch up with: come in later
-                self.memory.pool.truncate(state.table, 0)
-                state.start, state.num_computed = num_tokens - 1 - self.window, 0
+            state.start, state.num_computed = 0, self.memory.adopt(state.table, _pairs(rows.tokens[i]))
+        if num_tokens - 1 - state.start - state.num_computed > self.window:  # too much to catch up with: come in later
+            self.memory.pool.truncate(state.table, 0)
+            state.start, state.num_computed = num_tokens - 1 - self.window, 0
         reach = num_tokens - 1 - state.start + cap - 1  # the last draft needs no KV
         return reach <= self.head.config.layer.max_positions and self.memory.pool.reserve(state.table, reach)
 

@@ -229,5 +229,6 @@ def resolve_head(name: str | None, model_name: str) -> Path:
         return shipped / model
     raise ModelError(
         f"no EAGLE-3 head ships with Paceline for model {model_name!r} (for: {', '.join(known) or 'none'}); train one "
-        "with `paceline train-draft` and set speculation.head to its directory"
+        "with `paceline train-draft` and set speculation.head to its directory, or draft without one: "
+        'speculation.method = "suffix"'
     )
