@@ -255,7 +255,7 @@ class DraftSection(OptimizerSection):
     online_every: Positive = 1
     online_drop: Annotated[float, Field(gt=0, lt=1)] = 0.05
     online_learning_rate: Annotated[float, Field(ge=0)] = 1e-4
-    online_tokens: Positive = 4096  # of a step's rollouts, at most so many are learned from
+    online_tokens: Annotated[int, Field(ge=8)] = 4096  # of a step's rollouts, at most so many are learned from
     alarm_drop: Annotated[float, Field(gt=0, lt=1)] = 0.2  # acceptance lost at one weight sync that raises an alarm
     alarm_floor: Annotated[float, Field(ge=1)] = 1.05  # and the mean acceptance length that does
 

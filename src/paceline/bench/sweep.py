@@ -199,7 +199,8 @@ def compare(run: Run, plain: Run, batch: int) -> Round:
 
 
 def task_prompts(config: Config, num: int) -> list[Prompt]:
-    """The first prompts of the config's task; held-out ones first, as no head was trained on them."""
+    """The first prompts of the config's task; held-out ones first, which a head trained on that task has not seen. (The
+    shipped head has seen most of the quickstart's: there are few sums of two digits.)"""
     from paceline.build import build_task
 
     task = build_task(config)

@@ -49,6 +49,10 @@ def build_draft_trainer(
     start = build_start(config, directory)
     config = config.model_copy(update={"draft": start.section})
     section, sampling = config.draft, config.sampling.params()
+    if bad := [token for token in sampling.stop_token_ids if not 0 <= token < start.target.vocab_size]:
+        raise ValueError(
+            f"sampling.stop_token_ids = {bad}: the model has tokens 0 to {start.target.vocab_size - 1}; leave them out"
+        )
     reader = Reader(tokenizer, start.target.vocab_size, config.task.chat)
     max_length = min(section.max_length, start.target.max_positions)
     requests = examples = None

@@ -106,13 +106,15 @@ def comma_floats(option: str, text: str) -> tuple[float, ...]:
         raise ValueError(f"{option} {text!r}: give numbers separated by commas, such as 0,0.6,1") from None
 
 
+def made_by(run: Path) -> str:
+    """The command that a run's folder is of."""
+    info = run / "run.json"
+    return str(json.loads(info.read_bytes()).get("command", "train")) if info.exists() else "train"
+
+
 def check_resumable(run: Path, command: str) -> None:
     """Whether this command can go on with a folder."""
     if not (run / "config.toml").exists():
         raise ValueError(f"--resume {run}: not a run, config.toml is missing there")
-    info = run / "run.json"
-    made_by = json.loads(info.read_bytes()).get("command", "train") if info.exists() else "train"
-    if made_by != command:
-        raise ValueError(
-            f"--resume {run}: a run of another command; go on with it by: paceline {made_by} --resume {run}"
-        )
+    if (other := made_by(run)) != command:
+        raise ValueError(f"--resume {run}: a run of another command; go on with: paceline {other} --resume {run}")

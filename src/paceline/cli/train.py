@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from paceline.cli.app import JsonFile, app, check_resumable, err, friendly, out
+from paceline.cli.app import JsonFile, app, check_resumable, err, friendly, made_by, out
 from paceline.config import Config, load_config
 from paceline.report.table import check_writable, render, write_json
 
@@ -179,6 +179,8 @@ def report(
     from paceline.report.html import write_report
 
     check_writable(output)
+    if made_by(run) == "train-draft":
+        raise ValueError(f"{run}: a train-draft run has no report; its figures are in {run / 'summary.json'}")
     out.print(str(write_report(run, output)), soft_wrap=True)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -57,6 +58,10 @@ class Reader:
                 yield from self.parse(file, str(path))
         except FileNotFoundError:
             raise ValueError(f'draft.data = "{path}": no such file; give a jsonl file, or "rollouts"') from None
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(
+                f'draft.data = "{path}": can\'t be read ({error}); give a jsonl file, plain or .gz'
+            ) from None
         except UnicodeDecodeError as error:
             raise ValueError(f'draft.data = "{path}": not UTF-8 text ({error.reason}); give a jsonl file') from None
 

@@ -61,7 +61,7 @@ def shaped_like(section: DraftSection, head: HeadConfig) -> DraftSection:
         asked = getattr(section, key)
         if key in section.model_fields_set and asked is not None and asked != value:
             raise ValueError(
-                f"draft.{key} = {asked}: the head draft.init = {section.init!r} has {value}; leave it out, or train a "
+                f"draft.{key} = {asked}: the head draft.init = {section.init!r} has {value}; say the same, or train a "
                 "new head without draft.init"
             )
     return section.model_copy(update=has)

@@ -105,7 +105,13 @@ Decide = Callable[[np.ndarray, Tensor, Tensor, Coins], tuple[int, Tensor | None]
 
 
 def _ratio(p: Tensor, q: Tensor) -> float:
-    return float(p) / float(q)  # x was drawn from q, so q(x) > 0
+    chance = float(q)  # x was drawn from q, so q(x) > 0, unless q is none
+    if not 0 < chance < 1.0001:
+        raise ValueError(
+            f"a draft's distribution is not one (q = {chance}): the drafter's weights have diverged or are damaged; "
+            "take another speculation.head, lower draft.online_learning_rate, or use speculation.rule = 'coupled'"
+        )
+    return float(p) / chance
 
 
 def _by_row(proposal: Proposal, sampler: Sampler, decide: Decide) -> Verdict:

@@ -183,6 +183,9 @@ def load_head(
             head = Eagle3Head(config)
         head = head.to(dtype).to_empty(device=device)
         _fill(head, shapes, fetch, directory)
+    for name, parameter in head.named_parameters():
+        if not parameter.isfinite().all():
+            raise ModelError(f"{directory}: {name} holds values that are not finite; train the head again")
     return head
 
 
@@ -213,16 +216,20 @@ def _check_target(directory: Path, target_checksum: str | None) -> None:
 def resolve_head(name: str | None, model_name: str) -> Path:
     """The directory of a head given by path, or the one that ships with Paceline for a model of this name. A model that
     was pulled may be given by its directory too."""
-    if name is not None:
-        path = Path(name).expanduser()
-        if not name or not path.is_dir():
-            raise ModelError(
-                f"speculation.head = {name!r}: no such directory; train a head with `paceline train-draft`, or leave "
-                "it out to use the one that ships with Paceline"
-            )
-        return path
     shipped = Path(str(resources.files("paceline"))) / "heads"
     known = sorted(path.parent.name for path in shipped.glob("*/config.json"))
+    if name is not None:
+        path = Path(name).expanduser()
+        if name in known and not path.exists():
+            return shipped / name
+        if not name or not path.is_dir():
+            raise ModelError(
+                f"speculation.head = {name!r}: no such directory; train a head with `paceline train-draft`, or name "
+                f"one that ships with Paceline ({', '.join(known) or 'none does'})"
+            )
+        if not (path / "config.json").exists() and (path / "head" / "config.json").exists():
+            raise ModelError(f"speculation.head = {name!r} is a run; its head is {str(path / 'head')!r}")
+        return path
     pulled = Path(model_name).expanduser()
     model = pulled.name if pulled.parent == native.cache_dir() / "models" else model_name
     if model in known:
@@ -230,5 +237,6 @@ def resolve_head(name: str | None, model_name: str) -> Path:
     raise ModelError(
         f"no EAGLE-3 head ships with Paceline for model {model_name!r} (for: {', '.join(known) or 'none'}); train one "
         "with `paceline train-draft` and set speculation.head to its directory, or draft without one: "
-        'speculation.method = "suffix"'
+        'speculation.method = "suffix". For a policy that was trained from one of these models: speculation.head = its '
+        "name, speculation.any_target = true"
     )

@@ -116,11 +116,10 @@ class PagedDecoder(PagedMemory):
     def tap(self, layers: tuple[int, ...]) -> None:
         """Keep these layers' outputs of every token from now on. Nothing computed before has them, so nothing of it is
         shared any more; what runs is to be computed again."""
-        assert self.kv is not None, "asleep"
         if layers != self.taps:
             self.pool.forget_all()
         self.taps = layers
-        if layers:
+        if layers and self.kv is not None:  # asleep, it has none; when it wakes it comes here again
             self.kv.make_features(len(layers) * self.decoder.config.hidden_size)
 
     def features(self, spans: Sequence[tuple[BlockTable, int, int]]) -> Tensor:

@@ -80,7 +80,7 @@ class Adapter:
                 continue
             tokens = np.concatenate([np.array(rollout.prompt_ids), rollout.token_ids])[:length].astype(np.int64)
             chosen = np.concatenate([np.zeros(len(rollout.prompt_ids), bool), rollout.mask])[:length]
-            rows = torch.tensor([*prompt, *own][: length - 1], device=output.hidden.device)
+            rows = torch.tensor([*prompt, *own][: length - 1], dtype=torch.int64, device=output.hidden.device)
             self._seen.append(
                 _Seen(
                     torch.from_numpy(tokens),
@@ -98,6 +98,8 @@ class Adapter:
                 lesson = make_lesson([seen[row] for row in rows], self.decoder)
                 try:
                     self._reports.append(self.learner.update(lesson, self.decoder.embed))
+                    if not all(parameter.isfinite().all() for parameter in self.learner.head.parameters()):
+                        raise ValueError("its weights are not finite any more; lower the rate")
                 except ValueError as error:
                     raise ValueError(
                         f"draft.online_learning_rate = {self.section.online_learning_rate:g}: the head's update "

@@ -51,7 +51,10 @@ class Alarms:
             if not self.online:
                 return 'let the head follow the policy (draft.online = "every")'
             if what == "fell":
-                return "the policy moves faster than its head: raise draft.online_learning_rate or draft.online_tokens"
+                return (
+                    "its head does not follow the policy: where adaptation.loss falls, raise "
+                    "draft.online_learning_rate or draft.online_tokens; where it rises, lower the rate"
+                )
             return "train a head for this model and task (paceline train-draft), and name it in speculation.head"
         if what == "fell":
             return "if it stays so, draft less far (speculation.num_speculative_tokens)"

@@ -360,6 +360,7 @@ class Loop:
                 "surplus": surplus_labels,
                 "head": self.adapter.labels() if self.adapter is not None else None,
                 "alarms": self.alarms.state(),
+                "method": self.config.speculation.method,
                 "best": self.best,
                 "first_eval": self.first_eval,
                 "last_eval": self.last_eval,
@@ -382,7 +383,10 @@ class Loop:
         if self.adapter is not None and state["head"] is not None:
             self.adapter.restore(checkpoint.tensors("head"), state["head"])
         self.alarms.restore(state["alarms"])
-        if self.engine.drafter is not None:
+        method = self.config.speculation.method
+        if state["method"] != method:
+            self.watcher.note(f'speculation.method = "{method}": the new drafter begins without what the old one knew')
+        elif self.engine.drafter is not None:
             self.engine.drafter.restore({name: t.numpy() for name, t in checkpoint.tensors("drafter").items()})
         groups = unpack_groups(checkpoint.tensors("buffer"), state["buffer"]["labels"])
         batches = []

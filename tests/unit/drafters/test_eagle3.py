@@ -273,3 +273,24 @@ def test_confidences_learn_what_they_are_worth() -> None:
     assert np.array_equal(fresh.calibration(said), drafter.calibration(said))
     with pytest.raises(ValueError, match="not a state of the eagle3 drafter"):
         drafter.restore({"names": np.zeros(1)})
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_damaged_head_is_not_believed(rule: str) -> None:
+    """q of NaN would compare as accepted; under `coupled` it costs drafts alone."""
+    decoder = tiny_decoder()
+    head = tiny_head(decoder)
+    head.norm.data.fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"distribution is not one .* lower draft\.online_learning_rate"):
+        run(decoder, head, rule=rule)
+    run(decoder, head)
+
+
+def test_a_drafter_may_change_while_the_engine_sleeps() -> None:
+    decoder, sampler = tiny_decoder(), Sampler()
+    engine = LocalEngine(PagedDecoder(decoder, 64), sampler=sampler, policy=StaticPolicy(K))
+    engine.sleep()
+    engine.set_drafter(Eagle3Drafter(tiny_head(decoder), decoder.embed, sampler, 64))
+    engine.wake()
+    (completion,) = engine.generate([Request(0, (1, 2, 3), SamplingParams(max_tokens=20, ignore_eos=True), 3)])
+    assert completion.num_drafts > 5
