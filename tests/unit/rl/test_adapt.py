@@ -257,7 +257,8 @@ def test_no_lesson_is_larger_than_it_may_be() -> None:
 
 
 def test_a_sequence_that_is_cut_teaches_what_is_left() -> None:
-    learner, adapter = pair(draft={"online_tokens": 3})
+    learner, adapter = pair()
+    adapter.section = adapter.section.model_copy(update={"online_tokens": 3})  # these sequences have 4 and more
     update(learner, adapter, some_groups())
     assert adapter.version == 1 and adapter.num_tokens == 3
 
