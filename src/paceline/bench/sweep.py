@@ -200,7 +200,7 @@ def compare(run: Run, plain: Run, batch: int) -> Round:
 
 def task_prompts(config: Config, num: int) -> list[Prompt]:
     """The first prompts of the config's task; held-out ones first, which a head trained on that task has not seen. (The
-    shipped head has seen most of the quickstart's: there are few sums of two digits.)"""
+    shipped head has seen most of the quickstart's: there are few one-digit sums.)"""
     from paceline.build import build_task
 
     task = build_task(config)

@@ -88,6 +88,22 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextlib.contextmanager
+def stoppable(ask: Callable[[], None]) -> Iterator[None]:
+    """The first SIGINT or SIGTERM asks for a stop at the next good moment; a second SIGINT does not ask."""
+
+    def stop(signum: int, frame: object) -> None:
+        ask()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def comma_list(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 

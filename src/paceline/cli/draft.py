@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any
@@ -15,7 +14,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from paceline.cli.app import JsonFile, app, check_resumable, err, friendly, out
+from paceline.cli.app import JsonFile, app, check_resumable, err, friendly, out, stoppable
 from paceline.cli.train import Settings, split_arguments
 from paceline.config import load_config
 from paceline.report.table import check_writable, render, write_json
@@ -53,7 +52,14 @@ def train_draft(
     config = load_config(path, overrides)
     from paceline.build import build_draft_trainer
 
-    with DraftProgress() as watcher, stoppable(watcher) as stopping:
+    stopping = threading.Event()
+    watcher = DraftProgress()
+
+    def stop() -> None:
+        watcher.note("stopping after the step under way")
+        stopping.set()
+
+    with watcher, stoppable(stop):
         watcher.note(f"EAGLE-3 head for {config.model.name} on {source_of(config.draft.data, config.task.name)}")
         trainer = build_draft_trainer(config, watcher, run=run, resume=resume, stopping=stopping.is_set)
         with contextlib.closing(trainer):
@@ -111,24 +117,6 @@ def acceptance_table(summary: Mapping[str, Any]) -> Any:
             rows.append({"drafts": name, "": when, "length": f"{found['mean_acceptance_length']:.3f}", **shares})
     title = f"acceptance on held-out sequences, k = {summary['k']}, temperature {summary['temperature']:g}"
     return render(rows, {key: key for key in rows[0]}, title)
-
-
-@contextlib.contextmanager
-def stoppable(watcher: DraftProgress) -> Iterator[threading.Event]:
-    """Set by the first SIGINT or SIGTERM; a second SIGINT does not ask."""
-    asked = threading.Event()
-
-    def stop(signum: int, frame: object) -> None:
-        watcher.note("stopping after the step under way")
-        asked.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class DraftProgress:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
-from paceline.cli.app import JsonFile, app, check_resumable, err, friendly, made_by, out
+from paceline.cli.app import JsonFile, app, check_resumable, err, friendly, made_by, out, stoppable
 from paceline.config import Config, load_config
 from paceline.report.table import check_writable, render, write_json
 
@@ -67,7 +65,12 @@ def train(
         watcher.note(f"{config.algorithm.name} on {config.task.name} with {config.model.name}")
         loop = build_loop(config, watcher, run=run, resume=resume)
         with contextlib.closing(loop):
-            with stoppable(loop):
+
+            def stop() -> None:
+                err.print("stopping: the step under way is given up, the last whole one is kept", style="yellow")
+                loop.producer.stop()
+
+            with stoppable(stop):
                 summary = loop.run()
             report = write_report(loop.folder.path)
     finish(loop, config, summary, report)
@@ -105,23 +108,6 @@ def closing_table(summary: dict[str, Any], overlaps: bool) -> Any:
             figures[f"time in {name}"] = f"{stage['seconds']:.1f} s  {stage['share']:6.1%}"
     rows = [{"figure": name, "value": value} for name, value in figures.items() if value is not None]
     return render(rows, {"figure": "figure", "value": "value"})
-
-
-@contextlib.contextmanager
-def stoppable(loop: Loop) -> Iterator[None]:
-    """The first SIGINT or SIGTERM asks the loop to stop at the next good moment; a second SIGINT does not ask."""
-
-    def stop(signum: int, frame: object) -> None:
-        err.print("stopping: the step under way is given up, the last whole one is kept", style="yellow")
-        loop.producer.stop()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def show_plan(config: Config) -> None:

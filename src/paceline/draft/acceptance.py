@@ -11,7 +11,7 @@ The engine is replayed: the first token is drawn plainly, then every draft begin
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ class Acceptance:
     drafted: np.ndarray  # int64 [k], how often a position was drafted
     accepted: np.ndarray  # int64 [k], and accepted with all before it
     num_drafts: int = 0
-    num_tokens: int = field(default=0)  # emitted by steps that drafted
+    num_tokens: int = 0  # emitted by steps that drafted
 
     @staticmethod
     def none(k: int) -> Acceptance:
