@@ -176,13 +176,20 @@ class StepTrace:
     drafted_per_position: tuple[int, ...]
     num_preempted: int
     num_free_blocks: int
-    draft_s: float
+    draft_s: float  # all that speculation takes outside the forward: plan, propose, select, observe
     forward_s: float
     sample_s: float
     total_s: float
     version: int
     drafter_version: int
     drafter: str
+    policy: str = "static"
+    reason: str = ""  # why so many tokens were verified, in the policy's words
+    num_planned: int = 0  # tokens that the drafter might have offered at most: the sum of the caps
+    num_proposed: int = 0  # and those it did offer, of which num_draft_tokens were verified
+    expected_accepted: float = 0.0  # by the policy's estimate
+    expected_s: float = 0.0  # what it took the step's time for; 0: it does not estimate
+    sources: tuple[tuple[str, int, int], ...] = ()  # (drafter, tokens verified, tokens accepted)
 
 
 @dataclass(frozen=True, slots=True)

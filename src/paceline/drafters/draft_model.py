@@ -37,7 +37,7 @@ class DraftModelDrafter:
         self.paged, self.sampler, self.coupled, self.version = paged, sampler, coupled, version
         self._states: dict[int, _State] = {}
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: Request, version: int = 0) -> None:
         self._states[request.request_id] = _State(len(request.prompt_ids))
 
     def end(self, request_id: int) -> None:

@@ -71,7 +71,7 @@ class Eagle3Drafter:
         self._policy_version = -1  # none yet
         self._states: dict[int, _State] = {}
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: Request, version: int = 0) -> None:
         self._states[request.request_id] = _State()
 
     def end(self, request_id: int) -> None:

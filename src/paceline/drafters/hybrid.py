@@ -47,9 +47,9 @@ class HybridDrafter:
         self._policy_version = -1  # none yet
         self._pending: dict[int, _Pending] = {}
 
-    def begin(self, request: Request) -> None:
-        self.history.begin(request)
-        self.head.begin(request)
+    def begin(self, request: Request, version: int = 0) -> None:
+        self.history.begin(request, version)
+        self.head.begin(request, version)
 
     def end(self, request_id: int) -> None:
         self.history.end(request_id)

@@ -54,7 +54,7 @@ class NgramDrafter:
     def is_native(self) -> bool:
         return self._native is not None
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: Request, version: int = 0) -> None:
         pass
 
     def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch:

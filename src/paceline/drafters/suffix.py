@@ -352,7 +352,7 @@ class SuffixDrafter:
         """How many tokens the problems' histories have been told."""
         return sum(self._history.num_tokens(problem.automaton) for problem in self._problems.values())
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: Request, version: int = 0) -> None:
         assert request.request_id not in self._live, f"request {request.request_id} began twice"
         private = request.problem is None
         problem = None if request.problem is None else self._problems.pop(request.problem, None)

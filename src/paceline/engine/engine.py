@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,8 +21,9 @@ from paceline.engine.sequence import Detokenize, Sequence
 from paceline.model.kv import BLOCK
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler, SamplingArrays
-from paceline.speculation.batch import Commits, Drafter, Rows
-from paceline.speculation.policy import SpeculationPolicy, StaticPolicy
+from paceline.speculation.batch import Commits, Drafter, Load, Rows
+from paceline.speculation.lengths import LengthModel
+from paceline.speculation.policy import Decision, SpeculationPolicy, StaticPolicy
 from paceline.types import Completion, Receipt, Request, StepTrace
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -53,6 +55,16 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(slots=True)
+class _Drafts:
+    """What drafting came to: the policy's decision, and the drafts' distributions by request where there are any."""
+
+    decision: Decision = Decision()
+    num_planned: int = 0
+    num_proposed: int = 0
+    q: dict[int, Tensor] = field(default_factory=dict)
+
+
 class LocalEngine:
     def __init__(
         self,
@@ -61,6 +73,7 @@ class LocalEngine:
         sampler: Sampler | None = None,
         drafter: Drafter | None = None,
         policy: SpeculationPolicy | None = None,
+        lengths: LengthModel | None = None,
         rule: str = "coupled",
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 512,
@@ -75,6 +88,7 @@ class LocalEngine:
             raise ValueError(f"speculation.rule = {rule!r}: must be one of {', '.join(RULES)}")
         self.rule = RULES[rule]
         self.drafter, self.policy = drafter, policy or StaticPolicy(0)
+        self.lengths = lengths or LengthModel()
         self._check_drafting(drafter, self.policy)
         paged.tap(drafter.wants_hidden if drafter is not None else ())
         self.scheduler = Scheduler(paged, max_num_seqs, max_num_batched_tokens, prefix_sharing)
@@ -109,8 +123,10 @@ class LocalEngine:
         sequence = Sequence(request, self._num_submitted, config.max_positions, config.eos_token_ids)
         self._num_submitted += 1
         self.scheduler.waiting.append(sequence)
+        self.lengths.begin(request)
+        self.policy.begin(request)
         if self.drafter is not None:
-            self.drafter.begin(request)
+            self.drafter.begin(request, self.version)
         return handle
 
     def _check(self, request: Request) -> None:
@@ -177,70 +193,88 @@ class LocalEngine:
         """One forward for all rows. Returns what finished."""
         started = time.perf_counter()
         rows = self.scheduler.schedule()
+        drafting = time.perf_counter()
         drafts = self._draft(rows)
+        draft_s = time.perf_counter() - drafting
         rows, num_preempted = self.scheduler.reserve(rows)
         if not rows:
             return []
-        drafted = time.perf_counter()
+        ready = time.perf_counter()
         logits_PV = self.paged.forward([row.span() for row in rows])
         forwarded = time.perf_counter()
         deciding = [row for row in rows if row.reaches_end]
-        verdict = self._accept(deciding, drafts, logits_PV) if deciding else Verdict([], [], [], [])
+        verdict = self._accept(deciding, drafts.q, logits_PV) if deciding else Verdict([], [], [], [])
         sampled = time.perf_counter()
         num_query = sum(row.num_query + len(row.draft) for row in rows)
         num_context = sum(row.sequence.num_computed + row.num_query + len(row.draft) for row in rows)
         finished, commits = self._commit(rows, deciding, verdict)
         if self.drafter is not None and deciding:
+            observing = time.perf_counter()
             self.drafter.observe(commits)
-        completions = []
-        for sequence in finished:
-            self.scheduler.finish(sequence)
-            completions.append(self._complete(sequence))
+            draft_s += time.perf_counter() - observing
         self._trace(
             started,
-            (drafted, forwarded, sampled),
+            deciding,
             commits,
+            drafts,
             num_rows=len(rows),
             num_query_tokens=num_query,
             num_context_tokens=num_context,
             num_preempted=num_preempted,
+            draft_s=draft_s,
+            forward_s=forwarded - ready,
+            sample_s=sampled - forwarded,
         )
+        completions = []
+        for sequence in finished:
+            self.scheduler.finish(sequence)
+            completions.append(self._complete(sequence))
         return completions
 
-    def _draft(self, rows: list[Row]) -> dict[int, Tensor]:
-        """Put drafts on the rows that decide tokens; returns the drafts' distributions by request, where there are
-        any. A draft is never longer than what may still be emitted before its last token."""
+    def _draft(self, rows: list[Row]) -> _Drafts:
+        """Put drafts on the rows that decide tokens. A draft is never longer than what may still be emitted before its
+        last token."""
         deciding = [row for row in rows if row.reaches_end]
         if self.drafter is None or not deciding:
-            return {}
+            return _Drafts()
         view = Rows(
             request_ids=np.array([r.sequence.request.request_id for r in deciding], np.int64),
             tokens=[r.sequence.tokens for r in deciding],
             noise_keys=np.array([r.sequence.request.noise_key for r in deciding], np.uint64),
             sampling=[r.sequence.request.sampling for r in deciding],
             version=self.version,
+            load=Load(
+                len(rows),
+                sum(r.num_query for r in rows),
+                sum(r.sequence.num_computed + r.num_query for r in rows),
+            ),
             num_computed=np.array([r.sequence.num_computed for r in deciding], np.int64),
             features=lambda spans: self.paged.features(
                 [(deciding[row].sequence.table, start, end) for row, start, end in spans]
             ),
         )
+        if self.policy.reads_lengths:
+            view.expected_left = self.lengths.expected_left(
+                view.request_ids, np.array([r.sequence.num_tokens - r.sequence.num_prompt for r in deciding])
+            )
         left = np.array([r.sequence.num_left - 1 for r in deciding], np.int32)
         caps = np.minimum(self.policy.plan(view), left)
         budget = self.scheduler.max_num_batched_tokens - sum(r.num_query for r in rows)
         caps = np.minimum(caps, np.maximum(0, budget - (np.cumsum(caps) - caps))).astype(np.int32)
-        if not caps.any():
-            return {}
+        found = _Drafts(self.policy.decision, num_planned=int(caps.sum()))
+        if not found.num_planned:
+            return found
         drafts = self.drafter.propose(view, caps)
         assert (drafts.num <= caps).all()
         lengths = self.policy.select(drafts)
-        q: dict[int, Tensor] = {}
+        found.decision, found.num_proposed = self.policy.decision, int(drafts.num.sum())
         for i, row in enumerate(deciding):
             if lengths[i]:
                 row.draft = drafts.tokens[i, : lengths[i]]
                 row.drafter = self.drafter.name if drafts.sources is None else drafts.names[drafts.sources[i]]
                 if drafts.q is not None:
-                    q[row.sequence.request.request_id] = drafts.q[i, : lengths[i]]
-        return q
+                    found.q[row.sequence.request.request_id] = drafts.q[i, : lengths[i]]
+        return found
 
     def _accept(self, rows: list[Row], q: dict[int, Tensor], logits_PV: Tensor) -> Verdict:
         sizes = np.array([1 + len(row.draft) for row in rows])
@@ -308,11 +342,18 @@ class LocalEngine:
         self._handles.pop(request_id).completion = completion
         if self.drafter is not None:
             self.drafter.end(request_id)
+        self.policy.end(request_id)
+        self.lengths.end(request_id, len(completion.token_ids), whole=completion.finish_reason != "abort")
         return completion
 
-    def _trace(self, started: float, marks: tuple[float, float, float], commits: Commits, **counts: int) -> None:
-        drafted, forwarded, sampled = marks
+    def _trace(self, started: float, deciding: list[Row], commits: Commits, drafts: _Drafts, **figures: Any) -> None:
         depth = int(commits.num_drafted.max(initial=0))
+        sources: dict[str, list[int]] = {}
+        for i, row in enumerate(deciding):
+            if len(row.draft):
+                counts = sources.setdefault(row.drafter or "", [0, 0])
+                counts[0] += len(row.draft)
+                counts[1] += int(commits.num_accepted[i])
         trace = StepTrace(
             step=self._num_steps,
             start_s=started,
@@ -323,18 +364,22 @@ class LocalEngine:
             accepted_per_position=tuple(int((commits.num_accepted > j).sum()) for j in range(depth)),
             drafted_per_position=tuple(int((commits.num_drafted > j).sum()) for j in range(depth)),
             num_free_blocks=self.paged.pool.num_free,
-            draft_s=drafted - started,
-            forward_s=forwarded - drafted,
-            sample_s=sampled - forwarded,
             total_s=time.perf_counter() - started,
             version=self.version,
             drafter_version=self.drafter.version if self.drafter is not None else 0,
             drafter=self.drafter.name if self.drafter is not None else "none",
-            **counts,
+            policy=self.policy.name,
+            reason=drafts.decision.reason,
+            expected_accepted=drafts.decision.expected_accepted,
+            expected_s=drafts.decision.expected_s,
+            num_planned=drafts.num_planned,
+            num_proposed=drafts.num_proposed,
+            sources=tuple((name, *counts) for name, counts in sources.items()),
+            **figures,
         )
         self._num_steps += 1
         self._traces.append(trace)
-        self.policy.observe(trace)
+        self.policy.observe(commits, trace)
 
     # -- between steps ----------------------------------------------------------------------------------------------
 
@@ -369,10 +414,14 @@ class LocalEngine:
         if self.drafter is not None:
             for sequence in live:
                 self.drafter.end(sequence.request.request_id)
+        if policy is not None:
+            for sequence in live:
+                self.policy.end(sequence.request.request_id)
+                policy.begin(sequence.request)
         self.drafter, self.policy = drafter, policy or self.policy
         if drafter is not None:
             for sequence in live:
-                drafter.begin(sequence.request)
+                drafter.begin(sequence.request, self.version)
                 emitted = sequence.tokens[sequence.num_prompt :]
                 if len(emitted):
                     none = np.zeros(1, np.int32)

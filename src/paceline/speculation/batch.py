@@ -14,6 +14,15 @@ import numpy as np
 from paceline.types import Receipt, Request, SamplingParams
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A step before anything is drafted: what it computes in any case, prompts included."""
+
+    num_rows: int = 0
+    num_query_tokens: int = 0
+    num_context_tokens: int = 0
+
+
 @dataclass(slots=True)
 class Rows:
     """The rows of a step that may be drafted for. `tokens[i]` is row i's whole sequence so far (prompt and
@@ -24,6 +33,9 @@ class Rows:
     noise_keys: np.ndarray  # uint64 [B]
     sampling: Sequence[SamplingParams]
     version: int = 0  # of the policy
+    load: Load = Load()  # of the whole step
+    # How many tokens each row may be expected to emit yet, for policies with `reads_lengths`; else empty.
+    expected_left: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float64 [B]
     # For drafters with `wants_hidden`: the target has computed the first num_computed[i] tokens of row i, and
     # features([(i, start, end), …]) gives those layers' outputs, side by side, of rows' tokens start … end-1: [T, F].
     num_computed: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -45,6 +57,7 @@ class DraftBatch:
     q: Any = None
     names: tuple[str, ...] = ()
     sources: np.ndarray | None = None  # uint8 [B]
+    match: np.ndarray | None = None  # int32 [B], tokens of the context that a draft was found by, where it was found
 
     @staticmethod
     def empty(num_rows: int, k: int = 0) -> DraftBatch:
@@ -76,7 +89,7 @@ class Drafter(Protocol):
     wants_hidden: tuple[int, ...]  # target layers whose outputs it reads
     reads_drafts: bool
 
-    def begin(self, request: Request) -> None: ...
+    def begin(self, request: Request, version: int = 0) -> None: ...  # the policy's version that it begins under
     def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch: ...  # caps: int32 [B], num <= caps
     def observe(self, commits: Commits) -> None: ...
     def end(self, request_id: int) -> None: ...

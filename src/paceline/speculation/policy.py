@@ -3,30 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from paceline.speculation.batch import DraftBatch, Rows
-from paceline.types import StepTrace
+from paceline.speculation.batch import Commits, DraftBatch, Rows
+from paceline.types import Request, StepTrace
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Why a step verifies what it verifies; the trace keeps it."""
+
+    reason: str = ""
+    expected_accepted: float = 0.0
+    expected_s: float = 0.0  # 0: not estimated
 
 
 class SpeculationPolicy(Protocol):
     """`plan` caps every row's draft before anything is drafted; `select` then says how much of each draft is worth
-    verifying. `reads_drafts` tells whether `select` looks at what was drafted: harmless under `coupled`, a bias
-    under the rejection rules, which therefore refuse it."""
+    verifying, and is not asked where nothing was. `reads_drafts` tells whether `select` looks at what was drafted:
+    harmless under `coupled`, a bias under the rejection rules, which therefore refuse it. After every step `observe`
+    learns what stood and what it took; fewer tokens than selected may have been verified, where memory was short.
+    `begin` and `end` bracket a request's life, as for a drafter."""
 
+    name: str
     reads_drafts: bool
+    reads_lengths: bool  # wants `Rows.expected_left`
+    decision: Decision  # of the step that was planned last
 
+    def begin(self, request: Request) -> None: ...
     def plan(self, rows: Rows) -> np.ndarray: ...  # int32 [B]
     def select(self, drafts: DraftBatch) -> np.ndarray: ...  # int32 [B], at most drafts.num
-    def observe(self, trace: StepTrace) -> None: ...
+    def observe(self, commits: Commits, trace: StepTrace) -> None: ...
+    def end(self, request_id: int) -> None: ...
+    def state(self) -> dict[str, np.ndarray]: ...  # what it learned, for a checkpoint
+    def restore(self, state: Mapping[str, np.ndarray]) -> None: ...  # ValueError for another policy's
 
 
 class StaticPolicy:
     """A fixed number of tokens per batch-size bucket: {1: 6, 8: 3} drafts 6 for a single row, 3 for up to 8 rows, and
     none for more. A plain number means any batch size. A draft ends before the first position that it is less likely
     than `min_confidence` to survive to, by the drafter's own estimate."""
+
+    name = "static"
+    reads_lengths = False
 
     def __init__(self, num_speculative_tokens: int | Mapping[int, int], min_confidence: float = 0.0) -> None:
         if not 0 <= min_confidence <= 1:
@@ -41,9 +63,14 @@ class StaticPolicy:
                     f"speculation.num_speculative_tokens: bucket {bound} = {k}: batch sizes start at 1, draft "
                     "lengths at 0"
                 )
+        self.decision = Decision()
+
+    def begin(self, request: Request) -> None:
+        pass
 
     def plan(self, rows: Rows) -> np.ndarray:
         k = next((k for bound, k in self.buckets if len(rows) <= bound), 0)
+        self.decision = Decision(f"{k} for {len(rows)} rows")
         return np.full(len(rows), k, np.int32)
 
     def select(self, drafts: DraftBatch) -> np.ndarray:
@@ -53,5 +80,17 @@ class StaticPolicy:
         likely = np.logical_and.accumulate(survival >= self.min_confidence, axis=1)
         return np.minimum(drafts.num, likely.sum(1, dtype=np.int32))
 
-    def observe(self, trace: StepTrace) -> None:
+    def observe(self, commits: Commits, trace: StepTrace) -> None:
         pass
+
+    def end(self, request_id: int) -> None:
+        pass
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        if state:
+            raise ValueError(
+                f"not a state of the static policy: it holds {sorted(state)}; was speculation.policy changed?"
+            )

@@ -22,7 +22,7 @@ class AdversarialDrafter:
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
         self.vocab_size, self.seed = vocab_size, seed
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: Request, version: int = 0) -> None:
         pass
 
     def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch:
