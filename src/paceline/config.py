@@ -55,14 +55,21 @@ class EngineSection(Section):
     max_num_batched_tokens: Annotated[int, Field(ge=1)] = 512  # query tokens in a step; longer prompts are chunked
     kv_tokens: Annotated[int, Field(ge=1)] | None = None  # KV memory in tokens; None: enough for max_num_seqs
     prefix_sharing: bool = True  # a prompt that several requests share is computed once
+    # Who begins first: "arrival", or "longest": the group that may be expected to take longest.
+    order: Literal["arrival", "longest"] = "arrival"
     native: bool = True  # compiled CPU kernels; false: plain torch
     threads: Annotated[int, Field(ge=1, le=4096)] | None = None  # None: torch's own choice
 
 
 class SpeculationSection(Section):
     method: Literal["none", "ngram", "suffix", "draft_model", "eagle3", "hybrid"] = "none"
-    # One draft length, or {batch size upper bound: draft length}; batches above the last bound do not speculate.
+    # Who decides how much is drafted: "static" (num_speculative_tokens, always), "das" (budgets for long sequences), or
+    # "auto" (what pays, step by step; none where nothing does).
+    policy: Literal["static", "das", "auto"] = "static"
+    # One draft length (under das and auto: the longest), or {batch size upper bound: draft length}; batches above the
+    # last bound do not speculate.
     num_speculative_tokens: DraftLength | DraftLengths = 4
+    cost_table: str | None = None  # das, auto: a JSON file or a shipped table's name; None: measured once, and kept
     rule: Literal["coupled", "rejection", "block"] = "coupled"
     draft_model: str | None = None  # as model.name, with the same vocabulary; or "layers:N": the target's first N
     head: str | None = None  # EAGLE-3: a directory; None: the one that is shipped for model.name
@@ -77,6 +84,8 @@ class SpeculationSection(Section):
     )
     suffix_min_match: Annotated[int, Field(ge=1)] = 1  # shorter matches are not drafted from
     suffix_max_bytes: Annotated[int, Field(ge=1 << 16)] = 1 << 30  # history beyond this is forgotten, oldest first
+    suffix_max_versions: Annotated[int, Field(ge=1, le=64)] = 4  # policy versions remembered of each problem
+    suffix_recency: Annotated[float, Field(gt=0, le=1)] = 0.8  # what a version counts, compared to the next one
 
     @model_validator(mode="after")
     def _consistent(self) -> SpeculationSection:
@@ -84,6 +93,21 @@ class SpeculationSection(Section):
             raise ValueError(
                 'speculation.draft_model is not set, but speculation.method = "draft_model"; '
                 "give a model name, directory or hub id"
+            )
+        if self.policy != "static" and not isinstance(self.num_speculative_tokens, int):
+            raise ValueError(
+                f'speculation.num_speculative_tokens: policy = "{self.policy}" chooses by itself how much to draft at '
+                "which batch size; give one number, the longest draft"
+            )
+        if self.policy != "static" and self.min_confidence:
+            raise ValueError(
+                f'speculation.min_confidence = {self.min_confidence}: policy = "{self.policy}" weighs confidence by '
+                "itself; leave it at 0"
+            )
+        if self.policy == "auto" and self.rule != "coupled":
+            raise ValueError(
+                f'speculation.policy = "auto" reads what was drafted, which biases rule = "{self.rule}"; use rule = '
+                '"coupled", or policy = "das" or "static"'
             )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
