@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.drafters.calibration import of_coupled_draws
+from paceline.speculation.calibration import of_coupled_draws
 from paceline.model.eagle3 import Eagle3Head
 from paceline.model.head_files import assign_head, head_state
 from paceline.model.kv import BLOCK, BlockTable

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from paceline.drafters.calibration import of_positions, of_probabilities
-from paceline.drafters.eagle3 import Eagle3Drafter
 from paceline.speculation.batch import Commits, DraftBatch, Drafter, Rows
+from paceline.speculation.calibration import of_positions, of_probabilities
 from paceline.types import Receipt, Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_POSITIONS = 16  # further ones are taken for the last
 HEAD_PRIOR = 0.6  # a head's acceptance at each position before any was seen
@@ -37,7 +38,7 @@ class HybridDrafter:
 
     name = "hybrid"
 
-    def __init__(self, history: Drafter, head: Eagle3Drafter, head_cost: float, choice: str = "before") -> None:
+    def __init__(self, history: Drafter, head: Drafter, head_cost: float, choice: str = "before") -> None:
         assert choice in ("before", "after")
         self.history, self.head, self.head_cost = history, head, head_cost
         self.chooses_after = choice == "after"
@@ -65,9 +66,9 @@ class HybridDrafter:
         past = self.history.propose(rows, caps)
         said, past.confidence = past.confidence, self.calibrations["history"](past.confidence).astype(np.float32)
         past_rate = 1 + _expected(past)
-        head_caps = caps
+        head_caps = caps if rows.head_caps is None else np.minimum(caps, rows.head_caps)
         if not self.chooses_after:
-            head_caps = np.where(past_rate >= self._head_rate(caps), 0, caps).astype(np.int32)
+            head_caps = np.where(past_rate >= self._head_rate(head_caps), 0, head_caps).astype(np.int32)
         guess = self.head.propose(rows, head_caps)
         from_head = guess.num > 0
         if self.chooses_after:
@@ -87,6 +88,8 @@ class HybridDrafter:
         width = past.tokens.shape[1]
         q = None
         if guess.q is not None:  # [B, K, V]; history's guesses are certain
+            import torch
+
             q = guess.q.new_zeros(len(from_head), width, guess.q.shape[2])
             q[:, : guess.q.shape[1]] = guess.q
             for i in np.flatnonzero(~from_head).tolist():

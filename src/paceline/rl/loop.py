@@ -335,6 +335,7 @@ class Loop:
         self.watcher.progress("checkpoint", 0, 1)
         with self.producer.engine_lock:
             drafter = self._drafter_state() if self._drafter_before is None else self._drafter_before
+            policy, lengths = self.engine.policy.state(), self.engine.lengths.state()
             ready = self.producer.pending()
             position, surplus = self.producer.position, self.producer.surplus
         if self.overlaps:  # what is being generated now is generated again
@@ -346,7 +347,9 @@ class Loop:
             self.step,
             {
                 "learner": self.learner.state(),
-                "drafter": {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in drafter.items()},
+                "drafter": _tensors(drafter),
+                "policy": _tensors(policy),
+                "lengths": _tensors(lengths),
                 "buffer": buffer,
                 "surplus": surplus_tensors,
                 **({"head": self.adapter.state()} if self.adapter is not None else {}),
@@ -361,6 +364,7 @@ class Loop:
                 "head": self.adapter.labels() if self.adapter is not None else None,
                 "alarms": self.alarms.state(),
                 "method": self.config.speculation.method,
+                "policy": self.engine.policy.name,
                 "best": self.best,
                 "first_eval": self.first_eval,
                 "last_eval": self.last_eval,
@@ -387,7 +391,10 @@ class Loop:
         if state["method"] != method:
             self.watcher.note(f'speculation.method = "{method}": the new drafter begins without what the old one knew')
         elif self.engine.drafter is not None:
-            self.engine.drafter.restore({name: t.numpy() for name, t in checkpoint.tensors("drafter").items()})
+            self.engine.drafter.restore(_arrays(checkpoint.tensors("drafter")))
+        if state["policy"] == self.engine.policy.name and state["method"] == method:
+            self.engine.policy.restore(_arrays(checkpoint.tensors("policy")))
+        self.engine.lengths.restore(_arrays(checkpoint.tensors("lengths")))
         groups = unpack_groups(checkpoint.tensors("buffer"), state["buffer"]["labels"])
         batches = []
         for step, count, position in state["buffer"]["batches"]:
@@ -441,3 +448,11 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _tensors(state: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in state.items()}
+
+
+def _arrays(state: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in state.items()}

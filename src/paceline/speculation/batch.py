@@ -36,6 +36,9 @@ class Rows:
     load: Load = Load()  # of the whole step
     # How many tokens each row may be expected to emit yet, for policies with `reads_lengths`; else empty.
     expected_left: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float64 [B]
+    # What drafts that take a model's forward may have at most, where a policy holds them shorter than the caps of
+    # `propose`; None: the same.
+    head_caps: np.ndarray | None = None  # int32 [B]
     # For drafters with `wants_hidden`: the target has computed the first num_computed[i] tokens of row i, and
     # features([(i, start, end), …]) gives those layers' outputs, side by side, of rows' tokens start … end-1: [T, F].
     num_computed: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))

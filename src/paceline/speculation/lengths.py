@@ -2,12 +2,12 @@
 
 A problem's own lengths speak for it; while there are few, all problems' lengths fill in, and before any there is
 only the limit. A sequence that has outlived some of them is judged by those that were longer still, so its class
-(short, medium, long) moves up as it goes on. Lengths of recent versions push out older ones.
+(short, medium, long) moves up as it goes on. Lengths of recent versions push out older ones, and problems seen lately
+those not seen for long, so memory is bounded.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 
 import numpy as np
@@ -18,40 +18,147 @@ SHORT, MEDIUM, LONG = range(3)
 OWN = 64  # lengths remembered of a problem
 ALL = 1024  # and of all problems together
 PRIOR = 4.0  # how many of a problem's own lengths all the others' together are worth
+MAX_PROBLEMS = 16384
+STATE = {"names", "name_ends", "lengths", "length_ends", "lengths_of_all"}  # what `LengthModel.state` holds
+ONES = np.ones(OWN)
+NOBODY = 0  # the row of `_own` that stays empty: for requests without a problem, or of one that was forgotten
 
 
 class LengthModel:
-    def __init__(self) -> None:
-        self._own: dict[str, deque[int]] = {}
-        self._all: deque[int] = deque(maxlen=ALL)
-        self._live: dict[int, Request] = {}
+    def __init__(self, max_problems: int = MAX_PROBLEMS) -> None:
+        self.max_problems = max_problems
+        self._live: dict[int, tuple[str | None, int]] = {}  # problem, max_tokens
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        self._rows: dict[str | None, int] = {}  # problem -> row of `_own`; the one seen last stands last
+        self._own = np.zeros((1, OWN))  # rings of lengths. 0 is no length, and never longer than anything
+        self._num = [0]  # lengths that each ring was told
+        self._all = np.zeros(ALL)  # a ring too
+        self._num_all = 0
+        self._sorted: tuple[np.ndarray, np.ndarray] | None = None
 
     def begin(self, request: Request) -> None:
-        self._live[request.request_id] = request
+        self._live[request.request_id] = request.problem, request.sampling.max_tokens
+        if request.problem in self._rows:
+            self._rows[request.problem] = self._rows.pop(request.problem)
 
     def end(self, request_id: int, num_tokens: int, whole: bool = True) -> None:
         """It emitted num_tokens. Those that were not let finish (`whole` is false) teach nothing."""
-        request = self._live.pop(request_id)
-        if whole:
-            self._all.append(num_tokens)
-            if request.problem is not None:
-                self._own.setdefault(request.problem, deque(maxlen=OWN)).append(num_tokens)
+        problem, _ = self._live.pop(request_id)
+        if not whole or num_tokens < 1:
+            return
+        self._all[self._num_all % ALL] = num_tokens
+        self._num_all += 1
+        self._sorted = None
+        if problem is not None:
+            row = self._row(problem)
+            self._own[row, self._num[row] % OWN] = num_tokens
+            self._num[row] += 1
+
+    def _row(self, problem: str) -> int:
+        """The problem's row. It is now the one seen last; where all are taken it gets that of the one seen first."""
+        row = self._rows.pop(problem, None)
+        if row is None and len(self._rows) < self.max_problems:
+            row = len(self._num)
+            self._num.append(0)
+            if row >= len(self._own):
+                self._own = np.concatenate([self._own, np.zeros((max(64, row), OWN))])
+        elif row is None:
+            row = self._rows.pop(next(iter(self._rows)))
+            self._own[row], self._num[row] = 0, 0
+        self._rows[problem] = row
+        return row
 
     def expected(self, request: Request) -> float:
         """Tokens of a request that has not begun."""
-        raise NotImplementedError
+        row = np.array([self._rows.get(request.problem, NOBODY)])
+        return float(self._left(row, np.zeros(1), np.array([request.sampling.max_tokens]))[0])
 
     def expected_left(self, request_ids: np.ndarray, num_emitted: np.ndarray) -> np.ndarray:
         """Tokens yet to come of live requests that have emitted so many: float64 [B], at least 1, at most what
         max_tokens leaves."""
-        raise NotImplementedError
+        rows, limits = self._of(request_ids)
+        return self._left(rows, num_emitted.astype(np.float64), limits)
 
     def classes(self, request_ids: np.ndarray, num_emitted: np.ndarray) -> np.ndarray:
-        """SHORT, MEDIUM or LONG, by thirds of all lengths: uint8 [B]."""
-        raise NotImplementedError
+        """SHORT, MEDIUM or LONG, by thirds of all lengths: uint8 [B]. MEDIUM while there are none."""
+        rows, limits = self._of(request_ids)
+        if not self._num_all:
+            return np.full(len(rows), MEDIUM, np.uint8)
+        lengths, _ = self._all_sorted()
+        now, _ = self._beyond(rows, num_emitted)
+        classes = np.zeros(len(rows), np.uint8)
+        for third in (1, 2):  # it belongs above a bound that it will more likely pass than not
+            bound = lengths[len(lengths) * third // 3]
+            then, _ = self._beyond(rows, np.maximum(num_emitted, bound))
+            classes += (limits > bound) & ((num_emitted >= bound) | (2 * then > now))
+        return classes
+
+    def _of(self, request_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Each request's row of `_own` and its max_tokens."""
+        live = [self._live[request_id] for request_id in request_ids.tolist()]
+        rows, limits = [self._rows.get(problem, NOBODY) for problem, _ in live], [limit for _, limit in live]
+        return np.array(rows, np.int64), np.array(limits, np.float64)
+
+    def _left(self, rows: np.ndarray, num_emitted: np.ndarray, limits: np.ndarray) -> np.ndarray:
+        num_longer, excess = self._beyond(rows, num_emitted)
+        room = limits - num_emitted
+        # Longer than any before: as long again as it is now, for all that is known, or half of what the limit leaves.
+        unheard_of = np.minimum(room / 2, num_emitted if self._num_all else np.inf)
+        left = np.where(num_longer > 0, excess / np.maximum(num_longer, 1e-9), unheard_of)
+        return np.maximum(1.0, np.minimum(left, room))
+
+    def _beyond(self, rows: np.ndarray, num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of the lengths that speak for each row, those above num_tokens: how many, and by how much in all."""
+        beyond = self._own[rows] - num_tokens[:, None]  # [B, OWN]
+        np.maximum(beyond, 0, out=beyond)
+        num_longer, excess = np.minimum(beyond, 1) @ ONES, beyond @ ONES  # lengths are whole: above is 1 or more
+        if self._num_all:
+            lengths, sums = self._all_sorted()
+            at = lengths.searchsorted(num_tokens, "right")
+            share, num = PRIOR / len(lengths), len(lengths) - at
+            num_longer += share * num
+            excess += share * (sums[at] - num * num_tokens)
+        return num_longer, excess
+
+    def _all_sorted(self) -> tuple[np.ndarray, np.ndarray]:
+        """All lengths in order, and the sum of those from each place on."""
+        if self._sorted is None:
+            lengths = np.sort(self._all[: self._num_all])
+            self._sorted = lengths, np.append(lengths[::-1].cumsum()[::-1], 0.0)
+        return self._sorted
 
     def state(self) -> dict[str, np.ndarray]:
-        raise NotImplementedError
+        """Every problem's lengths, oldest first; the problem seen last stands last. Live requests are no part of it."""
+        names = [np.frombuffer(str(problem).encode(), np.uint8) for problem in self._rows]
+        lengths = [_in_order(self._own[row], self._num[row]) for row in self._rows.values()]
+        return {
+            "names": np.concatenate([np.zeros(0, np.uint8), *names]),
+            "name_ends": np.cumsum([len(name) for name in names], dtype=np.int64),
+            "lengths": np.concatenate([np.zeros(0, np.int64), *lengths]),
+            "length_ends": np.cumsum([len(own) for own in lengths], dtype=np.int64),
+            "lengths_of_all": _in_order(self._all, self._num_all),
+        }
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        raise NotImplementedError
+        """Know what the model knew whose state this is, and nothing else. Live requests stay."""
+        if state.keys() != STATE:
+            raise ValueError(f"not a state of the length model: it holds {sorted(state) or 'nothing'}")
+        lengths, of_all = state["lengths"], state["lengths_of_all"]
+        names = np.split(state["names"], state["name_ends"])
+        owns = np.split(lengths, state["length_ends"])
+        fits = len(names) == len(owns) and not len(names.pop()) and not len(owns.pop()) and len(of_all) <= ALL
+        if not fits or any(len(own) > OWN for own in owns) or (np.append(lengths, of_all) < 1).any():
+            raise ValueError("the length model's state is damaged")
+        self._forget_all()
+        for name, own in zip(names, owns, strict=True):
+            row = self._row(name.tobytes().decode())
+            self._own[row, : len(own)], self._num[row] = own, len(own)
+        self._all[: len(of_all)], self._num_all = of_all, len(of_all)
+
+
+def _in_order(ring: np.ndarray, num: int) -> np.ndarray:
+    """What a ring that was told `num` numbers still holds, oldest first: int64."""
+    held = np.roll(ring, -(num % len(ring))) if num > len(ring) else ring[:num]
+    return held.astype(np.int64)

@@ -12,7 +12,7 @@ from paceline.types import Receipt, Request
 
 
 class AdversarialDrafter:
-    """Guesses at random, of random length, reproducibly."""
+    """Guesses at random, of random length and confidence, reproducibly."""
 
     name = "adversarial"
     version = 0
@@ -31,6 +31,7 @@ class AdversarialDrafter:
             rng = np.random.default_rng([self.seed, *tokens[-4:].tolist(), len(tokens)])
             drafts.num[i] = rng.integers(0, caps[i] + 1)
             drafts.tokens[i] = rng.integers(0, self.vocab_size, drafts.tokens.shape[1])
+            drafts.confidence[i] = rng.random(drafts.tokens.shape[1])
         return drafts
 
     def observe(self, commits: Commits) -> None:

@@ -1,0 +1,188 @@
+"""The policy that may be left on: drafts what pays at this step's load, for the rows where it pays, and nothing where
+nothing does.
+
+`plan` comes before drafting, since a head's time is spent before its guesses can be judged: from how deep its drafts
+got so far and what a step costs it chooses one draft length for the batch, zero included. Drafts from history cost
+next to nothing, so they may always be offered.
+
+`select` is an auction. A slot is one drafted position; its worth is its chance to stand, which is the product of the
+chances up to it (so slots are taken in order within a row). Slots are taken best first, as long as tokens per second
+rise: with b slots a step brings (rows + their chances) in T_draft + T(rows + b).
+
+Always: taking none is among the choices, and what is taken must beat it by MARGIN. What is not tried is not learned
+of, so a small share of the time goes into probes: the best slot that was just refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from paceline.speculation.batch import Commits, DraftBatch, Load, Rows
+from paceline.speculation.calibration import Calibration, of_positions
+from paceline.speculation.chances import Chances
+from paceline.speculation.cost import CostTable
+from paceline.speculation.policy import Decision
+from paceline.types import Request, StepTrace
+
+MARGIN = 0.01  # less gain than this is not worth the risk of a wrong estimate
+PROBES = 0.005  # share of the time that may go into trying what does not seem to pay
+PROBATION = 16  # outcomes before a drafter's drafts are taken at their estimated worth; a slot at a time until then
+PROBE_DEPTH = 2  # positions that a head's probe tries
+MAX_POSITIONS = 16  # further ones are taken for the last
+HEAD_PRIOR = 0.6  # a head's acceptance at each position before any was seen
+
+
+class AutoPolicy:
+    """`head`: the drafter whose drafts cost time, "eagle3" say, as the cost table knows it; None where there is none.
+    `free`: whether there is history that drafts for nothing."""
+
+    name = "auto"
+    reads_drafts = True
+    reads_lengths = False
+
+    def __init__(self, costs: CostTable, max_tokens: int, head: str | None = None, free: bool = True) -> None:
+        self.costs, self.max_tokens, self.head, self.free = costs, max_tokens, head, free
+        self.chances = Chances()
+        self.depths: Calibration = of_positions(MAX_POSITIONS, HEAD_PRIOR)
+        self.decision = Decision()
+        self._version = -1  # of the policy; none yet
+        self._load = Load()
+        self._head_k = 0
+        self._draft_s = 0.0
+        self._load_s = 0.0  # of the step without drafts
+        self._credit_s = 0.0  # for probes
+        self._num_probes, self._probing = 0, False
+        self._ids = np.zeros(0, np.int64)
+        self._cells = np.zeros((0, 0), np.int64)
+        self._from_head = np.zeros(0, bool)
+
+    def begin(self, request: Request) -> None:
+        pass
+
+    def end(self, request_id: int) -> None:
+        pass
+
+    # -- before drafting --------------------------------------------------------------------------------------------
+
+    def plan(self, rows: Rows) -> np.ndarray:
+        if rows.version != self._version:
+            if self._version >= 0:
+                self.chances.fade()
+                self.depths.fade()
+            self._version = rows.version
+        num_rows = len(rows)
+        self._load, self._ids = rows.load, rows.request_ids
+        self._cells = np.zeros((num_rows, 0), np.int64)
+        self._load_s = plain_s = self.costs.step_s(rows.load)
+        self._credit_s = min(self._credit_s + PROBES * plain_s, plain_s)
+        self._head_k, self._draft_s, self._probing = 0, 0.0, False
+        caps = np.full(num_rows, self.max_tokens if self.free else 0, np.int32)
+        reason = "nothing was drafted"
+        if self.head is not None:
+            head_caps = self._head_caps(num_rows, plain_s)
+            rows.head_caps = head_caps
+            self._head_k = int(head_caps.max(initial=0))
+            caps = np.maximum(caps, head_caps)
+            if not self._head_k:
+                reason = f"{self.head} would not pay at {num_rows} rows"
+        self.decision = Decision(reason, 0.0, plain_s)
+        return caps
+
+    def _head_caps(self, num_rows: int, plain_s: float) -> np.ndarray:
+        """One draft length for all rows: argmax_k (1 + S_k) · rows / (T_draft(k) + T(rows · (1 + k))), S_k the tokens
+        that a draft of k brings."""
+        assert self.head is not None
+        k_max = self.max_tokens
+        brings = np.cumsum(np.cumprod(self.depths(np.arange(k_max))))
+        verify_s = self.costs.steps_s(self._load, num_rows * k_max)[num_rows::num_rows]
+        draft_s = np.array([self.costs.draft_s(self.head, num_rows, k + 1) for k in range(k_max)])
+        rates = (1 + brings) / (draft_s + verify_s)
+        best = int(rates.argmax())
+        caps = np.zeros(num_rows, np.int32)
+        if rates[best] >= (1 + MARGIN) / plain_s:
+            caps[:] = best + 1
+            self._draft_s = float(draft_s[best])
+            return caps
+        k = min(PROBE_DEPTH, k_max)
+        draft_once_s = self.costs.draft_s(self.head, 1, k)
+        if self._pay(draft_once_s + float(self.costs.steps_s(self._load, k)[k]) - plain_s):
+            self._num_probes += 1
+            caps[self._num_probes % num_rows] = k
+            self._draft_s, self._probing = draft_once_s, True
+        return caps
+
+    def _pay(self, price_s: float) -> bool:
+        if self._credit_s < price_s:
+            return False
+        self._credit_s -= price_s
+        return True
+
+    # -- after drafting ---------------------------------------------------------------------------------------------
+
+    def select(self, drafts: DraftBatch) -> np.ndarray:
+        num_rows, k = drafts.tokens.shape
+        self._cells = cells = self.chances.cells(drafts)
+        self._from_head = self._are_from_head(drafts)
+        drafted = np.arange(k) < drafts.num[:, None]
+        survival = np.cumprod(self.chances(cells) * drafted, axis=1).ravel()
+        order = np.argsort(-survival, kind="stable")[: int(drafts.num.sum())]
+        order = order[self._admitted(cells.ravel()[order], num_rows)]
+        gain = np.concatenate([[0.0], np.cumsum(survival[order])])
+        seconds = self._draft_s + self.costs.steps_s(self._load, len(order))
+        rates = (num_rows + gain) / seconds
+        best, verb = int(rates.argmax()), "takes"
+        if rates[best] < (1 + MARGIN) * rates[0]:
+            best = 0
+        if self._probing:
+            best, verb = max(best, min(PROBE_DEPTH, len(order))), "probes"
+        elif not best and len(order) and self._pay(float(seconds[1] - seconds[0])):
+            best, verb = 1, "probes"
+        self.decision = Decision(
+            f"{verb} {best} of {len(order)} slots: {gain[best]:.2f} tokens for "
+            f"{1e3 * (seconds[best] - self._load_s):.2f} ms more",
+            float(gain[best]),
+            float(seconds[best]),
+        )
+        return np.bincount(order[:best] // k, minlength=num_rows).astype(np.int32)
+
+    def _are_from_head(self, drafts: DraftBatch) -> np.ndarray:
+        if self.head is None or drafts.sources is None:
+            return np.full(len(drafts.num), self.head is not None)
+        return drafts.sources == drafts.names.index(self.head)
+
+    def _admitted(self, cells: np.ndarray, num_rows: int) -> np.ndarray:
+        """Which slots may bid: of a drafter of which next to nothing is known only a few, whatever it says of them."""
+        unknown = self.chances.num_seen(cells) < PROBATION
+        return ~unknown | (np.cumsum(unknown) <= max(1, num_rows // 16))
+
+    def observe(self, commits: Commits, trace: StepTrace) -> None:
+        if self._cells.shape[1] and commits.num_drafted.any():
+            self._learn(commits)
+        self.costs.observe(trace)
+
+    def _learn(self, commits: Commits) -> None:
+        cells, from_head = self._cells, self._from_head
+        if len(commits.request_ids) != len(self._ids) or (commits.request_ids != self._ids).any():
+            at = {request_id: i for i, request_id in enumerate(self._ids.tolist())}  # some rows were sent back to wait
+            index = [at[request_id] for request_id in commits.request_ids.tolist()]
+            cells, from_head = cells[index], from_head[index]
+        # A draft that its sequence's end cut short was not wrong.
+        wrong = (commits.num_accepted < commits.num_drafted) & (commits.num > commits.num_accepted)
+        known = commits.num_accepted + wrong
+        self.chances.observe(cells, commits.num_accepted, known)
+        for i in np.flatnonzero(from_head & (commits.num_drafted > 0)).tolist():
+            self.depths.observe(np.arange(known[i]), int(commits.num_accepted[i]))
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {**self.chances.state(), "depths": self.depths.counts.copy(), "version": np.array([self._version])}
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        if state.keys() != {"counts", "depths", "version"}:
+            raise ValueError(
+                f"not a state of the auto policy: it holds {sorted(state) or 'nothing'}; was speculation.policy changed?"
+            )
+        self.chances.restore(state)
+        self.depths.counts = state["depths"].copy()
+        self._version = int(state["version"][0])

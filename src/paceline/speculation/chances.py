@@ -1,0 +1,84 @@
+"""How likely a drafted token stands, given that those before it do: learned from what stood.
+
+Outcomes are counted in cells of (drafter, match length, position, what the drafter itself said). A cell that has seen
+little follows all cells of the same drafter and word, and these follow the word itself. Older outcomes fade, and with
+every new policy half of all are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from paceline.speculation.batch import DraftBatch
+
+MATCHES = np.array([1, 2, 3, 5, 9, 17], np.int32)  # bucket edges of match lengths; 0 is "not found by a match"
+DEPTHS = np.array([0, 1, 2, 2, 3, 3, 3, 3], np.int64)  # bucket of each position; further ones are in the last
+WORDS = 10  # buckets of confidence
+NUM_MATCHES, NUM_DEPTHS = len(MATCHES) + 1, 4
+PER_SOURCE = NUM_MATCHES * NUM_DEPTHS * WORDS
+MEMORY = 512.0  # outcomes that a cell remembers, about
+WORD_PRIOR, CELL_PRIOR = 4.0, 8.0  # outcomes that the more general belief counts for
+FADE = 0.5  # what a new policy leaves
+
+
+class Chances:
+    def __init__(self) -> None:
+        self._counts = np.zeros((2, 0))  # [stood, seen] by cell
+        self._table: np.ndarray | None = None
+        self._depths = DEPTHS
+
+    def cells(self, drafts: DraftBatch) -> np.ndarray:
+        """The cell of every drafted position: int64 [B, K]."""
+        num_rows, k = drafts.confidence.shape
+        if k > len(self._depths):
+            self._depths = np.concatenate([DEPTHS, np.full(k - len(DEPTHS), DEPTHS[-1])])
+        row = np.zeros(num_rows, np.int64) if drafts.sources is None else drafts.sources.astype(np.int64)
+        num_sources = int(row.max(initial=0)) + 1
+        if num_sources * PER_SOURCE > self._counts.shape[1]:
+            more = num_sources * PER_SOURCE - self._counts.shape[1]
+            self._counts = np.concatenate([self._counts, np.zeros((2, more))], 1)
+            self._table = None
+        row *= NUM_MATCHES
+        if drafts.match is not None:
+            row += np.searchsorted(MATCHES, drafts.match, side="right")
+        words = np.minimum((drafts.confidence * WORDS).astype(np.int64), WORDS - 1)
+        return (row[:, None] * NUM_DEPTHS + self._depths[:k]) * WORDS + words
+
+    def __call__(self, cells: np.ndarray) -> np.ndarray:
+        if self._table is None:
+            self._table = self._chances()
+        return self._table[cells]
+
+    def _chances(self) -> np.ndarray:
+        stood, seen = self._counts.reshape(2, -1, NUM_MATCHES * NUM_DEPTHS, WORDS)
+        said = (np.arange(WORDS) + 0.5) / WORDS
+        word = (stood.sum(1) + WORD_PRIOR * said) / (seen.sum(1) + WORD_PRIOR)  # [sources, WORDS]
+        return ((stood + CELL_PRIOR * word[:, None]) / (seen + CELL_PRIOR)).reshape(-1)
+
+    def num_seen(self, cells: np.ndarray) -> np.ndarray:
+        """How many outcomes each cell's drafter has had, as far as they are remembered."""
+        return self._counts[1].reshape(-1, PER_SOURCE).sum(1)[cells // PER_SOURCE]
+
+    def observe(self, cells: np.ndarray, num_stood: np.ndarray, num_known: np.ndarray) -> None:
+        """Row i's first num_stood[i] positions stood, num_known[i] of them (that many or one more) have an outcome."""
+        position = np.arange(cells.shape[1])
+        known = position < num_known[:, None]
+        stood = position < num_stood[:, None]
+        size = self._counts.shape[1]
+        new = np.stack([np.bincount(cells[stood & known], minlength=size), np.bincount(cells[known], minlength=size)])
+        self._counts = self._counts * (1 - 1 / MEMORY) ** new[1] + new
+        self._table = None
+
+    def fade(self) -> None:
+        self._counts = self._counts * FADE
+        self._table = None
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {"counts": self._counts.copy()}
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        counts = state["counts"]
+        assert counts.ndim == 2 and len(counts) == 2 and counts.shape[1] % PER_SOURCE == 0
+        self._counts, self._table = counts.astype(np.float64), None
