@@ -8,9 +8,6 @@ from paceline.config import SpeculationSection
 from paceline.speculation.cost import CostTable
 from paceline.speculation.policy import SpeculationPolicy, StaticPolicy
 
-FREE = ("ngram", "suffix", "hybrid")  # methods that may draft without a model
-HEADS = {"eagle3": "eagle3", "hybrid": "eagle3", "draft_model": "draft_model"}  # and who drafts with one
-
 
 def build_policy(speculation: SpeculationSection, costs: Callable[[], CostTable]) -> SpeculationPolicy:
     """`costs` is asked only where a policy goes by them."""
@@ -24,4 +21,4 @@ def build_policy(speculation: SpeculationSection, costs: Callable[[], CostTable]
         return DasPolicy(costs(), longest)
     from paceline.speculation.auto import AutoPolicy
 
-    return AutoPolicy(costs(), longest, HEADS.get(speculation.method), speculation.method in FREE)
+    return AutoPolicy(costs(), longest, speculation.method)

@@ -26,6 +26,7 @@ from paceline.speculation.cost import CostTable
 from paceline.speculation.policy import Decision
 from paceline.types import Request, StepTrace
 
+HEADS = {"eagle3": "eagle3", "hybrid": "eagle3", "draft_model": "draft_model"}  # who drafts with a model, by method
 MARGIN = 0.01  # less gain than this is not worth the risk of a wrong estimate
 PROBES = 0.005  # share of the time that may go into trying what does not seem to pay
 PROBATION = 16  # outcomes before a drafter's drafts are taken at their estimated worth; a slot at a time until then
@@ -35,15 +36,16 @@ HEAD_PRIOR = 0.6  # a head's acceptance at each position before any was seen
 
 
 class AutoPolicy:
-    """`head`: the drafter whose drafts cost time, "eagle3" say, as the cost table knows it; None where there is none.
-    `free`: whether there is history that drafts for nothing."""
+    """For the drafter of this `method`, by whose name the cost table knows what drafting takes."""
 
     name = "auto"
     reads_drafts = True
     reads_lengths = False
 
-    def __init__(self, costs: CostTable, max_tokens: int, head: str | None = None, free: bool = True) -> None:
-        self.costs, self.max_tokens, self.head, self.free = costs, max_tokens, head, free
+    def __init__(self, costs: CostTable, max_tokens: int, method: str = "suffix") -> None:
+        self.costs, self.max_tokens, self.method = costs, max_tokens, method
+        self.head = HEADS.get(method)  # who drafts with a model, if anyone
+        self.has_history = self.head != method  # and whether anyone drafts without
         self.chances = Chances()
         self.depths: Calibration = of_positions(MAX_POSITIONS, HEAD_PRIOR)
         self.decision = Decision()
@@ -76,9 +78,9 @@ class AutoPolicy:
         self._load, self._ids = rows.load, rows.request_ids
         self._cells = np.zeros((num_rows, 0), np.int64)
         self._load_s = plain_s = self.costs.step_s(rows.load)
-        self._credit_s = min(self._credit_s + PROBES * plain_s, plain_s)
+        self._credit_s = min(self._credit_s + PROBES * plain_s, 10 * plain_s)
         self._head_k, self._draft_s, self._probing = 0, 0.0, False
-        caps = np.full(num_rows, self.max_tokens if self.free else 0, np.int32)
+        caps = np.full(num_rows, self.max_tokens if self.has_history else 0, np.int32)
         reason = "nothing was drafted"
         if self.head is not None:
             head_caps = self._head_caps(num_rows, plain_s)
@@ -93,11 +95,10 @@ class AutoPolicy:
     def _head_caps(self, num_rows: int, plain_s: float) -> np.ndarray:
         """One draft length for all rows: argmax_k (1 + S_k) · rows / (T_draft(k) + T(rows · (1 + k))), S_k the tokens
         that a draft of k brings."""
-        assert self.head is not None
         k_max = self.max_tokens
         brings = np.cumsum(np.cumprod(self.depths(np.arange(k_max))))
         verify_s = self.costs.steps_s(self._load, num_rows * k_max)[num_rows::num_rows]
-        draft_s = np.array([self.costs.draft_s(self.head, num_rows, k + 1) for k in range(k_max)])
+        draft_s = np.array([self.costs.draft_s(self.method, num_rows, k + 1) for k in range(k_max)])
         rates = (1 + brings) / (draft_s + verify_s)
         best = int(rates.argmax())
         caps = np.zeros(num_rows, np.int32)
@@ -106,7 +107,7 @@ class AutoPolicy:
             self._draft_s = float(draft_s[best])
             return caps
         k = min(PROBE_DEPTH, k_max)
-        draft_once_s = self.costs.draft_s(self.head, 1, k)
+        draft_once_s = self.costs.draft_s(self.method, 1, k)
         if self._pay(draft_once_s + float(self.costs.steps_s(self._load, k)[k]) - plain_s):
             self._num_probes += 1
             caps[self._num_probes % num_rows] = k
@@ -160,7 +161,8 @@ class AutoPolicy:
     def observe(self, commits: Commits, trace: StepTrace) -> None:
         if self._cells.shape[1] and commits.num_drafted.any():
             self._learn(commits)
-        self.costs.observe(trace)
+        if not self._probing:  # one row's draft says little about a batch's
+            self.costs.observe(trace, self._head_k)
 
     def _learn(self, commits: Commits) -> None:
         cells, from_head = self._cells, self._from_head

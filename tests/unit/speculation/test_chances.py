@@ -9,7 +9,9 @@ from paceline.speculation.batch import DraftBatch
 from paceline.speculation.chances import CELL_PRIOR, PER_SOURCE, Chances
 
 
-def drafts(confidence: list[list[float]], match: list[int] | None = None, sources: list[int] | None = None) -> DraftBatch:
+def drafts(
+    confidence: list[list[float]], match: list[int] | None = None, sources: list[int] | None = None
+) -> DraftBatch:
     said = np.array(confidence, np.float32)
     found = DraftBatch(np.zeros(said.shape, np.int32), np.full(len(said), said.shape[1], np.int32), said)
     found.match = None if match is None else np.array(match, np.int32)
@@ -21,7 +23,7 @@ def drafts(confidence: list[list[float]], match: list[int] | None = None, source
 def test_before_anything_was_seen_a_drafter_is_taken_at_its_word() -> None:
     chances = Chances()
     cells = chances.cells(drafts([[0.12, 0.57, 0.99, 1.0]]))
-    assert chances(cells).tolist() == pytest.approx([[0.15, 0.55, 0.95, 0.95]])
+    assert chances(cells)[0].tolist() == pytest.approx([0.15, 0.55, 0.95, 0.95])
 
 
 def test_what_stood_outweighs_what_was_said() -> None:

@@ -1,0 +1,212 @@
+"""The policy that never loses: an auction that is the best choice, zero when nothing pays, and small bets to learn."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.speculation.auto import MARGIN, PROBATION, PROBES, AutoPolicy
+from paceline.speculation.batch import Commits, DraftBatch, Load, Rows
+from paceline.types import SamplingParams
+
+K = 4
+
+
+class Line:
+    """Costs on a line: a step, each further token, each token that a head drafts."""
+
+    def __init__(self, step: float = 10.0, token: float = 1.0, draft: float = 2.0) -> None:
+        self.step, self.token, self.draft = step, token, draft
+
+    def step_s(self, load: Load) -> float:
+        return self.step
+
+    def steps_s(self, load: Load, num_extra: int) -> np.ndarray:
+        return self.step + self.token * np.arange(num_extra + 1)
+
+    def draft_s(self, drafter: str, num_rows: int, k: int) -> float:
+        return self.draft * k
+
+    def observe(self, trace: Any, k: int) -> None:
+        pass
+
+
+def rows(num: int, version: int = 0) -> Rows:
+    ids = np.arange(num, dtype=np.int64)
+    tokens = [np.zeros(4, np.int32)] * num
+    return Rows(ids, tokens, ids.astype(np.uint64), [SamplingParams()] * num, version, Load(num, num, 100 * num))
+
+
+def offered(confidence: np.ndarray, num: np.ndarray | None = None) -> DraftBatch:
+    num_rows, k = confidence.shape
+    num = np.full(num_rows, k, np.int32) if num is None else num.astype(np.int32)
+    return DraftBatch(np.ones((num_rows, k), np.int32), num, confidence.astype(np.float32))
+
+
+def told(policy: AutoPolicy, drafts: DraftBatch, lengths: np.ndarray, accepted: np.ndarray) -> None:
+    """The step's outcome: so much of each draft stood."""
+    accepted = np.minimum(accepted, lengths).astype(np.int32)
+    num_rows = len(lengths)
+    commits = Commits(np.arange(num_rows), np.zeros((num_rows, K + 1), np.int32), accepted + 1, lengths, accepted)
+    policy.observe(commits, None)  # type: ignore[arg-type]
+
+
+def known(policy: AutoPolicy, chance: float = 0.5, num_rows: int = 8) -> None:
+    """Past probation, with every word worth what it says."""
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        said = rng.random((num_rows, K))
+        stood = np.cumprod(rng.random((num_rows, K)) < said, axis=1).sum(1)
+        policy.plan(rows(num_rows))
+        drafts = offered(said)
+        policy._cells = policy.chances.cells(drafts)
+        policy._from_head = np.zeros(num_rows, bool)
+        told(policy, drafts, np.full(num_rows, K, np.int32), stood)
+
+
+def brute_force(policy: AutoPolicy, drafts: DraftBatch) -> float:
+    """The best rate of all ways to cut every row's draft."""
+    survival = np.cumprod(policy.chances(policy.chances.cells(drafts)), axis=1)
+    best = 0.0
+    for cut in product(*(range(n + 1) for n in drafts.num.tolist())):
+        brings = len(cut) + sum(survival[i, :n].sum() for i, n in enumerate(cut))
+        best = max(best, brings / float(policy.costs.steps_s(Load(), sum(cut))[-1]))
+    return best
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 4), st.floats(0.01, 5))
+def test_the_auction_finds_the_best_of_all_cuts(seed: int, num_rows: int, token: float) -> None:
+    rng = np.random.default_rng(seed)
+    policy = AutoPolicy(Line(token=token), K)  # type: ignore[arg-type]
+    known(policy)
+    policy._credit_s = -1e9  # no probes
+    policy.plan(rows(num_rows))
+    drafts = offered(rng.random((num_rows, K)), rng.integers(0, K + 1, num_rows))
+    best = brute_force(policy, drafts)
+    lengths = policy.select(drafts)
+    assert (lengths <= drafts.num).all()
+    survival = np.cumprod(policy.chances(policy.chances.cells(drafts)), axis=1)
+    rate = (num_rows + sum(survival[i, :n].sum() for i, n in enumerate(lengths))) / (10 + token * lengths.sum())
+    assert rate <= best + 1e-12
+    assert rate >= best / (1 + MARGIN) - 1e-12
+    assert rate >= num_rows / 10  # never below plain, by its own estimate
+    assert policy.decision.expected_s == pytest.approx(10 + token * lengths.sum())
+
+
+def test_a_greedy_twin_that_takes_all_is_caught() -> None:
+    policy = AutoPolicy(Line(token=5.0), K)  # type: ignore[arg-type]
+    known(policy)
+    policy._credit_s = -1e9
+    policy.plan(rows(2))
+    drafts = offered(np.full((2, K), 0.15))
+    best = brute_force(policy, drafts)
+    survival = np.cumprod(policy.chances(policy.chances.cells(drafts)), axis=1)
+    everything = (2 + survival.sum()) / (10 + 5.0 * 2 * K)
+    assert everything < best / (1 + MARGIN)
+    assert policy.select(drafts).tolist() == [0, 0]
+
+
+def test_an_unknown_drafter_is_tried_slot_by_slot_however_sure_it_is() -> None:
+    policy = AutoPolicy(Line(token=0.1), K)  # type: ignore[arg-type]
+    sure = offered(np.full((4, K), 0.95))
+    steps = 0
+    while True:
+        policy.plan(rows(4))
+        lengths = policy.select(sure)
+        if lengths.sum() > 1:
+            break
+        assert lengths.sum() == 1
+        told(policy, sure, lengths, np.full(4, K))
+        steps += 1
+        assert steps <= PROBATION + 1  # older outcomes fade a little
+    assert steps >= PROBATION and lengths.sum() == 4 * K
+
+
+def test_a_useless_drafter_costs_next_to_nothing() -> None:
+    policy = AutoPolicy(Line(), K)  # type: ignore[arg-type]
+    rng, spent, num_steps = np.random.default_rng(1), 0, 4000
+    for _ in range(num_steps):
+        policy.plan(rows(2))
+        drafts = offered(rng.random((2, K)))
+        lengths = policy.select(drafts)
+        told(policy, drafts, lengths, np.zeros(2))
+        spent += int(lengths.sum())
+    assert spent * 1.0 <= (PROBES + 0.003) * 10 * num_steps
+    assert spent > PROBATION  # but it is still given a chance now and then
+
+
+def test_a_drafter_that_becomes_good_is_taken_up_again() -> None:
+    policy = AutoPolicy(Line(token=0.5), K)  # type: ignore[arg-type]
+    drafts = offered(np.full((1, K), 0.5))
+    for accepted, num_steps in ((0, 500), (K, 3000)):
+        for _ in range(num_steps):
+            policy.plan(rows(1))
+            lengths = policy.select(drafts)
+            told(policy, drafts, lengths, np.array([accepted]))
+    assert lengths.tolist() == [K]
+
+
+@pytest.mark.parametrize(("draft", "token", "expected"), [(0.1, 0.1, K), (100.0, 0.1, 0), (0.1, 100.0, 0)])
+def test_a_head_drafts_as_far_as_its_time_pays(draft: float, token: float, expected: int) -> None:
+    policy = AutoPolicy(Line(token=token, draft=draft), K, "eagle3")  # type: ignore[arg-type]
+    batch = rows(4)
+    assert policy.plan(batch).tolist() == [expected] * 4
+    assert batch.head_caps is not None and batch.head_caps.tolist() == [expected] * 4
+    assert ("would not pay" in policy.decision.reason) == (expected == 0)
+
+
+def test_a_head_that_does_not_pay_is_probed_on_credit_and_history_goes_on_beside_it() -> None:
+    policy = AutoPolicy(Line(draft=10.0), K, "hybrid")  # type: ignore[arg-type]
+    probes = 0
+    for _ in range(3000):
+        batch = rows(3)
+        assert policy.plan(batch).tolist() == [K] * 3
+        assert batch.head_caps is not None
+        assert sorted(batch.head_caps.tolist()) in ([0, 0, 0], [0, 0, 2])
+        probes += int(batch.head_caps.any())
+    assert 0 < probes * 20 <= PROBES * 3000 * 10 + 22
+
+
+def test_a_draft_cut_by_its_sequences_end_was_not_wrong() -> None:
+    policy = AutoPolicy(Line(), K)  # type: ignore[arg-type]
+    policy.plan(rows(1))
+    drafts = offered(np.full((1, K), 0.5))
+    lengths = policy.select(drafts)
+    commits = Commits(np.arange(1), np.zeros((1, 5), np.int32), np.array([1]), np.array([K]), np.array([1]))
+    policy.observe(commits, None)  # type: ignore[arg-type]
+    stood, seen = policy.chances.state()["counts"].sum(1)
+    assert (stood, seen) == (1, 1) and lengths.sum() <= K
+
+
+def test_rows_that_were_sent_back_to_wait_are_told_apart() -> None:
+    policy = AutoPolicy(Line(), K)  # type: ignore[arg-type]
+    policy.plan(rows(3))
+    drafts = offered(np.array([[0.05] * K, [0.45] * K, [0.95] * K]))
+    policy.select(drafts)
+    two = np.full(1, 2, np.int32)
+    policy.observe(Commits(np.array([2]), np.zeros((1, 5), np.int32), two + 1, two, two), None)  # type: ignore[arg-type]
+    counts = policy.chances.state()["counts"]
+    assert counts[1].reshape(-1, 10).sum(0).tolist() == [0] * 9 + [2]
+
+
+def test_new_weights_halve_what_is_known_and_state_round_trips() -> None:
+    policy = AutoPolicy(Line(), K)  # type: ignore[arg-type]
+    known(policy)
+    before = policy.chances.state()["counts"].sum()
+    policy.plan(rows(1, version=1))
+    assert policy.chances.state()["counts"].sum() == pytest.approx(before / 2)
+    again = AutoPolicy(Line(), K)  # type: ignore[arg-type]
+    again.restore(policy.state())
+    drafts = offered(np.random.default_rng(3).random((4, K)))
+    for each in (policy, again):
+        each._credit_s = 0.0
+        each.plan(rows(4, version=1))
+    assert again.select(drafts).tolist() == policy.select(drafts).tolist()
+    with pytest.raises(ValueError, match="was speculation.policy changed"):
+        again.restore({"logs": np.zeros(1)})

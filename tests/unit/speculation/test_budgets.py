@@ -1,0 +1,189 @@
+"""The long tail's budgets against a search that knows nothing of the closed form."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.speculation.budgets import Solver, accepted, cost_s, printed, solve
+
+Instance = tuple[list[float], list[float], list[float], float, float]
+GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+# ---- a slow twin: golden section over N, each row's budget by bisection of A_i itself ----
+
+
+def slow_budget(length: float, alpha: float, k: float, num_steps: float) -> float:
+    """The least p with length − A(p) ≤ num_steps; inf where there is none."""
+
+    def enough(p: float) -> bool:
+        return length - k * length * (1 - math.exp(-alpha * p / length)) <= num_steps
+
+    if length <= num_steps:
+        return 0.0
+    high = 1.0
+    while not enough(high):
+        high *= 2
+        if high > 1e12:
+            return math.inf
+    low = 0.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def slow_cost(instance: Instance, num_steps: float) -> float:
+    lengths, alpha, k, c_base, c_tok = instance
+    return c_base * num_steps + c_tok * sum(
+        slow_budget(length, a, share, num_steps) for length, a, share in zip(lengths, alpha, k, strict=True)
+    )
+
+
+def slow_optimum(instance: Instance) -> float:
+    low, high = 0.0, max(instance[0])
+    best = slow_cost(instance, high)
+    for _ in range(70):
+        left, right = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
+        costs = slow_cost(instance, left), slow_cost(instance, right)
+        best = min(best, *costs)
+        low, high = (low, right) if costs[0] < costs[1] else (left, high)  # where both are inf, N is too small
+    return best
+
+
+@st.composite
+def instances(draw: st.DrawFn, max_rows: int = 5) -> Instance:
+    num = draw(st.integers(1, max_rows))
+    lengths = draw(st.lists(st.sampled_from([1.0, 7.0, 40.0, 300.0]) | st.floats(1, 1000), min_size=num, max_size=num))
+    alpha = draw(st.lists(st.floats(0.05, 3), min_size=num, max_size=num))
+    k = draw(st.lists(st.just(1.0) | st.floats(0.05, 1), min_size=num, max_size=num))
+    return lengths, alpha, k, 1.0, 10 ** draw(st.floats(-4, 1))
+
+
+@settings(max_examples=150, deadline=None)
+@given(instances())
+def test_it_is_the_optimum(instance: Instance) -> None:
+    lengths, alpha, k, c_base, c_tok = instance
+    found = solve(*instance)
+    np.testing.assert_array_less(
+        np.array(lengths) - accepted(lengths, alpha, k, found.budgets), found.num_steps * (1 + 1e-9) + 1e-9
+    )
+    assert cost_s(*instance, found.budgets) == pytest.approx(c_base * found.num_steps + c_tok * found.budgets.sum())
+    assert cost_s(*instance, found.budgets) == pytest.approx(slow_optimum(instance), rel=1e-7)
+
+
+@settings(max_examples=200, deadline=None)
+@given(instances(max_rows=40))
+def test_the_prices_prove_it(instance: Instance) -> None:
+    """Prices μ ≥ 0 that add up to c_base bound every cost from below: by Σ_i min_p μ_i (l_i − A_i(p)) + c_tok p. Here
+    the bound is met. The least p of a term is where μ_i A_i'(p) = c_tok, or 0."""
+    lengths, alpha, k, c_base, c_tok = (np.array(part) for part in instance)
+    found = solve(*instance)
+    assert (found.prices >= 0).all() and found.prices.sum() == pytest.approx(c_base, rel=1e-6)
+    with np.errstate(divide="ignore"):
+        p = lengths / alpha * np.log(np.maximum(1, found.prices * alpha * k / c_tok))
+    bound = (found.prices * (lengths - accepted(lengths, alpha, k, p)) + c_tok * p).sum()
+    assert bound == pytest.approx(cost_s(*instance, found.budgets), rel=1e-6)
+
+
+def test_an_optimum_on_a_kink() -> None:
+    """Two long rows pay together for getting down to the third's length, but the three do not for going on."""
+    lengths = [100.0, 100.0, 50.0]
+    # Slopes just above N = 50: 2 · 1/(1 · 0.5) = 4 tokens a step; just below, 1/(0.1 · 1) = 10 more.
+    found = solve(lengths, [1.0, 1.0, 0.1], 1.0, 8.0, 1.0)
+    assert found.num_steps == 50.0
+    np.testing.assert_allclose(found.budgets, [100 * math.log(2), 100 * math.log(2), 0])
+    np.testing.assert_allclose(found.prices, [2, 2, 4])  # the third has what is left of c_base
+
+
+# ---- what is not an everyday instance ----
+
+
+def test_long_rows_get_more_and_short_ones_nothing() -> None:
+    found = solve([900.0, 600.0, 300.0, 50.0], 1.0, 0.7, 1.0, 0.1)
+    assert found.budgets[0] > found.budgets[1] > 0 and found.budgets[3] == 0
+    assert found.prices[0] > found.prices[1] > found.prices[3] == 0
+    assert found.num_steps > 900 * 0.3
+
+
+@pytest.mark.parametrize("solver", [solve, printed])
+def test_edges(solver: Solver) -> None:
+    assert solver([], 1.0, 0.5, 1.0, 0.1).num_steps == 0
+    nothing = solver([0.0, 0.0], 1.0, 0.5, 1.0, 0.1)
+    assert nothing.num_steps == 0 and not nothing.budgets.any() and not nothing.prices.any()
+    some = solver([0.0, 80.0], [1.0, 0.0], 0.5, 1.0, 0.1)  # drafts do not help the one that has something to go
+    assert some.num_steps == 80 and not some.budgets.any() and some.prices.tolist() == [0, 1]
+    hopeless = solver([100.0, 90.0], 1e-300, 0.5, 1.0, 0.1)
+    assert hopeless.num_steps == 100 and not hopeless.budgets.any()
+    mixed = solver([100.0, 90.0, 20.0], [1.0, 0.0, 1.0], 1.0, 1.0, 1e-3)  # nobody needs to be done before the second
+    assert mixed.num_steps == 90 and mixed.budgets[0] > 0 and mixed.budgets[1:].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("solver", [solve, printed])
+@pytest.mark.parametrize("c_base", [0.0, 1e-300, 1.0, 1e300])
+@pytest.mark.parametrize("c_tok", [0.0, 1e-300, 1.0, 1e300])
+@pytest.mark.parametrize("k", [1e-300, 1e-9, 0.5, 1.0])
+def test_extreme_costs_give_finite_budgets(solver: Solver, c_base: float, c_tok: float, k: float) -> None:
+    if c_base + c_tok == 0:
+        return
+    found = solver(np.array([1e6, 300.0, 1.0, 0.0]), np.array([1e-9, 1.0, 50.0, 1.0]), k, c_base, c_tok)
+    assert np.isfinite(found.num_steps) and np.isfinite(found.budgets).all() and (found.budgets >= 0).all()
+    assert not np.isnan(found.prices).any() and (found.prices >= 0).all()
+    assert found.num_steps >= 1e6 * (1 - k) or solver is printed
+
+
+def test_dear_tokens_buy_nothing_and_free_ones_everything() -> None:
+    lengths = [500.0, 200.0]
+    dear = solve(lengths, 1.0, 0.8, 1.0, 1.0)  # 1 token saves at most α k = 0.8 of a step
+    assert dear.num_steps == 500 and not dear.budgets.any() and dear.prices.tolist() == [1, 0]
+    free = solve(lengths, 1.0, 0.8, 1.0, 0.0)
+    assert free.num_steps == pytest.approx(500 * 0.2)
+
+
+def test_hundreds_of_rows() -> None:
+    rng = np.random.default_rng(0)
+    lengths, alpha, k = rng.lognormal(5, 1, 500), rng.uniform(0.2, 2, 500), rng.uniform(0.3, 1, 500)
+    found = solve(lengths, alpha, k, 1.0, 0.01)
+    assert (found.budgets[lengths > found.num_steps] > 0).all() and not found.budgets[lengths <= found.num_steps].any()
+    assert (lengths - accepted(lengths, alpha, k, found.budgets)).max() == pytest.approx(found.num_steps)
+
+
+# ---- the paper's formula ----
+
+
+@settings(max_examples=60, deadline=None)
+@given(instances())
+def test_the_printed_formula_is_right_for_k_of_1(instance: Instance) -> None:
+    lengths, alpha, _, c_base, c_tok = instance
+    right, other = solve(lengths, alpha, 1.0, c_base, c_tok), printed(lengths, alpha, 1.0, c_base, c_tok)
+    assert other.num_steps == pytest.approx(right.num_steps)
+    np.testing.assert_allclose(other.budgets, right.budgets, rtol=1e-6, atol=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(instances(), st.floats(0.05, 0.95))
+def test_the_printed_formula_misses_its_own_constraint(instance: Instance, k: float) -> None:
+    """Wherever it drafts at all, its rows take longer than it says; and no budgets beat the optimum."""
+    lengths, alpha, _, c_base, c_tok = instance
+    other = printed(lengths, alpha, k, c_base, c_tok)
+    if other.budgets.max() > 1e-6 * max(lengths):
+        steps = np.array(lengths) - accepted(lengths, alpha, k, other.budgets)
+        assert steps.max() > other.num_steps
+    optimum = cost_s(lengths, alpha, k, c_base, c_tok, solve(lengths, alpha, k, c_base, c_tok).budgets)
+    assert cost_s(lengths, alpha, k, c_base, c_tok, other.budgets) >= optimum * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("k", "least_loss"), [(0.9, 0.02), (0.7, 0.1), (0.5, 0.2)])
+def test_the_printed_formula_misses_the_optimum(k: float, least_loss: float) -> None:
+    """A long tail: 30 rows of 200 tokens, two of 2000. A drafted token costs a hundredth of a step."""
+    lengths = [200.0] * 30 + [2000.0] * 2
+    other, right = printed(lengths, 1.0, k, 1.0, 0.01), solve(lengths, 1.0, k, 1.0, 0.01)
+    costs = [cost_s(lengths, 1.0, k, 1.0, 0.01, found.budgets) for found in (other, right)]
+    steps = (np.array(lengths) - accepted(lengths, 1.0, k, other.budgets)).max()
+    assert steps > 1.3 * other.num_steps, "it counts on fewer steps than its budgets leave"
+    assert costs[0] > costs[1] * (1 + least_loss)
