@@ -18,7 +18,7 @@ from paceline.engine.sequence import Sequence
 from paceline.model.sample import Sampler, SamplingParams
 from paceline.speculation.policy import StaticPolicy
 from paceline.types import Request
-from paceline.verify.cases import DRAFTERS, RULES, SAMPLING_DRAFTERS, TableCase
+from paceline.verify.cases import DRAFTERS, POLICIES, RULES, SAMPLING_DRAFTERS, TableCase
 from paceline.verify.enumeration import brute_force, enumerate_engine, total_variation
 from paceline.verify.table import TableDecoder
 
@@ -34,11 +34,25 @@ def distance(case: TableCase, make: Callable[[Sampler], LocalEngine], sampling: 
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("rule", RULES)
-def test_every_rule_with_every_drafter(rule: str, drafter: str) -> None:
+@pytest.mark.parametrize(("rule", "policy"), [(rule, policy) for rule in RULES for policy in POLICIES[rule]])
+def test_every_rule_with_every_policy_and_drafter(rule: str, policy: str, drafter: str) -> None:
     # One token ahead keeps the tree small where the drafter's own draws are forks as well.
     case = TableCase(3, 1 if rule == "coupled" and drafter in SAMPLING_DRAFTERS else 2)
-    assert distance(case, lambda s: case.engine(rule, drafter, s, 4), SamplingParams(max_tokens=3)) < EXACT
+    assert distance(case, lambda s: case.engine(rule, drafter, s, 4, policy), SamplingParams(max_tokens=3)) < EXACT
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_policy_that_chooses_by_what_was_drafted_is_refused_where_it_would_be_a_bias(rule: str) -> None:
+    case = TableCase(3, 2)
+    with pytest.raises(ValueError, match="biased by a policy"):
+        case.engine(rule, "draft_model", Sampler(), 4, "auto")
+
+    def make(sampler: Sampler) -> LocalEngine:
+        engine = case.engine(rule, "draft_model", sampler, 4)
+        engine.policy = case.engine("coupled", "draft_model", sampler, 4, "auto").policy  # behind the check's back
+        return engine
+
+    assert distance(case, make, SamplingParams(max_tokens=3)) > 1e-3
 
 
 @pytest.mark.parametrize(

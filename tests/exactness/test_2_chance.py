@@ -9,7 +9,7 @@ import torch
 from paceline.model.sample import PhiloxNoise, Sampler
 from paceline.types import Request, SamplingParams
 from paceline.verify import chance
-from paceline.verify.cases import DRAFTERS, RULES, TableCase
+from paceline.verify.cases import DRAFTERS, POLICIES, RULES, TableCase
 from paceline.verify.enumeration import brute_force
 
 NUM = 1000
@@ -20,18 +20,18 @@ SAMPLINGS = {
 }
 
 
-def p_value(
-    case: TableCase, rule: str, drafter: str | None, sampling: SamplingParams, key: int, num: int = NUM
-) -> float:
+def p_value(case: TableCase, rule: str, policy: str, drafter: str | None, sampling: SamplingParams, key: int) -> float:
     exact = brute_force(case.decoder(), Request(0, (0, 1, 0), sampling, 0))
-    sample = case.sample(case.engine(rule, drafter, Sampler(native=True), 64), sampling, num, first_key=key << 32)
+    engine = case.engine(rule, drafter, Sampler(native=True), 64, policy)
+    sample = case.sample(engine, sampling, NUM, first_key=key << 32)
     return chance.against_exact(sample, exact).p_value
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_every_rule_and_drafter(name: str) -> None:
+def test_every_rule_policy_and_drafter(name: str) -> None:
     case = TableCase(5, 3)
-    arms: list[tuple[str, str | None]] = [("coupled", None), *((r, d) for r in RULES for d in DRAFTERS)]
+    arms: list[tuple[str, str, str | None]] = [("coupled", "static", None)]
+    arms += [(r, p, d) for r in RULES for p in POLICIES[r] for d in DRAFTERS]
     found = {arm: p_value(case, *arm, SAMPLINGS[name], key=i + 1) for i, arm in enumerate(arms)}
     adjusted = dict(zip(found, chance.holm(list(found.values())), strict=True))
     assert min(adjusted.values()) > chance.SIGNIFICANCE, adjusted

@@ -26,6 +26,7 @@ from paceline.model.weights import hf_state
 from paceline.speculation.batch import Drafter
 from paceline.speculation.policy import StaticPolicy
 from paceline.types import Completion, Request, SamplingParams
+from paceline.verify.cases import policy_of
 from paceline.verify.drafters import AdversarialDrafter
 
 PRECISIONS = {"float64": torch.float64, "float32 kernels": torch.float32}
@@ -62,14 +63,20 @@ def requests(max_tokens: int = 40) -> list[Request]:
 
 
 def run(
-    decoder: Decoder, wanted: list[Request], drafter: str | None = None, k: int = 4, blocks: int = 200, seqs: int = 16
+    decoder: Decoder,
+    wanted: list[Request],
+    drafter: str | None = None,
+    k: int = 4,
+    blocks: int = 200,
+    seqs: int = 16,
+    policy: str = "static",
 ) -> list[Completion]:
     sampler = Sampler(native=decoder.embed.panels is not None)
     return LocalEngine(
         PagedDecoder(decoder, blocks),
         sampler=sampler,
         drafter=DRAFTERS[drafter](decoder, sampler) if drafter else None,
-        policy=StaticPolicy(k),
+        policy=policy_of(policy, k, drafter.split(",")[0] if drafter else "none"),
         max_num_seqs=seqs,
         max_num_batched_tokens=48,
     ).generate(wanted)
@@ -89,6 +96,10 @@ def test_speculation_changes_no_token(precision: str, drafter: str) -> None:
         assert tokens(found) == tokens(plain)
         if precision == "float32 kernels":  # to the bit, logprobs too
             assert all((a.raw_logprobs == b.raw_logprobs).all() for a, b in zip(found, plain, strict=True))
+    for policy in ("das", "auto"):
+        found = run(decoder, requests(), drafter, policy=policy)
+        assert tokens(found) == tokens(plain)
+        assert sum(c.num_drafts for c in found) > 0
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 from paceline.report.rollouts import Rollouts, choose
 
 Record = dict[str, Any]
+OUTCOMES = ("verified", "probe", "refused", "nothing found", "not asked")  # of drafting, in a step
 ROW_BOUNDS = (1, 2, 4, 8, 16, 32, 64)  # engine steps are gathered by their number of rows, up to each of these
 
 
@@ -26,6 +27,11 @@ class EngineTotals:
 
     num_steps: int = 0
     num_emitted: int = 0
+    num_proposed: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    expected_accepted: float = 0.0
+    outcomes: Counter[str] = field(default_factory=Counter)  # what became of drafting, step by step; see OUTCOMES
     draft_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
@@ -172,10 +178,22 @@ def _read_trace(path: Path, notes: list[str]) -> dict[int, EngineTotals]:
             continue
         mine = totals[next((bound for bound in ROW_BOUNDS if rows <= bound), 0)]
         mine.num_steps += 1
-        mine.num_emitted += int(number(record, "num_emitted") or 0)
-        for key in ("draft_s", "forward_s", "sample_s", "total_s"):
+        mine.outcomes[_outcome(record)] += 1
+        for key in ("num_emitted", "num_proposed", "num_draft_tokens", "num_accepted_tokens"):
+            setattr(mine, key, getattr(mine, key) + int(number(record, key) or 0))
+        for key in ("draft_s", "forward_s", "sample_s", "total_s", "expected_accepted"):
             setattr(mine, key, getattr(mine, key) + (number(record, key) or 0.0))
     return {bound: totals[bound] for bound in (*ROW_BOUNDS, 0) if bound in totals}
+
+
+def _outcome(record: Record) -> str:
+    if str(record.get("reason", "")).startswith("probes"):
+        return "probe"
+    if number(record, "num_draft_tokens"):
+        return "verified"
+    if number(record, "num_proposed"):
+        return "refused"
+    return "nothing found" if number(record, "num_planned") else "not asked"
 
 
 def mean(values: Sequence[float | None]) -> float | None:

@@ -20,7 +20,7 @@ from paceline.report.figures import (
     tail_speedup,
     warnings,
 )
-from paceline.report.run import ROW_BOUNDS, Run, mean, number
+from paceline.report.run import OUTCOMES, ROW_BOUNDS, Run, mean, number
 from paceline.report.table import cell
 
 # Stage -> (name on the page, colour). What a step is made of, bottom to top; together they are its whole time.
@@ -432,12 +432,12 @@ def learning(run: Run) -> str:
 
 
 def engine(run: Run) -> str:
-    """trace.jsonl, by the number of rows a step had."""
-    rows = []
+    """trace.jsonl, by the number of rows a step had: where the time went, and what became of drafting."""
+    times, decisions = [], []
     for bound, totals in run.engine.items():
         name = f"> {ROW_BOUNDS[-1]}" if bound == 0 else (str(bound) if bound <= 2 else f"{bound // 2 + 1}–{bound}")
         whole = totals.total_s or 1.0
-        rows.append(
+        times.append(
             [
                 name,
                 f"{totals.num_steps:,}",
@@ -448,8 +448,22 @@ def engine(run: Run) -> str:
                 *(f"{part / whole:.0%}" for part in (totals.draft_s, totals.forward_s, totals.sample_s)),
             ]
         )
+        decisions.append(
+            [
+                name,
+                *(f"{totals.outcomes[outcome]:,}" for outcome in OUTCOMES),
+                f"{totals.num_proposed:,}",
+                f"{totals.num_draft_tokens:,}",
+                f"{totals.num_accepted_tokens:,}",
+                f"{totals.expected_accepted:,.0f}" if totals.expected_accepted else "–",
+            ]
+        )
     head = ["rows in a step", "steps", "tokens", "tokens a step", "seconds", "tokens/s", "draft", "forward", "sample"]
-    return section("engine", "Engine steps", table(head, rows, caption="By number of rows"))
+    inner = table(head, times, caption="By number of rows")
+    if any(totals.num_proposed for totals in run.engine.values()):
+        head = ["rows in a step", *OUTCOMES, "offered", "tokens verified", "accepted", "expected"]
+        inner += table(head, decisions, caption="Drafting: how many steps ended how, and the tokens")
+    return section("engine", "Engine steps", inner)
 
 
 def every_step(run: Run) -> str:

@@ -4,19 +4,33 @@
 
 `plain(r)`: r rows that decode one token each, at the context c_r at which they were measured. `extra_r(x)`: what x
 query tokens beyond one per row add; steps jump where kernels change, so it is a table and not a line. Between rows
-and between extras it is interpolated, beyond the last extra it goes on with the last slope.
+and between extras it is interpolated. Beyond a row count's last extra it goes on as for the next larger row count, and
+beyond everything with the last slope.
+
+More work never takes less time, so where points say so it is noise, and the larger of the two stands: a policy that
+searches for the best number of tokens would find every dip. What is seen while running (`observe`) moves the table's
+regions; its shape, and what is saved, stay as they were measured.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from paceline.speculation.batch import Load
 from paceline.types import StepTrace
+
+NUM_ROW_BUCKETS, NUM_EXTRA_BUCKETS, NUM_DRAFT_BUCKETS = 16, 24, 64
+DRIFT = 0.1  # how far one step moves the level of its rows, when many have been seen
+SHAPE = 0.02  # and how far it moves its own region against that level
+FAR = math.log(2.0)  # a step further off than this counts as one so far off: it was held up by something else
+SETTLED = 4  # steps after which that is so; before, the table itself may be far off
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,29 +51,291 @@ class CostTable:
         drafts: Mapping[str, list[tuple[int, int, float]]] | None = None,  # drafter -> (rows, k, seconds)
         per_context_token_s: float = 0.0,
         source: str = "",  # where the numbers come from, for people
+        frozen: bool = False,  # learns nothing from what it is shown
     ) -> None:
-        raise NotImplementedError
+        self.name, self.source, self.frozen = name, source, frozen
+        self.points, self.per_context_token_s = points, per_context_token_s
+        self.drafts = {drafter: list(times) for drafter, times in (drafts or {}).items()}
+        _check(points, self.drafts, per_context_token_s)
+        self._surface = _Surface(points, per_context_token_s)
+        self._priors = {drafter: _DraftTimes(times) for drafter, times in self.drafts.items()}
+        self._steps = _Drift(NUM_EXTRA_BUCKETS)
+        self._drafting: dict[str, _Drift] = {}  # by drafter: time it takes against what the table says
+        self._idling: dict[str, _Drift] = {}  # and seconds that it takes where it proposes nothing
+        self._places = np.zeros(0)  # of extras among buckets
 
     def step_s(self, load: Load) -> float:
         """A step without drafts."""
-        raise NotImplementedError
+        return float(self.steps_s(load, 0)[0])
 
     def steps_s(self, load: Load, num_extra: int) -> np.ndarray:
         """The same step with 0 … num_extra further query tokens: float64 [num_extra + 1]. Never falling."""
-        raise NotImplementedError
+        seconds = self._measured(load, num_extra)
+        if self._steps.is_new:
+            return seconds
+        first = max(0, load.num_query_tokens - load.num_rows)
+        places = self._places_of(first + num_extra + 1)[first : first + num_extra + 1]
+        factors = np.interp(places, self._steps.columns, np.exp(self._steps.logs(load.num_rows)))
+        return np.maximum.accumulate(seconds * factors)
+
+    def _measured(self, load: Load, num_extra: int) -> np.ndarray:
+        first = max(0, load.num_query_tokens - load.num_rows)
+        curve, least_s = self._surface.curve(load.num_rows, first + num_extra + 1)
+        seconds = curve[first : first + num_extra + 1] + self.per_context_token_s * load.num_context_tokens
+        return np.maximum(seconds, least_s)
+
+    def _places_of(self, num: int) -> np.ndarray:
+        if len(self._places) < num:
+            self._places = np.log2(1.0 + np.arange(2 * num))
+        return self._places
 
     def draft_s(self, drafter: str, num_rows: int, k: int) -> float:
-        """What it takes `drafter` to propose k tokens for num_rows rows. 0 where k is 0 or the drafter is not in it."""
-        raise NotImplementedError
+        """What it takes `drafter` to propose k tokens for num_rows rows, beyond what it takes in any case. 0 where k is
+        0 or the drafter is not in it."""
+        if k == 0:
+            return 0.0
+        prior, seen = self._priors.get(drafter), self._drafting.get(drafter)
+        if seen is None:
+            return prior.seconds(num_rows, k) if prior is not None else 0.0
+        expected_s = max(prior.seconds(num_rows, k), 1e-9) if prior is not None else 1.0
+        seconds = expected_s * math.exp(seen.logs(num_rows)[min(k, NUM_DRAFT_BUCKETS - 1)])
+        idle = self._idling.get(drafter)
+        return max(0.0, seconds - math.exp(idle.logs(num_rows)[0])) if idle is not None else seconds
 
-    def observe(self, trace: StepTrace, k: int) -> None:
-        """Learn from a step that was really made, with drafts of at most k: the table keeps its shape, and each region
-        of it moves towards what is seen."""
-        raise NotImplementedError
+    def observe(self, trace: StepTrace, k: int = 0, drafter: str | None = None, num_rows: int | None = None) -> None:
+        """Learn from a step that was really made, for which `drafter` (the engine's own unless named) was asked for
+        drafts of at most k, 0 if it was not asked, for num_rows rows (all, unless given). The table keeps its shape,
+        and each region of it moves towards what is seen. Steps that computed prompts are passed over."""
+        num_extra = trace.num_draft_tokens
+        if self.frozen or not trace.num_rows or trace.num_query_tokens - trace.num_rows != num_extra:
+            return
+        load = Load(trace.num_rows, trace.num_query_tokens, trace.num_context_tokens - num_extra)
+        step_s = trace.total_s - trace.draft_s
+        if step_s > 0:
+            ratio = step_s / float(self._measured(load, 0)[0])
+            self._steps.learn(trace.num_rows, round(math.log2(1 + num_extra)), math.log(ratio))
+        if trace.draft_s > 0:
+            self._observe_drafting(drafter or trace.drafter, num_rows or trace.num_rows, k, trace.draft_s)
+
+    def _observe_drafting(self, drafter: str, num_rows: int, k: int, seconds: float) -> None:
+        if k == 0:
+            self._idling.setdefault(drafter, _Drift(1)).learn(num_rows, 0, math.log(seconds))
+            return
+        prior = self._priors.get(drafter)
+        expected_s = max(prior.seconds(num_rows, k), 1e-9) if prior is not None else 1.0
+        drafting = self._drafting.setdefault(drafter, _Drift(NUM_DRAFT_BUCKETS))
+        drafting.learn(num_rows, k, math.log(seconds / expected_s))
 
     def save(self, path: Path) -> None:
-        raise NotImplementedError
+        """As it was measured, without what it has learned since."""
+        drafts = ",\n".join(f"    {json.dumps(drafter)}: {_lines(times, 6)}" for drafter, times in self.drafts.items())
+        path.write_text(
+            "{\n"
+            f'  "name": {json.dumps(self.name)},\n'
+            f'  "source": {json.dumps(self.source, ensure_ascii=False)},\n'
+            f'  "per_context_token_s": {self.per_context_token_s},\n'
+            f'  "points": {_lines([astuple(point) for point in self.points], 4)},\n'
+            f'  "drafts": {{\n{drafts}\n  }}\n'
+            "}\n",
+            encoding="utf-8",
+        )
 
     @staticmethod
     def load(path: Path) -> CostTable:
-        raise NotImplementedError
+        try:
+            tree = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"cost table {path}: {error.strerror}") from None
+        except ValueError as error:
+            raise ValueError(f"cost table {path} is not JSON: {error}") from None
+        try:
+            return _of_tree(tree)
+        except ValueError as error:
+            raise ValueError(f"cost table {path}: {error}") from None
+
+
+class _Surface:
+    """plain(r) + extra_r(x) at a context of no tokens, over rows and extras."""
+
+    def __init__(self, points: list[Point], per_context_token_s: float) -> None:
+        plain = {p.num_rows: p for p in points if p.num_query_tokens == p.num_rows}
+        own: dict[int, dict[int, float]] = {num_rows: {} for num_rows in sorted(plain)}
+        for p in points:
+            extra, at = p.num_query_tokens - p.num_rows, plain[p.num_rows]
+            # What the extra tokens add to the context is part of what they cost.
+            beside_s = per_context_token_s * (p.num_context_tokens - at.num_context_tokens - extra)
+            own[p.num_rows][extra] = p.seconds - beside_s - at.seconds
+        self._rows = np.array(list(own))
+        self._extras = np.array(sorted({extra for curve in own.values() for extra in curve}))
+        self._plain_s = np.maximum.accumulate([plain[r].seconds for r in own])
+        base = np.array([p.seconds - per_context_token_s * p.num_context_tokens for _, p in sorted(plain.items())])
+        # A row more, beyond those measured; from a single point, as if time were in proportion.
+        self._row_s = (
+            max(0.0, float((base[-1] - base[-2]) / (self._rows[-1] - self._rows[-2])))
+            if len(base) > 1
+            else float(self._plain_s[0] / self._rows[0])
+        )
+        extra_s = np.zeros((len(own), len(self._extras)))
+        self._extra_s = self._row_s  # an extra token, beyond those measured: a row's, if none were
+        for i in reversed(range(len(own))):  # the most rows first, as those with fewer go on like the next
+            curve = sorted(own[int(self._rows[i])].items())
+            at_most, last_s = curve[-1]
+            extra_s[i] = np.interp(self._extras, [x for x, _ in curve], [s for _, s in curve])
+            beyond = self._extras > at_most
+            if i + 1 < len(own):
+                here = int(np.searchsorted(self._extras, at_most))
+                extra_s[i, beyond] = last_s + extra_s[i + 1, beyond] - extra_s[i + 1, here]
+            else:
+                if len(curve) > 1:
+                    before, before_s = curve[-2]
+                    self._extra_s = max(0.0, (last_s - before_s) / (at_most - before))
+                extra_s[i, beyond] = last_s + self._extra_s * (self._extras[beyond] - at_most)
+        whole = base[:, None] + extra_s
+        self._seconds = np.maximum.accumulate(np.maximum.accumulate(whole, axis=1), axis=0)  # [rows, extras]
+        self._curves: dict[int, tuple[np.ndarray, float]] = {}
+
+    def curve(self, num_rows: int, num: int) -> tuple[np.ndarray, float]:
+        """The step with 0, 1, … extras, for `num` of them or more, and what it takes at the very least, however short
+        the context."""
+        known = self._curves.get(num_rows)
+        if known is None or len(known[0]) < num:
+            extras = np.arange(max(64, 2 * num))
+            between = [float(np.interp(num_rows, self._rows, column)) for column in self._seconds.T]
+            more_s = self._row_s * max(0, num_rows - int(self._rows[-1]))
+            seconds = np.interp(extras, self._extras, between) + more_s
+            seconds += self._extra_s * np.maximum(0, extras - self._extras[-1])
+            least_s = 0.1 * (float(np.interp(num_rows, self._rows, self._plain_s)) + more_s)
+            known = self._curves[num_rows] = seconds, least_s
+        return known
+
+
+class _DraftTimes:
+    """Seconds over (rows, k): nothing for k = 0, lines between what is known, the last slope beyond it."""
+
+    def __init__(self, times: list[tuple[int, int, float]]) -> None:
+        self._curves: dict[int, list[tuple[int, float]]] = {}
+        for num_rows, k, seconds in sorted(times):
+            self._curves.setdefault(num_rows, [(0, 0.0)]).append((k, seconds))
+        self._known: dict[tuple[int, int], float] = {}
+
+    def seconds(self, num_rows: int, k: int) -> float:
+        key = num_rows, k
+        if key not in self._known:
+            by_rows = [(rows, _line(curve, k)) for rows, curve in self._curves.items()]
+            self._known[key] = by_rows[0][1] if num_rows <= by_rows[0][0] else _line(by_rows, num_rows)
+        return self._known[key]
+
+
+def _line(curve: list[tuple[int, float]], x: int) -> float:
+    """Interpolated, and past the end with the last slope, which never falls."""
+    (before, before_s), (last, last_s) = curve[max(0, len(curve) - 2)], curve[-1]
+    slope = max(0.0, (last_s - before_s) / (last - before)) if last > before else 0.0
+    return float(np.interp(x, [at for at, _ in curve], [s for _, s in curve])) + slope * max(0, x - last)
+
+
+class _Drift:
+    """How far what is seen is off, as logarithms of ratios: a level for each power of two of rows, which follows the
+    machine, and how each region lies against it, which is learned slowly. So a region that has not been seen, or not
+    for long, moves along with its rows, and rows that have not been seen with those next to them."""
+
+    def __init__(self, num_columns: int) -> None:
+        self.columns = np.arange(num_columns)
+        self.is_new = True
+        self._level, self._num = np.zeros(NUM_ROW_BUCKETS), np.zeros(NUM_ROW_BUCKETS, np.int64)
+        self._offset = np.zeros((NUM_ROW_BUCKETS, num_columns))
+        self._num_offset = np.zeros((NUM_ROW_BUCKETS, num_columns), np.int64)
+
+    def logs(self, num_rows: int) -> np.ndarray:
+        """By column."""
+        bucket = _row_bucket(num_rows)
+        return self._level_of(bucket) + self._offset[bucket]
+
+    def _level_of(self, bucket: int) -> float:
+        if self._num[bucket] or self.is_new:
+            return float(self._level[bucket])
+        seen = self._num.nonzero()[0]
+        return float(np.interp(bucket, seen, self._level[seen]))
+
+    def learn(self, num_rows: int, column: int, log_ratio: float) -> None:
+        bucket, column = _row_bucket(num_rows), min(column, len(self.columns) - 1)
+        level = self._level_of(bucket)
+        error = log_ratio - level - self._offset[bucket, column]
+        if self._num[bucket] >= SETTLED:
+            error = min(max(error, -FAR), FAR)
+        rate = max(DRIFT, 1 / (1 + self._num[bucket]))
+        self._level[bucket] = level + rate * error
+        shape = max(SHAPE, 1 / (2 + self._num_offset[bucket, column]))
+        self._offset[bucket, column] += shape * (1 - rate) * error
+        self._num[bucket] += 1
+        self._num_offset[bucket, column] += 1
+        self.is_new = False
+
+
+def _row_bucket(num_rows: int) -> int:
+    return min(round(math.log2(max(1, num_rows))), NUM_ROW_BUCKETS - 1)
+
+
+def _lines(rows: list[tuple[Any, ...]], indent: int) -> str:
+    inner = ",\n".join(" " * indent + json.dumps(row) for row in rows)
+    return f"[\n{inner}\n{' ' * (indent - 2)}]"
+
+
+def _of_tree(tree: Any) -> CostTable:
+    kinds: dict[str, tuple[type, ...]] = {
+        "name": (str,), "source": (str,), "per_context_token_s": (int, float), "points": (list,), "drafts": (dict,)
+    }  # fmt: skip
+    if not isinstance(tree, dict):
+        raise ValueError(f"must be an object with {', '.join(kinds)}")
+    for key in tree:
+        if key not in kinds:
+            raise ValueError(f"unknown key {key!r}; it may have {', '.join(kinds)}")
+    for key, kind in kinds.items():
+        if key not in tree:
+            raise ValueError(f"the key {key!r} is missing")
+        if not isinstance(tree[key], kind):
+            raise ValueError(f"{key} = {tree[key]!r}: must be {' or '.join(k.__name__ for k in kind)}")
+    points = [Point(*_numbers(f"points[{i}]", row, 4)) for i, row in enumerate(tree["points"])]
+    drafts: dict[str, list[tuple[int, int, float]]] = {}
+    for drafter, times in tree["drafts"].items():
+        if not isinstance(times, list):
+            raise ValueError(f"drafts.{drafter} = {times!r}: must be a list of [rows, k, seconds]")
+        drafts[drafter] = [_numbers(f"drafts.{drafter}[{i}]", row, 3) for i, row in enumerate(times)]
+    return CostTable(tree["name"], points, drafts, tree["per_context_token_s"], tree["source"])
+
+
+def _numbers(where: str, row: Any, num: int) -> Any:
+    """A row of whole numbers, with seconds at its end."""
+    wanted = "[rows, query tokens, context tokens, seconds]" if num == 4 else "[rows, k, seconds]"
+    if not isinstance(row, list) or len(row) != num or not all(type(x) in (int, float) for x in row):
+        raise ValueError(f"{where} = {row!r}: must be {wanted}")
+    if not all(isinstance(x, int) for x in row[:-1]):
+        raise ValueError(f"{where} = {row!r}: counts must be whole numbers")
+    return (*row[:-1], float(row[-1]))
+
+
+def _check(points: list[Point], drafts: Mapping[str, list[tuple[int, int, float]]], per_context_token_s: float) -> None:
+    def need(ok: bool, where: str, rule: str) -> None:
+        if not ok:
+            raise ValueError(f"{where}: {rule}")
+
+    need(bool(points), "points", "there are none; a cost table needs at least one measured step")
+    at = f"per_context_token_s = {per_context_token_s}"
+    need(math.isfinite(per_context_token_s) and per_context_token_s >= 0, at, "must be a number from 0")
+    seen: set[tuple[int, int]] = set()
+    for i, p in enumerate(points):
+        at = f"points[{i}] = {list(astuple(p))}"
+        need(math.isfinite(p.seconds) and p.seconds > 0, at, "seconds must be a number above 0")
+        need(p.num_rows >= 1, at, "rows must be at least 1")
+        need(p.num_query_tokens >= p.num_rows, at, "every row has at least one query token")
+        need(p.num_context_tokens >= p.num_query_tokens, at, "the query tokens are part of the context")
+        need((p.num_rows, p.num_query_tokens) not in seen, at, "these rows and query tokens are there already")
+        seen.add((p.num_rows, p.num_query_tokens))
+    for num_rows in sorted({p.num_rows for p in points}):
+        need((num_rows, num_rows) in seen, "points", f"{num_rows} rows with one query token each is missing")
+    for drafter, times in drafts.items():
+        need(bool(times), f"drafts.{drafter}", "there are none; leave the drafter out")
+        for i, (num_rows, k, seconds) in enumerate(times):
+            at = f"drafts.{drafter}[{i}] = {[num_rows, k, seconds]}"
+            need(num_rows >= 1 and k >= 1, at, "rows and k must be at least 1")
+            need(math.isfinite(seconds) and seconds >= 0, at, "seconds must be a number from 0")
+            need(all(pair[:2] != (num_rows, k) for pair in times[:i]), at, "these rows and k are there already")

@@ -14,16 +14,30 @@ from paceline.model.config import ModelConfig
 from paceline.model.eagle3 import HeadConfig, init_head
 from paceline.model.layer import Linear
 from paceline.model.sample import Sampler
+from paceline.speculation.auto import AutoPolicy
 from paceline.speculation.batch import Drafter
-from paceline.speculation.policy import StaticPolicy
+from paceline.speculation.cost import CostTable, Point
+from paceline.speculation.das import DasPolicy
+from paceline.speculation.policy import SpeculationPolicy, StaticPolicy
 from paceline.types import Request, SamplingParams
 from paceline.verify.chance import Sample
 from paceline.verify.drafters import AdversarialDrafter
 from paceline.verify.table import Table, TableDecoder
 
 RULES = ("coupled", "rejection", "block")
+POLICIES = {"coupled": ("static", "das", "auto"), "rejection": ("static", "das"), "block": ("static", "das")}  # by rule
 DRAFTERS = ("adversarial", "ngram", "suffix", "draft_model", "eagle3", "hybrid")
 SAMPLING_DRAFTERS = ("draft_model", "eagle3", "hybrid")  # under `coupled` their own draws are forks of chance too
+
+
+def policy_of(name: str, k: int, drafter: str) -> SpeculationPolicy:
+    """On times that are made up, so that some drafts pay and some don't, and frozen: real ones would let chance in by
+    another door."""
+    if name == "static":
+        return StaticPolicy(k)
+    points = [Point(rows, rows + extra, 9 * rows + extra, 1 + 0.05 * extra) for rows in (1, 64) for extra in (0, 1, 64)]
+    costs = CostTable("case", points, frozen=True)
+    return DasPolicy(costs, k) if name == "das" else AutoPolicy(costs, k, drafter)
 
 
 class TableCase:
@@ -37,13 +51,15 @@ class TableCase:
     def decoder(self, num_blocks: int = 64) -> TableDecoder:
         return TableDecoder(self.target, num_blocks, eos_token_ids=(self.vocab_size - 1,))
 
-    def engine(self, rule: str, drafter: str | None, sampler: Sampler, max_num_seqs: int = 32) -> LocalEngine:
+    def engine(
+        self, rule: str, drafter: str | None, sampler: Sampler, max_num_seqs: int = 32, policy: str = "static"
+    ) -> LocalEngine:
         num_blocks = 2 * max_num_seqs + 2
         return LocalEngine(
             self.decoder(num_blocks),
             sampler=sampler,
             drafter=self._drafter(drafter, rule, sampler, num_blocks) if drafter else None,
-            policy=StaticPolicy(self.k),
+            policy=policy_of(policy, self.k, drafter or "none"),
             rule=rule,
             max_num_seqs=max_num_seqs,
         )

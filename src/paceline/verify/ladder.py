@@ -23,10 +23,9 @@ from paceline.model.sample import Sampler
 from paceline.model.store import load_tokenizer, resolve
 from paceline.model.weights import load
 from paceline.speculation.metrics import summarise
-from paceline.speculation.policy import StaticPolicy
 from paceline.types import Completion, Request, SamplingParams, noise_key
 from paceline.verify import chance, identity
-from paceline.verify.cases import DRAFTERS, RULES, SAMPLING_DRAFTERS, TableCase
+from paceline.verify.cases import DRAFTERS, POLICIES, RULES, SAMPLING_DRAFTERS, TableCase, policy_of
 from paceline.verify.enumeration import brute_force, enumerate_engine, total_variation
 
 LOGPROB_TOLERANCE = 1e-4  # float32, across kernels with different summation orders
@@ -100,6 +99,8 @@ class _Ladder:
             )
         longest = max(map(len, self.prompts)) + size.max_tokens
         self.blocks_each = -(-longest // BLOCK) + 1
+        lengths = config.speculation.num_speculative_tokens
+        self.k = lengths if isinstance(lengths, int) else max(lengths.values())
         self._plain: list[Completion] | None = None
 
     def rungs(self) -> list[tuple[str, Callable[[], Rung]]]:
@@ -115,7 +116,12 @@ class _Ladder:
     # -- engines over the user's model --------------------------------------------------------------------------------
 
     def engine(
-        self, drafter: str | None = None, rule: str = "coupled", max_num_seqs: int = 16, num_blocks: int | None = None
+        self,
+        drafter: str | None = None,
+        rule: str = "coupled",
+        max_num_seqs: int = 16,
+        num_blocks: int | None = None,
+        policy: str = "static",
     ) -> LocalEngine:
         speculation = {"method": drafter or "none", "rule": rule}
         if drafter == "draft_model" and self.config.speculation.draft_model is None:
@@ -129,7 +135,7 @@ class _Ladder:
             PagedDecoder(self.decoder, num_blocks or self.blocks_each * max_num_seqs),
             sampler=self.sampler,
             drafter=build_drafter(config, self.decoder, self.tokenizer),
-            policy=StaticPolicy(section.num_speculative_tokens),
+            policy=policy_of(policy, self.k, drafter or "none"),
             rule=rule,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=256,
@@ -155,19 +161,23 @@ class _Ladder:
         """Every path of chance, through the real engine, against brute force."""
         beside = Request(1, (1, 0, 1, 1), SamplingParams(max_tokens=4, temperature=0), 0)
         figures: list[dict[str, Any]] = []
-        for rule in RULES:
+        for rule, policy in ((r, p) for r in RULES for p in POLICIES[r]):
             for drafter in DRAFTERS:
                 # One token ahead keeps the tree small where the drafter's own draws are forks too.
                 case = TableCase(3, 1 if rule == "coupled" and drafter in SAMPLING_DRAFTERS else 2)
                 request = Request(0, (0, 1, 0), SamplingParams(max_tokens=3), 0)
                 exact = brute_force(case.decoder(), request)
                 found, paths = enumerate_engine(
-                    lambda s, case=case, rule=rule, drafter=drafter: case.engine(rule, drafter, s, 4),  # type: ignore[misc]
+                    lambda s, case=case, rule=rule, drafter=drafter, policy=policy: case.engine(  # type: ignore[misc]
+                        rule, drafter, s, 4, policy
+                    ),
                     request,
                     (beside,),
                 )
                 distance = total_variation(found, exact)
-                figures.append({"rule": rule, "drafter": drafter, "paths": paths, "total_variation": distance})
+                figures.append(
+                    {"rule": rule, "policy": policy, "drafter": drafter, "paths": paths, "total_variation": distance}
+                )
         worst = max(f["total_variation"] for f in figures)
         return {"passed": worst <= ENUMERATION_TOLERANCE, "max_total_variation": worst, "cases": figures}
 
@@ -179,14 +189,16 @@ class _Ladder:
         for i, sampling in enumerate(SAMPLINGS[: self.size.num_samplings]):
             exact = brute_force(case.decoder(), Request(0, (0, 1, 0), sampling, 0))
             settings = f"T={sampling.temperature} top_k={sampling.top_k} top_p={sampling.top_p} min_p={sampling.min_p}"
-            arms: list[tuple[str, str | None]] = [("coupled", None), *((r, d) for r in RULES for d in DRAFTERS)]
-            for j, (rule, drafter) in enumerate(arms):
-                engine = case.engine(rule, drafter, sampler, 64)
+            arms: list[tuple[str, str, str | None]] = [("coupled", "static", None)]
+            arms += [(r, p, d) for r in RULES for p in POLICIES[r] for d in DRAFTERS]
+            for j, (rule, policy, drafter) in enumerate(arms):
+                engine = case.engine(rule, drafter, sampler, 64, policy)
                 sample = case.sample(engine, sampling, num, first_key=(1 + len(arms) * i + j) << 32)
                 test = chance.against_exact(sample, exact)
                 figures.append(
                     {
                         "rule": rule,
+                        "policy": policy,
                         "drafter": drafter or "none (null)",
                         "sampling": settings,
                         "p_value": test.p_value,
@@ -241,6 +253,9 @@ class _Ladder:
                 for key in ("mean_acceptance_length", "draft_acceptance_rate")
             }
             runs[drafter] = identity.first_differences(expected, identity.tokens_of(found))
+            for policy in ("das", "auto"):
+                found = self.engine(drafter, policy=policy).generate(requests)
+                runs[f"{drafter}, {policy}"] = identity.first_differences(expected, identity.tokens_of(found))
             # Other company (foreign greedy rows, reversed order) and too little memory for all of it.
             count = min(8, len(requests))
             crowd = [

@@ -1,0 +1,233 @@
+"""Length-aware budgets: drafts go to the rows that would keep everybody waiting (DAS, arXiv 2511.13841).
+
+Every few steps the long tail's problem (`budgets`) is solved for the rows that run: expected lengths from the length
+model, prices from the cost table at the present load, and how drafts fare from what became of earlier ones. A row's
+budget is then spread over the steps it has left. Parts of tokens are carried over, so that a row with 0.5 drafts one
+token every other step.
+
+Always: caps depend on lengths, load and past outcomes, never on what is drafted now, so every verification rule may be
+used. The same inputs give the same caps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from paceline.speculation import budgets
+from paceline.speculation.batch import Commits, DraftBatch, Load, Rows
+from paceline.speculation.cost import CostTable
+from paceline.speculation.policy import Decision
+from paceline.types import Request, StepTrace
+
+EVERY = 16  # steps between two solutions
+CHANGED = 4  # and where rows came or went
+FADE = 0.5  # what a new policy version leaves of the outcomes counted
+PRIOR = 0.6  # chance of each further position before any was tried, …
+PRIOR_STEPS = 16.0  # … worth so many rows' steps
+OWN_STEPS = 32.0  # rows' steps that all others' outcomes are worth beside a request's own
+PRICE = 0.05  # a price per token this close to the one solved with is the same
+ROUNDS = 4  # solutions at most, until price and use agree
+PHASE = (5**0.5 - 1) / 2  # sets requests' carried parts apart, so that they do not all draft in the same step
+OFFERED, DRAFTED, ACCEPTED = range(3)  # rows of the counts: caps, drafts and acceptances that got beyond a position
+
+
+def shares(
+    counts: np.ndarray, standing: np.ndarray, filled: np.ndarray, weight: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of the row's steps in which position j was offered: how many tokens stood there, and how many were drafted. Both
+    [..., K], never rising with j. `standing` and `filled` are believed beforehand, as if seen `weight` times."""
+    seen = counts[..., OFFERED, :] + weight
+    found = [
+        np.minimum.accumulate((counts[..., row, :] + weight * prior) / seen, axis=-1)
+        for row, prior in ((ACCEPTED, standing), (DRAFTED, filled))
+    ]
+    return found[0], found[1]
+
+
+def fit(standing: np.ndarray, filled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(α, k) of rows whose positions fare so, both [B].
+
+    Draft up to m positions at every step: a step then verifies V(m) = Σ_{j<m} filled_j tokens and emits 1 + S(m), with
+    S(m) = Σ_{j<m} standing_j. So per emitted token, V/(1+S) are spent and the share S/(1+S) is accepted. The model has
+    k(1 − e^{−αb}) for a spending of b. Two parameters meet two facts: the first tokens' worth, α·k = S(1)/V(1), which
+    decides whether to draft at all, and the share at full length. With x = αb and ρ = (S(K)/V(K)) / (S(1)/V(1)):
+
+        (1 − e^{−x}) / x = ρ,    k = b · αk / x
+
+    Drafts so good that k would pass 1 keep the first fact and k = 1: they are underrated, never overrated.
+    """
+    worth = standing[:, 0] / filled[:, 0]
+    brings, takes = standing.sum(1), filled.sum(1)
+    rho = np.clip(brings / (takes * worth), 1e-6, 1.0)
+    x = 1 / rho  # right of the root of a concave function, from where Newton comes down without passing it
+    for _ in range(8):
+        x = x - (1 - np.exp(-x) - rho * x) / np.minimum(np.exp(-x) - rho, -1e-12)
+    k = np.clip(worth * takes / (1 + brings) / np.maximum(x, 1e-9), 1e-6, 1.0)
+    return worth / k, k
+
+
+class DasPolicy:
+    """`solve` is the rule that makes budgets: `budgets.solve`, or another to compare it with."""
+
+    name = "das"
+    reads_drafts = False
+    reads_lengths = True
+
+    def __init__(self, costs: CostTable, max_tokens: int, solve: budgets.Solver = budgets.solve) -> None:
+        if max_tokens < 1:
+            raise ValueError(
+                f"speculation.num_speculative_tokens = {max_tokens}: the das policy needs at least 1; to draft "
+                "nothing, use speculation.policy = 'static' with 0"
+            )
+        self.costs, self.max_tokens, self.solve = costs, max_tokens, solve
+        self.counts = np.zeros((3, max_tokens))
+        self.decision = Decision()
+        self._version = -1  # of the policy; none yet
+        self._why = ""
+        self._drafter = ""  # as traces call it; none seen yet
+        self._num_steps = EVERY  # since the last solution
+        self._solved_for = np.zeros(0, np.int64)
+        # Of live requests, by slot.
+        self._slots: dict[int, int] = {}
+        self._free: list[int] = []
+        self._own = np.zeros((0, 3, max_tokens))
+        self._depths = np.zeros(0)  # positions per step, parts included
+        self._carried = np.zeros(0)  # parts of a token, below 1
+        self._offered = np.zeros(0, np.int32)  # at the last step
+        self._standing = np.zeros((0, max_tokens))
+        self._filled = np.zeros((0, max_tokens))
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def begin(self, request: Request) -> None:
+        if not self._free:
+            self._grow()
+        slot = self._slots[request.request_id] = self._free.pop()
+        self._own[slot], self._depths[slot], self._offered[slot] = 0, 0, 0
+        self._carried[slot] = request.request_id * PHASE % 1
+        self._standing[slot], self._filled[slot] = 0, 0
+
+    def end(self, request_id: int) -> None:
+        self._free.append(self._slots.pop(request_id))
+
+    def _grow(self) -> None:
+        num, more = len(self._own), max(16, len(self._own))
+        for name in ("_own", "_depths", "_carried", "_offered", "_standing", "_filled"):
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate([array, np.zeros((more, *array.shape[1:]), array.dtype)]))
+        self._free += range(num + more - 1, num - 1, -1)
+
+    def _slots_of(self, request_ids: np.ndarray) -> np.ndarray:
+        return np.array([self._slots[request_id] for request_id in request_ids.tolist()], np.int64)
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def plan(self, rows: Rows) -> np.ndarray:
+        assert len(rows.expected_left) == len(rows)
+        if rows.version != self._version:
+            if self._version >= 0:
+                self.counts *= FADE
+                self._own *= FADE
+            self._version, self._num_steps = rows.version, EVERY
+        slots = self._slots_of(rows.request_ids)
+        changed = not np.array_equal(rows.request_ids, self._solved_for)
+        if self._num_steps >= (CHANGED if changed else EVERY):
+            self._spread(rows, slots)
+            self._num_steps, self._solved_for = 0, rows.request_ids.copy()
+        self._num_steps += 1
+        wanted = self._depths[slots] + self._carried[slots]
+        caps = wanted.astype(np.int32)
+        self._carried[slots] = wanted - caps
+        self._offered[slots] = caps
+        reached = np.arange(self.max_tokens) < caps[:, None]
+        num_extra = round(float((self._filled[slots] * reached).sum()))
+        self.decision = Decision(
+            f"{caps.sum()} for {(caps > 0).sum()} of {len(rows)} rows; {self._why}",
+            float((self._standing[slots] * reached).sum()),
+            float(self.costs.steps_s(rows.load, num_extra)[num_extra]) + self._draft_s(caps),
+        )
+        return caps
+
+    def _spread(self, rows: Rows, slots: np.ndarray) -> None:
+        """Solve, and spread each row's budget over its steps. A token's price is what all tokens of a step add to it,
+        shared out, and so depends on how many there are; start from all that might be, and look again until price and
+        use agree."""
+        lengths = rows.expected_left
+        believed = shares(
+            self.counts, PRIOR ** np.arange(1, self.max_tokens + 1), np.ones(self.max_tokens), PRIOR_STEPS
+        )
+        standing, filled = shares(self._own[slots], *believed, OWN_STEPS)
+        alpha_B, k_B = fit(standing, filled)
+        # No row ends sooner than full drafts let it. One more row, which drafts do not help, stands for that.
+        least = (lengths / (1 + standing.sum(1))).max(initial=0)
+        l_B, alpha_B, k_B = np.append(lengths, least), np.append(alpha_B, 0.0), np.append(k_B, 1.0)
+        low, high = 0, int(np.ceil(filled.sum()))
+        # As the steps to come will be: prompts that this one computes are no part of them.
+        load = Load(len(rows), len(rows), rows.load.num_context_tokens)
+        seconds = self.costs.steps_s(load, high)
+        num_extra, price, num_steps = high, 0.0, 0.0
+        depths = np.full(len(rows), float(self.max_tokens))
+        draft_s = self._draft_s(depths)
+        for again in range(ROUNDS):
+            now = (float(seconds[num_extra] - seconds[0]) + draft_s) / max(1, num_extra)
+            if again and abs(now - price) <= PRICE * price:
+                break
+            price = now
+            p_B = self.solve(l_B, alpha_B, k_B, float(seconds[0]), price).budgets
+            steps_B = l_B - budgets.accepted(l_B, alpha_B, k_B, p_B)
+            rates = np.minimum((p_B / np.maximum(steps_B, 1e-9))[:-1], filled.sum(1))
+            depths, num_steps, used = _depths(rates, filled), float(steps_B.max()), int(np.ceil(rates.sum()))
+            draft_s = self._draft_s(depths) if used else draft_s
+            low, high = (num_extra, high) if used >= num_extra else (low, num_extra)
+            num_extra = used if low < used < high else (low + high) // 2
+        self._depths[slots] = depths
+        self._standing[slots], self._filled[slots] = standing, filled
+        self._why = (
+            f"{num_steps:.0f} steps to go instead of {lengths.max(initial=0):.0f}, "
+            f"a token costs {price / float(seconds[0]):.1%} of a step"
+        )
+
+    def _draft_s(self, depths: np.ndarray) -> float:
+        return self.costs.draft_s(self._drafter, int((depths > 0).sum()), int(np.ceil(depths.max(initial=0))))
+
+    def select(self, drafts: DraftBatch) -> np.ndarray:
+        return drafts.num
+
+    def observe(self, commits: Commits, trace: StepTrace) -> None:
+        self._drafter = trace.drafter
+        slots = self._slots_of(commits.request_ids)
+        offered = self._offered[slots]
+        self.costs.observe(trace, int(offered.max(initial=0)))
+        position = np.arange(self.max_tokens)
+        beyond = np.stack(
+            [count[:, None] > position for count in (offered, commits.num_drafted, commits.num_accepted)],
+            1,
+        )  # [B, 3, K]
+        # A draft that its sequence's end cut short was not wrong.
+        beyond &= (commits.num > commits.num_accepted)[:, None, None]
+        self._own[slots] += beyond
+        self.counts += beyond.sum(0)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {"counts": self.counts.copy(), "version": np.array([self._version])}
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        if state.keys() != {"counts", "version"} or state["counts"].shape != self.counts.shape:
+            raise ValueError(
+                f"not a state of the das policy with {self.max_tokens} tokens: it holds {sorted(state) or 'nothing'}; "
+                "was speculation.policy or num_speculative_tokens changed?"
+            )
+        self.counts, self._version = state["counts"].astype(np.float64), int(state["version"][0])
+
+
+def _depths(rates: np.ndarray, filled: np.ndarray) -> np.ndarray:
+    """How many positions to offer, so that as many as `rates` are drafted: V(m) = rate, between two positions in
+    parts."""
+    takes = np.concatenate([np.zeros((len(filled), 1)), np.cumsum(filled, 1)], 1)  # V(0) … V(K)
+    whole = np.minimum((takes[:, 1:] <= rates[:, None]).sum(1), filled.shape[1] - 1)
+    row = np.arange(len(filled))
+    return whole + np.clip((rates - takes[row, whole]) / filled[row, whole], 0, 1)
