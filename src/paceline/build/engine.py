@@ -20,10 +20,11 @@ def build_engine(config: Config) -> LocalEngine:
     """A local engine with its model, tokenizer, drafter and policy."""
     import torch
 
-    from paceline.build.drafter import build_drafter
+    from paceline.build.cost import measured_costs
+    from paceline.build.drafter import build_drafter, drafting_cost
+    from paceline.build.policy import build_policy
     from paceline.engine.engine import LocalEngine
     from paceline.model.store import load_tokenizer, resolve
-    from paceline.speculation.policy import StaticPolicy
 
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
@@ -31,15 +32,22 @@ def build_engine(config: Config) -> LocalEngine:
     tokenizer = load_tokenizer(directory)
     decoder = build_decoder(config, directory)
     sampler = build_sampler(decoder)
+    paged = build_paged(config, decoder)
+    drafter = build_drafter(config, decoder, tokenizer)
+    paged.tap(drafter.wants_hidden if drafter is not None else ())  # what is measured is what will run
+    heads: dict[str, float] = {}
+    if cost := drafting_cost(config, drafter, decoder.config):
+        heads[config.speculation.method] = cost
     return LocalEngine(
-        build_paged(config, decoder),
+        paged,
         sampler=sampler,
-        drafter=build_drafter(config, decoder, tokenizer),
-        policy=StaticPolicy(config.speculation.num_speculative_tokens, config.speculation.min_confidence),
+        drafter=drafter,
+        policy=build_policy(config.speculation, lambda: measured_costs(paged, sampler, config, heads)),
         rule=config.speculation.rule,
         max_num_seqs=config.engine.max_num_seqs,
         max_num_batched_tokens=config.engine.max_num_batched_tokens,
         prefix_sharing=config.engine.prefix_sharing,
+        order=config.engine.order,
         tokenizer=tokenizer,
     )
 

@@ -11,6 +11,7 @@ The engine is replayed: the first token is drawn plainly, then every draft begin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,14 +54,51 @@ class Acceptance:
         return [float(a) / self.num_drafts if self.num_drafts else 0.0 for a in self.accepted]
 
 
-@torch.no_grad()
 def measure(
     head: Eagle3Head, embed: Linear, lesson: Lesson, k: int, temperature: float, seed: int = 0
 ) -> dict[str, Acceptance]:
     """Acceptance of k drafted tokens by kind of draft, each summed over the lesson's sequences."""
+    found = {}
+    for kind, right in judge(head, embed, lesson, k, temperature, seed).items():
+        found[kind] = total = Acceptance.none(k)
+        for row, (first, end) in enumerate(_chosen(lesson)):
+            if first < end:
+                total.add(walk(right[row], first, end))
+    return found
+
+
+def match_lengths(
+    head: Eagle3Head, embed: Linear, lesson: Lesson, k: int, temperature: float, seed: int = 0
+) -> list[np.ndarray]:
+    """For each sequence and each token that the target chose: how many of the k tokens of a coupled draft that begins
+    with it are right. 0 for the first, which is drawn plainly. The sequence's end bounds it, nothing else does: the
+    last token counts, though an engine at its length limit does not draft it."""
+    right = judge(head, embed, lesson, k, temperature, seed, ("coupled",))["coupled"]
+    lengths = np.logical_and.accumulate(right, 1).sum(1)  # by base: [S, L]
+    found = []
+    for row, (first, end) in enumerate(_chosen(lesson)):
+        from_token = np.zeros(max(0, end - first), np.int64)
+        drafted = np.arange(max(first + 1, 2), end)
+        from_token[drafted - first] = lengths[row, drafted - 2]
+        found.append(from_token)
+    return found
+
+
+@torch.no_grad()
+def judge(
+    head: Eagle3Head,
+    embed: Linear,
+    lesson: Lesson,
+    k: int,
+    temperature: float,
+    seed: int = 0,
+    kinds: Sequence[str] = KINDS,
+) -> dict[str, np.ndarray]:
+    """By kind of draft, bool [S, k, L]: whether step s of a draft begun at base b, which guesses token b + s + 2, is
+    right, as far as those before it are."""
     num_sequences, length = lesson.tokens_SL.shape
     noise = torch.Generator(head.device).manual_seed(seed)
-    right = {kind: torch.zeros(k, num_sequences * length, dtype=torch.bool, device=head.device) for kind in KINDS}
+    right = {kind: torch.zeros(k, num_sequences * length, dtype=torch.bool, device=head.device) for kind in kinds}
     tokens_T = lesson.tokens_SL.flatten()
     to_draft = torch.full((head.config.layer.vocab_size,), -1, device=head.device)
     to_draft[head.draft_ids] = torch.arange(len(head.draft_ids), device=head.device)
@@ -68,27 +106,26 @@ def measure(
         for rows in torch.arange(len(base_P), device=head.device).split(4096):
             base, at = base_P[rows], at_P[rows]
             token = to_draft[tokens_T[at]]
-            p = lesson.logits(lesson.hidden_SLD.flatten(0, 1)[at - 1]).float()
             z = head.logits(h_PD[rows]).float()
-            greedy = z.argmax(-1) == token
-            right["greedy"][step, base] = greedy
-            if temperature == 0:
-                right["coupled"][step, base] = right["sampled"][step, base] = greedy
-                continue
-            p = (p / temperature).softmax(-1)[:, head.draft_ids]
-            q = (z / temperature).softmax(-1)
-            right["coupled"][step, base] = _coupled(p, q, token, noise)
-            right["sampled"][step, base] = _sampled(p, q, token, noise)
-    first = lesson.chosen_SL.int().argmax(1).tolist()
-    ends = (length - lesson.chosen_SL.flip(1).int().argmax(1)).tolist()
-    found = {}
-    for kind, flags in right.items():
-        grid = flags.view(k, num_sequences, length).cpu().numpy()
-        found[kind] = total = Acceptance.none(k)
-        for row in range(num_sequences):
-            if lesson.chosen_SL[row].any():
-                total.add(walk(grid[:, row], first[row], ends[row]))
-    return found
+            if temperature > 0:
+                p = lesson.logits(lesson.hidden_SLD.flatten(0, 1)[at - 1]).float()
+                p = (p / temperature).softmax(-1)[:, head.draft_ids]
+                q = (z / temperature).softmax(-1)
+            for kind, flags in right.items():
+                if kind == "greedy" or temperature == 0:
+                    flags[step, base] = z.argmax(-1) == token
+                else:
+                    flags[step, base] = (_coupled if kind == "coupled" else _sampled)(p, q, token, noise)
+    return {kind: flags.view(k, num_sequences, length).transpose(0, 1).cpu().numpy() for kind, flags in right.items()}
+
+
+def _chosen(lesson: Lesson) -> list[tuple[int, int]]:
+    """Each sequence's first token that the target chose and what comes after its last; equal where it chose none."""
+    length = lesson.chosen_SL.shape[1]
+    first_S = lesson.chosen_SL.int().argmax(1)
+    end_S = length - lesson.chosen_SL.flip(1).int().argmax(1)
+    end_S = torch.where(lesson.chosen_SL.any(1), end_S, first_S)
+    return list(zip(first_S.tolist(), end_S.tolist(), strict=True))
 
 
 def walk(right: np.ndarray, first: int, end: int) -> Acceptance:

@@ -78,6 +78,7 @@ class LocalEngine:
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 512,
         prefix_sharing: bool = True,
+        order: str = "arrival",
         tokenizer: Any = None,
         version: int = 0,
     ) -> None:
@@ -91,7 +92,8 @@ class LocalEngine:
         self.lengths = lengths or LengthModel()
         self._check_drafting(drafter, self.policy)
         paged.tap(drafter.wants_hidden if drafter is not None else ())
-        self.scheduler = Scheduler(paged, max_num_seqs, max_num_batched_tokens, prefix_sharing)
+        by_length = self.lengths.expected if order == "longest" else None
+        self.scheduler = Scheduler(paged, max_num_seqs, max_num_batched_tokens, prefix_sharing, by_length)
         self.tokenizer = tokenizer
         self.detokenize: Detokenize | None = tokenizer.decode if tokenizer is not None else None
         self.version = version

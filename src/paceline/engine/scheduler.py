@@ -3,11 +3,17 @@
 A row is (sequence, number of queries): a prefill chunk, a decode step and a verification are the same thing. Rows
 keep arrival order; when memory runs out, drafts go first, then the youngest sequence is sent back to wait. It gives
 up its blocks, not its tokens: when it comes back they are computed again (or found still in memory).
+
+Who waits begins in order of arrival or, given an `order`, problem by problem, that which is expected to be longest
+first: the tail of a batch is what it ends with, so it should not also begin last. All of a problem begin together, in
+chunks where there are more of them than places: they share their prompt, and feed each other's drafts. Those sent back
+to wait come first in any case.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +21,7 @@ import numpy as np
 from paceline.engine.sequence import Sequence
 from paceline.model.kv import BLOCK
 from paceline.model.paged import PagedDecoder, Span
+from paceline.types import Request
 
 
 @dataclass(slots=True)
@@ -43,14 +50,21 @@ NO_DRAFT = np.empty(0, np.int32)
 
 class Scheduler:
     def __init__(
-        self, paged: PagedDecoder, max_num_seqs: int, max_num_batched_tokens: int, prefix_sharing: bool = True
+        self,
+        paged: PagedDecoder,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefix_sharing: bool = True,
+        order: Callable[[Request], float] | None = None,  # a request's expected length; None: order of arrival
     ) -> None:
         self.paged, self.pool = paged, paged.pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prefix_sharing = prefix_sharing
+        self.order = order
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._called: set[int] = set()  # arrivals of those whose problem's turn it is; they wait in front
 
     def schedule(self) -> list[Row]:
         """The next step's rows, before drafts. Memory for new ones is taken here, for the rest in `reserve`."""
@@ -64,6 +78,8 @@ class Scheduler:
         return rows + self._admit(budget)
 
     def _admit(self, budget: int) -> list[Row]:
+        if not self.waiting:
+            self._called.clear()
         if not (budget and self.waiting and len(self.running) < self.max_num_seqs):
             return []
         rows: list[Row] = []
@@ -71,7 +87,9 @@ class Scheduler:
         computing = {s.request.prompt_ids for s in self.running if s.num_computed < s.num_prompt - 1}
         held_back: list[Sequence] = []
         while budget and self.waiting and len(self.running) < self.max_num_seqs:
-            sequence = self.waiting.popleft()
+            if self.order is not None and len(self.running) + len(held_back) >= self.max_num_seqs:
+                break  # siblings held back keep their places, or their problem would not begin together
+            sequence = self._next()
             if self.prefix_sharing:
                 if sequence.request.prompt_ids in computing:
                     held_back.append(sequence)
@@ -92,6 +110,24 @@ class Scheduler:
             rows.append(Row(sequence, num_query, NO_DRAFT))
         self.waiting.extendleft(reversed(held_back))
         return rows
+
+    def _next(self) -> Sequence:
+        """The next one from waiting."""
+        front = self.waiting[0]
+        if self.order is not None and not front.num_preemptions and front.arrival not in self._called:
+            self._call(self.order)
+        return self.waiting.popleft()
+
+    def _call(self, order: Callable[[Request], float]) -> None:
+        """Put a problem in front: of those that wait the one expected to be longest, at a tie that which came first."""
+        problems: dict[object, list[Sequence]] = {}
+        for sequence in self.waiting:
+            problem = sequence.request.problem
+            problems.setdefault(sequence.request.prompt_ids if problem is None else problem, []).append(sequence)
+        longest = max(problems.values(), key=lambda siblings: order(siblings[0].request))
+        called = {sequence.arrival for sequence in longest}
+        self._called |= called
+        self.waiting = deque([*longest, *(s for s in self.waiting if s.arrival not in called)])
 
     def reserve(self, rows: list[Row]) -> tuple[list[Row], int]:
         """Take memory for every row; returns the rows that run, and how many sequences were sent back to wait."""

@@ -161,8 +161,7 @@ class AutoPolicy:
     def observe(self, commits: Commits, trace: StepTrace) -> None:
         if self._cells.shape[1] and commits.num_drafted.any():
             self._learn(commits)
-        if not self._probing:  # one row's draft says little about a batch's
-            self.costs.observe(trace, self._head_k)
+        self.costs.observe(trace, self._head_k, num_rows=1 if self._probing else None)
 
     def _learn(self, commits: Commits) -> None:
         cells, from_head = self._cells, self._from_head
@@ -183,7 +182,8 @@ class AutoPolicy:
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
         if state.keys() != {"counts", "depths", "version"}:
             raise ValueError(
-                f"not a state of the auto policy: it holds {sorted(state) or 'nothing'}; was speculation.policy changed?"
+                f"not a state of the auto policy: it holds {sorted(state) or 'nothing'}; "
+                "was speculation.policy changed?"
             )
         self.chances.restore(state)
         self.depths.counts = state["depths"].copy()

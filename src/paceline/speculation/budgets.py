@@ -44,6 +44,16 @@ def accepted(lengths: ArrayLike, alpha: ArrayLike, k: ArrayLike, budgets: ArrayL
     return -k_B * l_B * np.expm1(-spent_B)
 
 
+def needed(lengths: ArrayLike, alpha: ArrayLike, k: ArrayLike, num_steps: float) -> np.ndarray:
+    """p_i(N), the least that gets row i down to so many steps: float64 [B].
+
+    p_i(N) = −(l_i/α_i) · ln(1 − (1 − N/l_i)/k_i)    where l_i > N > l_i(1 − k_i), else 0
+    """
+    l_B, alpha_B, k_B = _rows(lengths, alpha, k)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return np.where(l_B > num_steps, -l_B / alpha_B * np.log(_left(l_B, alpha_B, k_B, num_steps)), 0.0)
+
+
 def cost_s(
     lengths: ArrayLike, alpha: ArrayLike, k: ArrayLike, c_base: float, c_tok: float, budgets: ArrayLike
 ) -> float:
@@ -54,25 +64,19 @@ def cost_s(
 
 
 def solve(lengths: ArrayLike, alpha: ArrayLike, k: ArrayLike, c_base: float, c_tok: float) -> Budgets:
-    """The optimum. `alpha` and `k` are of each row or of all; alpha = 0 is a row that drafts do not help.
+    """The optimum. `alpha` and `k` are of each row or of all; alpha = 0 is a row that drafts do not help. Prices are
 
-    p_i(N) = −(l_i/α_i) · ln(1 − (1 − N/l_i)/k_i)    where l_i > N > l_i(1 − k_i)
     μ_i = c_tok · |dp_i/dN| = c_tok / (α_i (k_i − 1 + N/l_i))
     """
     l_B, alpha_B, k_B = _rows(lengths, alpha, k)
-    least_B = l_B * (1 - k_B * (alpha_B > 0))  # steps that no budget takes away
-
-    def left(num_steps: float) -> np.ndarray:  # 1 − (1 − N/l)/k: of what drafts can bring, what they need not
-        return np.maximum((num_steps - least_B) / (k_B * l_B), LEAST)
 
     def slopes(num_steps: float) -> np.ndarray:
-        return 1 / (alpha_B * k_B * left(num_steps))
+        return 1 / (alpha_B * k_B * _left(l_B, alpha_B, k_B, num_steps))
 
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        num_steps = _num_steps(l_B, float(least_B.max(initial=0)), c_base, c_tok, slopes)
-        budgets_B = np.where(l_B > num_steps, -l_B / alpha_B * np.log(left(num_steps)), 0.0)
+        num_steps = _num_steps(l_B, float(_least(l_B, alpha_B, k_B).max(initial=0)), c_base, c_tok, slopes)
         prices_B = _prices(l_B, num_steps, c_base, c_tok, slopes(num_steps))
-    return Budgets(num_steps, budgets_B, prices_B)
+    return Budgets(num_steps, needed(l_B, alpha_B, k_B, num_steps), prices_B)
 
 
 def printed(lengths: ArrayLike, alpha: ArrayLike, k: ArrayLike, c_base: float, c_tok: float) -> Budgets:
@@ -105,6 +109,16 @@ def _rows(lengths: ArrayLike, alpha: ArrayLike, k: ArrayLike) -> tuple[np.ndarra
     k_B = np.broadcast_to(np.asarray(k, np.float64), l_B.shape)
     assert (l_B >= 0).all() and (alpha_B >= 0).all() and (k_B > 0).all() and (k_B <= 1).all()
     return l_B, alpha_B, k_B
+
+
+def _least(l_B: np.ndarray, alpha_B: np.ndarray, k_B: np.ndarray) -> np.ndarray:
+    """Steps that no budget takes away."""
+    return l_B * (1 - k_B * (alpha_B > 0))
+
+
+def _left(l_B: np.ndarray, alpha_B: np.ndarray, k_B: np.ndarray, num_steps: float) -> np.ndarray:
+    """1 − (1 − N/l)/k: of what drafts can bring a row, the share that it does not need."""
+    return np.maximum((num_steps - _least(l_B, alpha_B, k_B)) / (k_B * l_B), LEAST)
 
 
 def _num_steps(

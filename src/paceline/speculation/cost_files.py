@@ -19,5 +19,7 @@ def cost_table_of(name: str | Path, key: str = "speculation.cost_table") -> Cost
         return CostTable.load(SHIPPED / f"{name}.json")
     path = Path(name).expanduser()
     if not path.is_file():
-        raise ValueError(f"{key} = {str(name)!r}: no such file, and not a shipped table ({', '.join(shipped_tables())})")
+        raise ValueError(
+            f"{key} = {str(name)!r}: no such file, and not a shipped table ({', '.join(shipped_tables())})"
+        )
     return CostTable.load(path)

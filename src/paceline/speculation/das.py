@@ -24,7 +24,7 @@ from paceline.types import Request, StepTrace
 EVERY = 16  # steps between two solutions
 CHANGED = 4  # and where rows came or went
 FADE = 0.5  # what a new policy version leaves of the outcomes counted
-PRIOR = 0.6  # chance of each further position before any was tried, …
+PRIOR = 0.6  # chance of a drafted token before any was seen, …
 PRIOR_STEPS = 16.0  # … worth so many rows' steps
 OWN_STEPS = 32.0  # rows' steps that all others' outcomes are worth beside a request's own
 PRICE = 0.05  # a price per token this close to the one solved with is the same
@@ -33,17 +33,25 @@ PHASE = (5**0.5 - 1) / 2  # sets requests' carried parts apart, so that they do 
 OFFERED, DRAFTED, ACCEPTED = range(3)  # rows of the counts: caps, drafts and acceptances that got beyond a position
 
 
-def shares(
-    counts: np.ndarray, standing: np.ndarray, filled: np.ndarray, weight: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Of the row's steps in which position j was offered: how many tokens stood there, and how many were drafted. Both
-    [..., K], never rising with j. `standing` and `filled` are believed beforehand, as if seen `weight` times."""
-    seen = counts[..., OFFERED, :] + weight
-    found = [
-        np.minimum.accumulate((counts[..., row, :] + weight * prior) / seen, axis=-1)
-        for row, prior in ((ACCEPTED, standing), (DRAFTED, filled))
-    ]
-    return found[0], found[1]
+def chance(counts: np.ndarray) -> float:
+    """That a drafted token stands if those before it do, at any position."""
+    reached = counts[DRAFTED].copy()
+    reached[1:] = np.minimum(reached[1:], counts[ACCEPTED, :-1])
+    return float((counts[ACCEPTED].sum() + PRIOR_STEPS * PRIOR) / (reached.sum() + PRIOR_STEPS))
+
+
+def shares(counts: np.ndarray, ratios: np.ndarray, weight: float) -> np.ndarray:
+    """Of the steps in which position j was offered: in how many a token stood there, and in how many one was drafted.
+    [2, ..., K], never rising with j. ratios [2, K] says beforehand what position j has of what the one before it has,
+    as if seen `weight` times."""
+    found = np.empty((2, *counts.shape[:-2], counts.shape[-1]))
+    for kind, row in enumerate((ACCEPTED, DRAFTED)):
+        level = np.ones(counts.shape[:-2])
+        for j in range(counts.shape[-1]):
+            expected = counts[..., row, j] + weight * ratios[kind, j] * level
+            level = np.minimum(level, expected / (counts[..., OFFERED, j] + weight))
+            found[kind, ..., j] = level
+    return found
 
 
 def fit(standing: np.ndarray, filled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -155,14 +163,13 @@ class DasPolicy:
         shared out, and so depends on how many there are; start from all that might be, and look again until price and
         use agree."""
         lengths = rows.expected_left
-        believed = shares(
-            self.counts, PRIOR ** np.arange(1, self.max_tokens + 1), np.ones(self.max_tokens), PRIOR_STEPS
-        )
-        standing, filled = shares(self._own[slots], *believed, OWN_STEPS)
+        ratios = np.array([[chance(self.counts)], [1.0]]).repeat(self.max_tokens, 1)
+        levels = shares(self.counts, ratios, PRIOR_STEPS)
+        ratios = levels / np.concatenate([np.ones((2, 1)), levels[:, :-1]], 1)
+        standing, filled = shares(self._own[slots], ratios, OWN_STEPS)
         alpha_B, k_B = fit(standing, filled)
-        # No row ends sooner than full drafts let it. One more row, which drafts do not help, stands for that.
-        least = (lengths / (1 + standing.sum(1))).max(initial=0)
-        l_B, alpha_B, k_B = np.append(lengths, least), np.append(alpha_B, 0.0), np.append(k_B, 1.0)
+        # Full drafts get the last row down to so many steps. Nobody needs to be done before that.
+        enough_B = budgets.needed(lengths, alpha_B, k_B, (lengths / (1 + standing.sum(1))).max(initial=0))
         low, high = 0, int(np.ceil(filled.sum()))
         # As the steps to come will be: prompts that this one computes are no part of them.
         load = Load(len(rows), len(rows), rows.load.num_context_tokens)
@@ -175,10 +182,10 @@ class DasPolicy:
             if again and abs(now - price) <= PRICE * price:
                 break
             price = now
-            p_B = self.solve(l_B, alpha_B, k_B, float(seconds[0]), price).budgets
-            steps_B = l_B - budgets.accepted(l_B, alpha_B, k_B, p_B)
-            rates = np.minimum((p_B / np.maximum(steps_B, 1e-9))[:-1], filled.sum(1))
-            depths, num_steps, used = _depths(rates, filled), float(steps_B.max()), int(np.ceil(rates.sum()))
+            p_B = np.minimum(enough_B, self.solve(lengths, alpha_B, k_B, float(seconds[0]), price).budgets)
+            steps_B = lengths - budgets.accepted(lengths, alpha_B, k_B, p_B)
+            rates = np.minimum(p_B / np.maximum(steps_B, 1e-9), filled.sum(1))
+            depths, num_steps, used = _depths(rates, filled), float(steps_B.max(initial=0)), int(np.ceil(rates.sum()))
             draft_s = self._draft_s(depths) if used else draft_s
             low, high = (num_extra, high) if used >= num_extra else (low, num_extra)
             num_extra = used if low < used < high else (low + high) // 2

@@ -90,7 +90,7 @@ class LengthModel:
         now, _ = self._beyond(rows, num_emitted)
         classes = np.zeros(len(rows), np.uint8)
         for third in (1, 2):  # it belongs above a bound that it will more likely pass than not
-            bound = lengths[len(lengths) * third // 3]
+            bound = lengths[(len(lengths) * third - 1) // 3]
             then, _ = self._beyond(rows, np.maximum(num_emitted, bound))
             classes += (limits > bound) & ((num_emitted >= bound) | (2 * then > now))
         return classes
@@ -145,11 +145,10 @@ class LengthModel:
         """Know what the model knew whose state this is, and nothing else. Live requests stay."""
         if state.keys() != STATE:
             raise ValueError(f"not a state of the length model: it holds {sorted(state) or 'nothing'}")
-        lengths, of_all = state["lengths"], state["lengths_of_all"]
-        names = np.split(state["names"], state["name_ends"])
-        owns = np.split(lengths, state["length_ends"])
-        fits = len(names) == len(owns) and not len(names.pop()) and not len(owns.pop()) and len(of_all) <= ALL
-        if not fits or any(len(own) > OWN for own in owns) or (np.append(lengths, of_all) < 1).any():
+        names, owns = _parts(state["names"], state["name_ends"]), _parts(state["lengths"], state["length_ends"])
+        of_all = state["lengths_of_all"]
+        fits = len(names) == len(owns) and all(len(own) <= OWN for own in owns) and len(of_all) <= ALL
+        if not fits or (np.append(state["lengths"], of_all) < 1).any():
             raise ValueError("the length model's state is damaged")
         self._forget_all()
         for name, own in zip(names, owns, strict=True):
@@ -162,3 +161,9 @@ def _in_order(ring: np.ndarray, num: int) -> np.ndarray:
     """What a ring that was told `num` numbers still holds, oldest first: int64."""
     held = np.roll(ring, -(num % len(ring))) if num > len(ring) else ring[:num]
     return held.astype(np.int64)
+
+
+def _parts(whole: np.ndarray, ends: np.ndarray) -> list[np.ndarray]:
+    if (np.diff(ends, prepend=0) < 0).any() or (ends[-1] if len(ends) else 0) != len(whole):
+        raise ValueError("the length model's state is damaged")
+    return np.split(whole, ends)[:-1]

@@ -10,7 +10,7 @@ import torch
 from support import tiny_decoder, tiny_head
 from torch import Tensor
 
-from paceline.draft.acceptance import KINDS, Acceptance, _coupled, _sampled, measure, walk
+from paceline.draft.acceptance import KINDS, Acceptance, _coupled, _sampled, judge, match_lengths, measure, walk
 from paceline.draft.lesson import Example, teach
 from paceline.drafters.eagle3 import Eagle3Drafter
 from paceline.engine.engine import LocalEngine
@@ -203,3 +203,37 @@ def test_the_same_seed_measures_the_same() -> None:
     one, two, other = (measure(head, decoder.embed, lesson, 3, 1.0, seed)["coupled"] for seed in (0, 0, 1))
     assert one.accepted.tolist() == two.accepted.tolist() and one.num_drafts == two.num_drafts
     assert (one.num_drafts, one.accepted.tolist()) != (other.num_drafts, other.accepted.tolist())
+
+
+# ---- match lengths ----
+
+
+@pytest.mark.parametrize("seed", [5, 6])
+def test_match_lengths_are_what_drafts_from_every_token_bring(seed: int) -> None:
+    """Padded sequences of several lengths, one of two tokens and one of none. Each digit by hand from the flags; then
+    an engine that goes by the digits drafts and accepts what `walk` does."""
+    decoder = tiny_decoder()
+    head = tiny_head(decoder)
+    dice = np.random.default_rng(3)
+    spans = [(9, 30), (1, 30), (0, 17), (5, 7), (8, 8)]  # first token that the target chose, and its end
+    examples = [Example(dice.integers(0, 60, end).astype(np.int32), np.arange(end) >= first) for first, end in spans]
+    lesson = teach(decoder, examples, head.config.taps)
+    right = judge(head, decoder.embed, lesson, STEPS, 1.0, seed, ("coupled",))["coupled"]
+    found = match_lengths(head, decoder.embed, lesson, STEPS, 1.0, seed)
+    assert max(int(lengths.max(initial=0)) for lengths in found) > 1
+    for flags, lengths, (first, end) in zip(right, found, spans, strict=True):
+        assert len(lengths) == end - first
+        for j in range(end - first):
+            drafted = first + j  # the draft's first token
+            num = 0
+            while j and drafted >= 2 and num < min(STEPS, end - drafted) and flags[num, drafted - 2]:
+                num += 1
+            assert lengths[j] == num
+        walked = walk(flags, first, end) if first < end else Acceptance.none(STEPS)
+        at, num_accepted, num_drafts = max(first + 1, 2), 0, 0
+        while at < end:
+            room = min(STEPS, end - 1 - at)
+            accepted = min(int(lengths[at - first]), room)
+            num_accepted, num_drafts = num_accepted + accepted, num_drafts + (room > 0)
+            at += accepted + 1
+        assert (num_drafts, num_accepted) == (walked.num_drafts, walked.accepted.sum())

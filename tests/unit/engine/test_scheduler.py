@@ -11,6 +11,7 @@ from support import LetterTokenizer, check_blocks, naive_table
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import LocalEngine
 from paceline.model.kv import BlockPool, BlockTable
+from paceline.speculation.lengths import LengthModel
 from paceline.speculation.policy import StaticPolicy
 from paceline.types import Request, SamplingParams
 from paceline.verify.drafters import AdversarialDrafter
@@ -43,6 +44,7 @@ def workloads(draw: st.DrawFn) -> dict[str, object]:
         "prefix_sharing": draw(st.booleans()),
         "k": draw(st.integers(0, 5)),
         "drafter": draw(st.sampled_from(["suffix", "adversarial"])),
+        "order": draw(st.sampled_from(["arrival", "longest"])),
     }
 
 
@@ -54,6 +56,7 @@ def run(workload: dict[str, object], decoder: type[TableDecoder] = TableDecoder)
         max_num_seqs=workload["max_num_seqs"],
         max_num_batched_tokens=workload["max_num_batched_tokens"],
         prefix_sharing=workload["prefix_sharing"],
+        order=workload["order"],
         tokenizer=LetterTokenizer(),
     )
     arriving = list(zip(workload["arrivals"], workload["requests"], strict=True))
@@ -92,6 +95,7 @@ TIGHT: dict[str, object] = {
     "prefix_sharing": True,
     "k": 3,
     "drafter": "suffix",
+    "order": "longest",
 }
 
 
@@ -174,3 +178,88 @@ def test_broken_memory_is_caught(broken: type[TableDecoder]) -> None:
     assert run(workload) == expected(workload)
     with pytest.raises(AssertionError):
         assert run(workload, broken) == expected(workload)
+
+
+# -- longest first --------------------------------------------------------------------------------------------------
+
+EOS = VOCAB - 1
+
+
+def told(lengths: dict[str, int]) -> LengthModel:
+    """A model that has seen each problem once."""
+    model = LengthModel()
+    for i, (problem, num_tokens) in enumerate(lengths.items()):
+        model.begin(Request(1000 + i, (0,), problem=problem))
+        model.end(1000 + i, num_tokens)
+    return model
+
+
+def ordered(order: str, lengths: LengthModel, max_num_seqs: int = 4) -> LocalEngine:
+    return LocalEngine(
+        TableDecoder(TABLE, 64, eos_token_ids=(EOS,)), max_num_seqs=max_num_seqs, order=order, lengths=lengths
+    )
+
+
+def run_of(engine: LocalEngine, requests: list[Request]) -> tuple[int, list[list[int]], list[str]]:
+    """Steps, tokens, and the problems of the requests in the order in which they began."""
+    handles, num_steps, began = [engine.submit(r) for r in requests], 0, {}
+    while engine.has_work:
+        engine.step()
+        check_blocks(engine)
+        began |= {s.arrival: str(s.request.problem) for s in engine.scheduler.running}
+        num_steps += 1
+    return num_steps, [h.completion.token_ids.tolist() for h in handles], list(began.values())
+
+
+def test_longest_first_ends_sooner_with_the_same_tokens() -> None:
+    """Many short ones, and a long one that arrives last. Limits are alike: only history tells them apart."""
+    short = [Request(i, (i % 5, 1, 2), SamplingParams(max_tokens=40), i, f"p{i}") for i in range(24)]
+    long = Request(99, (3, 1, 2), SamplingParams(max_tokens=40, ignore_eos=True), 99, "long")
+    requests = [*short, long]
+    outs = naive_table(TABLE, requests, (EOS,))
+    known = {str(r.problem): len(out) for r, out in zip(requests, outs, strict=True)}
+    num_tokens = sum(known.values())
+    arrival, tokens, _ = run_of(ordered("arrival", told(known)), requests)
+    longest, same_tokens, _ = run_of(ordered("longest", told(known)), requests)
+    assert tokens == same_tokens == outs
+    assert longest <= max(known["long"], num_tokens / 4) + 12 < arrival - 10
+    # Broken twins: a model that has it backwards, and one that knows nothing.
+    backwards = told({problem: 41 - n for problem, n in known.items()})
+    assert run_of(ordered("longest", backwards), requests)[0] > longest + 20
+    assert run_of(ordered("longest", LengthModel()), requests)[2][-1] == "long"
+
+
+def test_all_of_a_problem_begin_together() -> None:
+    """More samples than places, arriving mixed: a problem begins in chunks, with nobody else between them; the longest
+    first, equals by arrival."""
+    lengths = {"a": 4, "b": 4, "c": 12}
+    requests = [
+        Request(3 * j + i, (i, 1, 2), SamplingParams(max_tokens=12, ignore_eos=True), i + j, problem)
+        for j in range(5)
+        for i, problem in enumerate(lengths)
+    ]
+    for max_num_seqs in (1, 2, 3, 5):
+        _, tokens, began = run_of(ordered("longest", told(lengths), max_num_seqs), requests)
+        assert began == ["c"] * 5 + ["a"] * 5 + ["b"] * 5
+        assert tokens == naive_table(TABLE, requests, ())
+    assert run_of(ordered("arrival", told(lengths), 3), requests)[2][:3] == ["a", "b", "c"]
+
+
+def test_those_sent_back_come_first() -> None:
+    engine = ordered("longest", told({"short": 4, "long": 40}), max_num_seqs=1)
+    engine.submit(Request(0, (1, 2), SamplingParams(max_tokens=4, ignore_eos=True), problem="short"))
+    engine.step()
+    engine.step()
+    engine.submit(Request(1, (1, 3), SamplingParams(max_tokens=40, ignore_eos=True), problem="long"))
+    engine.scheduler.preempt(engine.scheduler.running[0])
+    engine.step()
+    assert [s.request.problem for s in engine.scheduler.running] == ["short"]
+
+
+def test_a_problem_that_has_begun_goes_on() -> None:
+    """Its first samples turn out short; the rest of them are not put off for that."""
+    requests = [Request(i, (ord(p) % 5, 1, 2), SamplingParams(max_tokens=40), i, p) for i, p in enumerate("ab" * 4)]
+    lengths = told({"a": 30, "b": 28})
+    _, tokens, began = run_of(ordered("longest", lengths, 2), requests)
+    assert began == ["a"] * 4 + ["b"] * 4 and tokens == naive_table(TABLE, requests, (EOS,))
+    assert max(map(len, tokens)) < 28, "the example has no short ones"

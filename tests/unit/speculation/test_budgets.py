@@ -93,12 +93,12 @@ def test_the_prices_prove_it(instance: Instance) -> None:
 
 def test_an_optimum_on_a_kink() -> None:
     """Two long rows pay together for getting down to the third's length, but the three do not for going on."""
-    lengths = [100.0, 100.0, 50.0]
-    # Slopes just above N = 50: 2 · 1/(1 · 0.5) = 4 tokens a step; just below, 1/(0.1 · 1) = 10 more.
+    lengths = [100.0, 100.0, 37.3]
+    # Slopes just above N = 37.3: 2 · 1/(1 · 0.373) = 5.4 tokens a step; just below, 1/(0.1 · 1) = 10 more.
     found = solve(lengths, [1.0, 1.0, 0.1], 1.0, 8.0, 1.0)
-    assert found.num_steps == 50.0
-    np.testing.assert_allclose(found.budgets, [100 * math.log(2), 100 * math.log(2), 0])
-    np.testing.assert_allclose(found.prices, [2, 2, 4])  # the third has what is left of c_base
+    assert found.num_steps == 37.3
+    np.testing.assert_allclose(found.budgets, [-100 * math.log(0.373)] * 2 + [0])
+    np.testing.assert_allclose(found.prices, [1 / 0.373, 1 / 0.373, 8 - 2 / 0.373])  # the last: what is left of c_base
 
 
 # ---- what is not an everyday instance ----

@@ -50,6 +50,17 @@ def policy(costs: CostTable | None = None, num: int = 64, **options: object) -> 
     return made
 
 
+def trace(commits: Commits, drafter: str = "suffix") -> StepTrace:
+    num, num_draft_tokens = len(commits.num), int(commits.num_drafted.sum())
+    return StepTrace(
+        step=0, start_s=0, num_rows=num, num_query_tokens=num + num_draft_tokens, num_context_tokens=0,
+        num_emitted=int(commits.num.sum()), num_drafts=0, num_draft_tokens=num_draft_tokens,
+        num_accepted_tokens=int(commits.num_accepted.sum()), accepted_per_position=(), drafted_per_position=(),
+        num_preempted=0, num_free_blocks=0, draft_s=0, forward_s=0, sample_s=0, total_s=0, version=0,
+        drafter_version=0, drafter=drafter,
+    )  # fmt: skip
+
+
 def step(made: DasPolicy, view: Rows, stands: int, drafts: int = K, drafter: str = "suffix") -> np.ndarray:
     """One step in which the first `stands` positions stand, of drafts of `drafts` tokens."""
     caps = made.plan(view)
@@ -57,14 +68,7 @@ def step(made: DasPolicy, view: Rows, stands: int, drafts: int = K, drafter: str
     num_accepted = np.minimum(num_drafted, stands)
     num = len(view)
     commits = Commits(view.request_ids, np.zeros((num, K + 1), np.int32), num_accepted + 1, num_drafted, num_accepted)
-    trace = StepTrace(
-        step=0, start_s=0, num_rows=num, num_query_tokens=num + int(num_drafted.sum()), num_context_tokens=0,
-        num_emitted=int(commits.num.sum()), num_drafts=0, num_draft_tokens=int(num_drafted.sum()),
-        num_accepted_tokens=int(num_accepted.sum()), accepted_per_position=(), drafted_per_position=(),
-        num_preempted=0, num_free_blocks=0, draft_s=0, forward_s=0, sample_s=0, total_s=0, version=view.version,
-        drafter_version=0, drafter=drafter,
-    )  # fmt: skip
-    made.observe(commits, trace)
+    made.observe(commits, trace(commits, drafter))
     return caps
 
 
@@ -165,6 +169,29 @@ def test_good_drafts_earn_more_and_useless_ones_nothing() -> None:
     assert empty.decision.expected_accepted < 0.5 and empty.decision.expected_s < 1.1
 
 
+def test_positions_never_tried_are_judged_by_those_that_were() -> None:
+    counts = np.zeros((3, 3))
+    assert das.chance(counts) == das.PRIOR
+    counts[:, 0] = 1e6, 8e5, 6e5  # offered, drafted, stood
+    assert das.chance(counts) == pytest.approx(0.75, rel=1e-3)
+    found = das.shares(counts, np.array([[0.75] * 3, [1.0] * 3]), 16.0)
+    np.testing.assert_allclose(found, [[0.6, 0.45, 0.3375], [0.8, 0.8, 0.8]], rtol=1e-3)
+    counts[:, 1] = 1e6, 1e5, 5e4  # of the second position now its own outcomes
+    np.testing.assert_allclose(das.shares(counts, np.ones((2, 3)), 16.0)[:, 1], [0.05, 0.1], rtol=1e-3)
+    counts[:, 2] = 1e3, 1e3, 1e3  # offered where drafts are better: still no more than the second has
+    np.testing.assert_allclose(das.shares(counts, np.ones((2, 3)), 16.0)[:, 2], [0.05, 0.1], rtol=1e-3)
+
+
+def test_a_draft_that_the_end_cut_short_was_not_wrong() -> None:
+    made, view = policy(), rows([600, 500])
+    caps = made.plan(view)
+    accepted = np.array([1, 1], np.int32)
+    commits = Commits(view.request_ids, np.zeros((2, K + 1), np.int32), np.array([1, 2], np.int32), caps, accepted)
+    made.observe(commits, trace(commits))
+    assert (caps > 1).all() and made.counts[das.ACCEPTED, 0] == 1, "the first row's last token was a drafted one"
+    assert made.counts[das.DRAFTED].sum() == caps[1]
+
+
 def test_a_request_is_known_by_its_own_drafts() -> None:
     """Two rows of one length: the drafts of the first stand, those of the second do not."""
     made, view = policy(table(0.02)), rows([600, 600])
@@ -226,7 +253,7 @@ def test_it_solves_when_rows_change_and_now_and_then() -> None:
     solved: list[int] = []
 
     def counting(lengths, alpha, k, c_base, c_tok):  # type: ignore[no-untyped-def]
-        solved.append(len(lengths) - 1)  # the last stands for what full drafts can do
+        solved.append(len(lengths))
         return budgets.solve(lengths, alpha, k, c_base, c_tok)
 
     made = policy(table(0.1), solve=counting)

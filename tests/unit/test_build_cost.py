@@ -1,0 +1,138 @@
+"""Measuring what steps take: what is asked, what is kept, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import pytest
+from support import check_blocks, tiny_decoder
+
+from paceline.build import cost as build_cost
+from paceline.build.cost import AGAIN_S, BUDGET_S, measure, measured_costs
+from paceline.config import load_config
+from paceline.engine.engine import LocalEngine
+from paceline.model.paged import PagedDecoder
+from paceline.model.sample import Sampler
+from paceline.speculation.batch import Load
+from paceline.speculation.cost import CostTable
+from paceline.types import Request, SamplingParams
+
+
+class Clock:
+    """A machine whose steps take what a formula says; `noise` makes every second one slower."""
+
+    def __init__(self, token_s: float, noise: float = 0.0) -> None:
+        self.token_s, self.noise = token_s, noise
+        self.asked: list[tuple[int, int, int]] = []
+        self.spent_s = 0.0
+
+    def step_s(self, rows: int, queries: int, context: int) -> float:
+        return 0.01 + self.token_s * rows * queries + 1e-8 * rows * context
+
+    def __call__(self, rows: int, queries: int, context: int) -> float:
+        self.asked.append((rows, queries, context))
+        seconds = self.step_s(rows, queries, context) * (1 + self.noise * (len(self.asked) % 2))
+        self.spent_s += seconds
+        return seconds
+
+
+def table(clock: Clock, max_num_seqs: int = 48, max_num_batched_tokens: int = 200, room: int = 4096) -> CostTable:
+    points, per_context_token_s = measure(clock, lambda rows: room, max_num_seqs, max_num_batched_tokens)
+    return CostTable("t", points, {}, per_context_token_s)
+
+
+def test_all_is_measured_and_comes_back():
+    clock = Clock(1e-4)
+    costs = table(clock)
+    assert {p.num_rows for p in costs.points} == {1, 2, 4, 8, 16, 32, 48}
+    assert max(rows * queries for rows, queries, _ in clock.asked) == 192
+    assert costs.per_context_token_s == pytest.approx(1e-8)
+    for rows, queries, context in ((1, 1, 64), (8, 4, 300), (48, 4, 900), (20, 3, 64)):
+        load = Load(rows, rows * queries, rows * (context + 1))
+        assert costs.step_s(load) == pytest.approx(clock.step_s(rows, queries, context + 1), rel=1e-3)
+
+
+def test_the_best_of_several_counts():
+    assert table(Clock(1e-4, noise=0.5)).step_s(Load(8, 8, 8 * 65)) == pytest.approx(0.01 + 8e-4, rel=0.01)
+
+
+def test_a_slow_machine_is_not_measured_for_long():
+    clock = Clock(0.02)  # all of it would take a minute
+    costs = table(clock, max_num_batched_tokens=512)
+    assert clock.spent_s < AGAIN_S + 1 and clock.spent_s > BUDGET_S / 2
+    assert {p.num_rows for p in costs.points} == {1, 2, 4, 8, 16, 32, 48}  # every plain step, some verifications
+    measured, right = costs.steps_s(Load(48, 48, 48 * 65), 336)[336], clock.step_s(48, 8, 65)
+    assert measured == pytest.approx(right, rel=0.1)
+    hopeless = Clock(20.0)
+    table(hopeless)
+    assert hopeless.spent_s < 200
+
+
+def test_small_memories_have_short_contexts():
+    clock = Clock(1e-4)
+    points, slope = measure(clock, lambda rows: 256 // rows // 16 * 16, 64, 512)
+    assert all(rows * (context + queries) <= 256 for rows, queries, context in clock.asked)
+    assert {p.num_rows for p in points} == {1, 2, 4, 8, 16} and slope == pytest.approx(1e-8)
+    assert measure(Clock(1e-4), lambda rows: 1, 4, 8)[0][0].num_rows == 1
+
+
+@pytest.fixture
+def engine_parts(tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    config = load_config(None, ["engine.max_num_seqs=4", "engine.max_num_batched_tokens=16"])
+    return PagedDecoder(tiny_decoder(), 64), Sampler(), config
+
+
+def test_measured_once_and_nothing_is_left_behind(engine_parts, monkeypatch, tmp_path, capsys):
+    paged, sampler, config = engine_parts
+    engine = LocalEngine(paged, sampler=sampler)
+    requests = [Request(i, (1, 2, 3, 4) * 6, SamplingParams(max_tokens=20), i) for i in range(4)]
+    before = [c.token_ids.tolist() for c in engine.generate(requests)]
+    engine.drain_trace()
+    indexed = dict(paged.pool._parent)
+    costs = measured_costs(paged, sampler, config, {"eagle3": 0.25})
+    assert "measured" in capsys.readouterr().err
+    assert not any(paged.pool.references) and paged.pool._parent == indexed and not engine.drain_trace()
+    check_blocks(engine)
+    assert [c.token_ids.tolist() for c in engine.generate(requests)] == before
+    assert costs.step_s(Load(4, 4, 100)) > 0
+    plain_s = next(p.seconds for p in costs.points if p.num_rows == p.num_query_tokens == 4)
+    assert costs.draft_s("eagle3", 4, 3) == pytest.approx(0.75 * plain_s)
+    # The second time it is read, whoever asks; another machine or shape measures for itself.
+    assert len(list((tmp_path / "costs").iterdir())) == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(build_cost, "time_step", None)
+        again = measured_costs(paged, sampler, config)
+        assert again.points == costs.points and again.draft_s("eagle3", 4, 3) == 0
+        patched.setattr(build_cost, "cpu_name", lambda: "another")
+        with pytest.raises(TypeError):
+            measured_costs(paged, sampler, config)
+    assert capsys.readouterr().err.count("measured what") == 0
+
+
+def test_a_damaged_table_is_measured_again(engine_parts, tmp_path):
+    paged, sampler, config = engine_parts
+    measured_costs(paged, sampler, config)
+    (kept,) = (tmp_path / "costs").iterdir()
+    kept.write_text("{")
+    with pytest.warns(UserWarning, match="measuring anew"):
+        measured_costs(paged, sampler, config)
+    CostTable.load(kept)
+
+
+def test_a_cache_that_cannot_be_written_is_said(engine_parts, tmp_path):
+    paged, sampler, config = engine_parts
+    (tmp_path / "costs").write_text("a file where a folder should be")
+    with pytest.warns(UserWarning, match="PACELINE_CACHE"):
+        assert measured_costs(paged, sampler, config).points
+
+
+def test_a_given_table_is_taken(engine_parts, monkeypatch):
+    paged, sampler, _ = engine_parts
+    monkeypatch.setattr(build_cost, "time_step", None)
+    given = load_config(None, ["speculation.cost_table=vllm-h200-qwen3-8b"])
+    assert measured_costs(paged, sampler, given).step_s(Load(1, 1, 640)) == pytest.approx(5.24e-3)
+    with pytest.raises(ValueError, match=r"speculation.cost_table = 'nothing'.*vllm-h200-qwen3-8b-hosted"):
+        measured_costs(paged, sampler, load_config(None, ["speculation.cost_table=nothing"]))
+
+
+def test_the_cpu_has_a_name():
+    assert build_cost.cpu_name() and "\n" not in build_cost.cpu_name()
