@@ -10,6 +10,7 @@ from paceline.config import ADAPTABLE, Config
 if TYPE_CHECKING:
     import torch
 
+    from paceline.drafters.suffix import SuffixDrafter
     from paceline.model.config import ModelConfig
     from paceline.model.decoder import Decoder
     from paceline.model.eagle3 import Eagle3Head
@@ -43,9 +44,7 @@ def build_drafter(config: Config, target: Decoder, tokenizer: Any, head: Eagle3H
 
         return NgramDrafter(speculation.prompt_lookup_min, speculation.prompt_lookup_max)
     if speculation.method == "suffix":
-        from paceline.drafters.suffix import SuffixDrafter
-
-        return SuffixDrafter(min_match=speculation.suffix_min_match, max_bytes=speculation.suffix_max_bytes)
+        return build_history(config)
     if speculation.method == "draft_model":
         from paceline.drafters.draft_model import DraftModelDrafter
 
@@ -69,10 +68,15 @@ def build_drafter(config: Config, target: Decoder, tokenizer: Any, head: Eagle3H
     if speculation.method == "eagle3":
         return eagle3
     from paceline.drafters.hybrid import HybridDrafter
+
+    return HybridDrafter(build_history(config), eagle3, head_cost(head, target.config), speculation.hybrid_choice)
+
+
+def build_history(config: Config) -> SuffixDrafter:
     from paceline.drafters.suffix import SuffixDrafter
 
-    history = SuffixDrafter(min_match=speculation.suffix_min_match, max_bytes=speculation.suffix_max_bytes)
-    return HybridDrafter(history, eagle3, head_cost(head, target.config), speculation.hybrid_choice)
+    s = config.speculation
+    return SuffixDrafter(s.suffix_min_match, s.suffix_max_bytes, s.suffix_max_versions, s.suffix_recency)
 
 
 def drafting_head(config: Config, drafter: Any) -> Eagle3Head | None:
@@ -81,6 +85,14 @@ def drafting_head(config: Config, drafter: Any) -> Eagle3Head | None:
         return None
     head: Eagle3Head = drafter.head if config.speculation.method == "eagle3" else drafter.head.head
     return head
+
+
+def drafting_cost(config: Config, drafter: Any, target: ModelConfig) -> float:
+    """What a token takes that the drafter's own model drafts, in steps of the target; 0 where it has none."""
+    if config.speculation.method == "draft_model":
+        return _weights(drafter.paged.decoder.config) / _weights(target)
+    head = drafting_head(config, drafter)
+    return head_cost(head, target) if head is not None else 0.0
 
 
 def build_head(config: Config, target: ModelConfig, dtype: torch.dtype | None = None) -> Eagle3Head:
@@ -116,14 +128,16 @@ def pack_head(head: Eagle3Head, target: Decoder) -> Eagle3Head:
 def head_cost(head: Eagle3Head, target: ModelConfig) -> float:
     """What a drafted token costs, in steps of the target, where both are bound by reading their weights: as on a CPU,
     or on a GPU with few rows."""
-    t = target
-    per_layer = (
-        t.hidden_size * t.head_dim * 2 * (t.num_heads + t.num_kv_heads) + 3 * t.hidden_size * t.intermediate_size
-    )
-    whole = t.num_layers * per_layer + t.vocab_size * t.hidden_size
     c = head.config.layer
     own = c.hidden_size * c.head_dim * (3 * c.num_heads + 4 * c.num_kv_heads) + 3 * c.hidden_size * c.intermediate_size
-    return (own + head.config.draft_vocab_size * c.hidden_size) / whole
+    return (own + head.config.draft_vocab_size * c.hidden_size) / _weights(target)
+
+
+def _weights(model: ModelConfig) -> int:
+    """Numbers that a step reads."""
+    heads = 2 * (model.num_heads + model.num_kv_heads)
+    per_layer = model.hidden_size * model.head_dim * heads + 3 * model.hidden_size * model.intermediate_size
+    return model.num_layers * per_layer + model.vocab_size * model.hidden_size
 
 
 def _draft_decoder(config: Config, target: Decoder, tokenizer: Any) -> Decoder:

@@ -25,6 +25,7 @@ def build_engine(config: Config) -> LocalEngine:
     from paceline.build.policy import build_policy
     from paceline.engine.engine import LocalEngine
     from paceline.model.store import load_tokenizer, resolve
+    from paceline.speculation.auto import HEADS
 
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
@@ -37,7 +38,7 @@ def build_engine(config: Config) -> LocalEngine:
     paged.tap(drafter.wants_hidden if drafter is not None else ())  # what is measured is what will run
     heads: dict[str, float] = {}
     if cost := drafting_cost(config, drafter, decoder.config):
-        heads[config.speculation.method] = cost
+        heads[HEADS[config.speculation.method]] = cost
     return LocalEngine(
         paged,
         sampler=sampler,

@@ -1,214 +1,17 @@
-/* A history of token sequences that grows while it is read: one generalised suffix automaton per problem.
+/* The history drafter's hot path: many sequences at once, in many shards (automaton.h).
 
-A state stands for all strings that end at the same places of the history ("contexts"); `length` is its longest,
-`link` leads to the longest context that ends in more places. A sequence is one int32, the state of everything it
-said so far: extending it costs amortised O(1), and the longest earlier match of its end is one link away.
+A sequence is a row of cursors, one per shard: in its own shard it stands at everything it said so far, in older ones at
+the longest end of it that is known there. Both move on with every token at amortised O(1); no sequence is ever walked
+again. drafters/slow_history.py has the same algorithm in plain Python. */
 
-What always holds:
-  - State 0 is the empty context. No edge leads to it, so 0 also means "no edge".
-  - A state's number never changes its longest string: a split makes a new state for the shorter ones. So a
-    sequence's state stays right whatever its siblings do.
-  - count[v] is how often v's strings were said, num_next[u] how often a token followed u. The strings u.c that lead
-    to v all end where v ends, so count[v] is the count of the event "c after u" for every u with an edge to v.
-  - Every state holds its likeliest edge itself (`best`, the most recent on ties); the others hang in a pool, found
-    by hash. Most states have one edge, so the pool is small: 28 bytes a state and 24 to 28 an edge in the pool.
-  - `log` is all that was said, in order: a token, or ~s where another sequence speaks, from state s on. Saying it
-    again makes the same automaton, to the number of every state, so a checkpoint holds nothing else.
+#include "automaton.h"
 
-drafters/suffix.py has the same algorithm in plain Python. */
+#define TILE 16      /* rows that wait for memory together */
+#define LEVELS 6     /* contexts that are asked for ahead; more than most tokens need */
+#define MAX_WIDTH 64 /* shards that a sequence stands in */
 
-#include <limits.h>
-#include <stdint.h>
-#include <stdlib.h>
-
-/* How many contexts of the new token are counted, longest first. Text rarely has more than 20; a loop ("aaaa...")
-   has as many as it is long, and counting them all would cost O(n) per token for contexts that all say the same. */
-#define MAX_COUNTED 64
-
-typedef struct {
-    int32_t length, link, count, num_next, best, best_token, more;
-} State;
-
-typedef struct {
-    int32_t source, token, target;
-    int32_t sibling; /* the source's next edge in the pool */
-    int32_t chain;   /* the bucket's next edge */
-} Edge;
-
-typedef struct {
-    State *states;
-    Edge *edges; /* edge 0 is unused: 0 means "none" */
-    int32_t *buckets;
-    int32_t *log;
-    int32_t num_states, max_states, num_edges, max_edges, num_log, max_log, limit;
-    int32_t tail;   /* the state that the log has come to; -1: the next to speak is named whoever it is */
-    int32_t broken; /* memory ran out within an extension */
-    int bits;       /* 2^bits buckets */
-    int64_t num_tokens;
-} Automaton;
-
-static inline uint64_t bucket_of(const Automaton *a, int32_t source, int32_t token) {
-    uint64_t key = (uint64_t)(uint32_t)source << 32 | (uint32_t)token;
-    key *= 0x9E3779B97F4A7C15u;
-    key ^= key >> 32;
-    key *= 0x9E3779B97F4A7C15u;
-    return key >> (64 - a->bits);
-}
-
-static int64_t bytes_of(const Automaton *a) {
-    return (int64_t)sizeof *a + a->max_states * (int64_t)sizeof(State) + a->max_edges * (int64_t)sizeof(Edge) +
-           a->max_log * (int64_t)sizeof(int32_t) + ((int64_t)sizeof(int32_t) << a->bits);
-}
-
-/* Room for one more item; grows by a quarter, since the slack is paid for by every stored token. */
-static int reserve(void **items, int32_t *max, int64_t need, size_t size, int32_t limit) {
-    if (need <= *max) return 1;
-    int64_t wanted = need + need / 4 + 16;
-    if (wanted > limit) wanted = limit;
-    if (wanted < need) return 0;
-    void *moved = realloc(*items, (size_t)wanted * size);
-    if (!moved) return 0;
-    *items = moved;
-    *max = (int32_t)wanted;
-    return 1;
-}
-
-static int rehash(Automaton *a, int bits) {
-    int32_t *buckets = calloc((size_t)1 << bits, sizeof *buckets);
-    if (!buckets) return 0;
-    free(a->buckets);
-    a->buckets = buckets;
-    a->bits = bits;
-    for (int32_t e = 1; e < a->num_edges; e++) {
-        int32_t *head = &buckets[bucket_of(a, a->edges[e].source, a->edges[e].token)];
-        a->edges[e].chain = *head;
-        *head = e;
-    }
-    return 1;
-}
-
-static int32_t find_in_pool(const Automaton *a, int32_t source, int32_t token) {
-    int32_t e = a->buckets[bucket_of(a, source, token)];
-    while (e && (a->edges[e].source != source || a->edges[e].token != token)) e = a->edges[e].chain;
-    return e;
-}
-
-/* Where the target of (source, token) is written, or NULL. Valid until the next edge is added. */
-static inline int32_t *find(const Automaton *a, int32_t source, int32_t token) {
-    State *s = &a->states[source];
-    if (s->best && s->best_token == token) return &s->best;
-    if (!s->more) return NULL;
-    int32_t e = find_in_pool(a, source, token);
-    return e ? &a->edges[e].target : NULL;
-}
-
-static int add_edge(Automaton *a, int32_t source, int32_t token, int32_t target) {
-    State *s = &a->states[source];
-    if (!s->best) {
-        s->best = target;
-        s->best_token = token;
-        return 1;
-    }
-    if (!reserve((void **)&a->edges, &a->max_edges, (int64_t)a->num_edges + 1, sizeof(Edge), a->limit)) return 0;
-    if (a->num_edges >> a->bits && !rehash(a, a->bits + 1)) return 0;
-    int32_t e = a->num_edges++;
-    int32_t *head = &a->buckets[bucket_of(a, source, token)];
-    a->edges[e] = (Edge){source, token, target, s->more, *head};
-    *head = e;
-    s->more = e;
-    return 1;
-}
-
-/* The pool's edge (source, token) becomes the best one and changes places with it. */
-static void promote(Automaton *a, int32_t source, int32_t token) {
-    State *s = &a->states[source];
-    int32_t *at = &a->buckets[bucket_of(a, source, token)];
-    while (a->edges[*at].source != source || a->edges[*at].token != token) at = &a->edges[*at].chain;
-    int32_t e = *at;
-    Edge *edge = &a->edges[e];
-    *at = edge->chain;
-    int32_t target = edge->target;
-    edge->token = s->best_token;
-    edge->target = s->best;
-    int32_t *head = &a->buckets[bucket_of(a, source, edge->token)];
-    edge->chain = *head;
-    *head = e;
-    s->best = target;
-    s->best_token = token;
-}
-
-/* Split q: a new state takes its strings up to `length`, and the edges that p and its links have to q.
-   The counts are q's, for until now these strings were said exactly where q's were. */
-static int32_t split(Automaton *a, int32_t p, int32_t token, int32_t q, int32_t length) {
-    int32_t clone = a->num_states++;
-    a->states[clone] = a->states[q];
-    a->states[clone].length = length;
-    a->states[clone].more = 0;
-    a->states[q].link = clone;
-    for (int32_t e = a->states[q].more; e; e = a->edges[e].sibling)
-        if (!add_edge(a, clone, a->edges[e].token, a->edges[e].target)) return -1;
-    int32_t *target;
-    for (; p >= 0 && (target = find(a, p, token)) && *target == q; p = a->states[p].link) *target = clone;
-    return clone;
-}
-
-/* The state of (sequence at `last`) + token, without counting. -1: out of memory. */
-static int32_t extend(Automaton *a, int32_t last, int32_t token) {
-    if (!reserve((void **)&a->states, &a->max_states, (int64_t)a->num_states + 2, sizeof(State), a->limit)) return -1;
-    int32_t length = a->states[last].length + 1;
-    int32_t *target = find(a, last, token);
-    if (target) { /* said before: another sequence is ahead of us, or the context was seen elsewhere */
-        int32_t q = *target;
-        return a->states[q].length == length ? q : split(a, last, token, q, length);
-    }
-    int32_t now = a->num_states++;
-    a->states[now] = (State){.length = length};
-    int32_t p = last;
-    do {
-        if (!add_edge(a, p, token, now)) return -1;
-        p = a->states[p].link;
-    } while (p >= 0 && !(target = find(a, p, token)));
-    if (p >= 0) {
-        int32_t q = *target, shorter = a->states[p].length + 1;
-        if (a->states[q].length != shorter && (q = split(a, p, token, q, shorter)) < 0) return -1;
-        a->states[now].link = q;
-    }
-    return now;
-}
-
-/* Count the event "token after u" for every context u of the old end; v is where u's edge leads. Both link chains are
-   walked together, so no edge is looked up unless the best one changes. */
-static void count(Automaton *a, int32_t last, int32_t token, int32_t now) {
-    State *states = a->states;
-    int32_t u = last, v = now;
-    states[v].count++;
-    for (int n = 0; u >= 0 && n < MAX_COUNTED; n++, u = states[u].link) {
-        if (states[states[v].link].length > states[u].length) {
-            v = states[v].link;
-            states[v].count++;
-        }
-        states[u].num_next++;
-        if (states[u].best != v && states[v].count >= states[states[u].best].count) promote(a, u, token);
-    }
-}
-
-static int32_t say(Automaton *a, int32_t last, const int32_t *tokens, int64_t num) {
-    for (int64_t i = 0; i < num && last >= 0; i++) {
-        int room = reserve((void **)&a->log, &a->max_log, (int64_t)a->num_log + 2, sizeof *a->log, INT32_MAX);
-        int32_t now = a->broken || !room ? -1 : extend(a, last, tokens[i]);
-        if (now < 0) {
-            a->broken = 1;
-        } else {
-            count(a, last, tokens[i], now);
-            if (last != a->tail) a->log[a->num_log++] = ~last;
-            a->log[a->num_log++] = tokens[i];
-            a->tail = now;
-        }
-        last = now;
-        a->num_tokens += now >= 0;
-    }
-    return last;
-}
+/* A context of so many tokens votes though another shard knows a longer one. drafters/slow_history.py says why. */
+#define LONG 4
 
 void suffix_free(Automaton *a) {
     if (!a) return;
@@ -259,57 +62,277 @@ int suffix_replay(Automaton *a, const int32_t *log, int64_t num) {
     return 1;
 }
 
-/* Where the edges for a token will be looked up: their buckets first, the edges when those have come. Rows wait for
-   memory better together than one after the other. */
-static void prefetch(const Automaton *a, int32_t last, int32_t token, int stage) {
-    for (int n = 0; n < 4 && last >= 0; n++, last = a->states[last].link) {
-        if (!a->states[last].more) continue;
-        const int32_t *head = &a->buckets[bucket_of(a, last, token)];
-        __builtin_prefetch(stage ? (const void *)&a->edges[*head] : head);
-    }
+/* A sequence's place in a shard: its last `length` tokens are known there, and are among the strings of `state`. */
+typedef struct {
+    Automaton *shard; /* NULL: none, or dropped */
+    int32_t state;    /* -1: the shard could not grow (only of a sequence's own) */
+    int32_t length;
+    int32_t num_states; /* of the shard when the place was found; states split later */
+    int32_t unused;
+} Cursor;
+
+/* Since a cursor was set, its string may have been split off from its state's longer ones. */
+static inline int32_t settle(const Automaton *a, int32_t u, int32_t length, int32_t num_states) {
+    if (num_states != a->num_states)
+        while (u > 0 && a->states[a->states[u].link].length >= length) u = a->states[u].link;
+    return u;
 }
 
-/* Row i is sequence slots[i] (of automata[slot], at last[slot]) and gained tokens[i * stride : num[i]].
-   Returns how many bytes the history grew, or -1 if a sequence found no memory; that one is at -1 from then on. */
-int64_t suffix_observe(Automaton *const *automata, int32_t *last, const int32_t *slots, int64_t num_rows,
-                       const int32_t *tokens, int64_t stride, const int32_t *num) {
+/* Move on by a token: to the longest end of the old string that it followed. */
+static inline void follow(const Automaton *a, int32_t *u, int32_t *length, int32_t token) {
+    int32_t *target;
+    while (!(target = find(a, *u, token))) {
+        if (!*u) return; /* length is 0 */
+        *u = a->states[*u].link;
+        *length = a->states[*u].length;
+    }
+    *u = *target;
+    ++*length;
+}
+
+/* Where a sequence that begins with these tokens stands in a shard that it did not speak in. */
+void suffix_find(Automaton *a, const int32_t *tokens, int64_t num, int32_t *state, int32_t *length) {
+    *state = *length = 0;
+    for (int64_t i = 0; i < num; i++) follow(a, state, length, tokens[i]);
+}
+
+/* Rows wait for memory better together than one after the other. So what their first tokens will touch in their own
+   shards is asked for link by link, all rows at each, and then the edges in the pool. */
+static void prefetch(const Cursor *cursors, int64_t width, const int32_t *slots, int num_rows, const int32_t *tokens,
+                     int64_t stride, const int32_t *num) {
+    int32_t *heads[TILE][LEVELS];
+    int32_t u[TILE];
+    for (int i = 0; i < num_rows; i++) {
+        const Cursor *own = &cursors[slots[i] * width];
+        u[i] = num[i] ? own->state : -1;
+        if (u[i] >= 0) __builtin_prefetch(&own->shard->states[u[i]]);
+    }
+    for (int level = 0; level < LEVELS; level++)
+        for (int i = 0; i < num_rows; i++) {
+            heads[i][level] = NULL;
+            if (u[i] < 0) continue;
+            const Automaton *a = cursors[slots[i] * width].shard;
+            const State *s = &a->states[u[i]];
+            if (s->best_token == tokens[i * stride])
+                __builtin_prefetch(&a->states[s->best]);
+            else if (s->more)
+                __builtin_prefetch(heads[i][level] = &a->buckets[bucket_of(a, u[i], tokens[i * stride])]);
+            u[i] = s->link;
+            if (u[i] >= 0) __builtin_prefetch(&a->states[u[i]]);
+        }
+    for (int i = 0; i < num_rows; i++)
+        for (int level = 0; level < LEVELS; level++)
+            if (heads[i][level]) __builtin_prefetch(&cursors[slots[i] * width].shard->edges[*heads[i][level]]);
+}
+
+/* A cursor on its way along a row's new tokens, as in `follow`. */
+typedef struct {
+    Cursor *cursor;
+    const int32_t *token, *end;
+    const int32_t *head; /* the bucket to look into next */
+    int32_t edge;        /* or the edge to look at */
+} Walk;
+
+/* One look at memory that was asked for before; the next is asked for. 0: arrived. */
+static inline int look(Walk *w) {
+    Cursor *c = w->cursor;
+    const Automaton *a = c->shard;
+    const State *s = &a->states[c->state];
+    int32_t target = 0;
+    if (w->head) {
+        w->edge = *w->head;
+        w->head = NULL;
+    } else if (w->edge) {
+        const Edge *e = &a->edges[w->edge];
+        int found = e->source == c->state && e->token == *w->token;
+        target = found ? e->target : 0;
+        w->edge = found ? 0 : e->chain;
+    } else {
+        if (c->length < 0) c->length = s->length;
+        if (s->best && s->best_token == *w->token) {
+            target = s->best;
+        } else if (s->more) {
+            __builtin_prefetch(w->head = &a->buckets[bucket_of(a, c->state, *w->token)]);
+            return 1;
+        }
+    }
+    if (w->edge) {
+        __builtin_prefetch(&a->edges[w->edge]);
+        return 1;
+    }
+    if (target) {
+        c->state = target;
+        c->length++;
+        w->token++;
+    } else if (c->state) {
+        c->state = s->link;
+        c->length = -1; /* that state's, when it has come */
+    } else {
+        w->token++;
+    }
+    __builtin_prefetch(&a->states[c->state]);
+    return w->token < w->end;
+}
+
+static void walk(Cursor *cursors, int64_t width, const int32_t *slots, int num_rows, const int32_t *tokens,
+                 int64_t stride, const int32_t *num) {
+    Walk walks[TILE * MAX_WIDTH];
+    int num_walks = 0;
+    for (int i = 0; i < num_rows; i++)
+        for (Cursor *c = &cursors[slots[i] * width + 1], *end = c + width - 1; num[i] && c < end; c++) {
+            if (!c->shard) continue;
+            c->state = settle(c->shard, c->state, c->length, c->num_states);
+            c->num_states = c->shard->num_states;
+            __builtin_prefetch(&c->shard->states[c->state]);
+            walks[num_walks++] = (Walk){c, tokens + i * stride, tokens + i * stride + num[i], NULL, 0};
+        }
+    while (num_walks)
+        for (int i = 0; i < num_walks;)
+            if (look(&walks[i]))
+                i++;
+            else
+                walks[i] = walks[--num_walks];
+}
+
+/* Row i is sequence slots[i], whose cursors are cursors[slot * width : width], its own first. It gained
+   tokens[i * stride : num[i]]. All speak before any cursor of an older shard moves.
+   Returns how many bytes the history grew, or -1 if a sequence found no memory; its own cursor is at -1 from then on. */
+int64_t suffix_observe(Cursor *cursors, int64_t width, const int32_t *slots, int64_t num_rows, const int32_t *tokens,
+                       int64_t stride, const int32_t *num) {
     int64_t grown = 0;
     int lost = 0;
-    for (int stage = 0; stage < 2; stage++)
-        for (int64_t i = 0; i < num_rows; i++)
-            if (num[i]) prefetch(automata[slots[i]], last[slots[i]], tokens[i * stride], stage);
     for (int64_t i = 0; i < num_rows; i++) {
-        Automaton *a = automata[slots[i]];
-        int64_t before = bytes_of(a);
-        int32_t now = say(a, last[slots[i]], tokens + i * stride, num[i]);
-        lost |= now < 0 && last[slots[i]] >= 0;
-        last[slots[i]] = now;
-        grown += bytes_of(a) - before;
+        if (i % TILE == 0)
+            prefetch(cursors, width, slots + i, num_rows - i < TILE ? (int)(num_rows - i) : TILE, tokens + i * stride,
+                     stride, num + i);
+        Cursor *own = &cursors[slots[i] * width];
+        int64_t before = bytes_of(own->shard);
+        int32_t now = say(own->shard, own->state, tokens + i * stride, num[i]);
+        lost |= now < 0 && own->state >= 0;
+        own->state = now;
+        own->length += num[i];
+        grown += bytes_of(own->shard) - before;
     }
+    for (int64_t i = 0; i < num_rows; i += TILE)
+        walk(cursors, width, slots + i, num_rows - i < TILE ? (int)(num_rows - i) : TILE, tokens + i * stride, stride,
+             num + i);
     return lost ? -1 : grown;
 }
 
-/* drafters/suffix.py says why. */
-static float confidence_of(int32_t count, int32_t num, int32_t length) {
+/* drafters/slow_history.py says why. */
+static float confidence_of(double count, double num, int32_t length) {
     if (num < count) num = count;
-    return (float)((count - 0.4) / (num + 2.0 / length));
+    return (float)((count - 0.4 * (count < 1 ? count : 1)) / (num + 2.0 / length));
 }
 
-/* The longest context of the row's end that something followed, at least min_match long, then best edge after best
-   edge; where the history ends (a live sibling's end, or the row's own), the next shorter context goes on. */
-void suffix_propose(Automaton *const *automata, const int32_t *last, const int32_t *slots, int64_t num_rows,
-                    const int32_t *caps, int64_t k, int32_t min_match, int32_t *tokens, int32_t *num,
-                    float *confidence) {
-    for (int64_t i = 0; i < num_rows; i++) {
-        const State *states = automata[slots[i]]->states;
-        int32_t u = last[slots[i]], n = 0;
-        int32_t length = u < 0 ? 0 : states[u].length; /* of the match; u may stand for longer strings too */
-        for (; u >= 0 && n < caps[i]; n++, length++, u = states[u].best) {
-            while (u && !states[u].best) length = states[u = states[u].link].length;
-            if (!u || length < min_match) break;
-            tokens[i * k + n] = states[u].best_token;
-            confidence[i * k + n] = confidence_of(states[states[u].best].count, states[u].num_next, length);
+/* A shard's say in a draft: where it stands, and what its counts weigh. */
+typedef struct {
+    const Automaton *shard;
+    int32_t state, length; /* state 0: silent */
+    double weight;
+} Voice;
+
+typedef struct {
+    int32_t token, length;
+    float confidence;
+} Guess;
+
+/* To the longest context of its own that something followed: where a shard ends (a live sibling's end, or the row's
+   own), that is a shorter one. */
+static inline void turn(Voice *v) {
+    const State *states = v->shard->states;
+    while (v->state && !states[v->state].best) v->length = states[v->state = states[v->state].link].length;
+}
+
+/* The next token, and the voices move on by it. Those with the longest context, or one of LONG tokens, vote with
+   weighted counts for the token that they think likeliest; the newest shard wins ties. Who has no vote, or voted
+   otherwise, is silent from then on: looking up how often it heard the token costs more than it brings. Returns how
+   many are left, 0 without a token. */
+static int vote(Voice *voices, int num_voices, int32_t min_match, Guess *guess) {
+    int32_t longest = 0;
+    for (int i = 0; i < num_voices; i++) {
+        turn(&voices[i]);
+        if (voices[i].state && voices[i].length > longest) longest = voices[i].length;
+    }
+    if (longest < min_match) return 0;
+    int32_t least = longest < LONG ? longest : LONG;
+    if (least < min_match) least = min_match;
+    int num_voting = 0;
+    for (int i = 0; i < num_voices; i++)
+        if (voices[i].state && voices[i].length >= least) voices[num_voting++] = voices[i];
+    double count = 0, num = 0;
+    for (int i = 0; i < num_voting; i++) {
+        const State *state = &voices[i].shard->states[voices[i].state];
+        num += voices[i].weight * state->num_next;
+        if (count && state->best_token == guess->token) continue;
+        double votes = 0;
+        for (int j = i; j < num_voting; j++) {
+            const State *states = voices[j].shard->states, *other = &states[voices[j].state];
+            if (other->best_token == state->best_token) votes += voices[j].weight * states[other->best].count;
         }
-        num[i] = n;
+        if (votes > count) {
+            count = votes;
+            guess->token = state->best_token;
+        }
+    }
+    guess->length = longest;
+    guess->confidence = confidence_of(count, num, longest);
+    int num_left = 0;
+    for (int i = 0; i < num_voting; i++) {
+        Voice v = voices[i];
+        const State *states = v.shard->states;
+        if (states[v.state].best_token != guess->token) continue;
+        v.state = states[v.state].best;
+        v.length++;
+        voices[num_left++] = v;
+        __builtin_prefetch(&states[states[v.state].best ? states[v.state].best : states[v.state].link]);
+    }
+    return num_left;
+}
+
+/* Up to caps[i] <= k tokens for row i, and the length of the context that the first was found by. weights[n] is what
+   a cursor of age n counts. To `out`, one after the other: tokens [rows, k], confidence [rows, k], num [rows],
+   match [rows]. */
+void suffix_propose(const Cursor *cursors, int64_t width, const double *weights, const int32_t *slots, int64_t num_rows,
+                    const int32_t *caps, int64_t k, int32_t min_match, int32_t *out) {
+    int32_t *tokens = out, *num = out + 2 * num_rows * k, *match = num + num_rows;
+    float *confidence = (float *)(out + num_rows * k);
+    Voice voices[TILE][MAX_WIDTH];
+    int num_voices[TILE];
+    for (int64_t start = 0; start < num_rows; start += TILE) {
+        int num_tile = num_rows - start < TILE ? (int)(num_rows - start) : TILE;
+        for (int i = 0; i < num_tile; i++) {
+            const Cursor *c = &cursors[slots[start + i] * width];
+            for (int64_t age = 0; age < width; age++)
+                if (c[age].shard && c[age].state > 0) __builtin_prefetch(&c[age].shard->states[c[age].state]);
+        }
+        for (int i = 0; i < num_tile; i++) {
+            num_voices[i] = 0;
+            num[start + i] = match[start + i] = 0;
+            const Cursor *c = &cursors[slots[start + i] * width];
+            for (int64_t age = 0; age < width; age++, c++) {
+                if (!c->shard || c->state <= 0) continue;
+                int32_t state = settle(c->shard, c->state, c->length, c->num_states);
+                const State *s = &c->shard->states[state];
+                __builtin_prefetch(&c->shard->states[s->best ? s->best : s->link]);
+                voices[i][num_voices[i]++] = (Voice){c->shard, state, c->length, weights[age]};
+            }
+        }
+        for (int i = 0; i < num_tile; i++)
+            for (Voice *v = voices[i]; v < voices[i] + num_voices[i]; v++) {
+                turn(v);
+                __builtin_prefetch(&v->shard->states[v->shard->states[v->state].best]);
+            }
+        for (int32_t n = 0; n < k; n++)
+            for (int i = 0; i < num_tile; i++) {
+                int64_t row = start + i;
+                Guess guess;
+                if (num[row] < n || n >= caps[row]) continue;
+                if (!(num_voices[i] = vote(voices[i], num_voices[i], min_match, &guess))) continue;
+                if (!n) match[row] = guess.length;
+                tokens[row * k + n] = guess.token;
+                confidence[row * k + n] = guess.confidence;
+                num[row] = n + 1;
+            }
     }
 }

@@ -76,6 +76,7 @@ class NgramDrafter:
                 drafts.tokens.ctypes.data, drafts.num.ctypes.data, matched.ctypes.data,
             )  # fmt: skip
         drafts.confidence[:] = self._confidence[matched][:, None]
+        drafts.match = np.where(drafts.num > 0, matched, 0).astype(np.int32)
         return drafts
 
     def observe(self, commits: Commits) -> None:

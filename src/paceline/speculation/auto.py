@@ -36,15 +36,15 @@ HEAD_PRIOR = 0.6  # a head's acceptance at each position before any was seen
 
 
 class AutoPolicy:
-    """For the drafter of this `method`, by whose name the cost table knows what drafting takes."""
+    """For the drafter of this `method`."""
 
     name = "auto"
     reads_drafts = True
     reads_lengths = False
 
     def __init__(self, costs: CostTable, max_tokens: int, method: str = "suffix") -> None:
-        self.costs, self.max_tokens, self.method = costs, max_tokens, method
-        self.head = HEADS.get(method)  # who drafts with a model, if anyone
+        self.costs, self.max_tokens = costs, max_tokens
+        self.head = HEADS.get(method)  # who drafts with a model, if anyone, as the cost table knows it
         self.has_history = self.head != method  # and whether anyone drafts without
         self.chances = Chances()
         self.depths: Calibration = of_positions(MAX_POSITIONS, HEAD_PRIOR)
@@ -95,10 +95,11 @@ class AutoPolicy:
     def _head_caps(self, num_rows: int, plain_s: float) -> np.ndarray:
         """One draft length for all rows: argmax_k (1 + S_k) · rows / (T_draft(k) + T(rows · (1 + k))), S_k the tokens
         that a draft of k brings."""
+        assert self.head is not None
         k_max = self.max_tokens
         brings = np.cumsum(np.cumprod(self.depths(np.arange(k_max))))
         verify_s = self.costs.steps_s(self._load, num_rows * k_max)[num_rows::num_rows]
-        draft_s = np.array([self.costs.draft_s(self.method, num_rows, k + 1) for k in range(k_max)])
+        draft_s = np.array([self.costs.draft_s(self.head, num_rows, k + 1) for k in range(k_max)])
         rates = (1 + brings) / (draft_s + verify_s)
         best = int(rates.argmax())
         caps = np.zeros(num_rows, np.int32)
@@ -107,7 +108,7 @@ class AutoPolicy:
             self._draft_s = float(draft_s[best])
             return caps
         k = min(PROBE_DEPTH, k_max)
-        draft_once_s = self.costs.draft_s(self.method, 1, k)
+        draft_once_s = self.costs.draft_s(self.head, 1, k)
         if self._pay(draft_once_s + float(self.costs.steps_s(self._load, k)[k]) - plain_s):
             self._num_probes += 1
             caps[self._num_probes % num_rows] = k
@@ -161,7 +162,7 @@ class AutoPolicy:
     def observe(self, commits: Commits, trace: StepTrace) -> None:
         if self._cells.shape[1] and commits.num_drafted.any():
             self._learn(commits)
-        self.costs.observe(trace, self._head_k, num_rows=1 if self._probing else None)
+        self.costs.observe(trace, self._head_k, self.head, 1 if self._probing else None)
 
     def _learn(self, commits: Commits) -> None:
         cells, from_head = self._cells, self._from_head

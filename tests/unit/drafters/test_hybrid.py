@@ -7,7 +7,6 @@ import pytest
 import torch
 from support import tiny_decoder, tiny_head
 
-from paceline.drafters.calibration import Calibration, of_positions, of_probabilities
 from paceline.drafters.eagle3 import Eagle3Drafter
 from paceline.drafters.hybrid import HybridDrafter
 from paceline.drafters.suffix import SuffixDrafter
@@ -15,6 +14,7 @@ from paceline.engine.engine import LocalEngine
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
 from paceline.speculation.batch import Commits, DraftBatch, Rows
+from paceline.speculation.calibration import Calibration, of_positions, of_probabilities
 from paceline.speculation.policy import StaticPolicy
 from paceline.types import Request, SamplingParams
 

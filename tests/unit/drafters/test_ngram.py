@@ -33,6 +33,8 @@ def test_twins_agree(data: st.DataObject, shortest: int, extra: int) -> None:
     np.testing.assert_array_equal(fast.num, slow.num)
     np.testing.assert_array_equal(fast.tokens, slow.tokens)
     np.testing.assert_array_equal(fast.confidence, slow.confidence)
+    if texts:
+        np.testing.assert_array_equal(fast.match, slow.match)
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -49,6 +51,12 @@ def test_copies_what_followed_the_longest_and_then_the_latest_match(native: bool
     said = [row[:n].tolist() for row, n in zip(drafts.tokens, drafts.num, strict=True)]
     assert said == [[4, 9], [5, 8, 2], [2, 7, 1, 2, 7], [], []]
     assert drafts.confidence[0, 0] > drafts.confidence[1, 0] > 0
+    assert drafts.match is not None
+    assert drafts.match.tolist() == [3, 2, 3, 0, 0]
+    assert drafts.match.dtype == np.int32
+    uncapped = drafter.propose(rows_of(*texts), np.zeros(5, np.int32))
+    assert uncapped.match is not None
+    assert not uncapped.match.any(), "no draft, no match"
 
 
 def test_no_rows_no_drafts() -> None:

@@ -1,181 +1,26 @@
-"""The history drafter against a dictionary of every (context, next token) event ever said."""
+"""The history drafter: who shares what and when, what is dropped, what a checkpoint keeps."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass, field
-
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from history_world import HISTORIES, commits_of, drafts_of, rows_of
 
-from paceline.drafters import suffix
-from paceline.drafters.suffix import MAX_COUNTED, NativeHistory, SlowHistory, SuffixDrafter, confidence
+from paceline.drafters import history as history_module
+from paceline.drafters.history import NativeHistory
+from paceline.drafters.slow_history import MAX_COUNTED, SlowHistory
+from paceline.drafters.suffix import SuffixDrafter
 from paceline.native import NativeUnavailable
-from paceline.speculation.batch import Commits, DraftBatch, Rows
-from paceline.types import Request, SamplingParams
-
-try:
-    NativeHistory()
-    HISTORIES = [NativeHistory, SlowHistory]
-except NativeUnavailable:
-    HISTORIES = [SlowHistory]
+from paceline.types import Request
 
 
-def rows_of(sequences: dict[int, list[int]]) -> Rows:
-    ids = np.array(list(sequences), np.int64)
-    tokens = [np.array(sequence, np.int32) for sequence in sequences.values()]
-    return Rows(ids, tokens, np.zeros(len(ids), np.uint64), [SamplingParams()] * len(ids))
+def tokens_of(drafter: SuffixDrafter, sequences: dict[int, list[int]], cap: int = 8) -> list[list[int]]:
+    caps = np.full(len(sequences), cap, np.int32)
+    return [[token for token, _ in draft] for _, draft in drafts_of(drafter.propose(rows_of(sequences), caps))]
 
 
-def commits_of(said: dict[int, list[int]]) -> Commits:
-    num = np.array([len(tokens) for tokens in said.values()], np.int32)
-    tokens = np.full((len(said), num.max(initial=0)), -7, np.int32)
-    for row, new in zip(tokens, said.values(), strict=True):
-        row[: len(new)] = new
-    none = np.zeros(len(said), np.int32)
-    return Commits(np.array(list(said), np.int64), tokens, num, none, none)
-
-
-def drafts_of(batch: DraftBatch) -> list[list[tuple[int, float]]]:
-    return [
-        list(zip(batch.tokens[i, :n].tolist(), batch.confidence[i, :n].tolist(), strict=True))
-        for i, n in enumerate(batch.num)
-    ]
-
-
-@dataclass
-class Events:
-    """The slow obvious twin: all contexts, all counts, no automaton."""
-
-    count: dict[tuple[int, ...], dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
-    prompts: set[tuple[int, ...]] = field(default_factory=set)
-
-    def say(self, before: list[int], token: int) -> None:
-        for start in range(len(before) + 1):
-            count = self.count[tuple(before[start:])]
-            count[token] = count.pop(token, 0) + 1  # to the end: the most recent is last
-
-    def insert_prompt(self, prompt: tuple[int, ...]) -> None:
-        if prompt not in self.prompts:
-            self.prompts.add(prompt)
-            for i, token in enumerate(prompt):
-                self.say(list(prompt[:i]), token)
-
-    def propose(self, sequence: list[int], cap: int, min_match: int) -> list[tuple[int, float]]:
-        draft: list[tuple[int, float]] = []
-        while len(draft) < cap:
-            text = sequence + [token for token, _ in draft]
-            known = (tuple(text[i:]) for i in range(len(text) - min_match + 1) if tuple(text[i:]) in self.count)
-            context = next(known, None)
-            if context is None:
-                break
-            count = self.count[context]
-            token = max(reversed(count), key=count.__getitem__)
-            draft.append((token, float(np.float32(confidence(count[token], sum(count.values()), len(context))))))
-        return draft
-
-
-class World:
-    """Requests that come, speak and go, told to drafters and to the twin alike."""
-
-    def __init__(self, drafters: list[SuffixDrafter], min_match: int) -> None:
-        self.drafters, self.min_match = drafters, min_match
-        self.events: dict[object, Events] = {}
-        self.live: dict[int, list[int]] = {}
-        self.key: dict[int, object] = {}
-        self.num_begun = 0
-
-    def begin(self, problem: str | None, prompt: tuple[int, ...]) -> None:
-        request = Request(self.num_begun, prompt, problem=problem)
-        self.num_begun += 1
-        key = self.key[request.request_id] = ("private", request.request_id) if problem is None else problem
-        self.events.setdefault(key, Events()).insert_prompt(prompt)
-        self.live[request.request_id] = list(prompt)
-        for drafter in self.drafters:
-            drafter.begin(request)
-
-    def observe(self, said: dict[int, list[int]]) -> None:
-        for drafter in self.drafters:
-            drafter.observe(commits_of(said))
-        for request_id, tokens in said.items():
-            for token in tokens:
-                self.events[self.key[request_id]].say(self.live[request_id], token)
-                self.live[request_id].append(token)
-
-    def end(self, request_id: int) -> None:
-        for drafter in self.drafters:
-            drafter.end(request_id)
-        del self.live[request_id]
-
-    def check(self, caps: list[int]) -> None:
-        expected = [
-            self.events[self.key[i]].propose(sequence, cap, self.min_match)
-            for (i, sequence), cap in zip(self.live.items(), caps, strict=True)
-        ]
-        for drafter in self.drafters:
-            batch = drafter.propose(rows_of(self.live), np.array(caps, np.int32))
-            assert batch.tokens.shape == batch.confidence.shape == (len(caps), max(caps, default=0))
-            assert drafts_of(batch) == expected
-
-
-def live_a_life(draw, drafters: list[SuffixDrafter], min_match: int) -> None:
-    """`draw(strategy)` decides everything; small alphabets make contexts meet and states split."""
-    world = World(drafters, min_match)
-    token = st.integers(0, draw(st.integers(1, 3)))
-    prompt = st.lists(token, min_size=1, max_size=6).map(tuple)
-    prompts = draw(st.lists(prompt, min_size=1, max_size=3))
-    for _ in range(draw(st.integers(1, 12))):
-        for _ in range(draw(st.integers(0, 2))):
-            world.begin(draw(st.sampled_from(["a", "b", None])), draw(st.sampled_from(prompts)))
-        said = {i: draw(st.lists(token, max_size=4)) for i in world.live if draw(st.booleans())}
-        world.observe(said)
-        world.check([draw(st.integers(0, 5)) for _ in world.live])
-        for request_id in [i for i in world.live if draw(st.integers(0, 4)) == 0]:
-            world.end(request_id)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data(), st.integers(1, 3))
-def test_proposes_what_the_longest_known_context_said_most(data: st.DataObject, min_match: int) -> None:
-    live_a_life(data.draw, [SuffixDrafter(min_match, history=history()) for history in HISTORIES], min_match)
-
-
-class ForgetsEdges(suffix._SlowAutomaton):
-    def _split(self, p: int, token: int, q: int, length: int) -> int:
-        clone = super()._split(p, token, q, length)
-        self.edges[clone] = {self.best[q]: self.edges[q][self.best[q]]} if self.edges[q] else {}
-        return clone
-
-
-class CountsBeforeSplitting(suffix._SlowAutomaton):
-    def _split(self, p: int, token: int, q: int, length: int) -> int:
-        clone = super()._split(p, token, q, length)
-        self.count[clone] += 1
-        return clone
-
-
-class ForgetsRedirect(suffix._SlowAutomaton):
-    def _split(self, p: int, token: int, q: int, length: int) -> int:
-        before = dict(self.edges[self.link[p]]) if self.link[p] >= 0 else None
-        clone = super()._split(p, token, q, length)
-        if before is not None:
-            self.edges[self.link[p]] = before
-        return clone
-
-
-@pytest.mark.parametrize("broken", [ForgetsEdges, CountsBeforeSplitting, ForgetsRedirect])
-def test_catches_broken_automata(broken: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix, "_SlowAutomaton", broken)
-
-    @settings(max_examples=200, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
-    @given(st.data())
-    def life(data: st.DataObject) -> None:
-        live_a_life(data.draw, [SuffixDrafter(history=SlowHistory())], 1)
-
-    with pytest.raises((AssertionError, KeyError)):
-        life()
+def shards_of(drafter: SuffixDrafter) -> list[tuple[str | None, int]]:
+    return [(shard.problem.name, shard.version) for shard in drafter._shelf]
 
 
 @pytest.mark.skipif(len(HISTORIES) < 2, reason="no C compiler")
@@ -193,7 +38,7 @@ def test_twins_agree_past_the_counted_contexts(loop: tuple[int, ...]) -> None:
         assert fast == slow
         for drafter in drafters:
             drafter.observe(commits_of(said))
-    assert fast[0], "a loop is easy to predict"
+    assert fast[0][1], "a loop is easy to predict"
     assert drafters[0].num_tokens == drafters[1].num_tokens == 1 + 3 * 20 * MAX_COUNTED
 
 
@@ -205,35 +50,129 @@ def test_siblings_speak_while_they_live(history: type) -> None:
     drafter.begin(Request(2, (1, 2), problem="other"))
     drafter.begin(Request(3, (1, 2)))
     drafter.observe(commits_of({0: [3, 4, 5]}))
-    sequences = {1: [1, 2], 2: [1, 2], 3: [1, 2]}
-    drafts = drafts_of(drafter.propose(rows_of(sequences), np.full(3, 8, np.int32)))
-    assert [token for token, _ in drafts[0]] == [3, 4, 5]
-    assert drafts[1:] == [[], []], "what one problem said is no business of another's, nor of a request without one"
+    assert tokens_of(drafter, {1: [1, 2]}) == [[3, 4, 5]]
+    quiet = tokens_of(drafter, {2: [1, 2], 3: [1, 2]})
+    assert quiet == [[], []], "what one problem said is no business of another's, nor of a request without one"
 
 
 @pytest.mark.parametrize("history", HISTORIES)
-def test_drops_the_least_recently_begun_problems_without_live_requests(history: type) -> None:
+def test_older_versions_speak_and_count_less(history: type) -> None:
+    drafter = SuffixDrafter(recency=0.4, history=history())
+    for version, token in enumerate([5, 5, 6]):
+        drafter.begin(Request(version, (1, 2), problem="p"), version)
+        drafter.observe(commits_of({version: [token]}))
+        drafter.end(version)
+    drafter.begin(Request(9, (1, 2), problem="p"), 3)
+    batch = drafter.propose(rows_of({9: [1, 2]}), np.ones(1, np.int32))
+    # 6 once, a version ago: 0.4; 5 twice, two and three versions ago: 0.16 + 0.064
+    assert batch.tokens.tolist() == [[6]]
+    assert batch.match is not None
+    assert batch.match.tolist() == [2]
+    np.testing.assert_allclose(batch.confidence, [[0.6 * 0.4 / (0.4 + 0.16 + 0.064 + 2 / 2)]], rtol=1e-6)
+    even = SuffixDrafter(recency=1, history=history())
+    even.restore(drafter.state())
+    even.begin(Request(9, (1, 2), problem="p"), 3)
+    assert even.propose(rows_of({9: [1, 2]}), np.ones(1, np.int32)).tokens.tolist() == [[5]]
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_the_window_counts_a_problems_own_versions(history: type) -> None:
+    """Problem q comes once in ten versions and keeps its two epochs all the same."""
+    drafter = SuffixDrafter(max_versions=2, history=history())
+    for version in range(21):
+        for i, problem in enumerate(["p", "q"] if version % 10 == 0 else ["p"]):
+            drafter.begin(Request(i, (1,), problem=problem), version)
+            drafter.observe(commits_of({i: [100 + version]}))
+        for i in range(1 + (version % 10 == 0)):
+            drafter.end(i)
+    assert sorted(shards_of(drafter)) == [("p", 19), ("p", 20), ("q", 10), ("q", 20)]
+    drafter.begin(Request(5, (1,), problem="p"), 21)
+    assert sorted(shards_of(drafter)) == [("p", 20), ("p", 21), ("q", 10), ("q", 20)]
+    assert tokens_of(drafter, {5: [1]}) == [[120]]
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_a_request_outlives_its_version(history: type) -> None:
+    """What it says goes where it began, also beyond the window, and is heard by the next version's requests."""
+    drafter = SuffixDrafter(max_versions=2, history=history())
+    drafter.begin(Request(0, (1,), problem="p"), 0)
+    drafter.begin(Request(1, (1,), problem="p"), 1)
+    drafter.begin(Request(2, (1,), problem="p"), 2)
+    assert drafter.num_shards == 3, "nobody's words are taken from him while he speaks"
+    drafter.observe(commits_of({0: [3, 4], 1: [5, 6]}))
+    assert tokens_of(drafter, {0: [1, 3, 4], 1: [1, 5, 6], 2: [1]}) == [[], [], [5, 6]], "2 hears 1, 1 only what 0 said"
+    drafter.end(0)
+    assert shards_of(drafter) == [("p", 1), ("p", 2)]
+    drafter.observe(commits_of({1: [1]}))
+    assert tokens_of(drafter, {1: [1, 5, 6, 1], 2: [1]}) == [[5, 6, 1, 5, 6, 1, 5, 6], [5, 6, 1, 5, 6, 1, 5, 6]]
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_drops_the_shards_begun_in_least_recently(history: type) -> None:
     rng = np.random.default_rng(0)
-    drafter = SuffixDrafter(history=history(), max_bytes=1)
-    drafter.begin(Request(0, (1,), problem="live"))
+    drafter = SuffixDrafter(history=history())
+    drafter.begin(Request(0, (1,), problem="live"), 0)
     sizes = []
-    for i in range(1, 4):
-        drafter._max_bytes = 1 << 40
-        drafter.begin(Request(i, (1,), problem=f"p{i}"))
+    for i, (problem, version) in enumerate([("p", 1), ("q", 1), ("q", 2), ("p", 3), ("r", 3)], 1):
+        drafter.begin(Request(i, (1,), problem=problem), version)
         drafter.observe(commits_of({i: rng.integers(0, 50, 200).tolist()}))
         drafter.end(i)
         sizes.append(drafter.num_bytes)
-    drafter.begin(Request(9, (1,), problem="p1"))  # p1 is now the most recent
+    drafter.begin(Request(9, (1,), problem="q"), 1)  # one more sample of an old version
     drafter.end(9)
-    assert drafter.num_problems == 4
-    drafter._max_bytes = sizes[-1] - 1
-    drafter.observe(commits_of({0: [1] * 100}))
-    assert set(drafter._problems) == {"live", "p3", "p1"}
-    drafter._max_bytes = 1
+    assert drafter.num_bytes == sizes[-1]
+    drafter._shelf.max_bytes = sizes[-1] - 1
+    drafter.observe(commits_of({0: [1] * 40}))
+    assert shards_of(drafter) == [("live", 0), ("q", 2), ("p", 3), ("r", 3), ("q", 1)]
+    assert drafter.num_bytes <= sizes[-1] - 1
+    drafter._shelf.max_bytes = 1
     drafter.observe(commits_of({0: [2] * 300}))
-    assert set(drafter._problems) == {"live"}, "a live problem is never dropped"
+    assert shards_of(drafter) == [("live", 0)], "a shard that a live request speaks in is never dropped"
     drafter.end(0)
-    assert drafter.num_problems == drafter.num_bytes == drafter.num_tokens == 0
+    assert drafter.num_problems == drafter.num_shards == drafter.num_bytes == drafter.num_tokens == 0
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("how", ["remove", "bytes", "window"])
+def test_a_shard_may_go_while_others_follow_it(history: type, how: str) -> None:
+    drafter = SuffixDrafter(max_versions=2, history=history())
+    for i, problem in enumerate(["p", "q"]):
+        drafter.begin(Request(i, (1, 2), problem=problem), 0)
+        drafter.observe(commits_of({i: [3, 4, 5]}))
+        drafter.end(i)
+    drafter.begin(Request(2, (1, 2), problem="p"), 1)
+    drafter.begin(Request(3, (1, 2), problem="q"), 1)
+    assert tokens_of(drafter, {2: [1, 2], 3: [1, 2]}) == [[3, 4, 5]] * 2
+    if how == "remove":
+        assert drafter.remove(0) == 2
+    elif how == "bytes":
+        drafter._shelf.max_bytes = 1
+        drafter._shelf.fit()
+    else:
+        drafter.begin(Request(4, (7,), problem="p"), 2)
+        drafter.begin(Request(5, (7,), problem="q"), 2)
+    assert tokens_of(drafter, {2: [1, 2], 3: [1, 2]}) == [[], []]
+    drafter.observe(commits_of({2: [3], 3: [3, 1, 2]}))
+    assert tokens_of(drafter, {2: [1, 2, 3], 3: [1, 2, 3, 1, 2]}, 2) == [[], [3, 1]]
+    assert {version for _, version in shards_of(drafter)} == ({1, 2} if how == "window" else {1})
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_a_removed_version_goes_on_alone(history: type) -> None:
+    drafter = SuffixDrafter(history=history())
+    for i in range(2):
+        drafter.begin(Request(i, (1,), problem="p"), 3)
+    assert drafter.remove(2) == 0
+    assert drafter.remove(3) == 1
+    drafter.begin(Request(2, (1,), problem="p"), 3)
+    drafter.observe(commits_of({0: [2, 3]}))
+    assert tokens_of(drafter, {1: [1], 2: [1]}) == [[2, 3], []]
+    assert (drafter.num_shards, drafter.num_problems) == (2, 1)
+    drafter.end(0)
+    drafter.end(1)
+    assert drafter.num_shards == 1
+    drafter.end(2)
+    assert drafter.num_tokens == 1
 
 
 @pytest.mark.parametrize("history", HISTORIES)
@@ -268,14 +207,15 @@ def test_a_history_that_cannot_grow_warns_and_goes_quiet() -> None:
 
 
 def told(history: type) -> SuffixDrafter:
-    """Three problems with interleaved rollouts that share much, two prompts in one of them, one begun again last."""
+    """Three problems and versions with interleaved rollouts that share much, two prompts in one of them, one begun
+    again last."""
     rng = np.random.default_rng(0)
     drafter = SuffixDrafter(history=history())
     for round_ in range(3):
         for i, (problem, prompt) in enumerate(
             [("eins", (1, 2)), ("zwei", (1,)), ("zwei", (2, 2)), ("drei 🎲", (3, 1))]
         ):
-            drafter.begin(Request(i, prompt, problem=problem))
+            drafter.begin(Request(i, prompt, problem=problem), round_ // 2 * (1 + i % 2))
         drafter.begin(Request(9, (1, 2, 3)))
         for _ in range(20):
             ids = sorted({*rng.integers(0, 4, 3).tolist(), 9})
@@ -294,15 +234,19 @@ def test_a_restored_history_is_the_same_automaton(source: type, target: type) ->
     restored.begin(Request(0, (5, 5), problem="forgotten"))
     restored.end(0)
     restored.restore(drafter.state())
-    assert list(restored._problems) == list(drafter._problems) == ["zwei", "drei 🎲", "eins"]
-    for name, problem in drafter._problems.items():
-        assert restored._problems[name].prompts == problem.prompts, "every state has the number it had"
+    assert shards_of(restored) == shards_of(drafter)
+    assert set(shards_of(drafter)) == {
+        ("eins", 0), ("eins", 1), ("zwei", 0), ("zwei", 1), ("zwei", 2), ("drei 🎲", 0), ("drei 🎲", 2)
+    }  # fmt: skip
+    assert shards_of(drafter)[-1] == ("eins", 0)
+    for one, other in zip(drafter._shelf, restored._shelf, strict=True):
+        assert one.prompts == other.prompts, "every state has the number it had"
     assert restored.num_tokens == drafter.num_tokens
     if source is target:
-        assert restored.num_bytes == drafter.num_bytes, "so that the same problems are dropped at the same time"
+        assert restored.num_bytes == drafter.num_bytes, "so that the same shards are dropped at the same time"
     for name, prompt in (("eins", (1, 2)), ("zwei", (2, 2)), ("drei 🎲", (3, 1)), ("eins", (7,))):
         for one in (drafter, restored):
-            one.begin(Request(0, prompt, problem=name))
+            one.begin(Request(0, prompt, problem=name), 3)
         sequence = list(prompt)
         for token in np.random.default_rng(1).integers(0, 3, 30).tolist():
             drafts = [
@@ -330,18 +274,50 @@ def test_the_order_in_which_siblings_spoke_is_kept(history: type) -> None:
         drafter.end(i)
     restored.restore(drafter.state())
     restored.begin(Request(5, (1,), problem="p"))
-    assert restored.propose(rows_of({5: [1]}), np.ones(1, np.int32)).tokens.tolist() == [[3]]
+    assert tokens_of(restored, {5: [1]}) == [[3]]
+
+
+def a_state(**changes: list[int]) -> dict[str, np.ndarray]:
+    state = {"names": [112, 113], "name_ends": [1, 2], "versions": [0, 0], "logs": [-1, 1, -2, 2], "log_ends": [4, 4]}
+    return {key: np.array(value, np.int64) for key, value in (state | changes).items()}
 
 
 @pytest.mark.parametrize("history", HISTORIES)
-@pytest.mark.parametrize("log", [[-1, 1, -99, 2], [-1, 1, 2, -4, 3], [-1, 1, -(2**31), 3]])
-def test_a_damaged_state_is_refused(history: type, log: list[int]) -> None:
-    state = {
-        "names": np.frombuffer(b"p", np.uint8), "name_ends": np.array([1]),
-        "logs": np.array(log, np.int32), "log_ends": np.array([len(log)]),
-    }  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logs": [-1, 1, -99, 2]},
+        {"logs": [-1, 1, 2, -4]},
+        {"logs": [-1, 1, -(2**31), 3]},
+        {"log_ends": [3, 3]},
+        {"log_ends": [5, 4]},
+        {"log_ends": [4]},
+        {"versions": [0]},
+        {"names": [112, 112]},
+        {"names": [255, 113]},
+        {"name_ends": [-1, 2]},
+    ],
+    ids=str,
+)
+def test_a_damaged_state_is_refused(history: type, changes: dict[str, list[int]]) -> None:
+    drafter = SuffixDrafter(history=history())
+    drafter.restore(a_state())
+    assert shards_of(drafter) == [("p", 0), ("q", 0)]
     with pytest.raises(ValueError, match="damaged"):
-        SuffixDrafter(history=history()).restore(state)
+        drafter.restore(a_state(**changes))
+    assert drafter.num_shards == drafter.num_bytes == 0
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_a_smaller_window_restores_the_newest(history: type) -> None:
+    drafter = told(history)
+    small = SuffixDrafter(max_versions=1, history=history())
+    small.restore(drafter.state())
+    assert sorted(shards_of(small)) == [("drei 🎲", 2), ("eins", 1), ("zwei", 2)]
+    poor = SuffixDrafter(max_bytes=small.num_bytes, max_versions=4, history=history())
+    poor.restore(drafter.state())
+    assert 0 < poor.num_bytes <= small.num_bytes
+    assert shards_of(poor)[-1] == ("eins", 0)
 
 
 @pytest.mark.parametrize("history", HISTORIES)
@@ -363,11 +339,17 @@ def test_refuses_weights_and_bad_parameters() -> None:
         SuffixDrafter(min_match=0)
     with pytest.raises(ValueError, match="max_bytes"):
         SuffixDrafter(max_bytes=0)
+    for max_versions in (0, 65):
+        with pytest.raises(ValueError, match=f"max_versions = {max_versions}"):
+            SuffixDrafter(max_versions=max_versions)
+    for recency in (0, 1.5):
+        with pytest.raises(ValueError, match=f"recency = {recency}"):
+            SuffixDrafter(recency=recency)
 
 
 def test_falls_back_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def unavailable(name: str) -> None:
         raise NativeUnavailable("no C compiler")
 
-    monkeypatch.setattr(suffix, "load", unavailable)
+    monkeypatch.setattr(history_module, "load", unavailable)
     assert not SuffixDrafter().is_native

@@ -32,7 +32,7 @@ class Line:
     def draft_s(self, drafter: str, num_rows: int, k: int) -> float:
         return self.draft * k
 
-    def observe(self, trace: Any, k: int, num_rows: int | None = None) -> None:
+    def observe(self, trace: Any, k: int, drafter: str | None, num_rows: int | None) -> None:
         pass
 
 

@@ -1,0 +1,126 @@
+"""Drafters and policies for a replay, by name: no model, and no torch unless text must be put into tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from paceline.config import Config, ConfigError, load_config
+
+if TYPE_CHECKING:
+    from paceline.replay.engine import Replay
+    from paceline.replay.run import Cell
+    from paceline.replay.tape import Tape
+    from paceline.speculation.batch import Drafter
+    from paceline.speculation.cost import CostTable
+
+MODEL_FREE = ("suffix", "ngram")
+RECORDED = ("eagle3", "hybrid")  # where match lengths are stored
+DEFAULT_HARDWARE = "vllm-h200-qwen3-8b"
+LONGEST = 7  # draft of das and auto, unless said
+
+
+def check_names(drafters: tuple[str, ...], policies: tuple[str, ...]) -> None:
+    for drafter in drafters:
+        if drafter not in (*MODEL_FREE, *RECORDED):
+            raise ValueError(
+                f"--drafter {drafter!r}: replay has no model; use one of {', '.join((*MODEL_FREE, *RECORDED))}"
+            )
+    for policy in policies:
+        kind, colon, k = policy.partition(":")
+        if kind not in ("static", "das", "auto") or ((colon or kind == "static") and not k.isdecimal()):
+            raise ValueError(
+                f"--policy {policy!r}: use static:K, das, auto, or das:K and auto:K for drafts of at most K"
+            )
+
+
+def replay_config(cell: Cell, overrides: tuple[str, ...] = ()) -> Config:
+    """The settings that a live run with this cell's drafter and policy would have."""
+    kind, _, k = cell.policy.partition(":")
+    try:
+        return load_config(
+            None,
+            [
+                *overrides,
+                f'speculation.method="{cell.drafter}"',
+                f'speculation.policy="{kind}"',
+                f"speculation.num_speculative_tokens={k or LONGEST}",
+                f"engine.max_num_seqs={cell.batch}",
+            ],
+        )
+    except ConfigError as error:
+        raise ValueError(f"{cell.drafter}, {cell.policy}, batch {cell.batch}: {error}") from None
+
+
+def build_replay(cell: Cell, costs: CostTable, overrides: tuple[str, ...] = (), **options: Any) -> Replay:
+    """A replay that begins with an empty history. `options`: of Replay."""
+    from paceline.build.policy import build_policy
+    from paceline.replay.engine import Replay
+    from paceline.replay.tape import Tape
+
+    assert costs.frozen  # or a policy's learning would change the clock
+    config = replay_config(cell, overrides)
+    tape = Tape()
+    return Replay(
+        build_policy(config.speculation, lambda: costs),
+        costs,
+        _drafter(config, tape, costs),
+        tape=tape,
+        max_num_seqs=cell.batch,
+        **options,
+    )
+
+
+def _drafter(config: Config, tape: Tape, costs: CostTable) -> Drafter | None:
+    from paceline.build.drafter import build_history
+
+    speculation = config.speculation
+    if speculation.method == "none":
+        return None
+    if speculation.method == "ngram":
+        from paceline.drafters.ngram import NgramDrafter
+
+        return NgramDrafter(speculation.prompt_lookup_min, speculation.prompt_lookup_max)
+    if speculation.method == "suffix":
+        return build_history(config)
+    from paceline.replay.recorded_head import RecordedHead
+
+    head = RecordedHead(tape)
+    if speculation.method == "eagle3":
+        return head
+    from paceline.drafters.hybrid import HybridDrafter
+    from paceline.speculation.batch import Load
+
+    assert speculation.method == "hybrid"
+    head_cost = costs.draft_s("eagle3", 1, 1) / costs.step_s(Load(1, 1, 1))
+    return HybridDrafter(build_history(config), head, head_cost, speculation.hybrid_choice)
+
+
+def frozen_costs(cost: str | None, hardware: str | None) -> CostTable:
+    """The table of --cost or --hardware; DEFAULT_HARDWARE's where neither is given."""
+    from pathlib import Path
+
+    from paceline.speculation.cost import CostTable
+    from paceline.speculation.cost_files import cost_table_of, shipped_tables
+
+    if cost is not None and hardware is not None:
+        raise ValueError(f"--cost {cost} and --hardware {hardware}: give one of the two")
+    if hardware is not None and hardware not in shipped_tables():
+        raise ValueError(
+            f"--hardware {hardware!r}: the shipped tables are {', '.join(shipped_tables())}; or give --cost FILE"
+        )
+    if cost is not None and not Path(cost).is_file():
+        raise ValueError(
+            f"--cost {cost}: no such file; or name a shipped table: --hardware {'|'.join(shipped_tables())}"
+        )
+    table = cost_table_of(cost or hardware or DEFAULT_HARDWARE)
+    return CostTable(table.name, table.points, table.drafts, table.per_context_token_s, table.source, frozen=True)
+
+
+def load_any_tokenizer(name: str) -> Any:
+    """Without code from the hub."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--tokenizer {name!r}: can't be loaded ({error})") from None

@@ -1,0 +1,1 @@
+"""Recorded rollouts in place of a model: drafters and policies judged offline (no torch)."""

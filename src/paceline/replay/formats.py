@@ -1,0 +1,221 @@
+"""One line of a rollouts file to a Record, by the keys that it has:
+
+    prompt_ids, token_ids             our own rollouts.jsonl; `mask` false where an environment spoke, `eagle3` a digit
+                                      per token: how many of a head's tokens would have been accepted there
+    prompt_ids, completion_ids        TRL, with token ids
+    prompt_token_ids, token_ids       vLLM
+    token_ids, token_loss_mask        NeMo RL (train_data_step*.jsonl, every value in a list of one)
+    message_log                       NeMo RL: messages with `role` and `token_ids`, or `content`
+    prompt, completion                TRL (log_completions), text or messages
+    input, output                     verl (trainer.rollout_data_dir), text
+    prompt, response                  text
+
+Token ids go before text. Text needs a tokenizer, and loses what text does not show: special tokens that were left out,
+and how the policy itself had cut it into tokens.
+
+A problem is known by `problem`, else by its prompt. (`uid` and `group` name a group within one step, not a problem that
+comes back.) The step is `step`, `global_step` or `training_step`; else a number that ends the file's name. The policy's
+version is `versions` (ours), `version`, or the step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from paceline.replay.rounds import Record
+
+Json = Mapping[str, Any]
+IDS = (("prompt_ids", "token_ids"), ("prompt_ids", "completion_ids"), ("prompt_token_ids", "token_ids"))
+TEXTS = (("prompt", "completion"), ("input", "output"), ("prompt", "response"))
+STEPS = ("step", "global_step", "training_step")
+MAX_ID = 2**31 - 1
+KNOWN = "; ".join(f"`{a}` and `{b}`" for a, b in (*IDS, ("token_ids", "token_loss_mask"), *TEXTS)) + "; `message_log`"
+
+
+class Formats:
+    """`tokenizer`: makes one when the first text comes; None where the user named none."""
+
+    def __init__(self, tokenizer: Callable[[], Any] | None = None) -> None:
+        self._make_tokenizer = tokenizer
+        self._tokenizer: Any = None
+
+    def record(self, line: Json, step: int | None = None) -> Record:
+        """`step`: by the file's name. ValueError says what is wrong, but not where."""
+        prompt_ids, token_ids, mask = self._tokens(line)
+        if not len(prompt_ids):
+            raise ValueError("its prompt is empty; a prompt needs at least one token")
+        if mask is not None and mask.all():
+            mask = None
+        step = next((_integer(line, key) for key in STEPS if line.get(key) is not None), step)
+        version = _version(line)
+        longest = line.get("max_tokens")
+        return Record(
+            problem=str(line["problem"]) if line.get("problem") is not None else _digest(prompt_ids),
+            prompt_ids=prompt_ids,
+            token_ids=token_ids,
+            mask=mask,
+            matches=_matches(line, len(token_ids)),
+            is_cut=line.get("finish_reason") == "length",
+            max_tokens=_integer(line, "max_tokens") if longest is not None else None,
+            step=step,
+            version=version if version is not None else step,
+        )
+
+    def _tokens(self, line: Json) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """The prompt, what follows it, and what of that the policy chose."""
+        for prompt, completion in IDS:
+            if line.get(prompt) is not None and line.get(completion) is not None:
+                token_ids = _ids(line, completion)
+                mask = _mask(line, "mask", len(token_ids)) if line.get("mask") is not None else None
+                return _ids(line, prompt), token_ids, mask
+        if line.get("token_ids") is not None and line.get("token_loss_mask") is not None:
+            return _nemo({key: _only(line.get(key)) for key in ("token_ids", "token_loss_mask", "input_lengths")})
+        if line.get("message_log") is not None:
+            return self._messages(_only(line["message_log"]))
+        for prompt, completion in TEXTS:
+            if line.get(prompt) is not None and line.get(completion) is not None:
+                return self._text(line[prompt], prompt), *self._said(line[completion], completion)
+        raise ValueError(f"has no rollout: it has the keys {', '.join(line) or '(none)'}. Known are {KNOWN}")
+
+    # -- text -------------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            if self._make_tokenizer is None:
+                raise ValueError(
+                    "has text and no token ids; name the policy's tokenizer: --tokenizer NAME or directory"
+                )
+            self._tokenizer = self._make_tokenizer()
+        return self._tokenizer
+
+    def _encode(self, text: Any, key: str) -> np.ndarray:
+        if not isinstance(text, str):
+            raise ValueError(f"`{key}` is {_kind(text)}; expected text, or a list of messages")
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+    def _text(self, prompt: Any, key: str) -> np.ndarray:
+        if not isinstance(prompt, list):
+            return self._encode(prompt, key)
+        messages = [{"role": role, "content": content} for role, content, _ in map(_message, prompt)]
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return self._encode(text, key)
+
+    def _said(self, completion: Any, key: str) -> tuple[np.ndarray, np.ndarray | None]:
+        if not isinstance(completion, list):
+            return self._encode(completion, key), None
+        return _joined([(role == "assistant", self._encode(content, key)) for role, content, _ in
+                        map(_message, completion)])  # fmt: skip
+
+    def _messages(self, messages: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        if not isinstance(messages, list):
+            raise ValueError(f"`message_log` is {_kind(messages)}; expected a list of messages")
+        parts = [
+            (
+                role == "assistant",
+                _ids({"token_ids": ids}, "token_ids") if ids is not None else self._encode(text, role),
+            )
+            for role, text, ids in map(_message, messages)
+        ]
+        first = next((i for i, (chosen, _) in enumerate(parts) if chosen), len(parts))
+        prompt, _ = _joined(parts[:first])
+        return prompt, *_joined(parts[first:])
+
+
+def _joined(parts: list[tuple[bool, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens end to end, and which of them the policy chose."""
+    tokens = np.concatenate([np.zeros(0, np.int32), *(ids for _, ids in parts)])
+    return tokens, np.repeat(np.array([chosen for chosen, _ in parts], bool), [len(ids) for _, ids in parts])
+
+
+def _message(message: Any) -> tuple[str, Any, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError(f"a message is {_kind(message)} without a role; expected objects with `role` and `content`")
+    return message["role"], message.get("content"), message.get("token_ids")
+
+
+def _nemo(line: Json) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    token_ids = _ids(line, "token_ids")
+    mask = _mask(line, "token_loss_mask", len(token_ids))
+    if line["input_lengths"] is not None:  # beyond it there is padding
+        length = _integer(line, "input_lengths")
+        token_ids, mask = token_ids[:length], mask[:length]
+    first = int(mask.argmax()) if mask.any() else len(mask)
+    return token_ids[:first], token_ids[first:], mask[first:]
+
+
+def _only(value: Any) -> Any:
+    """What is in a list of one list or one text, or the value itself."""
+    return value[0] if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], Mapping) else value
+
+
+def _ids(line: Json, key: str) -> np.ndarray:
+    values = line[key]
+    if not isinstance(values, list):
+        raise ValueError(f"`{key}` is {_kind(values)}; expected a list of token ids")
+    if not values:
+        return np.zeros(0, np.int32)
+    try:
+        ids = np.array(values)
+    except (ValueError, OverflowError):  # lists within it, of several lengths
+        ids = np.array([None])
+    if ids.ndim != 1 or ids.dtype.kind != "i":
+        wrong = next((v for v in values if not isinstance(v, int) or isinstance(v, bool)), values[0])
+        raise ValueError(f"`{key}` holds {str(wrong)[:40]!r}; token ids are integers from 0 to {MAX_ID}")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high > MAX_ID:
+        raise ValueError(f"`{key}` holds {low if low < 0 else high}; token ids are integers from 0 to {MAX_ID}")
+    return ids.astype(np.int32)
+
+
+def _mask(line: Json, key: str, num_tokens: int) -> np.ndarray:
+    values = line[key]
+    try:
+        mask = np.array(values)
+    except ValueError:
+        mask = np.array([None])
+    if mask.shape != (num_tokens,) or mask.dtype.kind not in "bif":
+        if not num_tokens and values == []:
+            return np.zeros(0, bool)
+        raise ValueError(f"`{key}` is not a list of {num_tokens} times 0 or 1, one per token")
+    return mask != 0
+
+
+def _matches(line: Json, num_tokens: int) -> np.ndarray | None:
+    digits = line.get("eagle3")
+    if digits is None:
+        return None
+    if (
+        not isinstance(digits, str)
+        or len(digits) != num_tokens
+        or (digits and not (digits.isascii() and digits.isdecimal()))
+    ):
+        raise ValueError(f"`eagle3` is not a text of {num_tokens} digits, one per token")
+    return np.frombuffer(digits.encode(), np.uint8) - ord("0")
+
+
+def _integer(line: Json, key: str) -> int:
+    value = line[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1 or not 0 <= value < 2**53:
+        raise ValueError(f"`{key}` is {str(value)[:40]!r}; expected an integer >= 0")
+    return int(value)
+
+
+def _version(line: Json) -> int | None:
+    runs = line.get("versions")
+    if isinstance(runs, list) and runs and isinstance(runs[0], list) and runs[0]:
+        return _integer({"versions": runs[0][0]}, "versions")
+    return _integer(line, "version") if line.get("version") is not None else None
+
+
+def _digest(prompt_ids: np.ndarray) -> str:
+    return hashlib.blake2b(prompt_ids.tobytes(), digest_size=8).hexdigest()
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,164 @@
+"""`paceline replay` and `paceline advise`, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from paceline.speculation.cost import CostTable, Point
+
+# Much to say, over and over: 8 problems whose samples repeat each other for the most part.
+FEED = """
+import random, sys
+rng = random.Random(0)
+base = [[rng.randrange(5000) for _ in range(400)] for _ in range(8)]
+text = "".join(rng.choice("abcdefgh ") for _ in range(40000))
+written = step = 0
+while written < int(sys.argv[1]) * 10**6:
+    for p in range(8):
+        for sample in range(4):
+            ids = [t if rng.random() < 0.8 else rng.randrange(5000) for t in base[p]]
+            written += sys.stdout.write(
+                '{"step": %d, "problem": "p%d", "prompt_ids": [1, 2, 3], "token_ids": %s, "completion": "%s"}\\n'
+                % (step, p, ids, text)
+            )
+    step += 1
+"""
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("replay") / "rollouts.jsonl"
+    rng = np.random.default_rng(0)
+    base = rng.integers(0, 500, (3, 40))
+    with path.open("w") as file:
+        for step in range(3):
+            for p in range(3):
+                for _ in range(3):
+                    num = int(rng.integers(20, 40))
+                    ids = np.where(rng.random(num) < 0.85, base[p, :num], rng.integers(0, 500, num)).tolist()
+                    digits = "".join(map(str, rng.integers(0, 5, num)))
+                    line = {"step": step, "problem": f"p{p}", "prompt_ids": [p, 1, 2], "token_ids": ids,
+                            "finish_reason": "stop", "eagle3": digits}  # fmt: skip
+                    file.write(json.dumps(line) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Cheap drafts for one row; for 16 rows every token costs as much as a step."""
+    points = [Point(1, 1, 50, 0.01), Point(1, 8, 57, 0.0101), Point(16, 16, 800, 0.01), Point(16, 32, 816, 0.17)]
+    path = tmp_path_factory.mktemp("cost") / "table.json"
+    CostTable("mine", points, {"eagle3": [(1, 1, 0.001)]}, source="made up").save(path)
+    return str(path)
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return done.exit_code, done.output
+
+
+def test_replay_prints_and_writes_all_there_is(rollouts: Path, table: str, tmp_path: Path) -> None:
+    code, output = run("replay", rollouts, "--cost", table, "--drafter", "suffix,ngram,eagle3,hybrid", "--policy",
+                       "static:3,auto", "--batch", "1,4", "--json", tmp_path / "out.json")  # fmt: skip
+    assert code == 0, output
+    assert "suffix static:3" in output and "hybrid auto" in output and "cold" in output and "warm" in output
+    assert "does not know what drafting takes by ngram, suffix" in output
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert len(rows) == 2 * 4 * 2 * (3 + 1)  # batches, drafters, policies, epochs and all
+    whole = {(r["drafter"], r["policy"], r["batch"]): r for r in rows if r["epoch"] == "all"}
+    assert len({row["tokens"] for row in whole.values()}) == 1  # nobody loses a token
+    best = whole["suffix", "static:3", 1]
+    assert best["speedup"] == pytest.approx(best["plain_makespan_s"] / best["makespan_s"]) and best["speedup"] > 1.2
+    epochs = [r for r in rows if (r["drafter"], r["policy"], r["batch"]) == ("suffix", "static:3", 1)]
+    assert [r["epoch"] for r in epochs] == ["1", "2", "3", "all"]
+    assert sum(r["makespan_s"] for r in epochs[:3]) == pytest.approx(best["makespan_s"])
+    assert epochs[2]["acceptance_rate"] > epochs[0]["acceptance_rate"]  # history
+
+
+def test_a_pipe_gives_what_the_file_gives(rollouts: Path, table: str, tmp_path: Path) -> None:
+    options = ["--cost", table, "--drafter", "suffix,ngram", "--policy", "static:2", "--batch", "1,4"]
+    assert run("replay", rollouts, *options, "--json", tmp_path / "file.json")[0] == 0
+    command = [sys.executable, "-m", "paceline.cli", "replay", "-", *options, "--json", str(tmp_path / "pipe.json")]
+    with rollouts.open("rb") as file:
+        subprocess.run(command, stdin=file, check=True, capture_output=True)
+    file_rows, pipe_rows = (json.loads((tmp_path / f"{n}.json").read_text())["rows"] for n in ("file", "pipe"))
+    assert file_rows == pipe_rows
+
+
+def test_advice(rollouts: Path, table: str, tmp_path: Path) -> None:
+    code, output = run("advise", rollouts, "--cost", table, "--batch", "1,16", "--json", tmp_path / "out.json")
+    assert code == 0, output
+    assert "batch 1: " in output and "Generation " in output and "a whole step" in output
+    assert "batch 16: leave it off here" in output
+    assert "speculation.method=" in output and "--generation-share" in output
+    advised = json.loads((tmp_path / "out.json").read_text())
+    assert [row["speculate"] for row in advised["batches"]] == [True, False]
+    assert {row["drafter"] for row in advised["rows"]} == {"suffix", "ngram", "eagle3", "hybrid"}  # matches are stored
+
+
+def test_advice_reads_the_runs_own_metrics(rollouts: Path, table: str, tmp_path: Path) -> None:
+    (tmp_path / "rollouts.jsonl").write_bytes(rollouts.read_bytes())
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"stages": {"generation": 9.0, "total": 10.0}}) + "\n")
+    code, output = run("advise", tmp_path, "--cost", table, "--batch", "1", "--json", tmp_path / "out.json")
+    assert code == 0 and json.loads((tmp_path / "out.json").read_text())["generation_share"] == 0.9, output
+    assert "taken for 65%" not in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--drafter", "draft_model"], "--drafter 'draft_model': replay has no model; use one of suffix, ngram"),
+        (["--policy", "static"], "--policy 'static': use static:K"),
+        (["--policy", "auto:x"], "--policy 'auto:x'"),
+        (["--policy", "static:999"], "speculation.num_speculative_tokens"),
+        (["--batch", "0"], "--batch '0': give one or more numbers from 1"),
+        (["--batch", "a"], "--batch 'a': give numbers separated by commas"),
+        (["--order", "shortest"], "--order 'shortest'"),
+        (["--hardware", "abacus"], "--hardware 'abacus': the shipped tables are"),
+        (["--cost", "missing.json"], "--cost missing.json: no such file"),
+        (["--cost", "a.json", "--hardware", "b"], "give one of the two"),
+        (["--set", "speculation.nonsense=1"], "unknown key speculation.nonsense"),
+    ],
+)
+def test_mistakes_are_answered_at_once(rollouts: Path, arguments: list[str], message: str) -> None:
+    code, output = run("replay", rollouts, *arguments)
+    assert code == 2 and message in " ".join(output.split()), output
+
+
+def test_broken_lines_are_named_or_counted(rollouts: Path, table: str, tmp_path: Path) -> None:
+    lines = rollouts.read_text().splitlines()
+    (tmp_path / "r.jsonl").write_text("\n".join([*lines[:10], "{", *lines[10:]]) + "\n")
+    options = ["--cost", table, "--batch", "4", "--policy", "static:1"]
+    code, output = run("replay", tmp_path / "r.jsonl", *options)
+    assert code == 2 and "line 11: not valid JSON" in " ".join(output.split())
+    code, output = run("replay", tmp_path / "r.jsonl", *options, "--skip-broken")
+    assert code == 0 and "1 broken lines were left out" in " ".join(output.split())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_500_mb_through_a_pipe_take_little_memory(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "paceline.cli", "replay", "-", "--batch", "32", "--policy", "static:3", "--set",
+               "speculation.suffix_max_versions=2", "--json", str(tmp_path / "out.json")]  # fmt: skip
+    feed = subprocess.Popen([sys.executable, "-c", FEED, "500"], stdout=subprocess.PIPE)
+    replay = subprocess.Popen(command, stdin=feed.stdout, stdout=subprocess.DEVNULL)
+    assert feed.stdout is not None
+    feed.stdout.close()
+    peaks = [0]  # kB. Not ru_maxrss, which remembers what this process had when it forked
+    while replay.poll() is None:
+        peaks += [int(kb) for kb in re.findall(r"VmHWM:\s+(\d+)", Path(f"/proc/{replay.pid}/status").read_text())]
+        time.sleep(0.05)
+    assert feed.wait() == 0 and replay.returncode == 0
+    (*_, whole) = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert whole["tokens"] > 4_000_000 and whole["accepted_tokens"] > 1_000_000
+    assert 10_000 < max(peaks) < 200_000, peaks[-1]
