@@ -30,9 +30,34 @@ HEADS = {"eagle3": "eagle3", "hybrid": "eagle3", "draft_model": "draft_model"}  
 MARGIN = 0.01  # less gain than this is not worth the risk of a wrong estimate
 PROBES = 0.005  # share of the time that may go into trying what does not seem to pay
 PROBATION = 16  # outcomes before a drafter's drafts are taken at their estimated worth; a slot at a time until then
+NEGLIGIBLE = 0.002  # of a step: drafting that takes less is not worth a thought
+MEMORY = 64  # auctions that are remembered, about
 PROBE_DEPTH = 2  # positions that a head's probe tries
 MAX_POSITIONS = 16  # further ones are taken for the last
 HEAD_PRIOR = 0.6  # a head's acceptance at each position before any was seen
+
+
+class Yields:
+    """What auctions bring, per row: tokens, and slots that were taken for them. By powers of two of rows; where none
+    was held, as with the nearest number of rows."""
+
+    def __init__(self) -> None:
+        self._mean = np.zeros((32, 2))
+        self._num = np.zeros(32, np.int64)
+
+    def at(self, num_rows: int) -> tuple[float, float] | None:
+        known = np.flatnonzero(self._num)
+        if not len(known):
+            return None
+        nearest = known[np.abs(known - num_rows.bit_length()).argmin()]
+        brings, num_slots = self._mean[nearest].tolist()
+        return brings, num_slots
+
+    def observe(self, num_rows: int, brings: float, num_slots: float) -> None:
+        at = num_rows.bit_length()
+        self._num[at] += 1
+        share = max(1 / self._num[at], 1 / MEMORY)
+        self._mean[at] += share * (np.array([brings, num_slots]) - self._mean[at])
 
 
 class AutoPolicy:
@@ -44,14 +69,16 @@ class AutoPolicy:
 
     def __init__(self, costs: CostTable, max_tokens: int, method: str = "suffix") -> None:
         self.costs, self.max_tokens = costs, max_tokens
-        self.head = HEADS.get(method)  # who drafts with a model, if anyone, as the cost table knows it
+        self.head = HEADS.get(method)  # who drafts with a model, if anyone
         self.has_history = self.head != method  # and whether anyone drafts without
+        self.costly = self.head or method  # whose time the cost table knows
+        self.yields = Yields()
         self.chances = Chances()
         self.depths: Calibration = of_positions(MAX_POSITIONS, HEAD_PRIOR)
         self.decision = Decision()
         self._version = -1  # of the policy; none yet
         self._load = Load()
-        self._head_k = 0
+        self._drafted_k = 0
         self._draft_s = 0.0
         self._load_s = 0.0  # of the step without drafts
         self._credit_s = 0.0  # for probes
@@ -79,27 +106,37 @@ class AutoPolicy:
         self._cells = np.zeros((num_rows, 0), np.int64)
         self._load_s = plain_s = self.costs.step_s(rows.load)
         self._credit_s = min(self._credit_s + PROBES * plain_s, 10 * plain_s)
-        self._head_k, self._draft_s, self._probing = 0, 0.0, False
-        caps = np.full(num_rows, self.max_tokens if self.has_history else 0, np.int32)
-        reason = "nothing was drafted"
-        if self.head is not None:
-            head_caps = self._head_caps(num_rows, plain_s)
-            rows.head_caps = head_caps
-            self._head_k = int(head_caps.max(initial=0))
-            caps = np.maximum(caps, head_caps)
-            if not self._head_k:
-                reason = f"{self.head} would not pay at {num_rows} rows"
+        self._drafted_k, self._draft_s, self._probing = 0, 0.0, False
+        caps = np.zeros(num_rows, np.int32)
+        if self.head is None:
+            if self._history_pays(num_rows, plain_s):
+                caps[:] = self._drafted_k = self.max_tokens
+        else:
+            rows.head_caps = head_caps = self._head_caps(num_rows, plain_s)
+            self._drafted_k = int(head_caps.max(initial=0))
+            caps = np.maximum(caps, self.max_tokens) if self.has_history else head_caps
+        reason = "nothing was drafted" if self._drafted_k else f"{self.costly} would not pay at {num_rows} rows"
         self.decision = Decision(reason, 0.0, plain_s)
         return caps
+
+    def _history_pays(self, num_rows: int, plain_s: float) -> bool:
+        """Looking into history takes time too, where a fast GPU waits for it: is what auctions brought so far worth
+        it?"""
+        self._draft_s = self.costs.draft_s(self.costly, num_rows, self.max_tokens)
+        found = self.yields.at(num_rows)
+        if self._draft_s < NEGLIGIBLE * plain_s or found is None:
+            return True
+        brings, num_slots = found  # per row
+        seconds = self._draft_s + float(self.costs.steps_s(self._load, round(num_slots * num_rows))[-1])
+        return (1 + brings) / seconds >= (1 + MARGIN) / plain_s or self._pay(self._draft_s)
 
     def _head_caps(self, num_rows: int, plain_s: float) -> np.ndarray:
         """One draft length for all rows: argmax_k (1 + S_k) · rows / (T_draft(k) + T(rows · (1 + k))), S_k the tokens
         that a draft of k brings."""
-        assert self.head is not None
         k_max = self.max_tokens
         brings = np.cumsum(np.cumprod(self.depths(np.arange(k_max))))
         verify_s = self.costs.steps_s(self._load, num_rows * k_max)[num_rows::num_rows]
-        draft_s = np.array([self.costs.draft_s(self.head, num_rows, k + 1) for k in range(k_max)])
+        draft_s = np.array([self.costs.draft_s(self.costly, num_rows, k + 1) for k in range(k_max)])
         rates = (1 + brings) / (draft_s + verify_s)
         best = int(rates.argmax())
         caps = np.zeros(num_rows, np.int32)
@@ -108,7 +145,7 @@ class AutoPolicy:
             self._draft_s = float(draft_s[best])
             return caps
         k = min(PROBE_DEPTH, k_max)
-        draft_once_s = self.costs.draft_s(self.head, 1, k)
+        draft_once_s = self.costs.draft_s(self.costly, 1, k)
         if self._pay(draft_once_s + float(self.costs.steps_s(self._load, k)[k]) - plain_s):
             self._num_probes += 1
             caps[self._num_probes % num_rows] = k
@@ -137,6 +174,8 @@ class AutoPolicy:
         best, verb = int(rates.argmax()), "takes"
         if rates[best] < (1 + MARGIN) * rates[0]:
             best = 0
+        if len(order) == drafts.num.sum():  # or those on probation would count for little
+            self.yields.observe(num_rows, gain[best] / num_rows, best / num_rows)
         if self._probing:
             best, verb = max(best, min(PROBE_DEPTH, len(order))), "probes"
         elif not best and len(order) and self._pay(float(seconds[1] - seconds[0])):
@@ -162,7 +201,7 @@ class AutoPolicy:
     def observe(self, commits: Commits, trace: StepTrace) -> None:
         if self._cells.shape[1] and commits.num_drafted.any():
             self._learn(commits)
-        self.costs.observe(trace, self._head_k, self.head, 1 if self._probing else None)
+        self.costs.observe(trace, self._drafted_k, self.costly, 1 if self._probing else None)
 
     def _learn(self, commits: Commits) -> None:
         cells, from_head = self._cells, self._from_head

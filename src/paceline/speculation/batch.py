@@ -79,6 +79,20 @@ class Commits:
     num_drafted: np.ndarray  # int32 [B]
     num_accepted: np.ndarray  # int32 [B]
 
+    @property
+    def num_known(self) -> np.ndarray:
+        """Drafted positions of which it is known whether they are right: those that stood and the first that did not.
+        A draft that its sequence's end cut short was not wrong. int32 [B]."""
+        wrong = (self.num_accepted < self.num_drafted) & (self.num > self.num_accepted)
+        return self.num_accepted + wrong
+
+
+def places_of(request_ids: np.ndarray, among: np.ndarray) -> np.ndarray:
+    """Where each of some requests stands among others, of which it is one: int64. Rows that a step began with may have
+    been sent back to wait before its end."""
+    order = among.argsort()
+    return order[among.searchsorted(request_ids, sorter=order)]
+
 
 class Drafter(Protocol):
     """Guesses what the target will say. `begin` and `end` bracket a request's life; between them every

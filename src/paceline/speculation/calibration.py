@@ -26,12 +26,20 @@ class Calibration:
         """The chance of what was said, shape by shape."""
         return (self.counts[0] / self.counts[1])[np.digitize(said, self.edges)]
 
+    def observe_many(self, said: np.ndarray, num_right: np.ndarray, num_known: np.ndarray) -> None:
+        """Drafts of which this was said, position by position [B, K]: of row i the first num_known[i] have an outcome,
+        and of these the first num_right[i] are right. Older outcomes fade by all that are new to their bin, these do
+        not fade against each other."""
+        position = np.arange(said.shape[1])
+        bins, known = np.digitize(said, self.edges), position < num_known[:, None]
+        right = known & (position < num_right[:, None])
+        num_bins = self.counts.shape[1]
+        new = np.stack([np.bincount(bins[each], minlength=num_bins) for each in (right, known)])
+        self.counts = self.counts * (1 - 1 / MEMORY) ** new[1] + new
+
     def observe(self, said: np.ndarray, num_right: int) -> None:
-        """A draft of which this was said, position by position: the first num_right are right, the next, if any, is
-        wrong, and what comes after it is unknown."""
-        for j, i in enumerate(np.digitize(said[: num_right + 1], self.edges).tolist()):
-            self.counts[:, i] *= 1 - 1 / MEMORY
-            self.counts[:, i] += (j < num_right, 1)
+        """A single draft: the first num_right are right, the next, if any, is wrong."""
+        self.observe_many(said[None], np.array([num_right]), np.array([num_right + 1]))
 
     def fade(self) -> None:
         self.counts = self.start + (self.counts - self.start) * FADE

@@ -223,12 +223,14 @@ class DasPolicy:
         return {"counts": self.counts.copy(), "version": np.array([self._version])}
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        if state.keys() != {"counts", "version"} or state["counts"].shape != self.counts.shape:
+        if state.keys() != {"counts", "version"}:
             raise ValueError(
-                f"not a state of the das policy with {self.max_tokens} tokens: it holds {sorted(state) or 'nothing'}; "
-                "was speculation.policy or num_speculative_tokens changed?"
+                f"not a state of the das policy: it holds {sorted(state) or 'nothing'}; was speculation.policy changed?"
             )
-        self.counts, self._version = state["counts"].astype(np.float64), int(state["version"][0])
+        known = min(self.max_tokens, state["counts"].shape[1])  # positions; there may have been more, or fewer
+        self.counts = np.zeros((3, self.max_tokens))
+        self.counts[:, :known] = state["counts"][:, :known]
+        self._version = int(state["version"][0])
 
 
 def _depths(rates: np.ndarray, filled: np.ndarray) -> np.ndarray:

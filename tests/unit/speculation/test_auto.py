@@ -30,7 +30,7 @@ class Line:
         return self.step + self.token * np.arange(num_extra + 1)
 
     def draft_s(self, drafter: str, num_rows: int, k: int) -> float:
-        return self.draft * k
+        return 0.0 if drafter == "suffix" else self.draft * k
 
     def observe(self, trace: Any, k: int, drafter: str | None, num_rows: int | None) -> None:
         pass
@@ -56,17 +56,13 @@ def told(policy: AutoPolicy, drafts: DraftBatch, lengths: np.ndarray, accepted: 
     policy.observe(commits, None)  # type: ignore[arg-type]
 
 
-def known(policy: AutoPolicy, chance: float = 0.5, num_rows: int = 8) -> None:
+def known(policy: AutoPolicy) -> None:
     """Past probation, with every word worth what it says."""
     rng = np.random.default_rng(0)
-    for _ in range(400):
-        said = rng.random((num_rows, K))
-        stood = np.cumprod(rng.random((num_rows, K)) < said, axis=1).sum(1)
-        policy.plan(rows(num_rows))
-        drafts = offered(said)
-        policy._cells = policy.chances.cells(drafts)
-        policy._from_head = np.zeros(num_rows, bool)
-        told(policy, drafts, np.full(num_rows, K, np.int32), stood)
+    for _ in range(20):
+        said = rng.random((100, K))
+        stood = np.cumprod(rng.random((100, K)) < said, axis=1).sum(1)
+        policy.chances.observe(policy.chances.cells(offered(said)), stood, np.minimum(stood + 1, K))
 
 
 def brute_force(policy: AutoPolicy, drafts: DraftBatch) -> float:
@@ -198,6 +194,7 @@ def test_rows_that_were_sent_back_to_wait_are_told_apart() -> None:
 def test_new_weights_halve_what_is_known_and_state_round_trips() -> None:
     policy = AutoPolicy(Line(), K)  # type: ignore[arg-type]
     known(policy)
+    policy.plan(rows(1))
     before = policy.chances.state()["counts"].sum()
     policy.plan(rows(1, version=1))
     assert policy.chances.state()["counts"].sum() == pytest.approx(before / 2)

@@ -287,7 +287,14 @@ def test_state_comes_back() -> None:
     again.restore(made.state())
     np.testing.assert_array_equal(again.counts, made.counts)
     assert caps_of(again, view)[0] > caps_of(fresh, view)[0]
-    for wrong in ({}, {"counts": np.zeros((3, K + 1)), "version": np.zeros(1)}, {"depths": np.zeros(2)}):
+    for k in (K - 1, K + 3):  # another num_speculative_tokens: what is known of the positions that both have
+        other = DasPolicy(table(0.2), k)
+        other.restore(made.state())
+        np.testing.assert_array_equal(other.counts[:, :K], made.counts[:, :k])
+        assert other.counts.shape == (3, k) and not other.counts[:, K:].any()
+        other.begin(Request(0, (1,)))
+        assert caps_of(other, rows([600]))[0] > 0
+    for wrong in ({}, {"counts": np.zeros((3, K))}, {"depths": np.zeros(2)}):
         with pytest.raises(ValueError, match="not a state of the das policy"):
             fresh.restore(wrong)
 
