@@ -208,12 +208,22 @@ def _rollout(
 
 
 def _trace(rng: random.Random, index: int, rl_step: int) -> dict[str, Any]:
+    """Of ten steps one each drafts nothing, finds nothing, refuses what was found, and probes."""
     rows = rng.choice((1, 2, 3, 8, 16))
     forward = 0.01 + 0.003 * rows
+    asked, found, verified = (index % 10 > n for n in range(3))
+    probes = index % 10 == 3
+    drafts = (1 if probes else rows) if verified else 0
+    reason = f"{'probes' if probes else 'takes'} {drafts * 3} of {rows * 4}" if found else "nothing was drafted"
     return {
-        "rl_step": rl_step, "step": index, "start_s": index * 0.05, "num_rows": rows, "num_query_tokens": rows * 4,
-        "num_context_tokens": rows * 80, "num_emitted": rows * 2, "num_drafts": rows, "num_draft_tokens": rows * 3,
-        "num_accepted_tokens": rows, "accepted_per_position": [rows, 0, 0], "drafted_per_position": [rows] * 3,
+        "rl_step": rl_step, "step": index, "start_s": index * 0.05, "num_rows": rows,
+        "num_query_tokens": rows + drafts * 3, "num_context_tokens": rows * 80, "num_emitted": rows + drafts,
+        "num_drafts": drafts, "num_draft_tokens": drafts * 3, "num_accepted_tokens": drafts,
+        "accepted_per_position": [drafts, 0, 0] if verified else [],
+        "drafted_per_position": [drafts] * 3 if verified else [],
         "num_preempted": 0, "num_free_blocks": 100, "draft_s": 0.001, "forward_s": forward, "sample_s": 0.002,
         "total_s": forward + 0.0035, "version": rl_step, "drafter_version": 0, "drafter": "suffix",
+        "policy": "auto", "reason": reason, "num_planned": rows * 5 * asked, "num_proposed": rows * 4 * found,
+        "expected_accepted": 1.2 * drafts, "expected_s": forward + 0.003,
+        "sources": [["suffix", drafts * 3, drafts]] if verified else [],
     }  # fmt: skip

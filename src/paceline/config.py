@@ -481,7 +481,7 @@ def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     rules = [
         f"{sign} {bound}"
         for rule in metadata
-        for name, sign in (("ge", ">="), ("le", "<="), ("pattern", "matching"))
+        for name, sign in (("gt", ">"), ("ge", ">="), ("le", "<="), ("pattern", "matching"))
         if (bound := getattr(rule, name, None)) is not None
     ]
     return f"{text} {' and '.join(rules)}" if rules else text

@@ -23,12 +23,14 @@ from paceline.replay.rounds import Record, Round, Rounds
 from paceline.speculation.batch import Commits, Load
 from paceline.speculation.policy import StaticPolicy
 from paceline.types import Completion, Request, SamplingParams, StepTrace
+from paceline.verify.cases import policy_of
 
 MAX_TOKENS = 32
 NUM_SAMPLES = 3
 ROOM = {"max_num_seqs": 6, "max_num_batched_tokens": 40}  # fewer slots than requests, prompts in several chunks
 DRAFTERS = {"ngram": lambda: NgramDrafter(1, 3), "suffix": lambda: SuffixDrafter()}
 POLICIES = {"k=4": (4,), "by batch": ({1: 7, 3: 5, 6: 2},), "confident": (6, 0.3)}
+COSTLY = ("das", "auto")  # on a frozen cost table: what they learn of time would differ
 STEP = ("step", "num_rows", "num_query_tokens", "num_context_tokens", "num_emitted", "num_drafts", "num_draft_tokens",
         "num_accepted_tokens", "accepted_per_position", "drafted_per_position", "version", "drafter", "policy",
         "reason", "num_planned", "num_proposed", "sources")  # fmt: skip
@@ -62,7 +64,7 @@ def live(
     engine = LocalEngine(
         PagedDecoder(decoder, num_blocks=400),
         drafter=DRAFTERS[drafter](),
-        policy=StaticPolicy(*POLICIES[policy]),
+        policy=policy_of(policy, 6, drafter) if policy in COSTLY else StaticPolicy(*POLICIES[policy]),
         prefix_sharing=sharing,
         order=order,
         **ROOM,
@@ -111,12 +113,13 @@ def replay(
     rounds: list[list[Completion]], drafter: str, policy: str, kind: type[Replay] = Replay, **options: object
 ) -> tuple[list[StepTrace], list[list[int]]]:
     traces: list[StepTrace] = []
-    watched = Watched(*POLICIES[policy])
+    watched = policy_of(policy, 6, drafter) if policy in COSTLY else Watched(*POLICIES[policy])
     engine = kind(watched, Free(), DRAFTERS[drafter](), prefill=True, watch=traces.append, **ROOM, **options)
     records = [record(epoch, completion) for epoch, done in enumerate(rounds) for completion in done]
     for recorded in Rounds(MAX_TOKENS).of(records):
         engine.play(recorded)
-    return traces, [watched.counts[i].tolist() for i in range(len(records))]
+    counts = watched.counts if isinstance(watched, Watched) else {}
+    return traces, [counts[i].tolist() for i in sorted(counts)]
 
 
 def seen(traces: list[StepTrace]) -> list[dict[str, object]]:
@@ -187,3 +190,12 @@ def test_a_broken_replay_is_caught(broken: type[Replay]) -> None:
 
 def test_blocks_are_as_large_here_as_there() -> None:
     assert prefixes.BLOCK == BLOCK
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("policy", COSTLY)
+def test_policies_decide_in_a_replay_as_they_do_live(drafter: str, policy: str) -> None:
+    wanted, rounds = live(drafter, policy)
+    found, _ = replay(rounds, drafter, policy)
+    assert sum(trace.num_draft_tokens for trace in wanted) > 0
+    assert seen(found) == seen(wanted)

@@ -71,6 +71,19 @@ def test_unknown_key_with_nothing_near_lists_the_section():
         ("sampling.temperature=nan", "sampling.temperature = nan: must be 0 (greedy) or a finite number >= 1e-5"),
         ("sampling.temperature=-1", "sampling.temperature = -1.0: must be 0 (greedy) or a finite number >= 1e-5"),
         ("sampling.top_p=0", "sampling.top_p = 0.0: must be in (0, 1] (1 turns it off)"),
+        ("speculation.policy=greedy", 'speculation.policy = \'greedy\': expected one of "static", "das", "auto"'),
+        (
+            "speculation.suffix_max_versions=0",
+            "speculation.suffix_max_versions = 0: expected an integer >= 1 and <= 64",
+        ),
+        (
+            "speculation.suffix_max_versions=65",
+            "speculation.suffix_max_versions = 65: expected an integer >= 1 and <= 64",
+        ),
+        ("speculation.suffix_recency=0", "speculation.suffix_recency = 0: expected a number > 0 and <= 1"),
+        ("speculation.suffix_recency=1.5", "speculation.suffix_recency = 1.5: expected a number > 0 and <= 1"),
+        ("speculation.cost_table=3", "speculation.cost_table = 3: expected a string"),
+        ("engine.order=shortest", 'engine.order = \'shortest\': expected one of "arrival", "longest"'),
         ("reward.weights=[nan]", "reward.weights = [nan]: every weight must be a finite number"),
         ("reward.weights=[-inf]", "reward.weights = [-inf]: every weight must be a finite number"),
     ],
@@ -131,6 +144,12 @@ def test_all_keys_are_settable():
         (["speculation.audit_every=2", "speculation.rule=block"], "speculation.audit_every"),
         (["speculation.audit_every=2", "train.max_staleness=1"], "speculation.audit_every"),
         (["speculation.audit_every=2", "task.kind=env"], "speculation.audit_every"),
+        (["speculation.policy=das", "speculation.num_speculative_tokens={1=6}"], "speculation.num_speculative_tokens"),
+        (["speculation.policy=auto", "speculation.num_speculative_tokens={1=6}"], "speculation.num_speculative_tokens"),
+        (["speculation.policy=das", "speculation.min_confidence=0.2"], "speculation.min_confidence"),
+        (["speculation.policy=auto", "speculation.min_confidence=0.2"], "speculation.min_confidence"),
+        (["speculation.policy=auto", "speculation.rule=rejection"], "speculation.policy"),
+        (["speculation.policy=auto", "speculation.rule=block"], "speculation.policy"),
         (["algorithm.correction=icepop", "sampling.top_k=5"], "algorithm.correction"),
         (["train.seed=-1"], "train.seed"),
     ],
@@ -138,3 +157,8 @@ def test_all_keys_are_settable():
 def test_settings_that_do_not_go_together(overrides, key):
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         load_config(None, overrides)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_policy_that_reads_no_drafts_goes_with_every_rule(rule):
+    load_config(None, ["speculation.policy=das", f"speculation.rule={rule}"])

@@ -8,11 +8,12 @@ import math
 import re
 import subprocess
 import sys
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from fake_run import make_run
+from fake_run import make_run, write_lines
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -69,6 +70,19 @@ def test_a_finished_run_is_read_whole(folder):
     assert run.rollouts.num_total == len(run.rollouts.records) == 6 * 2 * 4
     assert sum(totals.num_steps for totals in run.engine.values()) == 200
     assert run.setting("speculation", "rule") == "coupled"
+
+
+def test_what_became_of_drafting_is_told_where_anything_was_offered(folder):
+    run = read_run(folder)
+    outcomes = sum((totals.outcomes for totals in run.engine.values()), Counter())
+    assert outcomes == {"verified": 120, "probe": 20, "refused": 20, "nothing found": 20, "not asked": 20}
+    text = Page(write_report(folder).read_text(encoding="utf-8")).text
+    assert "Drafting: how many steps ended how" in text and "refused" in text
+    traces = [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
+    plain = {"num_planned": 0, "num_proposed": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0, "reason": ""}
+    write_lines(folder / "trace.jsonl", [trace | plain for trace in traces])
+    text = Page(write_report(folder).read_text(encoding="utf-8")).text
+    assert "By number of rows" in text and "Drafting: how many" not in text
 
 
 @pytest.mark.parametrize("make", [lambda p: None, lambda p: p.mkdir(), lambda p: p.write_text("")])

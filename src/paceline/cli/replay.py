@@ -25,7 +25,7 @@ COLUMNS = {
 }  # fmt: skip
 WIDE = 100  # characters; a narrower terminal gets fewer columns
 LEFT_OUT = ("steps", "acceptance_rate", "draft_share")
-GRID = ("static:1", "static:3", "static:5", "static:7", "auto")
+GRID = ("static:1", "static:3", "static:5", "static:7", "auto:7")
 READ_AHEAD = 4_000_000  # tokens that `advise` reads, unless all are asked for
 
 Rollouts = Annotated[

@@ -21,14 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.speculation.calibration import of_coupled_draws
 from paceline.model.eagle3 import Eagle3Head
 from paceline.model.head_files import assign_head, head_state
 from paceline.model.kv import BLOCK, BlockTable
 from paceline.model.layer import Linear
 from paceline.model.paged import PagedMemory, Span, make_plan, receipt_of
 from paceline.model.sample import Sampler, SamplingArrays, Stream, with_round
-from paceline.speculation.batch import Commits, DraftBatch, Rows
+from paceline.speculation.batch import Commits, DraftBatch, Rows, places_of
+from paceline.speculation.calibration import of_coupled_draws
 from paceline.types import Receipt, Request
 
 WINDOW = 512  # positions that a head catches up with at most
@@ -41,7 +41,6 @@ class _State:
     start: int = 0
     num_computed: int = 0  # positions from there whose KV comes from true features
     table: BlockTable = field(default_factory=BlockTable)
-    said: np.ndarray | None = None  # q of each token of the last draft, until it is known what stood
 
 
 class Eagle3Drafter:
@@ -70,6 +69,8 @@ class Eagle3Drafter:
         self.memory = PagedMemory(head.config.layer, num_blocks, head.dtype, head.device, native)
         self._policy_version = -1  # none yet
         self._states: dict[int, _State] = {}
+        self._ids = np.zeros(0, np.int64)  # of the rows drafted for last, …
+        self._said = np.zeros((0, 0), np.float32)  # … and q of each of their tokens, until it is known what stood
 
     def begin(self, request: Request, version: int = 0) -> None:
         self._states[request.request_id] = _State()
@@ -78,13 +79,10 @@ class Eagle3Drafter:
         self.memory.pool.truncate(self._states.pop(request_id).table, 0)
 
     def observe(self, commits: Commits) -> None:
-        for request_id, num_drafted, num_accepted in zip(
-            commits.request_ids.tolist(), commits.num_drafted.tolist(), commits.num_accepted.tolist(), strict=True
-        ):
-            state = self._states[request_id]
-            if state.said is not None and num_drafted:
-                self.calibration.observe(state.said[:num_drafted], num_accepted)
-            state.said = None
+        drafted = np.flatnonzero(commits.num_drafted)
+        if len(drafted):
+            said = self._said[places_of(commits.request_ids[drafted], self._ids)]
+            self.calibration.observe_many(said, commits.num_accepted[drafted], commits.num_known[drafted])
 
     @torch.inference_mode()
     def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch:
@@ -116,8 +114,7 @@ class Eagle3Drafter:
                 state = self._state(rows, i)
                 spans.append(Span(drafts.tokens[i, step : step + 1], state.num_computed + step, state.table, 1))
             x, h = self._forward(spans, x)
-        for i in range(len(rows)):
-            self._state(rows, i).said = said[i]
+        self._ids, self._said = rows.request_ids, said
         if chances:
             drafts.q = torch.stack(chances, 1)
         return drafts

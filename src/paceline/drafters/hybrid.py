@@ -9,12 +9,12 @@ compares the two drafts themselves: under the rejection rules that would be a bi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.speculation.batch import Commits, DraftBatch, Drafter, Rows
+from paceline.speculation.batch import Commits, DraftBatch, Drafter, Rows, places_of
 from paceline.speculation.calibration import of_positions, of_probabilities
 from paceline.types import Receipt, Request
 
@@ -23,14 +23,6 @@ if TYPE_CHECKING:
 
 MAX_POSITIONS = 16  # further ones are taken for the last
 HEAD_PRIOR = 0.6  # a head's acceptance at each position before any was seen
-
-
-@dataclass(slots=True)
-class _Pending:
-    """Who drafted for a row, until it is known what stood."""
-
-    from_head: bool
-    said: np.ndarray  # history's own confidence
 
 
 class HybridDrafter:
@@ -46,7 +38,10 @@ class HybridDrafter:
         self.wants_hidden, self.version = head.wants_hidden, head.version
         self.calibrations = {"history": of_probabilities(), "positions": of_positions(MAX_POSITIONS, HEAD_PRIOR)}
         self._policy_version = -1  # none yet
-        self._pending: dict[int, _Pending] = {}
+        # Of the rows drafted for last, until it is known what stood.
+        self._ids = np.zeros(0, np.int64)
+        self._from_head = np.zeros(0, bool)
+        self._said = np.zeros((0, 0), np.float32)  # history's own confidence
 
     def begin(self, request: Request, version: int = 0) -> None:
         self.history.begin(request, version)
@@ -55,7 +50,6 @@ class HybridDrafter:
     def end(self, request_id: int) -> None:
         self.history.end(request_id)
         self.head.end(request_id)
-        self._pending.pop(request_id, None)
 
     def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch:
         if rows.version != self._policy_version:
@@ -73,8 +67,7 @@ class HybridDrafter:
         from_head = guess.num > 0
         if self.chooses_after:
             from_head &= (1 + _expected(guess)) / (1 + self.head_cost * guess.num) > past_rate
-        for i, request_id in enumerate(rows.request_ids.tolist()):
-            self._pending[request_id] = _Pending(bool(from_head[i]), said[i])
+        self._ids, self._from_head, self._said = rows.request_ids, from_head, said
         return self._merged(past, guess, from_head)
 
     def _head_rate(self, caps: np.ndarray) -> np.ndarray:
@@ -105,24 +98,21 @@ class HybridDrafter:
             guess.confidence[take],
         )
         names = self.history.name, self.head.name
-        return DraftBatch(tokens, num, confidence, q, names, from_head.astype(np.uint8))
+        match = np.where(from_head, 0, past.match).astype(np.int32) if past.match is not None else None
+        return DraftBatch(tokens, num, confidence, q, names, from_head.astype(np.uint8), match)
 
     def observe(self, commits: Commits) -> None:
-        head_drafted, past_drafted = commits.num_drafted.copy(), commits.num_drafted.copy()
-        for i, (request_id, num_drafted, num_accepted) in enumerate(
-            zip(commits.request_ids.tolist(), commits.num_drafted.tolist(), commits.num_accepted.tolist(), strict=True)
-        ):
-            pending = self._pending.pop(request_id, None)
-            if pending is None or not num_drafted:
-                continue
-            if pending.from_head:
-                past_drafted[i] = 0
-                self.calibrations["positions"].observe(np.arange(num_drafted), num_accepted)
-            else:
-                head_drafted[i] = 0
-                self.calibrations["history"].observe(pending.said[:num_drafted], num_accepted)
-        self.history.observe(replace(commits, num_drafted=past_drafted))
-        self.head.observe(replace(commits, num_drafted=head_drafted))
+        drafted = np.flatnonzero(commits.num_drafted)
+        place = places_of(commits.request_ids[drafted], self._ids)
+        said, from_head = self._said[place], self._from_head[place]
+        positions = np.broadcast_to(np.arange(said.shape[1]), said.shape)
+        num_right, num_known = commits.num_accepted[drafted], commits.num_known[drafted]
+        for name, words, own in (("history", said, ~from_head), ("positions", positions, from_head)):
+            self.calibrations[name].observe_many(words[own], num_right[own], num_known[own])
+        for drafter, others in ((self.history, from_head), (self.head, ~from_head)):
+            num_drafted = commits.num_drafted.copy()
+            num_drafted[drafted[others]] = 0
+            drafter.observe(replace(commits, num_drafted=num_drafted))
 
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Receipt:
         receipt = self.head.update(weights, version)

@@ -68,11 +68,13 @@ class NgramDrafter:
                 drafts.num[i] = len(tokens)
                 drafts.tokens[i, : len(tokens)] = tokens
         else:
-            assert all(text.dtype == np.int32 and text.flags.c_contiguous for text in rows.tokens)
-            texts = np.array([text.ctypes.data for text in rows.tokens], np.uint64)
-            lengths = np.array([len(text) for text in rows.tokens], np.int64)
+            texts = list(rows.tokens)
+            assert all(text.dtype == np.int32 and text.flags.c_contiguous for text in texts)
+            # `text.ctypes` would say the same, at several times the cost.
+            addresses = np.array([text.__array_interface__["data"][0] for text in texts], np.uint64)
+            lengths = np.array([len(text) for text in texts], np.int64)
             self._native(
-                texts.tobytes(), lengths.tobytes(), len(rows), caps.tobytes(), drafts.tokens.shape[1], *self._bounds,
+                addresses.tobytes(), lengths.tobytes(), len(rows), caps.tobytes(), drafts.tokens.shape[1], *self._bounds,
                 drafts.tokens.ctypes.data, drafts.num.ctypes.data, matched.ctypes.data,
             )  # fmt: skip
         drafts.confidence[:] = self._confidence[matched][:, None]

@@ -59,7 +59,7 @@ class Engine(Protocol):
 class _Drafts:
     """What drafting came to: the policy's decision, and the drafts' distributions by request where there are any."""
 
-    decision: Decision = Decision()
+    decision: Decision = field(default_factory=Decision)
     num_planned: int = 0
     num_proposed: int = 0
     q: dict[int, Tensor] = field(default_factory=dict)
@@ -381,7 +381,8 @@ class LocalEngine:
         )
         self._num_steps += 1
         self._traces.append(trace)
-        self.policy.observe(commits, trace)
+        if self.drafter is not None and deciding:
+            self.policy.observe(commits, trace)
 
     # -- between steps ----------------------------------------------------------------------------------------------
 
@@ -436,6 +437,14 @@ class LocalEngine:
                             none,
                         )
                     )
+
+    def learned(self) -> dict[str, dict[str, np.ndarray]]:
+        """What drafter, policy and length model have learned from what was generated: their states."""
+        return {
+            "drafter": self.drafter.state() if self.drafter is not None else {},
+            "policy": self.policy.state(),
+            "lengths": self.lengths.state(),
+        }
 
     def sleep(self) -> None:
         """Give the KV memory back while training. Only between requests."""

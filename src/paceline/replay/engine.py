@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -49,9 +49,11 @@ class _Step:
     load: Load
     num_query: int  # query tokens, prompts included
     prefilling: list[tuple[int, int, bool]]  # (request, its query tokens, whether it decides) of rows at their prompt
+    num_drafted: np.ndarray  # [B]
     drafts: DraftBatch | None = None
-    num_drafted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    ahead: np.ndarray | None = None  # [B, K + 1], what the tape says where K tokens were drafted
     num_planned: int = 0
+    num_emitted: int = 0
     draft_s: float = 0.0
 
 
@@ -128,7 +130,7 @@ class Replay:
 
     def _step(self) -> None:
         step = self._schedule()
-        step.num_drafted = num_accepted = step.deciding.nothing
+        num_accepted = step.num_drafted
         if self.drafter is not None and len(step.deciding):
             num_accepted = self._draft(self.drafter, step)
         commits = self._commit(step, num_accepted)
@@ -144,7 +146,7 @@ class Replay:
         may_admit = bool(self._waiting) and num_running < self.max_num_seqs
         if self._steady is not None and not (may_admit and num_running < self.max_num_batched_tokens):
             steady = self._steady
-            return _Step(steady, Load(num_running, num_running, steady.context), num_running, [])
+            return _Step(steady, Load(num_running, num_running, steady.context), num_running, [], steady.nothing)
         tape, running = self.tape, self._running
         pending = np.where(
             tape.place[running] > tape.prompt_end[running],
@@ -170,10 +172,12 @@ class Replay:
         ]
         num_query = int(query.sum())
         if not self.prefill:
-            return _Step(deciding, Load(len(deciding), len(deciding), deciding.context), num_query, prefilling)
+            load = Load(len(deciding), len(deciding), deciding.context)
+            return _Step(deciding, load, num_query, prefilling, deciding.nothing)
         # A deciding row has all of its tokens in context, one at its prompt what was computed and what is.
         context = deciding.context + sum(int(tape.num_computed[i]) + num for i, num, done in prefilling if not done)
-        return _Step(deciding, Load(int((query > 0).sum()), num_query, context), num_query, prefilling)
+        load = Load(int((query > 0).sum()), num_query, context)
+        return _Step(deciding, load, num_query, prefilling, deciding.nothing)
 
     def _admit(self, budget: int) -> list[tuple[int, int, int]]:
         """As `Scheduler._admit`: siblings of a prompt that is being computed wait for it, then share it."""
@@ -234,10 +238,12 @@ class Replay:
         assert (drafts.num <= caps).all()
         step.num_drafted = self.policy.select(drafts)
         step.draft_s = self._draft_s(drafter, drafts, caps)
-        k = np.arange(drafts.tokens.shape[1])
-        right = drafts.tokens == tape.ahead(deciding.place, len(k))
-        right &= k < np.minimum(step.num_drafted, deciding.togo)[:, None]
-        return np.logical_and.accumulate(right, axis=1).sum(1, dtype=np.int32)
+        num_rows, k = drafts.tokens.shape
+        step.ahead = tape.ahead(deciding.place, k + 1)
+        wrong = np.ones((num_rows, k + 1), bool)
+        np.not_equal(drafts.tokens, step.ahead[:, :k], out=wrong[:, :k])
+        num_right = wrong.argmax(1).astype(np.int32)  # before the first that is wrong
+        return np.minimum(np.minimum(num_right, step.num_drafted), deciding.togo)
 
     def _draft_s(self, drafter: Drafter, drafts: DraftBatch, caps: np.ndarray) -> float:
         if drafts.sources is None:
@@ -250,14 +256,14 @@ class Replay:
 
     def _commit(self, step: _Step, num_accepted: np.ndarray) -> Commits:
         deciding, tape = step.deciding, self.tape
-        if step.drafts is None:
-            num, tokens = deciding.one, tape.ahead(deciding.place, 1)
+        if step.ahead is None:
+            num, tokens, step.num_emitted = deciding.one, tape.ahead(deciding.place, 1), len(deciding)
         else:
             num = np.minimum(num_accepted + 1, deciding.togo)
-            width = int(num.max())
-            tokens = tape.ahead(deciding.place, width)
-            tokens *= np.arange(width) < num[:, None]
-        deciding.advance(num, int(num.sum()))
+            emitted = num.tolist()
+            width, step.num_emitted = max(emitted), sum(emitted)
+            tokens = step.ahead[:, :width] * (np.arange(width, dtype=np.int32) < num[:, None])
+        deciding.advance(num, step.num_emitted)
         if step.prefilling:
             self._settle(step.prefilling)
         return Commits(deciding.ids, tokens, num, step.num_drafted, num_accepted)
@@ -273,22 +279,30 @@ class Replay:
                 self._prefixes.add(tape.beginning(i, after))
 
     def _trace(self, step: _Step, commits: Commits) -> None:
-        drafted, accepted = _per_position(commits.num_drafted), _per_position(commits.num_accepted)
-        num_draft_tokens = sum(drafted)
-        accepted += (0,) * (len(drafted) - len(accepted))
+        drafted: tuple[int, ...] = ()
+        accepted: tuple[int, ...] = ()
+        if step.drafts is not None:
+            drafted, accepted = _per_position(commits.num_drafted), _per_position(commits.num_accepted)
+            accepted += (0,) * (len(drafted) - len(accepted))
+        num_draft_tokens, num_accepted_tokens = sum(drafted), sum(accepted)
         forward_s = float(self.clock.steps_s(step.load, num_draft_tokens)[-1]) if step.load.num_rows else 0.0
         drafter = self.drafter
-        decision = self.policy.decision if drafter is not None and len(step.deciding) else NO_DECISION
+        planned = drafter is not None and len(step.deciding) > 0
+        decision = self.policy.decision if planned else NO_DECISION
+        sources: tuple[tuple[str, int, int], ...] = ()
+        if drafter is not None and step.drafts is not None and drafted:
+            whole = (drafter.name, num_draft_tokens, num_accepted_tokens)
+            sources = (whole,) if step.drafts.sources is None else _sources(step.drafts, commits)
         trace = StepTrace(
             step=self._num_steps,
             start_s=self.now_s,
             num_rows=step.load.num_rows,
             num_query_tokens=step.load.num_query_tokens + num_draft_tokens,
             num_context_tokens=step.load.num_context_tokens + num_draft_tokens,
-            num_emitted=int(commits.num.sum()),
+            num_emitted=step.num_emitted,
             num_drafts=drafted[0] if drafted else 0,
             num_draft_tokens=num_draft_tokens,
-            num_accepted_tokens=sum(accepted),
+            num_accepted_tokens=num_accepted_tokens,
             accepted_per_position=accepted,
             drafted_per_position=drafted,
             num_preempted=0,
@@ -306,7 +320,7 @@ class Replay:
             num_proposed=int(step.drafts.num.sum()) if step.drafts is not None else 0,
             expected_accepted=decision.expected_accepted,
             expected_s=decision.expected_s,
-            sources=_sources(drafter.name, step.drafts, commits) if drafter is not None and drafted else (),
+            sources=sources,
         )
         self._num_steps += 1
         self.now_s += trace.total_s
@@ -316,7 +330,8 @@ class Replay:
         else:
             rows = np.concatenate([step.deciding.requests, [i for i, _, done in step.prefilling if not done]])
             self.tally.count_mixed(epochs[rows.astype(np.int64)], trace, commits)
-        self.policy.observe(commits, trace)
+        if planned:
+            self.policy.observe(commits, trace)
         if self.watch is not None:
             self.watch(trace)
 
@@ -339,8 +354,6 @@ class Replay:
 
 def _per_position(num: np.ndarray) -> tuple[int, ...]:
     """How many rows have more than 0, 1, … up to the longest."""
-    if not len(num):
-        return ()
     counts = np.bincount(num).tolist()
     rows, left = [], len(num)
     for count in counts[:-1]:
@@ -349,13 +362,13 @@ def _per_position(num: np.ndarray) -> tuple[int, ...]:
     return tuple(rows)
 
 
-def _sources(drafter: str, drafts: DraftBatch | None, commits: Commits) -> tuple[tuple[str, int, int], ...]:
-    """(drafter, tokens verified, tokens accepted)."""
-    if drafts is None or drafts.sources is None:
-        return ((drafter, int(commits.num_drafted.sum()), int(commits.num_accepted.sum())),)
-    return tuple(
-        (name, int(commits.num_drafted[own].sum()), int(commits.num_accepted[own].sum()))
-        for source, name in enumerate(drafts.names)
-        for own in [(drafts.sources == source) & (commits.num_drafted > 0)]
-        if own.any()
-    )
+def _sources(drafts: DraftBatch, commits: Commits) -> tuple[tuple[str, int, int], ...]:
+    """(drafter, tokens verified, tokens accepted) of those that drafted."""
+    counts = [[0, 0] for _ in drafts.names]
+    assert drafts.sources is not None
+    for source, num_drafted, num_accepted in zip(
+        drafts.sources.tolist(), commits.num_drafted.tolist(), commits.num_accepted.tolist(), strict=True
+    ):
+        counts[source][0] += num_drafted
+        counts[source][1] += num_accepted
+    return tuple((name, num, stood) for name, (num, stood) in zip(drafts.names, counts, strict=True) if num)

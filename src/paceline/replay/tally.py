@@ -38,9 +38,14 @@ class Tally:
         self.num_steps += 1
         self.total_s[epoch] += trace.total_s
         self.draft_s[epoch] += trace.draft_s
-        self.counts[:, epoch] += (
-            trace.num_emitted, 1, num_deciding, trace.num_drafts, trace.num_draft_tokens, trace.num_accepted_tokens
-        )  # fmt: skip
+        counts = self.counts
+        counts[TOKENS, epoch] += trace.num_emitted
+        counts[STEPS, epoch] += 1
+        counts[ROW_STEPS, epoch] += num_deciding
+        if trace.num_drafts:
+            counts[DRAFTS, epoch] += trace.num_drafts
+            counts[DRAFT_TOKENS, epoch] += trace.num_draft_tokens
+            counts[ACCEPTED, epoch] += trace.num_accepted_tokens
 
     def count_mixed(self, epochs: np.ndarray, trace: StepTrace, commits: Commits) -> None:
         """epochs: of the rows that decided tokens, then of those that did not."""

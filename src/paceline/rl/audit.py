@@ -6,6 +6,9 @@ alternates from audit to audit.
 
 The tail, where few sequences still run, is what speculation is for. It is measured apart: some of the step's requests
 again with 1, 2 and 4 sequences at a time, with a drafter that knows what the real one knew before the step.
+
+Always: an audit teaches nobody. Drafter, policy and length model then know what they knew before it; only what steps
+take, which is the machine's and not the rollouts', is learned here too.
 """
 
 from __future__ import annotations
@@ -31,17 +34,20 @@ class Auditor:
 
     def __init__(self, engine: LocalEngine, make_drafter: Callable[[], Drafter | None]) -> None:
         self.engine, self.make_drafter = engine, make_drafter
-        self._known: Mapping[str, np.ndarray] = {}
+        self._known: Mapping[str, Mapping[str, np.ndarray]] = {}
         self._num_audits = 0
 
-    def audit(self, rounds: Sequence[Collected], known: Mapping[str, np.ndarray]) -> dict[str, Any] | None:
-        """Time what a step generated, round by round, both ways; None where it generated nothing. `known` is the state
-        that the drafter had before the step."""
+    def audit(
+        self, rounds: Sequence[Collected], known: Mapping[str, Mapping[str, np.ndarray]]
+    ) -> dict[str, Any] | None:
+        """Time what a step generated, round by round, both ways; None where it generated nothing. `known` is what the
+        engine had learned before the step."""
         self._known = known
         batches = [collected.requests for collected in rounds if collected.requests]
         emitted = [completion.token_ids for collected in rounds for completion in collected.completions]
         if not batches:
             return None
+        learned = self.engine.learned()
         seconds = {True: 0.0, False: 0.0}
         identical = True
         for drafting in (True, False) if self._num_audits % 2 == 0 else (False, True):
@@ -49,6 +55,8 @@ class Auditor:
             identical &= all(np.array_equal(a.token_ids, b) for a, b in zip(again, emitted, strict=True))
         tail_s = self._tail([request for batch in batches for request in batch])
         self._num_audits += 1
+        self.engine.policy.restore(learned["policy"])
+        self.engine.lengths.restore(learned["lengths"])
         self.engine.drain_trace()
         return {
             "plain_s": seconds[False],
@@ -81,7 +89,9 @@ class Auditor:
         engine, own = self.engine, self.engine.drafter
         drafter = None
         if drafting and (drafter := self.make_drafter()) is not None:
-            drafter.restore(self._known)
+            drafter.restore(self._known["drafter"])
+        engine.policy.restore(self._known["policy"])
+        engine.lengths.restore(self._known["lengths"])
         max_num_seqs = engine.scheduler.max_num_seqs
         engine.set_drafter(drafter)
         engine.scheduler.max_num_seqs = rows or max_num_seqs

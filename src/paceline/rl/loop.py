@@ -90,7 +90,7 @@ class Loop:
         self.step = 0  # the next one
         self._ready: list[Batch] = []  # from a checkpoint
         self._last: Batch | None = None
-        self._drafter_before: dict[str, np.ndarray] | None = None  # what it knew before the step under way
+        self._learned_before: dict[str, dict[str, np.ndarray]] | None = None  # by the engine, before the step under way
         self._saved = -1
         self._base = checksum(learner.weights())  # of what the run began with
         self._whole = True  # whether the learner is between two steps
@@ -142,7 +142,7 @@ class Loop:
         step, train = self.step, self.config.train
         started = time.perf_counter()
         if not self.overlaps:  # a step that is given up is no history
-            self._drafter_before = self._drafter_state()
+            self._learned_before = self.engine.learned()
         audit_every = self.config.speculation.audit_every
         audited = audit_every > 0 and (step + 1) % audit_every == 0
         batch = self.producer.next(step)
@@ -171,15 +171,15 @@ class Loop:
                 best = self._validate(metrics)
         finally:  # whatever happens there, the step itself is not lost
             self._record(batch, metrics)
-            self._whole, self._drafter_before = True, None
+            self._whole, self._learned_before = True, None
         if best or (train.checkpoint_every and self.step % train.checkpoint_every == 0):
             self.save(best)
         self.watcher.step(metrics)
 
     def _audit(self, batch: Batch, metrics: dict[str, Any]) -> None:
         self.watcher.progress("audit", 0, 1)
-        assert self._drafter_before is not None, "audits are for runs that do not overlap"
-        audit = self.auditor.audit(batch.rounds, self._drafter_before)
+        assert self._learned_before is not None, "audits are for runs that do not overlap"
+        audit = self.auditor.audit(batch.rounds, self._learned_before)
         if audit is not None:
             metrics["audit"] = audit
             self.audits.append(audit)
@@ -324,9 +324,6 @@ class Loop:
         shares = pieces(self.collector.tokenizer, rollout.token_ids.tolist())
         return rollout_record(step, group, rollout) | {"pieces": shares}
 
-    def _drafter_state(self) -> dict[str, np.ndarray]:
-        return self.engine.drafter.state() if self.engine.drafter is not None else {}
-
     def save(self, best: bool = False) -> None:
         """A checkpoint of everything after the last whole step."""
         if self._saved == self.step:
@@ -334,8 +331,7 @@ class Loop:
         self._saved = self.step
         self.watcher.progress("checkpoint", 0, 1)
         with self.producer.engine_lock:
-            drafter = self._drafter_state() if self._drafter_before is None else self._drafter_before
-            policy, lengths = self.engine.policy.state(), self.engine.lengths.state()
+            learned = self.engine.learned() if self._learned_before is None else self._learned_before
             ready = self.producer.pending()
             position, surplus = self.producer.position, self.producer.surplus
         if self.overlaps:  # what is being generated now is generated again
@@ -347,9 +343,7 @@ class Loop:
             self.step,
             {
                 "learner": self.learner.state(),
-                "drafter": _tensors(drafter),
-                "policy": _tensors(policy),
-                "lengths": _tensors(lengths),
+                **{name: _tensors(state) for name, state in learned.items()},
                 "buffer": buffer,
                 "surplus": surplus_tensors,
                 **({"head": self.adapter.state()} if self.adapter is not None else {}),

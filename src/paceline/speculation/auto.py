@@ -42,22 +42,19 @@ class Yields:
     was held, as with the nearest number of rows."""
 
     def __init__(self) -> None:
-        self._mean = np.zeros((32, 2))
-        self._num = np.zeros(32, np.int64)
+        self.figures = np.zeros((32, 3))  # by bit length of rows: tokens, slots, and how many auctions they are of
 
     def at(self, num_rows: int) -> tuple[float, float] | None:
-        known = np.flatnonzero(self._num)
+        known = np.flatnonzero(self.figures[:, 2])
         if not len(known):
             return None
         nearest = known[np.abs(known - num_rows.bit_length()).argmin()]
-        brings, num_slots = self._mean[nearest].tolist()
-        return brings, num_slots
+        return float(self.figures[nearest, 0]), float(self.figures[nearest, 1])
 
     def observe(self, num_rows: int, brings: float, num_slots: float) -> None:
-        at = num_rows.bit_length()
-        self._num[at] += 1
-        share = max(1 / self._num[at], 1 / MEMORY)
-        self._mean[at] += share * (np.array([brings, num_slots]) - self._mean[at])
+        mine = self.figures[num_rows.bit_length()]
+        mine[2] = min(mine[2] + 1, MEMORY)
+        mine[:2] += (np.array([brings, num_slots]) - mine[:2]) / mine[2]
 
 
 class AutoPolicy:
@@ -68,6 +65,11 @@ class AutoPolicy:
     reads_lengths = False
 
     def __init__(self, costs: CostTable, max_tokens: int, method: str = "suffix") -> None:
+        if max_tokens < 1:
+            raise ValueError(
+                f"speculation.num_speculative_tokens = {max_tokens}: the auto policy needs at least 1; to draft "
+                "nothing, use speculation.method = 'none'"
+            )
         self.costs, self.max_tokens = costs, max_tokens
         self.head = HEADS.get(method)  # who drafts with a model, if anyone
         self.has_history = self.head != method  # and whether anyone drafts without
@@ -217,14 +219,20 @@ class AutoPolicy:
             self.depths.observe(np.arange(known[i]), int(commits.num_accepted[i]))
 
     def state(self) -> dict[str, np.ndarray]:
-        return {**self.chances.state(), "depths": self.depths.counts.copy(), "version": np.array([self._version])}
+        return {
+            **self.chances.state(),
+            "depths": self.depths.counts.copy(),
+            "yields": self.yields.figures.copy(),
+            "version": np.array([self._version]),
+        }
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        if state.keys() != {"counts", "depths", "version"}:
+        if state.keys() != {"counts", "depths", "yields", "version"}:
             raise ValueError(
                 f"not a state of the auto policy: it holds {sorted(state) or 'nothing'}; "
                 "was speculation.policy changed?"
             )
         self.chances.restore(state)
         self.depths.counts = state["depths"].copy()
+        self.yields.figures = state["yields"].copy()
         self._version = int(state["version"][0])

@@ -98,6 +98,7 @@ class DasPolicy:
         self._num_steps = EVERY  # since the last solution
         self._solved_for = np.zeros(0, np.int64)
         # Of live requests, by slot.
+        self._num_begun = 0
         self._slots: dict[int, int] = {}
         self._free: list[int] = []
         self._own = np.zeros((0, 3, max_tokens))
@@ -114,7 +115,8 @@ class DasPolicy:
             self._grow()
         slot = self._slots[request.request_id] = self._free.pop()
         self._own[slot], self._depths[slot], self._offered[slot] = 0, 0, 0
-        self._carried[slot] = request.request_id * PHASE % 1
+        self._carried[slot] = self._num_begun * PHASE % 1
+        self._num_begun += 1
         self._standing[slot], self._filled[slot] = 0, 0
 
     def end(self, request_id: int) -> None:

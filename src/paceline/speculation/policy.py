@@ -25,9 +25,8 @@ class SpeculationPolicy(Protocol):
     """`plan` caps every row's draft before anything is drafted; `select` then says how much of each draft is worth
     verifying, and is not asked where nothing was. `reads_drafts` tells whether `select` looks at what was drafted:
     harmless under `coupled`, a bias under the rejection rules, which therefore refuse it. After every step that was
-    planned `observe` learns what stood and what it took; fewer tokens than selected may have been verified, where memory
-    was short.
-    `begin` and `end` bracket a request's life, as for a drafter."""
+    planned `observe` learns what stood and what it took; fewer tokens than selected may have been verified, where
+    memory was short. `begin` and `end` bracket a request's life, as for a drafter."""
 
     name: str
     reads_drafts: bool

@@ -66,6 +66,49 @@ def test_history_drafts_where_it_is_sure_and_the_head_is_spared() -> None:
     assert drafts.num.tolist() == [K, K]
 
 
+def test_a_match_stays_with_history_s_rows() -> None:
+    history, head = Scripted("suffix", [K, 0, K], 0.95, 7), Scripted("eagle3", [K, K, 0], 0.6, 9)
+    it, caps = hybrid(history, head), np.array([K, K, K], np.int32)
+    assert it.propose(rows(3), caps).match is None
+    propose = history.propose
+
+    def matched(rows: Rows, caps: np.ndarray) -> DraftBatch:
+        drafts = propose(rows, caps)
+        drafts.match = np.array([5, 2, 8], np.int32)
+        return drafts
+
+    history.propose = matched  # type: ignore[method-assign]
+    drafts = it.propose(rows(3), caps)
+    assert drafts.match.tolist() == [5, 0, 8] and drafts.match.dtype == np.int32
+    assert [drafts.names[i] for i in drafts.sources] == ["suffix", "eagle3", "suffix"]
+
+
+def test_rows_sent_back_to_wait_are_not_mistaken_for_others() -> None:
+    """Of three rows the first does not come back; the head's is the second, which was right."""
+    history, head = Scripted("suffix", [K, 0, K], 0.95, 7), Scripted("eagle3", [K, K, K], 0.6, 9)
+    it, twin = hybrid(history, head), hybrid(history, head)
+    it.propose(rows(3), np.array([K] * 3, np.int32))
+    some = commits([0, K, K], [0, K, 0])
+    it.observe(Commits(*(getattr(some, name)[1:] for name in Commits.__slots__)))
+    twin.calibrations["positions"].observe(np.arange(K), K)
+    twin.calibrations["history"].observe(np.full(K, 0.95), 0)
+    for name, calibration in it.calibrations.items():
+        np.testing.assert_allclose(calibration.counts, twin.calibrations[name].counts)
+    assert history.seen == [[0, K]] and head.seen == [[K, 0]]
+
+
+def test_a_draft_that_its_sequence_s_end_cut_short_was_not_wrong() -> None:
+    history, head = Scripted("suffix", [0], 0.95, 7), Scripted("eagle3", [K], 0.6, 9)
+    it, twin = hybrid(history, head), of_positions(16, 0.6)
+    it.propose(rows(1), np.array([K], np.int32))
+    ended = commits([K], [2])
+    ended.num[0] = 2
+    assert ended.num_known.tolist() == [2] and commits([K], [2]).num_known.tolist() == [3]
+    it.observe(ended)
+    twin.observe(np.arange(2), 2)
+    np.testing.assert_array_equal(it.calibrations["positions"].counts, twin.counts)
+
+
 def test_history_that_lies_loses_its_say() -> None:
     history, head = Scripted("suffix", [K], 0.95, 7), Scripted("eagle3", [K], 0.6, 9)
     it = hybrid(history, head)
@@ -146,3 +189,24 @@ def test_calibration_counts_up_to_the_first_mistake_and_fades() -> None:
     assert of_probabilities()(np.array([0.0, 0.5, 1.0])).tolist() == pytest.approx([0.05, 0.55, 0.95])
     with pytest.raises(AssertionError):
         Calibration(np.arange(3), np.ones(3))
+
+
+def test_many_drafts_are_counted_as_one_by_one() -> None:
+    """Where no bin sees more than one of them, to the bit; else but for the fading of these few among themselves."""
+    rng = np.random.default_rng(0)
+    said = rng.random((24, 5))
+    num_known = rng.integers(0, 6, 24)
+    num_right = np.maximum(0, num_known - rng.integers(0, 2, 24))
+    many, slow = of_probabilities(), of_probabilities()
+    many.observe_many(said, num_right, num_known)
+    for i in range(24):
+        for j in range(num_known[i]):
+            at = int(np.digitize(said[i, j], slow.edges))
+            slow.counts[:, at] = slow.counts[:, at] * (1 - 1 / 256) + (j < num_right[i], 1)
+    assert num_known.sum() > 40
+    np.testing.assert_allclose(many.counts, slow.counts, rtol=0.02)
+    np.testing.assert_allclose(many(said), slow(said), atol=0.005)
+    one, other = of_positions(4, 0.5), of_positions(4, 0.5)
+    one.observe_many(np.arange(4)[None], np.array([2]), np.array([3]))
+    other.counts[:, :3] = other.counts[:, :3] * (1 - 1 / 256) + [[1, 1, 0], [1, 1, 1]]
+    np.testing.assert_array_equal(one.counts, other.counts)

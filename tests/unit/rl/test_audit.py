@@ -28,7 +28,7 @@ REQUESTS = [Request(i, (1, 2, 3 + i // 3), SamplingParams(max_tokens=12), i, f"p
 def test_audit_leaves_the_engine_as_it_was(engine: LocalEngine) -> None:
     drafter, rows = engine.drafter, engine.scheduler.max_num_seqs
     auditor = Auditor(engine, SuffixDrafter)
-    known = engine.drafter.state()
+    known = engine.learned()
     completions = engine.generate(REQUESTS)
     engine.drain_trace()
     learned = {name: array.copy() for name, array in drafter.state().items()}
@@ -44,7 +44,7 @@ def test_audit_leaves_the_engine_as_it_was(engine: LocalEngine) -> None:
 
 def test_other_tokens_are_noticed(engine: LocalEngine) -> None:
     auditor = Auditor(engine, SuffixDrafter)
-    known = engine.drafter.state()
+    known = engine.learned()
     completions = engine.generate(REQUESTS)
     completions[2] = replace(completions[2], token_ids=completions[2].token_ids[::-1] + 1)
     audit = auditor.audit([Collected([], REQUESTS, completions, 0.0)], known)
@@ -54,7 +54,7 @@ def test_other_tokens_are_noticed(engine: LocalEngine) -> None:
 def test_rounds_are_audited_one_after_the_other(engine: LocalEngine) -> None:
     """Dynamic sampling generates in rounds: an audit with all of them at once would run at another batch size."""
     auditor = Auditor(engine, SuffixDrafter)
-    known = engine.drafter.state()
+    known = engine.learned()
     rounds = [Collected([], part, engine.generate(part), 0.0) for part in (REQUESTS[:3], REQUESTS[3:])]
     most, step = 0, engine.step
 
@@ -74,7 +74,7 @@ def test_rounds_are_audited_one_after_the_other(engine: LocalEngine) -> None:
 
 def test_little_to_audit(engine: LocalEngine) -> None:
     auditor = Auditor(engine, SuffixDrafter)
-    known = engine.drafter.state()
+    known = engine.learned()
     assert auditor.audit([Collected([], [], [], 0.0)], known) is None
     audit = auditor.audit([Collected([], REQUESTS[:2], engine.generate(REQUESTS[:2]), 0.0)], known)
     assert audit is not None and set(audit["tail"]) == {"1", "2"}, "four never run where there are two"

@@ -207,3 +207,22 @@ def test_new_weights_halve_what_is_known_and_state_round_trips() -> None:
     assert again.select(drafts).tolist() == policy.select(drafts).tolist()
     with pytest.raises(ValueError, match="not a state of the auto policy"):
         again.restore({"logs": np.zeros(1)})
+
+
+def test_no_token_at_all_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs at least 1"):
+        AutoPolicy(Line(), 0)  # type: ignore[arg-type]
+
+
+def test_history_that_takes_too_long_is_left_alone_but_for_probes() -> None:
+    policy = AutoPolicy(Line(draft=2.0, token=0.1), K, "ngram")  # type: ignore[arg-type]
+    drafts = offered(np.full((2, K), 0.35))
+    asked = 0
+    for _ in range(2000):
+        if policy.plan(rows(2)).any():
+            asked += 1
+            told(policy, drafts, policy.select(drafts), np.zeros(2))
+        else:
+            assert "would not pay" in policy.decision.reason
+            told(policy, drafts, np.zeros(2, np.int32), np.zeros(2))
+    assert 2 <= asked <= 60
