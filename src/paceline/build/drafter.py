@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from paceline.model.eagle3 import Eagle3Head
     from paceline.speculation.batch import Drafter
 
+MODEL_FREE = ("none", "suffix", "ngram")  # methods without a model of their own
+
 
 def available_drafters(config: Config) -> tuple[str, ...]:
     """What can draft for this model without further ado."""
@@ -37,14 +39,8 @@ def build_drafter(config: Config, target: Decoder, tokenizer: Any, head: Eagle3H
     """A drafter for this target. `head`: an EAGLE-3 head that is already there, packed as the target is, instead of
     the one on disk."""
     speculation = config.speculation
-    if speculation.method == "none":
-        return None
-    if speculation.method == "ngram":
-        from paceline.drafters.ngram import NgramDrafter
-
-        return NgramDrafter(speculation.prompt_lookup_min, speculation.prompt_lookup_max)
-    if speculation.method == "suffix":
-        return build_history(config)
+    if speculation.method in MODEL_FREE:
+        return build_model_free(config)
     if speculation.method == "draft_model":
         from paceline.drafters.draft_model import DraftModelDrafter
 
@@ -70,6 +66,19 @@ def build_drafter(config: Config, target: Decoder, tokenizer: Any, head: Eagle3H
     from paceline.drafters.hybrid import HybridDrafter
 
     return HybridDrafter(build_history(config), eagle3, head_cost(head, target.config), speculation.hybrid_choice)
+
+
+def build_model_free(config: Config) -> Drafter | None:
+    """For one of MODEL_FREE."""
+    speculation = config.speculation
+    if speculation.method == "none":
+        return None
+    if speculation.method == "suffix":
+        return build_history(config)
+    from paceline.drafters.ngram import NgramDrafter
+
+    assert speculation.method == "ngram"
+    return NgramDrafter(speculation.prompt_lookup_min, speculation.prompt_lookup_max)
 
 
 def build_history(config: Config) -> SuffixDrafter:

@@ -71,17 +71,11 @@ def build_replay(cell: Cell, costs: CostTable, overrides: tuple[str, ...] = (), 
 
 
 def _drafter(config: Config, tape: Tape, costs: CostTable) -> Drafter | None:
-    from paceline.build.drafter import build_history
+    from paceline.build import drafter
 
     speculation = config.speculation
-    if speculation.method == "none":
-        return None
-    if speculation.method == "ngram":
-        from paceline.drafters.ngram import NgramDrafter
-
-        return NgramDrafter(speculation.prompt_lookup_min, speculation.prompt_lookup_max)
-    if speculation.method == "suffix":
-        return build_history(config)
+    if speculation.method in drafter.MODEL_FREE:
+        return drafter.build_model_free(config)
     from paceline.replay.recorded_head import RecordedHead
 
     head = RecordedHead(tape)
@@ -92,7 +86,7 @@ def _drafter(config: Config, tape: Tape, costs: CostTable) -> Drafter | None:
 
     assert speculation.method == "hybrid"
     head_cost = costs.draft_s("eagle3", 1, 1) / costs.step_s(Load(1, 1, 1))
-    return HybridDrafter(build_history(config), head, head_cost, speculation.hybrid_choice)
+    return HybridDrafter(drafter.build_history(config), head, head_cost, speculation.hybrid_choice)
 
 
 def frozen_costs(cost: str | None, hardware: str | None) -> CostTable:

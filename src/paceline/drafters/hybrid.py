@@ -9,7 +9,6 @@ compares the two drafts themselves: under the rejection rules that would be a bi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,21 +58,22 @@ class HybridDrafter:
             self._policy_version = rows.version
         past = self.history.propose(rows, caps)
         said, past.confidence = past.confidence, self.calibrations["history"](past.confidence).astype(np.float32)
-        past_rate = 1 + _expected(past)
         head_caps = caps if rows.head_caps is None else np.minimum(caps, rows.head_caps)
+        # On equal terms: where only short drafts of the head pay, the rest of a long one from history hardly does.
+        past_rate = 1 + _expected(past, np.where(head_caps > 0, head_caps, caps))
         if not self.chooses_after:
             head_caps = np.where(past_rate >= self._head_rate(head_caps), 0, head_caps).astype(np.int32)
         guess = self.head.propose(rows, head_caps)
         from_head = guess.num > 0
         if self.chooses_after:
-            from_head &= (1 + _expected(guess)) / (1 + self.head_cost * guess.num) > past_rate
+            from_head &= (1 + _expected(guess, guess.num)) / (1 + self.head_cost * guess.num) > past_rate
         self._ids, self._from_head, self._said = rows.request_ids, from_head, said
         return self._merged(past, guess, from_head)
 
     def _head_rate(self, caps: np.ndarray) -> np.ndarray:
         """Tokens per target step's time that the head may be expected to bring to each row."""
-        chances = self.calibrations["positions"](np.arange(MAX_POSITIONS))
-        survival = np.append(0.0, np.cumsum(np.cumprod(chances)))
+        survival = np.zeros(MAX_POSITIONS + 1)
+        np.cumsum(self.calibrations["positions"].chances.cumprod(), out=survival[1:])
         num = np.minimum(caps, MAX_POSITIONS)
         return (1 + survival[num]) / (1 + self.head_cost * num)
 
@@ -102,17 +102,22 @@ class HybridDrafter:
         return DraftBatch(tokens, num, confidence, q, names, from_head.astype(np.uint8), match)
 
     def observe(self, commits: Commits) -> None:
-        drafted = np.flatnonzero(commits.num_drafted)
-        place = places_of(commits.request_ids[drafted], self._ids)
-        said, from_head = self._said[place], self._from_head[place]
-        positions = np.broadcast_to(np.arange(said.shape[1]), said.shape)
-        num_right, num_known = commits.num_accepted[drafted], commits.num_known[drafted]
-        for name, words, own in (("history", said, ~from_head), ("positions", positions, from_head)):
-            self.calibrations[name].observe_many(words[own], num_right[own], num_known[own])
-        for drafter, others in ((self.history, from_head), (self.head, ~from_head)):
-            num_drafted = commits.num_drafted.copy()
-            num_drafted[drafted[others]] = 0
-            drafter.observe(replace(commits, num_drafted=num_drafted))
+        drafted = commits.num_drafted.nonzero()[0]
+        from_head = np.zeros(len(commits.num), bool)
+        if len(drafted):
+            place = places_of(commits.request_ids[drafted], self._ids)
+            said, heads = self._said[place], self._from_head[place]
+            from_head[drafted] = heads
+            positions = np.arange(said.shape[1])[None].repeat(len(said), 0)
+            num_right, num_known = commits.num_accepted[drafted], commits.num_known[drafted]
+            for name, words, own in (("history", said, ~heads), ("positions", positions, heads)):
+                self.calibrations[name].observe_many(words[own], num_right[own], num_known[own])
+        for drafter, own in ((self.history, ~from_head), (self.head, from_head)):
+            drafter.observe(
+                Commits(
+                    commits.request_ids, commits.tokens, commits.num, commits.num_drafted * own, commits.num_accepted
+                )
+            )
 
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Receipt:
         receipt = self.head.update(weights, version)
@@ -142,7 +147,7 @@ class HybridDrafter:
         self._policy_version = int(parts["calibration"]["policy_version"][0])
 
 
-def _expected(drafts: DraftBatch) -> np.ndarray:
-    """How many of each row's drafted tokens may be expected to stand: float64 [B]."""
-    drafted = np.arange(drafts.tokens.shape[1]) < drafts.num[:, None]
+def _expected(drafts: DraftBatch, most: np.ndarray) -> np.ndarray:
+    """How many of each row's drafted tokens, of the first most[i], may be expected to stand: float64 [B]."""
+    drafted = np.arange(drafts.tokens.shape[1]) < np.minimum(drafts.num, most)[:, None]
     return (drafts.confidence.cumprod(1, np.float64) * drafted).sum(1)

@@ -74,8 +74,8 @@ class NgramDrafter:
             addresses = np.array([text.__array_interface__["data"][0] for text in texts], np.uint64)
             lengths = np.array([len(text) for text in texts], np.int64)
             self._native(
-                addresses.tobytes(), lengths.tobytes(), len(rows), caps.tobytes(), drafts.tokens.shape[1], *self._bounds,
-                drafts.tokens.ctypes.data, drafts.num.ctypes.data, matched.ctypes.data,
+                addresses.tobytes(), lengths.tobytes(), len(rows), caps.tobytes(), drafts.tokens.shape[1],
+                *self._bounds, drafts.tokens.ctypes.data, drafts.num.ctypes.data, matched.ctypes.data,
             )  # fmt: skip
         drafts.confidence[:] = self._confidence[matched][:, None]
         drafts.match = np.where(drafts.num > 0, matched, 0).astype(np.int32)

@@ -376,7 +376,7 @@ class LocalEngine:
             expected_s=drafts.decision.expected_s,
             num_planned=drafts.num_planned,
             num_proposed=drafts.num_proposed,
-            sources=tuple((name, *counts) for name, counts in sources.items()),
+            sources=tuple((name, num, stood) for name, (num, stood) in sources.items()),
             **figures,
         )
         self._num_steps += 1

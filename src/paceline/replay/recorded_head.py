@@ -44,7 +44,8 @@ class RecordedHead:
         tokens = self.tape.ahead(place, k)
         wrong = np.arange(k) == matches[place][:, None]
         tokens[wrong] += 1
-        confidence = np.broadcast_to((self.stood / self.tried)[:k].astype(np.float32), tokens.shape)
+        confidence = np.empty(tokens.shape, np.float32)
+        confidence[:] = (self.stood / self.tried)[:k]
         return DraftBatch(tokens, np.minimum(caps, k).astype(np.int32), confidence)
 
     def observe(self, commits: Commits) -> None:

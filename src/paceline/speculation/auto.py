@@ -10,7 +10,7 @@ chances up to it (so slots are taken in order within a row). Slots are taken bes
 rise: with b slots a step brings (rows + their chances) in T_draft + T(rows + b).
 
 Always: taking none is among the choices, and what is taken must beat it by MARGIN. What is not tried is not learned
-of, so a small share of the time goes into probes: the best slot that was just refused.
+of, so a small share of the time, and of the time that was saved, goes into probes: the best slot that was just refused.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from paceline.types import Request, StepTrace
 
 HEADS = {"eagle3": "eagle3", "hybrid": "eagle3", "draft_model": "draft_model"}  # who drafts with a model, by method
 MARGIN = 0.01  # less gain than this is not worth the risk of a wrong estimate
-PROBES = 0.005  # share of the time that may go into trying what does not seem to pay
+PROBES = 0.001  # share of the time that may go into trying what does not seem to pay, …
+REINVESTED = 0.02  # … and of the time that was saved
 PROBATION = 16  # outcomes before a drafter's drafts are taken at their estimated worth; a slot at a time until then
 NEGLIGIBLE = 0.002  # of a step: drafting that takes less is not worth a thought
-MEMORY = 64  # auctions that are remembered, about
+MEMORY = 32  # auctions that are remembered, about
 PROBE_DEPTH = 2  # positions that a head's probe tries
 MAX_POSITIONS = 16  # further ones are taken for the last
 HEAD_PRIOR = 0.6  # a head's acceptance at each position before any was seen
 
 
 class Yields:
-    """What auctions bring, per row: tokens, and slots that were taken for them. By powers of two of rows; where none
+    """What auctions brought, per row: tokens that stood, and slots that were taken for them. By powers of two of rows; where none
     was held, as with the nearest number of rows."""
 
     def __init__(self) -> None:
@@ -83,8 +84,9 @@ class AutoPolicy:
         self._drafted_k = 0
         self._draft_s = 0.0
         self._load_s = 0.0  # of the step without drafts
-        self._credit_s = 0.0  # for probes
+        self._credit_s: float | None = None  # for probes; nothing was planned yet
         self._num_probes, self._probing = 0, False
+        self._is_fair = True  # no slots were left out for being on probation
         self._ids = np.zeros(0, np.int64)
         self._cells = np.zeros((0, 0), np.int64)
         self._from_head = np.zeros(0, bool)
@@ -107,6 +109,8 @@ class AutoPolicy:
         self._load, self._ids = rows.load, rows.request_ids
         self._cells = np.zeros((num_rows, 0), np.int64)
         self._load_s = plain_s = self.costs.step_s(rows.load)
+        if self._credit_s is None:
+            self._credit_s = plain_s / 2
         self._credit_s = min(self._credit_s + PROBES * plain_s, 10 * plain_s)
         self._drafted_k, self._draft_s, self._probing = 0, 0.0, False
         caps = np.zeros(num_rows, np.int32)
@@ -155,7 +159,7 @@ class AutoPolicy:
         return caps
 
     def _pay(self, price_s: float) -> bool:
-        if self._credit_s < price_s:
+        if self._credit_s is None or self._credit_s < price_s:
             return False
         self._credit_s -= price_s
         return True
@@ -176,8 +180,7 @@ class AutoPolicy:
         best, verb = int(rates.argmax()), "takes"
         if rates[best] < (1 + MARGIN) * rates[0]:
             best = 0
-        if len(order) == drafts.num.sum():  # or those on probation would count for little
-            self.yields.observe(num_rows, gain[best] / num_rows, best / num_rows)
+        self._is_fair = len(order) == drafts.num.sum()
         if self._probing:
             best, verb = max(best, min(PROBE_DEPTH, len(order))), "probes"
         elif not best and len(order) and self._pay(float(seconds[1] - seconds[0])):
@@ -201,8 +204,14 @@ class AutoPolicy:
         return ~unknown | (np.cumsum(unknown) <= max(1, num_rows // 16))
 
     def observe(self, commits: Commits, trace: StepTrace) -> None:
-        if self._cells.shape[1] and commits.num_drafted.any():
-            self._learn(commits)
+        if self._cells.shape[1]:
+            if self._is_fair and not self._probing:
+                num = len(commits.num)
+                self.yields.observe(num, commits.num_accepted.sum() / num, commits.num_drafted.sum() / num)
+            saved_s = self._load_s * (1 + commits.num_accepted.sum() / len(commits.num)) - self.decision.expected_s
+            self._credit_s = (self._credit_s or 0.0) + max(0.0, REINVESTED * saved_s)
+            if commits.num_drafted.any():
+                self._learn(commits)
         self.costs.observe(trace, self._drafted_k, self.costly, 1 if self._probing else None)
 
     def _learn(self, commits: Commits) -> None:

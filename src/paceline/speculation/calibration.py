@@ -24,18 +24,25 @@ class Calibration:
 
     def __call__(self, said: np.ndarray) -> np.ndarray:
         """The chance of what was said, shape by shape."""
-        return (self.counts[0] / self.counts[1])[np.digitize(said, self.edges)]
+        return self.chances[self.edges.searchsorted(said, "right")]
+
+    @property
+    def chances(self) -> np.ndarray:
+        """Of each bin."""
+        return self.counts[0] / self.counts[1]
 
     def observe_many(self, said: np.ndarray, num_right: np.ndarray, num_known: np.ndarray) -> None:
         """Drafts of which this was said, position by position [B, K]: of row i the first num_known[i] have an outcome,
         and of these the first num_right[i] are right. Older outcomes fade by all that are new to their bin, these do
         not fade against each other."""
-        position = np.arange(said.shape[1])
-        bins, known = np.digitize(said, self.edges), position < num_known[:, None]
-        right = known & (position < num_right[:, None])
+        if not len(said):
+            return
+        bins, position = self.edges.searchsorted(said, "right"), np.arange(said.shape[1])
         num_bins = self.counts.shape[1]
-        new = np.stack([np.bincount(bins[each], minlength=num_bins) for each in (right, known)])
-        self.counts = self.counts * (1 - 1 / MEMORY) ** new[1] + new
+        right, seen = (np.bincount(bins[position < num[:, None]], minlength=num_bins) for num in (num_right, num_known))
+        self.counts *= (1 - 1 / MEMORY) ** seen
+        self.counts[0] += right
+        self.counts[1] += seen
 
     def observe(self, said: np.ndarray, num_right: int) -> None:
         """A single draft: the first num_right are right, the next, if any, is wrong."""

@@ -67,8 +67,12 @@ class Chances:
         known = position < num_known[:, None]
         stood = position < num_stood[:, None]
         size = self._counts.shape[1]
-        new = np.stack([np.bincount(cells[stood & known], minlength=size), np.bincount(cells[known], minlength=size)])
-        self._counts = self._counts * (1 - 1 / MEMORY) ** new[1] + new
+        num_stood_C = np.bincount(cells[stood & known], minlength=size)
+        num_seen_C = np.bincount(cells[known], minlength=size)
+        at = num_seen_C.nonzero()[0]  # a few of hundreds
+        fade = (1 - 1 / MEMORY) ** num_seen_C[at]
+        self._counts[0, at] = self._counts[0, at] * fade + num_stood_C[at]
+        self._counts[1, at] = self._counts[1, at] * fade + num_seen_C[at]
         self._table = None
 
     def fade(self) -> None:

@@ -37,15 +37,18 @@ class LengthModel:
         self._all = np.zeros(ALL)  # a ring too
         self._num_all = 0
         self._sorted: tuple[np.ndarray, np.ndarray] | None = None
+        self._asked: tuple[bytes, np.ndarray, np.ndarray] | None = None  # see `_of`; until anyone begins or ends
 
     def begin(self, request: Request) -> None:
         self._live[request.request_id] = request.problem, request.sampling.max_tokens
+        self._asked = None
         if request.problem in self._rows:
             self._rows[request.problem] = self._rows.pop(request.problem)
 
     def end(self, request_id: int, num_tokens: int, whole: bool = True) -> None:
         """It emitted num_tokens. Those that were not let finish (`whole` is false) teach nothing."""
         problem, _ = self._live.pop(request_id)
+        self._asked = None
         if not whole or num_tokens < 1:
             return
         self._all[self._num_all % ALL] = num_tokens
@@ -72,46 +75,50 @@ class LengthModel:
 
     def expected(self, request: Request) -> float:
         """Tokens of a request that has not begun."""
-        row = np.array([self._rows.get(request.problem, NOBODY)])
-        return float(self._left(row, np.zeros(1), np.array([request.sampling.max_tokens]))[0])
+        own = self._own[[self._rows.get(request.problem, NOBODY)]]
+        return float(self._left(own, np.zeros(1), np.array([request.sampling.max_tokens]))[0])
 
     def expected_left(self, request_ids: np.ndarray, num_emitted: np.ndarray) -> np.ndarray:
         """Tokens yet to come of live requests that have emitted so many: float64 [B], at least 1, at most what
         max_tokens leaves."""
-        rows, limits = self._of(request_ids)
-        return self._left(rows, num_emitted.astype(np.float64), limits)
+        own, limits = self._of(request_ids)
+        return self._left(own, num_emitted.astype(np.float64), limits)
 
     def classes(self, request_ids: np.ndarray, num_emitted: np.ndarray) -> np.ndarray:
         """SHORT, MEDIUM or LONG, by thirds of all lengths: uint8 [B]. MEDIUM while there are none."""
-        rows, limits = self._of(request_ids)
+        own, limits = self._of(request_ids)
         if not self._num_all:
-            return np.full(len(rows), MEDIUM, np.uint8)
+            return np.full(len(own), MEDIUM, np.uint8)
         lengths, _ = self._all_sorted()
-        now, _ = self._beyond(rows, num_emitted)
-        classes = np.zeros(len(rows), np.uint8)
+        now, _ = self._beyond(own, num_emitted)
+        classes = np.zeros(len(own), np.uint8)
         for third in (1, 2):  # it belongs above a bound that it will more likely pass than not
             bound = lengths[(len(lengths) * third - 1) // 3]
-            then, _ = self._beyond(rows, np.maximum(num_emitted, bound))
+            then, _ = self._beyond(own, np.maximum(num_emitted, bound))
             classes += (limits > bound) & ((num_emitted >= bound) | (2 * then > now))
         return classes
 
     def _of(self, request_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Each request's row of `_own` and its max_tokens."""
-        live = [self._live[request_id] for request_id in request_ids.tolist()]
-        rows, limits = [self._rows.get(problem, NOBODY) for problem, _ in live], [limit for _, limit in live]
-        return np.array(rows, np.int64), np.array(limits, np.float64)
+        """The lengths that each request's problem had [B, OWN], and its max_tokens [B]. The same are asked for step
+        after step."""
+        key = request_ids.tobytes()
+        if self._asked is None or self._asked[0] != key:
+            live = [self._live[request_id] for request_id in request_ids.tolist()]
+            rows = np.array([self._rows.get(problem, NOBODY) for problem, _ in live], np.int64)
+            self._asked = key, self._own[rows], np.array([limit for _, limit in live], np.float64)
+        return self._asked[1:]
 
-    def _left(self, rows: np.ndarray, num_emitted: np.ndarray, limits: np.ndarray) -> np.ndarray:
-        num_longer, excess = self._beyond(rows, num_emitted)
+    def _left(self, own: np.ndarray, num_emitted: np.ndarray, limits: np.ndarray) -> np.ndarray:
+        num_longer, excess = self._beyond(own, num_emitted)
         room = limits - num_emitted
         # Longer than any before: as long again as it is now, for all that is known, or half of what the limit leaves.
         unheard_of = np.minimum(room / 2, num_emitted if self._num_all else np.inf)
         left = np.where(num_longer > 0, excess / np.maximum(num_longer, 1e-9), unheard_of)
         return np.maximum(1.0, np.minimum(left, room))
 
-    def _beyond(self, rows: np.ndarray, num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _beyond(self, own: np.ndarray, num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of the lengths that speak for each row, those above num_tokens: how many, and by how much in all."""
-        beyond = self._own[rows] - num_tokens[:, None]  # [B, OWN]
+        beyond = own - num_tokens[:, None]  # [B, OWN]
         np.maximum(beyond, 0, out=beyond)
         num_longer, excess = np.minimum(beyond, 1) @ ONES, beyond @ ONES  # lengths are whole: above is 1 or more
         if self._num_all:

@@ -133,7 +133,7 @@ def test_a_useless_drafter_costs_next_to_nothing() -> None:
         lengths = policy.select(drafts)
         told(policy, drafts, lengths, np.zeros(2))
         spent += int(lengths.sum())
-    assert spent * 1.0 <= (PROBES + 0.003) * 10 * num_steps
+    assert spent * 1.0 <= (PROBES + 0.003) * 10 * num_steps + 5
     assert spent > PROBATION  # but it is still given a chance now and then
 
 
