@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ WIDE = 100  # characters; a narrower terminal gets fewer columns
 LEFT_OUT = ("steps", "acceptance_rate", "draft_share")
 GRID = ("static:1", "static:3", "static:5", "static:7", "auto:7")
 READ_AHEAD = 4_000_000  # tokens that `advise` reads, unless all are asked for
+MANY = 20_000  # tokens from which on starting processes for `advise` takes less than it saves
+MOST_PROCESSES = 16
 
 Rollouts = Annotated[
     list[str],
@@ -155,6 +158,7 @@ def advise(
         build_replay, costs=costs, overrides=tuple(overrides or ()), max_num_batched_tokens=max_num_batched_tokens
     )
     results: list[Result] = []
+    num_processes = min(os.cpu_count() or 1, MOST_PROCESSES) if sum(r.num_emitted for r in rounds) >= MANY else 1
     notes: list[str] = [] if whole else [f"Only the file's first {READ_AHEAD:,} tokens were read; --all reads on."]
     with _bar(len(batches) * (1 + len(drafters) * len(GRID)), "replays") as step:
         for size in batches:
@@ -174,7 +178,7 @@ def advise(
                     step(f"{cell.drafter} {cell.policy}, batch {cell.batch}", 1)
 
             cells = [Cell(drafter, policy, size) for drafter in drafters for policy in GRID]
-            results += run(some.rounds, False, cells, make, progress)
+            results += run(some.rounds, False, cells, make, progress, num_processes)
     share = generation_share if generation_share is not None else _recorded_share(rollouts)
     advised = advice.advise(results, 0.65 if share is None else share)
     for line in advised["text"]:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from paceline.speculation.batch import Commits, DraftBatch, Load, Rows
+from paceline.speculation.batch import Commits, DraftBatch, Load, Rows, places_of
 from paceline.speculation.calibration import Calibration, of_positions
 from paceline.speculation.chances import Chances
 from paceline.speculation.cost import CostTable
@@ -27,7 +27,7 @@ from paceline.speculation.policy import Decision
 from paceline.types import Request, StepTrace
 
 HEADS = {"eagle3": "eagle3", "hybrid": "eagle3", "draft_model": "draft_model"}  # who drafts with a model, by method
-MARGIN = 0.01  # less gain than this is not worth the risk of a wrong estimate
+MARGIN = 0.05  # less gain than this is not worth the risk of a wrong estimate
 PROBES = 0.001  # share of the time that may go into trying what does not seem to pay, …
 REINVESTED = 0.02  # … and of the time that was saved
 PROBATION = 16  # outcomes before a drafter's drafts are taken at their estimated worth; a slot at a time until then
@@ -39,8 +39,8 @@ HEAD_PRIOR = 0.6  # a head's acceptance at each position before any was seen
 
 
 class Yields:
-    """What auctions brought, per row: tokens that stood, and slots that were taken for them. By powers of two of rows; where none
-    was held, as with the nearest number of rows."""
+    """What auctions brought, per row: tokens that stood, and slots that were taken for them. By powers of two of rows;
+    where none was held, as with the nearest number of rows."""
 
     def __init__(self) -> None:
         self.figures = np.zeros((32, 3))  # by bit length of rows: tokens, slots, and how many auctions they are of
@@ -215,17 +215,13 @@ class AutoPolicy:
         self.costs.observe(trace, self._drafted_k, self.costly, 1 if self._probing else None)
 
     def _learn(self, commits: Commits) -> None:
-        cells, from_head = self._cells, self._from_head
-        if len(commits.request_ids) != len(self._ids) or (commits.request_ids != self._ids).any():
-            at = {request_id: i for i, request_id in enumerate(self._ids.tolist())}  # some rows were sent back to wait
-            index = [at[request_id] for request_id in commits.request_ids.tolist()]
-            cells, from_head = cells[index], from_head[index]
-        # A draft that its sequence's end cut short was not wrong.
-        wrong = (commits.num_accepted < commits.num_drafted) & (commits.num > commits.num_accepted)
-        known = commits.num_accepted + wrong
+        place = places_of(commits.request_ids, self._ids)
+        cells, known = self._cells[place], commits.num_known
         self.chances.observe(cells, commits.num_accepted, known)
-        for i in np.flatnonzero(from_head & (commits.num_drafted > 0)).tolist():
-            self.depths.observe(np.arange(known[i]), int(commits.num_accepted[i]))
+        own = self._from_head[place] & (commits.num_drafted > 0)
+        if own.any():
+            positions = np.arange(cells.shape[1])[None].repeat(own.sum(), 0)
+            self.depths.observe_many(positions, commits.num_accepted[own], known[own])
 
     def state(self) -> dict[str, np.ndarray]:
         return {

@@ -13,8 +13,9 @@ from paceline.engine.engine import LocalEngine
 from paceline.model.paged import PagedDecoder
 from paceline.rl.audit import Auditor, overall
 from paceline.rl.collect import Collected
+from paceline.speculation.batch import Commits, Rows
 from paceline.speculation.policy import StaticPolicy
-from paceline.types import Completion, Request, SamplingParams
+from paceline.types import Completion, Request, SamplingParams, StepTrace
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +95,29 @@ def test_overall_sums_times() -> None:
     assert overall(audits) == {
         "generation_speedup": 2.0, "tail_speedup": {"1": 5.0, "2": 5.0, "4": 5.0}, "identical": False,
     }  # fmt: skip
+
+
+def test_a_policy_hears_of_the_steps_that_it_planned_and_of_no_others(engine: LocalEngine) -> None:
+    """What plain steps take, between steps that draft, would be put down to the drafter."""
+
+    class Counting(StaticPolicy):
+        num_planned = num_observed = 0
+
+        def plan(self, rows: Rows) -> np.ndarray:
+            self.num_planned += 1
+            return super().plan(rows)
+
+        def observe(self, commits: Commits, trace: StepTrace) -> None:
+            self.num_observed += 1
+
+    drafter, own, policy = engine.drafter, engine.policy, Counting(4)
+    engine.set_drafter(drafter, policy)
+    known = engine.learned()
+    completions = engine.generate(REQUESTS)
+    num_steps = len(engine.drain_trace())
+    assert Auditor(engine, SuffixDrafter).audit([Collected([], REQUESTS, completions, 0.0)], known) is not None
+    assert policy.num_planned == policy.num_observed > num_steps
+    engine.set_drafter(None)
+    engine.generate(REQUESTS)
+    assert engine.drain_trace() and policy.num_planned == policy.num_observed
+    engine.set_drafter(drafter, own)
