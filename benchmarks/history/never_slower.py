@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from paceline.bench.prompts import PROMPTS
+from paceline.bench.prompts import BUILTIN
 from paceline.build import build_engine
 from paceline.build.cost import measured_costs
 from paceline.config import load_config
@@ -54,7 +54,7 @@ def main() -> None:
     batches = [int(size) for size in args.batch.split(",")]
     config = load_config(None, [f"engine.max_num_seqs={max(batches)}"])
     engine = build_engine(config)
-    prompts = [encode(engine.tokenizer, PROMPTS[i % len(PROMPTS)]) for i in range(max(batches))]
+    prompts = [encode(engine.tokenizer, BUILTIN[i % len(BUILTIN)]) for i in range(max(batches))]
     sampling = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
     vocab = engine.model_config.vocab_size
     table = Table(title=f"A useless drafter, {args.rounds} rounds: plain time / time")

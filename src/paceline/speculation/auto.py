@@ -84,7 +84,7 @@ class AutoPolicy:
         self._drafted_k = 0
         self._draft_s = 0.0
         self._load_s = 0.0  # of the step without drafts
-        self._credit_s: float | None = None  # for probes; nothing was planned yet
+        self._credit_s = 0.0  # for probes
         self._num_probes, self._probing = 0, False
         self._is_fair = True  # no slots were left out for being on probation
         self._ids = np.zeros(0, np.int64)
@@ -109,8 +109,6 @@ class AutoPolicy:
         self._load, self._ids = rows.load, rows.request_ids
         self._cells = np.zeros((num_rows, 0), np.int64)
         self._load_s = plain_s = self.costs.step_s(rows.load)
-        if self._credit_s is None:
-            self._credit_s = plain_s / 2
         self._credit_s = min(self._credit_s + PROBES * plain_s, 10 * plain_s)
         self._drafted_k, self._draft_s, self._probing = 0, 0.0, False
         caps = np.zeros(num_rows, np.int32)
@@ -159,7 +157,7 @@ class AutoPolicy:
         return caps
 
     def _pay(self, price_s: float) -> bool:
-        if self._credit_s is None or self._credit_s < price_s:
+        if self._credit_s < price_s:
             return False
         self._credit_s -= price_s
         return True
@@ -180,7 +178,7 @@ class AutoPolicy:
         best, verb = int(rates.argmax()), "takes"
         if rates[best] < (1 + MARGIN) * rates[0]:
             best = 0
-        self._is_fair = len(order) == drafts.num.sum()
+        self._is_fair = not best or len(order) == drafts.num.sum()
         if self._probing:
             best, verb = max(best, min(PROBE_DEPTH, len(order))), "probes"
         elif not best and len(order) and self._pay(float(seconds[1] - seconds[0])):
@@ -209,7 +207,7 @@ class AutoPolicy:
                 num = len(commits.num)
                 self.yields.observe(num, commits.num_accepted.sum() / num, commits.num_drafted.sum() / num)
             saved_s = self._load_s * (1 + commits.num_accepted.sum() / len(commits.num)) - self.decision.expected_s
-            self._credit_s = (self._credit_s or 0.0) + max(0.0, REINVESTED * saved_s)
+            self._credit_s += max(0.0, REINVESTED * saved_s)
             if commits.num_drafted.any():
                 self._learn(commits)
         self.costs.observe(trace, self._drafted_k, self.costly, 1 if self._probing else None)
