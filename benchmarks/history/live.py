@@ -2,9 +2,10 @@
 
     python benchmarks/history/live.py [--temperature 1.0] [--batch 1,4,16] [--rounds 3] [--json FILE]
 
-A few of the recorded run's prompts, answered by SmolLM2-135M with `suffix` drafts. One epoch writes the history, then
-every policy answers a second epoch (other seeds) from that same history. The policies take turns, round by round; the
-figure is the median of the rounds' ratios to plain decoding. Costs are this machine's, measured at the start.
+A few of the recorded run's prompts, answered by SmolLM2-135M with `suffix` drafts. One epoch writes the history (and
+teaches the policies that learn), then every policy answers a second epoch (other seeds) from that same history. The
+policies take turns, round by round; the figure is the median of the rounds' ratios to plain decoding. Costs are this
+machine's, measured at the start.
 """
 
 from __future__ import annotations
@@ -95,13 +96,19 @@ def main() -> None:
     generate(engine, epoch(0, args.samples), past, StaticPolicy(3))
     engine.set_drafter(None)
     known = past.state()
+    learned = {}
+    for name in ("das, printed", "das", "auto"):
+        policy = POLICIES[name](measured_costs(engine.paged, engine.sampler, config))
+        generate(engine, epoch(0, args.samples), SuffixDrafter(), policy)
+        engine.set_drafter(None)
+        learned[name] = policy.state()
     results = []
     table = Table(title=f"T={args.temperature:g}: plain time / time, {args.rounds} rounds")
     for name in ("batch", *POLICIES):
         table.add_column(name, justify="right")
     for batch in batches:
         engine.scheduler.max_num_seqs = batch
-        requests = epoch(1, max(1, min(args.samples, 2 * batch)))
+        requests = epoch(1, min(args.samples, 4 * batch))
         ratios: dict[str, list[float]] = {name: [] for name in POLICIES}
         for turn in range(args.rounds):
             seconds, tokens = {}, {}
@@ -110,7 +117,9 @@ def main() -> None:
                 if drafter is not None:
                     drafter.restore(known)
                 costs = measured_costs(engine.paged, engine.sampler, config)
-                seconds[name], found = generate(engine, requests, drafter, POLICIES[name](costs))
+                policy = POLICIES[name](costs)
+                policy.restore(learned.get(name, {}))
+                seconds[name], found = generate(engine, requests, drafter, policy)
                 tokens[name] = [completion.token_ids.tolist() for completion in found]
             assert all(said == tokens["plain"] for said in tokens.values()), "speculation changed a token"
             for name in POLICIES:
