@@ -9,7 +9,7 @@ next to nothing, so they may always be offered.
 chances up to it (so slots are taken in order within a row). Slots are taken best first, as long as tokens per second
 rise: with b slots a step brings (rows + their chances) in T_draft + T(rows + b).
 
-Always: taking none is among the choices, and what is taken must beat it by MARGIN. What is not tried is not learned
+Always: taking none is among the choices, and what is taken must beat it by a margin. What is not tried is not learned
 of, so a small share of the time, and of the time that was saved, goes into probes: the best slot that was just refused.
 """
 
@@ -27,7 +27,7 @@ from paceline.speculation.policy import Decision
 from paceline.types import Request, StepTrace
 
 HEADS = {"eagle3": "eagle3", "hybrid": "eagle3", "draft_model": "draft_model"}  # who drafts with a model, by method
-MARGIN = 0.05  # less gain than this is not worth the risk of a wrong estimate
+MARGIN, COMPANY = 0.01, 0.04  # gain that is wanted of a row alone, and how much more of one among many
 PROBES = 0.001  # share of the time that may go into trying what does not seem to pay, …
 REINVESTED = 0.02  # … and of the time that was saved
 PROBATION = 16  # outcomes before a drafter's drafts are taken at their estimated worth; a slot at a time until then
@@ -36,6 +36,12 @@ MEMORY = 32  # auctions that are remembered, about
 PROBE_DEPTH = 2  # positions that a head's probe tries
 MAX_POSITIONS = 16  # further ones are taken for the last
 HEAD_PRIOR = 0.6  # a head's acceptance at each position before any was seen
+
+
+def margin(num_rows: int) -> float:
+    """How much faster than plain decoding a choice must look. For wrong estimates; and since a token saved on one row
+    of many hardly shortens a rollout that waits for another."""
+    return 1 + MARGIN + COMPANY * (1 - 1 / num_rows)
 
 
 class Yields:
@@ -132,7 +138,7 @@ class AutoPolicy:
             return True
         brings, num_slots = found  # per row
         seconds = self._draft_s + float(self.costs.steps_s(self._load, round(num_slots * num_rows))[-1])
-        return (1 + brings) / seconds >= (1 + MARGIN) / plain_s or self._pay(self._draft_s)
+        return (1 + brings) / seconds >= margin(num_rows) / plain_s or self._pay(self._draft_s)
 
     def _head_caps(self, num_rows: int, plain_s: float) -> np.ndarray:
         """One draft length for all rows: argmax_k (1 + S_k) · rows / (T_draft(k) + T(rows · (1 + k))), S_k the tokens
@@ -144,7 +150,7 @@ class AutoPolicy:
         rates = (1 + brings) / (draft_s + verify_s)
         best = int(rates.argmax())
         caps = np.zeros(num_rows, np.int32)
-        if rates[best] >= (1 + MARGIN) / plain_s:
+        if rates[best] >= margin(num_rows) / plain_s:
             caps[:] = best + 1
             self._draft_s = float(draft_s[best])
             return caps
@@ -176,7 +182,7 @@ class AutoPolicy:
         seconds = self._draft_s + self.costs.steps_s(self._load, len(order))
         rates = (num_rows + gain) / seconds
         best, verb = int(rates.argmax()), "takes"
-        if rates[best] < (1 + MARGIN) * rates[0]:
+        if rates[best] < margin(num_rows) * rates[0]:
             best = 0
         self._is_fair = not best or len(order) == drafts.num.sum()
         if self._probing:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.speculation.auto import MARGIN, PROBATION, PROBES, AutoPolicy
+from paceline.speculation.auto import PROBATION, PROBES, AutoPolicy, margin
 from paceline.speculation.batch import Commits, DraftBatch, Load, Rows
 from paceline.types import SamplingParams
 
@@ -90,7 +90,7 @@ def test_the_auction_finds_the_best_of_all_cuts(seed: int, num_rows: int, token:
     survival = np.cumprod(policy.chances(policy.chances.cells(drafts)), axis=1)
     rate = (num_rows + sum(survival[i, :n].sum() for i, n in enumerate(lengths))) / (10 + token * lengths.sum())
     assert rate <= best + 1e-12
-    assert rate >= best / (1 + MARGIN) - 1e-12
+    assert rate >= best / margin(num_rows) - 1e-12
     assert rate >= num_rows / 10  # never below plain, by its own estimate
     assert policy.decision.expected_s == pytest.approx(10 + token * lengths.sum())
 
@@ -104,7 +104,7 @@ def test_a_greedy_twin_that_takes_all_is_caught() -> None:
     best = brute_force(policy, drafts)
     survival = np.cumprod(policy.chances(policy.chances.cells(drafts)), axis=1)
     everything = (2 + survival.sum()) / (10 + 5.0 * 2 * K)
-    assert everything < best / (1 + MARGIN)
+    assert everything < best / margin(2)
     assert policy.select(drafts).tolist() == [0, 0]
 
 
