@@ -46,7 +46,7 @@ STATIC = ("static:1", "static:3", "static:5", "static:7")
 POLICIES = ("plain", *STATIC, "das-printed", "das", "auto")
 Table = tuple[str, list[dict[str, str]], dict[str, str]]  # title, rows, columns
 SPANS = {"cold": slice(0, 1), "warm": slice(1, None), "all": slice(None)}
-NEAR_STATIC, NOT_BELOW_PLAIN = 0.98, 1.0  # what `auto` must reach of their speed
+NEAR_STATIC, NOT_BELOW_PLAIN = 0.98, 0.999  # what `auto` must reach of their speed; 0.1% of its time goes into probes
 GOALS = "goals: -50% at T=0.6 warm, -35% at T=1 warm"
 
 
@@ -210,7 +210,7 @@ def holds(row: Mapping[str, Any]) -> bool:
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     missed = [row for row in rows if not holds(row)]
     lines = [
-        f"Must, auto >= {NEAR_STATIC} x every static and >= {NOT_BELOW_PLAIN:.2f} x plain, cold, warm and all: "
+        f"Must, auto >= {NEAR_STATIC} x every static and >= {NOT_BELOW_PLAIN} x plain, cold, warm and all: "
         f"{'HOLDS' if not missed else 'MISSED'} at {len(rows) - len(missed)} of {len(rows)}"
     ]
     for row in missed:

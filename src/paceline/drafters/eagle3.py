@@ -79,7 +79,7 @@ class Eagle3Drafter:
         self.memory.pool.truncate(self._states.pop(request_id).table, 0)
 
     def observe(self, commits: Commits) -> None:
-        drafted = np.flatnonzero(commits.num_drafted)
+        drafted = np.flatnonzero((commits.num_drafted > 0) & np.isin(commits.request_ids, self._ids))
         if len(drafted):
             said = self._said[places_of(commits.request_ids[drafted], self._ids)]
             self.calibration.observe_many(said, commits.num_accepted[drafted], commits.num_known[drafted])

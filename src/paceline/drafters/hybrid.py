@@ -102,7 +102,7 @@ class HybridDrafter:
         return DraftBatch(tokens, num, confidence, q, names, from_head.astype(np.uint8), match)
 
     def observe(self, commits: Commits) -> None:
-        drafted = commits.num_drafted.nonzero()[0]
+        drafted = np.flatnonzero((commits.num_drafted > 0) & np.isin(commits.request_ids, self._ids))
         from_head = np.zeros(len(commits.num), bool)
         if len(drafted):
             place = places_of(commits.request_ids[drafted], self._ids)

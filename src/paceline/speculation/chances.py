@@ -1,9 +1,9 @@
 """How likely a drafted token stands, given that those before it do: learned from what stood.
 
 Outcomes are counted in cells of (drafter, match length, position, what the drafter itself said). A cell that has seen
-little follows all cells of the same drafter and word; these follow the word itself, times the trust that the drafter
-has earned: what stood of all it said, by what should have. So a drafter that only boasts is found out after a handful
-of tokens, whatever words it uses. Older outcomes fade, and with every new policy half of all are forgotten.
+little follows all cells of the same drafter and word; these follow the word itself, as long as the drafter
+keeps half of what it promises: what stood of all it said, by what should have. One that only boasts is found out after
+a handful of tokens, whatever words it uses. Older outcomes fade, and with every new policy half of all are forgotten.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ WORDS = 10  # buckets of confidence
 NUM_MATCHES, NUM_DEPTHS = len(MATCHES) + 1, 4
 PER_SOURCE = NUM_MATCHES * NUM_DEPTHS * WORDS
 MEMORY = 512.0  # outcomes that a cell remembers, about
-TRUST, TRUST_PRIOR = 0.7, 2.0  # in a drafter before anything was seen, and how many sure tokens that is worth
+FAIR = 0.5  # a drafter of whose promises so much comes true is taken at its word, one below that soon is not at all
+TRUST, TRUST_PRIOR = 0.7, 1.0  # what comes true before anything was seen, and how many sure tokens that is worth
 WORD_PRIOR, CELL_PRIOR = 4.0, 8.0  # outcomes that the more general belief counts for
-SURE = 0.98  # nobody is trusted beyond this
 FADE = 0.5  # what a new policy leaves
 
 
@@ -59,7 +59,7 @@ class Chances:
         said = (np.arange(WORDS) + 0.5) / WORDS
         stood_W, seen_W = stood.sum(1), seen.sum(1)  # [sources, WORDS]
         trust = (stood_W.sum(1) + TRUST_PRIOR * TRUST) / ((seen_W * said).sum(1) + TRUST_PRIOR)
-        word = np.minimum(trust[:, None] * said, SURE)
+        word = np.minimum(1, trust[:, None] / FAIR) ** 2 * said
         word = (stood_W + WORD_PRIOR * word) / (seen_W + WORD_PRIOR)
         return ((stood + CELL_PRIOR * word[:, None]) / (seen + CELL_PRIOR)).reshape(-1)
 

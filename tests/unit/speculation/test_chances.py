@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.speculation.batch import DraftBatch
-from paceline.speculation.chances import CELL_PRIOR, PER_SOURCE, TRUST, TRUST_PRIOR, Chances
+from paceline.speculation.chances import CELL_PRIOR, PER_SOURCE, Chances
 
 
 def drafts(
@@ -20,10 +20,10 @@ def drafts(
     return found
 
 
-def test_before_anything_was_seen_a_drafter_is_taken_at_most_of_its_word() -> None:
+def test_before_anything_was_seen_a_drafter_is_taken_at_its_word() -> None:
     chances = Chances()
     cells = chances.cells(drafts([[0.12, 0.57, 0.99, 1.0]]))
-    assert (chances(cells)[0] / TRUST).tolist() == pytest.approx([0.15, 0.55, 0.95, 0.95])
+    assert chances(cells)[0].tolist() == pytest.approx([0.15, 0.55, 0.95, 0.95])
 
 
 def test_a_boaster_is_found_out_whatever_words_it_uses() -> None:
@@ -65,8 +65,7 @@ def test_a_cell_follows_its_prior_by_weight() -> None:
     chances = Chances()
     cells = chances.cells(drafts([[0.5]]))
     chances.observe(cells, np.array([1]), np.array([1]))
-    trust = (1 + TRUST_PRIOR * TRUST) / (0.55 + TRUST_PRIOR)
-    word = (1 + 4 * trust * 0.55) / 5
+    word = (1 + 4 * 0.55) / 5
     assert chances(cells)[0, 0] == pytest.approx((1 + CELL_PRIOR * word) / (1 + CELL_PRIOR))
 
 
