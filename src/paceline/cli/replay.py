@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from paceline.cli.app import JsonFile, Overrides, app, comma_list, comma_numbers, err, friendly, out
 from paceline.report.table import check_writable, render, write_json
 
 if TYPE_CHECKING:
     from paceline.replay.reader import Reader
+    from paceline.replay.rounds import Round
     from paceline.replay.run import Cell, Result
     from paceline.speculation.cost import CostTable
 
@@ -38,7 +40,9 @@ Rollouts = Annotated[
     ),
 ]
 Cost = Annotated[str | None, typer.Option(metavar="FILE", help="A cost table: what steps take.")]
-Hardware = Annotated[str | None, typer.Option(metavar="NAME", help="A shipped cost table.")]
+Hardware = Annotated[
+    str | None, typer.Option(metavar="NAME", help="A shipped cost table.", show_default="vllm-h200-qwen3-8b")
+]
 Tokenizer = Annotated[
     str | None, typer.Option(metavar="NAME", help="Directory or hub id; for rollouts that are text without token ids.")
 ]
@@ -59,7 +63,7 @@ def replay(
     cost: Cost = None,
     hardware: Hardware = None,
     drafter: Annotated[str, typer.Option(help="Of suffix, ngram; eagle3, hybrid where recorded.")] = "suffix",
-    policy: Annotated[str, typer.Option(help="static:K, das, auto.")] = "static:3,auto",
+    policy: Annotated[str, typer.Option(help="static:K, das, auto (or auto:K).")] = "static:3,auto",
     batch: Annotated[str, typer.Option(help="Sequences side by side.")] = "1,8,64",
     max_tokens: MaxTokens = None,
     max_num_batched_tokens: Budget = 8192,
@@ -89,6 +93,9 @@ def replay(
 
     check_writable(json_file)
     drafters, policies, batches = comma_list(drafter), comma_list(policy), comma_numbers("--batch", batch)
+    for key, given in (("--drafter", drafters), ("--policy", policies)):
+        if not given:
+            raise ValueError(f"{key} is empty: name one or more")
     check_names(drafters, policies)
     _check(batches, order)
     costs = frozen_costs(cost, hardware)
@@ -101,12 +108,12 @@ def replay(
     for cell in cells:
         make(cell)  # mistakes in the settings before the work
     with _progress(reader, len(cells) + len(batches)) as progress:
-        results = run(Source(reader, max_tokens), reader.is_pipe, cells, make, progress)
+        results = run(_with_heads(Source(reader, max_tokens), drafters), reader.is_pipe, cells, make, progress)
     columns = {key: head for key, head in COLUMNS.items() if out.width >= WIDE or key not in LEFT_OUT}
     for size in batches:
         rows = [row for result in results if result.cell.batch == size for row in _rows(result, epochs)]
         named = [{**row, "setting": f"{row['drafter']} {row['policy']}"} for row in rows]
-        out.print(render(named, columns, f"{', '.join(rollouts)}: batch {size}, {costs.name}"))
+        out.print(render(named, columns, escape(f"{', '.join(rollouts)}: batch {size}, {costs.name}")))
     _notes(reader, costs, results)
     if json_file is not None:
         write_json(json_file, {
@@ -197,6 +204,28 @@ def advise(
     if json_file is not None:
         grid = [row for result in results for row in _rows(result, True)]
         write_json(json_file, {**advised, "cost": costs.name, "notes": notes, "rows": grid})
+
+
+def _with_heads(rounds: Iterable[Round], drafters: Sequence[str]) -> Iterable[Round]:
+    """The same rounds; an error where a head is asked for and none is recorded."""
+    from paceline.build.replay import RECORDED
+
+    asked = [drafter for drafter in drafters if drafter in RECORDED]
+    return _Checked(rounds, asked[0]) if asked else rounds
+
+
+class _Checked:
+    def __init__(self, rounds: Iterable[Round], drafter: str) -> None:
+        self.rounds, self.drafter = rounds, drafter
+
+    def __iter__(self) -> Iterator[Round]:
+        for recorded in self.rounds:
+            if recorded.matches is None:
+                raise ValueError(
+                    f'--drafter {self.drafter}: rollouts of version {recorded.version} have no "eagle3", what a head '
+                    "would have got right; use suffix or ngram, or record it (docs/speculation.md)"
+                )
+            yield recorded
 
 
 def _check(batches: Sequence[int], order: str) -> None:

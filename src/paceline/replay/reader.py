@@ -59,8 +59,10 @@ class Reader:
     def _records(self, path: str) -> Iterator[Record]:
         name = "standard input" if path == "-" else path
         step = _step_of(path)
+        if path == "-" and sys.stdin is None:
+            raise ValueError("standard input is closed; give a file, or a pipe")
         with contextlib.nullcontext(sys.stdin.buffer) if path == "-" else Path(path).open("rb") as raw:
-            at = 0
+            at, can_tell = 0, raw.seekable()
             for number, line in _lines(raw, path, name):
                 try:
                     record = self.formats.record(_parsed(line), step)
@@ -72,7 +74,7 @@ class Reader:
                         ) from None
                     self._broken(f"{name}, line {number}: {error}{_cut(line)}")
                     continue
-                before, at = at, at + len(line) if path == "-" else raw.tell()
+                before, at = at, raw.tell() if can_tell and path != "-" else at + len(line)
                 record.num_bytes = at - before
                 yield record
 

@@ -95,7 +95,8 @@ class AutoPolicy:
         self._is_fair = True  # no slots were left out for being on probation
         self._ids = np.zeros(0, np.int64)
         self._cells = np.zeros((0, 0), np.int64)
-        self._from_head = np.zeros(0, bool)
+        self._from_head = self._asked = np.zeros(0, bool)
+        self._first = np.zeros(0)  # chance of each row's first guess
 
     def begin(self, request: Request) -> None:
         pass
@@ -123,6 +124,7 @@ class AutoPolicy:
                 caps[:] = self._drafted_k = self.max_tokens
         else:
             rows.head_caps = head_caps = self._head_caps(num_rows, plain_s)
+            self._asked = head_caps > 0
             self._drafted_k = int(head_caps.max(initial=0))
             caps = np.maximum(caps, self.max_tokens) if self.has_history else head_caps
         reason = "nothing was drafted" if self._drafted_k else f"{self.costly} would not pay at {num_rows} rows"
@@ -175,7 +177,9 @@ class AutoPolicy:
         self._cells = cells = self.chances.cells(drafts)
         self._from_head = self._are_from_head(drafts)
         drafted = np.arange(k) < drafts.num[:, None]
-        survival = np.cumprod(self.chances(cells) * drafted, axis=1).ravel()
+        chances = self.chances(cells) * drafted
+        self._first = chances[:, 0]
+        survival = np.cumprod(chances, axis=1).ravel()
         order = np.argsort(-survival, kind="stable")[: int(drafts.num.sum())]
         order = order[self._admitted(cells.ravel()[order], num_rows)]
         gain = np.concatenate([[0.0], np.cumsum(survival[order])])
@@ -216,6 +220,8 @@ class AutoPolicy:
             self._credit_s += max(0.0, REINVESTED * saved_s)
             if commits.num_drafted.any():
                 self._learn(commits)
+            if self.head is not None:
+                self._take_note(commits)
         self.costs.observe(trace, self._drafted_k, self.costly, 1 if self._probing else None)
 
     def _learn(self, commits: Commits) -> None:
@@ -226,6 +232,14 @@ class AutoPolicy:
         if own.any():
             positions = np.arange(cells.shape[1])[None].repeat(own.sum(), 0)
             self.depths.observe_many(positions, commits.num_accepted[own], known[own])
+
+    def _take_note(self, commits: Commits) -> None:
+        """A head that was asked, and whose guesses (if any came) were then refused, is not worth asking again: what is
+        thought of its first guess counts as its outcome."""
+        place = places_of(commits.request_ids, self._ids)
+        refused = (self._from_head & self._asked)[place] & (commits.num_drafted == 0)
+        if refused.any():
+            self.depths.estimate(np.zeros(refused.sum()), self._first[place][refused])
 
     def state(self) -> dict[str, np.ndarray]:
         return {

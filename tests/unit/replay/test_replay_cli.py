@@ -162,3 +162,32 @@ def test_500_mb_through_a_pipe_take_little_memory(tmp_path: Path) -> None:
     (*_, whole) = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert whole["tokens"] > 4_000_000 and whole["accepted_tokens"] > 1_000_000
     assert 10_000 < max(peaks) < 200_000, peaks[-1]
+
+
+def test_a_head_that_was_not_recorded_is_an_error_and_not_a_bad_head(tmp_path: Path) -> None:
+    path = tmp_path / "plain.jsonl"
+    path.write_text('{"step": 0, "problem": "p", "prompt_ids": [1], "token_ids": [2, 3, 4]}\n')
+    for drafter in ("eagle3", "hybrid"):
+        found = CliRunner().invoke(app, ["replay", str(path), "--drafter", drafter, "--batch", "2"])
+        assert found.exit_code == 2 and 'have no "eagle3"' in " ".join(found.output.split())
+
+
+@pytest.mark.parametrize("key", ["--policy", "--drafter"])
+def test_an_empty_list_is_an_error(rollouts: Path, key: str) -> None:
+    found = CliRunner().invoke(app, ["replay", str(rollouts), key, "", "--batch", "2"])
+    assert found.exit_code == 2 and f"{key} is empty" in found.output
+
+
+def test_named_pipes_and_odd_names(rollouts: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "[" / "x].jsonl"  # a closing tag, to rich
+    odd.parent.mkdir()
+    odd.write_bytes(rollouts.read_bytes())
+    paceline = f"{sys.executable} -m paceline.cli"
+    for given in (f"<(cat {rollouts})", f"'{odd}'"):
+        done = subprocess.run(
+            ["bash", "-c", f"{paceline} replay {given} --batch 2 --policy static:1"], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert "suffix static:1" in done.stdout
+    closed = subprocess.run(["bash", "-c", f"{paceline} replay - --batch 2 <&-"], capture_output=True, text=True)
+    assert closed.returncode == 2 and "standard input is closed" in closed.stderr

@@ -226,3 +226,20 @@ def test_history_that_takes_too_long_is_left_alone_but_for_probes() -> None:
             assert "would not pay" in policy.decision.reason
             told(policy, drafts, np.zeros(2, np.int32), np.zeros(2))
     assert 2 <= asked <= 60
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_head_whose_guesses_are_refused_is_not_asked_on_and_on(comes: bool) -> None:
+    """It would be paid for at every step, and nothing learned of it: not even where nothing comes at all."""
+    policy = AutoPolicy(Line(token=1.0, draft=0.5), K, "eagle3")  # type: ignore[arg-type]
+    asked = 0
+    for step in range(1000):
+        batch = rows(4, version=step // 200)
+        caps = policy.plan(batch)
+        if not caps.any():
+            told(policy, offered(np.zeros((4, 0))), np.zeros(4, np.int32), np.zeros(4))
+            continue
+        asked += 1
+        drafts = offered(np.full((4, int(caps.max())), 0.3), caps if comes else np.zeros(4))
+        told(policy, drafts, policy.select(drafts), np.zeros(4))
+    assert 1 <= asked < 60
