@@ -35,7 +35,7 @@ def policy_of(name: str, k: int, drafter: str) -> SpeculationPolicy:
     another door."""
     if name == "static":
         return StaticPolicy(k)
-    points = [Point(rows, rows + extra, 9 * rows + extra, 1 + 0.05 * extra) for rows in (1, 64) for extra in (0, 1, 64)]
+    points = [Point(rows, rows + extra, 9 * rows + extra, 1 + 0.02 * extra) for rows in (1, 64) for extra in (0, 1, 64)]
     costs = CostTable("case", points, frozen=True)
     return DasPolicy(costs, k) if name == "das" else AutoPolicy(costs, k, drafter)
 

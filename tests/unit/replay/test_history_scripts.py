@@ -69,6 +69,6 @@ def test_the_verdict_can_be_no(makespan: ModuleType, auto_s: float, says: str) -
 
 
 def test_auto_below_plain_is_a_miss_whatever_static_does(makespan: ModuleType) -> None:
-    row = {"run": "r", "batch": 1, "span": "cold", "best_static": "static:1", "of_best_static": 2.0, "of_plain": 0.999}
+    row = {"run": "r", "batch": 1, "span": "cold", "best_static": "static:1", "of_best_static": 2.0, "of_plain": 0.998}
     assert "MISSED at 0 of 1" in makespan.verdict([row])[0]
     assert "HOLDS" in makespan.verdict([row | {"of_plain": 1.0}])[0]
