@@ -60,6 +60,7 @@ class ArcticDrafter:
     version = 0
     wants_hidden: tuple[int, ...] = ()
     reads_drafts = False
+    num_bytes = 0  # not counted
 
     def __init__(
         self,

@@ -32,6 +32,7 @@ class DraftModelDrafter:
     name = "draft_model"
     wants_hidden: tuple[int, ...] = ()
     reads_drafts = False
+    num_bytes = 0  # keeps nothing of ended requests
 
     def __init__(self, paged: PagedDecoder, sampler: Sampler, coupled: bool = True, version: int = 0) -> None:
         self.paged, self.sampler, self.coupled, self.version = paged, sampler, coupled, version

@@ -47,6 +47,7 @@ class Eagle3Drafter:
     """`embed` is the target's embedding, which the head shares."""
 
     name = "eagle3"
+    num_bytes = 0  # keeps nothing of ended requests; its KV pool is of fixed size
 
     def __init__(
         self,

@@ -42,6 +42,10 @@ class HybridDrafter:
         self._from_head = np.zeros(0, bool)
         self._said = np.zeros((0, 0), np.float32)  # history's own confidence
 
+    @property
+    def num_bytes(self) -> int:
+        return self.history.num_bytes + self.head.num_bytes
+
     def begin(self, request: Request, version: int = 0) -> None:
         self.history.begin(request, version)
         self.head.begin(request, version)

@@ -28,6 +28,7 @@ class NgramDrafter:
     version = 0
     wants_hidden: tuple[int, ...] = ()
     reads_drafts = False
+    num_bytes = 0  # keeps nothing of ended requests
 
     def __init__(self, prompt_lookup_min: int = 2, prompt_lookup_max: int = 5, native: bool = True) -> None:
         if prompt_lookup_min < 1:

@@ -377,6 +377,7 @@ class LocalEngine:
             num_planned=drafts.num_planned,
             num_proposed=drafts.num_proposed,
             sources=tuple((name, num, stood) for name, (num, stood) in sources.items()),
+            num_history_bytes=self.drafter.num_bytes if self.drafter is not None else 0,
             **figures,
         )
         self._num_steps += 1

@@ -321,6 +321,7 @@ class Replay:
             expected_accepted=decision.expected_accepted,
             expected_s=decision.expected_s,
             sources=sources,
+            num_history_bytes=drafter.num_bytes if drafter is not None else 0,
         )
         self._num_steps += 1
         self.now_s += trace.total_s

@@ -27,6 +27,7 @@ class RecordedHead:
     version = 0
     wants_hidden: tuple[int, ...] = ()
     reads_drafts = False
+    num_bytes = 0  # keeps nothing of ended requests
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape

@@ -463,6 +463,9 @@ def engine(run: Run) -> str:
     if any(totals.num_proposed for totals in run.engine.values()):
         head = ["rows in a step", *OUTCOMES, "offered", "tokens verified", "accepted", "expected"]
         inner += table(head, decisions, caption="Drafting: how many steps ended how, and the tokens")
+    remembered = [int(size) for size in run.series("history_bytes") if size]
+    if remembered:
+        inner += prose(f"What the drafter remembers takes {remembered[-1] / 1e6:,.1f} MB at the end.")
     return section("engine", "Engine steps", inner)
 
 

@@ -95,6 +95,7 @@ def of_rollouts(batch: Batch) -> dict[str, Any]:
         },
         "draft_s": drafts["draft_s"],
         "drafter_version": _last_trace(batch, "drafter_version"),
+        "history_bytes": _last_trace(batch, "num_history_bytes"),
     }
 
 

@@ -255,6 +255,9 @@ class AutoPolicy:
                 f"not a state of the auto policy: it holds {sorted(state) or 'nothing'}; "
                 "was speculation.policy changed?"
             )
+        depths, yields = self.depths.counts.shape, self.yields.figures.shape
+        if (state["depths"].shape, state["yields"].shape, state["version"].shape) != (depths, yields, (1,)):
+            raise ValueError("the auto policy's state is damaged: its arrays have other shapes than it saves")
         self.chances.restore(state)
         self.depths.counts = state["depths"].copy()
         self.yields.figures = state["yields"].copy()

@@ -106,6 +106,9 @@ class Drafter(Protocol):
     wants_hidden: tuple[int, ...]  # target layers whose outputs it reads
     reads_drafts: bool
 
+    @property
+    def num_bytes(self) -> int: ...  # what it remembers of requests, ended ones included, takes
+
     def begin(self, request: Request, version: int = 0) -> None: ...  # the policy's version that it begins under
     def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch: ...  # caps: int32 [B], num <= caps
     def observe(self, commits: Commits) -> None: ...

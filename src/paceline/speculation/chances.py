@@ -90,5 +90,6 @@ class Chances:
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
         counts = state["counts"]
-        assert counts.ndim == 2 and len(counts) == 2 and counts.shape[1] % PER_SOURCE == 0
+        if counts.ndim != 2 or len(counts) != 2 or counts.shape[1] % PER_SOURCE:
+            raise ValueError(f"the state of what stood is damaged: its counts have the shape {counts.shape}")
         self._counts, self._table = counts.astype(np.float64), None

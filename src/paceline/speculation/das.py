@@ -229,6 +229,8 @@ class DasPolicy:
             raise ValueError(
                 f"not a state of the das policy: it holds {sorted(state) or 'nothing'}; was speculation.policy changed?"
             )
+        if state["counts"].ndim != 2 or len(state["counts"]) != 3 or state["version"].shape != (1,):
+            raise ValueError("the das policy's state is damaged: its arrays have other shapes than it saves")
         known = min(self.max_tokens, state["counts"].shape[1])  # positions; there may have been more, or fewer
         self.counts = np.zeros((3, self.max_tokens))
         self.counts[:, :known] = state["counts"][:, :known]

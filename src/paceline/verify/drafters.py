@@ -18,6 +18,7 @@ class AdversarialDrafter:
     version = 0
     wants_hidden: tuple[int, ...] = ()
     reads_drafts = False
+    num_bytes = 0  # keeps nothing of ended requests
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
         self.vocab_size, self.seed = vocab_size, seed

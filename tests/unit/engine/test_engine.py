@@ -313,10 +313,13 @@ def test_drafter_weights_and_drafters_are_swapped_between_steps() -> None:
     assert (receipt.version, receipt.checksum) == (7, checksum(update))
     for _ in range(2):
         running.step()
-    assert running.drain_trace()[-1].drafter_version == 7
-    running.set_drafter(SuffixDrafter())
+    last = running.drain_trace()[-1]
+    assert last.drafter_version == 7 and last.num_history_bytes == 0
+    history = SuffixDrafter()
+    running.set_drafter(history)
     while running.has_work:
         running.step()
+    assert running.drain_trace()[-1].num_history_bytes == history.num_bytes > 0
     assert [h.completion.token_ids.tolist() for h in handles] == [c.token_ids.tolist() for c in plain]
     assert handles[0].completion.drafters[0] == "draft_model"
     for c in (h.completion for h in handles):

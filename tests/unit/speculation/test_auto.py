@@ -207,6 +207,9 @@ def test_new_weights_halve_what_is_known_and_state_round_trips() -> None:
     assert again.select(drafts).tolist() == policy.select(drafts).tolist()
     with pytest.raises(ValueError, match="not a state of the auto policy"):
         again.restore({"logs": np.zeros(1)})
+    for name in ("counts", "depths", "yields", "version"):
+        with pytest.raises(ValueError, match="damaged"):
+            again.restore(policy.state() | {name: np.zeros((3, 3, 3))})
 
 
 def test_no_token_at_all_is_refused() -> None:

@@ -297,6 +297,9 @@ def test_state_comes_back() -> None:
     for wrong in ({}, {"counts": np.zeros((3, K))}, {"depths": np.zeros(2)}):
         with pytest.raises(ValueError, match="not a state of the das policy"):
             fresh.restore(wrong)
+    for name in ("counts", "version"):
+        with pytest.raises(ValueError, match="damaged"):
+            fresh.restore(made.state() | {name: np.zeros((2, 3))})
 
 
 def test_no_tokens_at_all_is_refused() -> None:
