@@ -10,6 +10,7 @@ from tiny_run import write_head
 
 from paceline.build import build_engine
 from paceline.build import cost as build_cost
+from paceline.build.run import with_absolute_paths
 from paceline.config import load_config
 from paceline.engine.engine import LocalEngine
 from paceline.speculation.auto import AutoPolicy
@@ -91,6 +92,11 @@ def test_costs_by_name_or_path(
         build("suffix", policy, "speculation.cost_table=h2000")
 
 
+def test_a_wrong_table_is_told_before_a_model_is_loaded() -> None:
+    with pytest.raises(ValueError, match=r"speculation.cost_table = 'h2000'"):
+        build_engine(load_config(None, ["model.name=/no/such/model", "speculation.cost_table=h2000"]))
+
+
 def test_measured_once(
     build: Callable[..., LocalEngine],
     tmp_path: Path,
@@ -120,3 +126,12 @@ def test_longest_first_by_the_settings(build: Callable[..., LocalEngine]) -> Non
             engine.submit(request)
         engine.step()
         assert [s.request.problem for s in engine.scheduler.running] == [problem]
+
+
+def test_a_cost_table_is_found_again_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.json").write_text("{}")
+    found = with_absolute_paths(load_config(None, ["speculation.cost_table=mine.json"]))
+    assert found.speculation.cost_table == str(tmp_path / "mine.json")
+    named = with_absolute_paths(load_config(None, ["speculation.cost_table=vllm-h200-qwen3-8b"]))
+    assert named.speculation.cost_table == "vllm-h200-qwen3-8b"

@@ -26,7 +26,10 @@ def build_engine(config: Config) -> LocalEngine:
     from paceline.engine.engine import LocalEngine
     from paceline.model.store import load_tokenizer, resolve
     from paceline.speculation.auto import HEADS
+    from paceline.speculation.cost_files import cost_table_of
 
+    if config.speculation.cost_table is not None:
+        cost_table_of(config.speculation.cost_table)  # a mistake in it is told before a model is loaded
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
     directory = resolve(config.model.name)

@@ -1,4 +1,4 @@
-"""Drafters and policies for a replay, by name: no model, and no torch unless text must be put into tokens."""
+"""Drafters and policies for a replay, by name: no model, and no torch unless a tokenizer is asked for."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ MODEL_FREE = ("suffix", "ngram")
 RECORDED = ("eagle3", "hybrid")  # where match lengths are stored
 DEFAULT_HARDWARE = "vllm-h200-qwen3-8b"
 LONGEST = 7  # draft of das and auto, unless said
+TAKEN = (
+    "engine.prefix_sharing", "speculation.hybrid_choice", "speculation.min_confidence", "speculation.prompt_lookup_max",
+    "speculation.prompt_lookup_min", "speculation.suffix_max_bytes", "speculation.suffix_max_versions",
+    "speculation.suffix_min_match", "speculation.suffix_recency",
+)  # fmt: skip
 
 
 def check_names(drafters: tuple[str, ...], policies: tuple[str, ...]) -> None:
@@ -30,6 +35,20 @@ def check_names(drafters: tuple[str, ...], policies: tuple[str, ...]) -> None:
         if kind not in ("static", "das", "auto") or ((colon or kind == "static") and not k.isdecimal()):
             raise ValueError(
                 f"--policy {policy!r}: use static:K, das, auto, or das:K and auto:K for drafts of at most K"
+            )
+
+
+def check_overrides(overrides: tuple[str, ...]) -> None:
+    """Nothing that is set goes unheard."""
+    given = load_config(None, overrides)
+    keys = [
+        f"{section}.{key}" for section in given.model_fields_set for key in getattr(given, section).model_fields_set
+    ]
+    for key in sorted(keys):
+        if key not in TAKEN:
+            raise ValueError(
+                f"--set {key}: a replay does not take it, but {', '.join(TAKEN)}; drafters, policies, batches, costs "
+                "and limits are options of the command's own (--help)"
             )
 
 
@@ -66,6 +85,7 @@ def build_replay(cell: Cell, costs: CostTable, overrides: tuple[str, ...] = (), 
         _drafter(config, tape, costs),
         tape=tape,
         max_num_seqs=cell.batch,
+        prefix_sharing=config.engine.prefix_sharing,
         **options,
     )
 
@@ -111,10 +131,17 @@ def frozen_costs(cost: str | None, hardware: str | None) -> CostTable:
 
 
 def load_any_tokenizer(name: str) -> Any:
-    """Without code from the hub."""
+    """Of a known model, a directory or a hub id: of that the tokenizer alone, and no code."""
     from transformers import AutoTokenizer
 
+    from paceline.model.store import KNOWN, resolve
+
+    place = resolve(name) if name in KNOWN else name
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--tokenizer {name!r}: can't be loaded ({error})") from None
+        return AutoTokenizer.from_pretrained(str(place), trust_remote_code=False)
+    except Exception as error:  # transformers, tokenizers and their validators raise all sorts
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"--tokenizer {name!r}: can't be loaded ({reason}); give a directory, a known name ({', '.join(KNOWN)}) "
+            "or, online, a hub id"
+        ) from None

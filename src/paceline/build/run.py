@@ -160,6 +160,8 @@ def with_absolute_paths(config: Config) -> Config:
         reward = reward.model_copy(update={"model": str(Path(reward.model).resolve())})
     if speculation.head is not None and Path(speculation.head).is_dir():
         speculation = speculation.model_copy(update={"head": str(Path(speculation.head).resolve())})
+    if speculation.cost_table is not None and Path(speculation.cost_table).is_file():
+        speculation = speculation.model_copy(update={"cost_table": str(Path(speculation.cost_table).resolve())})
     draft = {"data": config.draft.data, "init": config.draft.init}
     draft = {key: str(Path(name).resolve()) for key, name in draft.items() if name is not None and Path(name).exists()}
     changed = {"model": model, "task": task, "reward": reward, "speculation": speculation}

@@ -32,6 +32,7 @@ GRID = ("static:1", "static:3", "static:5", "static:7", "auto:7")
 READ_AHEAD = 4_000_000  # tokens that `advise` reads, unless all are asked for
 MANY = 20_000  # tokens from which on starting processes for `advise` takes less than it saves
 MOST_PROCESSES = 16
+INT32_MAX = 2**31 - 1
 
 Rollouts = Annotated[
     list[str],
@@ -44,15 +45,17 @@ Hardware = Annotated[
     str | None, typer.Option(metavar="NAME", help="A shipped cost table.", show_default="vllm-h200-qwen3-8b")
 ]
 Tokenizer = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Directory or hub id; for rollouts that are text without token ids.")
+    str | None, typer.Option(metavar="NAME", help="Directory, known name or hub id; for text without token ids.")
 ]
 MaxTokens = Annotated[
     int | None,
-    typer.Option(min=1, help="How long a completion might become.", show_default="the longest that was cut off"),
+    typer.Option(
+        min=1, max=INT32_MAX, help="How long a completion might become.", show_default="the longest that was cut off"
+    ),
 ]
 Prefill = Annotated[bool, typer.Option("--prefill", help="Prompts take time too; the cost table must know them.")]
 Order = Annotated[str, typer.Option(help="Who begins first: arrival or longest.")]
-Budget = Annotated[int, typer.Option(min=1, help="Query tokens in a step.")]
+Budget = Annotated[int, typer.Option(min=1, max=INT32_MAX, help="Query tokens in a step.")]
 SkipBroken = Annotated[bool, typer.Option("--skip-broken", help="Leave out lines that can't be read, and count them.")]
 
 
@@ -87,7 +90,7 @@ def replay(
     - `zstdcat rollouts.jsonl.zst | paceline replay - --cost table.json --json out.json`
     - `paceline replay verl/rollouts --tokenizer Qwen/Qwen3-8B`
     """
-    from paceline.build.replay import build_replay, check_names, frozen_costs
+    from paceline.build.replay import build_replay, check_names, check_overrides, frozen_costs
     from paceline.replay.run import Cell, Source
     from paceline.replay.run import replay as run
 
@@ -97,6 +100,7 @@ def replay(
         if not given:
             raise ValueError(f"{key} is empty: name one or more")
     check_names(drafters, policies)
+    check_overrides(tuple(overrides or ()))
     _check(batches, order)
     costs = frozen_costs(cost, hardware)
     reader = _reader(rollouts, tokenizer, skip_broken)
@@ -148,7 +152,7 @@ def advise(
     - `paceline advise runs/mine`
     - `paceline advise rollouts.jsonl --hardware vllm-h200-qwen3-8b --batch 16,64,256 --generation-share 0.7`
     """
-    from paceline.build.replay import MODEL_FREE, RECORDED, build_replay, frozen_costs
+    from paceline.build.replay import MODEL_FREE, RECORDED, build_replay, check_overrides, frozen_costs
     from paceline.replay import advice
     from paceline.replay.run import Cell, Source
     from paceline.replay.run import replay as run
@@ -156,6 +160,7 @@ def advise(
     check_writable(json_file)
     batches = comma_numbers("--batch", batch)
     _check(batches, "arrival")
+    check_overrides(tuple(overrides or ()))
     costs = frozen_costs(cost, hardware)
     reader = _reader(rollouts, tokenizer, skip_broken)
     rounds, whole = advice.bounded(Source(reader, max_tokens), None if everything else READ_AHEAD)
@@ -188,6 +193,8 @@ def advise(
             results += run(some.rounds, False, cells, make, progress, num_processes)
     share = generation_share if generation_share is not None else _recorded_share(rollouts)
     advised = advice.advise(results, 0.65 if share is None else share)
+    if (caution := advice.caution(rounds)) is not None:
+        advised["text"].append(caution)
     for line in advised["text"]:
         out.print(f"• {line}", soft_wrap=True)
     out.print()
@@ -240,8 +247,7 @@ def _reader(rollouts: list[str], tokenizer: str | None, skip_broken: bool) -> Re
     from paceline.replay.formats import Formats
     from paceline.replay.reader import Reader
 
-    make = functools.partial(load_any_tokenizer, tokenizer) if tokenizer is not None else None
-    return Reader(rollouts, Formats(make), skip_broken)
+    return Reader(rollouts, Formats(load_any_tokenizer(tokenizer) if tokenizer is not None else None), skip_broken)
 
 
 def _recorded_share(rollouts: Sequence[str]) -> float | None:
@@ -268,12 +274,13 @@ def _rows(result: Result, every_epoch: bool) -> list[dict[str, Any]]:
 
 
 def _notes(reader: Reader, costs: CostTable, results: Sequence[Result]) -> None:
-    out.print(f"Costs: {costs.source or costs.name}", style="dim", soft_wrap=True)
+    out.print(f"Costs: {escape(costs.source or costs.name)}", style="dim", soft_wrap=True)
     free = sorted({r.cell.drafter for r in results if r.cell.drafter != "hybrid"} - costs.drafts.keys())
     if free:
         out.print(f"The table does not know what drafting takes by {', '.join(free)}: taken for nothing.", style="dim")
     if reader.num_broken:
-        err.print(f"{reader.num_broken} broken lines were left out; the first: {reader.first_broken}", style="yellow")
+        first = escape(reader.first_broken)
+        err.print(f"{reader.num_broken} broken lines were left out; the first: {first}", style="yellow")
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from paceline.replay.run import Result
 
 WORTH = 1.02  # less than this is not worth turning on
 SAFE = 0.98  # `auto` is preferred where it brings this much of what the best fixed length brings
+FEW = 64  # completions, about those of a small step of RL
 TOKENS_PER_ROW, FEWEST_TOKENS, MOST_TOKENS = 5_000, 30_000, 160_000  # looked at, unless all are asked for
 
 
@@ -58,6 +59,18 @@ def bounded(rounds: Iterable[Round], num_tokens: int | None) -> tuple[list[Round
         held.append(recorded)
         total += recorded.num_emitted
     return held, True
+
+
+def caution(rounds: Sequence[Round]) -> str | None:
+    """A sentence, where what was recorded is too little to stand for a run."""
+    num = sum(map(len, rounds))
+    one_version = len({recorded.version for recorded in rounds}) == 1
+    one_epoch = not any(recorded.epochs.any() for recorded in rounds)
+    if num >= FEW and not one_version and not one_epoch:
+        return None
+    version = " of one version of the policy" if one_version else ""
+    epoch = ", where no problem comes back" if one_epoch else ""
+    return f"Based on {num} completion{'s' if num > 1 else ''}{version}{epoch}; record more before trusting it."
 
 
 def step_speedup(generation_speedup: float, share: float) -> float:

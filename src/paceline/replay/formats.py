@@ -21,7 +21,7 @@ version is `versions` (ours), `version`, or the step.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -32,16 +32,15 @@ Json = Mapping[str, Any]
 IDS = (("prompt_ids", "token_ids"), ("prompt_ids", "completion_ids"), ("prompt_token_ids", "token_ids"))
 TEXTS = (("prompt", "completion"), ("input", "output"), ("prompt", "response"))
 STEPS = ("step", "global_step", "training_step")
-MAX_ID = 2**31 - 1
+MAX_ID = MAX_LENGTH = 2**31 - 1  # int32
 KNOWN = "; ".join(f"`{a}` and `{b}`" for a, b in (*IDS, ("token_ids", "token_loss_mask"), *TEXTS)) + "; `message_log`"
 
 
 class Formats:
-    """`tokenizer`: makes one when the first text comes; None where the user named none."""
+    """`tokenizer`: for text; None where the user named none."""
 
-    def __init__(self, tokenizer: Callable[[], Any] | None = None) -> None:
-        self._make_tokenizer = tokenizer
-        self._tokenizer: Any = None
+    def __init__(self, tokenizer: Any = None) -> None:
+        self._tokenizer = tokenizer
 
     def record(self, line: Json, step: int | None = None) -> Record:
         """`step`: by the file's name. ValueError says what is wrong, but not where."""
@@ -60,7 +59,7 @@ class Formats:
             mask=mask,
             matches=_matches(line, len(token_ids)),
             is_cut=line.get("finish_reason") == "length",
-            max_tokens=_integer(line, "max_tokens") if longest is not None else None,
+            max_tokens=_integer(line, "max_tokens", MAX_LENGTH) if longest is not None else None,
             step=step,
             version=version if version is not None else step,
         )
@@ -86,11 +85,7 @@ class Formats:
     @property
     def tokenizer(self) -> Any:
         if self._tokenizer is None:
-            if self._make_tokenizer is None:
-                raise ValueError(
-                    "has text and no token ids; name the policy's tokenizer: --tokenizer NAME or directory"
-                )
-            self._tokenizer = self._make_tokenizer()
+            raise ValueError("has text and no token ids; name the policy's tokenizer: --tokenizer NAME or directory")
         return self._tokenizer
 
     def _encode(self, text: Any, key: str) -> np.ndarray:
@@ -198,10 +193,10 @@ def _matches(line: Json, num_tokens: int) -> np.ndarray | None:
     return np.frombuffer(digits.encode(), np.uint8) - ord("0")
 
 
-def _integer(line: Json, key: str) -> int:
+def _integer(line: Json, key: str, most: int = 2**53 - 1) -> int:
     value = line[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1 or not 0 <= value < 2**53:
-        raise ValueError(f"`{key}` is {str(value)[:40]!r}; expected an integer >= 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1 or not 0 <= value <= most:
+        raise ValueError(f"`{key}` is {str(value)[:40]!r}; expected an integer from 0 to {most}")
     return int(value)
 
 

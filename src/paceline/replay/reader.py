@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import io
 import json
 import lzma
 import re
@@ -111,6 +112,10 @@ def _step_of(path: str) -> int | None:
 
 
 def _opened(raw: BinaryIO, path: str) -> IO[bytes]:
+    if path.endswith((".gz", ".xz")) and not cast(io.BufferedReader, raw).peek(1):
+        raise ValueError(
+            f"{path} is empty, not even an archive of nothing: was it cut off, or is it still to be written?"
+        )
     if path.endswith(".gz"):
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
     return lzma.LZMAFile(raw) if path.endswith(".xz") else raw

@@ -54,12 +54,17 @@ class Source:
             yield from self._kept
             return
         kept: list[Round] | None = None if self.reader.is_pipe else []
-        num_tokens = 0
+        num_tokens = num_emitted = 0
         for recorded in Rounds(self.max_tokens).of(self.reader):
             num_tokens += len(recorded.tokens)
+            num_emitted += recorded.num_emitted
             if kept is not None:
                 kept = [*kept, recorded] if num_tokens <= MAX_KEPT else None
             yield recorded
+        if not num_emitted:
+            raise ValueError(
+                f"{', '.join(self.reader.paths)}: nothing to replay: none of the rollouts has a completion"
+            )
         self._kept = kept
 
 

@@ -19,6 +19,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ DRIFT = 0.1  # how far one step moves the level of its rows, when many have been
 SHAPE = 0.02  # and how far it moves its own region against that level
 FAR = math.log(2.0)  # a step further off than this counts as one so far off: it was held up by something else
 SETTLED = 4  # steps after which that is so; before, the table itself may be far off
+LEAST_S, MOST_S, MOST_TOKENS = 1e-9, 86_400, 2**31 - 1  # what a table may say
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +145,11 @@ class CostTable:
     @staticmethod
     def load(path: Path) -> CostTable:
         try:
-            tree = json.loads(path.read_text(encoding="utf-8"))
+            return _of_tree(json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object))
         except OSError as error:
             raise ValueError(f"cost table {path}: {error.strerror}") from None
-        except ValueError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"cost table {path} is not JSON: {error}") from None
-        try:
-            return _of_tree(tree)
         except ValueError as error:
             raise ValueError(f"cost table {path}: {error}") from None
 
@@ -280,6 +280,15 @@ def _lines(rows: list[tuple[Any, ...]], indent: int) -> str:
     return f"[\n{inner}\n{' ' * (indent - 2)}]"
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in tree:
+            raise ValueError(f"the key {short(key)} is there twice")
+        tree[key] = value
+    return tree
+
+
 def _of_tree(tree: Any) -> CostTable:
     kinds: dict[str, tuple[type, ...]] = {
         "name": (str,), "source": (str,), "per_context_token_s": (int, float), "points": (list,), "drafts": (dict,)
@@ -292,13 +301,13 @@ def _of_tree(tree: Any) -> CostTable:
     for key, kind in kinds.items():
         if key not in tree:
             raise ValueError(f"the key {key!r} is missing")
-        if not isinstance(tree[key], kind):
-            raise ValueError(f"{key} = {tree[key]!r}: must be {' or '.join(k.__name__ for k in kind)}")
+        if not isinstance(tree[key], kind) or isinstance(tree[key], bool):
+            raise ValueError(f"{key} = {short(tree[key])}: must be {' or '.join(k.__name__ for k in kind)}")
     points = [Point(*_numbers(f"points[{i}]", row, 4)) for i, row in enumerate(tree["points"])]
     drafts: dict[str, list[tuple[int, int, float]]] = {}
     for drafter, times in tree["drafts"].items():
         if not isinstance(times, list):
-            raise ValueError(f"drafts.{drafter} = {times!r}: must be a list of [rows, k, seconds]")
+            raise ValueError(f"drafts.{drafter} = {short(times)}: must be a list of [rows, k, seconds]")
         drafts[drafter] = [_numbers(f"drafts.{drafter}[{i}]", row, 3) for i, row in enumerate(times)]
     return CostTable(tree["name"], points, drafts, tree["per_context_token_s"], tree["source"])
 
@@ -307,10 +316,10 @@ def _numbers(where: str, row: Any, num: int) -> Any:
     """A row of whole numbers, with seconds at its end."""
     wanted = "[rows, query tokens, context tokens, seconds]" if num == 4 else "[rows, k, seconds]"
     if not isinstance(row, list) or len(row) != num or not all(type(x) in (int, float) for x in row):
-        raise ValueError(f"{where} = {row!r}: must be {wanted}")
+        raise ValueError(f"{where} = {short(row)}: must be {wanted}")
     if not all(isinstance(x, int) for x in row[:-1]):
-        raise ValueError(f"{where} = {row!r}: counts must be whole numbers")
-    return (*row[:-1], float(row[-1]))
+        raise ValueError(f"{where} = {short(row)}: counts must be whole numbers")
+    return tuple(row)
 
 
 def _check(points: list[Point], drafts: Mapping[str, list[tuple[int, int, float]]], per_context_token_s: float) -> None:
@@ -319,23 +328,27 @@ def _check(points: list[Point], drafts: Mapping[str, list[tuple[int, int, float]
             raise ValueError(f"{where}: {rule}")
 
     need(bool(points), "points", "there are none; a cost table needs at least one measured step")
-    at = f"per_context_token_s = {per_context_token_s}"
-    need(math.isfinite(per_context_token_s) and per_context_token_s >= 0, at, "must be a number from 0")
+    at = f"per_context_token_s = {short(per_context_token_s)}"
+    need(0 <= per_context_token_s <= MOST_S, at, f"must be a number from 0 to {MOST_S}")
     seen: set[tuple[int, int]] = set()
     for i, p in enumerate(points):
-        at = f"points[{i}] = {list(astuple(p))}"
-        need(math.isfinite(p.seconds) and p.seconds > 0, at, "seconds must be a number above 0")
+        at = f"points[{i}] = {short(list(astuple(p)))}"
+        need(LEAST_S <= p.seconds <= MOST_S, at, f"seconds must be a number from {LEAST_S} to {MOST_S}")
         need(p.num_rows >= 1, at, "rows must be at least 1")
         need(p.num_query_tokens >= p.num_rows, at, "every row has at least one query token")
         need(p.num_context_tokens >= p.num_query_tokens, at, "the query tokens are part of the context")
+        need(p.num_context_tokens <= MOST_TOKENS, at, f"there may be {MOST_TOKENS} tokens at most")
         need((p.num_rows, p.num_query_tokens) not in seen, at, "these rows and query tokens are there already")
         seen.add((p.num_rows, p.num_query_tokens))
     for num_rows in sorted({p.num_rows for p in points}):
         need((num_rows, num_rows) in seen, "points", f"{num_rows} rows with one query token each is missing")
     for drafter, times in drafts.items():
         need(bool(times), f"drafts.{drafter}", "there are none; leave the drafter out")
+        drafted: set[tuple[int, int]] = set()
         for i, (num_rows, k, seconds) in enumerate(times):
-            at = f"drafts.{drafter}[{i}] = {[num_rows, k, seconds]}"
+            at = f"drafts.{drafter}[{i}] = {short([num_rows, k, seconds])}"
             need(num_rows >= 1 and k >= 1, at, "rows and k must be at least 1")
-            need(math.isfinite(seconds) and seconds >= 0, at, "seconds must be a number from 0")
-            need(all(pair[:2] != (num_rows, k) for pair in times[:i]), at, "these rows and k are there already")
+            need(num_rows <= MOST_TOKENS and k <= MOST_TOKENS, at, f"rows and k may be {MOST_TOKENS} at most")
+            need(0 <= seconds <= MOST_S, at, f"seconds must be a number from 0 to {MOST_S}")
+            need((num_rows, k) not in drafted, at, "these rows and k are there already")
+            drafted.add((num_rows, k))

@@ -61,6 +61,25 @@ def test_when_not_to_speculate() -> None:
     assert 'Policy "auto" stops by itself (1.00x)' in advised["text"][0]
 
 
+def test_little_is_called_little() -> None:
+    def of(num_steps: int, num: int, problems: str = "a", **changes: int) -> str | None:
+        one, two = np.ones(1, np.int32), np.ones(2, np.int32)
+        records = [Record(problems[s % len(problems)], one, two, step=s, **changes)
+                   for s in range(num_steps) for _ in range(num)]  # fmt: skip
+        return advice.caution(list(Rounds().of(records)))
+
+    assert of(2, 32) is None
+    assert of(1, 1) == (
+        "Based on 1 completion of one version of the policy, where no problem comes back; "
+        "record more before trusting it."
+    )
+    assert of(3, 21) == "Based on 63 completions; record more before trusting it."
+    assert of(2, 64, "ab") == "Based on 128 completions, where no problem comes back; record more before trusting it."
+    assert of(2, 64, version=7) == (
+        "Based on 128 completions of one version of the policy; record more before trusting it."
+    )
+
+
 def test_one_setting_for_all_batch_sizes() -> None:
     results = [result("suffix", "static:7", 1, 3.0, 3.0), result("suffix", "static:7", 128, 0.5, 0.5),
                result("suffix", "static:1", 1, 1.8, 1.8), result("suffix", "static:1", 128, 1.2, 1.2)]  # fmt: skip

@@ -39,7 +39,7 @@ def write(path: Path, *lines: object) -> str:
 
 
 def read(*paths: str, skip_broken: bool = False) -> list[Record]:
-    return list(Reader(paths, Formats(Letters), skip_broken))
+    return list(Reader(paths, Formats(Letters()), skip_broken))
 
 
 def text(ids: np.ndarray) -> str:
@@ -137,6 +137,7 @@ BROKEN = {
     '{"prompt_ids": [1], "token_ids": [1], "eagle3": "12"}': "`eagle3` is not a text of 1 digits",
     '{"prompt_ids": [1], "token_ids": [1], "step": -1}': "`step` is '-1'",
     '{"prompt_ids": [1], "token_ids": [1], "step": NaN}': "`step` is 'nan'",
+    '{"prompt_ids": [1], "token_ids": [1], "max_tokens": 2147483648}': "`max_tokens` is '2147483648'; expected an",
     '{"message_log": [1, 2]}': "a message is a number without a role",
     '{"prompt": 3, "completion": "a"}': "`prompt` is a number",
     "[" * 100_000: "nested too deep",
@@ -150,7 +151,7 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
         read(path)
     assert str(error.value).startswith(f"{path}, line 3: ") and BROKEN[line] in str(error.value)
     assert "--skip-broken" in str(error.value)
-    reader = Reader([path], Formats(Letters), skip_broken=True)
+    reader = Reader([path], Formats(Letters()), skip_broken=True)
     assert len(list(reader)) == 2 and reader.num_broken == 1 and "line 3" in reader.first_broken
 
 
@@ -177,6 +178,17 @@ def test_an_archive_that_is_cut_off(tmp_path: Path) -> None:
             read(str(path))
         path.write_bytes(b"no archive")
         with pytest.raises(ValueError, match="line 1: the archive is damaged"):
+            read(str(path))
+
+
+def test_an_archive_that_is_empty(tmp_path: Path) -> None:
+    for ending, pack in ((".gz", gzip.compress), (".xz", lzma.compress)):
+        path = tmp_path / f"r.jsonl{ending}"
+        path.write_bytes(b"")
+        with pytest.raises(ValueError, match=rf"r.jsonl{ending} is empty, not even an archive"):
+            read(str(path))
+        path.write_bytes(pack(b""))
+        with pytest.raises(ValueError, match="holds no rollouts"):
             read(str(path))
 
 

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import write_tokenizer
 from typer.testing import CliRunner
 
+from paceline.build import replay as build
 from paceline.cli import app
+from paceline.replay.run import Cell
 from paceline.speculation.cost import CostTable, Point
 
 # Much to say, over and over: 8 problems whose samples repeat each other for the most part.
@@ -128,6 +131,10 @@ def test_advice_reads_the_runs_own_metrics(rollouts: Path, table: str, tmp_path:
         (["--cost", "missing.json"], "--cost missing.json: no such file"),
         (["--cost", "a.json", "--hardware", "b"], "give one of the two"),
         (["--set", "speculation.nonsense=1"], "unknown key speculation.nonsense"),
+        (["--set", "engine.kv_tokens=64"], "--set engine.kv_tokens: a replay does not take it, but engine.prefix_shar"),
+        (["--set", "speculation={method='ngram'}"], "--set speculation.method: a replay does not take it"),
+        (["--max-tokens", "2147483648"], "--max-tokens"),
+        (["--max-num-batched-tokens", "9" * 30], "--max-num-batched-tokens"),
     ],
 )
 def test_mistakes_are_answered_at_once(rollouts: Path, arguments: list[str], message: str) -> None:
@@ -143,6 +150,77 @@ def test_broken_lines_are_named_or_counted(rollouts: Path, table: str, tmp_path:
     assert code == 2 and "line 11: not valid JSON" in " ".join(output.split())
     code, output = run("replay", tmp_path / "r.jsonl", *options, "--skip-broken")
     assert code == 0 and "1 broken lines were left out" in " ".join(output.split())
+
+
+def test_advise_refuses_what_it_would_not_hear(rollouts: Path) -> None:
+    code, output = run("advise", rollouts, "--set", "model.name=x")
+    assert code == 2 and "--set model.name: a replay does not take it" in " ".join(output.split())
+
+
+class Spy:
+    """Settings that remember which of them were read."""
+
+    def __init__(self, settings: object, read: set[str], section: str = "") -> None:
+        self._settings, self._read, self._section = settings, read, section
+
+    def __getattr__(self, name: str) -> object:
+        value = getattr(self._settings, name)
+        if not self._section:
+            return Spy(value, self._read, name)
+        self._read.add(f"{self._section}.{name}")
+        return value
+
+
+def test_what_may_be_set_is_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: set[str] = set()
+    known = build.replay_config
+    monkeypatch.setattr(build, "replay_config", lambda cell, overrides: Spy(known(cell, overrides), read))
+    for drafter in (*build.MODEL_FREE, *build.RECORDED):
+        for policy in ("static:3", "das", "auto"):
+            build.build_replay(Cell(drafter, policy, 4), build.frozen_costs(None, None))
+    by_option = {f"speculation.{name}" for name in ("method", "policy", "num_speculative_tokens")}
+    assert read == by_option | set(build.TAKEN)
+
+
+@pytest.mark.parametrize("command", ["replay", "advise"])
+def test_a_tokenizer_that_cannot_be_loaded_is_one_error(command: str, tmp_path: Path) -> None:
+    """Whatever the lines are: it is no line that is broken."""
+    (tmp_path / "r.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 3)
+    code, output = run(command, tmp_path / "r.jsonl", "--tokenizer", tmp_path, "--skip-broken", "--batch", "1")
+    said = " ".join(output.split())
+    assert code == 2 and "error: --tokenizer" in said and "smollm2-135m" in said and "broken lines" not in said, output
+
+
+def test_a_known_models_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tokenizer(tmp_path / "models" / "smollm2-135m")
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    (tmp_path / "r.jsonl").write_text('{"prompt": "a", "completion": "bcd"}\n')
+    options = ["--tokenizer", "smollm2-135m", "--batch", "1", "--policy", "static:1", "--json", tmp_path / "out.json"]
+    code, output = run("replay", tmp_path / "r.jsonl", *options)
+    assert code == 0, output
+    assert json.loads((tmp_path / "out.json").read_text())["rows"][-1]["tokens"] == 3
+
+
+@pytest.mark.parametrize("command", ["replay", "advise"])
+def test_without_completions_there_is_nothing_to_replay(command: str, tmp_path: Path) -> None:
+    lines = '{"prompt_ids": [1], "token_ids": []}', '{"prompt_ids": [1], "token_ids": [5], "mask": [0]}'
+    (tmp_path / "r.jsonl").write_text("\n".join(lines))
+    code, output = run(command, tmp_path / "r.jsonl", "--batch", "1")
+    assert code == 2 and "nothing to replay: none of the rollouts has a completion" in " ".join(output.split()), output
+
+
+def test_advice_on_little_says_so(rollouts: Path, table: str, tmp_path: Path) -> None:
+    code, output = run("advise", rollouts, "--cost", table, "--batch", "1", "--json", tmp_path / "out.json")
+    assert code == 0 and "Based on 27 completions; record more before trusting it." in output
+    assert json.loads((tmp_path / "out.json").read_text())["text"][-1].startswith("Based on 27")
+
+
+def test_brackets_are_not_markup(rollouts: Path, tmp_path: Path) -> None:
+    CostTable("mine", [Point(1, 1, 50, 0.01)], source="[/b] of [mine]").save(tmp_path / "t.json")
+    (tmp_path / "r.jsonl").write_text(rollouts.read_text() + '{"[/b]": 1}\n')
+    options = ["--cost", tmp_path / "t.json", "--batch", "1", "--policy", "static:1", "--skip-broken"]
+    code, output = run("replay", tmp_path / "r.jsonl", *options)
+    assert code == 0 and "Costs: [/b] of [mine]" in output and "it has the keys [/b]" in " ".join(output.split())
 
 
 @pytest.mark.slow

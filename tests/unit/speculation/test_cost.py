@@ -235,6 +235,22 @@ GOOD = {
         ({"drafts": {"x": []}}, "drafts.x"),
         ({"drafts": {"x": 1}}, "drafts.x = 1"),
         ({"spare": 1}, "unknown key 'spare'"),
+        ({"name": 3}, "name = 3: must be str"),
+        ({"points": [[1, 1, 9, 0]]}, r"points\[0\].*seconds must be"),
+        ({"points": [[1, 1, 9, 1e-320]]}, r"points\[0\].*seconds must be"),
+        ({"points": [[1, 1, 9, 1e300]]}, r"points\[0\].*seconds must be"),
+        ({"points": [[1, 1, 9, 10**400]]}, r"points\[0\].*seconds must be"),
+        ({"points": [[1, 1, 10**30, 0.5]]}, r"points\[0\].*tokens at most"),
+        ({"points": [[0, 0, 9, 0.5]]}, r"points\[0\].*at least 1"),
+        ({"points": [["1", 1, 9, 0.5]]}, r"points\[0\].*must be \[rows"),
+        ({"points": [[1, 1, 9, True]]}, r"points\[0\].*must be \[rows"),
+        ({"points": [list(range(10**5))]}, r"points\[0\] = .{,99}must be \[rows"),
+        ({"per_context_token_s": math.nan}, "per_context_token_s = nan"),
+        ({"per_context_token_s": 10**400}, "per_context_token_s = 1000"),
+        ({"per_context_token_s": True}, "per_context_token_s = True"),
+        ({"drafts": {"x": [[1, 10**30, 0.1]]}}, r"drafts.x\[0\].*at most"),
+        ({"drafts": {"x": [[1, 1, 10**400]]}}, r"drafts.x\[0\].*seconds"),
+        ({"drafts": {"x": [[1, 1, 0.1], [1, 1, 0.2]]}}, r"drafts.x\[1\].*already"),
     ],
 )
 def test_broken_files_are_named(tmp_path, changes, words):
@@ -249,7 +265,13 @@ def test_broken_files_are_named(tmp_path, changes, words):
 def test_files_that_are_none(tmp_path):
     (tmp_path / "a.json").write_text("{")
     (tmp_path / "b.json").write_text("[1]")
-    for name, words in (("a.json", "not JSON"), ("b.json", "must be an object")):
+    (tmp_path / "c.json").write_text("[" * 100_000)
+    (tmp_path / "d.json").write_bytes(b"\xff\xfe")
+    (tmp_path / "e.json").write_text(json.dumps(GOOD)[:-1] + ', "drafts": {}}')
+    (tmp_path / "f.json").write_text(json.dumps(GOOD).replace("0.0", "9" * 5000))
+    told = {"a": "not JSON", "b": "must be an object", "c": "not JSON", "d": "not JSON", "e": "'drafts' is there twice",
+            "f": "digits"}  # fmt: skip
+    for name, words in ((f"{letter}.json", words) for letter, words in told.items()):
         with pytest.raises(ValueError, match=f"{name}.*{words}"):
             cost_table_of(tmp_path / name)
     with pytest.raises(ValueError, match=r"speculation.cost_table = 'h100': .*vllm-h200-qwen3-8b"):
