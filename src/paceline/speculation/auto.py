@@ -52,11 +52,13 @@ class Yields:
         self.figures = np.zeros((32, 3))  # by bit length of rows: tokens, slots, and how many auctions they are of
 
     def at(self, num_rows: int) -> tuple[float, float] | None:
-        known = np.flatnonzero(self.figures[:, 2])
-        if not len(known):
-            return None
-        nearest = known[np.abs(known - num_rows.bit_length()).argmin()]
-        return float(self.figures[nearest, 0]), float(self.figures[nearest, 1])
+        wanted = num_rows.bit_length()
+        if not self.figures[wanted, 2]:
+            known = np.flatnonzero(self.figures[:, 2])
+            if not len(known):
+                return None
+            wanted = known[np.abs(known - wanted).argmin()]
+        return float(self.figures[wanted, 0]), float(self.figures[wanted, 1])
 
     def observe(self, num_rows: int, brings: float, num_slots: float) -> None:
         mine = self.figures[num_rows.bit_length()]
@@ -139,7 +141,8 @@ class AutoPolicy:
         if self._draft_s < NEGLIGIBLE * plain_s or found is None:
             return True
         brings, num_slots = found  # per row
-        seconds = self._draft_s + float(self.costs.steps_s(self._load, round(num_slots * num_rows))[-1])
+        num_taken = round(num_slots * num_rows)
+        seconds = self._draft_s + (float(self.costs.steps_s(self._load, num_taken)[-1]) if num_taken else plain_s)
         return (1 + brings) / seconds >= margin(num_rows) / plain_s or self._pay(self._draft_s)
 
     def _head_caps(self, num_rows: int, plain_s: float) -> np.ndarray:

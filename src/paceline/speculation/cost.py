@@ -67,8 +67,16 @@ class CostTable:
         self._places = np.zeros(0)  # of extras among buckets
 
     def step_s(self, load: Load) -> float:
-        """A step without drafts."""
-        return float(self.steps_s(load, 0)[0])
+        """A step without drafts. Asked at every step, so in plain numbers: what `steps_s` begins with."""
+        if load.num_query_tokens > load.num_rows:
+            return float(self.steps_s(load, 0)[0])
+        seconds = self._plain_s(load)
+        return seconds if self._steps.is_new else seconds * math.exp(self._steps.log(load.num_rows, 0))
+
+    def _plain_s(self, load: Load) -> float:
+        """As measured, for rows with one query token each."""
+        curve, least_s = self._surface.curve(load.num_rows, 1)
+        return max(float(curve[0]) + self.per_context_token_s * load.num_context_tokens, least_s)
 
     def steps_s(self, load: Load, num_extra: int) -> np.ndarray:
         """The same step with 0 … num_extra further query tokens: float64 [num_extra + 1]. Never falling."""
@@ -100,9 +108,9 @@ class CostTable:
         if seen is None:
             return prior.seconds(num_rows, k) if prior is not None else 0.0
         expected_s = max(prior.seconds(num_rows, k), 1e-9) if prior is not None else 1.0
-        seconds = expected_s * math.exp(seen.logs(num_rows)[min(k, NUM_DRAFT_BUCKETS - 1)])
+        seconds = expected_s * math.exp(seen.log(num_rows, min(k, NUM_DRAFT_BUCKETS - 1)))
         idle = self._idling.get(drafter)
-        return max(0.0, seconds - math.exp(idle.logs(num_rows)[0])) if idle is not None else seconds
+        return max(0.0, seconds - math.exp(idle.log(num_rows, 0))) if idle is not None else seconds
 
     def observe(self, trace: StepTrace, k: int = 0, drafter: str | None = None, num_rows: int | None = None) -> None:
         """Learn from a step that was really made, for which `drafter` (the engine's own unless named) was asked for
@@ -111,10 +119,11 @@ class CostTable:
         num_extra = trace.num_draft_tokens
         if self.frozen or not trace.num_rows or trace.num_query_tokens - trace.num_rows != num_extra:
             return
-        load = Load(trace.num_rows, trace.num_query_tokens, trace.num_context_tokens - num_extra)
+        plain = Load(trace.num_rows, trace.num_rows, trace.num_context_tokens - num_extra)
         step_s = trace.total_s - trace.draft_s
         if step_s > 0:
-            ratio = step_s / float(self._measured(load, 0)[0])
+            measured_s = self._plain_s(plain) if not num_extra else float(self._measured(plain, num_extra)[-1])
+            ratio = step_s / measured_s
             self._steps.learn(trace.num_rows, round(math.log2(1 + num_extra)), math.log(ratio))
         if trace.draft_s > 0:
             self._observe_drafting(drafter or trace.drafter, num_rows or trace.num_rows, k, trace.draft_s)
@@ -249,6 +258,10 @@ class _Drift:
         """By column."""
         bucket = _row_bucket(num_rows)
         return self._level_of(bucket) + self._offset[bucket]
+
+    def log(self, num_rows: int, column: int) -> float:
+        bucket = _row_bucket(num_rows)
+        return self._level_of(bucket) + float(self._offset[bucket, column])
 
     def _level_of(self, bucket: int) -> float:
         if self._num[bucket] or self.is_new:
