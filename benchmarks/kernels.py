@@ -111,7 +111,7 @@ def attentions(config: ModelConfig, seconds: float) -> list[dict[str, Any]]:
     out = []
     for num_rows, num_query, context in [(1, 1, 150), (1, 8, 150), (16, 1, 150), (4, 1, 1000), (1, 256, 512)]:
         width = -(-context // BLOCK)
-        kv = PagedKV(config, num_rows * width, torch.float32, "cpu")
+        kv = PagedKV(config, num_rows * width, torch.float32, "cpu", transposed=True)
         kv.k.normal_(), kv.v.normal_()
         tokens = num_rows * num_query
         plan = BatchPlan(

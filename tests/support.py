@@ -72,7 +72,9 @@ def naive_table(
         draws = sampler.draw(logits, keys, positions, params)
         for i, sequence in enumerate(live):
             own = slice(i, i + 1)
-            sequence.commit(draws.tokens[own], draws.logprobs[own], draws.raw_logprobs[own], 0, 0, 0, None, decode)
+            sequence.commit(
+                draws.tokens[own].tolist(), draws.logprobs[own], draws.raw_logprobs[own], 0, 0, 0, None, decode
+            )
     return [sequence.tokens[sequence.num_prompt :].tolist() for sequence in sequences]
 
 

@@ -57,7 +57,8 @@ class EngineSection(Section):
     prefix_sharing: bool = True  # a prompt that several requests share is computed once
     # Who begins first: "arrival", or "longest": the group that may be expected to take longest.
     order: Literal["arrival", "longest"] = "arrival"
-    native: bool = True  # compiled CPU kernels; false: plain torch
+    native: bool = True  # compiled kernels, C on a CPU and Triton on a GPU; false: plain torch
+    graphs: bool = True  # on a GPU: whole decode steps as CUDA graphs; false: kernel by kernel
     threads: Annotated[int, Field(ge=1, le=4096)] | None = None  # None: torch's own choice
 
 

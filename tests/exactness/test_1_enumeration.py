@@ -83,7 +83,7 @@ def accepts_likely_drafts(proposal: Proposal, sampler: Sampler) -> Verdict:
     verdict = accept.coupled(proposal, sampler)
     for row, draft in enumerate(kept):
         if len(draft):
-            verdict.tokens[row] = np.concatenate([draft[:1], verdict.tokens[row][1:]])
+            verdict.tokens[row, 0] = draft[0]
     return verdict
 
 
@@ -116,7 +116,7 @@ def test_a_wrong_rule_is_caught(broken: accept.Rule) -> None:
     def make(sampler: Sampler) -> LocalEngine:
         rule = "coupled" if broken is accepts_likely_drafts else "block"
         engine = case.engine(rule, "adversarial" if rule == "coupled" else "draft_model", sampler, 4)
-        engine.rule = broken
+        engine.runner.rule = broken
         return engine
 
     assert distance(case, make, SamplingParams(max_tokens=3)) > 1e-3

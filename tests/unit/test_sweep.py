@@ -99,13 +99,10 @@ def credulous(proposal: accept.Proposal, sampler: Any) -> accept.Verdict:
     sizes = np.diff(starts)
     positions = np.arange(starts[-1]) + np.repeat(proposal.lengths - starts[:-1], sizes)
     draws = sampler.draw(proposal.logits_PV, np.repeat(proposal.noise_keys, sizes), positions, proposal.params)
-    rows = [slice(a, b) for a, b in pairwise(starts)]
-    return accept.Verdict(
-        [np.append(d, draws.tokens[r.stop - 1]).astype(np.int32) for d, r in zip(proposal.drafts, rows, strict=True)],
-        [len(draft) for draft in proposal.drafts],
-        [draws.logprobs[r] for r in rows],
-        [draws.raw_logprobs[r] for r in rows],
-    )
+    verdict = accept.Verdict.empty(len(sizes), int(sizes.max()))
+    for i, (draft, (a, b)) in enumerate(zip(proposal.drafts, pairwise(starts), strict=True)):
+        verdict.put(i, np.append(draft, draws.tokens[b - 1]), draws.logprobs[a:b], draws.raw_logprobs[a:b])
+    return verdict
 
 
 def test_other_tokens_are_noticed(command, monkeypatch, tmp_path):

@@ -10,6 +10,7 @@ from paceline.native import NativeUnavailable
 
 if TYPE_CHECKING:
     from paceline.engine.engine import LocalEngine
+    from paceline.engine.runner import Runner
     from paceline.model.config import ModelConfig
     from paceline.model.decoder import Decoder
     from paceline.model.paged import PagedDecoder
@@ -45,6 +46,7 @@ def build_engine(config: Config) -> LocalEngine:
     return LocalEngine(
         paged,
         sampler=sampler,
+        runner=build_runner(config, paged, sampler),
         drafter=drafter,
         policy=build_policy(config.speculation, lambda: measured_costs(paged, sampler, config, heads)),
         rule=config.speculation.rule,
@@ -87,7 +89,40 @@ def build_decoder(config: Config, directory: Any) -> Decoder:
             pack_for_inference(decoder)
         except NativeUnavailable as error:
             warnings.warn(f"engine.native: {error}\nGoing on in plain torch, several times slower.", stacklevel=2)
+    if config.engine.native and decoder.device.type == "cuda" and has_kernels(decoder):
+        from paceline.model.cuda.ops import CudaOps
+
+        decoder.ops = CudaOps()
     return decoder
+
+
+def has_kernels(decoder: Decoder) -> bool:
+    """Whether the Triton kernels can compute it; if they should but can't, that is said."""
+    import importlib.util
+
+    config = decoder.config
+    is_power = config.head_dim >= 16 and config.head_dim & (config.head_dim - 1) == 0
+    if importlib.util.find_spec("triton") is None:
+        reason = "triton is not installed"
+    elif not is_power:
+        reason = f"head_dim = {config.head_dim} is not a power of two from 16 on"
+    else:
+        return str(decoder.dtype) != "torch.float64"  # which is asked for where exactness counts
+    warnings.warn(f"engine.native: {reason}. Going on in plain torch, several times slower.", stacklevel=3)
+    return False
+
+
+def build_runner(config: Config, paged: PagedDecoder, sampler: Sampler) -> Runner:
+    from paceline.engine.accept import RULES
+    from paceline.engine.runner import EagerRunner
+
+    rule = config.speculation.rule
+    eager = EagerRunner(paged, sampler, RULES[rule])
+    if type(paged.decoder.ops).__name__ != "CudaOps" or rule != "coupled":
+        return eager
+    from paceline.engine.graph_runner import GraphRunner
+
+    return GraphRunner(paged, eager, config.engine.max_num_seqs, eager=not config.engine.graphs)
 
 
 def build_sampler(decoder: Decoder) -> Sampler:

@@ -35,12 +35,26 @@ class Proposal:
 
 @dataclass(slots=True)
 class Verdict:
-    """Row i emits tokens[i], the first num_accepted[i] of them from its draft; logprobs are the target's."""
+    """Row i emits tokens[i, : num_accepted[i] + 1], all but the last of them from its draft; logprobs are the target's.
+    What lies behind them in a row has no meaning."""
 
-    tokens: list[np.ndarray]
-    num_accepted: list[int]
-    logprobs: list[np.ndarray]
-    raw_logprobs: list[np.ndarray]
+    tokens: np.ndarray  # int32 [B, W]
+    num_accepted: np.ndarray  # int32 [B]
+    logprobs: np.ndarray  # float64 [B, W]
+    raw_logprobs: np.ndarray  # float64 [B, W]
+
+    @staticmethod
+    def empty(num_rows: int, width: int) -> Verdict:
+        return Verdict(
+            np.zeros((num_rows, width), np.int32), np.zeros(num_rows, np.int32),
+            np.zeros((num_rows, width)), np.zeros((num_rows, width)),
+        )  # fmt: skip
+
+    def put(self, row: int, tokens: np.ndarray, logprobs: np.ndarray, raw_logprobs: np.ndarray) -> None:
+        """What this row emits."""
+        num = len(tokens)
+        self.tokens[row, :num], self.num_accepted[row] = tokens, num - 1
+        self.logprobs[row, :num], self.raw_logprobs[row, :num] = logprobs, raw_logprobs
 
 
 Rule = Callable[[Proposal, Sampler], Verdict]
@@ -51,7 +65,7 @@ def coupled(proposal: Proposal, sampler: Sampler) -> Verdict:
     sizes = np.diff(starts)
     positions = np.arange(starts[-1]) + np.repeat(proposal.lengths - starts[:-1], sizes)
     draws = sampler.draw(proposal.logits_PV, np.repeat(proposal.noise_keys, sizes), positions, proposal.params)
-    verdict = Verdict([], [], [], [])
+    verdict = Verdict.empty(len(sizes), int(sizes.max()))
     for row, draft in enumerate(proposal.drafts):
         start = starts[row]
         num_accepted = 0
@@ -59,10 +73,7 @@ def coupled(proposal: Proposal, sampler: Sampler) -> Verdict:
             wrong = np.flatnonzero(draws.tokens[start : start + len(draft)] != draft)
             num_accepted = int(wrong[0]) if len(wrong) else len(draft)
         emitted = slice(start, start + num_accepted + 1)
-        verdict.tokens.append(draws.tokens[emitted])
-        verdict.num_accepted.append(num_accepted)
-        verdict.logprobs.append(draws.logprobs[emitted])
-        verdict.raw_logprobs.append(draws.raw_logprobs[emitted])
+        verdict.put(row, draws.tokens[emitted], draws.logprobs[emitted], draws.raw_logprobs[emitted])
     return verdict
 
 
@@ -118,16 +129,20 @@ def _by_row(proposal: Proposal, sampler: Sampler, decide: Decide) -> Verdict:
     """Both rejection rules: `decide` says how many drafted tokens stand and the weights of the token after them
     (None: all stand, and a bonus token comes from p). Row by row: these rules are here to be right."""
     processed_PV = process(proposal.logits_PV, proposal.params)
-    emitted, num_accepted = [], []
+    emitted = []
     for row, draft in enumerate(proposal.drafts):
         last, num = _one_row(proposal, sampler, decide, row, processed_PV)
         emitted.append(np.concatenate([draft[:num], last]).astype(np.int32))
-        num_accepted.append(num)
     counts = [len(tokens) for tokens in emitted]
     at = np.concatenate([start + np.arange(n) for start, n in zip(proposal.starts[:-1], counts, strict=True)])
     scored = sampler.score(proposal.logits_PV[at], processed_PV[at], np.concatenate(emitted))
     cuts = np.cumsum(counts)[:-1]
-    return Verdict(emitted, num_accepted, np.split(scored.logprobs, cuts), np.split(scored.raw_logprobs, cuts))
+    verdict = Verdict.empty(len(emitted), max(counts))
+    for row, (logprobs, raw) in enumerate(
+        zip(np.split(scored.logprobs, cuts), np.split(scored.raw_logprobs, cuts), strict=True)
+    ):
+        verdict.put(row, emitted[row], logprobs, raw)
+    return verdict
 
 
 def _one_row(

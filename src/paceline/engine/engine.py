@@ -15,12 +15,13 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from paceline.engine.accept import RULES, Proposal, Verdict
+from paceline.engine.accept import RULES, Verdict
+from paceline.engine.runner import EagerRunner, Flight, Runner
 from paceline.engine.scheduler import Row, Scheduler
 from paceline.engine.sequence import Detokenize, Sequence
 from paceline.model.kv import BLOCK
 from paceline.model.paged import PagedDecoder
-from paceline.model.sample import Sampler, SamplingArrays
+from paceline.model.sample import Sampler
 from paceline.speculation.batch import Commits, Drafter, Load, Rows
 from paceline.speculation.lengths import LengthModel
 from paceline.speculation.policy import Decision, SpeculationPolicy, StaticPolicy
@@ -65,12 +66,28 @@ class _Drafts:
     q: dict[int, Tensor] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Step:
+    """On its way."""
+
+    flight: Flight
+    rows: list[Row]
+    deciding: list[Row]
+    drafts: _Drafts
+    started: float
+    draft_s: float
+    num_preempted: int
+
+
 class LocalEngine:
+    """`runner` computes the steps; if none is given, one that any device and any rule will do with."""
+
     def __init__(
         self,
         paged: PagedDecoder,
         *,
         sampler: Sampler | None = None,
+        runner: Runner | None = None,
         drafter: Drafter | None = None,
         policy: SpeculationPolicy | None = None,
         lengths: LengthModel | None = None,
@@ -87,7 +104,8 @@ class LocalEngine:
         self.sampler = sampler or Sampler()
         if rule not in RULES:
             raise ValueError(f"speculation.rule = {rule!r}: must be one of {', '.join(RULES)}")
-        self.rule = RULES[rule]
+        self.rule = rule
+        self.runner = runner or EagerRunner(paged, self.sampler, RULES[rule])
         self.drafter, self.policy = drafter, policy or StaticPolicy(0)
         self.lengths = lengths or LengthModel()
         self._check_drafting(drafter, self.policy)
@@ -100,20 +118,22 @@ class LocalEngine:
         self._handles: dict[int, Handle] = {}
         self._traces: list[StepTrace] = []
         self._num_steps = self._num_submitted = 0
+        self._flying: _Step | None = None
+        self._finished: list[Completion] = []  # and not returned by `step` yet
+        self._landed_at = 0.0
 
     def _check_drafting(self, drafter: Drafter | None, policy: SpeculationPolicy) -> None:
-        if self.rule is RULES["coupled"]:
+        if self.rule == "coupled":
             return
-        name = next(name for name, rule in RULES.items() if rule is self.rule)
         if policy.reads_drafts:
             raise ValueError(
-                f"speculation.rule = {name!r} is biased by a policy that cuts drafts by what is in them; "
+                f"speculation.rule = {self.rule!r} is biased by a policy that cuts drafts by what is in them; "
                 "use rule = 'coupled' with it, or a policy that does not look (speculation.min_confidence = 0)"
             )
         if drafter is not None and drafter.reads_drafts:
             raise ValueError(
-                f"speculation.rule = {name!r} is biased by a drafter that chooses among drafts by what it sampled; use "
-                "rule = 'coupled' with it, or choose before sampling (speculation.hybrid_choice = 'before')"
+                f"speculation.rule = {self.rule!r} is biased by a drafter that chooses among drafts by what it "
+                "sampled; use rule = 'coupled' with it, or choose before sampling (speculation.hybrid_choice = 'before')"
             )
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -156,6 +176,7 @@ class LocalEngine:
 
     def abort(self, request_id: int) -> None:
         """End a request now; its completion has what it emitted so far."""
+        self._land()
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
             if sequence.request.request_id == request_id:
                 if sequence in self.scheduler.running:
@@ -169,7 +190,7 @@ class LocalEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        return bool(self.scheduler.running or self.scheduler.waiting or self._flying or self._finished)
 
     def generate(self, requests: Seq[Request], progress: Callable[[int, int], None] | None = None) -> list[Completion]:
         """Run these to their end; completions in the order of the requests. On an error or Ctrl-C nothing stays
@@ -187,57 +208,96 @@ class LocalEngine:
                 if not handle.done:
                     self.abort(handle.request.request_id)
             raise
+        self._land()  # it may have been launched before it was known that all were done
         return [h.completion for h in handles if h.completion is not None]
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Completion]:
-        """One forward for all rows. Returns what finished."""
+        """One forward for all rows; returns what finished. Where the runner flies and nobody drafts, the forward that
+        is launched here lands in the next call, and this one returns what the one before it brought."""
+        launched = self._launch()
+        if launched is not None and (self.drafter is not None or not launched.flight.may_wait):
+            self._land()
+            self._flying = launched
+            launched = None
+        self._land()
+        self._flying = launched
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _launch(self) -> _Step | None:
         started = time.perf_counter()
         rows = self.scheduler.schedule()
         drafting = time.perf_counter()
         drafts = self._draft(rows)
         draft_s = time.perf_counter() - drafting
-        rows, num_preempted = self.scheduler.reserve(rows)
+        if self._flying is not None and not self.scheduler.has_room(rows):
+            return None  # first let it land: it may bring room
+        rows, preempted = self.scheduler.reserve(rows)
+        for sequence in preempted:
+            self.runner.leave(sequence)
         if not rows:
-            return []
-        ready = time.perf_counter()
-        logits_PV = self.paged.forward([row.span() for row in rows])
-        forwarded = time.perf_counter()
-        deciding = [row for row in rows if row.reaches_end]
-        verdict = self._accept(deciding, drafts.q, logits_PV) if deciding else Verdict([], [], [], [])
-        sampled = time.perf_counter()
+            return None
+        flight = self.runner.launch(rows, drafts.q)
+        deciding = [row for row in rows if row.decides]
+        for row in deciding:
+            row.sequence.num_flying += row.num_query + len(row.draft)
+        return _Step(flight, rows, deciding, drafts, started, draft_s, len(preempted))
+
+    def _land(self) -> None:
+        """What flies, if anything does, comes down: tokens are committed, and who is done leaves."""
+        step, self._flying = self._flying, None
+        if step is None:
+            return
+        landed = step.flight.land()
+        rows, deciding, verdict = self._still_running(step, landed.verdict)
+        self._check_finite(deciding, verdict)
         num_query = sum(row.num_query + len(row.draft) for row in rows)
         num_context = sum(row.sequence.num_computed + row.num_query + len(row.draft) for row in rows)
         finished, commits = self._commit(rows, deciding, verdict)
+        draft_s = step.draft_s
         if self.drafter is not None and deciding:
             observing = time.perf_counter()
             self.drafter.observe(commits)
             draft_s += time.perf_counter() - observing
         self._trace(
-            started,
+            max(step.started, self._landed_at),
             deciding,
             commits,
-            drafts,
+            step.drafts,
             num_rows=len(rows),
             num_query_tokens=num_query,
             num_context_tokens=num_context,
-            num_preempted=num_preempted,
+            num_preempted=step.num_preempted,
             draft_s=draft_s,
-            forward_s=forwarded - ready,
-            sample_s=sampled - forwarded,
+            forward_s=landed.forward_s,
+            sample_s=landed.sample_s,
         )
-        completions = []
         for sequence in finished:
             self.scheduler.finish(sequence)
-            completions.append(self._complete(sequence))
-        return completions
+            self._finished.append(self._complete(sequence))
+        self._landed_at = time.perf_counter()
+
+    def _still_running(self, step: _Step, verdict: Verdict) -> tuple[list[Row], list[Row], Verdict]:
+        """The step's rows, those of them that decide, and what they emit; without sequences that ended while it
+        flew."""
+        for row in step.deciding:
+            row.sequence.num_flying -= row.num_query + len(row.draft)
+        keep = [i for i, row in enumerate(step.deciding) if row.sequence.finish_reason is None]
+        if len(keep) == len(step.deciding):
+            return step.rows, step.deciding, verdict
+        rows = [row for row in step.rows if row.sequence.finish_reason is None]
+        columns = verdict.tokens, verdict.num_accepted, verdict.logprobs, verdict.raw_logprobs
+        return rows, [step.deciding[i] for i in keep], Verdict(*(column[keep] for column in columns))
 
     def _draft(self, rows: list[Row]) -> _Drafts:
         """Put drafts on the rows that decide tokens. A draft is never longer than what may still be emitted before its
         last token."""
-        deciding = [row for row in rows if row.reaches_end]
-        if self.drafter is None or not deciding:
+        if self.drafter is None:
+            return _Drafts()
+        deciding = [row for row in rows if row.decides]
+        if not deciding:
             return _Drafts()
         view = Rows(
             request_ids=np.array([r.sequence.request.request_id for r in deciding], np.int64),
@@ -259,8 +319,11 @@ class LocalEngine:
             view.expected_left = self.lengths.expected_left(
                 view.request_ids, np.array([r.sequence.num_tokens - r.sequence.num_prompt for r in deciding])
             )
+        caps = self.policy.plan(view)
+        if not caps.any():
+            return _Drafts(self.policy.decision)
         left = np.array([r.sequence.num_left - 1 for r in deciding], np.int32)
-        caps = np.minimum(self.policy.plan(view), left)
+        caps = np.minimum(caps, left)
         budget = self.scheduler.max_num_batched_tokens - sum(r.num_query for r in rows)
         caps = np.minimum(caps, np.maximum(0, budget - (np.cumsum(caps) - caps))).astype(np.int32)
         found = _Drafts(self.policy.decision, num_planned=int(caps.sum()))
@@ -278,59 +341,41 @@ class LocalEngine:
                     found.q[row.sequence.request.request_id] = drafts.q[i, : lengths[i]]
         return found
 
-    def _accept(self, rows: list[Row], q: dict[int, Tensor], logits_PV: Tensor) -> Verdict:
-        sizes = np.array([1 + len(row.draft) for row in rows])
-        verdict = self.rule(
-            Proposal(
-                logits_PV=logits_PV,
-                drafts=[row.draft for row in rows],
-                q=[
-                    q[row.sequence.request.request_id][: len(row.draft)] if q and len(row.draft) else None
-                    for row in rows
-                ],
-                noise_keys=np.array([row.sequence.request.noise_key for row in rows], np.uint64),
-                lengths=np.array([row.sequence.num_tokens for row in rows], np.int64),
-                params=SamplingArrays.of([row.sequence.request.sampling for row in rows], sizes),
-                starts=np.concatenate([[0], np.cumsum(sizes)]),
-            ),
-            self.sampler,
-        )
-        for row, raw_logprobs in zip(rows, verdict.raw_logprobs, strict=True):
-            if not np.isfinite(raw_logprobs).all():
-                raise ValueError(
-                    f"request {row.sequence.request.request_id}: the model's logits at position "
-                    f"{row.sequence.num_tokens} are not finite: the weights of version {self.version} have diverged"
-                )
-        return verdict
+    def _check_finite(self, rows: list[Row], verdict: Verdict) -> None:
+        if np.isfinite(verdict.raw_logprobs).all():
+            return
+        emitted = np.arange(verdict.tokens.shape[1]) <= verdict.num_accepted[:, None]
+        wrong = np.flatnonzero((~np.isfinite(verdict.raw_logprobs) & emitted).any(1))
+        if len(wrong):
+            sequence = rows[wrong[0]].sequence
+            raise ValueError(
+                f"request {sequence.request.request_id}: the model's logits at position {sequence.num_tokens} are not "
+                f"finite: the weights of version {self.version} have diverged"
+            )
 
     def _commit(self, rows: list[Row], deciding: list[Row], verdict: Verdict) -> tuple[list[Sequence], Commits]:
-        width = max((len(tokens) for tokens in verdict.tokens), default=1)
-        commits = Commits(
-            request_ids=np.array([row.sequence.request.request_id for row in deciding], np.int64),
-            tokens=np.zeros((len(deciding), width), np.int32),
-            num=np.zeros(len(deciding), np.int32),
-            num_drafted=np.array([len(row.draft) for row in deciding], np.int32),
-            num_accepted=np.zeros(len(deciding), np.int32),
-        )
-        finished: list[Sequence] = []
+        counts, finished = [], []
+        tokens, num_accepted = verdict.tokens.tolist(), verdict.num_accepted.tolist()
         for i, row in enumerate(deciding):
             sequence = row.sequence
-            before = sequence.num_tokens
-            count = sequence.commit(
-                verdict.tokens[i],
-                verdict.logprobs[i],
-                verdict.raw_logprobs[i],
-                verdict.num_accepted[i],
-                len(row.draft),
-                self.version,
-                row.drafter,
-                self.detokenize,
-            )
-            commits.tokens[i, :count] = sequence.tokens[before:]
-            commits.num[i] = count
-            commits.num_accepted[i] = min(count, verdict.num_accepted[i])
+            num = num_accepted[i]
+            emitted = slice(num + 1)
+            counts.append(
+                sequence.commit(
+                    tokens[i][emitted], verdict.logprobs[i, emitted], verdict.raw_logprobs[i, emitted], num,
+                    len(row.draft), self.version, row.drafter, self.detokenize,
+                )
+            )  # fmt: skip
             if sequence.finish_reason is not None:
                 finished.append(sequence)
+        num = np.array(counts, np.int32)
+        commits = Commits(
+            request_ids=np.array([row.sequence.request.request_id for row in deciding], np.int64),
+            tokens=verdict.tokens,
+            num=num,
+            num_drafted=np.array([len(row.draft) for row in deciding], np.int32),
+            num_accepted=np.minimum(num, verdict.num_accepted),
+        )
         for row in rows:  # what was computed for tokens that stand; a deciding row's last token is new
             sequence = row.sequence
             self.scheduler.settle(
@@ -339,6 +384,7 @@ class LocalEngine:
         return finished, commits
 
     def _complete(self, sequence: Sequence) -> Completion:
+        self.runner.leave(sequence)
         completion = sequence.completion()
         request_id = sequence.request.request_id
         self._handles.pop(request_id).completion = completion
@@ -393,12 +439,18 @@ class LocalEngine:
         The receipt's checksum is of what the engine now holds, not of what it was sent."""
         if inflight not in ("keep", "recompute"):
             raise ValueError(f"inflight = {inflight!r}: must be 'keep' or 'recompute'")
+        self._land()
         receipt = self.paged.update(weights, version)
         if inflight == "recompute":
-            for sequence in list(reversed(self.scheduler.running)):
-                self.scheduler.preempt(sequence)
+            self._send_back()
         self.version = version
         return receipt
+
+    def _send_back(self) -> None:
+        """All that run wait, and will be computed again."""
+        for sequence in list(reversed(self.scheduler.running)):
+            self.scheduler.preempt(sequence)
+            self.runner.leave(sequence)
 
     def update_drafter(self, weights: Weights, version: int) -> Receipt:
         if self.drafter is None:
@@ -409,10 +461,10 @@ class LocalEngine:
         """Another drafter from here on; running requests go on with it. Where it reads other hidden states than the one
         before, they are computed again."""
         self._check_drafting(drafter, policy or self.policy)
+        self._land()
         wanted = drafter.wants_hidden if drafter is not None else ()
         if wanted and wanted != self.paged.taps:
-            for sequence in list(reversed(self.scheduler.running)):
-                self.scheduler.preempt(sequence)
+            self._send_back()
         self.paged.tap(wanted)
         live = [*self.scheduler.running, *self.scheduler.waiting]
         if self.drafter is not None:
@@ -449,9 +501,11 @@ class LocalEngine:
 
     def sleep(self) -> None:
         """Give the KV memory back while training. Only between requests."""
-        if self.has_work:
+        self._land()
+        if self.scheduler.running or self.scheduler.waiting:
             raise ValueError("sleep: requests are still running; finish or abort them first")
         self.paged.sleep()
+        self.runner.forget()
 
     def wake(self) -> None:
         self.paged.wake()

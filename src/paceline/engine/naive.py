@@ -32,6 +32,6 @@ def generate(
             draws = sampler.draw(
                 decoder.logits(hidden[-1:]), key, np.array([length]), SamplingArrays.of([request.sampling])
             )
-            sequence.commit(draws.tokens, draws.logprobs, draws.raw_logprobs, 0, 0, 0, None, detokenize)
+            sequence.commit(draws.tokens.tolist(), draws.logprobs, draws.raw_logprobs, 0, 0, 0, None, detokenize)
         completions.append(sequence.completion())
     return completions

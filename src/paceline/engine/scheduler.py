@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,18 +23,16 @@ from paceline.model.kv import BLOCK
 from paceline.model.paged import PagedDecoder, Span
 from paceline.types import Request
 
+NO_DRAFT = np.empty(0, np.int32)
+
 
 @dataclass(slots=True)
 class Row:
     sequence: Sequence
     num_query: int  # committed tokens to compute
-    draft: np.ndarray  # drafted tokens to verify behind them
+    decides: bool  # new tokens; a prefill chunk that stops short does not
+    draft: np.ndarray = field(default_factory=lambda: NO_DRAFT)  # drafted tokens to verify behind them
     drafter: str | None = None  # whose draft it is
-
-    @property
-    def reaches_end(self) -> bool:
-        """Whether this row decides new tokens (a prefill chunk that stops short does not)."""
-        return self.num_query == self.sequence.num_pending
 
     def span(self) -> Span:
         sequence = self.sequence
@@ -42,10 +40,7 @@ class Row:
         tokens = sequence.tokens[start : start + self.num_query]
         if len(self.draft):
             tokens = np.concatenate([tokens, self.draft])
-        return Span(tokens, start, sequence.table, 1 + len(self.draft) if self.reaches_end else 0)
-
-
-NO_DRAFT = np.empty(0, np.int32)
+        return Span(tokens, start, sequence.table, 1 + len(self.draft) if self.decides else 0)
 
 
 class Scheduler:
@@ -71,9 +66,11 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         rows: list[Row] = []
         for sequence in self.running:
-            num_query = min(sequence.num_pending, budget)
-            if num_query:
-                rows.append(Row(sequence, num_query, NO_DRAFT))
+            pending = sequence.num_tokens - sequence.num_computed
+            num_query = min(pending, budget)
+            # Who may be over when what flies has landed is not launched again.
+            if num_query and sequence.num_tokens + sequence.num_flying < sequence.limit:
+                rows.append(Row(sequence, num_query, num_query == pending))
                 budget -= num_query
         return rows + self._admit(budget)
 
@@ -107,7 +104,7 @@ class Scheduler:
             self.running.append(sequence)
             if sequence.num_computed < sequence.num_prompt - 1:
                 computing.add(sequence.request.prompt_ids)
-            rows.append(Row(sequence, num_query, NO_DRAFT))
+            rows.append(Row(sequence, num_query, num_query == sequence.num_pending))
         self.waiting.extendleft(reversed(held_back))
         return rows
 
@@ -129,16 +126,23 @@ class Scheduler:
         self._called |= called
         self.waiting = deque([*longest, *(s for s in self.waiting if s.arrival not in called)])
 
-    def reserve(self, rows: list[Row]) -> tuple[list[Row], int]:
-        """Take memory for every row; returns the rows that run, and how many sequences were sent back to wait."""
+    def has_room(self, rows: list[Row]) -> bool:
+        """Whether nobody need give up anything for these rows."""
+        need = 0
+        for row in rows:
+            num_tokens = row.sequence.num_computed + row.sequence.num_flying + row.num_query + len(row.draft)
+            need += max(0, -(-num_tokens // BLOCK) - len(row.sequence.table.blocks))
+        return need <= self.pool.num_free
+
+    def reserve(self, rows: list[Row]) -> tuple[list[Row], list[Sequence]]:
+        """Take memory for every row; returns the rows that run, and the sequences that were sent back to wait."""
         kept: list[Row] = []
-        num_preempted = 0
-        preempted: set[int] = set()
+        preempted: list[Sequence] = []
         for row in rows:
             sequence = row.sequence
-            if id(sequence) in preempted:
+            if sequence in preempted:
                 continue
-            need = sequence.num_computed + row.num_query
+            need = sequence.num_computed + sequence.num_flying + row.num_query
             if self.pool.reserve(sequence.table, need + len(row.draft)):
                 kept.append(row)
                 continue
@@ -146,15 +150,15 @@ class Scheduler:
             while not self.pool.reserve(sequence.table, need):
                 victim = self.running[-1]
                 self.preempt(victim)
-                num_preempted += 1
-                preempted.add(id(victim))
+                preempted.append(victim)
                 if victim is sequence:
                     break
             else:
                 kept.append(row)
-        return kept, num_preempted
+        return kept, preempted
 
     def preempt(self, sequence: Sequence) -> None:
+        assert not sequence.num_flying
         self.running.remove(sequence)
         self._give_back(sequence)
         sequence.num_preemptions += 1
@@ -169,10 +173,11 @@ class Scheduler:
         sequence.num_computed = 0
 
     def settle(self, row: Row, num_computed: int) -> None:
-        """After a step: the row's sequence has num_computed final tokens in memory; the rest of its blocks go back."""
+        """After a step: the row's sequence has num_computed final tokens in memory; the rest of its blocks go back, but
+        for what the steps on their way write."""
         sequence = row.sequence
         before, sequence.num_computed = sequence.num_computed, num_computed
-        self.pool.truncate(sequence.table, num_computed)
+        self.pool.truncate(sequence.table, num_computed + sequence.num_flying)
         if self.prefix_sharing:
             filled_block = num_computed // BLOCK > before // BLOCK
             if filled_block or before < sequence.num_prompt <= num_computed:

@@ -26,10 +26,12 @@ class Sequence:
         self.table = BlockTable()
         self.num_tokens = self.num_prompt
         self.num_computed = 0
+        self.num_flying = 0  # tokens that steps on their way may emit at most
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.drafters: list[str] = []  # who drafted for it, in order of appearance
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = self.num_preemptions = 0
+        self.truncates = sampling.truncates
         self._stop_ids = frozenset(sampling.stop_token_ids) | (
             frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
         )
@@ -47,6 +49,10 @@ class Sequence:
         return self._tokens[: self.num_tokens]
 
     @property
+    def last_token(self) -> int:
+        return int(self._tokens[self.num_tokens - 1])
+
+    @property
     def num_pending(self) -> int:
         """Tokens whose KV is not computed: 1 when decoding, more while prefilling."""
         return self.num_tokens - self.num_computed
@@ -58,7 +64,7 @@ class Sequence:
 
     def commit(
         self,
-        tokens: np.ndarray,
+        tokens: list[int],
         logprobs: np.ndarray,
         raw_logprobs: np.ndarray,
         num_accepted: int,
@@ -94,14 +100,14 @@ class Sequence:
             self.finish_reason = "length"
         return count
 
-    def _up_to_stop(self, tokens: np.ndarray, detokenize: Detokenize | None) -> int:
+    def _up_to_stop(self, tokens: list[int], detokenize: Detokenize | None) -> int:
         """How many of these tokens come up to the first stop, which is noted; all of them if there is none."""
         stops = self.request.sampling.stop
         emitted = self._tokens[self.num_prompt : self.num_tokens].tolist() if stops else []
         # Every token is checked as it comes, so a new match must end in the newest token: a tail that holds the
         # longest stop is enough, and a token is at least one byte.
         window = max((len(stop.encode()) for stop in stops), default=0) + 16
-        for i, token in enumerate(tokens.tolist()):
+        for i, token in enumerate(tokens):
             if token in self._stop_ids:
                 self.finish_reason, self.stop_reason = "stop", token
                 return i + 1

@@ -41,13 +41,21 @@ class BatchPlan:
 
 
 class PagedKV:
-    """Keys lie transposed within a block, so that one vector holds one feature of 16 positions. Beside keys and values
-    there may be room for each token's hidden states, which a drafter reads."""
+    """For the CPU kernels keys lie `transposed` within a block, so that one vector holds one feature of 16 positions.
+    Beside keys and values there may be room for each token's hidden states, which a drafter reads."""
 
-    def __init__(self, config: ModelConfig, num_blocks: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        layers, heads, dim = config.num_layers, config.num_kv_heads, config.head_dim
-        self.k = torch.zeros(layers, num_blocks, heads, dim, BLOCK, dtype=dtype, device=device)
-        self.v = torch.zeros(layers, num_blocks, heads, BLOCK, dim, dtype=dtype, device=device)
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        transposed: bool = False,
+    ) -> None:
+        shape = config.num_layers, num_blocks, config.num_kv_heads, BLOCK, config.head_dim
+        self.transposed = transposed
+        self.k = torch.zeros((*shape[:3], *shape[:2:-1]) if transposed else shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.features: Tensor | None = None  # [slots, F]
 
     def make_features(self, num_features: int) -> None:
@@ -56,15 +64,18 @@ class PagedKV:
 
     def write(self, layer: int, slots_T: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> None:
         block, offset = slots_T // BLOCK, slots_T % BLOCK
-        self.k[layer][block, :, :, offset] = k_TGE
+        self._keys(layer)[block, :, offset] = k_TGE
         self.v[layer][block, :, offset] = v_TGE
 
     def read(self, layer: int, table: Tensor, context: int) -> tuple[Tensor, Tensor]:
         """The first `context` keys and values [context, G, E] of the row with this block table."""
         blocks = table[: -(-context // BLOCK)]
-        k = self.k[layer][blocks].permute(0, 3, 1, 2).flatten(0, 1)
-        v = self.v[layer][blocks].permute(0, 2, 1, 3).flatten(0, 1)
+        k, v = (x[blocks].transpose(1, 2).flatten(0, 1) for x in (self._keys(layer), self.v[layer]))
         return k[:context], v[:context]
+
+    def _keys(self, layer: int) -> Tensor:
+        """[blocks, G, BLOCK, E], however they lie."""
+        return self.k[layer].transpose(2, 3) if self.transposed else self.k[layer]
 
     def copy_block(self, source: int, target: int) -> None:
         self.k[:, target] = self.k[:, source]

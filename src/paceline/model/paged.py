@@ -66,8 +66,8 @@ class PagedMemory:
 
     def wake(self) -> None:
         if self.kv is None:
-            config, dtype, device, _ = self._shape
-            self.kv = PagedKV(config, self.pool.num_blocks, dtype, device)
+            config, dtype, device, native = self._shape
+            self.kv = PagedKV(config, self.pool.num_blocks, dtype, device, transposed=native)
 
     def sleep(self) -> None:
         """Give the memory back. No sequence may hold a block."""

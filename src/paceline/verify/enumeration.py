@@ -89,7 +89,7 @@ def brute_force(target: TableDecoder, request: Request) -> Distribution:
         sequence = Sequence(request, 0, target.config.max_positions, target.config.eos_token_ids)
         for token in emitted:
             unknown = np.zeros(1)
-            sequence.commit(np.array([token]), unknown, unknown, 0, 0, 0, None, None)
+            sequence.commit([token], unknown, unknown, 0, 0, 0, None, None)
         if sequence.finish_reason is not None:
             found[emitted] = chance
             return

@@ -193,7 +193,7 @@ def test_decoder_equals_torch(name: str) -> None:
     slow, fast = both(name)
     tokens = np.random.default_rng(0).integers(0, slow.config.vocab_size, (NUM_SEQUENCES, LENGTH))
     rows = [(s, 0, LENGTH - s) for s in range(NUM_SEQUENCES)]
-    memory = [PagedKV(slow.config, NUM_SEQUENCES * 5, torch.float32, "cpu") for _ in range(2)]
+    memory = [PagedKV(slow.config, NUM_SEQUENCES * 5, torch.float32, "cpu", transposed=True) for _ in range(2)]
     want = logits_of(slow, memory[0], rows, tokens).log_softmax(-1)
     got = logits_of(fast, forget(memory[1]), rows, tokens).log_softmax(-1)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
@@ -201,7 +201,7 @@ def test_decoder_equals_torch(name: str) -> None:
 
 def run_in_pieces(decoder: Decoder, tokens: np.ndarray, sizes: Iterator[int], together: Iterator[bool]) -> Tensor:
     """All logits, each sequence cut into queries of the given sizes, whichever sequences go together."""
-    kv = forget(PagedKV(decoder.config, NUM_SEQUENCES * 5, torch.float32, "cpu"))
+    kv = forget(PagedKV(decoder.config, NUM_SEQUENCES * 5, torch.float32, "cpu", transposed=True))
     out = torch.full((NUM_SEQUENCES, LENGTH, decoder.config.vocab_size), torch.nan)
     done, step = [0] * NUM_SEQUENCES, 0
     while min(done) < LENGTH:
@@ -249,7 +249,7 @@ def packed_decoder(name: str) -> Decoder:
 def test_the_decoder_check_catches_torch() -> None:
     slow, _ = both("smollm2")
     tokens = np.random.default_rng(1).integers(0, slow.config.vocab_size, (NUM_SEQUENCES, LENGTH))
-    kv = PagedKV(slow.config, NUM_SEQUENCES * 5, torch.float32, "cpu")
+    kv = PagedKV(slow.config, NUM_SEQUENCES * 5, torch.float32, "cpu", transposed=True)
     whole = logits_of(slow, kv, [(0, 0, 40)], tokens)
     pieces = torch.cat([logits_of(slow, kv, [(0, i, 1)], tokens) for i in range(40)])
     assert not torch.equal(whole, pieces)
@@ -261,7 +261,7 @@ def test_a_query_cannot_see_later_ones(gen: torch.Generator) -> None:
     q, k, v = (torch.randn(20, heads, config.head_dim, generator=gen) for heads in (6, 2, 2))
 
     def attend(v: Tensor) -> Tensor:
-        kv = forget(PagedKV(config, 20, torch.float32, "cpu"))
+        kv = forget(PagedKV(config, 20, torch.float32, "cpu", transposed=True))
         plan = plan_of([(0, 0, 20)], np.zeros((1, 20), np.int64))
         return kernels.NativePagedAttention(kv, plan)(0, q, k, v)
 
@@ -276,7 +276,7 @@ def test_attention_takes_separate_tensors_and_many_tiles(gen: torch.Generator) -
     config = tiny_config(num_layers=2, num_heads=8, num_kv_heads=1, head_dim=20)
     plan = plan_of([(2, 0, 66), (0, 0, 1), (1, 0, 17)], np.zeros((NUM_SEQUENCES, LENGTH), np.int64))
     q, k, v = (torch.randn(84, heads, 20, generator=gen) for heads in (8, 1, 1))
-    slow, fast = (PagedKV(config, NUM_SEQUENCES * 5, torch.float32, "cpu") for _ in range(2))
+    slow, fast = (PagedKV(config, NUM_SEQUENCES * 5, torch.float32, "cpu", transposed=True) for _ in range(2))
     want, got = PagedAttention(slow, plan)(1, q, k, v), kernels.NativePagedAttention(fast, plan)(1, q, k, v)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert torch.equal(slow.k, fast.k) and torch.equal(slow.v, fast.v)

@@ -1,0 +1,100 @@
+"""Who computes a step: from rows to what each of them emits.
+
+A step is launched, flies, and lands. Here it is over when it is launched; `graph_runner` has one that lets the host go
+on meanwhile. Rows that do not decide tokens (a prefill chunk that stops short) have no part in the verdict.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from paceline.engine.accept import Proposal, Rule, Verdict
+from paceline.engine.scheduler import Row
+from paceline.engine.sequence import Sequence
+from paceline.model.paged import PagedDecoder
+from paceline.model.sample import Sampler, SamplingArrays
+
+
+@dataclass(slots=True)
+class Landed:
+    """What became of a step: of its deciding rows, in their order."""
+
+    verdict: Verdict
+    forward_s: float
+    sample_s: float
+
+
+class Flight(Protocol):
+    @property
+    def may_wait(self) -> bool: ...  # whether the next step may be launched before this one lands
+
+    def land(self) -> Landed: ...
+
+
+class Runner(Protocol):
+    def launch(self, rows: list[Row], q: dict[int, Tensor]) -> Flight:
+        """q: by request, what its draft was sampled from, where it was."""
+        ...
+
+    def leave(self, sequence: Sequence) -> None:
+        """It does not run any more, or its tokens will be computed again."""
+        ...
+
+    def forget(self) -> None:
+        """The KV was given back; when there is memory again it lies elsewhere."""
+        ...
+
+
+@dataclass(slots=True)
+class Over:
+    """A step that was over when it was launched."""
+
+    landed: Landed
+    may_wait: bool = False
+
+    def land(self) -> Landed:
+        return self.landed
+
+
+class EagerRunner:
+    """Any device, any rule: forward, then acceptance, and the host waits for both."""
+
+    def __init__(self, paged: PagedDecoder, sampler: Sampler, rule: Rule) -> None:
+        self.paged, self.sampler, self.rule = paged, sampler, rule
+
+    def launch(self, rows: list[Row], q: dict[int, Tensor]) -> Over:
+        started = time.perf_counter()
+        logits_PV = self.paged.forward([row.span() for row in rows])
+        forwarded = time.perf_counter()
+        deciding = [row for row in rows if row.decides]
+        verdict = self._accept(deciding, q, logits_PV) if deciding else Verdict.empty(0, 1)
+        return Over(Landed(verdict, forwarded - started, time.perf_counter() - forwarded))
+
+    def _accept(self, rows: list[Row], q: dict[int, Tensor], logits_PV: Tensor) -> Verdict:
+        sizes = np.array([1 + len(row.draft) for row in rows])
+        return self.rule(
+            Proposal(
+                logits_PV=logits_PV,
+                drafts=[row.draft for row in rows],
+                q=[
+                    q[row.sequence.request.request_id][: len(row.draft)] if q and len(row.draft) else None
+                    for row in rows
+                ],
+                noise_keys=np.array([row.sequence.request.noise_key for row in rows], np.uint64),
+                lengths=np.array([row.sequence.num_tokens for row in rows], np.int64),
+                params=SamplingArrays.of([row.sequence.request.sampling for row in rows], sizes),
+                starts=np.concatenate([[0], np.cumsum(sizes)]),
+            ),
+            self.sampler,
+        )
+
+    def leave(self, sequence: Sequence) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass

@@ -1,0 +1,181 @@
+"""Attention of rows with a few queries each (a decoded token, a verified draft) over the paged KV of a CUDA device.
+
+One program per row, key/value head and part of the context: all queries of a row and all heads of a group share one
+reading of its keys and values, which is what such a step's time goes into. The keys and values of the queries' own
+tokens come straight from the projection, and are written to the pages by the way. Parts are put together by a second
+kernel; where rows alone fill the device there is one part and no second kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.model.kv import BLOCK, PagedKV
+
+MAX_QUERIES = 16  # of a row; longer spans are a prefill's
+PROGRAMS = 528  # four per multiprocessor of a large device: enough to keep its memory busy
+MAX_PARTS = 16
+
+
+@dataclass(slots=True)
+class Rows:
+    """R rows as the kernels read them: int32 on the device. A row without queries is skipped."""
+
+    query_start: Tensor  # [R + 1]
+    context: Tensor  # [R], the row's queries included
+    places: Tensor  # [R], the row's line in `tables`
+    tables: Tensor  # [lines, pages]
+
+    @property
+    def num(self) -> int:
+        return len(self.context)
+
+
+def num_parts(num_rows: int, num_kv_heads: int) -> int:
+    """A power of two, so that few programs exist."""
+    wanted = max(1, PROGRAMS // (num_rows * num_kv_heads))
+    return min(MAX_PARTS, 1 << (wanted.bit_length() - 1))
+
+
+class CudaPagedAttention:
+    """For rows of at most max_queries queries. Scratch memory is that of the rows, so one serves all layers."""
+
+    def __init__(self, kv: PagedKV, rows: Rows, max_queries: int) -> None:
+        assert 1 <= max_queries <= MAX_QUERIES
+        self.kv, self.rows, self.max_queries = kv, rows, max_queries
+
+    def __call__(self, layer: int, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> Tensor:
+        num_tokens, num_heads, dim = q_THE.shape
+        num_kv = k_TGE.shape[1]
+        group = num_heads // num_kv
+        size = max(16, triton.next_power_of_2(self.max_queries * group))
+        parts = num_parts(self.rows.num, num_kv)
+        out = q_THE.new_empty(num_tokens, num_heads * dim)
+        sums = stats = out
+        if parts > 1:
+            sums = q_THE.new_empty(self.rows.num, num_kv, parts, size, dim, dtype=torch.float32)
+            stats = q_THE.new_empty(self.rows.num, num_kv, parts, 2, size, dtype=torch.float32)
+        rows = self.rows
+        _attend[(rows.num, num_kv, parts)](
+            q_THE, k_TGE, v_TGE, out, sums, stats, self.kv.k[layer], self.kv.v[layer],
+            rows.tables, rows.places, rows.query_start, rows.context, dim**-0.5 * 1.4426950408889634,
+            q_THE.stride(0), k_TGE.stride(0), v_TGE.stride(0), out.stride(0), rows.tables.stride(0),
+            NUM_KV=num_kv, GROUP=group, DIM=dim, QUERIES=self.max_queries, SIZE=size, PARTS=parts, PAGE=BLOCK,
+            NEW=max(16, triton.next_power_of_2(self.max_queries)), **tuning(q_THE.dtype, size, dim),
+        )  # fmt: skip
+        if parts > 1:
+            _unite[(rows.num, num_kv)](
+                sums, stats, out, rows.query_start, out.stride(0), NUM_KV=num_kv, GROUP=group, DIM=dim,
+                QUERIES=self.max_queries, SIZE=size, PARTS=parts, num_warps=4,
+            )  # fmt: skip
+        return out
+
+
+def tuning(dtype: torch.dtype, size: int, dim: int) -> dict[str, int]:
+    if dtype == torch.float32:
+        return {"TOKENS": 32, "num_warps": 4, "num_stages": 2}
+    return {"TOKENS": 64, "num_warps": 4, "num_stages": 3}
+
+
+@triton.jit
+def _attend(
+    q, k_new, v_new, out, sums, stats, k_pages, v_pages, tables, places, query_start, context, scale,
+    q_stride, k_stride, v_stride, out_stride, table_stride,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr,
+    PARTS: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = tl.load(query_start + row)
+    num = tl.load(query_start + row + 1) - first
+    if (num == 0) | (num > QUERIES):
+        return
+    old = tl.load(context + row) - num  # tokens that are in the pages already
+    table = tables + tl.load(places + row).to(tl.int64) * table_stride
+    of = tl.arange(0, SIZE)  # (query, head of the group), queries first
+    query = of // GROUP
+    real = query < num
+    e = tl.arange(0, DIM)
+    q_at = (first + query).to(tl.int64)[:, None] * q_stride + (head * GROUP + of % GROUP)[:, None] * DIM + e[None, :]
+    qs = tl.load(q + q_at, mask=real[:, None], other=0.0)
+    greatest = tl.full([SIZE], -float("inf"), tl.float32)
+    total = tl.zeros([SIZE], tl.float32)
+    acc = tl.zeros([SIZE, DIM], tl.float32)
+    share = tl.cdiv(tl.cdiv(old, TOKENS), PARTS) * TOKENS
+    begin = part * share
+    end = tl.minimum(old, begin + share)
+    for start in range(begin, end, TOKENS):
+        at = start + tl.arange(0, TOKENS)
+        inside = at < end
+        page = tl.load(table + at // PAGE, mask=inside, other=0).to(tl.int64)
+        base = ((page * NUM_KV + head) * PAGE + at % PAGE) * DIM
+        k = tl.load(k_pages + base[:, None] + e[None, :], mask=inside[:, None], other=0.0)
+        v = tl.load(v_pages + base[:, None] + e[None, :], mask=inside[:, None], other=0.0)
+        scores = tl.dot(qs, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(inside[None, :], scores, -float("inf"))
+        now = tl.maximum(greatest, tl.max(scores, 1))
+        fade = tl.exp2(greatest - now)
+        chance = tl.exp2(scores - now[:, None])
+        total = total * fade + tl.sum(chance, 1)
+        acc = acc * fade[:, None] + tl.dot(chance.to(v.dtype), v, input_precision="ieee")
+        greatest = now
+    if part == PARTS - 1:
+        j = tl.arange(0, NEW)
+        fresh = j < num
+        new = (first + j).to(tl.int64)
+        k = tl.load(k_new + new[:, None] * k_stride + head * DIM + e[None, :], mask=fresh[:, None], other=0.0)
+        v = tl.load(v_new + new[:, None] * v_stride + head * DIM + e[None, :], mask=fresh[:, None], other=0.0)
+        at = old + j
+        page = tl.load(table + at // PAGE, mask=fresh, other=0).to(tl.int64)
+        base = ((page * NUM_KV + head) * PAGE + at % PAGE) * DIM
+        tl.store(k_pages + base[:, None] + e[None, :], k, mask=fresh[:, None])
+        tl.store(v_pages + base[:, None] + e[None, :], v, mask=fresh[:, None])
+        scores = tl.dot(qs, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(fresh[None, :] & (j[None, :] <= query[:, None]), scores, -float("inf"))
+        now = tl.maximum(greatest, tl.max(scores, 1))
+        fade = tl.exp2(greatest - now)
+        chance = tl.exp2(scores - now[:, None])
+        total = total * fade + tl.sum(chance, 1)
+        acc = acc * fade[:, None] + tl.dot(chance.to(v.dtype), v, input_precision="ieee")
+        greatest = now
+    if PARTS == 1:
+        out_at = (first + query).to(tl.int64)[:, None] * out_stride + (head * GROUP + of % GROUP)[:, None] * DIM
+        tl.store(out + out_at + e[None, :], (acc / total[:, None]).to(qs.dtype), mask=real[:, None])
+    else:
+        mine = ((row * NUM_KV + head) * PARTS + part).to(tl.int64)
+        tl.store(sums + mine * SIZE * DIM + of[:, None] * DIM + e[None, :], acc)
+        tl.store(stats + mine * 2 * SIZE + of, greatest)
+        tl.store(stats + mine * 2 * SIZE + SIZE + of, total)
+
+
+@triton.jit
+def _unite(
+    sums, stats, out, query_start, out_stride,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """The parts of a row's context, in their order. The last part always has a greatest score: it has new tokens."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    first = tl.load(query_start + row)
+    num = tl.load(query_start + row + 1) - first
+    if (num == 0) | (num > QUERIES):
+        return
+    of = tl.arange(0, SIZE)
+    e = tl.arange(0, DIM)
+    mine = ((row * NUM_KV + head) * PARTS).to(tl.int64)
+    greatest = tl.full([SIZE], -float("inf"), tl.float32)
+    for part in range(PARTS):
+        greatest = tl.maximum(greatest, tl.load(stats + (mine + part) * 2 * SIZE + of))
+    total = tl.zeros([SIZE], tl.float32)
+    acc = tl.zeros([SIZE, DIM], tl.float32)
+    for part in range(PARTS):
+        fade = tl.exp2(tl.load(stats + (mine + part) * 2 * SIZE + of) - greatest)
+        total += fade * tl.load(stats + (mine + part) * 2 * SIZE + SIZE + of)
+        acc += fade[:, None] * tl.load(sums + (mine + part) * SIZE * DIM + of[:, None] * DIM + e[None, :])
+    query = of // GROUP
+    out_at = (first + query).to(tl.int64)[:, None] * out_stride + (head * GROUP + of % GROUP)[:, None] * DIM
+    tl.store(out + out_at + e[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=(query < num)[:, None])

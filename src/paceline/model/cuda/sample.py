@@ -1,0 +1,118 @@
+"""Tokens drawn on a CUDA device, by the same noise as on a CPU.
+
+Token v of a position arrives at E_v / w_v (see `model/sample.py`); here with E and w in float32, which is right to some
+1e-7 of an arrival: two tokens must come that close before the devices may disagree. A program looks at a part of the
+vocabulary: who arrives first there, and the sum of its weights, also at temperature 1; a second kernel compares the
+parts, in float64. P positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import libdevice
+
+PART = 4096  # tokens that a program looks at; a multiple of 4, the words of one noise counter
+
+
+@dataclass(slots=True)
+class Draws:
+    """On the device: nobody has waited for them yet."""
+
+    tokens: Tensor  # int32 [P]
+    logprobs: Tensor  # float64 [P], at the position's temperature
+    raw_logprobs: Tensor  # float64 [P]
+
+
+def draw(logits_PV: Tensor, keys_P: Tensor, positions_P: Tensor, temperature_P: Tensor, stream: int) -> Draws:
+    """Without truncation. keys and positions int64; temperature float64, 0: the likeliest token."""
+    num, vocab = logits_PV.shape
+    parts = triton.cdiv(vocab, PART)
+    device = logits_PV.device
+    found = torch.empty(num, parts, 6, dtype=torch.float32, device=device)
+    first = torch.empty(num, parts, dtype=torch.int32, device=device)
+    draws = Draws(
+        torch.empty(num, dtype=torch.int32, device=device),
+        torch.empty(num, dtype=torch.float64, device=device),
+        torch.empty(num, dtype=torch.float64, device=device),
+    )
+    _race[(num, parts)](
+        logits_PV, keys_P, positions_P, temperature_P, found, first, logits_PV.stride(0), vocab, stream,
+        PART=PART, num_warps=8,
+    )  # fmt: skip
+    _finish[(num,)](
+        logits_PV, temperature_P, found, first, draws.tokens, draws.logprobs, draws.raw_logprobs,
+        logits_PV.stride(0), parts, WIDTH=triton.next_power_of_2(parts), num_warps=1,
+    )  # fmt: skip
+    return draws
+
+
+@triton.jit
+def exponential(word):
+    """-log(1 - u) of u = (word + 1/2) / 2^32, precise at both ends."""
+    low = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    high = ((~word).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - u
+    return -tl.where(word < 2147483648, libdevice.log1p(-low), libdevice.log(high))
+
+
+@triton.jit
+def _race(logits, keys, positions, temperatures, found, first, stride, vocab, stream, PART: tl.constexpr):
+    at, part = tl.program_id(0), tl.program_id(1)
+    key, position = tl.load(keys + at), tl.load(positions + at)
+    temperature = tl.load(temperatures + at)
+    greedy = temperature == 0
+    scale = tl.where(greedy, 1.0, 1.0 / temperature).to(tl.float32)
+    counter = part * (PART // 4) + tl.arange(0, PART // 4)
+    zero = tl.zeros([PART // 4], tl.uint32)
+    w0, w1, w2, w3 = tl.philox(
+        key.to(tl.uint64), counter.to(tl.uint32), zero + position.to(tl.uint32), zero + stream.to(tl.uint32),
+        zero + (position >> 32).to(tl.uint32),
+    )  # fmt: skip
+    words = tl.reshape(tl.permute(tl.join(tl.join(w0, w1), tl.join(w2, w3)), (0, 2, 1)), [PART])
+    v = part * PART + tl.arange(0, PART)
+    inside = v < vocab
+    raw = tl.load(logits + at.to(tl.int64) * stride + v, mask=inside, other=-float("inf")).to(tl.float32)
+    peak = tl.max(raw)
+    base = tl.where(peak == -float("inf"), 0.0, peak)  # a part may be all -inf
+    z = (raw - base) * scale
+    weight = tl.exp(z)
+    arrival = tl.where(greedy, -raw, exponential(words) / weight)
+    arrival = tl.where(raw == -float("inf"), float("inf"), arrival)
+    winner = tl.argmin(arrival, 0)  # the first of equals
+    out = found + (at * tl.num_programs(1) + part) * 6
+    tl.store(out, peak)
+    tl.store(out + 1, tl.sum(weight.to(tl.float64)).to(tl.float32))
+    tl.store(out + 2, tl.sum(tl.exp(raw - base).to(tl.float64)).to(tl.float32))
+    tl.store(out + 3, tl.min(arrival))
+    tl.store(first + at * tl.num_programs(1) + part, part * PART + winner)
+
+
+@triton.jit
+def _finish(logits, temperatures, found, first, tokens, logprobs, raw_logprobs, stride, parts, WIDTH: tl.constexpr):
+    at = tl.program_id(0)
+    temperature = tl.load(temperatures + at)
+    greedy = temperature == 0
+    scale = tl.where(greedy, 1.0, 1.0 / temperature)
+    i = tl.arange(0, WIDTH)
+    inside = i < parts
+    mine = found + (at * parts + i) * 6
+    peaks = tl.load(mine, mask=inside, other=-float("inf")).to(tl.float64)
+    sums = tl.load(mine + 1, mask=inside, other=0.0).to(tl.float64)
+    raw_sums = tl.load(mine + 2, mask=inside, other=0.0).to(tl.float64)
+    arrival = tl.load(mine + 3, mask=inside, other=float("inf")).to(tl.float64)
+    peak = tl.max(peaks)
+    # A part's arrivals are by weights over its own greatest; log brings them to one scale.
+    late = tl.where(greedy, arrival, libdevice.log(arrival) - (peaks - peak) * scale)
+    late = tl.where(peaks == -float("inf"), float("inf"), late)
+    winner = tl.argmin(late, 0)
+    token = tl.load(first + at * parts + winner)
+    total = tl.sum(tl.where(inside, sums * libdevice.exp((peaks - peak) * scale), 0.0))
+    raw_total = tl.sum(tl.where(inside, raw_sums * libdevice.exp(peaks - peak), 0.0))
+    chosen = tl.load(logits + at.to(tl.int64) * stride + token).to(tl.float64) - peak
+    tl.store(tokens + at, token)
+    tl.store(logprobs + at, tl.where(greedy, 0.0, chosen * scale - libdevice.log(total)))
+    tl.store(raw_logprobs + at, chosen - libdevice.log(raw_total))

@@ -1,0 +1,158 @@
+"""What a device knows of the sequences that it decodes, so that one step can follow another without the host.
+
+A sequence has a slot: its last token, its length, its noise key, its temperature and its pages. A step is given orders:
+which slots, and what was drafted for them. `lay_out` turns orders into a forward's inputs, `settle` draws the
+conclusions: which drafted tokens stand (rule `coupled`), the new last token and length; and what the host is to know.
+
+R rows, T tokens, at most Q queries a row (its last token and Q - 1 drafted ones).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.model.cuda.attention import MAX_QUERIES, Rows
+from paceline.model.cuda.sample import Draws
+
+HEADER = 4  # of an order: slot (-1: none), number of drafted tokens, last token (-1: as the slot knows it), length
+ORDER = HEADER + MAX_QUERIES - 1  # int32 words, the drafted tokens behind the header
+
+
+@dataclass(slots=True)
+class Inputs:
+    """Of one forward. Tokens past the last row's are padding."""
+
+    tokens: Tensor  # int32 [T]
+    positions: Tensor  # int32 [T]
+    keys: Tensor  # int64 [T]
+    temperature: Tensor  # float64 [T]
+    emitted_at: Tensor  # int64 [T], position of the token that is drawn there
+    rows: Rows
+
+
+class Slots:
+    def __init__(self, num_slots: int, num_pages: int, device: torch.device) -> None:
+        def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(*size, dtype=dtype, device=device)
+
+        self.last, self.length = zeros(num_slots), zeros(num_slots)
+        self.key, self.temperature = zeros(num_slots, dtype=torch.int64), zeros(num_slots, dtype=torch.float64)
+        self.tables = zeros(num_slots, num_pages)
+
+    def lay_out(self, orders: Tensor, pages: Tensor, num_tokens: int) -> Inputs:
+        """orders int32 [R, ORDER]; pages int32 [U, 3]: (slot, index, page) to be entered first, slot -1: nothing."""
+        device, num_rows = orders.device, len(orders)
+
+        def empty(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        rows = Rows(empty(num_rows + 1), empty(num_rows), empty(num_rows), self.tables)
+        inputs = Inputs(
+            empty(num_tokens), empty(num_tokens), empty(num_tokens, torch.int64), empty(num_tokens, torch.float64),
+            empty(num_tokens, torch.int64), rows,
+        )  # fmt: skip
+        _lay_out[(1,)](
+            orders, pages, self.last, self.length, self.key, self.temperature, self.tables,
+            inputs.tokens, inputs.positions, inputs.keys, inputs.temperature, inputs.emitted_at,
+            rows.query_start, rows.context, rows.places, num_rows, num_tokens, len(pages), self.tables.stride(0),
+            ORDER=ORDER, HEADER=HEADER, QUERIES=MAX_QUERIES, ROWS=triton.next_power_of_2(num_rows),
+            TOKENS=triton.next_power_of_2(num_tokens), PAGES=triton.next_power_of_2(len(pages)), num_warps=4,
+        )  # fmt: skip
+        return inputs
+
+    def settle(self, inputs: Inputs, draws: Draws, tokens_out: Tensor, logprobs_out: Tensor) -> None:
+        """tokens_out int32 [R, 1 + MAX_QUERIES]: how many were emitted, and which; logprobs_out float64
+        [R, 2, MAX_QUERIES], processed and raw."""
+        _settle[(inputs.rows.context.shape[0],)](
+            inputs.tokens, inputs.rows.query_start, inputs.rows.places, draws.tokens, draws.logprobs,
+            draws.raw_logprobs, self.last, self.length, tokens_out, logprobs_out,
+            QUERIES=MAX_QUERIES, num_warps=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _lay_out(
+    orders, pages, last, length, key, temperature, tables,
+    tokens, positions, keys, temperatures, emitted_at, query_start, context, places,
+    num_rows, num_tokens, num_pages, table_stride,
+    ORDER: tl.constexpr, HEADER: tl.constexpr, QUERIES: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, PAGES: tl.constexpr,
+):  # fmt: skip
+    """One program: a step's few thousand numbers."""
+    u = tl.arange(0, PAGES)
+    page_slot = tl.load(pages + 3 * u, mask=u < num_pages, other=-1)
+    entered = page_slot >= 0
+    page_index = tl.load(pages + 3 * u + 1, mask=entered, other=0)
+    page = tl.load(pages + 3 * u + 2, mask=entered, other=0)
+    tl.store(tables + page_slot.to(tl.int64) * table_stride + page_index, page, mask=entered)
+    r = tl.arange(0, ROWS)
+    given = r < num_rows
+    slot = tl.load(orders + r * ORDER, mask=given, other=-1)
+    real = slot >= 0
+    num_draft = tl.load(orders + r * ORDER + 1, mask=real, other=0)
+    told = tl.load(orders + r * ORDER + 2, mask=real, other=-1)
+    known = real & (told < 0)
+    token = tl.where(known, tl.load(last + slot, mask=known, other=0), told)
+    size = tl.where(
+        known, tl.load(length + slot, mask=known, other=1), tl.load(orders + r * ORDER + 3, mask=real, other=1)
+    )
+    tl.store(length + slot, size, mask=real)
+    num = tl.where(real, 1 + num_draft, 0)
+    ends = tl.cumsum(num, 0)
+    start = ends - num
+    total = tl.sum(num)
+    tl.store(query_start + r, start, mask=given)
+    tl.store(query_start + num_rows, total)
+    tl.store(context + r, size + num_draft, mask=given)
+    tl.store(places + r, slot, mask=given)
+    own_key = tl.load(key + slot, mask=real, other=0)
+    own_temperature = tl.load(temperature + slot, mask=real, other=1.0)
+    for j in range(QUERIES):
+        here = real & (j < num)
+        drafted = tl.load(orders + r * ORDER + HEADER + j - 1, mask=here & (j > 0), other=0)
+        at = start + j
+        tl.store(tokens + at, tl.where(j == 0, token, drafted), mask=here)
+        tl.store(positions + at, size - 1 + j, mask=here)
+        tl.store(emitted_at + at, (size + j).to(tl.int64), mask=here)
+        tl.store(keys + at, own_key, mask=here)
+        tl.store(temperatures + at, own_temperature, mask=here)
+    t = tl.arange(0, TOKENS)
+    padding = (t >= total) & (t < num_tokens)
+    zero = tl.zeros([TOKENS], tl.int32)
+    tl.store(tokens + t, zero, mask=padding)
+    tl.store(positions + t, zero, mask=padding)
+    tl.store(emitted_at + t, zero.to(tl.int64), mask=padding)
+    tl.store(keys + t, zero.to(tl.int64), mask=padding)
+    tl.store(temperatures + t, zero.to(tl.float64) + 1, mask=padding)
+
+
+@triton.jit
+def _settle(
+    tokens, query_start, places, drawn, logprobs, raw_logprobs, last, length, tokens_out, logprobs_out,
+    QUERIES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    start = tl.load(query_start + row)
+    num = tl.load(query_start + row + 1) - start
+    out = tokens_out + row * (1 + QUERIES)
+    if num == 0:
+        tl.store(out, 0)
+        return
+    j = tl.arange(0, QUERIES)
+    inside = j < num
+    found = tl.load(drawn + start + j, mask=inside, other=-1)
+    drafted = tl.load(tokens + start + j + 1, mask=j + 1 < num, other=-2)  # what stands after it in the input
+    accepted = tl.min(tl.where(found == drafted, QUERIES, j))
+    tl.store(out, accepted + 1)
+    tl.store(out + 1 + j, found, mask=inside)
+    mine = logprobs_out + row * 2 * QUERIES
+    tl.store(mine + j, tl.load(logprobs + start + j, mask=inside, other=0.0), mask=inside)
+    tl.store(mine + QUERIES + j, tl.load(raw_logprobs + start + j, mask=inside, other=0.0), mask=inside)
+    slot = tl.load(places + row)
+    tl.store(last + slot, tl.sum(tl.where(j == accepted, found, 0)))
+    tl.store(length + slot, tl.load(length + slot) + accepted + 1)

@@ -1,0 +1,18 @@
+"""Shapes of well-known models by name, for measuring steps without their weights."""
+
+from __future__ import annotations
+
+from paceline.model.config import ModelConfig
+
+SHAPES = {
+    "qwen3-8b": ModelConfig(
+        "qwen3", 151936, 4096, 12288, 36, 32, 8, 128, 1e-6, 1e6, 40960, qk_norm=True, eos_token_ids=(151645,)
+    ),
+    "qwen3-0.6b": ModelConfig(
+        "qwen3", 151936, 1024, 3072, 28, 16, 8, 128, 1e-6, 1e6, 40960, qk_norm=True, tie_embeddings=True,
+        eos_token_ids=(151645,),
+    ),
+    "smollm2-135m": ModelConfig(
+        "llama", 49152, 576, 1536, 30, 9, 3, 64, 1e-5, 1e5, 8192, tie_embeddings=True, eos_token_ids=(2,)
+    ),
+}  # fmt: skip

@@ -1,0 +1,222 @@
+"""The Triton kernels against their slow twins, and whole engines on graphs against engines without."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support import tiny_config, tiny_decoder
+
+from paceline.drafters.suffix import SuffixDrafter
+from paceline.engine.accept import RULES
+from paceline.engine.engine import LocalEngine
+from paceline.engine.runner import EagerRunner
+from paceline.model.attention import PagedAttention
+from paceline.model.kv import BLOCK, BatchPlan, PagedKV
+from paceline.model.ops import TorchOps
+from paceline.model.paged import PagedDecoder
+from paceline.model.sample import Sampler, SamplingArrays, Stream, philox_words
+from paceline.speculation.policy import StaticPolicy
+from paceline.types import Completion, Request, SamplingParams
+from paceline.verify.drafters import AdversarialDrafter
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+DTYPES = [torch.float32, torch.bfloat16]
+SHAPE = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 32}
+
+
+def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    assert found.shape == wanted.shape and torch.isfinite(found).all()
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_fused_operations_equal_the_plain_ones(dtype: torch.dtype, family: str) -> None:
+    """In bfloat16 bit for bit: they round at the same places."""
+    from paceline.model.cuda.ops import CudaOps
+
+    decoder = tiny_decoder(dtype, family=family, qk_norm=family == "qwen3", **SHAPE).to(CUDA)
+    config, layer, dice = decoder.config, decoder.layers[0], torch.Generator(CUDA).manual_seed(1)
+    for norm in (layer.input_norm, layer.q_norm, layer.k_norm):
+        if norm is not None:
+            norm.copy_(1 + 0.2 * torch.randn(norm.shape, generator=dice, device=CUDA))
+    slow, fast = TorchOps(), CudaOps()
+    most = 0.0 if dtype == torch.bfloat16 else 1e-6
+
+    def noise(*size: int) -> torch.Tensor:
+        return 3 * torch.randn(size, generator=dice, device=CUDA).to(dtype)
+
+    for num in (1, 7):
+        x, y, gate_up = noise(num, config.hidden_size), noise(num, config.hidden_size), noise(num, 2 * 1030)
+        at = torch.randint(0, config.max_positions, (num,), generator=dice, device=CUDA)
+        assert off(fast.norm(x, layer.input_norm, 1e-6), slow.norm(x, layer.input_norm, 1e-6)) <= most
+        assert off(fast.silu_mul(gate_up), slow.silu_mul(gate_up)) <= most
+        rope = decoder.rope.tables(decoder.norm)
+        for mine, theirs in zip(
+            fast.qkv(x, layer, config, at, rope), slow.qkv(x, layer, config, at, rope), strict=True
+        ):
+            assert off(mine, theirs) <= most
+        wanted = slow.add_norm(x, y, layer.input_norm, 1e-6)
+        for mine, theirs in zip(fast.add_norm(x.clone(), y.clone(), layer.input_norm, 1e-6), wanted, strict=True):
+            assert off(mine, theirs) <= most
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_query", [[1] * 5, [1, 3, 4, 2, 1], [4, 16, 1, 9, 8], [2] * 70, [1] * 300])
+def test_paged_attention_equals_sdpa(dtype: torch.dtype, num_query: list[int]) -> None:
+    from paceline.model.cuda.attention import CudaPagedAttention, Rows
+
+    config, dice = tiny_config(**SHAPE), np.random.default_rng(len(num_query))
+    num_rows = len(num_query)
+    context = np.maximum(dice.integers(1, 500, num_rows), num_query).astype(np.int32)
+    context[0] = num_query[0]  # nothing before them
+    sizes = -(-context // BLOCK)
+    tables = np.zeros((num_rows, sizes.max()), np.int32)
+    pages = iter(dice.permutation(sizes.sum() + 3))
+    for row, size in enumerate(sizes):
+        tables[row, :size] = [next(pages) for _ in range(size)]
+    start = np.concatenate([[0], np.cumsum(num_query)]).astype(np.int32)
+    total = int(start[-1])
+    positions = np.arange(total) + np.repeat(context - np.array(num_query) - start[:-1], num_query)
+    plan = BatchPlan(np.zeros(total, np.int64), positions, start, context, tables, np.arange(total))
+    slow, fast = (PagedKV(config, int(sizes.sum()) + 3, dtype, CUDA) for _ in range(2))
+    for mine, theirs in ((slow.k, fast.k), (slow.v, fast.v)):
+        theirs.copy_(mine.normal_(generator=torch.Generator(CUDA).manual_seed(0)))
+    noise = torch.Generator(CUDA).manual_seed(2)
+    heads = torch.randn(total, 12, 32, generator=noise, device=CUDA).to(dtype)
+    q, k, v = heads.split([8, 2, 2], 1)
+    wanted = PagedAttention(slow, plan)(1, q, k, v)
+    arrays = (start, context, np.arange(num_rows, dtype=np.int32), tables)
+    rows = Rows(*(torch.as_tensor(x, device=CUDA) for x in arrays))
+    found = CudaPagedAttention(fast, rows, max(num_query))(1, q, k, v)
+    assert off(found, wanted) < (1e-6 if dtype == torch.float32 else 2e-3)  # bf16: weights are rounded once, as in SDPA
+    assert torch.equal(slow.k, fast.k) and torch.equal(slow.v, fast.v)
+
+
+def test_noise_is_the_cpus_to_the_bit_and_its_exponentials_to_two_ulp() -> None:
+    import triton
+    import triton.language as tl
+
+    from paceline.model.cuda.sample import exponential
+
+    @triton.jit
+    def apply(words, out, SIZE: tl.constexpr):
+        at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+        tl.store(out + at, exponential(tl.load(words + at).to(tl.uint32)))
+
+    keys, at = np.array([2**63 + 11, 5], np.uint64), np.array([7 + (3 << 32), 1])
+    words = philox_words(keys, at, Stream.RESIDUAL, 1 << 20, torch.device("cpu")).flatten()
+    words[:6] = torch.tensor([0, 1, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1])
+    out = torch.empty(len(words), device=CUDA)
+    apply[(len(words) // 1024,)](words.to(CUDA), out, SIZE=1024)
+    wanted = -torch.log1p(-(words.double() + 0.5) / 2**32)
+    ulp = torch.from_numpy(np.spacing(wanted.float().numpy())).double()
+    assert float(((out.cpu().double() - wanted) / ulp).abs().max()) <= 2
+
+
+@pytest.mark.parametrize("vocab", [61, 4096, 49152, 151936])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_draws_are_the_plain_samplers(vocab: int, dtype: torch.dtype) -> None:
+    from paceline.model.cuda.sample import draw
+
+    dice = np.random.default_rng(vocab)
+    num = 64
+    keys, at = dice.integers(0, 2**64, num, np.uint64), dice.integers(0, 2**40, num)
+    temperature = dice.choice([0.0, 0.6, 1.0, 2.0], num)
+    logits = (3 * torch.randn(num, vocab, generator=torch.Generator(CUDA).manual_seed(0), device=CUDA)).to(dtype)
+    logits[:, ::7] = -torch.inf  # as a head's, that knows part of the vocabulary
+    found = draw(logits, *(torch.as_tensor(x, device=CUDA) for x in (keys.view(np.int64), at, temperature)), 0)
+    none = np.zeros(num)
+    wanted = Sampler().draw(logits, keys, at, SamplingArrays(temperature, none.astype(np.int32), none + 1, none), 0)
+    assert (found.tokens.cpu().numpy() == wanted.tokens).all()
+    assert abs(found.logprobs.cpu().numpy() - wanted.logprobs).max() < 1e-5  # z in float32
+    assert abs(found.raw_logprobs.cpu().numpy() - wanted.raw_logprobs).max() < 1e-6
+
+
+def engine(kind: str, dtype: torch.dtype, drafter: str = "none", num_blocks: int = 256, **options: int) -> LocalEngine:
+    from paceline.engine.graph_runner import GraphRunner
+    from paceline.model.cuda.ops import CudaOps
+
+    decoder = tiny_decoder(dtype, **SHAPE).to(CUDA)
+    paged, sampler, max_num_seqs = PagedDecoder(decoder, num_blocks), Sampler(), options.pop("max_num_seqs", 8)
+    runner = EagerRunner(paged, sampler, RULES["coupled"])
+    if kind != "plain":
+        decoder.ops = CudaOps()
+        runner = GraphRunner(paged, runner, max_num_seqs, eager=kind == "eager")
+    drafters = {"none": None, "suffix": SuffixDrafter(), "random": AdversarialDrafter(61)}
+    return LocalEngine(
+        paged, sampler=sampler, runner=runner, drafter=drafters[drafter], policy=StaticPolicy(5),
+        max_num_seqs=max_num_seqs, **options,
+    )  # fmt: skip
+
+
+def requests() -> list[Request]:
+    dice = np.random.default_rng(1)
+    kinds = [{}, {"temperature": 0.0}, {"temperature": 0.7}, {"top_p": 0.7}, {"stop_token_ids": (3, 4)}]
+    return [
+        Request(
+            i, tuple(dice.integers(0, 60, dice.integers(1, 40)).tolist()),
+            SamplingParams(max_tokens=int(dice.integers(1, 70)), **kinds[i % 5]), 17 * i, str(i % 3),
+        )
+        for i in range(30)
+    ]  # fmt: skip
+
+
+def said(completions: list[Completion]) -> list[list[int]]:
+    return [c.token_ids.tolist() for c in completions]
+
+
+@pytest.mark.parametrize("drafter", ["none", "suffix", "random"])
+def test_graphs_emit_the_plain_engines_tokens(drafter: str) -> None:
+    """float32, where two tokens of a tiny model do not come close enough to change places."""
+    wanted = engine("plain", torch.float32).generate(requests())
+    for kind in ("eager", "graph"):
+        running = engine(kind, torch.float32, drafter)
+        found = running.generate(requests())
+        assert said(found) == said(wanted)
+        for mine, theirs in zip(found, wanted, strict=True):
+            assert abs(mine.logprobs - theirs.logprobs).max() < 1e-4
+            assert (mine.finish_reason, mine.stop_reason) == (theirs.finish_reason, theirs.stop_reason)
+        assert not running.has_work and running.paged.pool.num_free == 256
+
+
+@pytest.mark.parametrize("drafter", ["none", "suffix"])
+def test_graphs_equal_eager_bit_for_bit(drafter: str) -> None:
+    eager, graph = (engine(kind, torch.bfloat16, drafter).generate(requests()) for kind in ("eager", "graph"))
+    assert said(eager) == said(graph)
+    assert all((a.logprobs == b.logprobs).all() for a, b in zip(eager, graph, strict=True))
+
+
+def test_sent_back_and_slept_and_taught_anew_in_mid_flight() -> None:
+    """Little memory, so that sequences are preempted; new weights while they run; sleep between."""
+    wanted = requests()
+    plain, graph = (engine(kind, torch.float32, num_blocks=16, max_num_seqs=6) for kind in ("plain", "graph"))
+    found = []
+    for running in (plain, graph):
+        said_so_far = said(running.generate(wanted))
+        running.sleep()
+        running.wake()
+        said_so_far += said(running.generate(wanted))
+        found.append(said_so_far)
+        assert sum(t.num_preempted for t in running.drain_trace()) > 0
+    assert found[0] == found[1]
+
+
+def test_an_abort_in_mid_flight_leaves_nothing_behind() -> None:
+    running = engine("graph", torch.float32)
+    handles = [running.submit(request) for request in requests()]
+    for _ in range(6):
+        running.step()
+    live = [h for h in handles if not h.done]
+    running.abort(live[0].request.request_id)
+    while running.has_work:
+        running.step()
+    assert all(h.done for h in handles) and running.paged.pool.num_free == 256
+    whole = engine("plain", torch.float32).generate(requests())
+    aborted = live[0].request.request_id
+    for handle, want in zip(handles, whole, strict=True):
+        mine = handle.completion.token_ids.tolist()
+        want_ids = want.token_ids.tolist()
+        assert mine == (want_ids[: len(mine)] if handle.request.request_id == aborted else want_ids)
