@@ -98,7 +98,7 @@ def main() -> None:
     known = past.state()
     learned = {}
     for name in ("das, printed", "das", "auto"):
-        policy = POLICIES[name](measured_costs(engine.paged, engine.sampler, config))
+        policy = POLICIES[name](measured_costs(engine.paged, engine.runner, config))
         generate(engine, epoch(0, args.samples), SuffixDrafter(), policy)
         engine.set_drafter(None)
         learned[name] = policy.state()
@@ -116,7 +116,7 @@ def main() -> None:
                 drafter = None if name == "plain" else SuffixDrafter()
                 if drafter is not None:
                     drafter.restore(known)
-                costs = measured_costs(engine.paged, engine.sampler, config)
+                costs = measured_costs(engine.paged, engine.runner, config)
                 policy = POLICIES[name](costs)
                 policy.restore(learned.get(name, {}))
                 seconds[name], found = generate(engine, requests, drafter, policy)

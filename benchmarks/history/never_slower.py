@@ -68,7 +68,7 @@ def main() -> None:
         engine.set_drafter(None)
         timed(engine, requests)  # warm
         for turn in range(args.rounds):
-            costs = measured_costs(engine.paged, engine.sampler, config)
+            costs = measured_costs(engine.paged, engine.runner, config)
             arms = {"plain": (None, StaticPolicy(0)), "auto": (AdversarialDrafter(vocab), AutoPolicy(costs, K))}
             if turn == 0:
                 arms["static"] = AdversarialDrafter(vocab), StaticPolicy(K)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support import tiny_config, tiny_decoder
+from support import tiny_config, tiny_decoder, tiny_head
 
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.accept import RULES
@@ -220,3 +220,48 @@ def test_an_abort_in_mid_flight_leaves_nothing_behind() -> None:
         mine = handle.completion.token_ids.tolist()
         want_ids = want.token_ids.tolist()
         assert mine == (want_ids[: len(mine)] if handle.request.request_id == aborted else want_ids)
+
+
+def eagle3_engine(kind: str, dtype: torch.dtype, k: int, num_blocks: int = 256) -> LocalEngine:
+    from paceline.drafters.ahead import Eagle3Ahead
+    from paceline.drafters.eagle3 import Eagle3Drafter
+    from paceline.engine.graph_runner import GraphRunner
+    from paceline.model.cuda.ops import CudaOps
+
+    decoder = tiny_decoder(dtype, **SHAPE)
+    head = tiny_head(decoder).to(CUDA)
+    decoder = decoder.to(CUDA)
+    paged, sampler = PagedDecoder(decoder, num_blocks), Sampler()
+    runner = EagerRunner(paged, sampler, RULES["coupled"])
+    if kind == "plain":
+        drafter = Eagle3Drafter(head, decoder.embed, sampler, num_blocks)
+    else:
+        decoder.ops, drafter = CudaOps(), Eagle3Ahead(head)
+        runner = GraphRunner(paged, runner, 8, eager=kind == "eager")
+    return LocalEngine(
+        paged, sampler=sampler, runner=runner, drafter=drafter, policy=StaticPolicy(k), max_num_seqs=8
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_a_head_on_the_device_drafts_what_one_on_the_host_drafts(k: int) -> None:
+    """And changes no token. It has no draft for the first token after a prompt, so it drafts a little less."""
+    wanted = engine("plain", torch.float32).generate(requests())
+    host = eagle3_engine("plain", torch.float32, k).generate(requests())
+    assert said(host) == said(wanted)
+    for kind in ("eager", "graph"):
+        running = eagle3_engine(kind, torch.float32, k)
+        found = running.generate(requests())
+        assert said(found) == said(wanted)
+        lengths = [
+            1 + sum(c.num_accepted_tokens for c in each) / sum(c.num_drafts for c in each) for each in (found, host)
+        ]
+        assert sum(c.num_drafts for c in found) > 100 and abs(lengths[0] - lengths[1]) < 0.05, lengths
+        assert not running.has_work and running.paged.pool.num_free == 256
+
+
+def test_a_head_on_the_device_in_little_memory() -> None:
+    wanted = engine("plain", torch.float32).generate(requests())
+    running = eagle3_engine("graph", torch.float32, 3, num_blocks=16)
+    assert said(running.generate(requests())) == said(wanted)
+    assert sum(t.num_preempted for t in running.drain_trace()) > 0

@@ -8,7 +8,9 @@ from support import check_blocks, tiny_decoder
 from paceline.build import cost as build_cost
 from paceline.build.cost import AGAIN_S, BUDGET_S, measure, measured_costs
 from paceline.config import load_config
+from paceline.engine.accept import RULES
 from paceline.engine.engine import LocalEngine
+from paceline.engine.runner import EagerRunner
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
 from paceline.speculation.batch import Load
@@ -78,17 +80,18 @@ def test_small_memories_have_short_contexts():
 def engine_parts(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     config = load_config(None, ["engine.max_num_seqs=4", "engine.max_num_batched_tokens=16"])
-    return PagedDecoder(tiny_decoder(), 64), Sampler(), config
+    paged = PagedDecoder(tiny_decoder(), 64)
+    return paged, EagerRunner(paged, Sampler(), RULES["coupled"]), config
 
 
 def test_measured_once_and_nothing_is_left_behind(engine_parts, monkeypatch, tmp_path, capsys):
-    paged, sampler, config = engine_parts
-    engine = LocalEngine(paged, sampler=sampler)
+    paged, runner, config = engine_parts
+    engine = LocalEngine(paged, sampler=runner.sampler, runner=runner)
     requests = [Request(i, (1, 2, 3, 4) * 6, SamplingParams(max_tokens=20), i) for i in range(4)]
     before = [c.token_ids.tolist() for c in engine.generate(requests)]
     engine.drain_trace()
     indexed = dict(paged.pool._parent)
-    costs = measured_costs(paged, sampler, config, {"eagle3": 0.25})
+    costs = measured_costs(paged, runner, config, {"eagle3": 0.25})
     assert "measured" in capsys.readouterr().err
     assert not any(paged.pool.references) and paged.pool._parent == indexed and not engine.drain_trace()
     check_blocks(engine)
@@ -100,38 +103,38 @@ def test_measured_once_and_nothing_is_left_behind(engine_parts, monkeypatch, tmp
     assert len(list((tmp_path / "costs").iterdir())) == 1
     with monkeypatch.context() as patched:
         patched.setattr(build_cost, "time_step", None)
-        again = measured_costs(paged, sampler, config)
+        again = measured_costs(paged, runner, config)
         assert again.points == costs.points and again.draft_s("eagle3", 4, 3) == 0
         patched.setattr(build_cost, "cpu_name", lambda: "another")
         with pytest.raises(TypeError):
-            measured_costs(paged, sampler, config)
+            measured_costs(paged, runner, config)
     assert capsys.readouterr().err.count("measured what") == 0
 
 
 def test_a_damaged_table_is_measured_again(engine_parts, tmp_path):
-    paged, sampler, config = engine_parts
-    measured_costs(paged, sampler, config)
+    paged, runner, config = engine_parts
+    measured_costs(paged, runner, config)
     (kept,) = (tmp_path / "costs").iterdir()
     kept.write_text("{")
     with pytest.warns(UserWarning, match="measuring anew"):
-        measured_costs(paged, sampler, config)
+        measured_costs(paged, runner, config)
     CostTable.load(kept)
 
 
 def test_a_cache_that_cannot_be_written_is_said(engine_parts, tmp_path):
-    paged, sampler, config = engine_parts
+    paged, runner, config = engine_parts
     (tmp_path / "costs").write_text("a file where a folder should be")
     with pytest.warns(UserWarning, match="PACELINE_CACHE"):
-        assert measured_costs(paged, sampler, config).points
+        assert measured_costs(paged, runner, config).points
 
 
 def test_a_given_table_is_taken(engine_parts, monkeypatch):
-    paged, sampler, _ = engine_parts
+    paged, runner, _ = engine_parts
     monkeypatch.setattr(build_cost, "time_step", None)
     given = load_config(None, ["speculation.cost_table=vllm-h200-qwen3-8b"])
-    assert measured_costs(paged, sampler, given).step_s(Load(1, 1, 640)) == pytest.approx(5.24e-3)
+    assert measured_costs(paged, runner, given).step_s(Load(1, 1, 640)) == pytest.approx(5.24e-3)
     with pytest.raises(ValueError, match=r"speculation.cost_table = 'nothing'.*vllm-h200-qwen3-8b-hosted"):
-        measured_costs(paged, sampler, load_config(None, ["speculation.cost_table=nothing"]))
+        measured_costs(paged, runner, load_config(None, ["speculation.cost_table=nothing"]))
 
 
 def test_the_cpu_has_a_name():

@@ -1,6 +1,6 @@
 """What steps of an engine take on this machine: measured once, in seconds, and kept.
 
-Forwards and draws are timed with nothing but padding in them, in blocks of KV that are free and then free again. The
+Steps are timed with nothing but padding in them, in blocks of KV that are free and then free again. The
 engine that comes after finds everything as it was. A table is kept beside the models, by all that its times depend on.
 How long drafting takes is not measured: policies learn it while they run.
 """
@@ -25,8 +25,8 @@ from paceline.speculation.cost import CostTable, Point
 from paceline.speculation.cost_files import cost_table_of
 
 if TYPE_CHECKING:
+    from paceline.engine.runner import Runner
     from paceline.model.paged import PagedDecoder
-    from paceline.model.sample import Sampler
 
 QUERIES = (1, 2, 3, 4, 6, 8)  # tokens of a row that are verified together
 CONTEXT, LONG_CONTEXT = 64, 512  # tokens of a row; what a token of context costs shows between the two
@@ -39,7 +39,7 @@ Timer = Callable[[int, int, int], float]  # rows, their query tokens and their c
 
 
 def measured_costs(
-    paged: PagedDecoder, sampler: Sampler, config: Config, heads: Mapping[str, float] | None = None
+    paged: PagedDecoder, runner: Runner, config: Config, heads: Mapping[str, float] | None = None
 ) -> CostTable:
     """The table that speculation.cost_table names; else this machine's, measured if it was not before. `heads`: what a
     pass of a drafter's own model costs in steps of the target (`head_cost`), until it shows by itself."""
@@ -48,7 +48,7 @@ def measured_costs(
     identity = identity_of(paged, config)
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     path = native.cache_dir() / "costs" / f"{digest}.json"
-    table = _kept(path) or _measure_and_keep(paged, sampler, config, identity, path)
+    table = _kept(path) or _measure_and_keep(paged, runner, config, identity, path)
     plain = {p.num_rows: p.seconds for p in table.points if p.num_query_tokens == p.num_rows}
     drafts = {
         drafter: [(rows, k, k * cost * seconds) for rows, seconds in plain.items() for k in (1, 8)]
@@ -69,7 +69,8 @@ def identity_of(paged: PagedDecoder, config: Config) -> dict[str, Any]:
         "dtype": str(decoder.dtype),
         "device": torch.cuda.get_device_name(decoder.device) if cuda else cpu_name(),
         "threads": None if cuda else torch.get_num_threads(),
-        "native": decoder.embed.panels is not None,
+        "native": decoder.embed.panels is not None or type(decoder.ops).__name__,
+        "graphs": config.engine.graphs if cuda else None,
         "taps": paged.taps,
         "rows": config.engine.max_num_seqs,
         "tokens": config.engine.max_num_batched_tokens,
@@ -98,7 +99,7 @@ def _kept(path: Path) -> CostTable | None:
 
 
 def _measure_and_keep(
-    paged: PagedDecoder, sampler: Sampler, config: Config, identity: dict[str, Any], path: Path
+    paged: PagedDecoder, runner: Runner, config: Config, identity: dict[str, Any], path: Path
 ) -> CostTable:
     from rich.console import Console
 
@@ -106,7 +107,7 @@ def _measure_and_keep(
     started = time.perf_counter()
     with console.status("measuring what a step takes on this machine (once; some ten seconds)"):
         points, per_context_token_s = measure(
-            lambda *step: time_step(paged, sampler, *step),
+            lambda *step: time_step(paged, runner, *step),
             lambda num_rows: _room(paged, num_rows),
             config.engine.max_num_seqs,
             config.engine.max_num_batched_tokens,
@@ -183,26 +184,29 @@ def _room(paged: PagedDecoder, num_rows: int) -> int:
     return min(paged.pool.num_free // num_rows * BLOCK, paged.decoder.config.max_positions)
 
 
-def time_step(paged: PagedDecoder, sampler: Sampler, num_rows: int, num_queries: int, context: int) -> float:
-    """Seconds of a forward and its draws: num_rows rows of num_queries tokens, each after `context` others."""
+def time_step(paged: PagedDecoder, runner: Runner, num_rows: int, num_queries: int, context: int) -> float:
+    """Seconds of a step: num_rows rows that verify num_queries - 1 drafted tokens, each after `context` tokens."""
     import numpy as np
 
-    from paceline.model.kv import BlockTable
-    from paceline.model.paged import Span
-    from paceline.model.sample import SamplingArrays
-    from paceline.types import SamplingParams
+    from paceline.engine.scheduler import Row
+    from paceline.engine.sequence import Sequence
+    from paceline.types import Request, SamplingParams
 
-    tables = [BlockTable() for _ in range(num_rows)]
-    tokens = np.zeros(num_queries, np.int32)
-    positions = np.tile(np.arange(context + 1, context + num_queries + 1), num_rows)
+    request = Request(0, (0,) * (context + 1), SamplingParams(max_tokens=num_queries))
+    rows = []
+    for i in range(num_rows):
+        sequence = Sequence(request, -1 - i, context + 1 + num_queries, ())  # no true one arrives before the first
+        sequence.num_computed = context
+        rows.append(Row(sequence, 1, True, np.zeros(num_queries - 1, np.int32)))
     try:
-        for table in tables:
-            assert paged.pool.reserve(table, context + num_queries)
+        for row in rows:
+            assert paged.pool.reserve(row.sequence.table, context + num_queries)
+        if paged.decoder.device.type == "cuda":
+            runner.launch(rows, {}).land()  # what is compiled and captured at the first time
         started = time.perf_counter()
-        logits_PV = paged.forward([Span(tokens, context, table, num_queries) for table in tables])
-        params = SamplingArrays.of([SamplingParams()] * len(positions))
-        sampler.draw(logits_PV, np.zeros(len(positions), np.uint64), positions, params)
+        runner.launch(rows, {}).land()
         return time.perf_counter() - started
     finally:
-        for table in tables:
-            paged.pool.truncate(table, 0)
+        for row in rows:
+            runner.leave(row.sequence)
+            paged.pool.truncate(row.sequence.table, 0)

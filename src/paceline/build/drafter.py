@@ -52,6 +52,8 @@ def build_drafter(config: Config, target: Decoder, tokenizer: Any, head: Eagle3H
 
     if head is None:
         head = pack_head(build_head(config, target.config), target)
+    if type(target.ops).__name__ == "CudaOps" and speculation.rule == "coupled":
+        return _ahead(config, target, head)
     num_blocks = -(-(config.engine.kv_tokens or default_kv_tokens(config, target.config)) // BLOCK)
     eagle3 = Eagle3Drafter(
         head,
@@ -66,6 +68,18 @@ def build_drafter(config: Config, target: Decoder, tokenizer: Any, head: Eagle3H
     from paceline.drafters.hybrid import HybridDrafter
 
     return HybridDrafter(build_history(config), eagle3, head_cost(head, target.config), speculation.hybrid_choice)
+
+
+def _ahead(config: Config, target: Decoder, head: Eagle3Head) -> Drafter:
+    """Where whole steps are computed on the device, a head drafts there too."""
+    from paceline.drafters.ahead import Eagle3Ahead
+    from paceline.drafters.hybrid import HybridAhead
+
+    eagle3 = Eagle3Ahead(head)
+    if config.speculation.method == "eagle3":
+        return eagle3
+    cost = head_cost(head, target.config)
+    return HybridAhead(build_history(config), eagle3, cost, config.speculation.hybrid_choice)
 
 
 def build_model_free(config: Config) -> Drafter | None:

@@ -40,15 +40,17 @@ def build_engine(config: Config) -> LocalEngine:
     paged = build_paged(config, decoder)
     drafter = build_drafter(config, decoder, tokenizer)
     paged.tap(drafter.wants_hidden if drafter is not None else ())  # what is measured is what will run
+    runner = build_runner(config, paged, sampler)
+    runner.equip(drafter)
     heads: dict[str, float] = {}
     if cost := drafting_cost(config, drafter, decoder.config):
         heads[HEADS[config.speculation.method]] = cost
     return LocalEngine(
         paged,
         sampler=sampler,
-        runner=build_runner(config, paged, sampler),
+        runner=runner,
         drafter=drafter,
-        policy=build_policy(config.speculation, lambda: measured_costs(paged, sampler, config, heads)),
+        policy=build_policy(config.speculation, lambda: measured_costs(paged, runner, config, heads)),
         rule=config.speculation.rule,
         max_num_seqs=config.engine.max_num_seqs,
         max_num_batched_tokens=config.engine.max_num_batched_tokens,

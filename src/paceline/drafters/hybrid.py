@@ -20,6 +20,8 @@ from paceline.types import Receipt, Request
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from paceline.drafters.ahead import Eagle3Ahead
+
 MAX_POSITIONS = 16  # further ones are taken for the last
 HEAD_PRIOR = 0.6  # a head's acceptance at each position before any was seen
 
@@ -149,6 +151,16 @@ class HybridDrafter:
         for name, calibration in self.calibrations.items():
             calibration.counts = parts["calibration"][name].copy()
         self._policy_version = int(parts["calibration"]["policy_version"][0])
+
+
+class HybridAhead(HybridDrafter):
+    """With a head that has drafted already (`drafters/ahead.py`), for rows where history then speaks instead too."""
+
+    head: Eagle3Ahead
+    blind = False  # history listens
+
+    def ask(self, rows: Rows, caps: np.ndarray) -> None:
+        self.head.ask(rows, caps)
 
 
 def _expected(drafts: DraftBatch, most: np.ndarray) -> np.ndarray:

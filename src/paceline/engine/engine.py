@@ -22,7 +22,7 @@ from paceline.engine.sequence import Detokenize, Sequence
 from paceline.model.kv import BLOCK
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
-from paceline.speculation.batch import Commits, Drafter, Load, Rows
+from paceline.speculation.batch import Ahead, Commits, Drafter, Load, Rows
 from paceline.speculation.lengths import LengthModel
 from paceline.speculation.policy import Decision, SpeculationPolicy, StaticPolicy
 from paceline.types import Completion, Receipt, Request, StepTrace
@@ -106,6 +106,7 @@ class LocalEngine:
             raise ValueError(f"speculation.rule = {rule!r}: must be one of {', '.join(RULES)}")
         self.rule = rule
         self.runner = runner or EagerRunner(paged, self.sampler, RULES[rule])
+        self.runner.equip(drafter)
         self.drafter, self.policy = drafter, policy or StaticPolicy(0)
         self.lengths = lengths or LengthModel()
         self._check_drafting(drafter, self.policy)
@@ -133,7 +134,7 @@ class LocalEngine:
         if drafter is not None and drafter.reads_drafts:
             raise ValueError(
                 f"speculation.rule = {self.rule!r} is biased by a drafter that chooses among drafts by what it "
-                "sampled; use rule = 'coupled' with it, or choose before sampling (speculation.hybrid_choice = 'before')"
+                "sampled; use rule = 'coupled' with it, or choose before (speculation.hybrid_choice = 'before')"
             )
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -217,7 +218,7 @@ class LocalEngine:
         """One forward for all rows; returns what finished. Where the runner flies and nobody drafts, the forward that
         is launched here lands in the next call, and this one returns what the one before it brought."""
         launched = self._launch()
-        if launched is not None and (self.drafter is not None or not launched.flight.may_wait):
+        if launched is not None and not (self._overlaps and launched.flight.may_wait):
             self._land()
             self._flying = launched
             launched = None
@@ -225,6 +226,12 @@ class LocalEngine:
         self._flying = launched
         finished, self._finished = self._finished, []
         return finished
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether a step can be launched before it is known what the one before it brought."""
+        drafter = self.drafter
+        return drafter is None or (isinstance(drafter, Ahead) and drafter.blind and not self.policy.reads_drafts)
 
     def _launch(self) -> _Step | None:
         started = time.perf_counter()
@@ -320,9 +327,12 @@ class LocalEngine:
                 view.request_ids, np.array([r.sequence.num_tokens - r.sequence.num_prompt for r in deciding])
             )
         caps = self.policy.plan(view)
+        if isinstance(self.drafter, Ahead):
+            self.drafter.ask(view, caps)
+            self.scheduler.lookahead = int(caps.max(initial=0))
         if not caps.any():
             return _Drafts(self.policy.decision)
-        left = np.array([r.sequence.num_left - 1 for r in deciding], np.int32)
+        left = np.array([r.sequence.num_left - 1 - r.sequence.num_flying for r in deciding], np.int32)
         caps = np.minimum(caps, left)
         budget = self.scheduler.max_num_batched_tokens - sum(r.num_query for r in rows)
         caps = np.minimum(caps, np.maximum(0, budget - (np.cumsum(caps) - caps))).astype(np.int32)
@@ -475,6 +485,8 @@ class LocalEngine:
                 self.policy.end(sequence.request.request_id)
                 policy.begin(sequence.request)
         self.drafter, self.policy = drafter, policy or self.policy
+        self.runner.equip(drafter)
+        self.scheduler.lookahead = 0
         if drafter is not None:
             for sequence in live:
                 drafter.begin(sequence.request, self.version)

@@ -9,7 +9,10 @@ anew; where a step is still flying, the device knows better.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -19,11 +22,18 @@ from paceline.engine.accept import Verdict
 from paceline.engine.runner import EagerRunner, Landed
 from paceline.engine.scheduler import Row
 from paceline.engine.sequence import Sequence
+from paceline.model.attention import PagedAttention
 from paceline.model.cuda.attention import MAX_QUERIES
-from paceline.model.cuda.graphs import Graphs
+from paceline.model.cuda.graphs import Graphs, Size
+from paceline.model.cuda.head import DeviceHead
 from paceline.model.cuda.slots import HEADER, ORDER, Slots
-from paceline.model.kv import BLOCK
-from paceline.model.paged import PagedDecoder
+from paceline.model.kv import BLOCK, PagedKV
+from paceline.model.paged import PagedDecoder, Span, make_plan
+from paceline.speculation.batch import Ahead, Drafter
+
+if TYPE_CHECKING:
+    from paceline.drafters.ahead import Eagle3Ahead
+    from paceline.drafters.hybrid import HybridAhead
 
 FLYING = 3  # steps whose words may be on their way between host and device
 
@@ -35,8 +45,9 @@ class _Mail:
         def pinned(like: Tensor) -> Tensor:
             return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
-        self.words, self.tokens, self.logprobs = (
-            pinned(x) for x in (graphs.words, graphs.tokens_out, graphs.logprobs_out)
+        self.words, self.tokens, self.logprobs, self.guesses, self.chances = (
+            pinned(x)
+            for x in (graphs.words, graphs.tokens_out, graphs.logprobs_out, graphs.guesses_out, graphs.chances_out)
         )
         self.started, self.done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
@@ -48,6 +59,7 @@ class _Flight:
     mail: _Mail | None
     rest: Landed | None
     places: tuple[list[int], list[int]]
+    tell: Callable[[_Mail], None] | None = None  # who wants to know what was guessed for the next step
 
     @property
     def may_wait(self) -> bool:
@@ -59,6 +71,8 @@ class _Flight:
             return self.rest
         mail, (mine, others) = self.mail, self.places
         mail.done.synchronize()
+        if self.tell is not None:
+            self.tell(mail)
         device_s = mail.started.elapsed_time(mail.done) / 1e3
         num, width = len(mine), int(mail.tokens[: len(mine), 0].max())
         tokens, logprobs = mail.tokens.numpy()[:num].copy(), mail.logprobs.numpy()[:num, :, :width].copy()
@@ -74,64 +88,129 @@ class _Flight:
 
 
 class GraphRunner:
-    """For the rule `coupled`. `eager`: the same kernels without graphs."""
+    """For the rule `coupled`. `eager`: the same kernels without graphs.
+    `imposed`: for timing alone, the chance that a drafted token is taken for right: nothing but `bench step` has it."""
 
-    def __init__(self, paged: PagedDecoder, others: EagerRunner, max_num_seqs: int, eager: bool = False) -> None:
-        self.paged, self.others, self.max_num_seqs, self.eager = paged, others, max_num_seqs, eager
+    def __init__(
+        self,
+        paged: PagedDecoder,
+        others: EagerRunner,
+        max_num_seqs: int,
+        eager: bool = False,
+        imposed: float | None = None,
+    ) -> None:
+        self.paged, self.others, self.max_num_seqs = paged, others, max_num_seqs
+        self.eager, self.imposed = eager, imposed
+        self.ahead: Eagle3Ahead | None = None  # whose head drafts on the device
         self._device = paged.decoder.device
         num_pages = -(-paged.decoder.config.max_positions // BLOCK)
         self.slots = Slots(max_num_seqs, num_pages, self._device)
-        self._graphs: Graphs | None = None
+        self._graphs: dict[int | None, Graphs] = {}  # by head
         self._mail: list[_Mail] = []
         self._free = list(range(max_num_seqs))
         self._slot_of: dict[int, int] = {}  # by arrival
         self._sent: list[list[int]] = [[] for _ in range(max_num_seqs)]  # the pages that each slot knows
 
+    def equip(self, drafter: Drafter | None) -> None:
+        self.ahead = None
+        if isinstance(drafter, Ahead):
+            self.ahead = cast("Eagle3Ahead", drafter if drafter.blind else cast("HybridAhead", drafter).head)
+
     def launch(self, rows: list[Row], q: dict[int, Tensor]) -> _Flight:
+        graphs = self._ready()
         mine, rest = rows, list[Row]()
         places: tuple[list[int], list[int]] = [*range(len(rows))], []
-        if self.paged.taps or not all(map(_fits, rows)):
-            mine = [row for row in rows if _fits(row) and not self.paged.taps]
+        blind = bool(self.paged.taps) and self.ahead is None  # someone on the host reads features, which graphs keep
+        if blind or not all(map(_fits, rows)):
+            mine = [row for row in rows if _fits(row) and not blind]
             chosen = {id(row) for row in mine}
             rest = [row for row in rows if id(row) not in chosen]
             deciding = [id(row) in chosen for row in rows if row.decides]
             places = np.flatnonzero(deciding).tolist(), np.flatnonzero(~np.array(deciding, bool)).tolist()
-        mail = self._run(mine) if mine else None
-        return _Flight(mail, self.others.launch(rest, q).land() if rest else None, places)
+        mail = self._run(graphs, mine) if mine else None
+        landed = self.others.launch(rest, q).land() if rest else None
+        if landed is not None and graphs.head is not None:
+            self._take_in(graphs.head, rest, landed)
+        tell = None
+        if self.ahead is not None and mail is not None:
+            ids, k = [row.sequence.request.request_id for row in mine], self.ahead.num_asked
+            self.ahead.made(ids, k)
+            tell = partial(self._tell, ids, k)
+        return _Flight(mail, landed, places, tell)
+
+    def _tell(self, ids: list[int], k: int, mail: _Mail) -> None:
+        assert self.ahead is not None
+        self.ahead.told(ids, mail.guesses.numpy()[: len(ids), :k], np.exp(mail.chances.numpy()[: len(ids), :k]))
+
+    @torch.inference_mode()
+    def _take_in(self, head: DeviceHead, rows: list[Row], landed: Landed) -> None:
+        """Prompts for the head: their features, each with the token after it."""
+        firsts = iter(landed.verdict.tokens[:, 0].tolist())
+        spans, wanted = [], []
+        for row in rows:
+            sequence, start = row.sequence, row.sequence.num_computed
+            end = start + row.num_query
+            after = next(firsts) if row.decides else int(sequence.tokens[end])
+            if not sequence.truncates:
+                tokens = np.append(sequence.tokens[start + 1 : end], after).astype(np.int32)
+                spans.append(Span(tokens, start, sequence.table, 1))
+                wanted.append((sequence.table, start, end))
+        if not spans:
+            return
+        plan = make_plan(spans)
+        x = head.head.fuse(self.paged.features(wanted))
+        after_T, positions_T = (torch.as_tensor(a, device=self._device) for a in (plan.tokens, plan.positions))
+        head.head(x, after_T, positions_T, PagedAttention(head.kv, plan), head.embed)
+
+    def _ready(self) -> Graphs:
+        key = id(self.ahead.head) if self.ahead is not None else None
+        if key not in self._graphs:
+            kv, head = self.paged.kv, None
+            assert kv is not None, "asleep"
+            if self.ahead is not None:
+                layer = self.ahead.head.config.layer
+                if kv.beside is None:
+                    kv.beside = PagedKV(layer, self.paged.pool.num_blocks, self.ahead.head.dtype, self._device)
+                head = DeviceHead(self.ahead.head, self.paged.decoder.embed, kv.beside, self.slots)
+            graphs = Graphs(self.paged.decoder, kv, self.slots, self.max_num_seqs, head, self.eager, self.imposed)
+            self._graphs[key] = graphs
+            self._mail = self._mail or [_Mail(graphs) for _ in range(FLYING)]
+        return self._graphs[key]
 
     def leave(self, sequence: Sequence) -> None:
         slot = self._slot_of.pop(sequence.arrival, None)
         if slot is not None:
             self._sent[slot] = []
             self._free.append(slot)
+        if self.ahead is not None:
+            self.ahead.forget(sequence.request.request_id)
 
     def forget(self) -> None:
-        self._graphs = None
+        self._graphs.clear()
 
-    def _run(self, rows: list[Row]) -> _Mail:
-        if self._graphs is None:
-            assert self.paged.kv is not None, "asleep"
-            self._graphs = Graphs(self.paged.decoder, self.paged.kv, self.slots, self.max_num_seqs, self.eager)
-            self._mail = [_Mail(self._graphs) for _ in range(FLYING)]
-        graphs = self._graphs
+    def _run(self, graphs: Graphs, rows: list[Row]) -> _Mail:
         mail = self._mail.pop(0)
         self._mail.append(mail)
-        sizes = [1 + len(row.draft) for row in rows]
-        bucket = graphs.bucket(len(rows), sum(sizes), max(sizes))
-        num_words = self._write(rows, mail.words.numpy(), bucket[0])
-        graphs.words[:num_words].copy_(mail.words[:num_words], non_blocking=True)
-        graphs.prepare(bucket)
+        sizes, num = [1 + len(row.draft) for row in rows], len(rows)
+        num_guesses = self.ahead.num_asked if self.ahead is not None else 0
+        size = Size(num, sum(sizes), max(sizes), num_guesses).rounded_up()
+        self._write(rows, mail.words.numpy(), size)
+        graphs.words[: size.num_words].copy_(mail.words[: size.num_words], non_blocking=True)
+        graphs.prepare(size)
         mail.started.record()
-        graphs.run(bucket)
-        mail.tokens[: len(rows)].copy_(graphs.tokens_out[: len(rows)], non_blocking=True)
-        mail.logprobs[: len(rows)].copy_(graphs.logprobs_out[: len(rows)], non_blocking=True)
+        graphs.run(size)
+        mail.tokens[:num].copy_(graphs.tokens_out[:num], non_blocking=True)
+        mail.logprobs[:num].copy_(graphs.logprobs_out[:num], non_blocking=True)
+        if num_guesses:
+            mail.guesses[:num].copy_(graphs.guesses_out[:num], non_blocking=True)
+            mail.chances[:num].copy_(graphs.chances_out[:num], non_blocking=True)
         mail.done.record()
         return mail
 
-    def _write(self, rows: list[Row], words: np.ndarray, num_rows: int) -> int:
-        """The orders of a step; how many words they are."""
-        orders = words[: num_rows * ORDER].reshape(num_rows, ORDER)
-        pages = words[num_rows * ORDER : num_rows * (ORDER + 6)].reshape(-1, 3)
+    def _write(self, rows: list[Row], words: np.ndarray, size: Size) -> None:
+        """The orders of a step."""
+        orders = words[: size.num_order_words].reshape(-1, ORDER)
+        pages = words[size.num_order_words : size.num_words].reshape(-1, 3)
         header, new = [], []
         for i, row in enumerate(rows):
             sequence = row.sequence
@@ -152,13 +231,13 @@ class GraphRunner:
         assert len(new) <= len(pages)
         pages[: len(new)] = np.array(new, np.int32).reshape(-1, 3)
         pages[len(new) :, 0] = -1
-        return num_rows * (ORDER + 6)
 
     def _enter(self, sequence: Sequence) -> int:
         slot = self._slot_of[sequence.arrival] = self._free.pop()
         request, blocks = sequence.request, sequence.table.blocks
         self.slots.key[slot] = int(np.uint64(request.noise_key).view(np.int64))
         self.slots.temperature[slot] = request.sampling.temperature
+        self.slots.limit[slot] = sequence.limit
         self.slots.tables[slot, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32, device=self._device)
         self._sent[slot] = list(blocks)
         return slot

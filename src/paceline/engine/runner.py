@@ -18,6 +18,7 @@ from paceline.engine.scheduler import Row
 from paceline.engine.sequence import Sequence
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler, SamplingArrays
+from paceline.speculation.batch import Drafter
 
 
 @dataclass(slots=True)
@@ -37,6 +38,10 @@ class Flight(Protocol):
 
 
 class Runner(Protocol):
+    def equip(self, drafter: Drafter | None) -> None:
+        """This is who drafts from now on. Nothing flies."""
+        ...
+
     def launch(self, rows: list[Row], q: dict[int, Tensor]) -> Flight:
         """q: by request, what its draft was sampled from, where it was."""
         ...
@@ -92,6 +97,9 @@ class EagerRunner:
             ),
             self.sampler,
         )
+
+    def equip(self, drafter: Drafter | None) -> None:
+        pass
 
     def leave(self, sequence: Sequence) -> None:
         pass

@@ -59,6 +59,7 @@ class Scheduler:
         self.order = order
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.lookahead = 0  # tokens that a step may write behind those it decides on: drafts for the next
         self._called: set[int] = set()  # arrivals of those whose problem's turn it is; they wait in front
 
     def schedule(self) -> list[Row]:
@@ -130,9 +131,15 @@ class Scheduler:
         """Whether nobody need give up anything for these rows."""
         need = 0
         for row in rows:
-            num_tokens = row.sequence.num_computed + row.sequence.num_flying + row.num_query + len(row.draft)
+            num_tokens = self._reach(row) + len(row.draft)
             need += max(0, -(-num_tokens // BLOCK) - len(row.sequence.table.blocks))
         return need <= self.pool.num_free
+
+    def _reach(self, row: Row) -> int:
+        """Tokens that it may need memory for, but for its draft."""
+        sequence = row.sequence
+        reach = sequence.num_computed + sequence.num_flying + row.num_query
+        return max(reach, min(reach + self.lookahead, sequence.limit))
 
     def reserve(self, rows: list[Row]) -> tuple[list[Row], list[Sequence]]:
         """Take memory for every row; returns the rows that run, and the sequences that were sent back to wait."""
@@ -142,7 +149,7 @@ class Scheduler:
             sequence = row.sequence
             if sequence in preempted:
                 continue
-            need = sequence.num_computed + sequence.num_flying + row.num_query
+            need = self._reach(row)
             if self.pool.reserve(sequence.table, need + len(row.draft)):
                 kept.append(row)
                 continue
@@ -177,7 +184,8 @@ class Scheduler:
         for what the steps on their way write."""
         sequence = row.sequence
         before, sequence.num_computed = sequence.num_computed, num_computed
-        self.pool.truncate(sequence.table, num_computed + sequence.num_flying)
+        flying = sequence.num_flying + self.lookahead if sequence.num_flying else 0
+        self.pool.truncate(sequence.table, num_computed + flying)
         if self.prefix_sharing:
             filled_block = num_computed // BLOCK > before // BLOCK
             if filled_block or before < sequence.num_prompt <= num_computed:

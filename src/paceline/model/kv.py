@@ -57,6 +57,7 @@ class PagedKV:
         self.k = torch.zeros((*shape[:3], *shape[:2:-1]) if transposed else shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.features: Tensor | None = None  # [slots, F]
+        self.beside: PagedKV | None = None  # a head's, that lies in the same blocks
 
     def make_features(self, num_features: int) -> None:
         if self.features is None or self.features.shape[1] != num_features:
@@ -83,6 +84,8 @@ class PagedKV:
         if self.features is not None:
             blocks = self.features.unflatten(0, (-1, BLOCK))
             blocks[target] = blocks[source]
+        if self.beside is not None:
+            self.beside.copy_block(source, target)
 
 
 @dataclass(slots=True)

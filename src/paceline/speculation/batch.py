@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -116,3 +116,13 @@ class Drafter(Protocol):
     def update(self, weights: Any, version: int) -> Receipt: ...  # ValueError where it has no weights
     def state(self) -> dict[str, np.ndarray]: ...  # what it learned, for a checkpoint; live requests are no part of it
     def restore(self, state: Mapping[str, np.ndarray]) -> None: ...  # ValueError for another kind of drafter's
+
+
+@runtime_checkable
+class Ahead(Protocol):
+    """A drafter that has drafted when `propose` is called: at the end of the step before, where steps are computed. Its
+    tokens are -1, the computing side has them. `blind`: it need not know what a step brought to draft for the next."""
+
+    blind: bool
+
+    def ask(self, rows: Rows, caps: np.ndarray) -> None: ...  # what is to be drafted at the end of this step

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.build import build_decoder, build_drafter, build_sampler
+from paceline.build import build_decoder, build_drafter, build_runner, build_sampler
 from paceline.config import Config
 from paceline.engine.engine import LocalEngine
 from paceline.model.kv import BLOCK
@@ -128,12 +128,14 @@ class _Ladder:
             speculation["draft_model"] = f"layers:{max(1, self.decoder.config.num_layers // 6)}"
         section = self.config.speculation.model_copy(update=speculation)
         engine_section = self.config.engine.model_copy(
-            update={"kv_tokens": 4 * self.blocks_each * max_num_seqs * BLOCK}
+            update={"kv_tokens": 4 * self.blocks_each * max_num_seqs * BLOCK, "max_num_seqs": max_num_seqs}
         )
         config = self.config.model_copy(update={"speculation": section, "engine": engine_section})
+        paged = PagedDecoder(self.decoder, num_blocks or self.blocks_each * max_num_seqs)
         return LocalEngine(
-            PagedDecoder(self.decoder, num_blocks or self.blocks_each * max_num_seqs),
+            paged,
             sampler=self.sampler,
+            runner=build_runner(config, paged, self.sampler),
             drafter=build_drafter(config, self.decoder, self.tokenizer),
             policy=policy_of(policy, self.k, drafter or "none"),
             rule=rule,

@@ -2,8 +2,8 @@
 
 One program per row, key/value head and part of the context: all queries of a row and all heads of a group share one
 reading of its keys and values, which is what such a step's time goes into. The keys and values of the queries' own
-tokens come straight from the projection, and are written to the pages by the way. Parts are put together by a second
-kernel; where rows alone fill the device there is one part and no second kernel.
+tokens come straight from the projection, and are written to the pages by the way. Whichever part of a row is done last
+puts the parts together, in their order; where rows alone fill the device there is one part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.model.kv import BLOCK, PagedKV
 
 MAX_QUERIES = 16  # of a row; longer spans are a prefill's
-PROGRAMS = 528  # four per multiprocessor of a large device: enough to keep its memory busy
+PROGRAMS = 256  # two per multiprocessor of a large device: enough to keep its memory busy
 MAX_PARTS = 16
 
 
@@ -43,18 +43,21 @@ def num_parts(num_rows: int, num_kv_heads: int) -> int:
 
 
 class CudaPagedAttention:
-    """For rows of at most max_queries queries. Scratch memory is that of the rows, so one serves all layers."""
+    """For rows of at most max_queries queries. Made for one forward, called once per layer."""
 
     def __init__(self, kv: PagedKV, rows: Rows, max_queries: int) -> None:
         assert 1 <= max_queries <= MAX_QUERIES
         self.kv, self.rows, self.max_queries = kv, rows, max_queries
+        num_kv = kv.k.shape[2]
+        self.parts = num_parts(rows.num, num_kv)
+        self.done = torch.zeros(rows.num * num_kv if self.parts > 1 else 0, dtype=torch.int32, device=kv.k.device)
 
     def __call__(self, layer: int, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> Tensor:
         num_tokens, num_heads, dim = q_THE.shape
         num_kv = k_TGE.shape[1]
         group = num_heads // num_kv
         size = max(16, triton.next_power_of_2(self.max_queries * group))
-        parts = num_parts(self.rows.num, num_kv)
+        parts = self.parts
         out = q_THE.new_empty(num_tokens, num_heads * dim)
         sums = stats = out
         if parts > 1:
@@ -62,29 +65,27 @@ class CudaPagedAttention:
             stats = q_THE.new_empty(self.rows.num, num_kv, parts, 2, size, dtype=torch.float32)
         rows = self.rows
         _attend[(rows.num, num_kv, parts)](
-            q_THE, k_TGE, v_TGE, out, sums, stats, self.kv.k[layer], self.kv.v[layer],
+            q_THE, k_TGE, v_TGE, out, sums, stats, self.done, self.kv.k[layer], self.kv.v[layer],
             rows.tables, rows.places, rows.query_start, rows.context, dim**-0.5 * 1.4426950408889634,
             q_THE.stride(0), k_TGE.stride(0), v_TGE.stride(0), out.stride(0), rows.tables.stride(0),
             NUM_KV=num_kv, GROUP=group, DIM=dim, QUERIES=self.max_queries, SIZE=size, PARTS=parts, PAGE=BLOCK,
-            NEW=max(16, triton.next_power_of_2(self.max_queries)), **tuning(q_THE.dtype, size, dim),
+            NEW=max(16, triton.next_power_of_2(self.max_queries)), **tuning(q_THE.dtype, rows.num * num_kv, parts),
         )  # fmt: skip
-        if parts > 1:
-            _unite[(rows.num, num_kv)](
-                sums, stats, out, rows.query_start, out.stride(0), NUM_KV=num_kv, GROUP=group, DIM=dim,
-                QUERIES=self.max_queries, SIZE=size, PARTS=parts, num_warps=4,
-            )  # fmt: skip
         return out
 
 
-def tuning(dtype: torch.dtype, size: int, dim: int) -> dict[str, int]:
+def tuning(dtype: torch.dtype, num_programs: int, parts: int) -> dict[str, int]:
+    """As measured on an H200, 640 tokens of context: small programs where there are many, long strides where few."""
     if dtype == torch.float32:
         return {"TOKENS": 32, "num_warps": 4, "num_stages": 2}
-    return {"TOKENS": 64, "num_warps": 4, "num_stages": 3}
+    if num_programs >= 2 * PROGRAMS:
+        return {"TOKENS": 64, "num_warps": 2, "num_stages": 3}
+    return {"TOKENS": 64 if parts > 4 else 128, "num_warps": 4, "num_stages": 3}
 
 
 @triton.jit
 def _attend(
-    q, k_new, v_new, out, sums, stats, k_pages, v_pages, tables, places, query_start, context, scale,
+    q, k_new, v_new, out, sums, stats, done, k_pages, v_pages, tables, places, query_start, context, scale,
     q_stride, k_stride, v_stride, out_stride, table_stride,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr,
     PARTS: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr, TOKENS: tl.constexpr,
@@ -146,36 +147,23 @@ def _attend(
         out_at = (first + query).to(tl.int64)[:, None] * out_stride + (head * GROUP + of % GROUP)[:, None] * DIM
         tl.store(out + out_at + e[None, :], (acc / total[:, None]).to(qs.dtype), mask=real[:, None])
     else:
-        mine = ((row * NUM_KV + head) * PARTS + part).to(tl.int64)
-        tl.store(sums + mine * SIZE * DIM + of[:, None] * DIM + e[None, :], acc)
-        tl.store(stats + mine * 2 * SIZE + of, greatest)
-        tl.store(stats + mine * 2 * SIZE + SIZE + of, total)
-
-
-@triton.jit
-def _unite(
-    sums, stats, out, query_start, out_stride,
-    NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr,
-    PARTS: tl.constexpr,
-):  # fmt: skip
-    """The parts of a row's context, in their order. The last part always has a greatest score: it has new tokens."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    first = tl.load(query_start + row)
-    num = tl.load(query_start + row + 1) - first
-    if (num == 0) | (num > QUERIES):
-        return
-    of = tl.arange(0, SIZE)
-    e = tl.arange(0, DIM)
-    mine = ((row * NUM_KV + head) * PARTS).to(tl.int64)
-    greatest = tl.full([SIZE], -float("inf"), tl.float32)
-    for part in range(PARTS):
-        greatest = tl.maximum(greatest, tl.load(stats + (mine + part) * 2 * SIZE + of))
-    total = tl.zeros([SIZE], tl.float32)
-    acc = tl.zeros([SIZE, DIM], tl.float32)
-    for part in range(PARTS):
-        fade = tl.exp2(tl.load(stats + (mine + part) * 2 * SIZE + of) - greatest)
-        total += fade * tl.load(stats + (mine + part) * 2 * SIZE + SIZE + of)
-        acc += fade[:, None] * tl.load(sums + (mine + part) * SIZE * DIM + of[:, None] * DIM + e[None, :])
-    query = of // GROUP
-    out_at = (first + query).to(tl.int64)[:, None] * out_stride + (head * GROUP + of % GROUP)[:, None] * DIM
-    tl.store(out + out_at + e[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=(query < num)[:, None])
+        mine = (row * NUM_KV + head).to(tl.int64) * PARTS
+        tl.store(sums + (mine + part) * SIZE * DIM + of[:, None] * DIM + e[None, :], acc)
+        tl.store(stats + (mine + part) * 2 * SIZE + of, greatest)
+        tl.store(stats + (mine + part) * 2 * SIZE + SIZE + of, total)
+        tl.debug_barrier()  # all of it is written before it is counted
+        if tl.atomic_add(done + row * NUM_KV + head, 1, sem="acq_rel") == PARTS - 1:
+            tl.store(done + row * NUM_KV + head, 0)  # for the next layer
+            greatest = tl.full([SIZE], -float("inf"), tl.float32)
+            for i in range(PARTS):
+                greatest = tl.maximum(greatest, tl.load(stats + (mine + i) * 2 * SIZE + of, cache_modifier=".cg"))
+            total = tl.zeros([SIZE], tl.float32)
+            acc = tl.zeros([SIZE, DIM], tl.float32)
+            for i in range(PARTS):
+                theirs = stats + (mine + i) * 2 * SIZE + of
+                fade = tl.exp2(tl.load(theirs, cache_modifier=".cg") - greatest)
+                total += fade * tl.load(theirs + SIZE, cache_modifier=".cg")
+                part_acc = sums + (mine + i) * SIZE * DIM + of[:, None] * DIM + e[None, :]
+                acc += fade[:, None] * tl.load(part_acc, cache_modifier=".cg")
+            out_at = (first + query).to(tl.int64)[:, None] * out_stride + (head * GROUP + of % GROUP)[:, None] * DIM
+            tl.store(out + out_at + e[None, :], (acc / total[:, None]).to(qs.dtype), mask=real[:, None])

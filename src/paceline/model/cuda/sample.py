@@ -28,8 +28,16 @@ class Draws:
     raw_logprobs: Tensor  # float64 [P]
 
 
-def draw(logits_PV: Tensor, keys_P: Tensor, positions_P: Tensor, temperature_P: Tensor, stream: int) -> Draws:
-    """Without truncation. keys and positions int64; temperature float64, 0: the likeliest token."""
+def draw(
+    logits_PV: Tensor,
+    keys_P: Tensor,
+    positions_P: Tensor,
+    temperature_P: Tensor,
+    stream: int,
+    ids_V: Tensor | None = None,
+) -> Draws:
+    """Without truncation. keys and positions int64; temperature float64, 0: the likeliest token. `ids`: which tokens
+    the logits are of, ascending, if not of all: the noise is that of the tokens."""
     num, vocab = logits_PV.shape
     parts = triton.cdiv(vocab, PART)
     device = logits_PV.device
@@ -40,13 +48,14 @@ def draw(logits_PV: Tensor, keys_P: Tensor, positions_P: Tensor, temperature_P: 
         torch.empty(num, dtype=torch.float64, device=device),
         torch.empty(num, dtype=torch.float64, device=device),
     )
+    ids = first if ids_V is None else ids_V
     _race[(num, parts)](
-        logits_PV, keys_P, positions_P, temperature_P, found, first, logits_PV.stride(0), vocab, stream,
-        PART=PART, num_warps=8,
+        logits_PV, ids, keys_P, positions_P, temperature_P, found, first, logits_PV.stride(0), vocab, stream,
+        PART=PART, SOME=ids_V is not None, num_warps=8,
     )  # fmt: skip
     _finish[(num,)](
-        logits_PV, temperature_P, found, first, draws.tokens, draws.logprobs, draws.raw_logprobs,
-        logits_PV.stride(0), parts, WIDTH=triton.next_power_of_2(parts), num_warps=1,
+        logits_PV, ids, temperature_P, found, first, draws.tokens, draws.logprobs, draws.raw_logprobs,
+        logits_PV.stride(0), vocab, parts, WIDTH=triton.next_power_of_2(parts), SOME=ids_V is not None, num_warps=1,
     )  # fmt: skip
     return draws
 
@@ -60,21 +69,34 @@ def exponential(word):
 
 
 @triton.jit
-def _race(logits, keys, positions, temperatures, found, first, stride, vocab, stream, PART: tl.constexpr):
+def _words(key, position, stream, counter, zero):
+    """The four noise words of each counter, as in `model/sample.py`."""
+    low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
+    return tl.philox(key.to(tl.uint64), counter, zero + low, zero + stream.to(tl.uint32), zero + high)
+
+
+@triton.jit
+def _race(
+    logits, ids, keys, positions, temperatures, found, first, stride, vocab, stream,
+    PART: tl.constexpr, SOME: tl.constexpr,
+):  # fmt: skip
     at, part = tl.program_id(0), tl.program_id(1)
     key, position = tl.load(keys + at), tl.load(positions + at)
     temperature = tl.load(temperatures + at)
     greedy = temperature == 0
     scale = tl.where(greedy, 1.0, 1.0 / temperature).to(tl.float32)
-    counter = part * (PART // 4) + tl.arange(0, PART // 4)
-    zero = tl.zeros([PART // 4], tl.uint32)
-    w0, w1, w2, w3 = tl.philox(
-        key.to(tl.uint64), counter.to(tl.uint32), zero + position.to(tl.uint32), zero + stream.to(tl.uint32),
-        zero + (position >> 32).to(tl.uint32),
-    )  # fmt: skip
-    words = tl.reshape(tl.permute(tl.join(tl.join(w0, w1), tl.join(w2, w3)), (0, 2, 1)), [PART])
     v = part * PART + tl.arange(0, PART)
     inside = v < vocab
+    if SOME:
+        token = tl.load(ids + v, mask=inside, other=0).to(tl.int32)
+        zero = tl.zeros([PART], tl.uint32)
+        w0, w1, w2, w3 = _words(key, position, stream, (token >> 2).to(tl.uint32), zero)
+        word = token & 3
+        words = tl.where(word == 0, w0, tl.where(word == 1, w1, tl.where(word == 2, w2, w3)))
+    else:
+        counter = part * (PART // 4) + tl.arange(0, PART // 4)
+        w0, w1, w2, w3 = _words(key, position, stream, counter.to(tl.uint32), tl.zeros([PART // 4], tl.uint32))
+        words = tl.reshape(tl.permute(tl.join(tl.join(w0, w1), tl.join(w2, w3)), (0, 2, 1)), [PART])
     raw = tl.load(logits + at.to(tl.int64) * stride + v, mask=inside, other=-float("inf")).to(tl.float32)
     peak = tl.max(raw)
     base = tl.where(peak == -float("inf"), 0.0, peak)  # a part may be all -inf
@@ -92,7 +114,10 @@ def _race(logits, keys, positions, temperatures, found, first, stride, vocab, st
 
 
 @triton.jit
-def _finish(logits, temperatures, found, first, tokens, logprobs, raw_logprobs, stride, parts, WIDTH: tl.constexpr):
+def _finish(
+    logits, ids, temperatures, found, first, tokens, logprobs, raw_logprobs, stride, vocab, parts,
+    WIDTH: tl.constexpr, SOME: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0)
     temperature = tl.load(temperatures + at)
     greedy = temperature == 0
@@ -109,10 +134,13 @@ def _finish(logits, temperatures, found, first, tokens, logprobs, raw_logprobs, 
     late = tl.where(greedy, arrival, libdevice.log(arrival) - (peaks - peak) * scale)
     late = tl.where(peaks == -float("inf"), float("inf"), late)
     winner = tl.argmin(late, 0)
-    token = tl.load(first + at * parts + winner)
+    place = tl.minimum(tl.load(first + at * parts + winner), vocab - 1)  # where all is NaN, at least a token
+    token = place
+    if SOME:
+        token = tl.load(ids + place).to(tl.int32)
     total = tl.sum(tl.where(inside, sums * libdevice.exp((peaks - peak) * scale), 0.0))
     raw_total = tl.sum(tl.where(inside, raw_sums * libdevice.exp(peaks - peak), 0.0))
-    chosen = tl.load(logits + at.to(tl.int64) * stride + token).to(tl.float64) - peak
+    chosen = tl.load(logits + at.to(tl.int64) * stride + place).to(tl.float64) - peak
     tl.store(tokens + at, token)
     tl.store(logprobs + at, tl.where(greedy, 0.0, chosen * scale - libdevice.log(total)))
     tl.store(raw_logprobs + at, chosen - libdevice.log(raw_total))

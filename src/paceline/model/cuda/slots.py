@@ -1,8 +1,9 @@
 """What a device knows of the sequences that it decodes, so that one step can follow another without the host.
 
-A sequence has a slot: its last token, its length, its noise key, its temperature and its pages. A step is given orders:
-which slots, and what was drafted for them. `lay_out` turns orders into a forward's inputs, `settle` draws the
-conclusions: which drafted tokens stand (rule `coupled`), the new last token and length; and what the host is to know.
+A sequence has a slot: its last token, its length and the most it may become, its noise key, its temperature, its pages,
+and what a head on the device drafted for it. A step is given orders: which slots, and what was drafted for them.
+`lay_out` turns orders into a forward's inputs, `settle` draws the conclusions: which drafted tokens stand (rule
+`coupled`), the new last token and length; and what the host is to know.
 
 R rows, T tokens, at most Q queries a row (its last token and Q - 1 drafted ones).
 """
@@ -19,8 +20,9 @@ from torch import Tensor
 from paceline.model.cuda.attention import MAX_QUERIES, Rows
 from paceline.model.cuda.sample import Draws
 
+MAX_DRAFT = MAX_QUERIES - 1
 HEADER = 4  # of an order: slot (-1: none), number of drafted tokens, last token (-1: as the slot knows it), length
-ORDER = HEADER + MAX_QUERIES - 1  # int32 words, the drafted tokens behind the header
+ORDER = HEADER + MAX_DRAFT  # int32 words, the drafted tokens behind the header (-1: as the slot knows them)
 
 
 @dataclass(slots=True)
@@ -40,7 +42,8 @@ class Slots:
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*size, dtype=dtype, device=device)
 
-        self.last, self.length = zeros(num_slots), zeros(num_slots)
+        self.last, self.length, self.limit = zeros(num_slots), zeros(num_slots), zeros(num_slots)
+        self.drafts = zeros(num_slots, MAX_DRAFT)
         self.key, self.temperature = zeros(num_slots, dtype=torch.int64), zeros(num_slots, dtype=torch.float64)
         self.tables = zeros(num_slots, num_pages)
 
@@ -57,30 +60,37 @@ class Slots:
             empty(num_tokens, torch.int64), rows,
         )  # fmt: skip
         _lay_out[(1,)](
-            orders, pages, self.last, self.length, self.key, self.temperature, self.tables,
+            orders, pages, self.last, self.length, self.key, self.temperature, self.tables, self.drafts,
             inputs.tokens, inputs.positions, inputs.keys, inputs.temperature, inputs.emitted_at,
             rows.query_start, rows.context, rows.places, num_rows, num_tokens, len(pages), self.tables.stride(0),
             ORDER=ORDER, HEADER=HEADER, QUERIES=MAX_QUERIES, ROWS=triton.next_power_of_2(num_rows),
-            TOKENS=triton.next_power_of_2(num_tokens), PAGES=triton.next_power_of_2(len(pages)), num_warps=4,
+            MAX_DRAFT=MAX_DRAFT, TOKENS=triton.next_power_of_2(num_tokens), PAGES=triton.next_power_of_2(len(pages)),
+            num_warps=4,
         )  # fmt: skip
         return inputs
 
-    def settle(self, inputs: Inputs, draws: Draws, tokens_out: Tensor, logprobs_out: Tensor) -> None:
+    def settle(
+        self, inputs: Inputs, draws: Draws, tokens_out: Tensor, logprobs_out: Tensor, imposed: float | None = None
+    ) -> Tensor:
         """tokens_out int32 [R, 1 + MAX_QUERIES]: how many were emitted, and which; logprobs_out float64
-        [R, 2, MAX_QUERIES], processed and raw."""
+        [R, 2, MAX_QUERIES], processed and raw. Returns which of the T tokens the last emitted one was drawn at, int32
+        [R], 0 for a row that is none. `imposed`: the chance that a drafted token is taken for right, whatever the
+        target drew. That is for timing steps: what is emitted then is nobody's sample."""
+        ends = torch.empty_like(inputs.rows.context)
         _settle[(inputs.rows.context.shape[0],)](
             inputs.tokens, inputs.rows.query_start, inputs.rows.places, draws.tokens, draws.logprobs,
-            draws.raw_logprobs, self.last, self.length, tokens_out, logprobs_out,
-            QUERIES=MAX_QUERIES, num_warps=1,
+            draws.raw_logprobs, self.last, self.length, tokens_out, logprobs_out, ends,
+            0.0 if imposed is None else imposed, QUERIES=MAX_QUERIES, IMPOSED=imposed is not None, num_warps=1,
         )  # fmt: skip
+        return ends
 
 
 @triton.jit
 def _lay_out(
-    orders, pages, last, length, key, temperature, tables,
+    orders, pages, last, length, key, temperature, tables, drafts,
     tokens, positions, keys, temperatures, emitted_at, query_start, context, places,
     num_rows, num_tokens, num_pages, table_stride,
-    ORDER: tl.constexpr, HEADER: tl.constexpr, QUERIES: tl.constexpr,
+    ORDER: tl.constexpr, HEADER: tl.constexpr, QUERIES: tl.constexpr, MAX_DRAFT: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, PAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: a step's few thousand numbers."""
@@ -115,6 +125,8 @@ def _lay_out(
     for j in range(QUERIES):
         here = real & (j < num)
         drafted = tl.load(orders + r * ORDER + HEADER + j - 1, mask=here & (j > 0), other=0)
+        own = here & (drafted < 0)
+        drafted = tl.where(own, tl.load(drafts + slot * MAX_DRAFT + j - 1, mask=own, other=0), drafted)
         at = start + j
         tl.store(tokens + at, tl.where(j == 0, token, drafted), mask=here)
         tl.store(positions + at, size - 1 + j, mask=here)
@@ -133,8 +145,8 @@ def _lay_out(
 
 @triton.jit
 def _settle(
-    tokens, query_start, places, drawn, logprobs, raw_logprobs, last, length, tokens_out, logprobs_out,
-    QUERIES: tl.constexpr,
+    tokens, query_start, places, drawn, logprobs, raw_logprobs, last, length, tokens_out, logprobs_out, ends, imposed,
+    QUERIES: tl.constexpr, IMPOSED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     start = tl.load(query_start + row)
@@ -142,13 +154,21 @@ def _settle(
     out = tokens_out + row * (1 + QUERIES)
     if num == 0:
         tl.store(out, 0)
+        tl.store(ends + row, 0)
         return
     j = tl.arange(0, QUERIES)
     inside = j < num
     found = tl.load(drawn + start + j, mask=inside, other=-1)
     drafted = tl.load(tokens + start + j + 1, mask=j + 1 < num, other=-2)  # what stands after it in the input
-    accepted = tl.min(tl.where(found == drafted, QUERIES, j))
+    right = found == drafted
+    if IMPOSED:
+        slot = tl.load(places + row)
+        size = tl.load(length + slot)
+        right = (tl.rand(slot * 7919 + 1, size * QUERIES + j) < imposed) & (j + 1 < num)
+        found = tl.where(right, drafted, found)
+    accepted = tl.min(tl.where(right, QUERIES, j))
     tl.store(out, accepted + 1)
+    tl.store(ends + row, start + accepted)
     tl.store(out + 1 + j, found, mask=inside)
     mine = logprobs_out + row * 2 * QUERIES
     tl.store(mine + j, tl.load(logprobs + start + j, mask=inside, other=0.0), mask=inside)

@@ -1,0 +1,132 @@
+"""An EAGLE-3 head that drafts at the end of a step, on the device, for the step that follows.
+
+It takes in what the target has just computed (at every token of the step: that token's features and the token drawn
+there), then guesses k tokens one after another, from the place where each row now ends. Its keys and values lie in the
+same pages as the target's, so that it needs no tables of its own and shares what the target shares. What it computes
+for tokens that do not stand lies behind a row's end, where the next step overwrites it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.model.cuda.attention import CudaPagedAttention, Rows
+from paceline.model.cuda.ops import CudaOps
+from paceline.model.cuda.sample import Draws, draw
+from paceline.model.cuda.slots import MAX_DRAFT, Inputs, Slots
+from paceline.model.eagle3 import Eagle3Head
+from paceline.model.kv import PagedKV
+from paceline.model.layer import Linear
+from paceline.model.sample import Stream
+
+
+@dataclass(slots=True)
+class _Course:
+    """R rows through k drafted tokens; those of one token are a line of each."""
+
+    positions: Tensor  # int32 [k, R], where the head stands
+    context: Tensor  # int32 [k, R]
+    emitted_at: Tensor  # int64 [k, R], position of the token that is guessed there
+    keys: Tensor  # int64 [R]
+    temperature: Tensor  # float64 [R]
+    query_start: Tensor  # int32 [R + 1]
+
+
+class DeviceHead:
+    """`embed` is the target's; `kv` has the target's pages."""
+
+    def __init__(self, head: Eagle3Head, embed: Linear, kv: PagedKV, slots: Slots) -> None:
+        self.head, self.embed, self.kv, self.slots = head, embed, kv, slots
+        head.ops = CudaOps()
+        config = head.config
+        self.ids = head.draft_ids if config.draft_vocab_size < config.layer.vocab_size else None
+
+    def draft(
+        self, inputs: Inputs, max_queries: int, features_TF: Tensor, drawn_T: Tensor, ends_R: Tensor, k: int,
+        tokens_out: Tensor, logprobs_out: Tensor,
+    ) -> None:  # fmt: skip
+        """Take the step in, and guess k tokens for each row: into its slot and, for the host, tokens_out int32 and
+        logprobs_out float64 [R, MAX_DRAFT]."""
+        rows = inputs.rows
+        seen = CudaPagedAttention(self.kv, rows, max_queries)
+        x, h = self.head(self.head.fuse(features_TF), drawn_T, inputs.positions, seen, self.embed)
+        if not k:
+            return
+        x, h = x[ends_R], h[ends_R]
+        course = self._course(rows, k)
+        for i in range(k):
+            draws = draw(
+                self.head.logits(h), course.keys, course.emitted_at[i], course.temperature, Stream.SAMPLE, self.ids
+            )
+            self._keep(draws, rows.places, i, tokens_out, logprobs_out)
+            if i + 1 < k:
+                ahead = Rows(course.query_start, course.context[i + 1], rows.places, rows.tables)
+                seen = CudaPagedAttention(self.kv, ahead, 1)
+                x, h = self.head(x, draws.tokens, course.positions[i + 1], seen, self.embed)
+
+    def _course(self, rows: Rows, k: int) -> _Course:
+        def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(*size, dtype=dtype, device=rows.context.device)
+
+        num = rows.num
+        course = _Course(
+            empty(k, num), empty(k, num), empty(k, num, dtype=torch.int64), empty(num, dtype=torch.int64),
+            empty(num, dtype=torch.float64), empty(num + 1),
+        )  # fmt: skip
+        slots = self.slots
+        _lead[(1,)](
+            rows.places, slots.length, slots.limit, slots.key, slots.temperature, course.positions, course.context,
+            course.emitted_at, course.keys, course.temperature, course.query_start, num, k,
+            ROWS=triton.next_power_of_2(num), num_warps=4,
+        )  # fmt: skip
+        return course
+
+    def _keep(self, draws: Draws, places: Tensor, i: int, tokens_out: Tensor, logprobs_out: Tensor) -> None:
+        num = len(places)
+        _keep[(1,)](
+            draws.tokens, draws.logprobs, places, self.slots.drafts, tokens_out, logprobs_out, i, num,
+            MAX_DRAFT=MAX_DRAFT, ROWS=triton.next_power_of_2(num), num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def _lead(
+    places, length, limit, key, temperature, positions, context, emitted_at, keys, temperatures, query_start,
+    num_rows, k, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The last token stands at length - 1, and the head's own state at the position before it. Past a sequence's limit
+    there are no pages: what is guessed there is of no use, and stays where it does no harm."""
+    r = tl.arange(0, ROWS)
+    given = r < num_rows
+    slot = tl.load(places + r, mask=given, other=-1)
+    real = slot >= 0
+    size = tl.load(length + slot, mask=real, other=2)
+    most = tl.load(limit + slot, mask=real, other=2)
+    tl.store(keys + r, tl.load(key + slot, mask=real, other=0), mask=given)
+    tl.store(temperatures + r, tl.load(temperature + slot, mask=real, other=1.0), mask=given)
+    num = real.to(tl.int32)
+    ends = tl.cumsum(num, 0)
+    tl.store(query_start + r, ends - num, mask=given)
+    tl.store(query_start + num_rows, tl.sum(num))
+    for i in range(k):
+        at = tl.minimum(size - 2 + i, most - 1)
+        tl.store(positions + i * num_rows + r, at, mask=given)
+        tl.store(context + i * num_rows + r, at + 1, mask=given)
+        tl.store(emitted_at + i * num_rows + r, (size + i).to(tl.int64), mask=given)
+
+
+@triton.jit
+def _keep(tokens, logprobs, places, drafts, tokens_out, logprobs_out, i, num_rows,
+          MAX_DRAFT: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    r = tl.arange(0, ROWS)
+    given = r < num_rows
+    slot = tl.load(places + r, mask=given, other=-1)
+    token = tl.load(tokens + r, mask=given, other=0)
+    tl.store(drafts + slot * MAX_DRAFT + i, token, mask=slot >= 0)
+    tl.store(tokens_out + r * MAX_DRAFT + i, token, mask=given)
+    tl.store(logprobs_out + r * MAX_DRAFT + i, tl.load(logprobs + r, mask=given, other=0.0), mask=given)
