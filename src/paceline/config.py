@@ -58,6 +58,8 @@ class EngineSection(Section):
     # Who begins first: "arrival", or "longest": the group that may be expected to take longest.
     order: Literal["arrival", "longest"] = "arrival"
     native: bool = True  # compiled kernels, C on a CPU and Triton on a GPU; false: plain torch
+    # Give the KV's memory back while the learner trains; None: on a GPU, where it takes an eighth of all there is.
+    sleep: bool | None = None
     graphs: bool = True  # on a GPU: whole decode steps as CUDA graphs; false: kernel by kernel
     threads: Annotated[int, Field(ge=1, le=4096)] | None = None  # None: torch's own choice
 

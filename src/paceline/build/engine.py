@@ -147,9 +147,14 @@ def build_paged(config: Config, decoder: Decoder) -> PagedDecoder:
 
 
 def default_kv_tokens(config: Config, model: ModelConfig) -> int:
-    """Room for every row at the model's whole context or 4096 tokens each, but no more than 2 GiB; one whole context
-    in any case."""
+    """Room for every row at the model's whole context or 4096 tokens each, but no more than 2 GiB, or on a GPU a third
+    of its memory; on a CPU one whole context in any case."""
     each = min(model.max_positions, 4096)
     itemsize = {"float64": 8, "float32": 4}.get(config.model.dtype, 2)
     bytes_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
+    if config.model.device.startswith("cuda"):
+        import torch
+
+        most = torch.cuda.get_device_properties(config.model.device).total_memory // 3 // bytes_per_token
+        return min(max(model.max_positions, config.engine.max_num_seqs * each), most)
     return max(model.max_positions, min(config.engine.max_num_seqs * each, 2 * 2**30 // bytes_per_token))

@@ -1,16 +1,19 @@
 """Which tokens see which. An Attention is made for one forward and called once per layer.
 
 PackedAttention: whole sequences laid end to end, causal within each; for training, with gradients. Sequences that
-begin alike may share their beginning.
+begin alike may share their beginning. VarlenAttention: the same in one kernel, for a GPU in 16 bits.
 PagedAttention: rows of (sequence, start, num_query) over the paged KV; a prefill chunk, a decode step and a
 verification are the same thing here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -58,6 +61,55 @@ class PackedAttention:
             for i, padded in zip(members, out.transpose(1, 2), strict=True):
                 outs[i] = padded[: self.lengths[i]]
         return torch.cat(outs).flatten(1)
+
+
+def has_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether VarlenAttention can compute it: flash attention wants 16 bits, heads of whole 16 bytes, and a GPU that
+    knows bfloat16."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or head_dim % 8 or head_dim > 256:
+        return False
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+class VarlenAttention:
+    """PackedAttention's segments, all in one kernel. A segment's queries are the last of what it sees. Where there are
+    prefixes, keys and values are laid out once more, a segment's own after those of its prefix. The gradient of the
+    queries is summed in no fixed order, beyond 128 keys."""
+
+    def __init__(
+        self, lengths: Sequence[int], prefixes: Sequence[int | None] | None, device: torch.device | str
+    ) -> None:
+        from torch.nn.attention.varlen import varlen_attn
+
+        num = np.array(lengths, np.int64)
+        start = np.cumsum(num) - num
+        rows = [np.arange(first, first + count) for first, count in zip(start, num, strict=True)]
+        seen = rows
+        if prefixes is not None:
+            pairs = zip(prefixes, rows, strict=True)
+            seen = [own if prefix is None else np.concatenate([rows[prefix], own]) for prefix, own in pairs]
+        sizes = np.array([len(each) for each in seen], np.int64)
+        self.max_q, self.max_k = int(num.max()), int(sizes.max())
+        self.is_laid_anew = bool((sizes > num).any())
+        self.bounds_q, self.bounds_k = (
+            torch.tensor([0, *np.cumsum(x)], dtype=torch.int32, device=device) for x in (num, sizes)
+        )
+        self.rows_K = torch.from_numpy(np.concatenate(seen)).to(device)  # of the T, in the order in which they are seen
+        # Before 2.12 torch had no word for grouped heads, and took them as they came.
+        grouped: dict[str, Any] = (
+            {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+        )
+        self.attend: Callable[..., Any] = partial(
+            varlen_attn, window_size=(-1, 0), **grouped
+        )  # causal: the last query sees all
+
+    def __call__(self, layer: int, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> Tensor:
+        k, v = k_TGE, v_TGE
+        if self.is_laid_anew:
+            both = torch.cat([k, v], 1)  # [T, 2 G, E]
+            k, v = F.embedding(self.rows_K, both.flatten(1)).unflatten(1, both.shape[1:]).chunk(2, 1)
+        out: Tensor = self.attend(q_THE, k, v, self.bounds_q, self.bounds_k, self.max_q, self.max_k)
+        return out.flatten(1)
 
 
 class PaddedAttention:

@@ -59,6 +59,10 @@ class PagedKV:
         self.features: Tensor | None = None  # [slots, F]
         self.beside: PagedKV | None = None  # a head's, that lies in the same blocks
 
+    @property
+    def num_bytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
     def make_features(self, num_features: int) -> None:
         if self.features is None or self.features.shape[1] != num_features:
             self.features = self.k.new_empty(self.k.shape[1] * BLOCK, num_features)

@@ -204,8 +204,7 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
 
     def gather(half: Tensor) -> None:
         assert half.grad is not None
-        grad = half.grad.float()
-        master.grad = grad if master.grad is None else master.grad.add_(grad)
+        master.grad = half.grad.float() if master.grad is None else master.grad.add_(half.grad)
         half.grad = None
 
     parameter.register_post_accumulate_grad_hook(gather)

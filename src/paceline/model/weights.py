@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
@@ -350,7 +350,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 # ---- checksum ----
 
 _SPAN = 1 << 16  # words per partial sum
-_BLOCK = 2  # partial sums torch computes at once: 1 MB of scratch, to stay in cache
+_BLOCK = {"cpu": 2, "cuda": 128}  # partial sums torch computes at once: 1 MB of scratch, to stay in cache; or 64 MB
 
 
 def checksum(pairs: Iterable[tuple[str, Tensor]]) -> str:
@@ -359,10 +359,12 @@ def checksum(pairs: Iterable[tuple[str, Tensor]]) -> str:
     Each span of words is summed with odd multipliers, modulo 2^64, on the tensor's own device; SHA-256 then takes
     the sums. One changed element always changes its sum, since odd numbers have inverses; and two swapped elements
     do, since the multipliers' low halves differ by less than 2^17."""
-    lines = []
+    labels, sums = [], []
     for name, tensor in pairs:
-        sums = hashlib.sha256(_sums(_words(tensor)).astype("<u8").tobytes())
-        lines.append(f"{name} {tensor.dtype} {list(tensor.shape)} {sums.hexdigest()}")
+        labels.append(f"{name} {tensor.dtype} {list(tensor.shape)}")
+        sums.append(_sums(_words(tensor)))
+    own = (hashlib.sha256(each.astype("<u8").tobytes()) for each in _on_host(sums))
+    lines = [f"{label} {digest.hexdigest()}" for label, digest in zip(labels, own, strict=True)]
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
@@ -379,11 +381,20 @@ def _words(tensor: Tensor) -> Tensor:
     return flat.view({1: torch.int8, 2: torch.int16}.get(flat.dtype.itemsize, torch.int32))
 
 
-def _sums(words: Tensor) -> np.ndarray:
-    """The sum of every whole span and of the rest, uint64: in C on a CPU that has a compiler, in torch elsewhere."""
+def _sums(words: Tensor) -> Tensor:
+    """The sum of every whole span and of the rest, uint64 in int64's clothes: in C on a CPU that has a compiler, in
+    torch elsewhere."""
     if words.device.type == "cpu" and (in_c := _native_sums()):
-        return in_c(words, _high_halves())
-    return _torch_sums(words).cpu().numpy().view(np.uint64)
+        return torch.from_numpy(in_c(words, _high_halves()).view(np.int64))
+    return _torch_sums(words)
+
+
+def _on_host(sums: Sequence[Tensor]) -> Iterator[np.ndarray]:
+    """All in one copy: for each the host would wait until the device has come to it."""
+    if sums:
+        device = sums[-1].device
+        together = torch.cat([each.to(device) for each in sums]).cpu()
+        yield from (each.numpy().view(np.uint64) for each in together.split([len(each) for each in sums]))
 
 
 @cache
@@ -400,7 +411,7 @@ def _native_sums() -> Callable[[Tensor, np.ndarray], np.ndarray] | None:
 def _torch_sums(words: Tensor) -> Tensor:
     multipliers = _multipliers(words.device)
     whole = len(words) // _SPAN * _SPAN
-    blocks = words[:whole].view(-1, _SPAN).split(_BLOCK)
+    blocks = words[:whole].view(-1, _SPAN).split(_BLOCK.get(words.device.type, 2))
     rest = words[whole:]
     return torch.cat(
         [*((block * multipliers).sum(1) for block in blocks), (rest * multipliers[: len(rest)]).sum(0, True)]

@@ -46,7 +46,7 @@ class _Logprobs(torch.autograd.Function):
             chosen = logits.gather(1, target[:, None]).squeeze(1).double()
             p, total = _weights(logits)
             logprobs.append(chosen - total.log())
-            entropies.append(total.log() - logits.mul_(p).sum(1, dtype=torch.float64) / total)
+            entropies.append(total.log() - _sum(logits.mul_(p)) / total)
             keep_bytes -= p.nbytes
             ctx.kept.append(p.div_(total[:, None]) if keep_bytes >= 0 else None)
         none = hidden_PD.new_empty(0, dtype=torch.float64)
@@ -92,4 +92,10 @@ def _logits(decoder: Decoder, hidden: Tensor, temperature: float) -> Tensor:
 def _weights(logits: Tensor) -> tuple[Tensor, Tensor]:
     """exp(logits), and its sum in float64."""
     weights = logits.exp()
-    return weights, weights.sum(1, dtype=torch.float64)
+    return weights, _sum(weights)
+
+
+def _sum(x_PV: Tensor) -> Tensor:
+    """Of each row, float64. A GPU sums as a tree, good to a rounding or two in float32; in float64 it would first make
+    a copy of twice the size."""
+    return x_PV.sum(1).double() if x_PV.is_cuda else x_PV.sum(1, dtype=torch.float64)

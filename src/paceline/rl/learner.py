@@ -1,8 +1,9 @@
 """The learner: rollouts and a loss in, new weights out. It knows nothing of algorithms, tasks or engines.
 
-What always holds: the same rollouts, weights and number of threads give the same bits; how rollouts are packed and cut
-into microbatches changes results only in rounding; `state` and `restore` go on bit for bit. Streams are as in
-TokenBatch: T tokens after the prompts, float64, on the CPU.
+What always holds: the same rollouts, weights and number of threads give the same bits (on a GPU in 16 bits: up to the
+order in which flash attention sums gradients of sequences beyond 128 tokens); how rollouts are packed and cut into
+microbatches changes results only in rounding; `state` and `restore` go on bit for bit. Streams are as in TokenBatch: T
+tokens after the prompts, float64, on the CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from paceline.config import LearnerSection
 from paceline.model import lora
-from paceline.model.attention import PackedAttention
+from paceline.model.attention import Attention, PackedAttention, VarlenAttention, has_varlen
 from paceline.model.decoder import Decoder, Output
 from paceline.model.optim import Optimizer
 from paceline.model.weights import hf_state
@@ -203,7 +204,12 @@ class Learner:
         zeros_T = torch.zeros(sum(len(rollout.token_ids) for rollout in rollouts), dtype=torch.float64)
         if not len(packed):
             return zeros_T, zeros_T, packed, None
-        attention = PackedAttention(packed.lengths, packed.prefixes)
+        in_one_kernel = has_varlen(decoder.device, decoder.dtype, decoder.config.head_dim)
+        attention: Attention = (
+            VarlenAttention(packed.lengths, packed.prefixes, decoder.device)
+            if in_one_kernel
+            else PackedAttention(packed.lengths, packed.prefixes)
+        )
         tokens, positions, row_P, target_P = (
             x.to(decoder.device) for x in (packed.tokens_N, packed.positions_N, packed.row_P, packed.target_P)
         )

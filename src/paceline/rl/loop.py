@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -115,6 +115,17 @@ class Loop:
     def _share(self) -> int:
         return max(1, torch.get_num_threads() // 2) if self.overlaps else torch.get_num_threads()
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether the engine gives the KV's memory back while the learner trains: if asked to, or on a GPU where it
+        takes an eighth of all there is. What was captured of its steps must be captured again afterwards."""
+        if self.overlaps or self.config.engine.sleep is not None:
+            return bool(self.config.engine.sleep) and not self.overlaps
+        device, kv = self.engine.paged.decoder.device, self.engine.paged.kv
+        if device.type != "cuda" or kv is None:
+            return False
+        return 8 * kv.num_bytes > torch.cuda.get_device_properties(device).total_memory
+
     # -- the run ------------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
@@ -151,7 +162,8 @@ class Loop:
         metrics: dict[str, Any] = {"step": step, "epoch": self.producer.order.epoch(max(0, batch.position - 1))}
         self._whole = False
         metrics |= self._watch_acceptance(batch)
-        metrics |= self._train(batch, watch)
+        with asleep(self.engine) if self.sleeps else nullcontext():
+            metrics |= self._train(batch, watch)
         trained_at = time.perf_counter()
         self.step, self._last = step + 1, batch
         self._publish()
@@ -215,7 +227,8 @@ class Loop:
             if adapter is not None:
                 adapter.begin(rollouts, tokens.group_S.tolist(), watch)
             report = self.learner.update(rollouts, tokens, self.algorithm.loss, self.algorithm.weights, adapter)
-        if not all(parameter.isfinite().all() for parameter in self.learner.decoder.parameters()):
+        finite = torch.stack([parameter.isfinite().all() for parameter in self.learner.decoder.parameters()])
+        if not finite.all():
             raise ValueError(
                 f"step {batch.step}: after the update some weights are not finite; training stops and the last "
                 "checkpoint is kept. Lower learner.learning_rate, then go on with --resume"
@@ -442,6 +455,14 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def asleep(engine: LocalEngine) -> Iterator[None]:
+    """The KV's memory is the learner's meanwhile. Where training fails the run ends, and nobody is woken."""
+    engine.sleep()
+    yield
+    engine.wake()
 
 
 def _tensors(state: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import weakref
@@ -173,7 +174,7 @@ def test_checksum_in_c_is_checksum_in_torch(dtype: torch.dtype, size: int, monke
     bits = torch.randint(-(2**63), 2**63 - 1, (size,), generator=noise).view(torch.uint8)  # NaNs and infinities too
     tensor = bits[: size * dtype.itemsize].clone().view(dtype) if dtype != torch.bool else bits[:size] > 99
     words = weights._words(tensor)
-    in_c = weights._sums(words)
+    in_c = weights._sums(words).numpy().view(np.uint64)
     assert in_c.tolist() == slow_sums(words)
     in_torch = weights._torch_sums(words).numpy().view(np.uint64)
     assert in_c.dtype == in_torch.dtype and np.array_equal(in_c, in_torch)
@@ -195,6 +196,19 @@ def test_the_checksum_never_changes() -> None:
     """Receipts are compared between machines, and runs keep them."""
     tensors = [("a", torch.arange(70_000) * 2654435761 % 1000 / 7), ("b", torch.tensor(-1.5, dtype=torch.bfloat16))]
     assert checksum(tensors) == "88b52ca6f6d093189269aede8aa872a88f2d3329397f88c96f7960674942b21f"
+
+
+def test_how_many_sums_are_computed_at_once_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU takes more of them than a CPU, and its receipts are the CPU's."""
+    words = torch.arange(5 * weights._SPAN + 7, dtype=torch.int32)
+    few = weights._torch_sums(words)
+    for num in (1, 4, 128):
+        monkeypatch.setitem(weights._BLOCK, "cpu", num)
+        assert torch.equal(weights._torch_sums(words), few)
+
+
+def test_the_checksum_of_nothing() -> None:
+    assert checksum([]) == hashlib.sha256(b"").hexdigest() != checksum([("a", torch.empty(0))])
 
 
 def test_without_a_compiler_torch_takes_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,8 +81,17 @@ class Graphs:
 
     def prepare(self, size: Size) -> None:
         """Capture it, if it was not yet. Orders that are there stay."""
-        if size not in self._captured:
+        if size in self._captured:
+            return
+        try:
             self._captured[size] = self._capture(size)
+        except torch.cuda.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info()
+            raise ValueError(
+                f"no device memory for a step of {size.num_rows} rows and {size.num_tokens} tokens ({free / 2**30:.1f} "
+                f"of {total / 2**30:.0f} GiB are free): lower engine.kv_tokens, engine.max_num_seqs or "
+                "speculation.num_speculative_tokens"
+            ) from error
 
     def run(self, size: Size) -> None:
         """A step by the orders in `words`, which are laid out for this size. It was prepared."""

@@ -1,0 +1,84 @@
+"""VarlenAttention without its kernel: a slow twin of the kernel stands in, and the result must be PackedAttention's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.model.attention import PackedAttention, VarlenAttention, has_varlen
+
+SHARED = [5, 3, 1, 4, 2, 2, 6], [None, 0, 0, None, 3, 3, 3]
+ALONE = [5, 1, 7], None
+
+
+def slow_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
+    *, window_size: tuple[int, int], from_the_end: bool = True,
+) -> Tensor:  # fmt: skip
+    """torch's varlen_attn as 2.11 has it, sequence by sequence."""
+    assert window_size == (-1, 0) and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert max_q == int(cu_seq_q.diff().max()) and max_k == int(cu_seq_k.diff().max())
+    q, k, v = (x.split(at.diff().tolist()) for x, at in ((query, cu_seq_q), (key, cu_seq_k), (value, cu_seq_k)))
+    outs = []
+    for qi, ki, vi in zip(q, k, v, strict=True):
+        offset = len(ki) - len(qi) if from_the_end else 0
+        seen = torch.ones(len(qi), len(ki), dtype=torch.bool).tril(offset)
+        qi, ki, vi = (x.transpose(0, 1) for x in (qi, ki, vi))
+        outs.append(F.scaled_dot_product_attention(qi, ki, vi, seen, enable_gqa=True).transpose(0, 1))
+    return torch.cat(outs)
+
+
+def with_the_word(*args: Any, enable_gqa: bool = False, **rest: Any) -> Tensor:
+    """As 2.12 has it."""
+    assert enable_gqa
+    return slow_varlen(*args, **rest)
+
+
+def both(lengths: list[int], prefixes: list[int | None] | None) -> list[list[Tensor]]:
+    """Outputs and the gradients of q, k and v, each way."""
+    noise = torch.Generator().manual_seed(0)
+    made = [torch.randn(sum(lengths), heads, 8, dtype=torch.float64, generator=noise) for heads in (6, 2, 2)]
+    weight = torch.randn(sum(lengths), 48, dtype=torch.float64, generator=noise)
+    found = []
+    for attention in (VarlenAttention(lengths, prefixes, "cpu"), PackedAttention(lengths, prefixes)):
+        leaves = [x.clone().requires_grad_(True) for x in made]
+        out = attention(0, *leaves)
+        torch.testing.assert_close(attention(1, *leaves), out)  # again, as the next layer
+        found.append([out, *torch.autograd.grad((out * weight).sum(), leaves)])
+    return found
+
+
+@pytest.mark.parametrize("kernel", [slow_varlen, with_the_word], ids=["2.11", "2.12"])
+@pytest.mark.parametrize("lengths, prefixes", [SHARED, ALONE], ids=["shared", "alone"])
+def test_varlen_is_packed(
+    lengths: list[int], prefixes: list[int | None] | None, kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    for mine, theirs in zip(*both(lengths, prefixes), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+def test_a_kernel_that_counts_from_the_start_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def top_left(*args: Any, **rest: Any) -> Tensor:
+        return slow_varlen(*args, **rest, from_the_end=False)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", top_left)
+    for mine, theirs in zip(*both(*SHARED), strict=True):
+        assert (mine - theirs).abs().max() > 0.1
+
+
+def test_varlen_is_for_a_gpu_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.backends.cuda.is_flash_attention_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert has_varlen(cuda, torch.bfloat16, 64) and has_varlen(cuda, torch.float16, 128)
+    assert not has_varlen(cpu, torch.bfloat16, 64)
+    assert not has_varlen(cuda, torch.float32, 64)
+    assert not has_varlen(cuda, torch.bfloat16, 12)
+    assert not has_varlen(cuda, torch.bfloat16, 512)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 5))
+    assert not has_varlen(cuda, torch.bfloat16, 64)
