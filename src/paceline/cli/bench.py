@@ -1,10 +1,10 @@
-"""`paceline bench`: engines side by side."""
+"""`paceline bench`: engines side by side, and what steps take."""
 
 from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,7 +27,7 @@ from paceline.report.table import check_writable, render, write_json
 if TYPE_CHECKING:
     from paceline.bench.rollout import Bench, Case
 
-bench_app = typer.Typer(help="Engines side by side.", no_args_is_help=True)
+bench_app = typer.Typer(help="Engines side by side, and what steps take.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 
 
@@ -109,6 +109,96 @@ def rollout(
         signal.signal(signal.SIGINT, signal.default_int_handler)
         raise typer.Exit(130)
     if not bench.rounds:
+        raise ValueError("nothing could be measured; the notes say why")
+
+
+@bench_app.command()
+@friendly
+def step(
+    model: Annotated[str, typer.Option(help="A shape: qwen3-8b, qwen3-0.6b or smollm2-135m.")] = "qwen3-8b",
+    batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,32",
+    k: Annotated[
+        str, typer.Option("--k", help="Draft lengths; 0 is plain, which the others are compared with.")
+    ] = "0,3",
+    drafter: Annotated[str, typer.Option(help="eagle3, or history (which has heard it all before).")] = "eagle3",
+    imposed_acceptance: Annotated[
+        float | None,
+        typer.Option(metavar="L", help="For timing only: drafted tokens stand by lot, L tokens a step in the mean."),
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of every prompt.")] = 512,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of every completion.")] = 256,
+    draft_vocab: Annotated[int, typer.Option(help="The head's vocabulary, at most.")] = 32000,
+    eager: Annotated[bool, typer.Option("--eager", help="The same kernels without CUDA graphs.")] = False,
+    plain_torch: Annotated[bool, typer.Option("--plain-torch", help="Neither graphs nor kernels.")] = False,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for small shapes.")] = "cuda",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64.")] = "bfloat16",
+    copy_rate: Annotated[float, typer.Option(help="Bytes per second, for the roofline; an H200's.")] = 4.26e12,
+    matmul_rate: Annotated[float, typer.Option(help="FLOPs per second, for the roofline; an H200's.")] = 775e12,
+    json_file: JsonFile = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="A .png or .html file.")] = None,
+) -> None:
+    """What the engine's decode steps take, by batch size and draft length, beside what the machine allows.
+
+    The model has the shape that was asked for and random weights, made on the device. Figures are medians of whole
+    engine steps in which every row verifies k tokens. Ctrl-C reports what was measured so far.
+
+    Examples:
+
+    - `paceline bench step --model qwen3-8b --batch 1,8,32,64,128,256 --k 0`
+    - `paceline bench step --batch 1,8,32,128 --k 0,3 --imposed-acceptance 3.32 --json out.json --plot out.html`
+    - `paceline bench step --batch 1,8,32 --k 0,3 --drafter history`
+    - `paceline bench step --model smollm2-135m --device cpu --dtype float32 --batch 1,4 --prompt-tokens 64`
+    """
+    from paceline.bench import step as steps
+    from paceline.bench.roofline import Rates
+    from paceline.report import plot
+
+    for path in (json_file, plot_file):
+        check_writable(path)
+    plot.check_format(plot_file)
+    chosen = steps.Settings(
+        model=model,
+        batches=comma_numbers("--batch", batch),
+        draft_lengths=comma_numbers("--k", k),
+        drafter=drafter,
+        prompt_tokens=prompt_tokens,
+        max_tokens=max_tokens,
+        imposed_acceptance=imposed_acceptance,
+        eager=eager,
+        plain_torch=plain_torch,
+        draft_vocab_size=draft_vocab,
+        device=device,
+        dtype=dtype,
+        rates=Rates(copy_rate, matmul_rate),
+    )
+    rows: list[dict[str, Any]] = []
+    interrupted = False
+    try:
+        with terminable():
+            for row in steps.measure(chosen, err.print):
+                rows.append(row)
+                if row["note"]:
+                    place = f"batch {row['batch']}, k {row['num_speculative_tokens']}"
+                    err.print(f"{place}: {row['note']}", style="yellow", soft_wrap=True)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough: the report is not to be lost to a second one
+        interrupted = True
+        err.print("interrupted: what was measured so far follows", style="yellow")
+    title = steps.title(chosen)
+    out.print(render(rows, steps.COLUMNS, title))
+    for note in steps.notes(chosen):
+        out.print(f"– {note}", style="dim", soft_wrap=True)
+    if imposed_acceptance is not None:
+        out.print(steps.IMPOSED, style="bold yellow", soft_wrap=True)
+    if json_file is not None:
+        write_json(json_file, {"interrupted": interrupted, "settings": steps.describe(chosen), "rows": rows})
+    measured = [row for row in rows if row["step_ms"] is not None]
+    if plot_file is not None and measured:
+        plot.save_steps(rows, steps.COLUMNS, plot_file, title)
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        raise typer.Exit(130)
+    if not measured:
         raise ValueError("nothing could be measured; the notes say why")
 
 

@@ -1,7 +1,8 @@
 """Pictures for the bench and the sweep.
 
 The bench as grouped bars: one panel per model, one group per batch size, one bar per engine and mode. The sweep as
-lines: one panel per temperature and batch size, speed-up over draft length, one line per drafter.
+lines: one panel per temperature and batch size, speed-up over draft length, one line per drafter. Steps as lines: time
+over batch size, one line per draft length, its roofline dashed beneath.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from pathlib import Path
 
 from paceline.report.table import Columns, Row, render_html, write_bytes
 
+# Of draft lengths, in turn.
+STEPS = ("#1a1a1a", "#0b5394", "#c55a11", "#2e7d32", "#8e44ad", "#5f6368")
 # Blues, oranges and greys that stay apart for colour-blind readers; one hue per engine, lighter with each mode.
 HUES = {"paceline": "#0b5394", "vllm": "#c55a11", "hf": "#5f6368"}
 # Of drafters; dashed lines are cold histories.
@@ -38,6 +41,10 @@ def save(rows: Sequence[Row], columns: Columns, path: Path, title: str) -> None:
 
 def save_sweep(rows: Sequence[Row], columns: Columns, path: Path, title: str) -> None:
     _write(lines_png(rows, title), "speed-up by draft length", rows, columns, path, title)
+
+
+def save_steps(rows: Sequence[Row], columns: Columns, path: Path, title: str) -> None:
+    _write(steps_png(rows, title), "step time by batch size", rows, columns, path, title)
 
 
 def _write(picture: bytes, alt: str, rows: Sequence[Row], columns: Columns, path: Path, title: str) -> None:
@@ -81,6 +88,11 @@ def lines_png(rows: Sequence[Row], title: str) -> bytes:
     return _png(draw, len(batches), len(temperatures), size, title)
 
 
+def steps_png(rows: Sequence[Row], title: str) -> bytes:
+    measured = [row for row in rows if row["step_ms"] is not None]
+    return _png(lambda axis, column, line: _steps(axis, measured), 1, 1, (7.5, 4.5), title)
+
+
 def _png(draw: Callable[..., None], num_columns: int, num_lines: int, size: tuple[float, float], title: str) -> bytes:
     """A grid of panels; `draw(axis, column, line)` fills one."""
     import matplotlib
@@ -119,6 +131,23 @@ def _lines(axis, rows: Sequence[Row]) -> None:  # type: ignore[no-untyped-def]
     axis.spines[["top", "right"]].set_visible(False)
     if rows:
         axis.legend(fontsize=8, frameon=False, loc="lower left")
+
+
+def _steps(axis, rows: Sequence[Row]) -> None:  # type: ignore[no-untyped-def]
+    batches = sorted({row["batch"] for row in rows})
+    for i, k in enumerate(sorted({row["num_speculative_tokens"] for row in rows})):
+        mine = sorted((row for row in rows if row["num_speculative_tokens"] == k), key=lambda row: row["batch"])
+        places, colour = [batches.index(row["batch"]) for row in mine], STEPS[i % len(STEPS)]
+        label = f"k = {k}" if k else "plain"
+        axis.plot(places, [row["step_ms"] for row in mine], marker="o", markersize=4, color=colour, label=label)
+        axis.plot(places, [row["roofline_ms"] for row in mine], color=colour, linestyle="--", linewidth=0.8)
+    axis.set_xticks(range(len(batches)), [str(batch) for batch in batches])
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("batch size")
+    axis.set_ylabel("ms per step (dashed: roofline)")
+    axis.spines[["top", "right"]].set_visible(False)
+    if rows:
+        axis.legend(fontsize=8, frameon=False, loc="upper left")
 
 
 def _panel(axis, rows: Sequence[Row]) -> None:  # type: ignore[no-untyped-def]

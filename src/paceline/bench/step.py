@@ -1,0 +1,421 @@
+"""`paceline bench step`: what the engine's decode steps take, for a model's shape, batch sizes and draft lengths.
+
+Always: a figure is of the engine's own steps, from schedule to commit, in which every row of the batch decodes and
+verifies k tokens. Prompts are random and nothing is shared, so that every row reads its own keys and values. Weights
+are random and made on the device: what steps take does not depend on them, what is accepted does. Drafts come from an
+EAGLE-3 head, which is as random, or from a history that has heard all of it before, so that nearly all stands. With
+`imposed_acceptance` drafted tokens stand by lot. That is for timing, and what is emitted then is nobody's sample; no
+setting of an engine can ask for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paceline import __version__
+from paceline.bench.roofline import H200, Load, Rates, step_s
+from paceline.model.shapes import SHAPES
+from paceline.speculation.policy import StaticPolicy
+from paceline.types import Request, SamplingParams, StepTrace, noise_key
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.engine.engine import LocalEngine
+    from paceline.engine.runner import Runner
+    from paceline.model.decoder import Decoder
+    from paceline.model.eagle3 import Eagle3Head
+    from paceline.model.paged import PagedDecoder
+    from paceline.model.sample import Sampler
+    from paceline.speculation.batch import Drafter
+
+DRAFTERS = ("eagle3", "history")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+# What the graphs can take: model/cuda/attention.py's MAX_QUERIES less one, the last of model/cuda/graphs.py's SIZES.
+MAX_DRAFT, MAX_TOKENS = 15, 8192
+PREFILL = 8192  # prompt tokens in a step
+NUM_SKIPPED = 8  # steps at the beginning, in which graphs are captured and caches filled
+# So hot that the noise alone decides, and a rounding never does: a second run then says what the first one said.
+HOT = 1e4
+IMPOSED = "imposed acceptance: timing only, these tokens are not the model's"
+COLUMNS = {  # short, so that it fits a narrow terminal; what the device takes is the step without the host
+    "batch": "batch",
+    "num_speculative_tokens": "k",
+    "step_ms": "step",
+    "host_ms": "host",
+    "draft_ms": "draft",
+    "roofline_ms": "roof",
+    "step_cost": "cost",
+    "mean_acceptance_length": "accept",
+    "tokens_per_s": "tok/s",
+    "speedup": "speed-up",
+    "memory_gib": "GiB",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    model: str
+    batches: tuple[int, ...] = (1, 8, 32)
+    draft_lengths: tuple[int, ...] = (0, 3)  # 0: plain
+    drafter: str = "eagle3"
+    prompt_tokens: int = 512
+    max_tokens: int = 256
+    imposed_acceptance: float | None = None
+    eager: bool = False  # the same kernels, without graphs
+    plain_torch: bool = False  # neither graphs nor kernels
+    draft_vocab_size: int = 32000  # at most; never more than the model has
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    rates: Rates = H200
+
+    def __post_init__(self) -> None:
+        for option, given, known in (
+            ("model", self.model, tuple(SHAPES)),
+            ("drafter", self.drafter, DRAFTERS),
+            ("device", self.device, ("cuda", "cpu")),
+            ("dtype", self.dtype, DTYPES),
+        ):
+            if given not in known:
+                raise ValueError(f"--{option} {given!r}: not one of {', '.join(known)}")
+        if not self.batches or not self.draft_lengths:
+            raise ValueError("--batch and --k: give at least one number each")
+        for option, number in (
+            ("batch", min(self.batches)),
+            ("prompt-tokens", self.prompt_tokens),
+            ("max-tokens", self.max_tokens),
+            ("draft-vocab", self.draft_vocab_size),
+            ("copy-rate", self.rates.bytes_per_s),
+            ("matmul-rate", self.rates.flops_per_s),
+        ):
+            if not number >= 1:
+                raise ValueError(f"--{option} {number}: must be at least 1")
+        if min(self.draft_lengths) < 0 or max(self.draft_lengths) > 256:
+            raise ValueError(f"--k {max(self.draft_lengths)}: must be from 0 (plain) to 256")
+        longest, context = self.prompt_tokens + self.max_tokens, SHAPES[self.model].max_positions
+        if longest > context:
+            raise ValueError(
+                f"--prompt-tokens {self.prompt_tokens} and --max-tokens {self.max_tokens}: together {longest}, but the "
+                f"context of {self.model} is {context}"
+            )
+        if self.device == "cpu" and self.dtype in ("bfloat16", "float16"):
+            raise ValueError(f"--dtype {self.dtype}: on a CPU use float32 (or float64)")
+        if self.has_kernels:
+            self._check_kernels()
+        elif self.eager:
+            raise ValueError("--eager: leaves the CUDA graphs out, and without a GPU's kernels there are none")
+        if self.imposed_acceptance is not None:
+            self._check_imposed(self.imposed_acceptance)
+
+    def _check_kernels(self) -> None:
+        if self.dtype == "float64":
+            raise ValueError("--dtype float64: the GPU kernels have none; use --plain-torch with it")
+        k, num = max(self.draft_lengths), max(self.batches) * (1 + max(self.draft_lengths))
+        if k > MAX_DRAFT:
+            raise ValueError(f"--k {k}: the GPU kernels verify at most {MAX_DRAFT}; use --plain-torch for more")
+        if num > MAX_TOKENS:
+            raise ValueError(
+                f"--batch {max(self.batches)} with --k {k}: a step of {num} tokens, but graphs take at most "
+                f"{MAX_TOKENS}; lower one of them, or use --plain-torch"
+            )
+
+    def _check_imposed(self, length: float) -> None:
+        if not self.has_kernels:
+            raise ValueError("--imposed-acceptance: only the GPU kernels can impose it; leave it out on a CPU and with "
+                             "--plain-torch")  # fmt: skip
+        for k in self.draft_lengths:
+            if k:
+                chance_of(length, k)
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether steps are computed by Triton kernels, as graphs or one by one."""
+        return self.device == "cuda" and not self.plain_torch
+
+    @property
+    def cells(self) -> list[tuple[int, int]]:
+        """(batch, k); of each batch size the plain step first, with which the others are compared."""
+        return [(batch, k) for batch in self.batches for k in sorted(set(self.draft_lengths))]
+
+
+def chance_of(length: float, k: int) -> float:
+    """The p of each drafted token under which 1 + p + p² + … + p^k = length, the mean number of tokens of a step."""
+    if not 1 <= length <= 1 + k:
+        raise ValueError(
+            f"--imposed-acceptance {length:g}: with --k {k} a step brings from 1 to {1 + k} tokens; "
+            "measure other draft lengths apart, each with a length of its own"
+        )
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if 1 + sum(middle**i for i in range(1, k + 1)) < length:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def measure(settings: Settings, progress: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
+    """A row per cell. One for which there is no memory says so, and the next is measured."""
+    check_machine(settings)
+    progress(f"{settings.model}: random weights on {settings.device}")
+    subject = Subject(settings)
+    plain: dict[int, dict[str, Any]] = {}
+    for batch, k in settings.cells:
+        progress(f"batch {batch}, k {k}")
+        row = _row(subject, batch, k)
+        if k == 0:
+            plain[batch] = row
+        beside = plain.get(batch, {})
+        for key, of in (("step_cost", "step_ms"), ("speedup", "tokens_per_s")):
+            row[key] = row[of] / beside[of] if row[of] and beside.get(of) else None
+        yield row
+
+
+def check_machine(settings: Settings) -> None:
+    import torch
+
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "--device cuda: this machine has no CUDA device, which the command needs; a small shape can also be "
+            "measured with --device cpu --dtype float32"
+        )
+    if settings.has_kernels and importlib.util.find_spec("triton") is None:
+        raise ValueError("--device cuda: triton is not installed; install it, or use --plain-torch")
+
+
+def describe(settings: Settings) -> dict[str, Any]:
+    """What was asked for, and of which machine."""
+    marked = {} if settings.imposed_acceptance is None else {"warning": IMPOSED}
+    return {**asdict(settings), **marked, "machine": machine_name(settings.device), "version": __version__}
+
+
+def title(settings: Settings) -> str:
+    s = settings
+    how = "plain torch" if s.plain_torch else "without graphs" if s.eager else ""
+    lot = f"acceptance imposed: {s.imposed_acceptance:g}" if s.imposed_acceptance is not None else ""
+    drafter = s.drafter if any(s.draft_lengths) else ""
+    length = f"{s.prompt_tokens} + {s.max_tokens} tokens"
+    return ", ".join(filter(None, (f"{s.model}: steps", machine_name(s.device), s.dtype, drafter, length, how, lot)))
+
+
+def notes(settings: Settings) -> list[str]:
+    """What the columns are."""
+    rates = settings.rates
+    found = [
+        "times in ms; step: the engine's whole step; host: what of it is not forward and draws; draft: what the host "
+        "spends on drafts, which with eagle3 on a GPU it does meanwhile",
+        f"roof: the least it could be, at {rates.bytes_per_s / 1e12:g} TB/s (--copy-rate) and "
+        f"{rates.flops_per_s / 1e12:g} TFLOP/s (--matmul-rate)",
+        "cost and speed-up: over the plain step (k = 0) of the same batch size; weights are random, so what is "
+        "accepted says nothing about a trained model",
+    ]
+    if settings.drafter == "history" and any(settings.draft_lengths):
+        found.append("history: it has heard these very completions once, so nearly all that it drafts stands")
+    return found
+
+
+def machine_name(device: str) -> str:
+    import platform
+
+    import torch
+
+    return torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+
+
+class Subject:
+    """A model of the shape, its head where one drafts, and engines over them, one for each cell."""
+
+    def __init__(self, settings: Settings) -> None:
+        import torch
+
+        self.settings, self.config = settings, SHAPES[settings.model]
+        self.dtype, self.device = getattr(torch, settings.dtype), torch.device(settings.device)
+        try:
+            self.decoder, self.head = self._make()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ValueError(f"--model {settings.model}: the device has no memory for its weights") from None
+
+    def _make(self) -> tuple[Decoder, Eagle3Head | None]:
+        from paceline.bench.random_weights import random_decoder, random_head
+
+        s, config = self.settings, self.config
+        decoder, head = random_decoder(config, self.dtype, self.device), None
+        if s.drafter == "eagle3" and any(s.draft_lengths):
+            head = random_head(config, min(s.draft_vocab_size, config.vocab_size), self.dtype, self.device)
+        if s.has_kernels:
+            from paceline.model.cuda.ops import CudaOps
+
+            decoder.ops = CudaOps()
+        elif s.device == "cpu" and s.dtype == "float32" and not s.plain_torch:
+            from paceline.model.kernels import pack_for_inference
+
+            pack_for_inference(decoder)
+            if head is not None:
+                pack_for_inference(head)
+        return decoder, head
+
+    def steps(self, batch: int, k: int) -> list[StepTrace]:
+        """Those of one cell, in which all rows decode with drafts of k tokens, without the first few."""
+        requests = self._requests(batch)
+        engine = self._engine(batch, k)
+        if k and self.settings.drafter == "history":  # it hears all of it, once
+            engine.set_drafter(engine.drafter, StaticPolicy(0))
+            engine.generate(requests)
+            engine.set_drafter(engine.drafter, StaticPolicy(k))
+            engine.drain_trace()
+        engine.generate(requests)
+        return steady(engine.drain_trace(), batch, k)
+
+    def _requests(self, batch: int) -> list[Request]:
+        s, dice = self.settings, np.random.default_rng(batch)
+        temperature = HOT if s.drafter == "history" else 1.0
+        sampling = SamplingParams(temperature=temperature, max_tokens=s.max_tokens, ignore_eos=True)
+        prompts = dice.integers(0, self.config.vocab_size, (batch, s.prompt_tokens)).tolist()
+        return [
+            Request(i, tuple(prompt), sampling, noise_key("bench step", batch, i), f"{i}")
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def _engine(self, batch: int, k: int) -> LocalEngine:
+        from paceline.engine.engine import LocalEngine
+        from paceline.model.kv import BLOCK
+        from paceline.model.paged import PagedDecoder
+        from paceline.model.sample import Sampler
+
+        s = self.settings
+        # Two steps may be on their way; and a newcomer wants a block for each that runs.
+        num_blocks = batch * (-(-(s.prompt_tokens + s.max_tokens + 2 * (1 + k)) // BLOCK) + 2)
+        paged = PagedDecoder(self.decoder, num_blocks)
+        sampler = Sampler(native=self.decoder.embed.panels is not None)
+        return LocalEngine(
+            paged,
+            sampler=sampler,
+            runner=self._runner(paged, sampler, batch, k),
+            drafter=self._drafter(sampler, num_blocks) if k else None,
+            policy=StaticPolicy(k),
+            max_num_seqs=batch,
+            max_num_batched_tokens=max(PREFILL, batch * (1 + k)),
+            prefix_sharing=False,
+        )
+
+    def _drafter(self, sampler: Sampler, num_blocks: int) -> Drafter:
+        if self.head is None:
+            from paceline.drafters.suffix import SuffixDrafter
+
+            return SuffixDrafter()
+        if self.settings.has_kernels:
+            from paceline.drafters.ahead import Eagle3Ahead
+
+            return Eagle3Ahead(self.head)
+        from paceline.drafters.eagle3 import Eagle3Drafter
+
+        return Eagle3Drafter(self.head, self.decoder.embed, sampler, num_blocks)
+
+    def _runner(self, paged: PagedDecoder, sampler: Sampler, batch: int, k: int) -> Runner:
+        from paceline.engine.accept import RULES
+        from paceline.engine.runner import EagerRunner
+
+        s, plain = self.settings, EagerRunner(paged, sampler, RULES["coupled"])
+        if not s.has_kernels:
+            return plain
+        from paceline.engine.graph_runner import GraphRunner
+
+        imposed = chance_of(s.imposed_acceptance, k) if k and s.imposed_acceptance is not None else None
+        return GraphRunner(paged, plain, batch, eager=s.eager, imposed=imposed)
+
+
+def steady(traces: Sequence[StepTrace], batch: int, k: int) -> list[StepTrace]:
+    found = [t for t in traces if t.num_rows == batch and t.num_query_tokens == batch * (1 + k)]
+    return found[min(NUM_SKIPPED, len(found) // 2) :]
+
+
+def _row(subject: Subject, batch: int, k: int) -> dict[str, Any]:
+    s, steps, note = subject.settings, list[StepTrace](), None
+    start_memory(subject.device)
+    try:
+        steps = subject.steps(batch, k)
+        if not steps:
+            note = f"no step in which all {batch} rows verified {k} tokens; raise --max-tokens"
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        note = "out of device memory"
+    memory_gib = peak_gib(subject.device)
+    figures = dict.fromkeys(("step_ms", "mean_step_ms", "device_ms", "host_ms", "draft_ms", "roofline_ms", "context",
+                             "mean_acceptance_length", "tokens_per_s"))  # fmt: skip
+    return {
+        "model": s.model,
+        "drafter": s.drafter if k else "none",
+        "batch": batch,
+        "num_speculative_tokens": k,
+        "imposed_acceptance": s.imposed_acceptance if k else None,
+        "memory_gib": memory_gib,
+        "num_steps": len(steps),
+        "note": note,
+        **(figures if not steps else _figures(subject, steps, batch, k)),
+    }
+
+
+def _figures(subject: Subject, steps: list[StepTrace], batch: int, k: int) -> dict[str, float]:
+    """Medians, in ms. A runner that does not fly says apart what its forward and its draws took; here both are the
+    device's."""
+    total_s = statistics.median(t.total_s for t in steps)
+    device_s = statistics.median(t.forward_s + t.sample_s for t in steps)
+    context = statistics.mean(t.num_context_tokens for t in steps) / batch
+    num_drafts = sum(t.num_drafts for t in steps)
+    load = Load(batch, k, context, subject.dtype.itemsize)
+    head = subject.head.config if subject.head is not None and k else None
+    return {
+        "step_ms": total_s * 1e3,
+        "mean_step_ms": statistics.mean(t.total_s for t in steps) * 1e3,
+        "device_ms": device_s * 1e3,
+        "host_ms": max(0.0, total_s - device_s) * 1e3,
+        "draft_ms": statistics.median(t.draft_s for t in steps) * 1e3,
+        "roofline_ms": step_s(subject.config, load, subject.settings.rates, head) * 1e3,
+        "context": context,
+        "mean_acceptance_length": 1 + sum(t.num_accepted_tokens for t in steps) / num_drafts if num_drafts else 1.0,
+        "tokens_per_s": statistics.mean(t.num_emitted for t in steps) / total_s,
+    }
+
+
+# ---- memory ----
+
+
+def start_memory(device: torch.device) -> None:
+    """What the cell before took is given back, whatever became of it."""
+    import gc
+
+    import torch
+
+    gc.collect()  # graphs and their runner hold each other
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_gib(device: torch.device) -> float | None:
+    """Of the device, weights included; None on a CPU."""
+    import torch
+
+    return torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else None
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Or because of that: a graph that was being captured fails in words of its own."""
+    import torch
+
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,315 @@
+"""`paceline bench step`: its arithmetic, its refusals, and real runs of a tiny shape on a CPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import tiny_config
+from typer.testing import CliRunner
+
+from paceline.bench import step
+from paceline.bench.random_weights import random_decoder, random_head
+from paceline.bench.roofline import H200, Load, Rates, step_s
+from paceline.bench.step import Settings, chance_of, measure
+from paceline.cli import app
+from paceline.engine.engine import LocalEngine
+from paceline.model.config import ModelConfig
+from paceline.model.eagle3 import head_config
+from paceline.model.layer import Layer
+from paceline.model.shapes import SHAPES
+
+QWEN = SHAPES["qwen3-8b"]
+ON_CPU = ("--device", "cpu", "--dtype", "float32")
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
+    config = tiny_config(tie_embeddings=False)
+    monkeypatch.setitem(SHAPES, "tiny", config)
+    return config
+
+
+def on_cpu(**changes: object) -> Settings:
+    given: dict = {"batches": (1, 3), "draft_lengths": (0, 2), "prompt_tokens": 20, "max_tokens": 40}
+    return Settings("tiny", device="cpu", dtype="float32", **(given | changes))
+
+
+# ---- imposed acceptance ----
+
+
+@pytest.mark.parametrize("k", [1, 3, 7, 15])
+def test_the_chance_brings_the_length(k: int) -> None:
+    for length in (1.0, 1.2, 1 + k / 2, 0.9 + k, 1.0 + k):
+        p = chance_of(length, k)
+        assert 0 <= p <= 1
+        assert sum(p**i for i in range(k + 1)) == pytest.approx(length, abs=1e-9)
+
+
+@pytest.mark.parametrize(("length", "k"), [(0.99, 3), (4.01, 3), (1.5, 0), (float("nan"), 3), (float("inf"), 3)])
+def test_a_length_that_no_chance_brings_is_refused(length: float, k: int) -> None:
+    with pytest.raises(ValueError, match=f"--imposed-acceptance .* from 1 to {1 + k} tokens"):
+        chance_of(length, k)
+
+
+def test_nothing_but_the_bench_imposes() -> None:
+    """Whoever hands a chance to the graph runner is found by its name."""
+    root = Path(step.__file__).parents[1]
+    givers = {str(path.relative_to(root)) for path in root.rglob("*.py") if "imposed=imposed" in path.read_text()}
+    assert givers == {"bench/step.py"}
+    words = [
+        path.name for path in [root / "config.py", *(root / "build").glob("*.py")] if "imposed" in path.read_text()
+    ]
+    assert words == []
+
+
+def test_imposed_acceptance_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "machine_name", lambda device: "a machine")
+    imposed, honest = Settings("qwen3-8b", imposed_acceptance=3.32), Settings("qwen3-8b")
+    assert "acceptance imposed: 3.32" in step.title(imposed) and "imposed" not in step.title(honest)
+    assert step.describe(imposed)["warning"] == step.IMPOSED and "warning" not in step.describe(honest)
+
+
+# ---- roofline ----
+
+
+def matrices(config: ModelConfig, num_in: int | None = None) -> int:
+    """A layer's, counted on a real one."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in Layer(config, num_in).parameters() if p.ndim == 2)
+
+
+def weights(config: ModelConfig) -> int:
+    return config.num_layers * matrices(config) + config.hidden_size * config.vocab_size
+
+
+def test_a_lone_token_waits_for_the_weights() -> None:
+    alone = step_s(QWEN, Load(1, 0, 0, 2))
+    assert alone == pytest.approx(2 * weights(QWEN) / H200.bytes_per_s)
+    assert alone == pytest.approx(3.55e-3, rel=0.01)
+    assert step_s(QWEN, Load(8, 3, 0, 2)) == alone, "more tokens are free while memory is the limit"
+
+
+def test_many_tokens_wait_for_the_arithmetic() -> None:
+    assert step_s(QWEN, Load(1024, 3, 0, 2)) == pytest.approx(2 * weights(QWEN) * 4096 / H200.flops_per_s)
+    endless = Rates(float("inf"), 1e12)
+    per_context = 4 * QWEN.num_layers * QWEN.num_heads * QWEN.head_dim
+    longer = step_s(QWEN, Load(5, 1, 300, 2), endless) - step_s(QWEN, Load(5, 1, 0, 2), endless)
+    assert longer == pytest.approx(per_context * 300 * 10 / 1e12)
+
+
+def test_context_is_read_once_by_every_row() -> None:
+    kv = 147456  # bytes of a token: the figure that is usually given for this shape
+    grown = step_s(QWEN, Load(32, 0, 1000, 2)) - step_s(QWEN, Load(32, 0, 0, 2))
+    assert grown == pytest.approx(32 * 1000 * kv / H200.bytes_per_s)
+    assert step_s(QWEN, Load(32, 1, 1000, 2)) == step_s(QWEN, Load(32, 0, 1000, 2)), "not by every query"
+
+
+def test_a_heads_passes_come_on_top() -> None:
+    head = head_config(QWEN, 32000)
+    layer, guess, fuse = matrices(QWEN, 2 * QWEN.hidden_size), 32000 * QWEN.hidden_size, 3 * QWEN.hidden_size**2
+    times = [step_s(QWEN, Load(1, k, 0, 2), head=head) for k in (0, 1, 2, 3)]
+    assert times[0] == step_s(QWEN, Load(1, 0, 0, 2)), "k = 0 drafts nothing"
+    assert times[1] - times[0] == pytest.approx(2 * (fuse + layer + guess) / H200.bytes_per_s)
+    assert times[2] - times[1] == pytest.approx(2 * (layer + guess) / H200.bytes_per_s)
+    assert times[3] - times[2] == pytest.approx(times[2] - times[1])
+    endless = Rates(float("inf"), 1e12)
+    drafting = step_s(QWEN, Load(4, 2, 0, 2), endless, head) - step_s(QWEN, Load(4, 2, 0, 2), endless)
+    assert drafting == pytest.approx((2 * 12 * (fuse + layer) + 2 * 4 * layer + 2 * 8 * guess) / 1e12)
+
+
+# ---- what is measured ----
+
+
+def test_weights_are_filled_and_draft_ids_ascend() -> None:
+    config, cpu = tiny_config(qk_norm=True, family="qwen3"), torch.device("cpu")
+    decoder, head = random_decoder(config, torch.float32, cpu), random_head(config, 41, torch.float32, cpu)
+    for name, parameter in [*decoder.named_parameters(), *head.named_parameters()]:
+        assert not parameter.requires_grad
+        if name.endswith("norm"):
+            assert (parameter == 1).all(), name
+        else:
+            assert 0.015 < parameter.std() < 0.025, name
+    ids = head.draft_ids
+    assert (ids.diff() > 0).all() and ids[0] >= 0 and ids[-1] < config.vocab_size
+
+
+def test_only_whole_steps_count_and_not_the_first() -> None:
+    def trace(num_rows: int, num_query_tokens: int, number: int = 0) -> SimpleNamespace:
+        return SimpleNamespace(num_rows=num_rows, num_query_tokens=num_query_tokens, number=number)
+
+    others = [trace(4, 2048), trace(4, 15), trace(3, 12), trace(4, 4)]  # a prompt, short drafts, a row gone, none
+    found = step.steady([*others, *(trace(4, 16, i) for i in range(40)), *others], 4, 3)
+    assert [t.number for t in found] == list(range(step.NUM_SKIPPED, 40))
+    assert len(step.steady([trace(4, 16)] * 3, 4, 3)) == 2, "of a few, some are left"
+    assert step.steady(others, 4, 3) == []
+
+
+def test_requests_share_nothing(tiny: ModelConfig) -> None:
+    requests = step.Subject(on_cpu())._requests(8)
+    for key in ("request_id", "prompt_ids", "noise_key", "problem"):
+        assert len({getattr(request, key) for request in requests}) == 8
+    assert all(len(r.prompt_ids) == 20 and r.sampling.ignore_eos and r.sampling.max_tokens == 40 for r in requests)
+
+
+@pytest.mark.parametrize("plain_torch", [False, True])
+def test_an_eagle3_head_on_a_cpu(tiny: ModelConfig, plain_torch: bool) -> None:
+    seen: list[str] = []
+    rows = list(measure(on_cpu(draft_lengths=(2, 0), plain_torch=plain_torch), seen.append))
+    assert [(r["batch"], r["num_speculative_tokens"]) for r in rows] == [(1, 0), (1, 2), (3, 0), (3, 2)]
+    assert [what for what in seen if what.startswith("batch")] == [f"batch {b}, k {k}" for b in (1, 3) for k in (0, 2)]
+    for row in rows:
+        k, batch = row["num_speculative_tokens"], row["batch"]
+        assert row["note"] is None and row["memory_gib"] is None and row["num_steps"] >= 5
+        assert row["drafter"] == ("eagle3" if k else "none")
+        assert 0 < row["device_ms"] <= row["step_ms"] and row["host_ms"] >= 0
+        assert 20 < row["context"] < 20 + 40 + k
+        load = Load(batch, k, row["context"], 4)
+        assert row["roofline_ms"] == pytest.approx(1e3 * step_s(tiny, load, head=head_config(tiny, 61) if k else None))
+        assert 1 <= row["mean_acceptance_length"] <= 1 + k
+        per_s = batch * row["mean_acceptance_length"] / row["step_ms"] * 1e3
+        assert row["tokens_per_s"] == pytest.approx(per_s, rel=0.05)
+        plain = next(r for r in rows if r["batch"] == batch and r["num_speculative_tokens"] == 0)
+        assert row["step_cost"] == pytest.approx(row["step_ms"] / plain["step_ms"])
+        assert row["speedup"] == pytest.approx(row["tokens_per_s"] / plain["tokens_per_s"])
+
+
+def test_history_has_heard_it_all(tiny: ModelConfig) -> None:
+    rows = list(measure(on_cpu(drafter="history", batches=(3,), draft_lengths=(0, 3), max_tokens=60)))
+    assert rows[0]["mean_acceptance_length"] == 1
+    assert rows[1]["mean_acceptance_length"] > 3.9 and rows[1]["draft_ms"] > 0 and rows[1]["num_steps"] >= 5
+    # The broken twin: other noise in the second run, and what was heard is of no use.
+    subject, both = step.Subject(on_cpu(drafter="history", max_tokens=60)), [iter(range(3)), iter(range(3, 6))]
+    engine, requests = subject._engine(3, 3), subject._requests(3)
+    for keys in both:
+        engine.drain_trace()
+        engine.generate([replace(request, noise_key=next(keys)) for request in requests])
+    found = engine.drain_trace()
+    assert 1 + sum(t.num_accepted_tokens for t in found) / sum(t.num_drafts for t in found) < 2.5
+
+
+def test_without_plain_steps_nothing_is_compared(tiny: ModelConfig) -> None:
+    (row,) = measure(on_cpu(batches=(1,), draft_lengths=(2,)))
+    assert row["step_ms"] and row["step_cost"] is None and row["speedup"] is None
+
+
+def test_a_cell_without_whole_steps_says_so(tiny: ModelConfig) -> None:
+    rows = list(measure(on_cpu(batches=(2,), draft_lengths=(0, 5), max_tokens=4)))
+    assert rows[0]["step_ms"] and "raise --max-tokens" in rows[1]["note"] and rows[1]["step_ms"] is None
+
+
+def test_a_cell_out_of_memory_is_skipped(tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = step.Subject.steps
+
+    def steps(self: step.Subject, batch: int, k: int) -> list:
+        if (batch, k) == (1, 0):
+            raise torch.OutOfMemoryError("no more")
+        if (batch, k) == (1, 2):  # as while a graph is captured
+            try:
+                raise torch.OutOfMemoryError("no more")
+            finally:
+                raise RuntimeError("capture failed")
+        return real(self, batch, k)
+
+    monkeypatch.setattr(step.Subject, "steps", steps)
+    rows = list(measure(on_cpu()))
+    assert [row["note"] for row in rows] == ["out of device memory", "out of device memory", None, None]
+    assert rows[0]["step_ms"] is None and rows[2]["step_cost"] == 1
+
+    def broken(self: step.Subject, batch: int, k: int) -> list:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(step.Subject, "steps", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        list(measure(on_cpu()))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_cell_leaves_no_memory_behind(tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Nor does one that failed: its traceback would hold all of it."""
+    make, generate, kept = step.Subject._engine, LocalEngine.generate, []
+
+    def engine(self: step.Subject, batch: int, k: int) -> LocalEngine:
+        assert all(each() is None for each in kept)
+        made = make(self, batch, k)
+        kept.extend(map(weakref.ref, (made, made.paged, made.runner, made.paged.kv)))
+        return made
+
+    def generate_or_fail(self: LocalEngine, requests: list) -> list:
+        if fails and len(requests) == 1:
+            raise torch.OutOfMemoryError("no more")
+        return generate(self, requests)
+
+    monkeypatch.setattr(step.Subject, "_engine", engine)
+    monkeypatch.setattr(LocalEngine, "generate", generate_or_fail)
+    notes = [row["note"] for row in measure(on_cpu())]
+    assert notes == (["out of device memory"] * 2 if fails else [None] * 2) + [None] * 2 and len(kept) == 16
+
+
+# ---- the command ----
+
+
+def test_the_command(tiny: ModelConfig, tmp_path: Path) -> None:
+    out, page = tmp_path / "out.json", tmp_path / "out.html"
+    words = ["bench", "step", "--model", "tiny", "--batch", "1,2", "--k", "0,2", "--prompt-tokens", "20"]
+    words += ["--max-tokens", "30", *ON_CPU, "--json", str(out), "--plot", str(page)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "batch 2, k 2" in result.output and "TFLOP/s" in result.output and step.IMPOSED not in result.output
+    content = json.loads(out.read_text())
+    assert [(r["batch"], r["num_speculative_tokens"]) for r in content["rows"]] == [(1, 0), (1, 2), (2, 0), (2, 2)]
+    assert content["settings"]["model"] == "tiny" and content["settings"]["rates"]["flops_per_s"] == 775e12
+    assert not content["interrupted"] and "data:image/png" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "gpt-9"], r"--model 'gpt-9': not one of qwen3-8b, qwen3-0.6b, smollm2-135m"),
+        (["--drafter", "ngram"], "--drafter 'ngram': not one of eagle3, history"),
+        (["--device", "tpu"], "--device 'tpu': not one of cuda, cpu"),
+        (["--dtype", "int8"], "--dtype 'int8': not one of"),
+        (["--batch", "0"], "--batch 0: must be at least 1"),
+        (["--batch", ""], "--batch and --k: give at least one"),
+        (["--k", "-1"], "--k '-1': give numbers"),
+        (["--copy-rate", "0"], "--copy-rate 0.0: must be at least 1"),
+        (["--prompt-tokens", "40900"], "together 41156, but the context of qwen3-8b is 40960"),
+        (["--device", "cpu"], "--dtype bfloat16: on a CPU use float32"),
+        ([*ON_CPU, "--eager"], "--eager: leaves the CUDA graphs out"),
+        ([*ON_CPU, "--imposed-acceptance", "2"], "only the GPU kernels can impose it"),
+        (["--plain-torch", "--imposed-acceptance", "2"], "only the GPU kernels can impose it"),
+        (["--imposed-acceptance", "4.5"], "--imposed-acceptance 4.5: with --k 3 a step brings from 1 to 4 tokens"),
+        (["--dtype", "float64"], "--dtype float64: the GPU kernels have none; use --plain-torch"),
+        (["--k", "16"], "--k 16: the GPU kernels verify at most 15"),
+        (["--batch", "4096", "--k", "0,3"], "a step of 16384 tokens, but graphs take at most 8192"),
+        ([], "this machine has no CUDA device, which the command needs; .* --device cpu --dtype float32"),
+        (["--plot", "out.pdf"], "write a .png or a .html file"),
+    ],
+)
+def test_mistakes_are_explained(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(app, ["bench", "step", *words])
+    assert result.exit_code == 2
+    assert re.search(message, " ".join(result.output.split())), result.output
+
+
+def test_ctrl_c_keeps_what_was_measured(tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real = step.Subject.steps
+
+    def steps(self: step.Subject, batch: int, k: int) -> list:
+        if k:
+            raise KeyboardInterrupt
+        return real(self, batch, k)
+
+    monkeypatch.setattr(step.Subject, "steps", steps)
+    words = ["bench", "step", "--model", "tiny", "--batch", "1", "--prompt-tokens", "20", "--max-tokens", "30", *ON_CPU]
+    result = CliRunner().invoke(app, [*words, "--json", str(tmp_path / "out.json")])
+    assert result.exit_code == 130
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert content["interrupted"] and [row["num_speculative_tokens"] for row in content["rows"]] == [0]
