@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from paceline.engine.accept import RULES, Verdict
-from paceline.engine.runner import EagerRunner, Flight, Runner
+from paceline.engine.runner import EagerRunner, Flight, Landed, Runner
 from paceline.engine.scheduler import Row, Scheduler
 from paceline.engine.sequence import Detokenize, Sequence
 from paceline.model.kv import BLOCK
@@ -119,7 +119,7 @@ class LocalEngine:
         self._handles: dict[int, Handle] = {}
         self._traces: list[StepTrace] = []
         self._num_steps = self._num_submitted = 0
-        self._flying: _Step | None = None
+        self._flying: list[_Step] = []  # the oldest first
         self._finished: list[Completion] = []  # and not returned by `step` yet
         self._landed_at = 0.0
 
@@ -176,8 +176,13 @@ class LocalEngine:
             raise ValueError(f"{name}: stop strings need a tokenizer, and this engine has none; use stop_token_ids")
 
     def abort(self, request_id: int) -> None:
-        """End a request now; its completion has what it emitted so far."""
-        self._land()
+        """End a request now; its completion has what it emitted so far, which may be all."""
+        handle = self._handles.get(request_id)
+        if handle is None:
+            raise ValueError(f"request {request_id} is not running")
+        self._land_all()
+        if handle.done:
+            return
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
             if sequence.request.request_id == request_id:
                 if sequence in self.scheduler.running:
@@ -187,7 +192,6 @@ class LocalEngine:
                 sequence.finish_reason = "abort"
                 self._complete(sequence)
                 return
-        raise ValueError(f"request {request_id} is not running")
 
     @property
     def has_work(self) -> bool:
@@ -209,7 +213,8 @@ class LocalEngine:
                 if not handle.done:
                     self.abort(handle.request.request_id)
             raise
-        self._land()  # it may have been launched before it was known that all were done
+        finally:
+            self._land_all()  # what was launched before it was known that all were done
         return [h.completion for h in handles if h.completion is not None]
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -217,13 +222,12 @@ class LocalEngine:
     def step(self) -> list[Completion]:
         """One forward for all rows; returns what finished. Where the runner flies and nobody drafts, the forward that
         is launched here lands in the next call, and this one returns what the one before it brought."""
-        launched = self._launch()
-        if launched is not None and not (self._overlaps and launched.flight.may_wait):
+        while len(self._flying) > 1:  # where the call before was interrupted
             self._land()
-            self._flying = launched
-            launched = None
-        self._land()
-        self._flying = launched
+        launched = self._launch()
+        keep = 1 if launched and self._overlaps and self._flying[-1].flight.may_wait else 0
+        while len(self._flying) > keep:
+            self._land()
         finished, self._finished = self._finished, []
         return finished
 
@@ -233,31 +237,54 @@ class LocalEngine:
         drafter = self.drafter
         return drafter is None or (isinstance(drafter, Ahead) and drafter.blind and not self.policy.reads_drafts)
 
-    def _launch(self) -> _Step | None:
+    def _launch(self) -> bool:
+        """Whether there was anything to launch."""
+        if self.paged.kv is None:
+            raise ValueError("the engine sleeps: wake it before it is to generate")
         started = time.perf_counter()
         rows = self.scheduler.schedule()
         drafting = time.perf_counter()
         drafts = self._draft(rows)
         draft_s = time.perf_counter() - drafting
-        if self._flying is not None and not self.scheduler.has_room(rows):
-            return None  # first let it land: it may bring room
+        if self._flying and not self.scheduler.has_room(rows):
+            return False  # first let it land: it may bring room
         rows, preempted = self.scheduler.reserve(rows)
         for sequence in preempted:
             self.runner.leave(sequence)
         if not rows:
-            return None
+            return False
         flight = self.runner.launch(rows, drafts.q)
         deciding = [row for row in rows if row.decides]
         for row in deciding:
             row.sequence.num_flying += row.num_query + len(row.draft)
-        return _Step(flight, rows, deciding, drafts, started, draft_s, len(preempted))
+        self._flying.append(_Step(flight, rows, deciding, drafts, started, draft_s, len(preempted)))
+        return True
 
     def _land(self) -> None:
-        """What flies, if anything does, comes down: tokens are committed, and who is done leaves."""
-        step, self._flying = self._flying, None
-        if step is None:
-            return
-        landed = step.flight.land()
+        """The oldest step that flies comes down: tokens are committed, and who is done leaves. Interrupted while it is
+        waited for, it flies on; if what it brought can't be taken, sequences go on from what is known of them."""
+        landed = self._flying[0].flight.land()
+        step = self._ground()
+        try:
+            self._take(step, landed)
+        except BaseException:
+            while self._flying:
+                self._ground()
+            for sequence in self.scheduler.running:
+                self.runner.leave(sequence)
+            raise
+
+    def _land_all(self) -> None:
+        while self._flying:
+            self._land()
+
+    def _ground(self) -> _Step:
+        step = self._flying.pop(0)
+        for row in step.deciding:
+            row.sequence.num_flying -= row.num_query + len(row.draft)
+        return step
+
+    def _take(self, step: _Step, landed: Landed) -> None:
         rows, deciding, verdict = self._still_running(step, landed.verdict)
         self._check_finite(deciding, verdict)
         num_query = sum(row.num_query + len(row.draft) for row in rows)
@@ -289,8 +316,6 @@ class LocalEngine:
     def _still_running(self, step: _Step, verdict: Verdict) -> tuple[list[Row], list[Row], Verdict]:
         """The step's rows, those of them that decide, and what they emit; without sequences that ended while it
         flew."""
-        for row in step.deciding:
-            row.sequence.num_flying -= row.num_query + len(row.draft)
         keep = [i for i, row in enumerate(step.deciding) if row.sequence.finish_reason is None]
         if len(keep) == len(step.deciding):
             return step.rows, step.deciding, verdict
@@ -449,7 +474,7 @@ class LocalEngine:
         The receipt's checksum is of what the engine now holds, not of what it was sent."""
         if inflight not in ("keep", "recompute"):
             raise ValueError(f"inflight = {inflight!r}: must be 'keep' or 'recompute'")
-        self._land()
+        self._land_all()
         receipt = self.paged.update(weights, version)
         if inflight == "recompute":
             self._send_back()
@@ -471,7 +496,7 @@ class LocalEngine:
         """Another drafter from here on; running requests go on with it. Where it reads other hidden states than the one
         before, they are computed again."""
         self._check_drafting(drafter, policy or self.policy)
-        self._land()
+        self._land_all()
         wanted = drafter.wants_hidden if drafter is not None else ()
         if wanted and wanted != self.paged.taps:
             self._send_back()
@@ -513,7 +538,7 @@ class LocalEngine:
 
     def sleep(self) -> None:
         """Give the KV memory back while training. Only between requests."""
-        self._land()
+        self._land_all()
         if self.scheduler.running or self.scheduler.waiting:
             raise ValueError("sleep: requests are still running; finish or abort them first")
         self.paged.sleep()
@@ -527,5 +552,6 @@ class LocalEngine:
         return traces
 
     def close(self) -> None:
-        for request_id in list(self._handles):
-            self.abort(request_id)
+        for handle in list(self._handles.values()):
+            if not handle.done:
+                self.abort(handle.request.request_id)

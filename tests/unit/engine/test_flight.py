@@ -1,0 +1,199 @@
+"""Steps that fly, on a CPU: a runner that knows tokens before the host does, as one on a GPU does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from support import check_blocks, tiny_decoder
+from torch import Tensor
+
+from paceline.drafters.suffix import SuffixDrafter
+from paceline.engine.accept import RULES, Proposal, Verdict
+from paceline.engine.engine import LocalEngine
+from paceline.engine.runner import EagerRunner, Landed
+from paceline.engine.scheduler import Row
+from paceline.engine.sequence import Sequence
+from paceline.model.paged import PagedDecoder, Span
+from paceline.model.sample import Sampler, SamplingArrays
+from paceline.model.weights import hf_state
+from paceline.speculation.policy import StaticPolicy
+from paceline.types import Completion, Request, SamplingParams
+
+
+@dataclass
+class Late:
+    """Computed when it was launched, told when it lands."""
+
+    landed: Landed
+    may_wait: bool
+    interrupted: bool = False
+
+    def land(self) -> Landed:
+        if self.interrupted:
+            self.interrupted = False
+            raise KeyboardInterrupt
+        return self.landed
+
+
+class FlyingRunner(EagerRunner):
+    """A sequence's tokens up to the last launch, by arrival, whether the host has heard of them or not."""
+
+    def __init__(self, paged: PagedDecoder) -> None:
+        super().__init__(paged, Sampler(), RULES["coupled"])
+        self.known: dict[int, list[int]] = {}
+        self.interrupts: set[int] = set()  # launches whose landing is interrupted once
+        self.num_launched = self.num_blind = 0
+
+    def launch(self, rows: list[Row], q: dict[int, Tensor]) -> Late:  # type: ignore[override]
+        spans = []
+        for row in rows:
+            sequence = row.sequence
+            if sequence.num_flying:
+                assert row.num_query == 1 and row.decides and not len(row.draft)
+                self.num_blind += 1
+                tokens = self.known[sequence.arrival]
+                assert 16 * len(sequence.table.blocks) >= len(tokens), "no memory for a token that flies"
+                spans.append(Span(np.array(tokens[-1:], np.int32), len(tokens) - 1, sequence.table, 1))
+            else:
+                self.known[sequence.arrival] = sequence.tokens.tolist()
+                spans.append(row.span())
+        logits = self.paged.forward(spans)
+        deciding = [row for row in rows if row.decides]
+        verdict = self._judge(deciding, logits) if deciding else Verdict.empty(0, 1)
+        for row, tokens, num in zip(deciding, verdict.tokens, verdict.num_accepted, strict=True):
+            self.known[row.sequence.arrival] += tokens[: num + 1].tolist()
+        may_wait = all(row.num_query == 1 and row.decides for row in rows)
+        self.num_launched += 1
+        return Late(Landed(verdict, 0.0, 0.0), may_wait, self.num_launched in self.interrupts)
+
+    def _judge(self, rows: list[Row], logits: Tensor) -> Verdict:
+        sizes = np.array([1 + len(row.draft) for row in rows])
+        return self.rule(
+            Proposal(
+                logits_PV=logits,
+                drafts=[row.draft for row in rows],
+                q=[None] * len(rows),
+                noise_keys=np.array([row.sequence.request.noise_key for row in rows], np.uint64),
+                lengths=np.array([len(self.known[row.sequence.arrival]) for row in rows], np.int64),
+                params=SamplingArrays.of([row.sequence.request.sampling for row in rows], sizes),
+                starts=np.concatenate([[0], np.cumsum(sizes)]),
+            ),
+            self.sampler,
+        )
+
+    def leave(self, sequence: Sequence) -> None:
+        self.known.pop(sequence.arrival, None)
+
+
+def engine(flies: bool, num_blocks: int = 64, drafts: bool = False) -> LocalEngine:
+    paged = PagedDecoder(tiny_decoder(), num_blocks)
+    return LocalEngine(
+        paged,
+        runner=FlyingRunner(paged) if flies else None,
+        drafter=SuffixDrafter() if drafts else None,
+        policy=StaticPolicy(3 if drafts else 0),
+        max_num_seqs=4,
+    )
+
+
+def requests() -> list[Request]:
+    dice = np.random.default_rng(3)
+    kinds = [{}, {"temperature": 0.0}, {"ignore_eos": True}, {"stop_token_ids": (3, 4, 5)}]
+    return [
+        Request(
+            i,
+            tuple(dice.integers(0, 59, dice.integers(1, 30)).tolist()),
+            SamplingParams(max_tokens=int(dice.integers(1, 30)), **kinds[i % 4]),
+            11 * i,
+            str(i % 3),
+        )
+        for i in range(14)
+    ]
+
+
+def said(completions: list[Completion]) -> list[tuple[list[int], str, float]]:
+    return [(c.token_ids.tolist(), c.finish_reason, round(float(c.logprobs.sum()), 9)) for c in completions]
+
+
+@pytest.mark.parametrize("num_blocks", [64, 9])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_tokens_are_those_of_steps_that_do_not_fly(num_blocks: int, drafts: bool) -> None:
+    plain, flying = engine(False), engine(True, num_blocks, drafts)
+    assert said(flying.generate(requests())) == said(plain.generate(requests()))
+    assert not flying.has_work and flying.paged.pool.num_free == num_blocks
+    check_blocks(flying)
+    assert (flying.runner.num_blind > 50) == (not drafts)
+    assert num_blocks > 9 or sum(t.num_preempted for t in flying.drain_trace()) > 0
+
+
+@pytest.mark.parametrize("call", range(1, 11))
+def test_whatever_progress_raises_nothing_stays_behind(call: int) -> None:
+    running, calls = engine(True), [0]
+
+    def progress(done: int, total: int) -> None:
+        calls[0] += 1
+        if calls[0] == call:
+            raise KeyError("mine")
+
+    sampling = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (5, 9)]
+    wanted = [Request(i, (1, 2 + i), each, i) for i, each in enumerate(sampling)]
+    with pytest.raises(KeyError, match="mine"):
+        running.generate(wanted, progress)
+    assert not running._handles and running.paged.pool.num_free == 64
+    running.step()
+    assert not running.has_work
+
+
+def test_closed_in_mid_flight_all_are_done() -> None:
+    for num_steps in range(1, 12):
+        running = engine(True)
+        handles = [running.submit(request) for request in requests()]
+        for _ in range(num_steps):
+            running.step()
+        running.close()
+        assert all(handle.done for handle in handles) and running.paged.pool.num_free == 64
+
+
+def test_an_interrupt_while_waiting_loses_nothing() -> None:
+    wanted = said(engine(False).generate(requests()))
+    running = engine(True)
+    running.runner.interrupts = {3, 4, 9, 14}
+    handles = [running.submit(request) for request in requests()]
+    num_interrupts = 0
+    while running.has_work:
+        try:
+            running.step()
+        except KeyboardInterrupt:
+            num_interrupts += 1
+    assert num_interrupts == 4 and said([h.completion for h in handles if h.completion is not None]) == wanted
+
+
+def test_after_weights_that_diverged_good_ones_go_on() -> None:
+    running = engine(True)
+    handle = running.submit(Request(0, (1, 2), SamplingParams(max_tokens=12, ignore_eos=True), 0))
+    for _ in range(4):
+        running.step()
+    good = [(name, tensor.clone()) for name, tensor in hf_state(running.paged.decoder)]
+    running.update_weights([(name, tensor * torch.nan) for name, tensor in good], 1, "keep")
+    with pytest.raises(ValueError, match="not finite"):
+        for _ in range(3):
+            running.step()
+    running.update_weights(good, 2, "recompute")
+    while running.has_work:
+        running.step()
+    plain = engine(False).generate([handle.request])
+    assert handle.completion is not None and handle.completion.token_ids.tolist() == plain[0].token_ids.tolist()
+
+
+@pytest.mark.parametrize("flies", [False, True])
+def test_asleep_it_says_so(flies: bool) -> None:
+    running = engine(flies)
+    running.sleep()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="wake it"):
+            running.generate(requests())
+    running.wake()
+    assert said(running.generate(requests())) == said(engine(False).generate(requests()))
