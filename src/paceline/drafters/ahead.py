@@ -8,33 +8,32 @@ not know: a drafted token of -1 means the one that the device has.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 from torch import Tensor
 
+from paceline.drafters.eagle3 import Calibrated
 from paceline.model.eagle3 import Eagle3Head
 from paceline.model.head_files import assign_head, head_state
 from paceline.model.paged import receipt_of
 from paceline.speculation.batch import Commits, DraftBatch, Rows, places_of
-from paceline.speculation.calibration import of_coupled_draws
 from paceline.types import Receipt, Request
 
 
-class Eagle3Ahead:
+class Eagle3Ahead(Calibrated):
     name = "eagle3"
     num_bytes = 0  # keeps nothing of ended requests
     reads_drafts = False
     blind = True
 
     def __init__(self, head: Eagle3Head, version: int = 0) -> None:
+        super().__init__()
         self.head, self.version = head, version
         self.wants_hidden = head.config.taps
-        self.calibration = of_coupled_draws()
         self.num_asked = 0  # tokens that the next step drafts
         self._made: dict[int, int] = {}  # by request: how many tokens are drafted for it
         self._said: dict[int, np.ndarray] = {}  # and how likely each was
-        self._policy_version = -1  # none yet
         self._ids = np.zeros(0, np.int64)  # of the rows drafted for last, …
         self._offered = np.zeros((0, 0), np.float32)  # … and how likely each of their tokens was
 
@@ -99,15 +98,3 @@ class Eagle3Ahead:
         assign_head(self.head, weights)
         self.version = version
         return receipt_of(head_state(self.head), version, started)
-
-    def state(self) -> dict[str, np.ndarray]:
-        return {"calibration": self.calibration.counts.copy(), "policy_version": np.array([self._policy_version])}
-
-    def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        if state.keys() != {"calibration", "policy_version"}:
-            raise ValueError(
-                f"not a state of the eagle3 drafter: it holds {sorted(state) or 'nothing'}; was speculation.method "
-                "changed?"
-            )
-        self.calibration.counts = state["calibration"].copy()
-        self._policy_version = int(state["policy_version"][0])

@@ -43,7 +43,28 @@ class _State:
     table: BlockTable = field(default_factory=BlockTable)
 
 
-class Eagle3Drafter:
+class Calibrated:
+    """What a drafter with a head learns of its drafts, and under which policy it did."""
+
+    def __init__(self) -> None:
+        self.calibration = of_coupled_draws()
+        self._policy_version = -1  # none yet
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Its weights come from where they came from, and its KV is computed again."""
+        return {"calibration": self.calibration.counts.copy(), "policy_version": np.array([self._policy_version])}
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        if state.keys() != {"calibration", "policy_version"}:
+            raise ValueError(
+                f"not a state of the eagle3 drafter: it holds {sorted(state) or 'nothing'}; was speculation.method "
+                "changed?"
+            )
+        self.calibration.counts = state["calibration"].copy()
+        self._policy_version = int(state["policy_version"][0])
+
+
+class Eagle3Drafter(Calibrated):
     """`embed` is the target's embedding, which the head shares."""
 
     name = "eagle3"
@@ -60,15 +81,14 @@ class Eagle3Drafter:
         window: int = WINDOW,
         version: int = 0,
     ) -> None:
+        super().__init__()
         self.head, self.embed, self.sampler, self.coupled, self.version = head, embed, sampler, coupled, version
         self.window = window
         self.wants_hidden = head.config.taps
         self.min_confidence = min_confidence
         self.reads_drafts = min_confidence > 0
-        self.calibration = of_coupled_draws()
         native = head.lm_head.panels is not None
         self.memory = PagedMemory(head.config.layer, num_blocks, head.dtype, head.device, native)
-        self._policy_version = -1  # none yet
         self._states: dict[int, _State] = {}
         self._ids = np.zeros(0, np.int64)  # of the rows drafted for last, …
         self._said = np.zeros((0, 0), np.float32)  # … and q of each of their tokens, until it is known what stood
@@ -208,19 +228,6 @@ class Eagle3Drafter:
         for state in self._states.values():
             self.memory.pool.truncate(state.table, 0)
             state.start = state.num_computed = 0
-
-    def state(self) -> dict[str, np.ndarray]:
-        """Its weights come from where they came from, and its KV is computed again."""
-        return {"calibration": self.calibration.counts.copy(), "policy_version": np.array([self._policy_version])}
-
-    def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        if state.keys() != {"calibration", "policy_version"}:
-            raise ValueError(
-                f"not a state of the eagle3 drafter: it holds {sorted(state) or 'nothing'}; was speculation.method "
-                "changed?"
-            )
-        self.calibration.counts = state["calibration"].copy()
-        self._policy_version = int(state["policy_version"][0])
 
 
 def _pairs(tokens: np.ndarray) -> np.ndarray:

@@ -220,8 +220,8 @@ class LocalEngine:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Completion]:
-        """One forward for all rows; returns what finished. Where the runner flies and nobody drafts, the forward that
-        is launched here lands in the next call, and this one returns what the one before it brought."""
+        """One forward for all rows; returns what finished. Where the runner flies and nobody on the host drafts, the
+        forward that is launched here lands in the next call, and this one returns what the one before it brought."""
         while len(self._flying) > 1:  # where the call before was interrupted
             self._land()
         launched = self._launch()
