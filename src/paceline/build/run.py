@@ -10,14 +10,17 @@ from paceline.build.engine import build_engine, load_decoder
 from paceline.config import ADAPTABLE, Config, dump_config, load_config
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
-    from paceline.engine.engine import LocalEngine
+    from paceline.engine.interface import Engine
     from paceline.rl.adapt import Adapter
+    from paceline.rl.audit import Auditor
     from paceline.rl.collect import Collector
     from paceline.rl.learner import Learner
     from paceline.rl.logs import Sink
     from paceline.rl.loop import Loop, Watcher
+    from paceline.speculation.batch import Drafter
     from paceline.tasks.rewards import Rewarder
     from paceline.tasks.task import Task
 
@@ -42,7 +45,7 @@ def build_rewarder(config: Config) -> Rewarder:
     return Rewarder(config.reward, config.task)
 
 
-def build_collector(config: Config, engine: LocalEngine, rewarder: Rewarder) -> Collector:
+def build_collector(config: Config, engine: Engine, rewarder: Rewarder) -> Collector:
     from paceline.rl.collect import Collector
 
     return Collector(
@@ -78,12 +81,40 @@ def build_adapter(config: Config, learner: Learner) -> Adapter:
     return Adapter(head, learner.decoder, config.draft, config.sampling.temperature)
 
 
-def build_loop(config: Config, watcher: Watcher, *, run: Path | None = None, resume: Path | None = None) -> Loop:
+def build_rollout_engine(config: Config) -> Engine:
+    """What generates a run's rollouts, by engine.kind."""
+    return build_engine(config)
+
+
+def build_auditor(config: Config, engine: Engine) -> Auditor | None:
+    """None for an engine that is not ours: an audit needs rule `coupled`, and one process to be timed in."""
+    from paceline.engine.engine import LocalEngine
+    from paceline.rl.audit import Auditor
+
+    if not isinstance(engine, LocalEngine):
+        return None
+    target = engine.paged.decoder
+
+    def drafter() -> Drafter | None:
+        return build_drafter(config, target, engine.tokenizer, drafting_head(config, engine.drafter))
+
+    return Auditor(engine, drafter)
+
+
+def build_loop(
+    config: Config,
+    watcher: Watcher,
+    *,
+    run: Path | None = None,
+    resume: Path | None = None,
+    engine: Engine | None = None,
+    rewarder: Rewarder | None = None,
+    make_learner: Callable[[Config, Path], Learner] | None = None,
+) -> Loop:
     """A new run in folder `run` (None: a fresh one under runs/), or one to `resume`. What can be wrong with the
-    settings is found before the folder is made."""
+    settings is found before the folder is made. Who has an engine, a rewarder or a learner elsewhere gives it."""
     from paceline.model.store import resolve
     from paceline.rl.algorithms import make_algorithm
-    from paceline.rl.audit import Auditor
     from paceline.rl.checkpoint import Checkpoints
     from paceline.rl.folder import RunFolder
     from paceline.rl.loop import Loop
@@ -100,11 +131,10 @@ def build_loop(config: Config, watcher: Watcher, *, run: Path | None = None, res
     task = build_task(config)
     if config.train.eval_every and not task.held_out:
         raise ValueError("train.eval_every needs held-out problems, but task.held_out = 0; raise it or don't validate")
-    rewarder = build_rewarder(config)
+    rewarder = rewarder or build_rewarder(config)
     directory = resolve(config.model.name)
-    engine = build_engine(config)
-    learner = build_learner(config, directory)
-    target = engine.paged.decoder
+    engine = engine or build_rollout_engine(config)
+    learner = (make_learner or build_learner)(config, directory)
     adapter = build_adapter(config, learner) if config.draft.online != "off" else None
     check_prompts(config, task, engine.tokenizer)
     if resume is None:
@@ -127,9 +157,7 @@ def build_loop(config: Config, watcher: Watcher, *, run: Path | None = None, res
         algorithm=algorithm,
         task=task,
         collector=build_collector(config, engine, rewarder),
-        auditor=Auditor(
-            engine, lambda: build_drafter(config, target, engine.tokenizer, drafting_head(config, engine.drafter))
-        ),
+        auditor=build_auditor(config, engine),
         folder=folder,
         checkpoints=checkpoints,
         sinks=build_sinks(config, folder.path, checkpoint.step if checkpoint is not None else 0),

@@ -7,15 +7,17 @@ and its noise key alone (rule `coupled`), or are exact samples of the same distr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from paceline.engine.accept import RULES, Verdict
+from paceline.engine.interface import Handle, Learned, Weights
 from paceline.engine.runner import EagerRunner, Flight, Landed, Runner
 from paceline.engine.scheduler import Row, Scheduler
 from paceline.engine.sequence import Detokenize, Sequence
@@ -26,34 +28,6 @@ from paceline.speculation.batch import Ahead, Commits, Drafter, Load, Rows
 from paceline.speculation.lengths import LengthModel
 from paceline.speculation.policy import Decision, SpeculationPolicy, StaticPolicy
 from paceline.types import Completion, Receipt, Request, StepTrace
-
-Weights = Iterable[tuple[str, Tensor]]
-
-
-class Handle:
-    """A submitted request; `completion` is there once it is done."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.completion: Completion | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.completion is not None
-
-
-class Engine(Protocol):
-    """What the loop above knows of an engine."""
-
-    def submit(self, request: Request) -> Handle: ...
-    def step(self) -> list[Completion]: ...
-    def abort(self, request_id: int) -> None: ...
-    def sleep(self) -> None: ...
-    def wake(self) -> None: ...
-    def update_weights(self, weights: Weights, version: int, inflight: str = "recompute") -> Receipt: ...
-    def update_drafter(self, weights: Weights, version: int) -> Receipt: ...
-    def drain_trace(self) -> list[StepTrace]: ...
-    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -528,13 +502,35 @@ class LocalEngine:
                         )
                     )
 
-    def learned(self) -> dict[str, dict[str, np.ndarray]]:
-        """What drafter, policy and length model have learned from what was generated: their states."""
+    def learned(self) -> Learned:
         return {
             "drafter": self.drafter.state() if self.drafter is not None else {},
             "policy": self.policy.state(),
             "lengths": self.lengths.state(),
         }
+
+    def teach(self, learned: Learned) -> None:
+        if self.drafter is not None and "drafter" in learned:
+            self.drafter.restore(learned["drafter"])
+        if "policy" in learned:
+            self.policy.restore(learned["policy"])
+        if "lengths" in learned:
+            self.lengths.restore(learned["lengths"])
+
+    def forget(self) -> None:
+        self.paged.pool.forget_all()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.paged.decoder.dtype
+
+    @property
+    def crowds(self) -> bool:
+        """Where its KV takes an eighth of a GPU's memory."""
+        device, kv = self.paged.decoder.device, self.paged.kv
+        if device.type != "cuda" or kv is None:
+            return False
+        return 8 * kv.num_bytes > torch.cuda.get_device_properties(device).total_memory
 
     def sleep(self) -> None:
         """Give the KV memory back while training. Only between requests."""

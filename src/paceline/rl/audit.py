@@ -55,8 +55,7 @@ class Auditor:
             identical &= all(np.array_equal(a.token_ids, b) for a, b in zip(again, emitted, strict=True))
         tail_s = self._tail([request for batch in batches for request in batch])
         self._num_audits += 1
-        self.engine.policy.restore(learned["policy"])
-        self.engine.lengths.restore(learned["lengths"])
+        self.engine.teach({part: learned[part] for part in ("policy", "lengths")})
         self.engine.drain_trace()
         return {
             "plain_s": seconds[False],
@@ -90,12 +89,11 @@ class Auditor:
         drafter = None
         if drafting and (drafter := self.make_drafter()) is not None:
             drafter.restore(self._known["drafter"])
-        engine.policy.restore(self._known["policy"])
-        engine.lengths.restore(self._known["lengths"])
+        engine.teach({part: self._known[part] for part in ("policy", "lengths")})
         max_num_seqs = engine.scheduler.max_num_seqs
         engine.set_drafter(drafter)
         engine.scheduler.max_num_seqs = rows or max_num_seqs
-        engine.paged.pool.forget_all()
+        engine.forget()
         completions: list[Completion] = []
         try:
             started = time.perf_counter()

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from paceline.engine.engine import Engine
+from paceline.engine.interface import Engine
 from paceline.rl.episode import Episode
 from paceline.rl.stopwatch import Stopwatch
 from paceline.tasks.prompt import continuation, encode

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import Config
-from paceline.engine.engine import LocalEngine
+from paceline.engine.interface import Engine, Learned
 from paceline.model.text import pieces
 from paceline.model.weights import checksum
 from paceline.rl import figures
@@ -53,12 +53,12 @@ class Loop:
         self,
         config: Config,
         *,
-        engine: LocalEngine,
+        engine: Engine,
         learner: Learner,
         algorithm: Algorithm,
         task: Task,
         collector: Collector,
-        auditor: Auditor,
+        auditor: Auditor | None,
         folder: RunFolder,
         checkpoints: Checkpoints,
         sinks: Sequence[Sink],
@@ -90,7 +90,7 @@ class Loop:
         self.step = 0  # the next one
         self._ready: list[Batch] = []  # from a checkpoint
         self._last: Batch | None = None
-        self._learned_before: dict[str, dict[str, np.ndarray]] | None = None  # by the engine, before the step under way
+        self._learned_before: Learned | None = None  # by the engine, before the step under way
         self._saved = -1
         self._base = checksum(learner.weights())  # of what the run began with
         self._whole = True  # whether the learner is between two steps
@@ -117,14 +117,11 @@ class Loop:
 
     @property
     def sleeps(self) -> bool:
-        """Whether the engine gives the KV's memory back while the learner trains: if asked to, or on a GPU where it
-        takes an eighth of all there is. What was captured of its steps must be captured again afterwards."""
+        """Whether the engine gives the KV's memory back while the learner trains: if asked to, or where the
+        engine says so. What was captured of its steps must be captured again afterwards."""
         if self.overlaps or self.config.engine.sleep is not None:
             return bool(self.config.engine.sleep) and not self.overlaps
-        device, kv = self.engine.paged.decoder.device, self.engine.paged.kv
-        if device.type != "cuda" or kv is None:
-            return False
-        return 8 * kv.num_bytes > torch.cuda.get_device_properties(device).total_memory
+        return self.engine.crowds
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
@@ -155,7 +152,7 @@ class Loop:
         if not self.overlaps:  # a step that is given up is no history
             self._learned_before = self.engine.learned()
         audit_every = self.config.speculation.audit_every
-        audited = audit_every > 0 and (step + 1) % audit_every == 0
+        audited = self.auditor is not None and audit_every > 0 and (step + 1) % audit_every == 0
         batch = self.producer.next(step)
         waited_s = time.perf_counter() - started
         watch = Stopwatch()
@@ -190,7 +187,7 @@ class Loop:
 
     def _audit(self, batch: Batch, metrics: dict[str, Any]) -> None:
         self.watcher.progress("audit", 0, 1)
-        assert self._learned_before is not None, "audits are for runs that do not overlap"
+        assert self.auditor is not None and self._learned_before is not None, "audits are for runs that do not overlap"
         audit = self.auditor.audit(batch.rounds, self._learned_before)
         if audit is not None:
             metrics["audit"] = audit
@@ -286,7 +283,7 @@ class Loop:
             )
             self.engine.drain_trace()
             # A resumed run comes here without the prompts that validation left in memory: nor may this one know them.
-            self.engine.paged.pool.forget_all()
+            self.engine.forget()
         if result["failures"]:
             self.watcher.note(
                 f"validation: {result['failures']} samples could not be scored; the first: {result['first_failure']}"
@@ -306,7 +303,7 @@ class Loop:
         self, version: int, weights: Callable[[], Iterable[tuple[str, Tensor]]], head: Published | None = None
     ) -> Published:
         """In the engine's precision."""
-        dtype = self.engine.paged.decoder.dtype
+        dtype = self.engine.dtype
 
         def cast() -> Iterator[tuple[str, Tensor]]:
             return ((name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in weights())
@@ -370,8 +367,9 @@ class Loop:
                 "surplus": surplus_labels,
                 "head": self.adapter.labels() if self.adapter is not None else None,
                 "alarms": self.alarms.state(),
+                "learned": list(learned),
                 "method": self.config.speculation.method,
-                "policy": self.engine.policy.name,
+                "policy": self.config.speculation.policy,
                 "best": self.best,
                 "first_eval": self.first_eval,
                 "last_eval": self.last_eval,
@@ -397,11 +395,11 @@ class Loop:
         method = self.config.speculation.method
         if state["method"] != method:
             self.watcher.note(f'speculation.method = "{method}": the new drafter begins without what the old one knew')
-        elif self.engine.drafter is not None:
-            self.engine.drafter.restore(_arrays(checkpoint.tensors("drafter")))
-        if state["policy"] == self.engine.policy.name and state["method"] == method:
-            self.engine.policy.restore(_arrays(checkpoint.tensors("policy")))
-        self.engine.lengths.restore(_arrays(checkpoint.tensors("lengths")))
+        useless = {"drafter", "policy"} if state["method"] != method else set()
+        if state["policy"] != self.config.speculation.policy:
+            useless.add("policy")
+        parts = [part for part in state["learned"] if part not in useless]
+        self.engine.teach({part: _arrays(checkpoint.tensors(part)) for part in parts})
         groups = unpack_groups(checkpoint.tensors("buffer"), state["buffer"]["labels"])
         batches = []
         for step, count, position in state["buffer"]["batches"]:
@@ -458,7 +456,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 @contextmanager
-def asleep(engine: LocalEngine) -> Iterator[None]:
+def asleep(engine: Engine) -> Iterator[None]:
     """The KV's memory is the learner's meanwhile. Where training fails the run ends, and nobody is woken."""
     engine.sleep()
     yield
