@@ -72,9 +72,8 @@ def naive_table(
         draws = sampler.draw(logits, keys, positions, params)
         for i, sequence in enumerate(live):
             own = slice(i, i + 1)
-            sequence.commit(
-                draws.tokens[own].tolist(), draws.logprobs[own], draws.raw_logprobs[own], 0, 0, 0, None, decode
-            )
+            start, count = sequence.num_tokens, sequence.take(draws.tokens[own].tolist(), decode)
+            sequence.book(start, count, draws.logprobs[own], draws.raw_logprobs[own], 0, 0, 0, None)
     return [sequence.tokens[sequence.num_prompt :].tolist() for sequence in sequences]
 
 

@@ -30,6 +30,16 @@ from paceline.speculation.policy import Decision, SpeculationPolicy, StaticPolic
 from paceline.types import Completion, Receipt, Request, StepTrace
 
 
+class _Roster:
+    """Sequences that decide tokens together, and what is the same of them at every step."""
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.sequences = sequences
+        self.request_ids = np.array([s.request.request_id for s in sequences], np.int64)
+        self.noise_keys = np.array([s.request.noise_key for s in sequences], np.uint64)
+        self.sampling = [s.request.sampling for s in sequences]
+
+
 @dataclass(slots=True)
 class _Drafts:
     """What drafting came to: the policy's decision, and the drafts' distributions by request where there are any."""
@@ -51,6 +61,19 @@ class _Step:
     started: float
     draft_s: float
     num_preempted: int
+
+
+@dataclass(slots=True)
+class _Landed:
+    """A step whose tokens are known, and not yet what else there is to know of them."""
+
+    rows: list[Row]
+    deciding: list[Row]
+    verdict: Verdict
+    counts: list[int]  # of the deciding rows: tokens that were taken, …
+    starts: list[int]  # … and their position
+    before: list[int]  # of all rows: tokens that were in memory
+    finished: list[Sequence]
 
 
 class LocalEngine:
@@ -82,6 +105,7 @@ class LocalEngine:
         self.runner = runner or EagerRunner(paged, self.sampler, RULES[rule])
         self.runner.equip(drafter)
         self.drafter, self.policy = drafter, policy or StaticPolicy(0)
+        self._ahead = drafter if isinstance(drafter, Ahead) else None
         self.lengths = lengths or LengthModel()
         self._check_drafting(drafter, self.policy)
         paged.tap(drafter.wants_hidden if drafter is not None else ())
@@ -93,6 +117,7 @@ class LocalEngine:
         self._handles: dict[int, Handle] = {}
         self._traces: list[StepTrace] = []
         self._num_steps = self._num_submitted = 0
+        self._roster = _Roster([])  # of the last step
         self._flying: list[_Step] = []  # the oldest first
         self._finished: list[Completion] = []  # and not returned by `step` yet
         self._landed_at = 0.0
@@ -194,12 +219,20 @@ class LocalEngine:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Completion]:
-        """One forward for all rows; returns what finished. Where the runner flies and nobody on the host drafts, the
-        forward that is launched here lands in the next call, and this one returns what the one before it brought."""
+        """One forward for all rows; returns what finished. Where the runner flies, the forward that is launched here
+        lands in the next call: after that one's launch where nobody on the host need know its tokens before; else its
+        tokens are taken, the next one is launched, and all else that is to be done about them is done meanwhile."""
         while len(self._flying) > 1:  # where the call before was interrupted
             self._land()
-        launched = self._launch()
-        keep = 1 if launched and self._overlaps and self._flying[-1].flight.may_wait else 0
+        if self._flying and not self._overlaps:
+            landed = self._learn()
+            try:
+                launched = self._launch()
+            finally:
+                self._book(landed)
+        else:
+            launched = self._launch()
+        keep = 1 if launched and self._flying[-1].flight.may_wait else 0
         while len(self._flying) > keep:
             self._land()
         finished, self._finished = self._finished, []
@@ -208,8 +241,8 @@ class LocalEngine:
     @property
     def _overlaps(self) -> bool:
         """Whether a step can be launched before it is known what the one before it brought."""
-        drafter = self.drafter
-        return drafter is None or (isinstance(drafter, Ahead) and drafter.blind and not self.policy.reads_drafts)
+        blind = self._ahead is not None and self._ahead.blind and not self.policy.reads_drafts
+        return self.drafter is None or blind
 
     def _launch(self) -> bool:
         """Whether there was anything to launch."""
@@ -235,12 +268,16 @@ class LocalEngine:
         return True
 
     def _land(self) -> None:
-        """The oldest step that flies comes down: tokens are committed, and who is done leaves. Interrupted while it is
-        waited for, it flies on; if what it brought can't be taken, sequences go on from what is known of them."""
+        """The oldest step that flies comes down: tokens are taken, and who is done leaves."""
+        self._book(self._learn())
+
+    def _learn(self) -> _Landed:
+        """What the oldest step that flies has emitted. Interrupted while it is waited for, it flies on; if what it
+        brought can't be taken, sequences go on from what is known of them."""
         landed = self._flying[0].flight.land()
         step = self._ground()
         try:
-            self._take(step, landed)
+            return self._take(step, landed)
         except BaseException:
             while self._flying:
                 self._ground()
@@ -258,12 +295,27 @@ class LocalEngine:
             row.sequence.num_flying -= row.num_query + len(row.draft)
         return step
 
-    def _take(self, step: _Step, landed: Landed) -> None:
+    def _take(self, step: _Step, landed: Landed) -> _Landed:
         rows, deciding, verdict = self._still_running(step, landed.verdict)
         self._check_finite(deciding, verdict)
-        num_query = sum(row.num_query + len(row.draft) for row in rows)
-        num_context = sum(row.sequence.num_computed + row.num_query + len(row.draft) for row in rows)
-        finished, commits = self._commit(rows, deciding, verdict)
+        before = [row.sequence.num_computed for row in rows]
+        num_query = sum([row.num_query + len(row.draft) for row in rows])
+        num_context = sum(before) + num_query
+        starts, counts = [row.sequence.num_tokens for row in deciding], []
+        for row, tokens, num in zip(deciding, verdict.tokens.tolist(), verdict.num_accepted.tolist(), strict=True):
+            counts.append(row.sequence.take(tokens[: num + 1], self.detokenize))
+        for row in rows:  # what was computed for tokens that stand; a deciding row's last token is new
+            sequence = row.sequence
+            reached = sequence.num_computed + row.num_query + len(row.draft)
+            sequence.num_computed = min(reached, sequence.num_tokens - 1)
+        num = np.array(counts, np.int32)
+        commits = Commits(
+            request_ids=self._roster_of([row.sequence for row in deciding]).request_ids,
+            tokens=verdict.tokens,
+            num=num,
+            num_drafted=np.array([len(row.draft) for row in deciding], np.int32),
+            num_accepted=np.minimum(num, verdict.num_accepted),
+        )
         draft_s = step.draft_s
         if self.drafter is not None and deciding:
             observing = time.perf_counter()
@@ -282,10 +334,27 @@ class LocalEngine:
             forward_s=landed.forward_s,
             sample_s=landed.sample_s,
         )
-        for sequence in finished:
-            self.scheduler.finish(sequence)
-            self._finished.append(self._complete(sequence))
+        finished = []
+        for i, row in enumerate(rows):
+            if row.sequence.finish_reason is not None:
+                self.scheduler.settle(row.sequence, before[i])
+                self.scheduler.finish(row.sequence)
+                finished.append(row.sequence)
         self._landed_at = time.perf_counter()
+        return _Landed(rows, deciding, verdict, counts, starts, before, finished)
+
+    def _book(self, landed: _Landed) -> None:
+        verdict, num_accepted = landed.verdict, landed.verdict.num_accepted.tolist()
+        for i, row in enumerate(landed.deciding):
+            row.sequence.book(
+                landed.starts[i], landed.counts[i], verdict.logprobs[i], verdict.raw_logprobs[i], num_accepted[i],
+                len(row.draft), self.version, row.drafter,
+            )  # fmt: skip
+        for row, before in zip(landed.rows, landed.before, strict=True):
+            if row.sequence.finish_reason is None:
+                self.scheduler.settle(row.sequence, before)
+        for sequence in landed.finished:
+            self._finished.append(self._complete(sequence))
 
     def _still_running(self, step: _Step, verdict: Verdict) -> tuple[list[Row], list[Row], Verdict]:
         """The step's rows, those of them that decide, and what they emit; without sequences that ended while it
@@ -305,50 +374,54 @@ class LocalEngine:
         deciding = [row for row in rows if row.decides]
         if not deciding:
             return _Drafts()
+        sequences = [row.sequence for row in deciding]
+        roster, num_query = self._roster_of(sequences), sum([row.num_query for row in rows])
         view = Rows(
-            request_ids=np.array([r.sequence.request.request_id for r in deciding], np.int64),
-            tokens=[r.sequence.tokens for r in deciding],
-            noise_keys=np.array([r.sequence.request.noise_key for r in deciding], np.uint64),
-            sampling=[r.sequence.request.sampling for r in deciding],
+            request_ids=roster.request_ids,
+            tokens=[s.tokens for s in sequences],
+            noise_keys=roster.noise_keys,
+            sampling=roster.sampling,
             version=self.version,
-            load=Load(
-                len(rows),
-                sum(r.num_query for r in rows),
-                sum(r.sequence.num_computed + r.num_query for r in rows),
-            ),
-            num_computed=np.array([r.sequence.num_computed for r in deciding], np.int64),
+            load=Load(len(rows), num_query, num_query + sum([row.sequence.num_computed for row in rows])),
+            num_computed=np.array([s.num_computed for s in sequences], np.int64),
             features=lambda spans: self.paged.features(
-                [(deciding[row].sequence.table, start, end) for row, start, end in spans]
+                [(sequences[row].table, start, end) for row, start, end in spans]
             ),
         )
         if self.policy.reads_lengths:
             view.expected_left = self.lengths.expected_left(
-                view.request_ids, np.array([r.sequence.num_tokens - r.sequence.num_prompt for r in deciding])
+                view.request_ids, np.array([s.num_tokens - s.num_prompt for s in sequences])
             )
         caps = self.policy.plan(view)
-        if isinstance(self.drafter, Ahead):
-            self.drafter.ask(view, caps)
+        if self._ahead is not None:
+            self._ahead.ask(view, caps)
             self.scheduler.lookahead = int(caps.max(initial=0))
         if not caps.any():
             return _Drafts(self.policy.decision)
-        left = np.array([r.sequence.num_left - 1 - r.sequence.num_flying for r in deciding], np.int32)
-        caps = np.minimum(caps, left)
-        budget = self.scheduler.max_num_batched_tokens - sum(r.num_query for r in rows)
-        caps = np.minimum(caps, np.maximum(0, budget - (np.cumsum(caps) - caps))).astype(np.int32)
-        found = _Drafts(self.policy.decision, num_planned=int(caps.sum()))
+        caps = np.minimum(caps, np.array([s.limit - s.num_tokens - 1 - s.num_flying for s in sequences], np.int32))
+        num_planned, budget = int(caps.sum()), self.scheduler.max_num_batched_tokens - num_query
+        if num_planned > budget:
+            caps = np.minimum(caps, np.maximum(0, budget - (np.cumsum(caps) - caps))).astype(np.int32)
+            num_planned = int(caps.sum())
+        found = _Drafts(self.policy.decision, num_planned=num_planned)
         if not found.num_planned:
             return found
         drafts = self.drafter.propose(view, caps)
         assert (drafts.num <= caps).all()
-        lengths = self.policy.select(drafts)
+        lengths = self.policy.select(drafts).tolist()
         found.decision, found.num_proposed = self.policy.decision, int(drafts.num.sum())
         for i, row in enumerate(deciding):
-            if lengths[i]:
-                row.draft = drafts.tokens[i, : lengths[i]]
+            if num := lengths[i]:
+                row.draft = drafts.tokens[i, :num]
                 row.drafter = self.drafter.name if drafts.sources is None else drafts.names[drafts.sources[i]]
                 if drafts.q is not None:
-                    found.q[row.sequence.request.request_id] = drafts.q[i, : lengths[i]]
+                    found.q[row.sequence.request.request_id] = drafts.q[i, :num]
         return found
+
+    def _roster_of(self, sequences: list[Sequence]) -> _Roster:
+        if sequences != self._roster.sequences:
+            self._roster = _Roster(sequences)
+        return self._roster
 
     def _check_finite(self, rows: list[Row], verdict: Verdict) -> None:
         if np.isfinite(verdict.raw_logprobs).all():
@@ -362,36 +435,6 @@ class LocalEngine:
                 f"finite: the weights of version {self.version} have diverged"
             )
 
-    def _commit(self, rows: list[Row], deciding: list[Row], verdict: Verdict) -> tuple[list[Sequence], Commits]:
-        counts, finished = [], []
-        tokens, num_accepted = verdict.tokens.tolist(), verdict.num_accepted.tolist()
-        for i, row in enumerate(deciding):
-            sequence = row.sequence
-            num = num_accepted[i]
-            emitted = slice(num + 1)
-            counts.append(
-                sequence.commit(
-                    tokens[i][emitted], verdict.logprobs[i, emitted], verdict.raw_logprobs[i, emitted], num,
-                    len(row.draft), self.version, row.drafter, self.detokenize,
-                )
-            )  # fmt: skip
-            if sequence.finish_reason is not None:
-                finished.append(sequence)
-        num = np.array(counts, np.int32)
-        commits = Commits(
-            request_ids=np.array([row.sequence.request.request_id for row in deciding], np.int64),
-            tokens=verdict.tokens,
-            num=num,
-            num_drafted=np.array([len(row.draft) for row in deciding], np.int32),
-            num_accepted=np.minimum(num, verdict.num_accepted),
-        )
-        for row in rows:  # what was computed for tokens that stand; a deciding row's last token is new
-            sequence = row.sequence
-            self.scheduler.settle(
-                row, min(sequence.num_computed + row.num_query + len(row.draft), sequence.num_tokens - 1)
-            )
-        return finished, commits
-
     def _complete(self, sequence: Sequence) -> Completion:
         self.runner.leave(sequence)
         completion = sequence.completion()
@@ -404,22 +447,23 @@ class LocalEngine:
         return completion
 
     def _trace(self, started: float, deciding: list[Row], commits: Commits, drafts: _Drafts, **figures: Any) -> None:
-        depth = int(commits.num_drafted.max(initial=0))
+        num_drafted, num_accepted = commits.num_drafted.tolist(), commits.num_accepted.tolist()
+        positions = np.arange(max(num_drafted, default=0))[:, None]
         sources: dict[str, list[int]] = {}
-        for i, row in enumerate(deciding):
-            if len(row.draft):
+        for row, num, stood in zip(deciding, num_drafted, num_accepted, strict=True):
+            if num:
                 counts = sources.setdefault(row.drafter or "", [0, 0])
-                counts[0] += len(row.draft)
-                counts[1] += int(commits.num_accepted[i])
+                counts[0] += num
+                counts[1] += stood
         trace = StepTrace(
             step=self._num_steps,
             start_s=started,
             num_emitted=int(commits.num.sum()),
-            num_drafts=int((commits.num_drafted > 0).sum()),
-            num_draft_tokens=int(commits.num_drafted.sum()),
-            num_accepted_tokens=int(commits.num_accepted.sum()),
-            accepted_per_position=tuple(int((commits.num_accepted > j).sum()) for j in range(depth)),
-            drafted_per_position=tuple(int((commits.num_drafted > j).sum()) for j in range(depth)),
+            num_drafts=len(num_drafted) - num_drafted.count(0),
+            num_draft_tokens=sum(num_drafted),
+            num_accepted_tokens=sum(num_accepted),
+            accepted_per_position=tuple((commits.num_accepted > positions).sum(1).tolist()),
+            drafted_per_position=tuple((commits.num_drafted > positions).sum(1).tolist()),
             num_free_blocks=self.paged.pool.num_free,
             total_s=time.perf_counter() - started,
             version=self.version,
@@ -484,6 +528,7 @@ class LocalEngine:
                 self.policy.end(sequence.request.request_id)
                 policy.begin(sequence.request)
         self.drafter, self.policy = drafter, policy or self.policy
+        self._ahead = drafter if isinstance(drafter, Ahead) else None
         self.runner.equip(drafter)
         self.scheduler.lookahead = 0
         if drafter is not None:

@@ -32,6 +32,7 @@ def generate(
             draws = sampler.draw(
                 decoder.logits(hidden[-1:]), key, np.array([length]), SamplingArrays.of([request.sampling])
             )
-            sequence.commit(draws.tokens.tolist(), draws.logprobs, draws.raw_logprobs, 0, 0, 0, None, detokenize)
+            start, count = sequence.num_tokens, sequence.take(draws.tokens.tolist(), detokenize)
+            sequence.book(start, count, draws.logprobs, draws.raw_logprobs, 0, 0, 0, None)
         completions.append(sequence.completion())
     return completions

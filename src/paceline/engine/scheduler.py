@@ -147,10 +147,11 @@ class Scheduler:
         preempted: list[Sequence] = []
         for row in rows:
             sequence = row.sequence
-            if sequence in preempted:
+            if preempted and sequence in preempted:
                 continue
             need = self._reach(row)
-            if self.pool.reserve(sequence.table, need + len(row.draft)):
+            has_it = need + len(row.draft) <= BLOCK * len(sequence.table.blocks)
+            if has_it or self.pool.reserve(sequence.table, need + len(row.draft)):
                 kept.append(row)
                 continue
             row.draft = NO_DRAFT
@@ -179,11 +180,10 @@ class Scheduler:
         self.pool.truncate(sequence.table, 0)
         sequence.num_computed = 0
 
-    def settle(self, row: Row, num_computed: int) -> None:
-        """After a step: the row's sequence has num_computed final tokens in memory; the rest of its blocks go back, but
-        for what the steps on their way write."""
-        sequence = row.sequence
-        before, sequence.num_computed = sequence.num_computed, num_computed
+    def settle(self, sequence: Sequence, before: int) -> None:
+        """After a step, which began with `before` tokens in memory: blocks beyond what is final there go back, but for
+        what the steps on their way write."""
+        num_computed = sequence.num_computed
         flying = sequence.num_flying + self.lookahead if sequence.num_flying else 0
         self.pool.truncate(sequence.table, num_computed + flying)
         if self.prefix_sharing:

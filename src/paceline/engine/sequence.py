@@ -62,23 +62,31 @@ class Sequence:
         """Tokens it may still emit."""
         return self.limit - self.num_tokens
 
-    def commit(
+    def take(self, tokens: list[int], detokenize: Detokenize | None) -> int:
+        """Append what a verification emitted, up to and including the first stop; returns how many were taken. What
+        else is to be known of them is told to `book`, which can wait."""
+        count = self._up_to_stop(tokens[: self.limit - self.num_tokens], detokenize)
+        self._tokens[self.num_tokens : self.num_tokens + count] = tokens[:count]
+        self.num_tokens += count
+        if self.finish_reason is None and self.num_tokens == self.limit:
+            self.finish_reason = "length"
+        return count
+
+    def book(
         self,
-        tokens: list[int],
+        start: int,
+        count: int,
         logprobs: np.ndarray,
         raw_logprobs: np.ndarray,
         num_accepted: int,
         num_drafted: int,
         version: int,
         drafter: str | None,
-        detokenize: Detokenize | None,
-    ) -> int:
-        """Append what a verification emitted, up to and including the first stop; returns how many were taken. The
-        first num_accepted tokens had been drafted, out of num_drafted; the one after them is the target's own."""
-        count = self._up_to_stop(tokens[: self.num_left], detokenize)
-        at = self.num_tokens - self.num_prompt
+    ) -> None:
+        """Of the `count` tokens from position `start` on: the first num_accepted had been drafted, out of num_drafted;
+        the one after them is the target's own."""
+        at = start - self.num_prompt
         new = slice(at, at + count)
-        self._tokens[self.num_tokens : self.num_tokens + count] = tokens[:count]
         self._logprobs[new], self._raw_logprobs[new] = logprobs[:count], raw_logprobs[:count]
         self._versions[new] = version
         self._provenance[new] = Provenance.ACCEPTED
@@ -91,18 +99,16 @@ class Sequence:
                 self._provenance[own] = Provenance.CORRECTED
             else:
                 self._provenance[own], self._sources[own] = Provenance.BONUS, NOBODY
-        self.num_tokens += count
         if num_drafted:
             self.num_drafts += 1
             self.num_draft_tokens += num_drafted
             self.num_accepted_tokens += min(count, num_accepted)
-        if self.finish_reason is None and self.num_left == 0:
-            self.finish_reason = "length"
-        return count
 
     def _up_to_stop(self, tokens: list[int], detokenize: Detokenize | None) -> int:
         """How many of these tokens come up to the first stop, which is noted; all of them if there is none."""
         stops = self.request.sampling.stop
+        if not stops and self._stop_ids.isdisjoint(tokens):
+            return len(tokens)
         emitted = self._tokens[self.num_prompt : self.num_tokens].tolist() if stops else []
         # Every token is checked as it comes, so a new match must end in the newest token: a tail that holds the
         # longest stop is enough, and a token is at least one byte.

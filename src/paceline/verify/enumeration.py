@@ -88,8 +88,7 @@ def brute_force(target: TableDecoder, request: Request) -> Distribution:
     def walk(emitted: tuple[int, ...], chance: float) -> None:
         sequence = Sequence(request, 0, target.config.max_positions, target.config.eos_token_ids)
         for token in emitted:
-            unknown = np.zeros(1)
-            sequence.commit([token], unknown, unknown, 0, 0, 0, None, None)
+            sequence.take([token], None)
         if sequence.finish_reason is not None:
             found[emitted] = chance
             return

@@ -106,8 +106,7 @@ def test_a_stop_string_of_many_tokens_per_character_is_seen() -> None:
     stop = "𓀀" * 10
     sequence = Sequence(Request(0, (1,), SamplingParams(max_tokens=99, stop=(stop,))), 0, 200, ())
     tokens = np.array(list(("so: " + stop + " and on").encode()), np.int32)
-    unknown = np.zeros(len(tokens))
-    taken = sequence.commit(tokens, unknown, unknown, 0, 0, 0, None, ByteTokenizer().decode)
+    taken = sequence.take(tokens.tolist(), ByteTokenizer().decode)
     assert taken == len(("so: " + stop).encode())
     assert sequence.stop_reason == stop
 
