@@ -21,7 +21,7 @@ from paceline.replay import prefixes
 from paceline.replay.engine import Replay, _Step
 from paceline.replay.rounds import Record, Round, Rounds
 from paceline.speculation.batch import Commits, Load
-from paceline.speculation.policy import StaticPolicy
+from paceline.speculation.policy import Decision, StaticPolicy
 from paceline.types import Completion, Request, SamplingParams, StepTrace
 from paceline.verify.cases import policy_of
 
@@ -103,7 +103,7 @@ class Watched(StaticPolicy):
         super().__init__(*args)
         self.counts: dict[int, np.ndarray] = {}
 
-    def observe(self, commits: Commits, trace: StepTrace) -> None:
+    def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
         columns = np.stack([commits.num_drafted > 0, commits.num_drafted, commits.num_accepted], 1)
         for request_id, counted in zip(commits.request_ids.tolist(), columns, strict=True):
             self.counts[request_id] = self.counts.get(request_id, 0) + counted

@@ -16,6 +16,7 @@ from paceline.model.kv import BLOCK, BatchPlan, PagedKV
 from paceline.model.ops import TorchOps
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler, SamplingArrays, Stream, philox_words
+from paceline.speculation.batch import DraftBatch
 from paceline.speculation.policy import StaticPolicy
 from paceline.types import Completion, Request, SamplingParams
 from paceline.verify.drafters import AdversarialDrafter
@@ -133,6 +134,45 @@ def test_draws_are_the_plain_samplers(vocab: int, dtype: torch.dtype) -> None:
     assert (found.tokens.cpu().numpy() == wanted.tokens).all()
     assert abs(found.logprobs.cpu().numpy() - wanted.logprobs).max() < 1e-5  # z in float32
     assert abs(found.raw_logprobs.cpu().numpy() - wanted.raw_logprobs).max() < 1e-6
+
+
+@pytest.mark.parametrize("vocab", [61, 9000])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ties", [False, True])
+def test_cuts_are_the_plain_samplers(vocab: int, dtype: torch.dtype, ties: bool) -> None:
+    """What stays, and what is drawn of it, where many logits are alike too."""
+    from paceline.model.cuda.cut import cut
+    from paceline.model.cuda.sample import draw
+    from paceline.model.cuda.slots import Slots
+
+    dice = np.random.default_rng(vocab)
+    kinds = [
+        (1.0, 0, 1.0, 0.0), (1.0, 5, 1.0, 0.0), (0.7, 0, 0.9, 0.0), (1.3, 0, 1.0, 0.05), (0.6, 20, 0.8, 0.02),
+        (0.0, 3, 0.5, 0.1), (1.0, 1, 1.0, 0.0), (2.0, vocab, 0.999, 0.0), (1.0, 0, 1e-6, 0.0), (1.0, 7, 0.4, 0.0),
+    ]  # fmt: skip
+    num = len(kinds)
+    params = SamplingArrays.of([SamplingParams(*kind) for kind in kinds])
+    logits = 2 * torch.randn(num, vocab, generator=torch.Generator(CUDA).manual_seed(0), device=CUDA)
+    if ties:
+        logits = logits.round()
+    logits[:, ::9] = -torch.inf
+    logits = logits.to(dtype)
+    slots = Slots(num, 1, CUDA)
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        getattr(slots, name).copy_(torch.as_tensor(getattr(params, name)))
+    found = cut(logits, torch.arange(num, dtype=torch.int32, device=CUDA), slots)
+    limit, at = found.logit[:, None], torch.arange(vocab, device=CUDA)
+    wide = logits.float()
+    stays = ((wide > limit) | ((wide == limit) & (at <= found.place[:, None]))) & (wide > -torch.inf)
+    drawn_from = Sampler().distribution(logits, params) > 0
+    greedy = torch.as_tensor(params.temperature == 0, device=CUDA)
+    assert torch.equal(stays[~greedy], drawn_from[~greedy])
+    keys, places = dice.integers(0, 2**64, num, np.uint64), dice.integers(0, 2**40, num)
+    arrays = (torch.as_tensor(x, device=CUDA) for x in (keys.view(np.int64), places, params.temperature))
+    mine, theirs = draw(logits, *arrays, 0, cut=found), Sampler().draw(logits, keys, places, params, 0)
+    assert (mine.tokens.cpu().numpy() == theirs.tokens).all()
+    assert abs(mine.logprobs.cpu().numpy() - theirs.logprobs).max() < 1e-5  # z in float32
+    assert abs(mine.raw_logprobs.cpu().numpy() - theirs.raw_logprobs).max() < 1e-6
 
 
 def engine(kind: str, dtype: torch.dtype, drafter: str = "none", num_blocks: int = 256, **options: int) -> LocalEngine:
@@ -258,6 +298,53 @@ def test_a_head_on_the_device_drafts_what_one_on_the_host_drafts(k: int) -> None
         ]
         assert sum(c.num_drafts for c in found) > 100 and abs(lengths[0] - lengths[1]) < 0.05, lengths
         assert not running.has_work and running.paged.pool.num_free == 256
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 24])
+def test_an_auction_keeps_what_is_worth_most(num_rows: int) -> None:
+    from paceline.model.cuda.slots import MAX_DRAFT, ORDER, Slots
+
+    dice = np.random.default_rng(num_rows)
+    slots = Slots(32, 1, CUDA)
+    worth = np.cumprod(dice.choice([0.9, 0.5, 1.0, 1e-20], (32, MAX_DRAFT)), 1).astype(np.float32)  # with many equals
+    slots.worth.copy_(torch.from_numpy(worth))
+    for wanted in (0, 1, num_rows, 3 * num_rows, 10**4):
+        orders = np.full((num_rows + 2, ORDER), -1, np.int32)  # two rows of padding
+        orders[:num_rows, 0] = dice.permutation(32)[:num_rows]
+        orders[:num_rows, 1] = num = dice.integers(0, MAX_DRAFT + 1, num_rows)
+        on_device = torch.from_numpy(orders).to(CUDA)
+        slots.auction(on_device, torch.tensor([wanted], dtype=torch.int32, device=CUDA))
+        bids = [(-float(worth[orders[r, 0], j]), r, j) for r in range(num_rows) for j in range(num[r])]
+        kept = np.bincount([r for _, r, _ in sorted(bids)[:wanted]], minlength=num_rows)
+        assert on_device[:num_rows, 1].tolist() == kept.tolist()
+        assert (on_device.cpu().numpy()[:, 2:] == orders[:, 2:]).all()
+
+
+@pytest.mark.parametrize("kind", ["eager", "graph"])
+def test_a_device_that_chooses_what_it_verifies_changes_no_token(kind: str) -> None:
+    """Half of what is drafted, while the host does not wait."""
+
+    class Half(StaticPolicy):
+        reads_drafts = takes_best = True
+
+        def select(self, drafts: DraftBatch) -> np.ndarray:
+            assert len(drafts.num) < 2 or drafts.confidence.shape[1] == drafts.num.max()
+            return drafts.num // 2
+
+    some = requests()[:6]
+    wanted = engine("plain", torch.float32).generate(some)
+    running = eagle3_engine(kind, torch.float32, 4)
+    running.set_drafter(running.drafter, policy := Half(4))
+    policy.reads_drafts = True
+    found = running.generate(some)
+    assert said(found) == said(wanted)
+    traces = running.drain_trace()
+    assert max(len(running._flying), 0) == 0 and running.paged.pool.num_free == 256
+    chosen = [t for t in traces if t.num_drafts and 0 < t.num_draft_tokens < t.num_proposed]
+    assert len(chosen) > 10 and any(len(set(t.drafted_per_position)) > 1 for t in chosen)  # ragged
+    assert sum(t.num_accepted_tokens for t in traces) > 0
+    drafter = running.drafter
+    assert drafter.calibration.counts[1].sum() > drafter.calibration.start[1].sum() + 10  # it learned what stood
 
 
 def test_a_head_on_the_device_in_little_memory() -> None:

@@ -47,6 +47,7 @@ class _Drafts:
     decision: Decision = field(default_factory=Decision)
     num_planned: int = 0
     num_proposed: int = 0
+    num_slots: int | None = None  # drafted tokens to be verified, the best; None: all that the rows have
     q: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -57,6 +58,7 @@ class _Step:
     flight: Flight
     rows: list[Row]
     deciding: list[Row]
+    reach: list[int]  # tokens that each of these may emit at most
     drafts: _Drafts
     started: float
     draft_s: float
@@ -241,8 +243,9 @@ class LocalEngine:
     @property
     def _overlaps(self) -> bool:
         """Whether a step can be launched before it is known what the one before it brought."""
-        blind = self._ahead is not None and self._ahead.blind and not self.policy.reads_drafts
-        return self.drafter is None or blind
+        if self._ahead is not None and self._ahead.blind:
+            return self.policy.takes_best or not self.policy.reads_drafts
+        return self.drafter is None
 
     def _launch(self) -> bool:
         """Whether there was anything to launch."""
@@ -260,11 +263,14 @@ class LocalEngine:
             self.runner.leave(sequence)
         if not rows:
             return False
-        flight = self.runner.launch(rows, drafts.q)
+        flight = self.runner.launch(rows, drafts.q, drafts.num_slots)
         deciding = [row for row in rows if row.decides]
-        for row in deciding:
-            row.sequence.num_flying += row.num_query + len(row.draft)
-        self._flying.append(_Step(flight, rows, deciding, drafts, started, draft_s, len(preempted)))
+        reach = [row.num_query + len(row.draft) for row in deciding]
+        for row, num in zip(deciding, reach, strict=True):
+            row.sequence.num_flying += num
+        if self._overlaps:
+            draft_s = 0.0  # nobody waited for it
+        self._flying.append(_Step(flight, rows, deciding, reach, drafts, started, draft_s, len(preempted)))
         return True
 
     def _land(self) -> None:
@@ -291,8 +297,8 @@ class LocalEngine:
 
     def _ground(self) -> _Step:
         step = self._flying.pop(0)
-        for row in step.deciding:
-            row.sequence.num_flying -= row.num_query + len(row.draft)
+        for row, num in zip(step.deciding, step.reach, strict=True):
+            row.sequence.num_flying -= num
         return step
 
     def _take(self, step: _Step, landed: Landed) -> _Landed:
@@ -319,8 +325,10 @@ class LocalEngine:
         draft_s = step.draft_s
         if self.drafter is not None and deciding:
             observing = time.perf_counter()
+            if self._ahead is not None and self._ahead.blind:
+                commits.drafts = self._ahead.verified(commits.request_ids)
             self.drafter.observe(commits)
-            draft_s += time.perf_counter() - observing
+            draft_s += 0.0 if self._overlaps else time.perf_counter() - observing
         self._trace(
             max(step.started, self._landed_at),
             deciding,
@@ -410,6 +418,9 @@ class LocalEngine:
         assert (drafts.num <= caps).all()
         lengths = self.policy.select(drafts).tolist()
         found.decision, found.num_proposed = self.policy.decision, int(drafts.num.sum())
+        if self._overlaps and self.policy.takes_best:  # by the time they are verified it is known which are the best
+            found.num_slots = sum(lengths)
+            lengths = drafts.num.tolist() if found.num_slots else lengths
         for i, row in enumerate(deciding):
             if num := lengths[i]:
                 row.draft = drafts.tokens[i, :num]
@@ -482,7 +493,7 @@ class LocalEngine:
         self._num_steps += 1
         self._traces.append(trace)
         if self.drafter is not None and deciding:
-            self.policy.observe(commits, trace)
+            self.policy.observe(commits, trace, drafts.decision)
 
     # -- between steps ----------------------------------------------------------------------------------------------
 

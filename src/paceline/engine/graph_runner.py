@@ -1,7 +1,7 @@
 """Steps on a CUDA device as graphs, one after another without waiting for the host.
 
 Rows that decode (their last token, and perhaps a draft) go into a graph; what they emitted is copied to the host by the
-way, and looked at when the step lands. All others (prompts, truncated sampling) go to the eager runner behind it.
+way, and looked at when the step lands. All others (prompts) go to the eager runner behind it.
 
 Always: the device's slot of a sequence is right at every launch. Where the host knows a sequence's tokens it tells them
 anew; where a step is still flying, the device knows better.
@@ -24,9 +24,9 @@ from paceline.engine.scheduler import Row
 from paceline.engine.sequence import Sequence
 from paceline.model.attention import PagedAttention
 from paceline.model.cuda.attention import MAX_QUERIES
-from paceline.model.cuda.graphs import Graphs, Size
+from paceline.model.cuda.graphs import Graphs, Letter, Size
 from paceline.model.cuda.head import DeviceHead
-from paceline.model.cuda.slots import HEADER, ORDER, Slots
+from paceline.model.cuda.slots import HEADER, MAX_AUCTION, ORDER, Slots
 from paceline.model.kv import BLOCK, PagedKV
 from paceline.model.paged import PagedDecoder, Span, make_plan
 from paceline.speculation.batch import Ahead, Drafter
@@ -42,13 +42,8 @@ class _Mail:
     """Page-locked memory for one step: its orders, and what comes back."""
 
     def __init__(self, graphs: Graphs) -> None:
-        def pinned(like: Tensor) -> Tensor:
-            return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
-
-        self.words, self.tokens, self.logprobs, self.guesses, self.chances = (
-            pinned(x)
-            for x in (graphs.words, graphs.tokens_out, graphs.logprobs_out, graphs.guesses_out, graphs.chances_out)
-        )
+        self.words = torch.empty(graphs.words.shape, dtype=graphs.words.dtype, pin_memory=True)
+        self.letter = Letter(len(graphs.letter.tokens), pin_memory=True)
         self.started, self.done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
@@ -60,6 +55,7 @@ class _Flight:
     rest: Landed | None
     places: tuple[list[int], list[int]]
     tell: Callable[[_Mail], None] | None = None  # who wants to know what was guessed for the next step
+    bidders: list[Row] | None = None  # the graph's rows, where it was to choose what it verifies
 
     @property
     def may_wait(self) -> bool:
@@ -74,9 +70,13 @@ class _Flight:
         if self.tell is not None:
             self.tell(mail)
         device_s = mail.started.elapsed_time(mail.done) / 1e3
-        num, width = len(mine), int(mail.tokens[: len(mine), 0].max())
-        tokens, logprobs = mail.tokens.numpy()[:num].copy(), mail.logprobs.numpy()[:num, :, :width].copy()
-        found = Verdict(tokens[:, 1 : 1 + width], tokens[:, 0] - 1, logprobs[:, 0], logprobs[:, 1])
+        num = len(mine)
+        tokens = mail.letter.tokens.numpy()[:num].copy()
+        width = int(tokens[:, 0].max())
+        logprobs = mail.letter.logprobs.numpy()[:num, :, :width].copy()
+        found = Verdict(tokens[:, 2 : 2 + width], tokens[:, 0] - 1, logprobs[:, 0], logprobs[:, 1])
+        for row, verified in zip(self.bidders or (), tokens[:, 1].tolist(), strict=False):
+            row.draft = row.draft[:verified]
         if self.rest is None:
             return Landed(found, device_s, 0.0)
         both = Verdict.empty(num + len(others), max(width, self.rest.verdict.tokens.shape[1]))
@@ -116,7 +116,7 @@ class GraphRunner:
         if isinstance(drafter, Ahead):
             self.ahead = cast("Eagle3Ahead", drafter if drafter.blind else cast("HybridAhead", drafter).head)
 
-    def launch(self, rows: list[Row], q: dict[int, Tensor]) -> _Flight:
+    def launch(self, rows: list[Row], q: dict[int, Tensor], num_slots: int | None = None) -> _Flight:
         graphs = self._ready()
         mine, rest = rows, list[Row]()
         places: tuple[list[int], list[int]] = [*range(len(rows))], []
@@ -127,7 +127,10 @@ class GraphRunner:
             rest = [row for row in rows if id(row) not in chosen]
             deciding = [id(row) in chosen for row in rows if row.decides]
             places = np.flatnonzero(deciding).tolist(), np.flatnonzero(~np.array(deciding, bool)).tolist()
-        mail = self._run(graphs, mine) if mine else None
+        if num_slots is not None and len(mine) > MAX_AUCTION:
+            _share(mine, num_slots)
+            num_slots = None
+        mail = self._run(graphs, mine, num_slots) if mine else None
         landed = self.others.launch(rest, q).land() if rest else None
         if landed is not None and graphs.head is not None:
             self._take_in(graphs.head, rest, landed)
@@ -136,11 +139,11 @@ class GraphRunner:
             ids, k = [row.sequence.request.request_id for row in mine], self.ahead.num_asked
             self.ahead.made(ids, k)
             tell = partial(self._tell, ids, k)
-        return _Flight(mail, landed, places, tell)
+        return _Flight(mail, landed, places, tell, None if num_slots is None else mine)
 
     def _tell(self, ids: list[int], k: int, mail: _Mail) -> None:
         assert self.ahead is not None
-        self.ahead.told(ids, mail.guesses.numpy()[: len(ids), :k], np.exp(mail.chances.numpy()[: len(ids), :k]))
+        self.ahead.told(ids, np.exp(mail.letter.chances.numpy()[: len(ids), :k]))
 
     @torch.inference_mode()
     def _take_in(self, head: DeviceHead, rows: list[Row], landed: Landed) -> None:
@@ -151,12 +154,9 @@ class GraphRunner:
             sequence, start = row.sequence, row.sequence.num_computed
             end = start + row.num_query
             after = next(firsts) if row.decides else int(sequence.tokens[end])
-            if not sequence.truncates:
-                tokens = np.append(sequence.tokens[start + 1 : end], after).astype(np.int32)
-                spans.append(Span(tokens, start, sequence.table, 1))
-                wanted.append((sequence.table, start, end))
-        if not spans:
-            return
+            tokens = np.append(sequence.tokens[start + 1 : end], after).astype(np.int32)
+            spans.append(Span(tokens, start, sequence.table, 1))
+            wanted.append((sequence.table, start, end))
         plan = make_plan(spans)
         x = head.head.fuse(self.paged.features(wanted))
         after_T, positions_T = (torch.as_tensor(a, device=self._device) for a in (plan.tokens, plan.positions))
@@ -188,29 +188,32 @@ class GraphRunner:
     def forget(self) -> None:
         self._graphs.clear()
 
-    def _run(self, graphs: Graphs, rows: list[Row]) -> _Mail:
+    def _run(self, graphs: Graphs, rows: list[Row], num_slots: int | None) -> _Mail:
         mail = self._mail.pop(0)
         self._mail.append(mail)
         sizes, num = [1 + len(row.draft) for row in rows], len(rows)
         num_guesses = self.ahead.num_asked if self.ahead is not None else 0
-        size = Size(num, sum(sizes), max(sizes), num_guesses).rounded_up()
-        self._write(rows, mail.words.numpy(), size)
+        cuts = any([row.sequence.truncates for row in rows])
+        num_tokens = sum(sizes)
+        auctions = num_slots is not None and num + num_slots < num_tokens
+        if auctions:
+            num_tokens = num + (num_slots or 0)
+        size = Size(num, num_tokens, max(sizes), num_guesses, cuts, auctions).rounded_up()
+        words = mail.words.numpy()
+        self._write(rows, words, size)
+        words[size.num_words - 1] = size.num_tokens - num  # places that would be padding are let too
         graphs.words[: size.num_words].copy_(mail.words[: size.num_words], non_blocking=True)
         graphs.prepare(size)
         mail.started.record()
         graphs.run(size)
-        mail.tokens[:num].copy_(graphs.tokens_out[:num], non_blocking=True)
-        mail.logprobs[:num].copy_(graphs.logprobs_out[:num], non_blocking=True)
-        if num_guesses:
-            mail.guesses[:num].copy_(graphs.guesses_out[:num], non_blocking=True)
-            mail.chances[:num].copy_(graphs.chances_out[:num], non_blocking=True)
+        mail.letter.whole.copy_(graphs.letter.whole, non_blocking=True)
         mail.done.record()
         return mail
 
     def _write(self, rows: list[Row], words: np.ndarray, size: Size) -> None:
         """The orders of a step."""
         orders = words[: size.num_order_words].reshape(-1, ORDER)
-        pages = words[size.num_order_words : size.num_words].reshape(-1, 3)
+        pages = words[size.num_order_words : size.num_words - 1].reshape(-1, 3)
         header, new = [], []
         for i, row in enumerate(rows):
             sequence = row.sequence
@@ -236,13 +239,22 @@ class GraphRunner:
         slot = self._slot_of[sequence.arrival] = self._free.pop()
         request, blocks = sequence.request, sequence.table.blocks
         self.slots.key[slot] = int(np.uint64(request.noise_key).view(np.int64))
-        self.slots.temperature[slot] = request.sampling.temperature
+        sampling = request.sampling
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            getattr(self.slots, name)[slot] = getattr(sampling, name)
         self.slots.limit[slot] = sequence.limit
         self.slots.tables[slot, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32, device=self._device)
         self._sent[slot] = list(blocks)
         return slot
 
 
+def _share(rows: list[Row], num_slots: int) -> None:
+    """Too many for an auction: all may have about the same."""
+    each, more = divmod(num_slots, len(rows))
+    for i, row in enumerate(rows):
+        row.draft = row.draft[: each + (i < more)]
+
+
 def _fits(row: Row) -> bool:
     """Whether it decodes, as the graphs do it."""
-    return row.num_query == 1 and row.decides and len(row.draft) < MAX_QUERIES and not row.sequence.truncates
+    return row.num_query == 1 and row.decides and len(row.draft) < MAX_QUERIES

@@ -42,8 +42,9 @@ class Runner(Protocol):
         """This is who drafts from now on. Nothing flies."""
         ...
 
-    def launch(self, rows: list[Row], q: dict[int, Tensor]) -> Flight:
-        """q: by request, what its draft was sampled from, where it was."""
+    def launch(self, rows: list[Row], q: dict[int, Tensor], num_slots: int | None = None) -> Flight:
+        """q: by request, what its draft was sampled from, where it was. num_slots: of what the rows have drafted so
+        many tokens are to be verified in all, the likeliest; when it lands, the rows' drafts are those that were."""
         ...
 
     def leave(self, sequence: Sequence) -> None:
@@ -72,7 +73,8 @@ class EagerRunner:
     def __init__(self, paged: PagedDecoder, sampler: Sampler, rule: Rule) -> None:
         self.paged, self.sampler, self.rule = paged, sampler, rule
 
-    def launch(self, rows: list[Row], q: dict[int, Tensor]) -> Over:
+    def launch(self, rows: list[Row], q: dict[int, Tensor], num_slots: int | None = None) -> Over:
+        assert num_slots is None, "whoever knows better than the host what is likely"
         started = time.perf_counter()
         logits_PV = self.paged.forward([row.span() for row in rows])
         forwarded = time.perf_counter()

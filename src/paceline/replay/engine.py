@@ -332,7 +332,7 @@ class Replay:
             rows = np.concatenate([step.deciding.requests, [i for i, _, done in step.prefilling if not done]])
             self.tally.count_mixed(epochs[rows.astype(np.int64)], trace, commits)
         if planned:
-            self.policy.observe(commits, trace)
+            self.policy.observe(commits, trace, decision)
         if self.watch is not None:
             self.watch(trace)
 

@@ -16,6 +16,7 @@ of, so a small share of the time, and of the time that was saved, goes into prob
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -66,11 +67,28 @@ class Yields:
         mine[:2] += (np.array([brings, num_slots]) - mine[:2]) / mine[2]
 
 
+@dataclass(slots=True)
+class _Step:
+    """What is to be known of a step when it is over."""
+
+    load: Load
+    ids: np.ndarray
+    load_s: float  # of the step without drafts
+    cells: np.ndarray  # int64 [B, K], of its drafts
+    drafted_k: int = 0
+    draft_s: float = 0.0
+    probing: bool = False
+    is_fair: bool = True  # no slots were left out for being on probation
+    from_head: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+    asked: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+    first: np.ndarray = field(default_factory=lambda: np.zeros(0))  # chance of each row's first guess
+
+
 class AutoPolicy:
     """For the drafter of this `method`."""
 
     name = "auto"
-    reads_drafts = True
+    reads_drafts = takes_best = True
     reads_lengths = False
 
     def __init__(self, costs: CostTable, max_tokens: int, method: str = "suffix") -> None:
@@ -88,17 +106,9 @@ class AutoPolicy:
         self.depths: Calibration = of_positions(MAX_POSITIONS, HEAD_PRIOR)
         self.decision = Decision()
         self._version = -1  # of the policy; none yet
-        self._load = Load()
-        self._drafted_k = 0
-        self._draft_s = 0.0
-        self._load_s = 0.0  # of the step without drafts
+        self._step = _Step(Load(), np.zeros(0, np.int64), 0.0, np.zeros((0, 0), np.int64))  # the one planned last
         self._credit_s = 0.0  # for probes
-        self._num_probes, self._probing = 0, False
-        self._is_fair = True  # no slots were left out for being on probation
-        self._ids = np.zeros(0, np.int64)
-        self._cells = np.zeros((0, 0), np.int64)
-        self._from_head = self._asked = np.zeros(0, bool)
-        self._first = np.zeros(0)  # chance of each row's first guess
+        self._num_probes = 0
 
     def begin(self, request: Request) -> None:
         pass
@@ -115,56 +125,55 @@ class AutoPolicy:
                 self.depths.fade()
             self._version = rows.version
         num_rows = len(rows)
-        self._load, self._ids = rows.load, rows.request_ids
-        self._cells = np.zeros((num_rows, 0), np.int64)
-        self._load_s = plain_s = self.costs.step_s(rows.load)
+        plain_s = self.costs.step_s(rows.load)
+        self._step = step = _Step(rows.load, rows.request_ids, plain_s, np.zeros((num_rows, 0), np.int64))
         self._credit_s = min(self._credit_s + PROBES * plain_s, 10 * plain_s)
-        self._drafted_k, self._draft_s, self._probing = 0, 0.0, False
         caps = np.zeros(num_rows, np.int32)
         if self.head is None:
             if self._history_pays(num_rows, plain_s):
-                caps[:] = self._drafted_k = self.max_tokens
+                caps[:] = step.drafted_k = self.max_tokens
         else:
             rows.head_caps = head_caps = self._head_caps(num_rows, plain_s)
-            self._asked = head_caps > 0
-            self._drafted_k = int(head_caps.max(initial=0))
+            step.asked = head_caps > 0
+            step.drafted_k = int(head_caps.max(initial=0))
             caps = np.maximum(caps, self.max_tokens) if self.has_history else head_caps
-        reason = "nothing was drafted" if self._drafted_k else f"{self.costly} would not pay at {num_rows} rows"
-        self.decision = Decision(reason, 0.0, plain_s)
+        reason = "nothing was drafted" if step.drafted_k else f"{self.costly} would not pay at {num_rows} rows"
+        self.decision = Decision(reason, 0.0, plain_s, step)
         return caps
 
     def _history_pays(self, num_rows: int, plain_s: float) -> bool:
         """Looking into history takes time too, where a fast GPU waits for it: is what auctions brought so far worth
         it?"""
-        self._draft_s = self.costs.draft_s(self.costly, num_rows, self.max_tokens)
+        self._step.draft_s = draft_s = self.costs.draft_s(self.costly, num_rows, self.max_tokens)
         found = self.yields.at(num_rows)
-        if self._draft_s < NEGLIGIBLE * plain_s or found is None:
+        if draft_s < NEGLIGIBLE * plain_s or found is None:
             return True
         brings, num_slots = found  # per row
         num_taken = round(num_slots * num_rows)
-        seconds = self._draft_s + (float(self.costs.steps_s(self._load, num_taken)[-1]) if num_taken else plain_s)
-        return (1 + brings) / seconds >= margin(num_rows) / plain_s or self._pay(self._draft_s)
+        seconds = draft_s + (float(self.costs.steps_s(self._step.load, num_taken)[-1]) if num_taken else plain_s)
+        return (1 + brings) / seconds >= margin(num_rows) / plain_s or self._pay(draft_s)
 
     def _head_caps(self, num_rows: int, plain_s: float) -> np.ndarray:
         """One draft length for all rows: argmax_k (1 + S_k) · rows / (T_draft(k) + T(rows · (1 + k))), S_k the tokens
         that a draft of k brings."""
         k_max = self.max_tokens
         brings = np.cumsum(np.cumprod(self.depths(np.arange(k_max))))
-        verify_s = self.costs.steps_s(self._load, num_rows * k_max)[num_rows::num_rows]
+        step = self._step
+        verify_s = self.costs.steps_s(step.load, num_rows * k_max)[num_rows::num_rows]
         draft_s = np.array([self.costs.draft_s(self.costly, num_rows, k + 1) for k in range(k_max)])
         rates = (1 + brings) / (draft_s + verify_s)
         best = int(rates.argmax())
         caps = np.zeros(num_rows, np.int32)
         if rates[best] >= margin(num_rows) / plain_s:
             caps[:] = best + 1
-            self._draft_s = float(draft_s[best])
+            step.draft_s = float(draft_s[best])
             return caps
         k = min(PROBE_DEPTH, k_max)
         draft_once_s = self.costs.draft_s(self.costly, 1, k)
-        if self._pay(draft_once_s + float(self.costs.steps_s(self._load, k)[k]) - plain_s):
+        if self._pay(draft_once_s + float(self.costs.steps_s(step.load, k)[k]) - plain_s):
             self._num_probes += 1
             caps[self._num_probes % num_rows] = k
-            self._draft_s, self._probing = draft_once_s, True
+            step.draft_s, step.probing = draft_once_s, True
         return caps
 
     def _pay(self, price_s: float) -> bool:
@@ -177,32 +186,39 @@ class AutoPolicy:
 
     def select(self, drafts: DraftBatch) -> np.ndarray:
         num_rows, k = drafts.tokens.shape
-        self._cells = cells = self.chances.cells(drafts)
-        self._from_head = self._are_from_head(drafts)
-        drafted = np.arange(k) < drafts.num[:, None]
-        chances = self.chances(cells) * drafted
-        self._first = chances[:, 0]
+        step = self._step
+        chances = self._look_at(drafts, step)
+        cells = step.cells
         survival = np.cumprod(chances, axis=1).ravel()
         order = np.argsort(-survival, kind="stable")[: int(drafts.num.sum())]
         order = order[self._admitted(cells.ravel()[order], num_rows)]
         gain = np.concatenate([[0.0], np.cumsum(survival[order])])
-        seconds = self._draft_s + self.costs.steps_s(self._load, len(order))
+        seconds = step.draft_s + self.costs.steps_s(step.load, len(order))
         rates = (num_rows + gain) / seconds
         best, verb = int(rates.argmax()), "takes"
         if rates[best] < margin(num_rows) * rates[0]:
             best = 0
-        self._is_fair = not best or len(order) == drafts.num.sum()
-        if self._probing:
+        step.is_fair = not best or len(order) == drafts.num.sum()
+        if step.probing:
             best, verb = max(best, min(PROBE_DEPTH, len(order))), "probes"
         elif not best and len(order) and self._pay(float(seconds[1] - seconds[0])):
             best, verb = 1, "probes"
         self.decision = Decision(
             f"{verb} {best} of {len(order)} slots: {gain[best]:.2f} tokens for "
-            f"{1e3 * (seconds[best] - self._load_s):.2f} ms more",
+            f"{1e3 * (seconds[best] - step.load_s):.2f} ms more",
             float(gain[best]),
             float(seconds[best]),
+            step,
         )
         return np.bincount(order[:best] // k, minlength=num_rows).astype(np.int32)
+
+    def _look_at(self, drafts: DraftBatch, step: _Step) -> np.ndarray:
+        """The chances of these drafts, 0 where nothing was drafted: float64 [B, K]."""
+        step.cells = self.chances.cells(drafts)
+        step.from_head = self._are_from_head(drafts)
+        chances = self.chances(step.cells) * (np.arange(drafts.tokens.shape[1]) < drafts.num[:, None])
+        step.first = chances[:, 0]
+        return chances
 
     def _are_from_head(self, drafts: DraftBatch) -> np.ndarray:
         if self.head is None or drafts.sources is None:
@@ -214,35 +230,42 @@ class AutoPolicy:
         unknown = self.chances.num_seen(cells) < PROBATION
         return ~unknown | (np.cumsum(unknown) <= max(1, num_rows // 16))
 
-    def observe(self, commits: Commits, trace: StepTrace) -> None:
-        if self._cells.shape[1]:
-            if self._is_fair and not self._probing:
+    def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
+        step: _Step = decision.about
+        if commits.drafts is not None and commits.drafts.tokens.shape[1]:  # other ones than were looked at
+            step.ids = commits.request_ids
+            step.asked = np.full(len(step.ids), step.drafted_k > 0)
+            self._look_at(commits.drafts, step)
+            # Made where the step was computed: as much of its time as was thought.
+            trace = replace(trace, draft_s=min(step.draft_s, trace.total_s / 2))
+        if step.cells.shape[1]:
+            if step.is_fair and not step.probing:
                 num = len(commits.num)
                 self.yields.observe(num, commits.num_accepted.sum() / num, commits.num_drafted.sum() / num)
-            saved_s = self._load_s * (1 + commits.num_accepted.sum() / len(commits.num)) - self.decision.expected_s
+            saved_s = step.load_s * (1 + commits.num_accepted.sum() / len(commits.num)) - decision.expected_s
             self._credit_s += max(0.0, REINVESTED * saved_s)
             if commits.num_drafted.any():
-                self._learn(commits)
+                self._learn(commits, step)
             if self.head is not None:
-                self._take_note(commits)
-        self.costs.observe(trace, self._drafted_k, self.costly, 1 if self._probing else None)
+                self._take_note(commits, step)
+        self.costs.observe(trace, step.drafted_k, self.costly, 1 if step.probing else None)
 
-    def _learn(self, commits: Commits) -> None:
-        place = places_of(commits.request_ids, self._ids)
-        cells, known = self._cells[place], commits.num_known
+    def _learn(self, commits: Commits, step: _Step) -> None:
+        place = places_of(commits.request_ids, step.ids)
+        cells, known = step.cells[place], commits.num_known
         self.chances.observe(cells, commits.num_accepted, known)
-        own = self._from_head[place] & (commits.num_drafted > 0)
+        own = step.from_head[place] & (commits.num_drafted > 0)
         if own.any():
             positions = np.arange(cells.shape[1])[None].repeat(own.sum(), 0)
             self.depths.observe_many(positions, commits.num_accepted[own], known[own])
 
-    def _take_note(self, commits: Commits) -> None:
+    def _take_note(self, commits: Commits, step: _Step) -> None:
         """A head that was asked, and whose guesses (if any came) were then refused, is not worth asking again: what is
         thought of its first guess counts as its outcome."""
-        place = places_of(commits.request_ids, self._ids)
-        refused = (self._from_head & self._asked)[place] & (commits.num_drafted == 0)
+        place = places_of(commits.request_ids, step.ids)
+        refused = (step.from_head & step.asked)[place] & (commits.num_drafted == 0)
         if refused.any():
-            self.depths.estimate(np.zeros(refused.sum()), self._first[place][refused])
+            self.depths.estimate(np.zeros(refused.sum()), step.first[place][refused])
 
     def state(self) -> dict[str, np.ndarray]:
         return {

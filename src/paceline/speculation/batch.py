@@ -78,6 +78,7 @@ class Commits:
     num: np.ndarray  # int32 [B]
     num_drafted: np.ndarray  # int32 [B]
     num_accepted: np.ndarray  # int32 [B]
+    drafts: DraftBatch | None = None  # what was verified, where that was not known when it was proposed
 
     @property
     def num_known(self) -> np.ndarray:
@@ -121,8 +122,11 @@ class Drafter(Protocol):
 @runtime_checkable
 class Ahead(Protocol):
     """A drafter that has drafted when `propose` is called: at the end of the step before, where steps are computed. Its
-    tokens are -1, the computing side has them. `blind`: it need not know what a step brought to draft for the next."""
+    tokens are -1, the computing side has them. `blind`: it need not know what a step brought to draft for the next.
+    What it then says of its drafts is of those before them; `verified` tells of the true ones when their step is over.
+    """
 
     blind: bool
 
+    def verified(self, request_ids: np.ndarray) -> DraftBatch: ...  # by the step that landed last
     def ask(self, rows: Rows, caps: np.ndarray) -> None: ...  # what is to be drafted at the end of this step

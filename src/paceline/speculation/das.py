@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from paceline.speculation import budgets
-from paceline.speculation.batch import Commits, DraftBatch, Load, Rows
+from paceline.speculation.batch import Commits, DraftBatch, Load, Rows, places_of
 from paceline.speculation.cost import CostTable
 from paceline.speculation.policy import Decision
 from paceline.types import Request, StepTrace
@@ -82,6 +82,7 @@ class DasPolicy:
     name = "das"
     reads_drafts = False
     reads_lengths = True
+    takes_best = False
 
     def __init__(self, costs: CostTable, max_tokens: int, solve: budgets.Solver = budgets.solve) -> None:
         if max_tokens < 1:
@@ -104,7 +105,6 @@ class DasPolicy:
         self._own = np.zeros((0, 3, max_tokens))
         self._depths = np.zeros(0)  # positions per step, parts included
         self._carried = np.zeros(0)  # parts of a token, below 1
-        self._offered = np.zeros(0, np.int32)  # at the last step
         self._standing = np.zeros((0, max_tokens))
         self._filled = np.zeros((0, max_tokens))
 
@@ -114,7 +114,7 @@ class DasPolicy:
         if not self._free:
             self._grow()
         slot = self._slots[request.request_id] = self._free.pop()
-        self._own[slot], self._depths[slot], self._offered[slot] = 0, 0, 0
+        self._own[slot], self._depths[slot] = 0, 0
         self._carried[slot] = self._num_begun * PHASE % 1
         self._num_begun += 1
         self._standing[slot], self._filled[slot] = 0, 0
@@ -124,7 +124,7 @@ class DasPolicy:
 
     def _grow(self) -> None:
         num, more = len(self._own), max(16, len(self._own))
-        for name in ("_own", "_depths", "_carried", "_offered", "_standing", "_filled"):
+        for name in ("_own", "_depths", "_carried", "_standing", "_filled"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros((more, *array.shape[1:]), array.dtype)]))
         self._free += range(num + more - 1, num - 1, -1)
@@ -150,13 +150,13 @@ class DasPolicy:
         wanted = self._depths[slots] + self._carried[slots]
         caps = wanted.astype(np.int32)
         self._carried[slots] = wanted - caps
-        self._offered[slots] = caps
         reached = np.arange(self.max_tokens) < caps[:, None]
         num_extra = round(float((self._filled[slots] * reached).sum()))
         self.decision = Decision(
             f"{caps.sum()} for {(caps > 0).sum()} of {len(rows)} rows; {self._why}",
             float((self._standing[slots] * reached).sum()),
             float(self.costs.steps_s(rows.load, num_extra)[num_extra]) + self._draft_s(caps),
+            (rows.request_ids, caps),
         )
         return caps
 
@@ -204,10 +204,11 @@ class DasPolicy:
     def select(self, drafts: DraftBatch) -> np.ndarray:
         return drafts.num
 
-    def observe(self, commits: Commits, trace: StepTrace) -> None:
+    def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
         self._drafter = trace.drafter
         slots = self._slots_of(commits.request_ids)
-        offered = self._offered[slots]
+        request_ids, caps = decision.about
+        offered = caps[places_of(commits.request_ids, request_ids)]
         self.costs.observe(trace, int(offered.max(initial=0)))
         position = np.arange(self.max_tokens)
         beyond = np.stack(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,24 +19,28 @@ class Decision:
     reason: str = ""
     expected_accepted: float = 0.0
     expected_s: float = 0.0  # 0: not estimated
+    about: Any = field(default=None, repr=False, compare=False)  # the policy's own, which `observe` gets back
 
 
 class SpeculationPolicy(Protocol):
     """`plan` caps every row's draft before anything is drafted; `select` then says how much of each draft is worth
     verifying, and is not asked where nothing was. `reads_drafts` tells whether `select` looks at what was drafted:
-    harmless under `coupled`, a bias under the rejection rules, which therefore refuse it. After every step that was
-    planned `observe` learns what stood and what it took; fewer tokens than selected may have been verified, where
-    memory was short. `begin` and `end` bracket a request's life, as for a drafter."""
+    harmless under `coupled`, a bias under the rejection rules, which therefore refuse it. `takes_best` tells that it
+    takes the likeliest of all: who knows better by then which these are may take others, as many. After every step that
+    was planned `observe` learns what stood and what it took; fewer tokens than selected may have been verified, where
+    memory was short, and further steps may have been planned meanwhile. `begin` and `end` bracket a request's life, as
+    for a drafter."""
 
     name: str
     reads_drafts: bool
     reads_lengths: bool  # wants `Rows.expected_left`
+    takes_best: bool
     decision: Decision  # of the step that was planned last
 
     def begin(self, request: Request) -> None: ...
     def plan(self, rows: Rows) -> np.ndarray: ...  # int32 [B]
     def select(self, drafts: DraftBatch) -> np.ndarray: ...  # int32 [B], at most drafts.num
-    def observe(self, commits: Commits, trace: StepTrace) -> None: ...
+    def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None: ...
     def end(self, request_id: int) -> None: ...
     def state(self) -> dict[str, np.ndarray]: ...  # what it learned, for a checkpoint
     def restore(self, state: Mapping[str, np.ndarray]) -> None: ...  # ValueError for another policy's
@@ -48,7 +52,7 @@ class StaticPolicy:
     than `min_confidence` to survive to, by the drafter's own estimate."""
 
     name = "static"
-    reads_lengths = False
+    reads_lengths = takes_best = False
 
     def __init__(self, num_speculative_tokens: int | Mapping[int, int], min_confidence: float = 0.0) -> None:
         if not 0 <= min_confidence <= 1:
@@ -80,7 +84,7 @@ class StaticPolicy:
         likely = np.logical_and.accumulate(survival >= self.min_confidence, axis=1)
         return np.minimum(drafts.num, likely.sum(1, dtype=np.int32))
 
-    def observe(self, commits: Commits, trace: StepTrace) -> None:
+    def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
         pass
 
     def end(self, request_id: int) -> None:

@@ -47,7 +47,7 @@ class FlyingRunner(EagerRunner):
         self.interrupts: set[int] = set()  # launches whose landing is interrupted once
         self.num_launched = self.num_blind = 0
 
-    def launch(self, rows: list[Row], q: dict[int, Tensor]) -> Late:  # type: ignore[override]
+    def launch(self, rows: list[Row], q: dict[int, Tensor], num_slots: int | None = None) -> Late:  # type: ignore[override]
         spans = []
         for row in rows:
             sequence = row.sequence

@@ -14,7 +14,7 @@ from paceline.model.paged import PagedDecoder
 from paceline.rl.audit import Auditor, overall
 from paceline.rl.collect import Collected
 from paceline.speculation.batch import Commits, Rows
-from paceline.speculation.policy import StaticPolicy
+from paceline.speculation.policy import Decision, StaticPolicy
 from paceline.types import Completion, Request, SamplingParams, StepTrace
 
 
@@ -107,7 +107,7 @@ def test_a_policy_hears_of_the_steps_that_it_planned_and_of_no_others(engine: Lo
             self.num_planned += 1
             return super().plan(rows)
 
-        def observe(self, commits: Commits, trace: StepTrace) -> None:
+        def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
             self.num_observed += 1
 
     drafter, own, policy = engine.drafter, engine.policy, Counting(4)

@@ -53,7 +53,7 @@ def told(policy: AutoPolicy, drafts: DraftBatch, lengths: np.ndarray, accepted: 
     accepted = np.minimum(accepted, lengths).astype(np.int32)
     num_rows = len(lengths)
     commits = Commits(np.arange(num_rows), np.zeros((num_rows, K + 1), np.int32), accepted + 1, lengths, accepted)
-    policy.observe(commits, None)  # type: ignore[arg-type]
+    policy.observe(commits, None, policy.decision)  # type: ignore[arg-type]
 
 
 def known(policy: AutoPolicy) -> None:
@@ -175,7 +175,7 @@ def test_a_draft_cut_by_its_sequences_end_was_not_wrong() -> None:
     drafts = offered(np.full((1, K), 0.5))
     lengths = policy.select(drafts)
     commits = Commits(np.arange(1), np.zeros((1, 5), np.int32), np.array([1]), np.array([K]), np.array([1]))
-    policy.observe(commits, None)  # type: ignore[arg-type]
+    policy.observe(commits, None, policy.decision)  # type: ignore[arg-type]
     stood, seen = policy.chances.state()["counts"].sum(1)
     assert (stood, seen) == (1, 1) and lengths.sum() <= K
 
@@ -186,7 +186,7 @@ def test_rows_that_were_sent_back_to_wait_are_told_apart() -> None:
     drafts = offered(np.array([[0.05] * K, [0.45] * K, [0.95] * K]))
     policy.select(drafts)
     two = np.full(1, 2, np.int32)
-    policy.observe(Commits(np.array([2]), np.zeros((1, 5), np.int32), two + 1, two, two), None)  # type: ignore[arg-type]
+    policy.observe(Commits(np.array([2]), np.zeros((1, 5), np.int32), two + 1, two, two), None, policy.decision)  # type: ignore[arg-type]
     counts = policy.chances.state()["counts"]
     assert counts[1].reshape(-1, 10).sum(0).tolist() == [0] * 9 + [2]
 

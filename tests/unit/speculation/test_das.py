@@ -68,7 +68,7 @@ def step(made: DasPolicy, view: Rows, stands: int, drafts: int = K, drafter: str
     num_accepted = np.minimum(num_drafted, stands)
     num = len(view)
     commits = Commits(view.request_ids, np.zeros((num, K + 1), np.int32), num_accepted + 1, num_drafted, num_accepted)
-    made.observe(commits, trace(commits, drafter))
+    made.observe(commits, trace(commits, drafter), made.decision)
     return caps
 
 
@@ -187,7 +187,7 @@ def test_a_draft_that_the_end_cut_short_was_not_wrong() -> None:
     caps = made.plan(view)
     accepted = np.array([1, 1], np.int32)
     commits = Commits(view.request_ids, np.zeros((2, K + 1), np.int32), np.array([1, 2], np.int32), caps, accepted)
-    made.observe(commits, trace(commits))
+    made.observe(commits, trace(commits), made.decision)
     assert (caps > 1).all() and made.counts[das.ACCEPTED, 0] == 1, "the first row's last token was a drafted one"
     assert made.counts[das.DRAFTED].sum() == caps[1]
 

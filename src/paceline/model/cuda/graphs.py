@@ -8,6 +8,7 @@ is captured when it is first needed. All share one pool of memory, which they ma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from paceline.model.cuda.attention import MAX_QUERIES, CudaPagedAttention
+from paceline.model.cuda.cut import cut
 from paceline.model.cuda.head import DeviceHead
 from paceline.model.cuda.sample import draw
 from paceline.model.cuda.slots import MAX_DRAFT, ORDER, Slots
@@ -23,23 +25,27 @@ from paceline.model.kv import PagedKV
 from paceline.model.sample import Stream
 
 SIZES = (*range(1, 9), 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, *range(128, 512, 32), *range(512, 8193, 64))
+ROWS = tuple(sorted({size for i in range(14) for size in (2**i, 3 * 2**i // 2) if size <= 8192}))  # they cost little
 QUERIES = (1, 2, 4, 8, MAX_QUERIES)
 PAGES = 2  # new ones of a row in a step, at most
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a step. `num_guesses`: what the head drafts for the next one."""
+    """Of a step. `num_guesses`: what the head drafts for the next one; `cuts`: whether a row truncates what it draws
+    from; `auctions`: whether rows have more drafted tokens than there are places for."""
 
     num_rows: int
     num_tokens: int
     num_queries: int  # of a row, at most
     num_guesses: int = 0
+    cuts: bool = False
+    auctions: bool = False
 
     def rounded_up(self) -> Size:
         return Size(
-            _round_up(self.num_rows, SIZES), _round_up(self.num_tokens, SIZES), _round_up(self.num_queries, QUERIES),
-            self.num_guesses,
+            _round_up(self.num_rows, ROWS), _round_up(self.num_tokens, SIZES), _round_up(self.num_queries, QUERIES),
+            self.num_guesses, self.cuts, self.auctions,
         )  # fmt: skip
 
     @property
@@ -48,12 +54,29 @@ class Size:
 
     @property
     def num_words(self) -> int:
-        """Orders, and behind them the pages that are new."""
-        return self.num_rows * (ORDER + 3 * PAGES)
+        """Orders, behind them the pages that are new, and last the number of slots in an auction."""
+        return self.num_rows * (ORDER + 3 * PAGES) + 1
 
 
 def _round_up(number: int, sizes: tuple[int, ...]) -> int:
     return next(size for size in sizes if size >= number)
+
+
+class Letter:
+    """What a step has to say of its rows, in one piece of memory: one copy brings it all."""
+
+    def __init__(self, num_rows: int, **where: Any) -> None:
+        shapes = {
+            "logprobs": ((2, MAX_QUERIES), torch.float64),  # processed and raw
+            "chances": ((MAX_DRAFT,), torch.float64),  # logprobs of what the head guesses
+            "tokens": ((2 + MAX_QUERIES,), torch.int32),  # how many were emitted and verified, and which were emitted
+        }
+        sizes = {name: num_rows * math.prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
+        self.whole = torch.zeros(sum(sizes.values()), dtype=torch.uint8, **where)
+        parts = dict(zip(shapes, self.whole.split(list(sizes.values())), strict=True))
+        self.logprobs, self.chances, self.tokens = (
+            parts[name].view(dtype).view(num_rows, *shape) for name, (shape, dtype) in shapes.items()
+        )
 
 
 class Graphs:
@@ -70,12 +93,9 @@ class Graphs:
         device = decoder.device
         self.decoder, self.kv, self.slots, self.head, self.eager = decoder, kv, slots, head, eager
         self.imposed = imposed
-        most = _round_up(max_rows, SIZES)
+        most = _round_up(max_rows, ROWS)
         self.words = torch.empty(Size(most, most, 1).num_words, dtype=torch.int32, device=device)
-        self.tokens_out = torch.zeros(most, 1 + MAX_QUERIES, dtype=torch.int32, device=device)
-        self.logprobs_out = torch.zeros(most, 2, MAX_QUERIES, dtype=torch.float64, device=device)
-        self.guesses_out = torch.zeros(most, MAX_DRAFT, dtype=torch.int32, device=device)
-        self.chances_out = torch.zeros(most, MAX_DRAFT, dtype=torch.float64, device=device)
+        self.letter = Letter(most, device=device)
         self._captured: dict[Size, Callable[[], None]] = {}
         self._pool: Any = None  # torch's handle of it
 
@@ -100,19 +120,22 @@ class Graphs:
     @torch.inference_mode()
     def _step(self, size: Size) -> None:
         orders = self.words[: size.num_order_words].view(size.num_rows, ORDER)
-        pages = self.words[size.num_order_words : size.num_words].view(-1, 3)
+        pages = self.words[size.num_order_words : size.num_words - 1].view(-1, 3)
+        if size.auctions:
+            self.slots.auction(orders, self.words[size.num_words - 1 : size.num_words])
         inputs = self.slots.lay_out(orders, pages, size.num_tokens)
         attention = CudaPagedAttention(self.kv, inputs.rows, size.num_queries)
         taps = self.head.head.config.taps if self.head is not None else ()
         out = self.decoder(inputs.tokens, inputs.positions, attention, taps)
         logits = self.decoder.logits(out.hidden)
-        draws = draw(logits, inputs.keys, inputs.emitted_at, inputs.temperature, Stream.SAMPLE)
-        ends = self.slots.settle(inputs, draws, self.tokens_out, self.logprobs_out, self.imposed)
+        limits = cut(logits, inputs.places, self.slots) if size.cuts else None
+        draws = draw(logits, inputs.keys, inputs.emitted_at, inputs.temperature, Stream.SAMPLE, cut=limits)
+        ends = self.slots.settle(inputs, draws, self.letter.tokens, self.letter.logprobs, self.imposed)
         if self.head is not None:
             features = torch.cat([out.taps[i] for i in taps], -1)
             self.head.draft(
-                inputs, size.num_queries, features, draws.tokens, ends, size.num_guesses, self.guesses_out,
-                self.chances_out,
+                inputs, size.num_queries, features, draws.tokens, ends, size.num_guesses, size.cuts,
+                self.letter.chances,
             )  # fmt: skip
 
     def _capture(self, size: Size) -> Callable[[], None]:

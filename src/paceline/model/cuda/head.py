@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.model.cuda.attention import CudaPagedAttention, Rows
+from paceline.model.cuda.cut import cut
 from paceline.model.cuda.ops import CudaOps
 from paceline.model.cuda.sample import Draws, draw
 from paceline.model.cuda.slots import MAX_DRAFT, Inputs, Slots
@@ -48,10 +49,10 @@ class DeviceHead:
 
     def draft(
         self, inputs: Inputs, max_queries: int, features_TF: Tensor, drawn_T: Tensor, ends_R: Tensor, k: int,
-        tokens_out: Tensor, logprobs_out: Tensor,
+        cuts: bool, logprobs_out: Tensor,
     ) -> None:  # fmt: skip
-        """Take the step in, and guess k tokens for each row: into its slot and, for the host, tokens_out int32 and
-        logprobs_out float64 [R, MAX_DRAFT]."""
+        """Take the step in, and guess k tokens for each row, as the target would draw them: into its slot and, for the
+        host, how likely they were: logprobs_out float64 [R, MAX_DRAFT]."""
         rows = inputs.rows
         seen = CudaPagedAttention(self.kv, rows, max_queries)
         x, h = self.head(self.head.fuse(features_TF), drawn_T, inputs.positions, seen, self.embed)
@@ -60,10 +61,10 @@ class DeviceHead:
         x, h = x[ends_R], h[ends_R]
         course = self._course(rows, k)
         for i in range(k):
-            draws = draw(
-                self.head.logits(h), course.keys, course.emitted_at[i], course.temperature, Stream.SAMPLE, self.ids
-            )
-            self._keep(draws, rows.places, i, tokens_out, logprobs_out)
+            logits = self.head.logits(h)
+            limits = cut(logits, rows.places, self.slots) if cuts else None
+            draws = draw(logits, course.keys, course.emitted_at[i], course.temperature, Stream.SAMPLE, self.ids, limits)
+            self._keep(draws, rows.places, i, logprobs_out)
             if i + 1 < k:
                 ahead = Rows(course.query_start, course.context[i + 1], rows.places, rows.tables)
                 seen = CudaPagedAttention(self.kv, ahead, 1)
@@ -86,10 +87,10 @@ class DeviceHead:
         )  # fmt: skip
         return course
 
-    def _keep(self, draws: Draws, places: Tensor, i: int, tokens_out: Tensor, logprobs_out: Tensor) -> None:
+    def _keep(self, draws: Draws, places: Tensor, i: int, logprobs_out: Tensor) -> None:
         num = len(places)
         _keep[(1,)](
-            draws.tokens, draws.logprobs, places, self.slots.drafts, tokens_out, logprobs_out, i, num,
+            draws.tokens, draws.logprobs, places, self.slots.drafts, self.slots.worth, logprobs_out, i, num,
             MAX_DRAFT=MAX_DRAFT, ROWS=triton.next_power_of_2(num), num_warps=4,
         )  # fmt: skip
 
@@ -121,12 +122,14 @@ def _lead(
 
 
 @triton.jit
-def _keep(tokens, logprobs, places, drafts, tokens_out, logprobs_out, i, num_rows,
+def _keep(tokens, logprobs, places, drafts, worth, logprobs_out, i, num_rows,
           MAX_DRAFT: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     r = tl.arange(0, ROWS)
     given = r < num_rows
     slot = tl.load(places + r, mask=given, other=-1)
     token = tl.load(tokens + r, mask=given, other=0)
     tl.store(drafts + slot * MAX_DRAFT + i, token, mask=slot >= 0)
-    tl.store(tokens_out + r * MAX_DRAFT + i, token, mask=given)
-    tl.store(logprobs_out + r * MAX_DRAFT + i, tl.load(logprobs + r, mask=given, other=0.0), mask=given)
+    logprob = tl.load(logprobs + r, mask=given, other=0.0)
+    tl.store(logprobs_out + r * MAX_DRAFT + i, logprob, mask=given)
+    before = tl.load(worth + slot * MAX_DRAFT + i - 1, mask=(slot >= 0) & (i > 0), other=1.0)
+    tl.store(worth + slot * MAX_DRAFT + i, before * tl.exp(logprob.to(tl.float32)), mask=slot >= 0)

@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
+from paceline.model.cuda.cut import Cut
+
 PART = 4096  # tokens that a program looks at; a multiple of 4, the words of one noise counter
 
 
@@ -35,9 +37,10 @@ def draw(
     temperature_P: Tensor,
     stream: int,
     ids_V: Tensor | None = None,
+    cut: Cut | None = None,
 ) -> Draws:
-    """Without truncation. keys and positions int64; temperature float64, 0: the likeliest token. `ids`: which tokens
-    the logits are of, ascending, if not of all: the noise is that of the tokens."""
+    """keys and positions int64; temperature float64, 0: the likeliest token. `ids`: which tokens the logits are of,
+    ascending, if not of all: the noise is that of the tokens."""
     num, vocab = logits_PV.shape
     parts = triton.cdiv(vocab, PART)
     device = logits_PV.device
@@ -49,9 +52,10 @@ def draw(
         torch.empty(num, dtype=torch.float64, device=device),
     )
     ids = first if ids_V is None else ids_V
+    limits = (first, first) if cut is None else (cut.logit, cut.place)
     _race[(num, parts)](
-        logits_PV, ids, keys_P, positions_P, temperature_P, found, first, logits_PV.stride(0), vocab, stream,
-        PART=PART, SOME=ids_V is not None, num_warps=8,
+        logits_PV, ids, keys_P, positions_P, temperature_P, *limits, found, first, logits_PV.stride(0), vocab, stream,
+        PART=PART, SOME=ids_V is not None, CUT=cut is not None, num_warps=8,
     )  # fmt: skip
     _finish[(num,)](
         logits_PV, ids, temperature_P, found, first, draws.tokens, draws.logprobs, draws.raw_logprobs,
@@ -62,10 +66,26 @@ def draw(
 
 @triton.jit
 def exponential(word):
-    """-log(1 - u) of u = (word + 1/2) / 2^32, precise at both ends."""
+    """-log(1 - u) of u = (word + 1/2) / 2^32, to two ulp at both ends: the logarithm of 1 - u = m 2^e by a polynomial
+    in m - 1, which for u < 1/2 is -u itself (e = 0)."""
     low = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     high = ((~word).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - u
-    return -tl.where(word < 2147483648, libdevice.log1p(-low), libdevice.log(high))
+    bits = high.to(tl.int32, bitcast=True)
+    e = (bits - 0x3F2AAAAB) >> 23  # so that m is from 2/3 to 4/3
+    m = (bits - (e << 23)).to(tl.float32, bitcast=True)
+    small = word < 2147483648
+    x = tl.where(small, -low, m - 1.0)
+    y = -0.3925960063934326 * x + 0.02021307311952114  # log(1 + x) = x - x^2/2 + x^3 y; least error for -1/2 to 1/3
+    y = y * x - 0.01497752033174038
+    y = y * x + 0.1358652263879776
+    y = y * x - 0.1337062567472458
+    y = y * x + 0.14028550684452057
+    y = y * x - 0.16628247499465942
+    y = y * x + 0.20010019838809967
+    y = y * x - 0.2500060796737671
+    y = y * x + 0.3333321809768677
+    y = (y * x - 0.5) * (x * x) + x
+    return -(tl.where(small, 0, e).to(tl.float32) * 0.6931471805599453 + y)
 
 
 @triton.jit
@@ -77,8 +97,8 @@ def _words(key, position, stream, counter, zero):
 
 @triton.jit
 def _race(
-    logits, ids, keys, positions, temperatures, found, first, stride, vocab, stream,
-    PART: tl.constexpr, SOME: tl.constexpr,
+    logits, ids, keys, positions, temperatures, cut_logit, cut_place, found, first, stride, vocab, stream,
+    PART: tl.constexpr, SOME: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     at, part = tl.program_id(0), tl.program_id(1)
     key, position = tl.load(keys + at), tl.load(positions + at)
@@ -102,13 +122,20 @@ def _race(
     base = tl.where(peak == -float("inf"), 0.0, peak)  # a part may be all -inf
     z = (raw - base) * scale
     weight = tl.exp(z)
+    if CUT:
+        limit = tl.load(cut_logit + at)
+        stays = (raw > limit) | ((raw == limit) & (v <= tl.load(cut_place + at)))
+        weight = tl.where(stays, weight, 0.0)
     arrival = tl.where(greedy, -raw, exponential(words) / weight)
-    arrival = tl.where(raw == -float("inf"), float("inf"), arrival)
+    arrival = tl.where((raw == -float("inf")) | (weight == 0), float("inf"), arrival)
     winner = tl.argmin(arrival, 0)  # the first of equals
     out = found + (at * tl.num_programs(1) + part) * 6
     tl.store(out, peak)
-    tl.store(out + 1, tl.sum(weight.to(tl.float64)).to(tl.float32))
-    tl.store(out + 2, tl.sum(tl.exp(raw - base).to(tl.float64)).to(tl.float32))
+    total = tl.sum(weight.to(tl.float64)).to(tl.float32)
+    tl.store(out + 1, total)
+    if CUT or temperature != 1:
+        total = tl.sum(tl.exp(raw - base).to(tl.float64)).to(tl.float32)
+    tl.store(out + 2, total)
     tl.store(out + 3, tl.min(arrival))
     tl.store(first + at * tl.num_programs(1) + part, part * PART + winner)
 

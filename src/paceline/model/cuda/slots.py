@@ -1,9 +1,9 @@
 """What a device knows of the sequences that it decodes, so that one step can follow another without the host.
 
-A sequence has a slot: its last token, its length and the most it may become, its noise key, its temperature, its pages,
+A sequence has a slot: its last token, its length and the most it may become, its noise key, how it samples, its pages,
 and what a head on the device drafted for it. A step is given orders: which slots, and what was drafted for them.
-`lay_out` turns orders into a forward's inputs, `settle` draws the conclusions: which drafted tokens stand (rule
-`coupled`), the new last token and length; and what the host is to know.
+`auction` chooses among what the slots have drafted, `lay_out` turns orders into a forward's inputs, `settle` draws the
+conclusions: which drafted tokens stand (rule `coupled`), the new last token and length; and what the host is to know.
 
 R rows, T tokens, at most Q queries a row (its last token and Q - 1 drafted ones).
 """
@@ -22,6 +22,7 @@ from paceline.model.cuda.sample import Draws
 
 MAX_DRAFT = MAX_QUERIES - 1
 HEADER = 4  # of an order: slot (-1: none), number of drafted tokens, last token (-1: as the slot knows it), length
+MAX_AUCTION = 1024  # rows that may bid
 ORDER = HEADER + MAX_DRAFT  # int32 words, the drafted tokens behind the header (-1: as the slot knows them)
 
 
@@ -34,6 +35,7 @@ class Inputs:
     keys: Tensor  # int64 [T]
     temperature: Tensor  # float64 [T]
     emitted_at: Tensor  # int64 [T], position of the token that is drawn there
+    places: Tensor  # int32 [T], whose slot it is; -1: padding
     rows: Rows
 
 
@@ -44,8 +46,21 @@ class Slots:
 
         self.last, self.length, self.limit = zeros(num_slots), zeros(num_slots), zeros(num_slots)
         self.drafts = zeros(num_slots, MAX_DRAFT)
+        self.worth = zeros(num_slots, MAX_DRAFT, dtype=torch.float32)  # of each, by the head: that all up to it stand
         self.key, self.temperature = zeros(num_slots, dtype=torch.int64), zeros(num_slots, dtype=torch.float64)
+        self.top_k, self.top_p = zeros(num_slots), zeros(num_slots, dtype=torch.float64)
+        self.min_p = zeros(num_slots, dtype=torch.float64)
         self.tables = zeros(num_slots, num_pages)
+
+    def auction(self, orders: Tensor, num_slots: Tensor) -> None:
+        """Of all drafted tokens that the orders speak of, which are the slots' own, keep num_slots int32 [1], those
+        that are worth most: the orders' numbers of drafted tokens become those that are left."""
+        num_rows = len(orders)
+        assert num_rows <= MAX_AUCTION
+        _auction[(1,)](
+            orders, num_slots, self.worth, num_rows, ORDER=ORDER, MAX_DRAFT=MAX_DRAFT, QUERIES=MAX_QUERIES,
+            ROWS=triton.next_power_of_2(num_rows), num_warps=8,
+        )  # fmt: skip
 
     def lay_out(self, orders: Tensor, pages: Tensor, num_tokens: int) -> Inputs:
         """orders int32 [R, ORDER]; pages int32 [U, 3]: (slot, index, page) to be entered first, slot -1: nothing."""
@@ -57,11 +72,11 @@ class Slots:
         rows = Rows(empty(num_rows + 1), empty(num_rows), empty(num_rows), self.tables)
         inputs = Inputs(
             empty(num_tokens), empty(num_tokens), empty(num_tokens, torch.int64), empty(num_tokens, torch.float64),
-            empty(num_tokens, torch.int64), rows,
+            empty(num_tokens, torch.int64), empty(num_tokens), rows,
         )  # fmt: skip
         _lay_out[(1,)](
             orders, pages, self.last, self.length, self.key, self.temperature, self.tables, self.drafts,
-            inputs.tokens, inputs.positions, inputs.keys, inputs.temperature, inputs.emitted_at,
+            inputs.tokens, inputs.positions, inputs.keys, inputs.temperature, inputs.emitted_at, inputs.places,
             rows.query_start, rows.context, rows.places, num_rows, num_tokens, len(pages), self.tables.stride(0),
             ORDER=ORDER, HEADER=HEADER, QUERIES=MAX_QUERIES, ROWS=triton.next_power_of_2(num_rows),
             MAX_DRAFT=MAX_DRAFT, TOKENS=triton.next_power_of_2(num_tokens), PAGES=triton.next_power_of_2(len(pages)),
@@ -72,10 +87,10 @@ class Slots:
     def settle(
         self, inputs: Inputs, draws: Draws, tokens_out: Tensor, logprobs_out: Tensor, imposed: float | None = None
     ) -> Tensor:
-        """tokens_out int32 [R, 1 + MAX_QUERIES]: how many were emitted, and which; logprobs_out float64
-        [R, 2, MAX_QUERIES], processed and raw. Returns which of the T tokens the last emitted one was drawn at, int32
-        [R], 0 for a row that is none. `imposed`: the chance that a drafted token is taken for right, whatever the
-        target drew. That is for timing steps: what is emitted then is nobody's sample."""
+        """tokens_out int32 [R, 2 + MAX_QUERIES]: how many were emitted and how many verified, and which were emitted;
+        logprobs_out float64 [R, 2, MAX_QUERIES], processed and raw. Returns which of the T tokens the last emitted one
+        was drawn at, int32 [R], 0 for a row that is none. `imposed`: the chance that a drafted token is taken for
+        right, whatever the target drew. That is for timing steps: what is emitted then is nobody's sample."""
         ends = torch.empty_like(inputs.rows.context)
         _settle[(inputs.rows.context.shape[0],)](
             inputs.tokens, inputs.rows.query_start, inputs.rows.places, draws.tokens, draws.logprobs,
@@ -86,9 +101,38 @@ class Slots:
 
 
 @triton.jit
+def _auction(
+    orders, num_slots, worth, num_rows,
+    ORDER: tl.constexpr, MAX_DRAFT: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program. The least worth that is kept is found bit by bit (a positive float's bits grow with it); of equals
+    the first are kept. A token is worth no more than the one before it, so what is kept of a row is its beginning."""
+    wanted = tl.load(num_slots)
+    i = tl.arange(0, ROWS * QUERIES)
+    r, j = i // QUERIES, i % QUERIES
+    slot = tl.load(orders + r * ORDER, mask=r < num_rows, other=-1)
+    num_draft = tl.load(orders + r * ORDER + 1, mask=slot >= 0, other=0)
+    bids = j < num_draft
+    key = tl.load(worth + slot * MAX_DRAFT + j, mask=bids, other=0.0).to(tl.int32, bitcast=True)
+    least = tl.zeros([], tl.int32)
+    bit = tl.full([], 1 << 30, tl.int32)
+    while bit > 0:
+        if tl.sum((bids & (key >= (least | bit))).to(tl.int32)) >= wanted:
+            least = least | bit
+        bit = bit >> 1
+    above = bids & (key > least)
+    ties = bids & (key == least)
+    left = wanted - tl.sum(above.to(tl.int32))
+    keeps = above | (ties & (tl.cumsum(ties.to(tl.int32), 0) <= left))
+    num = tl.sum(tl.reshape(keeps.to(tl.int32), [ROWS, QUERIES]), 1)
+    row = tl.arange(0, ROWS)
+    tl.store(orders + row * ORDER + 1, num, mask=row < num_rows)
+
+
+@triton.jit
 def _lay_out(
     orders, pages, last, length, key, temperature, tables, drafts,
-    tokens, positions, keys, temperatures, emitted_at, query_start, context, places,
+    tokens, positions, keys, temperatures, emitted_at, token_places, query_start, context, places,
     num_rows, num_tokens, num_pages, table_stride,
     ORDER: tl.constexpr, HEADER: tl.constexpr, QUERIES: tl.constexpr, MAX_DRAFT: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, PAGES: tl.constexpr,
@@ -133,6 +177,7 @@ def _lay_out(
         tl.store(emitted_at + at, (size + j).to(tl.int64), mask=here)
         tl.store(keys + at, own_key, mask=here)
         tl.store(temperatures + at, own_temperature, mask=here)
+        tl.store(token_places + at, slot, mask=here)
     t = tl.arange(0, TOKENS)
     padding = (t >= total) & (t < num_tokens)
     zero = tl.zeros([TOKENS], tl.int32)
@@ -141,6 +186,7 @@ def _lay_out(
     tl.store(emitted_at + t, zero.to(tl.int64), mask=padding)
     tl.store(keys + t, zero.to(tl.int64), mask=padding)
     tl.store(temperatures + t, zero.to(tl.float64) + 1, mask=padding)
+    tl.store(token_places + t, zero - 1, mask=padding)
 
 
 @triton.jit
@@ -151,7 +197,8 @@ def _settle(
     row = tl.program_id(0)
     start = tl.load(query_start + row)
     num = tl.load(query_start + row + 1) - start
-    out = tokens_out + row * (1 + QUERIES)
+    out = tokens_out + row * (2 + QUERIES)
+    tl.store(out + 1, tl.maximum(num - 1, 0))
     if num == 0:
         tl.store(out, 0)
         tl.store(ends + row, 0)
@@ -169,7 +216,7 @@ def _settle(
     accepted = tl.min(tl.where(right, QUERIES, j))
     tl.store(out, accepted + 1)
     tl.store(ends + row, start + accepted)
-    tl.store(out + 1 + j, found, mask=inside)
+    tl.store(out + 2 + j, found, mask=inside)
     mine = logprobs_out + row * 2 * QUERIES
     tl.store(mine + j, tl.load(logprobs + start + j, mask=inside, other=0.0), mask=inside)
     tl.store(mine + QUERIES + j, tl.load(raw_logprobs + start + j, mask=inside, other=0.0), mask=inside)
