@@ -1,11 +1,11 @@
 """`paceline bench step`: what the engine's decode steps take, for a model's shape, batch sizes and draft lengths.
 
 Always: a figure is of the engine's own steps, from schedule to commit, in which every row of the batch decodes and
-verifies k tokens. Prompts are random and nothing is shared, so that every row reads its own keys and values. Weights
-are random and made on the device: what steps take does not depend on them, what is accepted does. Drafts come from an
-EAGLE-3 head, which is as random, or from a history that has heard all of it before, so that nearly all stands. With
-`imposed_acceptance` drafted tokens stand by lot. That is for timing, and what is emitted then is nobody's sample; no
-setting of an engine can ask for it.
+verifies k tokens; under the policy `auto` as many as that chooses, at most k. Prompts are random and nothing is shared,
+so that every row reads its own keys and values. Weights are random and made on the device: what steps take does not
+depend on them, what is accepted does. Drafts come from an EAGLE-3 head, which is as random, or from a history that has
+heard all of it before, so that nearly all stands. With `imposed_acceptance` drafted tokens stand by lot. That is for
+timing, and what is emitted then is nobody's sample; no setting of an engine can ask for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import numpy as np
 from paceline import __version__
 from paceline.bench.roofline import H200, Load, Rates, step_s
 from paceline.model.shapes import SHAPES
-from paceline.speculation.policy import StaticPolicy
+from paceline.speculation.auto import AutoPolicy
+from paceline.speculation.cost import CostTable, Point
+from paceline.speculation.policy import SpeculationPolicy, StaticPolicy
 from paceline.types import Request, SamplingParams, StepTrace, noise_key
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from paceline.speculation.batch import Drafter
 
 DRAFTERS = ("eagle3", "history")
+POLICIES = ("static", "auto")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 # What the graphs can take: model/cuda/attention.py's MAX_QUERIES less one, the last of model/cuda/graphs.py's SIZES.
 MAX_DRAFT, MAX_TOKENS = 15, 8192
@@ -51,6 +54,7 @@ COLUMNS = {  # short, so that it fits a narrow terminal; what the device takes i
     "host_ms": "host",
     "draft_ms": "draft",
     "roofline_ms": "roof",
+    "verified": "verified",
     "step_cost": "cost",
     "mean_acceptance_length": "accept",
     "tokens_per_s": "tok/s",
@@ -65,6 +69,7 @@ class Settings:
     batches: tuple[int, ...] = (1, 8, 32)
     draft_lengths: tuple[int, ...] = (0, 3)  # 0: plain
     drafter: str = "eagle3"
+    policy: str = "static"
     prompt_tokens: int = 512
     max_tokens: int = 256
     imposed_acceptance: float | None = None
@@ -79,6 +84,7 @@ class Settings:
         for option, given, known in (
             ("model", self.model, tuple(SHAPES)),
             ("drafter", self.drafter, DRAFTERS),
+            ("policy", self.policy, POLICIES),
             ("device", self.device, ("cuda", "cpu")),
             ("dtype", self.dtype, DTYPES),
         ):
@@ -196,11 +202,15 @@ def describe(settings: Settings) -> dict[str, Any]:
     return {**asdict(settings), **marked, "machine": machine_name(settings.device), "version": __version__}
 
 
+def columns(settings: Settings) -> dict[str, str]:
+    return {key: heading for key, heading in COLUMNS.items() if key != "verified" or settings.policy == "auto"}
+
+
 def title(settings: Settings) -> str:
     s = settings
     how = "plain torch" if s.plain_torch else "without graphs" if s.eager else ""
     lot = f"acceptance imposed: {s.imposed_acceptance:g}" if s.imposed_acceptance is not None else ""
-    drafter = s.drafter if any(s.draft_lengths) else ""
+    drafter = f"{s.drafter} ({s.policy})" if any(s.draft_lengths) else ""
     length = f"{s.prompt_tokens} + {s.max_tokens} tokens"
     return ", ".join(filter(None, (f"{s.model}: steps", machine_name(s.device), s.dtype, drafter, length, how, lot)))
 
@@ -209,8 +219,8 @@ def notes(settings: Settings) -> list[str]:
     """What the columns are."""
     rates = settings.rates
     found = [
-        "times in ms; step: the engine's whole step; host: what of it is not forward and draws; draft: what the host "
-        "spends on drafts, which with eagle3 on a GPU it does meanwhile",
+        "times in ms; step: the engine's whole step; host: what of it is not forward and draws; draft: what "
+        "drafting keeps the host from launching the next step, nothing with eagle3 on a GPU",
         f"roof: the least it could be, at {rates.bytes_per_s / 1e12:g} TB/s (--copy-rate) and "
         f"{rates.flops_per_s / 1e12:g} TFLOP/s (--matmul-rate)",
         "cost and speed-up: over the plain step (k = 0) of the same batch size; weights are random, so what is "
@@ -268,12 +278,16 @@ class Subject:
         requests = self._requests(batch)
         engine = self._engine(batch, k)
         if k and self.settings.drafter == "history":  # it hears all of it, once
+            policy = engine.policy
             engine.set_drafter(engine.drafter, StaticPolicy(0))
             engine.generate(requests)
-            engine.set_drafter(engine.drafter, StaticPolicy(k))
+            engine.set_drafter(engine.drafter, policy)
+            engine.drain_trace()
+        if k and self.settings.policy == "auto":  # which has to learn first what its drafter is worth
+            engine.generate(requests)
             engine.drain_trace()
         engine.generate(requests)
-        return steady(engine.drain_trace(), batch, k)
+        return steady(engine.drain_trace(), batch, None if k and self.settings.policy == "auto" else k)
 
     def _requests(self, batch: int) -> list[Request]:
         s, dice = self.settings, np.random.default_rng(batch)
@@ -296,16 +310,41 @@ class Subject:
         num_blocks = batch * (-(-(s.prompt_tokens + s.max_tokens + 2 * (1 + k)) // BLOCK) + 2)
         paged = PagedDecoder(self.decoder, num_blocks)
         sampler = Sampler(native=self.decoder.embed.panels is not None)
+        runner = self._runner(paged, sampler, batch, k)
+        drafter = self._drafter(sampler, num_blocks) if k else None
+        policy: SpeculationPolicy = StaticPolicy(k)
+        if k and s.policy == "auto":
+            paged.tap(drafter.wants_hidden if drafter is not None else ())
+            runner.equip(drafter)
+            policy = AutoPolicy(
+                self._costs(paged, runner, batch, k), k, "eagle3" if self.head is not None else "suffix"
+            )
         return LocalEngine(
             paged,
             sampler=sampler,
-            runner=self._runner(paged, sampler, batch, k),
-            drafter=self._drafter(sampler, num_blocks) if k else None,
-            policy=StaticPolicy(k),
+            runner=runner,
+            drafter=drafter,
+            policy=policy,
             max_num_seqs=batch,
             max_num_batched_tokens=max(PREFILL, batch * (1 + k)),
             prefix_sharing=False,
         )
+
+    def _costs(self, paged: PagedDecoder, runner: Runner, batch: int, k: int) -> CostTable:
+        """Of steps with all rows and up to k tokens each, as an engine measures them when it is built."""
+        from paceline.build.cost import NUM_ROUNDS, time_step
+        from paceline.build.drafter import head_cost
+
+        context = self.settings.prompt_tokens
+        points = []
+        for queries in range(1, k + 2):
+            seconds = min(time_step(paged, runner, batch, queries, context) for _ in range(NUM_ROUNDS))
+            points.append(Point(batch, batch * queries, batch * (context + queries), seconds))
+        drafts = {}
+        if self.head is not None:
+            each_s = head_cost(self.head, self.config) * points[0].seconds
+            drafts["eagle3"] = [(batch, depth, depth * each_s) for depth in (1, 8)]
+        return CostTable("bench step", points, drafts)
 
     def _drafter(self, sampler: Sampler, num_blocks: int) -> Drafter:
         if self.head is None:
@@ -333,8 +372,10 @@ class Subject:
         return GraphRunner(paged, plain, batch, eager=s.eager, imposed=imposed)
 
 
-def steady(traces: Sequence[StepTrace], batch: int, k: int) -> list[StepTrace]:
-    found = [t for t in traces if t.num_rows == batch and t.num_query_tokens == batch * (1 + k)]
+def steady(traces: Sequence[StepTrace], batch: int, k: int | None) -> list[StepTrace]:
+    """k None: however many they verify."""
+    whole = [t for t in traces if t.num_rows == batch and t.num_query_tokens == batch + t.num_draft_tokens]
+    found = [t for t in whole if k is None or t.num_draft_tokens == batch * k]
     return found[min(NUM_SKIPPED, len(found) // 2) :]
 
 
@@ -351,10 +392,11 @@ def _row(subject: Subject, batch: int, k: int) -> dict[str, Any]:
         note = "out of device memory"
     memory_gib = peak_gib(subject.device)
     figures = dict.fromkeys(("step_ms", "mean_step_ms", "device_ms", "host_ms", "draft_ms", "roofline_ms", "context",
-                             "mean_acceptance_length", "tokens_per_s"))  # fmt: skip
+                             "mean_acceptance_length", "verified", "tokens_per_s"))  # fmt: skip
     return {
         "model": s.model,
         "drafter": s.drafter if k else "none",
+        "policy": s.policy if k else "none",
         "batch": batch,
         "num_speculative_tokens": k,
         "imposed_acceptance": s.imposed_acceptance if k else None,
@@ -372,7 +414,8 @@ def _figures(subject: Subject, steps: list[StepTrace], batch: int, k: int) -> di
     device_s = statistics.median(t.forward_s + t.sample_s for t in steps)
     context = statistics.mean(t.num_context_tokens for t in steps) / batch
     num_drafts = sum(t.num_drafts for t in steps)
-    load = Load(batch, k, context, subject.dtype.itemsize)
+    verified = round(statistics.mean(t.num_draft_tokens for t in steps) / batch)  # k, or what `auto` chose
+    load = Load(batch, verified, context, subject.dtype.itemsize)
     head = subject.head.config if subject.head is not None and k else None
     return {
         "step_ms": total_s * 1e3,
@@ -383,7 +426,10 @@ def _figures(subject: Subject, steps: list[StepTrace], batch: int, k: int) -> di
         "roofline_ms": step_s(subject.config, load, subject.settings.rates, head) * 1e3,
         "context": context,
         "mean_acceptance_length": 1 + sum(t.num_accepted_tokens for t in steps) / num_drafts if num_drafts else 1.0,
-        "tokens_per_s": statistics.mean(t.num_emitted for t in steps) / total_s,
+        "verified": statistics.mean(t.num_draft_tokens for t in steps) / batch,
+        "tokens_per_s": sum(t.num_emitted for t in steps) / sum(t.total_s for t in steps)
+        if subject.settings.policy == "auto"
+        else statistics.mean(t.num_emitted for t in steps) / total_s,
     }
 
 

@@ -52,7 +52,7 @@ def build_drafter(config: Config, target: Decoder, tokenizer: Any, head: Eagle3H
 
     if head is None:
         head = pack_head(build_head(config, target.config), target)
-    if type(target.ops).__name__ == "CudaOps" and speculation.rule == "coupled":
+    if target.ops.is_cuda and speculation.rule == "coupled":
         return _ahead(config, target, head)
     num_blocks = -(-(config.engine.kv_tokens or default_kv_tokens(config, target.config)) // BLOCK)
     eagle3 = Eagle3Drafter(

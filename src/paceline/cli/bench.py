@@ -121,6 +121,7 @@ def step(
         str, typer.Option("--k", help="Draft lengths; 0 is plain, which the others are compared with.")
     ] = "0,3",
     drafter: Annotated[str, typer.Option(help="eagle3, or history (which has heard it all before).")] = "eagle3",
+    policy: Annotated[str, typer.Option(help="static, or auto: what pays of at most k tokens a row.")] = "static",
     imposed_acceptance: Annotated[
         float | None,
         typer.Option(metavar="L", help="For timing only: drafted tokens stand by lot, L tokens a step in the mean."),
@@ -161,6 +162,7 @@ def step(
         batches=comma_numbers("--batch", batch),
         draft_lengths=comma_numbers("--k", k),
         drafter=drafter,
+        policy=policy,
         prompt_tokens=prompt_tokens,
         max_tokens=max_tokens,
         imposed_acceptance=imposed_acceptance,
@@ -185,7 +187,7 @@ def step(
         interrupted = True
         err.print("interrupted: what was measured so far follows", style="yellow")
     title = steps.title(chosen)
-    out.print(render(rows, steps.COLUMNS, title))
+    out.print(render(rows, steps.columns(chosen), title))
     for note in steps.notes(chosen):
         out.print(f"– {note}", style="dim", soft_wrap=True)
     if imposed_acceptance is not None:
@@ -194,7 +196,7 @@ def step(
         write_json(json_file, {"interrupted": interrupted, "settings": steps.describe(chosen), "rows": rows})
     measured = [row for row in rows if row["step_ms"] is not None]
     if plot_file is not None and measured:
-        plot.save_steps(rows, steps.COLUMNS, plot_file, title)
+        plot.save_steps(rows, steps.columns(chosen), plot_file, title)
     if interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         raise typer.Exit(130)

@@ -22,12 +22,12 @@ from paceline.engine.accept import Verdict
 from paceline.engine.runner import EagerRunner, Landed
 from paceline.engine.scheduler import Row
 from paceline.engine.sequence import Sequence
-from paceline.model.attention import PagedAttention
+from paceline.model.attention import Attention, GatheredAttention, PagedAttention, has_varlen
 from paceline.model.cuda.attention import MAX_QUERIES
 from paceline.model.cuda.graphs import Graphs, Letter, Size
 from paceline.model.cuda.head import DeviceHead
 from paceline.model.cuda.slots import HEADER, MAX_AUCTION, ORDER, Slots
-from paceline.model.kv import BLOCK, PagedKV
+from paceline.model.kv import BLOCK, BatchPlan, PagedKV
 from paceline.model.paged import PagedDecoder, Span, make_plan
 from paceline.speculation.batch import Ahead, Drafter
 
@@ -160,7 +160,11 @@ class GraphRunner:
         plan = make_plan(spans)
         x = head.head.fuse(self.paged.features(wanted))
         after_T, positions_T = (torch.as_tensor(a, device=self._device) for a in (plan.tokens, plan.positions))
-        head.head(x, after_T, positions_T, PagedAttention(head.kv, plan), head.embed)
+        head.head(x, after_T, positions_T, self._attention(head, plan), head.embed)
+
+    def _attention(self, head: DeviceHead, plan: BatchPlan) -> Attention:
+        in_one_kernel = has_varlen(self._device, head.head.dtype, head.head.config.layer.head_dim)
+        return (GatheredAttention if in_one_kernel else PagedAttention)(head.kv, plan)
 
     def _ready(self) -> Graphs:
         key = id(self.ahead.head) if self.ahead is not None else None

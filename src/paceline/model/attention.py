@@ -3,7 +3,7 @@
 PackedAttention: whole sequences laid end to end, causal within each; for training, with gradients. Sequences that
 begin alike may share their beginning. VarlenAttention: the same in one kernel, for a GPU in 16 bits.
 PagedAttention: rows of (sequence, start, num_query) over the paged KV; a prefill chunk, a decode step and a
-verification are the same thing here.
+verification are the same thing here. GatheredAttention: the same in one kernel, for a GPU in 16 bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from paceline.model.kv import BatchPlan, PagedKV
+from paceline.model.kv import BLOCK, BatchPlan, PagedKV
 
 
 class Attention(Protocol):
@@ -71,6 +71,15 @@ def has_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def _flash() -> Callable[..., Any]:
+    """Segments of queries, each the last of a segment of keys, causally."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Before 2.12 torch had no word for grouped heads, and took them as they came.
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    return partial(varlen_attn, window_size=(-1, 0), **grouped)
+
+
 class VarlenAttention:
     """PackedAttention's segments, all in one kernel. A segment's queries are the last of what it sees. Where there are
     prefixes, keys and values are laid out once more, a segment's own after those of its prefix. The gradient of the
@@ -79,8 +88,6 @@ class VarlenAttention:
     def __init__(
         self, lengths: Sequence[int], prefixes: Sequence[int | None] | None, device: torch.device | str
     ) -> None:
-        from torch.nn.attention.varlen import varlen_attn
-
         num = np.array(lengths, np.int64)
         start = np.cumsum(num) - num
         rows = [np.arange(first, first + count) for first, count in zip(start, num, strict=True)]
@@ -95,13 +102,7 @@ class VarlenAttention:
             torch.tensor([0, *np.cumsum(x)], dtype=torch.int32, device=device) for x in (num, sizes)
         )
         self.rows_K = torch.from_numpy(np.concatenate(seen)).to(device)  # of the T, in the order in which they are seen
-        # Before 2.12 torch had no word for grouped heads, and took them as they came.
-        grouped: dict[str, Any] = (
-            {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-        )
-        self.attend: Callable[..., Any] = partial(
-            varlen_attn, window_size=(-1, 0), **grouped
-        )  # causal: the last query sees all
+        self.attend = _flash()
 
     def __call__(self, layer: int, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> Tensor:
         k, v = k_TGE, v_TGE
@@ -144,3 +145,30 @@ class PagedAttention:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
             outs.append(out.squeeze(0).transpose(0, 1).flatten(1))
         return torch.cat(outs)
+
+
+class GatheredAttention:
+    """PagedAttention's rows, all in one kernel; what they see is gathered from the pages first. For prompts: a step
+    that decodes reads its pages in place (`model/cuda/attention.py`)."""
+
+    def __init__(self, kv: PagedKV, plan: BatchPlan) -> None:
+        self.kv, device = kv, kv.k.device
+        context = plan.context.astype(np.int64)
+        rows = np.repeat(np.arange(plan.num_rows), context)
+        positions = np.arange(len(rows)) - np.repeat(np.cumsum(context) - context, context)
+        pages = plan.block_tables[rows, positions // BLOCK].astype(np.int64)
+        self.slots, self.pages, self.offsets, self.bounds_q, self.bounds_k = (
+            torch.as_tensor(array, device=device)
+            for array in (
+                plan.slots(), pages, positions % BLOCK, plan.query_start.astype(np.int32),
+                np.concatenate([[0], np.cumsum(context)]).astype(np.int32),
+            )
+        )  # fmt: skip
+        self.max_q, self.max_k = int(np.diff(plan.query_start).max()), int(context.max())
+        self.attend = _flash()
+
+    def __call__(self, layer: int, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> Tensor:
+        self.kv.write(layer, self.slots, k_TGE, v_TGE)
+        k, v = (x[layer][self.pages, :, self.offsets] for x in (self.kv.k, self.kv.v))  # [all contexts, G, E]
+        out: Tensor = self.attend(q_THE, k, v, self.bounds_q, self.bounds_k, self.max_q, self.max_k)
+        return out.flatten(1)

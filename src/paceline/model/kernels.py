@@ -136,6 +136,8 @@ def pack_for_inference(model: Decoder | Eagle3Head) -> None:
 class NativeOps:
     """ops.Ops over packed weights."""
 
+    is_cuda = False
+
     def __init__(self) -> None:
         self.c = c = _decoder()
         self._linear, self._add_norm, self._silu_mul, self._rotate = c.linear, c.add_norm, c.silu_mul, c.rotate

@@ -16,6 +16,8 @@ from paceline.model.layer import Layer, Linear
 
 
 class Ops(Protocol):
+    is_cuda: bool  # whether it is a GPU's own kernels that compute
+
     def embed(self, tokens_T: Tensor, table: Linear) -> Tensor: ...
     def linear(self, x_TK: Tensor, linear: Linear) -> Tensor: ...
     def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor: ...
@@ -33,6 +35,8 @@ class Ops(Protocol):
 
 class TorchOps:
     """Any device, any dtype, with gradients."""
+
+    is_cuda = False
 
     def embed(self, tokens_T: Tensor, table: Linear) -> Tensor:
         assert table.weight is not None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.model import weights as weights_io
-from paceline.model.attention import Attention, PagedAttention
+from paceline.model.attention import Attention, GatheredAttention, PagedAttention, has_varlen
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
 from paceline.model.kv import BatchPlan, BlockPool, BlockTable, PagedKV
@@ -127,6 +127,13 @@ class PagedDecoder(PagedMemory):
         assert self.kv is not None and self.kv.features is not None
         slots = np.concatenate([table.slots(start, end) for table, start, end in spans])
         return self.kv.features[torch.as_tensor(slots, device=self.kv.features.device)]
+
+    def attention(self, plan: BatchPlan) -> Attention:
+        decoder = self.decoder
+        if decoder.ops.is_cuda and has_varlen(decoder.device, decoder.dtype, decoder.config.head_dim):
+            assert self.kv is not None, "asleep"
+            return GatheredAttention(self.kv, plan)
+        return super().attention(plan)
 
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Receipt:
         """Take new weights (Hugging Face names). Nothing computed before is shared from now on. The receipt's checksum

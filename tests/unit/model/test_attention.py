@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from support import tiny_config
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.model.attention import PackedAttention, VarlenAttention, has_varlen
+from paceline.model.attention import GatheredAttention, PackedAttention, PagedAttention, VarlenAttention, has_varlen
+from paceline.model.kv import BatchPlan, PagedKV
 
 SHARED = [5, 3, 1, 4, 2, 2, 6], [None, 0, 0, None, 3, 3, 3]
 ALONE = [5, 1, 7], None
@@ -82,3 +85,22 @@ def test_varlen_is_for_a_gpu_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None
     assert not has_varlen(cuda, torch.bfloat16, 512)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 5))
     assert not has_varlen(cuda, torch.bfloat16, 64)
+
+
+def test_rows_whose_pages_are_gathered_see_what_paged_ones_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kernel's twin in its place, which a CPU can compute."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", slow_varlen)
+    config, dice = tiny_config(), np.random.default_rng(0)
+    num_query, context = np.array([5, 40, 1, 17]), np.array([5, 61, 33, 17], np.int32)
+    tables = dice.permutation(4 * 4).astype(np.int32).reshape(4, 4)
+    start = np.concatenate([[0], np.cumsum(num_query)]).astype(np.int32)
+    positions = np.concatenate([np.arange(c - n, c) for n, c in zip(num_query, context, strict=True)])
+    plan = BatchPlan(np.zeros(63, np.int64), positions, start, context, tables, np.arange(63))
+    slow, fast = (PagedKV(config, 16, torch.float64, "cpu") for _ in range(2))
+    for mine, theirs in ((slow.k, fast.k), (slow.v, fast.v)):
+        theirs.copy_(mine.normal_(generator=torch.Generator().manual_seed(1)))
+    shapes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    q, k, v = (torch.from_numpy(dice.normal(size=(63, heads, config.head_dim))) for heads in shapes)
+    want, got = PagedAttention(slow, plan)(1, q, k, v), GatheredAttention(fast, plan)(1, q, k, v)
+    assert torch.allclose(got, want, rtol=1e-12, atol=1e-12)
+    assert torch.equal(slow.k, fast.k) and torch.equal(slow.v, fast.v)

@@ -18,6 +18,8 @@ from paceline.model.ops import TorchOps
 
 
 class CudaOps(TorchOps):
+    is_cuda = True
+
     def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x_TD)
         _norm[(len(x_TD),)](x_TD, x_TD, weight_D, out, eps, **_sizes(x_TD), ADDS=False)
