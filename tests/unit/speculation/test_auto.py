@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -189,6 +190,37 @@ def test_rows_that_were_sent_back_to_wait_are_told_apart() -> None:
     policy.observe(Commits(np.array([2]), np.zeros((1, 5), np.int32), two + 1, two, two), None, policy.decision)  # type: ignore[arg-type]
     counts = policy.chances.state()["counts"]
     assert counts[1].reshape(-1, 10).sum(0).tolist() == [0] * 9 + [2]
+
+
+class Heard(Line):
+    draft_s_heard = -1.0
+
+    def observe(self, trace: Any, k: int, drafter: str | None, num_rows: int | None) -> None:
+        self.draft_s_heard = trace.draft_s
+
+
+def test_a_step_is_learned_from_by_what_it_verified_though_others_were_planned_meanwhile() -> None:
+    """As where drafts are made and chosen on a device: what was looked at when the step was planned were others."""
+
+    @dataclass(frozen=True)
+    class Trace:
+        total_s: float
+        draft_s: float
+
+    costs = Heard(draft=0.1)
+    policy = AutoPolicy(costs, K, "eagle3")  # type: ignore[arg-type]
+    policy.plan(rows(2))
+    policy.select(offered(np.full((2, K), 0.05)))
+    first = policy.decision
+    policy.plan(rows(3))
+    policy.select(offered(np.full((3, K), 0.35)))
+    verified = offered(np.array([[0.95] * K, [0.45] * K]))
+    stood, drafted = np.array([2, 0], np.int32), np.array([3, 1], np.int32)
+    commits = Commits(np.arange(2), np.zeros((2, 5), np.int32), stood + 1, drafted, stood, verified)
+    policy.observe(commits, Trace(20.0, 0.0), first)  # type: ignore[arg-type]
+    stood_W, seen_W = policy.chances.state()["counts"].reshape(2, -1, 10).sum(1)
+    assert seen_W.tolist() == [0] * 4 + [1] + [0] * 4 + [3] and stood_W.tolist() == [0] * 9 + [2]
+    assert costs.draft_s_heard == pytest.approx(first.about.draft_s) and first.about.draft_s > 0
 
 
 def test_new_weights_halve_what_is_known_and_state_round_trips() -> None:

@@ -1,0 +1,86 @@
+"""The table of steps on one GPU: plain, EAGLE-3 at several draft lengths, history and auto, beside vLLM's.
+
+    python benchmarks/gpu/steps.py --json steps.json [--only plain,k3,auto] [--model qwen3-8b]
+
+Each row is `paceline bench step` with the acceptance length that the published heads reach at that draft length. The
+figures of vLLM 0.25.1 (CUDA graphs, FlashAttention 3, async scheduling) were measured on the same card: 512 + 256
+tokens, T=1, mean decode step in ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from paceline.bench.step import Settings, describe, measure
+
+
+@dataclass(frozen=True)
+class Part:
+    batches: tuple[int, ...]
+    k: int = 0
+    length: float | None = None
+    drafter: str = "eagle3"
+    policy: str = "static"
+    vllm_ms: dict[int, float] = field(default_factory=dict)
+    max_tokens: int = 256
+
+
+PARTS = {
+    "plain": Part((1, 8, 32, 64, 128, 256), vllm_ms={1: 5.24, 8: 5.63, 32: 6.17, 64: 7.13, 128: 9.54, 256: 15.53}),
+    "k1": Part((1, 8, 32, 128), 1, 1.87, vllm_ms={1: 5.57, 8: 5.82, 32: 6.67, 128: 12.49}),
+    "k3": Part((1, 8, 32, 128), 3, 3.32, vllm_ms={1: 6.16, 8: 6.51, 32: 7.77, 128: 18.55}),
+    "k5": Part((1, 8, 32, 128), 5, 4.44, vllm_ms={1: 6.65, 8: 7.16, 32: 9.50, 128: 26.47}),
+    "k7": Part((1, 8, 32, 128), 7, 5.28, vllm_ms={1: 7.35, 8: 7.69, 32: 10.68, 128: 31.88}),
+    "history": Part((1, 8, 16, 32), 3, drafter="history", vllm_ms={1: 7.72, 8: 8.33, 32: 10.68}),
+    "auto": Part((1, 8, 32, 128, 256, 512), 3, 3.32, policy="auto"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="qwen3-8b")
+    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--batch", help="these batch sizes instead of the table's")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    console = Console(width=120)
+    found: list[dict[str, Any]] = []
+    for name in given.only.split(","):
+        part = PARTS[name]
+        batches = tuple(map(int, given.batch.split(","))) if given.batch else part.batches
+        settings = Settings(
+            given.model, batches, (0, part.k) if part.k else (0,), part.drafter, part.policy,
+            max_tokens=part.max_tokens, imposed_acceptance=part.length, eager=given.eager,
+        )  # fmt: skip
+        for row in measure(settings):
+            if bool(row["num_speculative_tokens"]) != bool(part.k):
+                continue  # the plain step that it is compared with
+            row |= {"part": name, "vllm_ms": part.vllm_ms.get(row["batch"]) if given.model == "qwen3-8b" else None}
+            found.append(row)
+            console.print(line(row), highlight=False)
+            if given.json is not None:
+                described = describe(settings)
+                given.json.write_text(json.dumps({"machine": described["machine"], "rows": found}, indent=1))
+
+
+def line(row: dict[str, Any]) -> str:
+    if row["step_ms"] is None:
+        return f"{row['part']:8} batch {row['batch']:4}  {row['note']}"
+    beside = f"  vLLM {row['vllm_ms']:6.2f}" if row["vllm_ms"] else " " * 13
+    gain = f"  cost {row['step_cost']:.2f}  accept {row['mean_acceptance_length']:.2f}  speed-up {row['speedup']:.2f}x"
+    return (
+        f"{row['part']:8} batch {row['batch']:4}  step {row['step_ms']:6.2f} (mean {row['mean_step_ms']:6.2f}) "
+        f"host {row['host_ms']:5.2f}{beside}{gain if row['num_speculative_tokens'] else ''}  "
+        f"verified {row['verified']:.2f}  {row['memory_gib']:.0f} GiB"
+    )
+
+
+if __name__ == "__main__":
+    main()
