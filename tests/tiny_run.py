@@ -37,12 +37,13 @@ SETTINGS = (
 )
 
 
-def write_model(directory: Path) -> None:
+def write_model(directory: Path, **changes: Any) -> None:
     """Random weights, some 20 likely letters out of 259 tokens."""
     from conftest import VOCAB_SIZE, write_tokenizer
     from support import tiny_config
 
-    config = tiny_config(vocab_size=VOCAB_SIZE, hidden_size=32, num_layers=2, eos_token_ids=(VOCAB_SIZE - 1,))
+    shape = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_layers": 2, "eos_token_ids": (VOCAB_SIZE - 1,)}
+    config = tiny_config(**(shape | changes))
     decoder = init(config, 0, torch.float64)
     with torch.no_grad():
         for parameter in decoder.parameters():
@@ -56,10 +57,17 @@ def write_task(path: Path, num_problems: int = 8) -> None:
     path.write_text("".join(f'{{"prompt": "say {chr(97 + i)}", "answer": "{i}"}}\n' for i in range(num_problems)))
 
 
-def write_head(folder: Path, name: str = "head", seed: int = 0, model: Path | None = None) -> list[str]:
+def write_head(
+    folder: Path,
+    name: str = "head",
+    seed: int = 0,
+    model: Path | None = None,
+    layers: tuple[int, ...] = (1, 2),
+    num_tokens: int = 200,
+) -> list[str]:
     """A random EAGLE-3 head for the model, and the settings that draft with it."""
     config = ModelConfig.from_hf(json.loads(((model or folder / "model") / "config.json").read_text()))
-    head = init_head(head_config(config, 200, (1, 2)), torch.arange(200), seed=seed)
+    head = init_head(head_config(config, num_tokens, layers), torch.arange(num_tokens), seed=seed)
     save_head(head, folder / name, Provenance("tiny", None, "none", seed, 0, 0), dtype=torch.float32)
     return ["speculation.method=eagle3", f"speculation.head={str(folder / name)!r}"]
 

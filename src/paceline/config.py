@@ -51,6 +51,8 @@ class ModelSection(Section):
 
 
 class EngineSection(Section):
+    # Who generates a training run's rollouts: "local" (our own engine), or "vllm" (which must be installed beside).
+    kind: Literal["local", "vllm"] = "local"
     max_num_seqs: Annotated[int, Field(ge=1)] = 32  # rows in a step
     max_num_batched_tokens: Annotated[int, Field(ge=1)] = 512  # query tokens in a step; longer prompts are chunked
     kv_tokens: Annotated[int, Field(ge=1)] | None = None  # KV memory in tokens; None: enough for max_num_seqs
@@ -62,6 +64,22 @@ class EngineSection(Section):
     sleep: bool | None = None
     graphs: bool = True  # on a GPU: whole decode steps as CUDA graphs; false: kernel by kernel
     threads: Annotated[int, Field(ge=1, le=4096)] | None = None  # None: torch's own choice
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1  # vllm: devices that one model is cut over
+    vllm: dict[str, Any] = {}  # vllm: further engine arguments of its own, those of VLLM_OPTIONS
+
+
+# What may be set of vLLM's own: where it computes and how fast, never what.
+VLLM_OPTIONS = (
+    "attention_backend",
+    "block_size",
+    "compilation_config",
+    "cpu_offload_gb",
+    "disable_custom_all_reduce",
+    "distributed_executor_backend",
+    "gpu_memory_utilization",
+    "max_model_len",
+    "pipeline_parallel_size",
+)
 
 
 class SpeculationSection(Section):
@@ -240,6 +258,8 @@ class OptimizerSection(Section):
 
 
 class LearnerSection(OptimizerSection):
+    # Whose code computes the policy in training: ours, or "transformers", for architectures that we do not have.
+    model: Literal["paceline", "transformers"] = "paceline"
     tokens_per_microbatch: Positive = 2048  # gradient accumulation: prompts and completions in one forward
     num_minibatches: Positive = 1  # optimiser steps that a batch is divided into
     num_iterations: Positive = 1  # passes over a batch
@@ -248,6 +268,16 @@ class LearnerSection(OptimizerSection):
     lora_alpha: Annotated[float, Field(gt=0)] = 16.0
     lora_targets: list[Literal["qkv", "o", "gate_up", "down"]] = ["qkv", "o", "gate_up", "down"]
     threads: Annotated[int, Field(ge=1, le=4096)] | None = None  # None: all, or half of them where generation overlaps
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LearnerSection:
+        if self.model == "transformers" and (self.lora_rank or self.optimizer == "muon"):
+            key = f"learner.lora_rank = {self.lora_rank}" if self.lora_rank else 'learner.optimizer = "muon"'
+            raise ValueError(
+                f'{key}: it knows the matrices of our own model by name; with learner.model = "transformers" train all '
+                "weights with adamw"
+            )
+        return self
 
 
 class DraftSection(OptimizerSection):
@@ -304,6 +334,27 @@ class TrainSection(Section):
     wandb: bool = False
 
 
+class ClusterSection(Section):
+    """Where a run's processes are. "none": all in one process; "ray": Ray's actors, placed and restarted by it."""
+
+    kind: Literal["none", "ray"] = "none"
+    address: str | None = None  # of a Ray that runs ("auto", HOST:PORT); None: one is started here, on loopback alone
+    num_engines: Positive = 1  # that generate, each with the whole model
+    num_learners: Positive = 1  # ranks that share the learner
+    num_reward_workers: Positive = 1  # each with reward.workers processes of its own
+    # "disaggregated": engines and learner have GPUs of their own; "colocated": each of the learner's ranks shares its
+    # with an engine, which sleeps while it trains.
+    layout: Literal["disaggregated", "colocated"] = "disaggregated"
+    cpus_per_engine: Positive = 1  # and threads, unless engine.threads says otherwise
+    cpus_per_learner: Positive = 1
+    gpus_per_engine: Annotated[float, Field(ge=0)] | None = None  # None: as many as the engine needs
+    gpus_per_learner: Annotated[float, Field(ge=0)] | None = None
+    max_restarts: Count = 10  # of every process, before the run is given up
+    sync_timeout_s: Seconds = 60.0  # for a bucket of weights to reach all engines
+    bucket_mb: Positive = 64  # weights travel in pieces of this size
+    object_store_mb: Annotated[int, Field(ge=80)] = 200  # of a Ray that is started here
+
+
 class Config(Section):
     model: ModelSection = ModelSection()
     engine: EngineSection = EngineSection()
@@ -315,6 +366,14 @@ class Config(Section):
     learner: LearnerSection = LearnerSection()
     draft: DraftSection = DraftSection()
     train: TrainSection = TrainSection()
+    cluster: ClusterSection = ClusterSection()
+
+    @model_validator(mode="after")
+    def _vllm_can(self) -> Config:
+        wrong = _not_in_vllm(self) if self.engine.kind == "vllm" else _only_in_vllm(self)
+        if wrong is not None:
+            raise ValueError(wrong)
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -334,10 +393,22 @@ class Config(Section):
                 f'speculation.audit_every = {self.speculation.audit_every}: with task.kind = "env" a further turn\'s '
                 "prompt holds what the turn before is asked to generate again; set audit_every = 0"
             )
+        if self.cluster.kind == "ray" and (reason := _not_on_ray(self)) is not None:
+            raise ValueError(reason)
         if self.draft.online != "off" and self.speculation.method not in ADAPTABLE:
             raise ValueError(
                 f'draft.online = "{self.draft.online}": only an EAGLE-3 head learns, but speculation.method = '
                 f'"{self.speculation.method}"; use "eagle3" or "hybrid", or draft.online = "off"'
+            )
+        if self.learner.model == "transformers" and self.draft.online != "off":
+            raise ValueError(
+                f'draft.online = "{self.draft.online}": a head learns from the states of our own model; with '
+                'learner.model = "transformers" set draft.online = "off"'
+            )
+        if self.learner.model == "transformers" and self.model.yarn_factor is not None:
+            raise ValueError(
+                f"model.yarn_factor = {self.model.yarn_factor}: with learner.model = \"transformers\" the model's own "
+                "config.json says how far its context is stretched; set rope_parameters there"
             )
         if self.algorithm.correction != "none" and self.sampling.params().truncates:
             raise ValueError(
@@ -345,6 +416,103 @@ class Config(Section):
                 "learner's, which do not know sampling.top_k, top_p and min_p; turn these off, or the correction"
             )
         return self
+
+
+def _only_in_vllm(config: Config) -> str | None:
+    engine = config.engine
+    if engine.tensor_parallel_size > 1:
+        return (
+            f"engine.tensor_parallel_size = {engine.tensor_parallel_size}: our own engine computes on one device; use "
+            'engine.kind = "vllm", or 1'
+        )
+    if engine.vllm:
+        return f'engine.vllm = {engine.vllm}: belongs to engine.kind = "vllm", but that is "{engine.kind}"'
+    return None
+
+
+def _not_in_vllm(config: Config) -> str | None:
+    """The first setting that vLLM has no counterpart for, with the reason and the way out."""
+    engine, speculation, drafts = config.engine, config.speculation, config.speculation.method != "none"
+    vllm = 'engine.kind = "vllm"'
+    for key in engine.vllm:
+        if key == "speculative_config" or "accept" in key or "rejection" in key:
+            return (
+                f"engine.vllm.{key}: how drafts are made and accepted is set in [speculation], where every setting "
+                "keeps the policy's distribution; vLLM's synthetic or typical acceptance does not"
+            )
+        if key not in VLLM_OPTIONS:
+            return f"engine.vllm.{key}: not one of those that may be given to vLLM: {', '.join(VLLM_OPTIONS)}"
+    if speculation.audit_every:
+        return (
+            f"speculation.audit_every = {speculation.audit_every}: an audit generates the same tokens again without "
+            f'drafts, which takes rule = "coupled", and {vllm} has none; set audit_every = 0'
+        )
+    if drafts and speculation.method == "hybrid":
+        return f'speculation.method = "hybrid": {vllm} has one drafter at a time; use "suffix" or "eagle3"'
+    if drafts and speculation.rule != "rejection":
+        return (
+            f'speculation.rule = "{speculation.rule}": {vllm} accepts drafts by rejection sampling (the distribution '
+            'is the same, the tokens of a seed are not); set rule = "rejection"'
+        )
+    if speculation.policy != "static":
+        return (
+            f'speculation.policy = "{speculation.policy}": {vllm} schedules by itself and does not ask how much to '
+            'draft for whom; use policy = "static"'
+        )
+    if drafts and (not isinstance(speculation.num_speculative_tokens, int) or not speculation.num_speculative_tokens):
+        return (
+            f"speculation.num_speculative_tokens = {speculation.num_speculative_tokens}: {vllm} takes one draft length "
+            'above 0; to draft nothing set speculation.method = "none"'
+        )
+    if speculation.min_confidence:
+        return (
+            f"speculation.min_confidence = {speculation.min_confidence}: {vllm} verifies drafts whole; leave it at 0, "
+            "or lower num_speculative_tokens"
+        )
+    if speculation.method == "draft_model" and (speculation.draft_model or "").startswith("layers:"):
+        return (
+            f'speculation.draft_model = "{speculation.draft_model}": {vllm} loads a draft model from a directory; give '
+            "one"
+        )
+    if drafts and config.sampling.min_p:
+        return f"sampling.min_p = {config.sampling.min_p}: {vllm} does not know min_p with drafts; set it to 0"
+    if config.model.dtype == "float64":
+        return f'model.dtype = "float64": {vllm} does not compute in it; use "float32" or less'
+    if config.model.yarn_factor is not None:
+        return (
+            f"model.yarn_factor = {config.model.yarn_factor}: {vllm} reads the context from the model's config.json; "
+            "write rope_parameters there"
+        )
+    if engine.order != "arrival":
+        return f'engine.order = "{engine.order}": {vllm} begins requests as they arrive; use "arrival"'
+    if config.train.inflight == "keep":
+        return (
+            f'train.inflight = "keep": {vllm} can\'t forget prompts that old weights computed while requests run; use '
+            '"drain" or "recompute"'
+        )
+    return None
+
+
+def _not_on_ray(config: Config) -> str | None:
+    """The first setting that can't be had with Ray, with the reason and the way out."""
+    cluster, device, ray = config.cluster, config.model.device, 'cluster.kind = "ray"'
+    gpus = {key: getattr(cluster, key) for key in ("gpus_per_engine", "gpus_per_learner")}
+    if config.speculation.audit_every:
+        return (
+            f"speculation.audit_every = {config.speculation.audit_every}: an audit times the same rollouts twice on "
+            f"an engine in the learner's process, and {ray} has none there; set audit_every = 0"
+        )
+    if ":" in device:
+        return f'model.device = "{device}": with {ray} every process sees only the GPUs that Ray gives it; use "cuda"'
+    for key, number in gpus.items():
+        if number is not None and (number > 0) != (device == "cuda"):
+            return f'cluster.{key} = {number:g}: does not go with model.device = "{device}"; leave it out'
+    if cluster.layout == "colocated" and any(number is not None and number > 1 for number in gpus.values()):
+        return (
+            f'cluster.layout = "colocated" shares one GPU, but cluster.gpus_per_engine = {gpus["gpus_per_engine"]}, '
+            f'gpus_per_learner = {gpus["gpus_per_learner"]}; use "disaggregated", or at most one each'
+        )
+    return None
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:

@@ -220,7 +220,8 @@ def test_stopped(folder: Path, drive: Drive, whole: Any, number: signal.Signals,
     one, other = outcome(run), outcome(uninterrupted)
     drafts = ("files", "totals", "metrics", "rollouts", "trace")  # compared below, drafts apart
     assert {k: v for k, v in one.items() if k not in drafts} == {k: v for k, v in other.items() if k not in drafts}
-    assert one["files"]["learner.safetensors"] == other["files"]["learner.safetensors"]
+    learner = "learner/shard-00001-of-00001.safetensors"
+    assert one["files"][learner] == other["files"][learner]
     for key in ("loss", "reward_mean", "tokens", "grad_norm"):
         assert [m[key] for m in one["metrics"]] == [m[key] for m in other["metrics"]]
     for key in ("group", "sample", "token_ids", "reward", "advantage"):

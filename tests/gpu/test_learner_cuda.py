@@ -165,12 +165,12 @@ def test_varlen_gradients_are_as_near_as_packed_ones(settings: dict[str, Any], m
         it._backward(scored(made), TokenBatch.of(made), loss, Counter(), None)
         return torch.cat([master.grad.flatten() for master in it.optimizer.masters.values()])
 
-    monkeypatch.setattr("paceline.rl.learner.VarlenAttention", Seen)
+    monkeypatch.setattr("paceline.model.decoder.VarlenAttention", Seen)
     exact = gradient(torch.float64)
     assert not used
     mine = gradient(torch.bfloat16)
     assert set(used) == {0, 1, 2}
-    monkeypatch.setattr("paceline.rl.learner.has_varlen", lambda *_: False)
+    monkeypatch.setattr("paceline.model.decoder.has_varlen", lambda *_: False)
     theirs = gradient(torch.bfloat16)
     assert mine.dtype == theirs.dtype == torch.float32
     assert relative(mine, exact) < 1.5 * relative(theirs, exact) + 0.02, (

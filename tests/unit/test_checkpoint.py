@@ -187,7 +187,7 @@ class InPlace(Checkpoints):
         place = self.folder / f"step-{step:06d}"
         place.mkdir(exist_ok=True)
         for name, part in tensors.items():
-            checkpoint._write(place / f"{name}.safetensors", part)
+            checkpoint.write_tensors(place / f"{name}.safetensors", part)
         scratch = Checkpoints(self.folder / ".elsewhere", 1).save(step, tensors, state)
         shutil.copy(scratch / "state.json", place)
         return place

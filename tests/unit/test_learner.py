@@ -143,7 +143,7 @@ def test_a_completion_that_sees_its_sibling_is_caught(monkeypatch: pytest.Monkey
         def __init__(self, lengths: Sequence[int], prefixes: Sequence[int | None]) -> None:
             super().__init__([sum(lengths)])
 
-    monkeypatch.setattr("paceline.rl.learner.PackedAttention", Blind)
+    monkeypatch.setattr("paceline.model.decoder.PackedAttention", Blind)
     assert (learner().logprobs(rollouts) - expected).abs().max() > 1e-2
 
 

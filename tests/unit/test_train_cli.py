@@ -218,7 +218,7 @@ def test_export_is_the_policy(folder: Path, words: list[str], command: Any, tmp_
     for name, checkpoint in (("last", checkpoints.latest()), ("best", checkpoints.best())):
         assert checkpoint is not None and checkpoint.step == {"last": 5, "best": best}[name]
         learner = build_learner(config, folder / "model")
-        learner.restore(checkpoint.tensors("learner"))
+        learner.load(checkpoint.path / "learner")
         with torch.no_grad():
             hidden = learner.decoder(tokens, torch.arange(5), PackedAttention([5])).hidden
             ours = learner.decoder.logits(hidden)

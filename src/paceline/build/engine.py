@@ -29,6 +29,8 @@ def build_engine(config: Config) -> LocalEngine:
     from paceline.speculation.auto import HEADS
     from paceline.speculation.cost_files import cost_table_of
 
+    if config.engine.kind != "local":
+        raise ValueError(f'engine.kind = "{config.engine.kind}": is for `paceline train`; here use "local"')
     if config.speculation.cost_table is not None:
         cost_table_of(config.speculation.cost_table)  # a mistake in it is told before a model is loaded
     if config.engine.threads is not None:
@@ -70,15 +72,16 @@ def check_device(config: Config) -> None:
         raise ValueError(f"model.dtype = {dtype!r}: on a CPU use 'float32' (or 'float64')")
 
 
-def load_decoder(config: Config, directory: Any) -> Decoder:
-    """The model as it is on disk, its context stretched where model.yarn_factor says so."""
+def load_decoder(config: Config, directory: Any, device: str | None = None) -> Decoder:
+    """The model as it is on disk, its context stretched where model.yarn_factor says so; on model.device, if no other
+    is given."""
     import torch
 
     from paceline.model.weights import load
 
     check_device(config)
-    dtype, device = getattr(torch, config.model.dtype), config.model.device
-    return load(directory, dtype, device, config.model.yarn_factor).requires_grad_(False)
+    dtype = getattr(torch, config.model.dtype)
+    return load(directory, dtype, device or config.model.device, config.model.yarn_factor).requires_grad_(False)
 
 
 def build_decoder(config: Config, directory: Any) -> Decoder:
@@ -120,7 +123,7 @@ def build_runner(config: Config, paged: PagedDecoder, sampler: Sampler) -> Runne
 
     rule = config.speculation.rule
     eager = EagerRunner(paged, sampler, RULES[rule])
-    if type(paged.decoder.ops).__name__ != "CudaOps" or rule != "coupled":
+    if not paged.decoder.ops.is_cuda or rule != "coupled":
         return eager
     from paceline.engine.graph_runner import GraphRunner
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.build.engine import load_decoder
-from paceline.build.run import build_adapter, build_learner
+from paceline.build.learner import build_learner
+from paceline.build.run import build_adapter
 from paceline.config import Config
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ def export_policy(config: Config, run: Path, directory: Path, best: bool, head: 
     """The policy of a run's last (or best) checkpoint as a Hugging Face directory; and in directory `head`, if given,
     the EAGLE-3 head that was adapted to it."""
     from paceline.model import weights
+    from paceline.model.hf_decoder import HFDecoder
     from paceline.model.store import load_tokenizer, resolve
     from paceline.rl.checkpoint import Checkpoints
 
@@ -32,11 +34,14 @@ def export_policy(config: Config, run: Path, directory: Path, best: bool, head: 
     if head is not None and checkpoint.state["head"] is None:
         raise ValueError(f"{run}: no head was adapted in it (draft.online); leave --head out")
     learner = build_learner(config, source)
-    learner.restore(checkpoint.tensors("learner"))
-    merged = load_decoder(config, source)
-    weights.assign(merged, learner.weights())
+    learner.load(checkpoint.path / "learner")
     load_tokenizer(source).save_pretrained(directory)
-    weights.save(merged, directory)
+    if isinstance(learner.decoder, HFDecoder):
+        learner.decoder.save(directory)
+    else:
+        merged = load_decoder(config, source)
+        weights.assign(merged, learner.weights())
+        weights.save(merged, directory)
     if head is not None:
         adapter = build_adapter(config, learner)
         adapter.restore(checkpoint.tensors("head"), checkpoint.state["head"])

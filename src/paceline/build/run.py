@@ -6,11 +6,12 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from paceline.build.drafter import build_drafter, build_head, drafting_head
-from paceline.build.engine import build_engine, load_decoder
+from paceline.build.engine import build_engine
+from paceline.build.learner import build_learner
 from paceline.config import ADAPTABLE, Config, dump_config, load_config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from paceline.engine.interface import Engine
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.rl.logs import Sink
     from paceline.rl.loop import Loop, Watcher
     from paceline.speculation.batch import Drafter
-    from paceline.tasks.rewards import Rewarder
+    from paceline.tasks.rewards import Judge, Rewarder
     from paceline.tasks.task import Task
 
 
@@ -45,7 +46,7 @@ def build_rewarder(config: Config) -> Rewarder:
     return Rewarder(config.reward, config.task)
 
 
-def build_collector(config: Config, engine: Engine, rewarder: Rewarder) -> Collector:
+def build_collector(config: Config, engine: Engine, rewarder: Judge) -> Collector:
     from paceline.rl.collect import Collector
 
     return Collector(
@@ -58,32 +59,37 @@ def build_collector(config: Config, engine: Engine, rewarder: Rewarder) -> Colle
     )
 
 
-def build_learner(config: Config, directory: Any) -> Learner:
-    from paceline.rl.learner import Learner
-
-    return Learner(
-        load_decoder(config, directory),
-        config.learner,
-        num_steps=config.train.num_steps,
-        temperature=config.sampling.temperature,
-        keep_reference=config.algorithm.beta > 0,
-        seed=config.train.seed,
-    )
-
-
 def build_adapter(config: Config, learner: Learner) -> Adapter:
     """The head that follows the policy: a copy of the engine's, in full precision, beside the learner's model."""
     import torch
 
+    from paceline.model.decoder import Decoder
     from paceline.rl.adapt import Adapter
 
-    head = build_head(config, learner.decoder.config, torch.promote_types(learner.decoder.dtype, torch.float32))
-    return Adapter(head, learner.decoder, config.draft, config.sampling.temperature)
+    decoder = learner.decoder
+    if learner.world.size > 1 or not isinstance(decoder, Decoder):
+        raise ValueError(
+            f'draft.online = "{config.draft.online}": the head learns beside one process that has the whole policy, '
+            f"but {learner.world.size} ranks share it; train in one process, or without the head"
+        )
+    head = build_head(config, decoder.config, torch.promote_types(decoder.dtype, torch.float32))
+    return Adapter(head, decoder, config.draft, config.sampling.temperature)
 
 
 def build_rollout_engine(config: Config) -> Engine:
     """What generates a run's rollouts, by engine.kind."""
-    return build_engine(config)
+    if config.engine.kind == "vllm":
+        from paceline.build.vllm import build_vllm_engine
+
+        return build_vllm_engine(config)
+    from paceline.model.weights import ModelError
+
+    try:
+        return build_engine(config)
+    except ModelError as error:
+        if config.learner.model == "transformers":
+            raise ValueError(f'{error}. Our own engine does not know this model: set engine.kind = "vllm"') from None
+        raise
 
 
 def build_auditor(config: Config, engine: Engine) -> Auditor | None:
@@ -108,8 +114,9 @@ def build_loop(
     run: Path | None = None,
     resume: Path | None = None,
     engine: Engine | None = None,
-    rewarder: Rewarder | None = None,
+    rewarder: Judge | None = None,
     make_learner: Callable[[Config, Path], Learner] | None = None,
+    restarts: Callable[[], Mapping[str, int]] | None = None,
 ) -> Loop:
     """A new run in folder `run` (None: a fresh one under runs/), or one to `resume`. What can be wrong with the
     settings is found before the folder is made. Who has an engine, a rewarder or a learner elsewhere gives it."""
@@ -163,6 +170,7 @@ def build_loop(
         sinks=build_sinks(config, folder.path, checkpoint.step if checkpoint is not None else 0),
         watcher=watcher,
         adapter=adapter,
+        restarts=restarts,
     )
     if checkpoint is not None:
         loop.restore(checkpoint)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +16,9 @@ from paceline.config import Config, load_config
 from paceline.report.table import check_writable, render, write_json
 
 if TYPE_CHECKING:
-    from paceline.rl.loop import Loop
+    from collections.abc import Callable
+
+    from paceline.rl.loop import Watcher
     from paceline.tasks.task import Problem
 
 Settings = Annotated[list[str] | None, typer.Argument(metavar="[CONFIG.toml] [A.B=C]…", help="A file, then settings.")]
@@ -54,35 +58,69 @@ def train(
     if resume is not None:
         check_resumable(resume, "train")
     config = load_config(resume / "config.toml" if resume is not None else path, overrides)
-    from paceline.build import build_loop
+    from paceline.build import torchrun_rank
     from paceline.report.html import write_report
 
+    if torchrun_rank():
+        if not dry_run:
+            follow_along(config)
+        return
     if dry_run:
         show_plan(config)
         return
     watcher = TerminalWatcher(err, config)
     with watcher:
         watcher.note(f"{config.algorithm.name} on {config.task.name} with {config.model.name}")
-        loop = build_loop(config, watcher, run=run, resume=resume)
-        with contextlib.closing(loop):
-
-            def stop() -> None:
-                err.print("stopping: the step under way is given up, the last whole one is kept", style="yellow")
-                loop.producer.stop()
-
-            with stoppable(stop):
-                summary = loop.run()
-            report = write_report(loop.folder.path)
-    finish(loop, config, summary, report)
+        run_it = run_on_cluster if config.cluster.kind == "ray" else run_here
+        folder, summary = run_it(config, watcher, run, resume)
+        report = write_report(folder)
+    finish(folder, config, summary, report)
 
 
-def finish(loop: Loop, config: Config, summary: dict[str, Any], report: Path) -> None:
+def run_here(config: Config, watcher: Watcher, run: Path | None, resume: Path | None) -> tuple[Path, dict[str, Any]]:
+    """The run's folder and its summary. Where torchrun started several ranks, this is the first, and they follow."""
+    from paceline.build import build_learner, build_loop, build_world
+
+    make_learner = functools.partial(build_learner, world=build_world(config))
+    loop = build_loop(config, watcher, run=run, resume=resume, make_learner=make_learner)
+    with contextlib.closing(loop), stopping(loop.producer.stop):
+        return loop.folder.path, loop.run()
+
+
+def follow_along(config: Config) -> None:
+    """A rank above 0: silent, and deaf to signals, for when to stop is decided by the first."""
+    from paceline.build import build_world, follow
+
+    world = build_world(config)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    follow(config, world)
+
+
+def run_on_cluster(
+    config: Config, watcher: Watcher, run: Path | None, resume: Path | None
+) -> tuple[Path, dict[str, Any]]:
+    from paceline.build import ClusterRun
+
+    with contextlib.closing(ClusterRun(config, watcher, run=run, resume=resume)) as cluster, stopping(cluster.stop):
+        return cluster.folder, cluster.run()
+
+
+def stopping(stop: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+    def ask() -> None:
+        err.print("stopping: the step under way is given up, the last whole one is kept", style="yellow")
+        stop()
+
+    return stoppable(ask)
+
+
+def finish(folder: Path, config: Config, summary: dict[str, Any], report: Path) -> None:
     out.print(closing_table(summary, config.train.max_staleness > 0))
-    out.print(f"run     {loop.folder.path}\nreport  {report}", soft_wrap=True)
+    out.print(f"run     {folder}\nreport  {report}", soft_wrap=True)
     if not summary["finished"]:
         err.print(
             f"stopped after {summary['steps']} of {config.train.num_steps} steps; go on with: "
-            f"paceline train --resume {loop.folder.path}",
+            f"paceline train --resume {folder}",
             style="yellow",
             soft_wrap=True,
         )

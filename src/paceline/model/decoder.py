@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.model.attention import Attention
+from paceline.model.attention import Attention, PackedAttention, VarlenAttention, has_varlen
 from paceline.model.config import ModelConfig
 from paceline.model.layer import Layer, Linear
 from paceline.model.ops import Ops, TorchOps
@@ -47,25 +47,37 @@ class Decoder(nn.Module):
         self, tokens_T: Tensor, positions_T: Tensor, attention: Attention, taps: tuple[int, ...] = ()
     ) -> Output:
         tapped: dict[int, Tensor] = {}
-        x = self.ops.embed(tokens_T, self.embed)
-        h = self.ops.norm(x, self.layers[0].input_norm, self.config.norm_eps)
         # use_reentrant: the newer way, which lets parameters outside of the layer's inputs have gradients
-        keep = partial(checkpoint, self._layer, use_reentrant=False, preserve_rng_state=False)
-        run = keep if self.checkpointing and torch.is_grad_enabled() else self._layer
-        for i in range(len(self.layers)):
-            x, h = run(i, x, h, positions_T, attention)
+        keep = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        keeps = self.checkpointing and torch.is_grad_enabled()
+        x: Tensor = self.ops.embed(tokens_T, self.embed)
+        y: Tensor | None = None
+        for i, layer in enumerate(self.layers):
+            args = (self._layer, i, x, y, positions_T, attention)
+            x, y = keep(layer, *args) if keeps else layer(*args)
             if i in taps:
-                tapped[i] = x.clone() if not torch.is_grad_enabled() else x
+                tapped[i] = x + y
+        assert y is not None
+        _, h = self.ops.add_norm(x, y, self.norm, self.config.norm_eps)
         return Output(h, tapped)
 
-    def _layer(self, i: int, x: Tensor, h: Tensor, positions_T: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
-        """The residual stream x after layer i, and its norm as the next layer wants it."""
-        ops, layer, eps = self.ops, self.layers[i], self.config.norm_eps
+    def _layer(
+        self, layer: Layer, i: int, x: Tensor, y: Tensor | None, positions_T: Tensor, attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        """Layer i: the residual stream x, and y that is to be added to it, which the next norm does in the same
+        stroke. So a layer needs no parameters but its own."""
+        ops, eps = self.ops, self.config.norm_eps
+        x, h = (x, ops.norm(x, layer.input_norm, eps)) if y is None else ops.add_norm(x, y, layer.input_norm, eps)
         q, k, v = ops.qkv(h, layer, self.config, positions_T, self.rope.tables(self.norm))
         h = ops.linear(attention(i, q, k, v), layer.o)
         x, h = ops.add_norm(x, h, layer.post_norm, eps)
-        h = ops.linear(ops.silu_mul(ops.linear(h, layer.gate_up)), layer.down)
-        return ops.add_norm(x, h, self.norm if i == len(self.layers) - 1 else self.layers[i + 1].input_norm, eps)
+        return x, ops.linear(ops.silu_mul(ops.linear(h, layer.gate_up)), layer.down)
+
+    def attention(self, lengths: Sequence[int], prefixes: Sequence[int | None]) -> Attention:
+        """For packed sequences: in one kernel where the device has one."""
+        if has_varlen(self.device, self.dtype, self.config.head_dim):
+            return VarlenAttention(lengths, prefixes, self.device)
+        return PackedAttention(lengths, prefixes)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.ops.linear(hidden, self.lm_head or self.embed)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -36,3 +39,8 @@ class Layer(nn.Module):
         self.post_norm = nn.Parameter(torch.ones(c.hidden_size))
         self.gate_up = Linear(c.hidden_size, 2 * c.intermediate_size, bias=c.mlp_bias)
         self.down = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+
+    def forward(self, compute: Callable[..., Any], *args: Any) -> Any:
+        """What `compute` makes of this layer. A layer is called as a module, so that who watches modules (sharding
+        gathers a layer's parameters for as long as it computes) sees where it begins and ends."""
+        return compute(self, *args)

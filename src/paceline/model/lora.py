@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline.model.sharding import whole
+
 if TYPE_CHECKING:
     from paceline.model.decoder import Decoder
 
@@ -33,7 +35,7 @@ class Lora(nn.Module):
     def merged(self, weight_NK: Tensor) -> Tensor:
         """W + scale * B A, computed in float32 or better."""
         wide = torch.promote_types(weight_NK.dtype, torch.float32)
-        up, down = self.up.detach().to(wide), self.down.detach().to(wide)
+        up, down = (whole(part.detach()).to(wide) for part in (self.up, self.down))
         return torch.addmm(weight_NK.to(wide), up, down, alpha=self.scale).to(weight_NK.dtype)
 
 
@@ -55,7 +57,7 @@ def attach(decoder: Decoder, rank: int, alpha: float, targets: Sequence[str], se
 
 
 @contextmanager
-def adapters_off(decoder: Decoder) -> Iterator[None]:
+def adapters_off(decoder: nn.Module) -> Iterator[None]:
     """The decoder as it was before adapters were attached."""
     adapters = [module for module in decoder.modules() if isinstance(module, Lora)]
     for adapter in adapters:

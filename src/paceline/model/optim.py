@@ -2,14 +2,15 @@
 
 What always holds: the learning rate is a function of the step's number alone; a step is made whole or not at all; the
 state is plain tensors. Parameters of less than 32 bits have a float32 master, which gathers the gradients, is
-stepped, and is then rounded into the parameter.
+stepped, and is then rounded into the parameter. Where parameters are divided among ranks (`sharding.py`) so are
+masters, gradients and moments; every rank makes the same step with its rows, and the norm is that of all.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from paceline.config import OptimizerSection
 from paceline.model.config import ModelConfig
+from paceline.model.sharding import first_row, is_divided, local, whole
 
 MATRIX = re.compile(r"(?:layers\.\d+|layer)\.(\w+)\.(.+)")  # layers.3.qkv.weight, layers.3.qkv.lora.up, layer.o.weight
 
@@ -73,6 +75,11 @@ class Optimizer:
     def __init__(self, module: nn.Module, config: ModelConfig, section: OptimizerSection, num_steps: int) -> None:
         self.section, self.num_steps = section, num_steps
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if section.optimizer == "muon" and any(map(is_divided, self.parameters.values())):
+            raise ValueError(
+                'learner.optimizer = "muon": it orthogonalises whole matrices, but here each rank holds some rows of '
+                'them; use "adamw", or train in one process'
+            )
         self.masters = {name: _master(p) for name, p in self.parameters.items()}
         self.parts = {part.name: part for name in self.masters for part in self._parts(name, config)}
         matrices = [part.leaf for part in self.parts.values() if part.is_matrix]
@@ -104,7 +111,7 @@ class Optimizer:
         for master in self.masters.values():
             if master.grad is None:  # nothing was trained
                 master.grad = torch.zeros_like(master)
-        norm = get_total_norm([master.grad for master in self.masters.values() if master.grad is not None])
+        norm = whole(get_total_norm([master.grad for master in self.masters.values() if master.grad is not None]))
         if not norm.isfinite():
             self.clear()
             raise ValueError(
@@ -142,10 +149,11 @@ class Optimizer:
         }
         return parameters | moments
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state` gave, of an optimiser of the same parameters and kind."""
+    def restore(self, state: Mapping[str, Tensor], others: Sequence[str] = ()) -> None:
+        """Take over what `state` gave, of an optimiser of the same parameters and kind, divided or not: here tensors
+        are whole, and read one by one. `others` are in the state but not the optimiser's."""
         mine = self.state()
-        if different := sorted(mine.keys() ^ state.keys()):
+        if different := sorted(mine.keys() ^ (state.keys() - {*others})):
             raise ValueError(
                 f"learner state: {different[0]} and {len(different) - 1} more tensors are on one side only; resume "
                 "with the model, learner.optimizer and learner.lora_* that the state was saved with"
@@ -156,8 +164,13 @@ class Optimizer:
                     f"learner state: {name} is {list(state[name].shape)}, here {list(tensor.shape)}; resume with the "
                     "model and learner.lora_* that the state was saved with"
                 )
-        for name, tensor in mine.items():
-            tensor.copy_(state[name])
+        with torch.no_grad():
+            for name, tensor in mine.items():
+                given = state[name]
+                if is_divided(tensor):
+                    start = first_row(tensor)
+                    given = given[start : start + len(local(tensor))]
+                local(tensor).copy_(given)
         self._round()
 
     def _parts(self, name: str, config: ModelConfig) -> Iterator[_Part]:

@@ -1,8 +1,8 @@
 """A decoder's parameters under their Hugging Face names: from and to directories, in and out of memory, hashed.
 
 Our parameters are fused (qkv, gate_up) and on a CPU engine packed into panels; everybody outside knows them by the
-names and shapes of transformers. A `Home` is where the two meet, and `_homes` lists a decoder's; `head_files.py` lists
-an EAGLE-3 head's. What doesn't fit is refused whole: no call here leaves a module half old, half new.
+names and shapes of transformers. A `Home` is where the two meet, and `decoder_homes` lists a decoder's; `head_files.py`
+lists an EAGLE-3 head's. What doesn't fit is refused whole: no call here leaves a module half old, half new.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from paceline import native
 from paceline.model.config import ModelConfig, token_ids, with_yarn
 from paceline.model.decoder import Decoder
 from paceline.model.layer import Layer, Linear
+from paceline.model.sharding import whole
 
 Fetch = Callable[[str], Tensor]
 GB = 10**9
@@ -78,7 +79,7 @@ def layer_homes(layer: Layer, c: ModelConfig, at: str) -> Iterator[Home]:
     yield from linear_homes(layer.down, (f"{at}.mlp.down_proj", c.hidden_size))
 
 
-def _homes(decoder: Decoder) -> Iterator[Home]:
+def decoder_homes(decoder: Decoder) -> Iterator[Home]:
     c = decoder.config
     yield from linear_homes(decoder.embed, ("model.embed_tokens", c.vocab_size))
     for i, layer in enumerate(decoder.layers):
@@ -95,7 +96,7 @@ def hf_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Every tensor under its Hugging Face name: a view where the decoder holds it plainly, unpacked where it holds
     panels, merged where it has an adapter. Each is made when its turn comes, so who lets go of one before asking for
     the next needs no memory for them all. A tied lm_head appears once, as the embedding."""
-    return read_homes(_homes(decoder))
+    return read_homes(decoder_homes(decoder))
 
 
 def read_homes(homes: Iterable[Home]) -> Iterator[tuple[str, Tensor]]:
@@ -127,7 +128,7 @@ def _fill(decoder: Decoder, shapes: Mapping[str, tuple[int, ...]], fetch: Fetch,
                 f"{source}: {LM_HEAD} differs from {EMBED} although the config ties them (tie_word_embeddings)"
             )
         shapes = {name: shape for name, shape in shapes.items() if name != LM_HEAD}
-    fill_homes(_homes(decoder), shapes, fetch, source)
+    fill_homes(decoder_homes(decoder), shapes, fetch, source)
 
 
 def fill_homes(homes: Iterable[Home], shapes: Mapping[str, tuple[int, ...]], fetch: Fetch, source: object) -> None:
@@ -154,9 +155,9 @@ def _listing(items: list[str], most: int = 4) -> str:
 
 def _read(holder: Tensor | Linear) -> Tensor:
     if not isinstance(holder, Linear):
-        return holder.detach()
+        return whole(holder.detach())
     if holder.weight is not None:
-        weight = holder.weight.detach()
+        weight = whole(holder.weight.detach())
         return weight if holder.lora is None else holder.lora.merged(weight)
     from paceline.model import kernels
 
@@ -263,7 +264,7 @@ def save(decoder: Decoder, directory: Path | str, max_shard_bytes: int = 5 * GB)
     """Write config.json and safetensors, sharded where they exceed `max_shard_bytes`. The config comes last: a
     directory without one was never finished."""
     config = {**decoder.config.to_hf(), "dtype": str(decoder.dtype).removeprefix("torch.")}
-    shapes = (shape for home in _homes(decoder) for shape in home.shapes())
+    shapes = (shape for home in decoder_homes(decoder) for shape in home.shapes())
     sizes = {name: int(np.prod(shape)) * decoder.dtype.itemsize for name, shape in shapes}
     write_directory(Path(directory), hf_state(decoder), sizes, {"config.json": config}, max_shard_bytes)
 

@@ -1,6 +1,7 @@
 """A run's state on disk, so that a crash at any instant costs no more than what came after the last checkpoint.
 
-    checkpoints/step-000120/   policy.safetensors, optimizer.safetensors, …: whatever tensors it was given
+    checkpoints/step-000120/   buffer.safetensors, …: whatever tensors it was given
+                               learner/, …: whatever folders others wrote there
                                state.json: the rest, with the size and SHA-256 of every file
                                best: an empty file in the best one so far
 
@@ -19,7 +20,7 @@ import os
 import shutil
 import struct
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ STATE, BEST = "state.json", "best"
 CHUNK = 8 << 20
 # Hidden names: being written; moved aside for another of the same step, to come back if that one never stood; to go.
 SCRATCH, ASIDE, DROPPED = ".new-", ".aside-", ".drop-"
+Tensors = Mapping[str, Tensor]
+Files = dict[str, dict[str, Any]]  # by name: size and hash
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -61,13 +64,14 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        tensors: Mapping[str, Mapping[str, Tensor]],
+        parts: Mapping[str, Tensors | Callable[[Path], Files]],
         state: Mapping[str, Any],
         *,
         best: bool = False,
     ) -> Path:
-        """Write a checkpoint and return its folder. `state` is what JSON can say, with strings for keys. Checkpoints
-        of later steps belong to a course that was given up, and go."""
+        """Write a checkpoint and return its folder. A part is tensors, a file; or who writes a folder of its own, and
+        says which files, all of them synced, are there. `state` is what JSON can say, with strings for keys.
+        Checkpoints of later steps belong to a course that was given up, and go."""
         text = json.dumps(state)  # before anything is written: may raise TypeError
         name = f"step-{step:06d}"
         scratch, place, aside = (self.folder / f"{prefix}{name}" for prefix in (SCRATCH, "", ASIDE))
@@ -75,9 +79,14 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._tidy()
             scratch.mkdir()
-            files = {
-                f"{key}.safetensors": _write(scratch / f"{key}.safetensors", part) for key, part in tensors.items()
-            }
+            files: Files = {}
+            for key, part in parts.items():
+                if callable(part):
+                    (scratch / key).mkdir()
+                    files |= {f"{key}/{name}": written for name, written in part(scratch / key).items()}
+                    _sync_folder(scratch / key)
+                else:
+                    files[f"{key}.safetensors"] = write_tensors(scratch / f"{key}.safetensors", part)
             content = {"step": step, "files": files, "state": json.loads(text)}
             content["checksum"] = _checksum(content)
             _write_synced(scratch / STATE, [json.dumps(content, indent=1).encode()])
@@ -170,11 +179,12 @@ class Checkpoints:
 # ---- files ----
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A safetensors file. Tensors may be views, share memory, and be on any device: each is copied in its turn."""
+def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """A safetensors file, synced; its size and hash. Tensors may be views, share memory, and be on any device: each is
+    copied in its turn."""
     # Wide elements first, so that every tensor is aligned.
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name in order:
         tensor = tensors[name]

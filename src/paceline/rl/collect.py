@@ -18,7 +18,7 @@ from paceline.engine.interface import Engine
 from paceline.rl.episode import Episode
 from paceline.rl.stopwatch import Stopwatch
 from paceline.tasks.prompt import continuation, encode
-from paceline.tasks.rewards import Rewarder, Score
+from paceline.tasks.rewards import Judge, Score
 from paceline.tasks.task import Env, Problem, Prompt, Turn
 from paceline.types import Completion, Group, Request, SamplingParams
 
@@ -36,7 +36,7 @@ class Collector:
         self,
         engine: Engine,
         tokenizer: Any,
-        rewarder: Rewarder,
+        rewarder: Judge,
         *,
         sampling: SamplingParams,
         chat: bool = True,
@@ -63,7 +63,7 @@ class Collector:
         run = _Run(self, sampling or self.sampling, seed)
         with watch.stage("data"):
             members = [self._episodes(index, problem, num_samples) for index, problem in problems]
-        scoring = ThreadPoolExecutor(1, "reward")
+        scoring = ThreadPoolExecutor(self.rewarder.num_parallel, "reward")
         started = time.perf_counter()
         try:
             with watch.stage("generation"):

@@ -99,6 +99,19 @@ def of_rollouts(batch: Batch) -> dict[str, Any]:
     }
 
 
+def of_engines(batch: Batch, num_engines: int) -> dict[str, Any]:
+    """How busy each engine was while the step's rollouts were generated, and the share of all their time that was
+    idle."""
+    generation_s = batch.watch.seconds["generation"]
+    if not generation_s:  # before a checkpoint, in another process
+        return {}
+    busy_s = [0.0] * num_engines
+    for trace in batch.traces:
+        busy_s[trace.engine] += trace.total_s
+    busy = [seconds / generation_s for seconds in busy_s]
+    return {"busy": busy, "bubble": 1 - sum(busy) / num_engines}
+
+
 def stage_times(
     batch: Batch, watch: Stopwatch, waited_s: float, publishing_s: float, total_s: float, overlaps: bool
 ) -> dict[str, float]:

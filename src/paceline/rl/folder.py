@@ -38,7 +38,7 @@ class RunFolder:
     @staticmethod
     def create(path: Path | str | None, config_toml: str, info: Mapping[str, Any]) -> RunFolder:
         """A new run; without a path, in a folder of its own under runs/, named after its task and the time."""
-        path = _fresh(config_toml) if path is None else Path(path)
+        path = fresh_folder(config_toml) if path is None else Path(path)
         if path.exists() and not path.is_dir():
             raise ValueError(f"{path} is a file; give a folder for the run")
         path.mkdir(parents=True, exist_ok=True)
@@ -176,7 +176,7 @@ def _check_unused(path: Path) -> None:
         raise ValueError(f"{path} is not empty (it has {others[0]}); choose another folder for the run")
 
 
-def _fresh(config_toml: str) -> Path:
+def fresh_folder(config_toml: str) -> Path:
     """runs/TASK-DATE-TIME, made here and now, so that no two runs get the same."""
     task = tomllib.loads(config_toml).get("task", {}).get("name", "run")
     word = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(task).stem).strip("-.") or "run"

@@ -12,17 +12,22 @@ import torch
 from torch import Tensor
 
 from paceline.model.decoder import Decoder
+from paceline.model.hf_decoder import HFDecoder
 
 CHUNK = 512  # positions whose logits are computed at once
 KEEP_BYTES = 1 << 29  # probabilities kept for the backward pass; what is beyond is computed a second time
 
 
 def logprobs(
-    decoder: Decoder, hidden_PD: Tensor, target_P: Tensor, temperature: float = 1.0, keep_bytes: int = KEEP_BYTES
+    decoder: Decoder | HFDecoder,
+    hidden_PD: Tensor,
+    target_P: Tensor,
+    temperature: float = 1.0,
+    keep_bytes: int = KEEP_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """log p(target) and the entropy of p (without gradient), float64 [P]; p is the softmax of logits / temperature."""
     weight = (decoder.lm_head or decoder.embed).weight
-    assert weight is not None
+    assert weight is not None, "a packed decoder is for inference"
     keep_bytes = keep_bytes if torch.is_grad_enabled() else 0
     return _Logprobs.apply(hidden_PD, weight, target_P, decoder, temperature, keep_bytes)
 
@@ -34,7 +39,7 @@ class _Logprobs(torch.autograd.Function):
         hidden_PD: Tensor,
         weight_VD: Tensor,
         target_P: Tensor,
-        decoder: Decoder,
+        decoder: Decoder | HFDecoder,
         temperature: float,
         keep_bytes: int,
     ) -> tuple[Tensor, Tensor]:
@@ -80,7 +85,7 @@ class _Logprobs(torch.autograd.Function):
         return hidden_grad if wants_hidden else None, weight_grad, None, None, None, None
 
 
-def _logits(decoder: Decoder, hidden: Tensor, temperature: float) -> Tensor:
+def _logits(decoder: Decoder | HFDecoder, hidden: Tensor, temperature: float) -> Tensor:
     """logits / temperature in float32 or better, less the largest of each row."""
     logits = decoder.logits(hidden)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

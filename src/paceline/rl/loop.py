@@ -64,11 +64,13 @@ class Loop:
         sinks: Sequence[Sink],
         watcher: Watcher,
         adapter: Adapter | None = None,
+        restarts: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:
+        """`restarts`: of the processes that a cluster runs for it, since it was last asked."""
         self.config, self.engine, self.learner, self.algorithm = config, engine, learner, algorithm
         self.task, self.collector, self.auditor, self.folder = task, collector, auditor, folder
         self.checkpoints, self.sinks, self.watcher = checkpoints, sinks, watcher
-        self.adapter, self.alarms = adapter, Alarms(config)
+        self.adapter, self.alarms, self.restarts = adapter, Alarms(config), restarts
         self._head: Published | None = None  # as it was last published
         train = config.train
         self.overlaps = train.max_staleness > 0
@@ -113,7 +115,8 @@ class Loop:
         return self.config.learner.threads or self._share()
 
     def _share(self) -> int:
-        return max(1, torch.get_num_threads() // 2) if self.overlaps else torch.get_num_threads()
+        shared = self.overlaps and self.config.cluster.kind == "none"
+        return max(1, torch.get_num_threads() // 2) if shared else torch.get_num_threads()
 
     @property
     def sleeps(self) -> bool:
@@ -170,6 +173,8 @@ class Loop:
             batch, watch, waited_s, publishing_s, time.perf_counter() - started, self.overlaps
         )
         metrics["tokens_per_s"] = metrics["tokens"] / metrics["stages"]["total"]
+        if self.restarts is not None:
+            metrics["cluster"] = figures.of_engines(batch, self.config.cluster.num_engines) | dict(self.restarts())
         if step == 0 and self.first_eval is not None:
             metrics["eval_before"] = self.first_eval
         best = False
@@ -224,12 +229,6 @@ class Loop:
             if adapter is not None:
                 adapter.begin(rollouts, tokens.group_S.tolist(), watch)
             report = self.learner.update(rollouts, tokens, self.algorithm.loss, self.algorithm.weights, adapter)
-        finite = torch.stack([parameter.isfinite().all() for parameter in self.learner.decoder.parameters()])
-        if not finite.all():
-            raise ValueError(
-                f"step {batch.step}: after the update some weights are not finite; training stops and the last "
-                "checkpoint is kept. Lower learner.learning_rate, then go on with --resume"
-            )
         for rollout, advantage in zip(rollouts, figures.mean_advantages(tokens), strict=True):
             rollout.advantage = advantage
         result = figures.of_update(tokens, report)
@@ -352,7 +351,7 @@ class Loop:
         self.checkpoints.save(
             self.step,
             {
-                "learner": self.learner.state(),
+                "learner": self.learner.save,
                 **{name: _tensors(state) for name, state in learned.items()},
                 "buffer": buffer,
                 "surplus": surplus_tensors,
@@ -388,7 +387,7 @@ class Loop:
                 f"model.name = {self.config.model.name!r}: its weights are not those that this run began with; "
                 "bring them back, or start a new run"
             )
-        self.learner.restore(checkpoint.tensors("learner"))
+        self.learner.load(checkpoint.path / "learner")
         if self.adapter is not None and state["head"] is not None:
             self.adapter.restore(checkpoint.tensors("head"), state["head"])
         self.alarms.restore(state["alarms"])
@@ -398,7 +397,8 @@ class Loop:
         useless = {"drafter", "policy"} if state["method"] != method else set()
         if state["policy"] != self.config.speculation.policy:
             useless.add("policy")
-        parts = [part for part in state["learned"] if part not in useless]
+        # Where there are several engines, the further ones' parts bear a number: drafter, drafter-1, …
+        parts = [part for part in state["learned"] if part.partition("-")[0] not in useless]
         self.engine.teach({part: _arrays(checkpoint.tensors(part)) for part in parts})
         groups = unpack_groups(checkpoint.tensors("buffer"), state["buffer"]["labels"])
         batches = []
@@ -420,6 +420,7 @@ class Loop:
             sink.close()
         self.collector.rewarder.close()
         self.engine.close()
+        self.learner.close()
         self.folder.close()
 
     def summary(self, finished: bool) -> dict[str, Any]:

@@ -33,6 +33,12 @@ class Packed:
         return len(self.tokens_N)
 
 
+def filler() -> Packed:
+    """One token, of which nothing is wanted, for who has nothing to compute but must compute with the others."""
+    one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    return Packed(one, one, [1], [None], [], row_P=one, target_P=one, index_P=none)
+
+
 def pack(rollouts: Sequence[Rollout]) -> Packed:
     tokens, positions = [], []
     lengths: list[int] = []
@@ -94,6 +100,27 @@ def microbatches(rollouts: Sequence[Rollout], max_tokens: int) -> Iterator[tuple
         num_tokens, prompt_ids = num_tokens + cost, rollout.prompt_ids
     if start < len(rollouts):
         yield start, len(rollouts)
+
+
+def shares(rollouts: Sequence[Rollout], num: int, max_tokens: int) -> list[list[tuple[int, int]]]:
+    """The microbatches of each of `num` ranks: rollouts in order, about as many tokens for each. All have as many,
+    empty ones where one has none left: whatever ranks do together they do equally often."""
+    if num == 1:
+        return [list(microbatches(rollouts, max_tokens))]
+    costs = []
+    prompt_ids: tuple[int, ...] | None = None
+    for rollout in rollouts:
+        num_needed = _num_needed(rollout)
+        costs.append(num_needed + (len(rollout.prompt_ids) if num_needed and rollout.prompt_ids != prompt_ids else 0))
+        prompt_ids = rollout.prompt_ids if num_needed else prompt_ids
+    middle = np.cumsum(costs) - np.array(costs) / 2
+    owner = np.minimum(num - 1, (middle * num / max(1, sum(costs))).astype(np.int64))
+    found = []
+    for start, end in pairwise(np.searchsorted(owner, np.arange(num + 1)).tolist()):
+        cuts = microbatches(rollouts[start:end], max_tokens)
+        found.append([(start + first, start + last) for first, last in cuts])
+    most = max(1, *map(len, found))
+    return [cuts + [(0, 0)] * (most - len(cuts)) for cuts in found]
 
 
 def minibatches(group_S: Tensor, num: int) -> Iterator[tuple[int, int]]:

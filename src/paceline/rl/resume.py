@@ -14,6 +14,7 @@ FIXED = (
     "model.yarn_factor",
     "train.seed",
     "train.max_staleness",
+    "learner.model",
     "learner.optimizer",
     "learner.lora_",
 )

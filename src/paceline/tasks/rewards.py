@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.config import RewardSection, TaskSection
 from paceline.tasks import checks, sandbox
@@ -47,7 +47,18 @@ Value = float | None | Failed  # None: the function does not apply
 Scorer = Callable[[Sequence[Sample]], list[Value]]
 
 
+class Judge(Protocol):
+    """Who scores: a Rewarder, or several of them elsewhere."""
+
+    @property
+    def num_parallel(self) -> int: ...  # calls of `score` that may be under way at a time
+    def score(self, samples: Sequence[Sample]) -> list[Score]: ...
+    def close(self) -> None: ...
+
+
 class Rewarder:
+    num_parallel = 1  # the pool's workers share the samples of one call
+
     def __init__(self, section: RewardSection, task: TaskSection | None = None) -> None:
         self._section = section
         self._task = task

@@ -89,7 +89,8 @@ def test_rows_sent_back_to_wait_are_not_mistaken_for_others() -> None:
     it, twin = hybrid(history, head), hybrid(history, head)
     it.propose(rows(3), np.array([K] * 3, np.int32))
     some = commits([0, K, K], [0, K, 0])
-    it.observe(Commits(*(getattr(some, name)[1:] for name in Commits.__slots__)))
+    columns = ("request_ids", "tokens", "num", "num_drafted", "num_accepted")
+    it.observe(Commits(*(getattr(some, name)[1:] for name in columns)))
     twin.calibrations["positions"].observe(np.arange(K), K)
     twin.calibrations["history"].observe(np.full(K, 0.95), 0)
     for name, calibration in it.calibrations.items():

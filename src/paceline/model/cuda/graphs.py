@@ -59,7 +59,8 @@ class Size:
 
 
 def _round_up(number: int, sizes: tuple[int, ...]) -> int:
-    return next(size for size in sizes if size >= number)
+    """Beyond the last, by thousands."""
+    return next((size for size in sizes if size >= number), -(-number // 1024) * 1024)
 
 
 class Letter:

@@ -1,0 +1,226 @@
+"""Runs learners that several ranks share, each rank a process of its own. A fork is quick where an import of torch is
+not.
+
+    python tests/rank_driver.py
+
+reads one JSON object a line, {"size": ranks, …what `Job` has}, and answers each with what rank 0 found, how each
+process ended, and what they said. With `words` they run that command line of `paceline`, as torchrun would start it.
+Nothing here starts a thread before it forks.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from support import tiny_decoder
+from torch.distributed.fsdp import FSDPModule
+from unit.test_learner import some_groups
+
+import paceline.rl.learner as learner_module
+from paceline.cli import app
+from paceline.config import AlgorithmSection, LearnerSection
+from paceline.model.hf_decoder import load_hf
+from paceline.model.weights import load
+from paceline.rl import checkpoint
+from paceline.rl.algorithms import make_algorithm
+from paceline.rl.batch import TokenBatch, scored
+from paceline.rl.learner import Learner
+from paceline.rl.world import World
+
+
+@dataclass
+class Job:
+    size: int
+    dtype: str = "float32"
+    model: dict[str, Any] = field(default_factory=dict)  # of a tiny decoder
+    directory: str | None = None  # or a model's
+    hf: bool = False  # by transformers
+    learner: dict[str, Any] = field(default_factory=dict)
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    load: str | None = None  # state to begin with
+    updates: tuple[int, int] = (0, 10)
+    num_groups: int = 4
+    bad: int | None = None  # the update whose rewards are not finite
+    save: str | None = None
+    out: str | None = None  # weights and logprobs in the end
+    twin: str | None = None
+    dies: int | None = None  # rank 1, at this update
+    full: bool = False  # rank 1's disk
+    words: list[str] | None = None
+
+
+def make(job: Job, world: World) -> Learner:
+    torch.set_num_threads(1)
+    dtype = getattr(torch, job.dtype)
+    if job.directory is None:
+        model: Any = tiny_decoder(dtype, **job.model)
+    else:
+        model = (load_hf if job.hf else load)(Path(job.directory), dtype, "cpu")
+    section = LearnerSection(**{"learning_rate": 1e-2, "tokens_per_microbatch": 100, **job.learner})
+    keeps = job.algorithm.get("beta", 0) > 0
+    return Learner(model, section, num_steps=20, temperature=0.8, keep_reference=keeps, world=world)
+
+
+def train(job: Job, it: Learner, algorithm: Any) -> dict[str, Any]:
+    if job.load is not None:
+        it.load(Path(job.load))
+    reports = []
+    for seed in range(*job.updates):
+        groups = some_groups(seed, job.num_groups)
+        rollouts, batch = scored(groups), TokenBatch.of(groups)
+        if algorithm.needs_reference:
+            batch.ref_logprobs_T = it.reference_logprobs(rollouts)
+        if seed == job.bad:
+            batch.reward_S[:] = float("inf")
+        algorithm.prepare(batch)
+        if seed == job.bad:
+            try:
+                it.update(rollouts, batch, algorithm.loss, algorithm.weights)
+            except ValueError as error:
+                print(error)
+            continue
+        reports.append(it.update(rollouts, batch, algorithm.loss, algorithm.weights))
+    files = {}
+    if job.save is not None:
+        Path(job.save).mkdir()
+        files = it.save(Path(job.save))
+    if job.out is not None:
+        tensors = {name: tensor.detach().clone() for name, tensor in it.weights()}
+        save_file(tensors | {"logprobs": it.logprobs(scored(some_groups(99)))}, job.out)
+    return {
+        "losses": [r.loss for r in reports],
+        "norms": [r.grad_norm for r in reports],
+        "entropies": [r.entropy for r in reports],
+        "stats": [r.stats for r in reports],
+        "logprobs": [float(r.logprobs_T.sum()) for r in reports],
+        "version": it.version,
+        "files": files,
+        "held": sum(p.numel() for p in map(learner_module.local, it.optimizer.masters.values())),
+        "all": sum(p.numel() for p in it.optimizer.masters.values()),
+        "listens": listening(),
+    }
+
+
+def listening() -> list[str]:
+    """The addresses, as /proc writes them, at which this process waits for others."""
+    if sys.platform != "linux":
+        return []
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    mine = {str(link.readlink()).removeprefix("socket:[").rstrip("]") for link in links}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return sorted({row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in mine})
+
+
+def break_it(job: Job, number: int) -> None:
+    """Deaths, full disks, and deliberate mistakes."""
+    if job.dies is not None and number == 1:
+        update, calls = Learner.update, count()
+
+        def dies(*args: Any) -> Any:
+            if next(calls) == job.dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return update(*args)
+
+        Learner.update = dies  # type: ignore[method-assign]
+    if job.full and number == 1:
+
+        def full(path: Path, parts: Any) -> Any:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        checkpoint._write_synced = full
+    twin = job.twin
+    if twin == "averaged":
+        plain = FSDPModule.set_gradient_divide_factor
+        FSDPModule.set_gradient_divide_factor = lambda self, factor: plain(self, 2.0)  # type: ignore[method-assign]
+    elif twin == "dropped":  # rank 1 computes nothing of its share
+        shares = learner_module.shares
+
+        def lazy(rollouts: Any, num: int, max_tokens: int) -> Any:
+            first, *others = shares(rollouts, num, max_tokens)
+            return [first, *([(0, 0)] * len(cuts) for cuts in others)]
+
+        learner_module.shares = lazy
+    else:
+        assert twin is None
+
+
+def rank(job: Job, number: int, port: int) -> dict[str, Any]:
+    break_it(job, number)
+    if job.words is not None:
+        os.environ |= {"RANK": str(number), "WORLD_SIZE": str(job.size), "LOCAL_RANK": str(number)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        app(job.words)
+    world = World.join(number, job.size, f"127.0.0.1:{port}")
+    it = make(job, world)
+    algorithm = make_algorithm(AlgorithmSection(**job.algorithm), 24)
+    if number == 0:
+        try:
+            return train(job, it, algorithm)
+        finally:
+            it.close()
+    it.follow(algorithm.loss, algorithm.weights)
+    return {}
+
+
+def run(job: Job) -> dict[str, Any]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as place:
+        found = Path(place) / "found"
+        said = [Path(place) / str(number) for number in range(job.size)]
+        pids = []
+        for number in range(job.size):
+            if (pid := os.fork()) == 0:
+                with said[number].open("w") as file:
+                    os.dup2(file.fileno(), 1)
+                    os.dup2(file.fileno(), 2)
+                os._exit(child(job, number, port, found))
+            pids.append(pid)
+        status = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        answer = json.loads(found.read_text()) if found.exists() else {}
+        return {**answer, "status": status, "said": [path.read_text() for path in said]}
+
+
+def child(job: Job, number: int, port: int, found: Path) -> int:
+    try:
+        answer = rank(job, number, port)
+    except SystemExit as end:
+        sys.stdout.flush()
+        return end.code if isinstance(end.code, int) else 1
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}\n{traceback.format_exc()}", flush=True)
+        return 1
+    if number == 0:
+        found.write_text(json.dumps(answer))
+    return 0
+
+
+def warm_up() -> None:
+    """What is imported lazily is imported here, once."""
+    import transformers
+
+    from paceline import build
+    from paceline.report import html
+
+    assert build.build_loop and html.write_report and transformers.LlamaForCausalLM and transformers.AutoTokenizer
+    make(Job(1), World())
+
+
+if __name__ == "__main__":
+    warm_up()
+    for line in sys.stdin:
+        print(json.dumps(run(Job(**json.loads(line)))), flush=True)

@@ -1,0 +1,91 @@
+"""What vLLM is asked to do, and what is refused before it is asked. None of this needs vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import tiny_config
+
+from paceline.build import build_engine
+from paceline.build.run import build_rollout_engine
+from paceline.build.vllm import vllm_options
+from paceline.config import ConfigError, load_config
+
+VLLM = "engine.kind=vllm"
+DRAFT = "speculation.rule=rejection"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["speculation.audit_every=2"], r"audit_every = 2: .*rule = \"coupled\", and engine.kind = \"vllm\" has none"),
+        (
+            ["speculation.method=ngram"],
+            r"speculation.rule = \"coupled\": .*rejection sampling.*set rule = \"rejection\"",
+        ),
+        (["speculation.method=ngram", "speculation.rule=block"], r"speculation.rule = \"block\""),
+        (["speculation.method=hybrid", DRAFT], r"method = \"hybrid\": .*one drafter at a time"),
+        (["speculation.policy=das"], r"policy = \"das\": .*schedules by itself"),
+        (["speculation.policy=auto"], r"policy = \"auto\": .*schedules by itself"),
+        (["speculation.method=ngram", DRAFT, "speculation.num_speculative_tokens={8 = 2}"], "takes one draft length"),
+        (["speculation.method=ngram", DRAFT, "speculation.num_speculative_tokens=0"], "takes one draft length above 0"),
+        (["speculation.min_confidence=0.5"], "min_confidence = 0.5: .*verifies drafts whole"),
+        (["speculation.method=draft_model", "speculation.draft_model='layers:1'", DRAFT], "loads a draft model from"),
+        (["speculation.method=suffix", DRAFT, "sampling.min_p=0.1"], "min_p = 0.1: .*does not know min_p with drafts"),
+        (["model.dtype=float64"], "does not compute in it"),
+        (["model.yarn_factor=2.0"], "yarn_factor = 2.0: .*config.json"),
+        (["engine.order=longest"], "begins requests as they arrive"),
+        (["train.inflight=keep"], "can't forget prompts"),
+        (["engine.vllm.speculative_config={rejection_sample_method = 'synthetic'}"], "keeps the policy's distribution"),
+        (["engine.vllm.rejection_sample_method=synthetic"], "synthetic or typical acceptance does not"),
+        (["engine.vllm.posterior_acceptance_threshold=0.09"], "synthetic or typical acceptance does not"),
+        (["engine.vllm.quantization=fp8"], "engine.vllm.quantization: not one of those that may be given"),
+        (["engine.vllm.trust_remote_code=true"], "engine.vllm.trust_remote_code: not one of those"),
+    ],
+)
+def test_what_vllm_can_not_do_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [VLLM, *overrides])
+    if not any(".vllm." in override for override in overrides):  # our own engine takes it, but for one or the other
+        load_config(None, [override for override in overrides if override != DRAFT])
+
+
+@pytest.mark.parametrize("override", ["engine.tensor_parallel_size=2", "engine.vllm.block_size=64"])
+def test_what_only_vllm_can_do_is_refused_elsewhere(override: str) -> None:
+    with pytest.raises(ConfigError, match=r'engine.kind = "vllm"'):
+        load_config(None, [override])
+    load_config(None, [VLLM, override])
+
+
+def test_our_settings_in_its_words() -> None:
+    model = tiny_config(head_dim=32, num_layers=3)
+    given = [VLLM, "engine.kv_tokens=1000", "engine.max_num_seqs=4", "engine.graphs=false", "engine.vllm.block_size=32"]
+    draft = ["speculation.method=ngram", DRAFT, "speculation.num_speculative_tokens=5"]
+    options = vllm_options(load_config(None, [*given, *draft, "engine.prefix_sharing=false"]), Path("x"), model)
+    assert options["speculative_config"] == {
+        "method": "ngram",
+        "num_speculative_tokens": 5,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 5,
+        "rejection_sample_method": "standard",
+    }
+    assert options["enforce_eager"] and options["block_size"] == 32 and not options["enable_prefix_caching"]
+    assert options["kv_cache_memory_bytes"] == 2 * 3 * 2 * 32 * 4 * 9 * 128  # 8 blocks of 128, and vLLM's own
+    assert options["max_model_len"] == options["max_num_batched_tokens"] - 256 == 256  # prompts come whole
+    suffix = vllm_options(
+        load_config(None, [VLLM, DRAFT, "speculation.method=suffix", "speculation.suffix_recency=0.5"]),
+        Path("x"),
+        model,
+    )
+    assert suffix["speculative_config"]["method"] == "custom_class"
+    assert suffix["additional_config"]["paceline_history"]["recency"] == 0.5
+    assert vllm_options(load_config(None, [VLLM]), Path("x"), model)["speculative_config"] is None
+
+
+def test_where_it_can_not_run() -> None:
+    config = load_config(None, [VLLM, "model.name=smollm2-135m"])
+    with pytest.raises(ValueError, match=r'engine.kind = "vllm": is for `paceline train`; here use "local"'):
+        build_engine(config)
+    with pytest.raises(ValueError, match="vLLM is not installed here; run paceline in an environment that has it"):
+        build_rollout_engine(config)

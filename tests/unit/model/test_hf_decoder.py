@@ -1,0 +1,184 @@
+"""Models of transformers in the learner: our own decoder's numbers where we have the architecture, transformers' own
+where we have not, and clear words where it can't be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import make, policy, settings
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, GPT2Config, MixtralConfig, Olmo2Config
+
+from paceline.build import export_policy
+from paceline.config import ConfigError, LearnerSection, load_config
+from paceline.model.hf_decoder import HFDecoder, SideBySide, load_hf
+from paceline.model.weights import ModelError, load
+from paceline.rl.batch import TokenBatch, scored
+from paceline.rl.learner import Learner
+from paceline.types import Rollout
+
+from ..test_learner import linear_loss, some_groups
+
+Checkpoint = Callable[..., Path]
+COMMON: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": 60,
+}  # fmt: skip
+FOREIGN = {
+    "gpt2": GPT2Config(
+        vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=128, resid_pdrop=0.3, bos_token_id=None,
+        eos_token_id=60,
+    ),
+    "olmo2": Olmo2Config(**COMMON, pad_token_id=None),
+    "gemma3, a window of 4": Gemma3TextConfig(**COMMON, head_dim=8, sliding_window=4),
+}  # fmt: skip
+
+
+def write(config: Any, directory: Path) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
+    model.save_pretrained(directory)
+    return model
+
+
+def learner(model: Any, **changes: Any) -> Learner:
+    section = LearnerSection(**{"learning_rate": 1e-2, "tokens_per_microbatch": 60, "max_grad_norm": 1e9, **changes})
+    return Learner(model, section, num_steps=10, temperature=0.8)
+
+
+def in_float64(decoder: HFDecoder) -> HFDecoder:
+    """transformers norms in float32 whatever it is given; here it does not."""
+    for module in decoder.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            eps = module.variance_epsilon
+            module.forward = lambda x, m=module, eps=eps: m.weight * x * (x.square().mean(-1, True) + eps).rsqrt()
+    return decoder
+
+
+@pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-9), (torch.float32, 1e-5)], ids=str)
+@pytest.mark.parametrize("family, tie", [("llama", True), ("qwen3", False)])
+def test_ours(checkpoint: Checkpoint, family: str, tie: bool, dtype: torch.dtype, atol: float) -> None:
+    """Logprobs, and the weights after one update, of which AdamW takes no more than signs: so its eps is large."""
+    directory, groups = checkpoint(family, tie=tie), some_groups()
+    rollouts, batch = scored(groups), TokenBatch.of(groups)
+    ours = learner(load(directory, dtype), eps=1.0)
+    theirs = learner(in_float64(load_hf(directory, dtype, "cpu")), eps=1.0)
+    assert ours.logprobs(rollouts).std() > 0.3
+    torch.testing.assert_close(theirs.logprobs(rollouts), ours.logprobs(rollouts), rtol=0, atol=atol)
+    before = {name: tensor.clone() for name, tensor in ours.weights()}
+    reports = [it.update(rollouts, batch, linear_loss) for it in (ours, theirs)]
+    assert reports[1].grad_norm == pytest.approx(reports[0].grad_norm, rel=10 * atol)
+    mine, other = dict(ours.weights()), dict(theirs.weights())
+    assert mine.keys() == other.keys()
+    assert max(float((mine[name] - tensor).abs().max()) for name, tensor in before.items()) > 100 * atol
+    for name, tensor in mine.items():
+        torch.testing.assert_close(other[name], tensor, rtol=0, atol=atol, msg=name)
+
+
+def one_by_one(model: Any, rollouts: Sequence[Rollout]) -> Tensor:
+    outs = []
+    for r in rollouts:
+        tokens = torch.tensor([*r.prompt_ids, *r.token_ids.tolist()])
+        logprobs = (model(tokens[None]).logits[0].double() / 0.8).log_softmax(-1)
+        chosen = logprobs[torch.arange(len(tokens) - 1), tokens[1:]][len(r.prompt_ids) - 1 :]
+        outs.append(torch.where(torch.from_numpy(r.mask), chosen, 0.0))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_an_architecture_that_we_do_not_have(name: str, recomputed: bool, tmp_path: Path) -> None:
+    model = write(FOREIGN[name], tmp_path)
+    it = learner(load_hf(tmp_path, torch.float32, "cpu"), activation_checkpointing=recomputed)
+    groups = some_groups()
+    rollouts, batch = scored(groups), TokenBatch.of(groups)
+    expected = one_by_one(model, rollouts)
+    torch.testing.assert_close(it.logprobs(rollouts), expected.detach(), rtol=0, atol=1e-5)
+    linear_loss(batch, expected).loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert it.update(rollouts, batch, linear_loss).grad_norm == pytest.approx(float(norm), rel=1e-4)
+    assert dict(it.weights()).keys() == dict(model.named_parameters()).keys()
+
+
+def test_a_completion_that_sees_its_sibling_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write(FOREIGN["olmo2"], tmp_path)
+    rollouts = scored(some_groups())
+
+    class Blind(SideBySide):  # everything end to end, as one sequence
+        def __init__(self, lengths: Sequence[int], prefixes: Sequence[int | None], device: torch.device) -> None:
+            super().__init__([sum(lengths)], [None], device)
+
+    monkeypatch.setattr("paceline.model.hf_decoder.SideBySide", Blind)
+    found = learner(load_hf(tmp_path, torch.float32, "cpu")).logprobs(rollouts)
+    assert (found - one_by_one(model, rollouts)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    "config, match",
+    [
+        (Gemma2Config(**COMMON, head_dim=8), "its logits are not its last states times its LM head"),
+        (MixtralConfig(**COMMON, num_local_experts=2), "names that the files do not have"),
+    ],
+    ids=["a cap on logits", "fused experts"],
+)
+def test_what_can_not_be_trained_is_refused(config: Any, match: str, tmp_path: Path) -> None:
+    write(config, tmp_path)
+    with pytest.raises(ModelError, match=match):
+        load_hf(tmp_path, torch.float32, "cpu")
+
+
+def test_pickles_and_code_are_refused(tmp_path: Path) -> None:
+    write(FOREIGN["gpt2"], tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="a pickle"):
+        load_hf(tmp_path, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["learner.lora_rank=4", "learner.optimizer=muon", "draft.online=every", "model.yarn_factor=2.0"],
+)
+def test_settings_that_know_our_own_model_are_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match=setting.partition("=")[0]):
+        load_config(None, ["learner.model=transformers", "speculation.method=eagle3", setting])
+
+
+# ---- runs ----
+
+
+def test_a_run_and_its_export(tmp_path: Path) -> None:
+    """Our own engine generates; the same run as with our own model, up to rounding, which transformers does to float32
+    here and there. The engine takes the weights by name, with a receipt."""
+    loops = {}
+    for name in ("paceline", "transformers"):
+        overrides = (f"learner.model={name}", "train.num_steps=2", "model.dtype=float32")
+        loops[name] = make(tmp_path, name, *overrides)
+        loops[name].run()
+        loops[name].close()
+    ours, theirs = (policy(loops[name]) for name in ("paceline", "transformers"))
+    assert ours.keys() == theirs.keys()
+    rewards = [[m["reward_mean"] for m in loop.watcher.metrics] for loop in loops.values()]
+    assert rewards[0] == rewards[1]
+    assert [m["loss"] for m in loops["transformers"].watcher.metrics] == pytest.approx(
+        [m["loss"] for m in loops["paceline"].watcher.metrics], abs=1e-4
+    )
+    assert not any(m["mismatch_alarm"] for m in loops["transformers"].watcher.metrics)
+    resumed = make(tmp_path, "transformers", "learner.model=transformers", "model.dtype=float32", resume=True)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in policy(resumed).items())
+    resumed.close()
+    export_policy(settings(tmp_path, *overrides), tmp_path / "transformers", tmp_path / "exported", best=False)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").state_dict()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in theirs.items())
+
+
+def test_our_engine_needs_a_model_it_has(tmp_path: Path) -> None:
+    config = settings(tmp_path, "learner.model=transformers", "model.dtype=float32")
+    write(FOREIGN["gpt2"], tmp_path / "model")
+    with pytest.raises(ValueError, match=r'GPT2LMHeadModel is not supported.*engine.kind = "vllm"'):
+        make(tmp_path, "run", config=config)
