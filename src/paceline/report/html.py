@@ -42,6 +42,7 @@ def render_page(run: Run) -> str:
         "learning": ("Learning", sections.learning(run)),
         "rollouts": ("Rollouts", sections.rollout_browser(run)),
         "engine": ("Engine", sections.engine(run)),
+        "engines": ("Engines", sections.engines(run)),
         "steps": ("Steps", sections.every_step(run)),
         "config": ("Configuration", sections.config(run)),
     }

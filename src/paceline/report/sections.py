@@ -469,6 +469,42 @@ def engine(run: Run) -> str:
     return section("engine", "Engine steps", inner)
 
 
+def engines(run: Run) -> str:
+    """Where several generated: how busy each of them was, and who had to start again."""
+    busy = [r["cluster"].get("busy") if isinstance(r.get("cluster"), dict) else None for r in run.steps]
+    rows = [row if isinstance(row, list) else [] for row in busy]
+    num_engines = max(map(len, rows), default=0)
+    if num_engines < 2:
+        return ""
+    each = [[number({"busy": row[i]}, "busy") if i < len(row) else None for row in rows] for i in range(num_engines)]
+    restarts = {
+        name: sum(int(value or 0) for value in run.series("cluster", f"{key}_restarts"))
+        for key, name in (("engine", "engines"), ("reward", "reward workers"), ("learner", "learner"))
+    }
+    figures = [[f"engine {i}, busy", f"{mean(values) or 0:.0%}"] for i, values in enumerate(each)]
+    figures.append(["idle, of all engines' time", f"{mean(run.series('cluster', 'bubble')) or 0:.0%}"])
+    figures.append(["weight sync, per step", seconds(mean(run.series("stages", "sync")))])
+    figures += [[f"{name} restarted", str(num)] for name, num in restarts.items()]
+    styles = ("solid", "dashed", "dotted")
+    return section(
+        "engines",
+        "Engines",
+        prose("Of the time in which a step's rollouts were generated. What is idle waits for the longest of them."),
+        charts(
+            lines(
+                "Busy", "share of generation time", run.numbers,
+                [Series(f"engine {i}", values, i % 6, styles[i // 6 % 3]) for i, values in enumerate(each)],
+                from_zero=True, limits=(0.0, 1.0),
+            ),
+            lines(
+                "Weight sync", "seconds per step", run.numbers,
+                [Series("weight sync", run.series("stages", "sync"), 3)], from_zero=True,
+            ),
+        ),
+        table(["figure", "value"], figures, caption="Over the run"),
+    )  # fmt: skip
+
+
 def every_step(run: Run) -> str:
     columns = {
         "reward_mean": "reward", "reward_std": "± std", "length_mean": "length", "loss": "loss",
