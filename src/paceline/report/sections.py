@@ -134,6 +134,9 @@ def key_figures(run: Run) -> str:
         tiles.append(("steps", str(len(run.steps)), ", ".join(filter(None, [ended, f"in {seconds(wall)}"]))))
         tokens = number(run.summary, "tokens") or sum(value or 0 for value in run.series("tokens"))
         rate = mean(run.series("tokens_per_s"))
+        if (memory := latest(run, "memory_gib")) is not None:
+            of = "of the GPU" if str(run.setting("model", "device")).startswith("cuda") else "of the process"
+            tiles.append(("memory", f"{memory:.1f} GiB", f"{of}, at most"))
         tiles.append(("tokens generated", f"{tokens:,.0f}", f"{show(rate)} per second" if rate else ""))
     items = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(figure)}<small>{escape(note)}</small></dd></div>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,16 @@ def of_update(tokens: TokenBatch, report: UpdateReport) -> dict[str, Any]:
         "mismatch_k3": float((torch.expm1(-gap) + gap).mean()) if len(gap) else 0.0,
         "mismatch_max": float(gap.abs().max()) if len(gap) else 0.0,
     }
+
+
+def memory_gib(device: torch.device) -> float:
+    """The most that was taken so far: of a GPU's memory, or of the machine's by this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    import resource  # not on Windows, where nothing else here runs either
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most / 2**30 if sys.platform == "darwin" else most / 2**20  # bytes there, kilobytes elsewhere
 
 
 def mean_advantages(tokens: TokenBatch) -> list[float]:

@@ -173,6 +173,7 @@ class Loop:
             batch, watch, waited_s, publishing_s, time.perf_counter() - started, self.overlaps
         )
         metrics["tokens_per_s"] = metrics["tokens"] / metrics["stages"]["total"]
+        metrics["memory_gib"] = figures.memory_gib(self.learner.decoder.device)
         if self.restarts is not None:
             metrics["cluster"] = figures.of_engines(batch, self.config.cluster.num_engines) | dict(self.restarts())
         if step == 0 and self.first_eval is not None:
