@@ -9,6 +9,8 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
@@ -51,3 +53,24 @@ def environment(threads: int) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": str(threads),
     }
+
+
+@contextmanager
+def in_this_process() -> Iterator[None]:
+    """vLLM reads its environment when it is imported and when an engine is made: here, without processes of its own
+    but for workers that a model is cut over, without talk, and without reports to its makers."""
+    wanted = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+    }
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,108 @@
+"""A training run whose rollouts vLLM generates: plain, by n-grams, with our head and with our history."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_run import lines, make, write_head, write_model, write_task
+
+from paceline.cluster import vllm_transfer
+from paceline.cluster.vllm_engine import VllmEngine
+
+pytestmark = pytest.mark.vllm
+NUM_STEPS = 10
+VLLM = [
+    "model.dtype=float32",
+    "engine.kind=vllm",
+    "engine.graphs=false",
+    "speculation.num_speculative_tokens=3",
+    f"train.num_steps={NUM_STEPS}",
+    "train.checkpoint_every=0",
+    "algorithm.num_generations=8",
+    "learner.threads=1",
+    "engine.threads=1",
+]
+METHODS = {
+    "none": [],
+    "ngram": ["speculation.method=ngram", "speculation.prompt_lookup_min=1", "speculation.rule=rejection"],
+    "eagle3": ["draft.online=every", "draft.online_learning_rate=0.003", "speculation.rule=rejection"],
+    "suffix": ["speculation.method=suffix", "speculation.rule=rejection"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that vLLM's attention takes (head sizes are multiples of 32), a head for it, and a task."""
+    folder = tmp_path_factory.mktemp("vllm-run")
+    write_model(folder / "model", hidden_size=64, head_dim=32, num_layers=3)
+    write_task(folder / "task.jsonl")
+    METHODS["eagle3"] += write_head(folder, layers=(1, 2, 3))
+    return folder
+
+
+def reward_rises(folder: Path, method: str) -> None:
+    loop = make(folder, method, *VLLM, *METHODS[method])
+    assert isinstance(loop.engine, VllmEngine)
+    try:
+        summary = loop.run()
+        # What vLLM holds after the last sync is what the learner published then; the head's too.
+        held, learned = loop.engine._call("paceline_holdings", False)[0], loop.producer._published
+        assert held == learned[loop.producer._engine_version].checksum
+        if loop.adapter is not None:
+            assert loop.adapter.version == NUM_STEPS and loop.engine.drafter_version == NUM_STEPS - 1
+    finally:
+        loop.close()
+    metrics = lines(folder / method, "metrics")
+    rewards = [step["reward_mean"] for step in metrics]
+    assert len(rewards) == NUM_STEPS and np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.3
+    # Every step's rollouts were drawn under the weights that it trains: the two sides' logprobs agree.
+    assert max(step["mismatch_max"] for step in metrics) < 1e-3
+    assert (summary["mean_acceptance_length"] > 1.02) == (method != "none")
+    assert {trace["drafter"] for trace in lines(folder / method, "trace")} == {method}
+
+
+@pytest.mark.parametrize("method", ["none", "eagle3", "suffix"])
+def test_reward_rises(folder: Path, method: str) -> None:
+    reward_rises(folder, method)
+
+
+def test_a_drafter_that_missed_its_weights_stops_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    receive = vllm_transfer.SharedMemoryTransfer.receive_weights
+
+    def policy_only(self: vllm_transfer.SharedMemoryTransfer, info: vllm_transfer.Parcel) -> None:
+        if self.model is self._default_model:
+            receive(self, info)
+
+    monkeypatch.setattr(vllm_transfer.SharedMemoryTransfer, "receive_weights", policy_only)
+    loop = make(folder, "missed", *VLLM, *METHODS["eagle3"])
+    try:
+        with pytest.raises(ValueError, match=r"the drafter's weights of version 1: the engine holds"):
+            loop.run()
+    finally:
+        loop.close()
+    assert len(lines(folder / "missed", "metrics")) == 1  # at the first sync after the head has learned
+
+
+def test_it_resumes_and_overlaps(folder: Path) -> None:
+    """Generation in a thread beside training; the history comes back with the checkpoint."""
+    settings = [*VLLM, *METHODS["suffix"], "train.max_staleness=1", "train.inflight=recompute"]
+    first = make(folder, "resumed", *settings, "train.num_steps=2")
+    try:
+        first.run()
+        known = first.engine.learned()["drafter"]["logs"]
+    finally:
+        first.close()
+    second = make(folder, "resumed", *settings, "train.num_steps=4", resume=True)
+    try:
+        assert np.array_equal(second.engine.learned()["drafter"]["logs"], known) and len(known)
+        assert second.run()["steps"] == 4
+    finally:
+        second.close()
+
+
+def test_reward_rises_with_ngrams(folder: Path) -> None:
+    """The last in this process: vLLM's n-grams load numba, after which vLLM 0.32 can't start another engine on a CPU:
+    it looks for its kernels in every module, and stumbles over llvmlite's."""
+    reward_rises(folder, "ngram")
