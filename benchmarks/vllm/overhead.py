@@ -19,7 +19,7 @@ from paceline.build.vllm import vllm_options
 from paceline.cluster.vllm_python import in_this_process
 from paceline.config import load_config
 from paceline.model import store
-from paceline.model.weights import read_config
+from paceline.model.hf_shape import read_shape
 from paceline.tasks.prompt import encode
 from paceline.types import Request, SamplingParams
 
@@ -41,7 +41,7 @@ def main() -> None:
         from vllm import LLM
         from vllm import SamplingParams as VllmSampling
 
-        theirs = LLM(**vllm_options(config, directory, read_config(directory)), skip_tokenizer_init=True)
+        theirs = LLM(**vllm_options(config, directory, read_shape(directory)), skip_tokenizer_init=True)
     sampling = SamplingParams(max_tokens=options.tokens, ignore_eos=True)
     counter = iter(range(10**9))
 

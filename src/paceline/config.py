@@ -526,14 +526,14 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
     for override in overrides:
-        _apply(tree, override)
+        apply_override(tree, override)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(tree, error))) from None
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def apply_override(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):

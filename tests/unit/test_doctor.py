@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 from paceline import doctor, native
 from paceline.cli import app
 from paceline.cluster import vllm_python
+from paceline.doctor import machine
 
 
 def by_name(findings):
@@ -30,22 +31,22 @@ def test_doctor_on_this_machine(tmp_path, monkeypatch):
 
 def test_without_a_compiler_it_is_degraded_and_says_what_to_do(monkeypatch):
     monkeypatch.setattr(native, "compiler", lambda: None)
-    (finding,) = doctor._native()
+    (finding,) = machine._native()
     assert finding.status == "degraded"
     assert "install a C compiler" in finding.remedy
 
 
 def test_kernels_that_compute_wrongly_are_noticed(monkeypatch):
-    monkeypatch.setattr(doctor, "native_gap", lambda: 0.5)
-    finding = doctor._self_check()
+    monkeypatch.setattr(machine, "native_gap", lambda: 0.5)
+    finding = machine._self_check()
     assert finding.status == "degraded"
     assert "5.0e-01" in finding.detail
 
     def broken():
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(doctor, "native_gap", broken)
-    assert "boom" in doctor._self_check().detail
+    monkeypatch.setattr(machine, "native_gap", broken)
+    assert "boom" in machine._self_check().detail
 
 
 def test_something_required_missing_is_exit_code_1(monkeypatch, tmp_path):
@@ -60,7 +61,7 @@ def test_something_required_missing_is_exit_code_1(monkeypatch, tmp_path):
 def test_models_and_vllm_are_optional(monkeypatch, tmp_path):
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     monkeypatch.setenv("PACELINE_VLLM_PYTHON", str(tmp_path / "nothing"))
-    findings = [*doctor._cache(), *doctor._vllm()]
+    findings = [*machine._cache(), *machine._vllm()]
     assert by_name(findings)["model: smollm2-135m"].remedy == "paceline pull smollm2-135m"
     assert "no such file" in by_name(findings)["vLLM"].detail
     assert doctor.healthy(findings)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tiny_run import lines, make, write_head, write_model, write_task
 
 from paceline.cluster import vllm_transfer
@@ -66,6 +67,45 @@ def reward_rises(folder: Path, method: str) -> None:
 @pytest.mark.parametrize("method", ["none", "eagle3", "suffix"])
 def test_reward_rises(folder: Path, method: str) -> None:
     reward_rises(folder, method)
+
+
+def test_an_architecture_that_is_not_ours_trains_with_vllm(folder: Path) -> None:
+    """Which transformers computes for the learner and vLLM for the rollouts; both sides' logprobs agree."""
+    from conftest import VOCAB_SIZE, write_tokenizer
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    torch.manual_seed(0)
+    config = GemmaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=256, pad_token_id=0, eos_token_id=VOCAB_SIZE - 1,
+    )  # fmt: skip
+    GemmaForCausalLM(config).save_pretrained(folder / "other" / "model")
+    write_tokenizer(folder / "other" / "model")
+    write_task(folder / "other" / "task.jsonl")
+    short = ["learner.model=transformers", "train.num_steps=2"]
+    loop = make(folder / "other", "none", *VLLM, *short)
+    try:
+        loop.run()
+    finally:
+        loop.close()
+    metrics = lines(folder / "other" / "none", "metrics")
+    assert [step["version"] for step in metrics] == [1, 2] and metrics[-1]["grad_norm"] > 0
+    assert max(step["mismatch_max"] for step in metrics) < 1e-3
+
+
+def test_a_learner_whose_classes_vllm_makes_over_is_refused(folder: Path) -> None:
+    from conftest import VOCAB_SIZE, write_tokenizer
+    from transformers import Olmo2Config, Olmo2ForCausalLM
+
+    config = Olmo2Config(
+        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=256, pad_token_id=0, eos_token_id=VOCAB_SIZE - 1,
+    )  # fmt: skip
+    Olmo2ForCausalLM(config).save_pretrained(folder / "third" / "model")
+    write_tokenizer(folder / "third" / "model")
+    write_task(folder / "third" / "task.jsonl")
+    with pytest.raises(ValueError, match=r"which it changes for the whole process; put the learner into another one"):
+        make(folder / "third", "none", *VLLM, "learner.model=transformers")
 
 
 def test_a_drafter_that_missed_its_weights_stops_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

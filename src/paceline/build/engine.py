@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from paceline.engine.runner import Runner
     from paceline.model.config import ModelConfig
     from paceline.model.decoder import Decoder
+    from paceline.model.hf_shape import Shape
     from paceline.model.paged import PagedDecoder
     from paceline.model.sample import Sampler
 
@@ -149,7 +150,7 @@ def build_paged(config: Config, decoder: Decoder) -> PagedDecoder:
         ) from None
 
 
-def default_kv_tokens(config: Config, model: ModelConfig) -> int:
+def default_kv_tokens(config: Config, model: ModelConfig | Shape) -> int:
     """Room for every row at the model's whole context or 4096 tokens each, but no more than 2 GiB, or on a GPU a third
     of its memory; on a CPU one whole context in any case."""
     each = min(model.max_positions, 4096)

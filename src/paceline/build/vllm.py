@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.cluster.vllm_engine import VllmEngine
-    from paceline.model.config import ModelConfig
+    from paceline.model.hf_shape import Shape
 
 KV_BLOCK = 128  # tokens; vLLM's largest usual block
 HEAD_LAYERS = 3  # that an EAGLE-3 head reads, as vLLM loads it
@@ -20,8 +20,8 @@ HEAD_LAYERS = 3  # that an EAGLE-3 head reads, as vLLM loads it
 
 def build_vllm_engine(config: Config) -> VllmEngine:
     from paceline.cluster.vllm_python import in_this_process
+    from paceline.model.hf_shape import read_shape
     from paceline.model.store import load_tokenizer, resolve
-    from paceline.model.weights import read_config
 
     check_device(config)
     found = importlib.util.find_spec("vllm")
@@ -31,21 +31,28 @@ def build_vllm_engine(config: Config) -> VllmEngine:
             'test-vllm` makes .venv-vllm), or use engine.kind = "local"'
         )
     directory = resolve(config.model.name)
-    model = read_config(directory)
+    model = read_shape(directory)
     options = vllm_options(config, directory, model)
     with in_this_process():
         from paceline.cluster.vllm_engine import VllmEngine
 
-        return VllmEngine(
+        engine = VllmEngine(
             options,
             tokenizer=load_tokenizer(directory),
             eos_token_ids=model.eos_token_ids,
             drafter=config.speculation.method,
             threads=config.engine.threads,
         )
+    if engine.changes_transformers and config.learner.model == "transformers" and config.cluster.kind == "none":
+        engine.close()
+        raise ValueError(
+            f'learner.model = "transformers": vLLM computes {config.model.name!r} with transformers\' own classes, '
+            'which it changes for the whole process; put the learner into another one: cluster.kind = "ray"'
+        )
+    return engine
 
 
-def vllm_options(config: Config, directory: Path, model: ModelConfig) -> dict[str, Any]:
+def vllm_options(config: Config, directory: Path, model: Shape) -> dict[str, Any]:
     """EngineArgs."""
     engine, on_gpu = config.engine, config.model.device.startswith("cuda")
     options: dict[str, Any] = {
@@ -60,7 +67,7 @@ def vllm_options(config: Config, directory: Path, model: ModelConfig) -> dict[st
         "tensor_parallel_size": engine.tensor_parallel_size,
         "enforce_eager": not engine.graphs,
         "enable_sleep_mode": on_gpu and engine.sleep is not False,
-        "speculative_config": speculative_config(config, model),
+        "speculative_config": speculative_config(config, directory),
         "additional_config": history_settings(config),
     }
     if engine.kv_tokens is not None or not on_gpu:
@@ -76,7 +83,7 @@ def vllm_options(config: Config, directory: Path, model: ModelConfig) -> dict[st
     return options
 
 
-def speculative_config(config: Config, model: ModelConfig) -> dict[str, Any] | None:
+def speculative_config(config: Config, directory: Path) -> dict[str, Any] | None:
     """The [speculation] table; the config has made sure that vLLM can do it without loss."""
     from paceline.cluster.vllm_names import HISTORY
 
@@ -95,7 +102,7 @@ def speculative_config(config: Config, model: ModelConfig) -> dict[str, Any] | N
         assert speculation.draft_model is not None
         return {"method": "draft_model", "model": str(resolve(speculation.draft_model)), **shared}
     assert speculation.method == "eagle3"
-    return {"method": "eagle3", "model": str(_checked_head(config, model)), **shared}
+    return {"method": "eagle3", "model": str(_checked_head(config, directory)), **shared}
 
 
 def history_settings(config: Config) -> dict[str, Any]:
@@ -106,13 +113,14 @@ def history_settings(config: Config) -> dict[str, Any]:
     return {SETTINGS: given | {"max_versions": s.suffix_max_versions, "recency": s.suffix_recency}}
 
 
-def _checked_head(config: Config, model: ModelConfig) -> Path:
+def _checked_head(config: Config, target: Path) -> Path:
     """The head's directory. It is loaded once here, so that what is wrong with it is told in our words."""
     from paceline.build.drafter import build_head
     from paceline.model.head_files import resolve_head
+    from paceline.model.weights import read_config
 
     directory = resolve_head(config.speculation.head, config.model.name)
-    layers = build_head(config, model).config.layer_ids
+    layers = build_head(config, read_config(target)).config.layer_ids
     if len(layers) != HEAD_LAYERS:
         raise ValueError(
             f'speculation.head = {str(directory)!r} reads the layers {list(layers)}; with engine.kind = "vllm" it must '
@@ -121,17 +129,17 @@ def _checked_head(config: Config, model: ModelConfig) -> Path:
     return directory
 
 
-def _kv_bytes(config: Config, model: ModelConfig, num_tokens: int) -> int:
+def _kv_bytes(config: Config, model: Shape, num_tokens: int) -> int:
     """Of the target's KV and the drafter's; vLLM keeps a block to itself."""
     itemsize = {"float32": 4}.get(config.model.dtype, 2)
     num_layers = model.num_layers
     if config.speculation.method == "eagle3":
         num_layers += 1
     elif config.speculation.method == "draft_model":
+        from paceline.model.hf_shape import read_shape
         from paceline.model.store import resolve
-        from paceline.model.weights import read_config
 
         assert config.speculation.draft_model is not None
-        num_layers += read_config(resolve(config.speculation.draft_model)).num_layers
+        num_layers += read_shape(resolve(config.speculation.draft_model)).num_layers
     blocks = -(-num_tokens // KV_BLOCK) + 1
     return 2 * num_layers * model.num_kv_heads * model.head_dim * itemsize * blocks * KV_BLOCK

@@ -1,4 +1,4 @@
-"""`paceline verify` climbs the exactness ladder; `paceline doctor` examines the machine."""
+"""`paceline verify` climbs the exactness ladder; `paceline doctor` examines the machine, and what a run asks of it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from paceline.cli.app import (
     out,
     settings,
 )
+from paceline.cli.train import Settings, split_arguments
+from paceline.config import load_config
 from paceline.report.table import check_writable, render, write_json
 
 
@@ -88,13 +90,22 @@ def brief(value: Any) -> str:
 
 @app.command()
 @friendly
-def doctor(json_file: JsonFile = None) -> None:
-    """What this machine can run, and why not. Exit code 1 when something required is missing."""
+def doctor(words: Settings = None, json_file: JsonFile = None) -> None:
+    """What this machine can run, and why not; with settings, also whether a run of theirs finds what it asks for:
+    model, head, vLLM, Ray and its nodes, a way for weights. Exit code 1 when something required is missing.
+
+    Examples:
+
+    - `paceline doctor`
+    - `paceline doctor configs/gsm8k.toml cluster.kind=ray cluster.address=auto cluster.num_engines=4`
+    """
+    path, overrides = split_arguments(words)
+    config = load_config(path, overrides) if words else None
+    check_writable(json_file)
     from paceline import doctor as examination
 
-    check_writable(json_file)
     with err.status("examining"):
-        findings = examination.examine()
+        findings = examination.examine() + (examination.examine_run(config) if config is not None else [])
     report = examination.as_json(findings)
     columns = {"name": "", "status": "", "detail": "", "remedy": "remedy"}
     table = render(report["rows"], columns)

@@ -84,6 +84,12 @@ class VllmEngine:
         return bool(self._config.model_config.enable_sleep_mode)
 
     @property
+    def changes_transformers(self) -> bool:
+        """Whether vLLM computes this architecture with transformers' own classes, which it makes over for its use in
+        the whole process."""
+        return self._config.model_config.using_transformers_backend()
+
+    @property
     def has_work(self) -> bool:
         return bool(self._live)
 

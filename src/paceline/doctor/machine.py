@@ -1,5 +1,4 @@
-"""What this machine can run, and why not. Every row is ok, degraded (works, slower or partly) or missing, with the
-remedy beside it. Nothing is assumed: what a row says works was just tried."""
+"""What this machine can run, and why not. Nothing is assumed: what a row says works was just tried."""
 
 from __future__ import annotations
 
@@ -10,13 +9,11 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
 
 from paceline import native
 from paceline.bench.rollout import available_memory
+from paceline.doctor.finding import DEGRADED, MISSING, OK, Finding
 
-OK, DEGRADED, MISSING = "ok", "degraded", "missing"
 LIBRARIES = (
     "numpy",
     "transformers",
@@ -41,28 +38,11 @@ EXTRAS = {  # library: what it is for
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    name: str
-    status: str
-    detail: str
-    remedy: str = ""
-    required: bool = False
-
-
 def examine() -> list[Finding]:
     checks: list[Callable[[], Iterable[Finding]]] = [
         _python, _libraries, _torch, _native, _machine, _cache, _cuda, _vllm, _sandbox, _extras
     ]  # fmt: skip
     return [finding for check in checks for finding in check()]
-
-
-def as_json(findings: list[Finding]) -> dict[str, Any]:
-    return {"ok": healthy(findings), "rows": [asdict(finding) for finding in findings]}
-
-
-def healthy(findings: list[Finding]) -> bool:
-    return not any(finding.required and finding.status == MISSING for finding in findings)
 
 
 def _python() -> Iterable[Finding]:
