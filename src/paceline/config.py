@@ -407,7 +407,7 @@ class Config(Section):
             )
         if self.learner.model == "transformers" and self.model.yarn_factor is not None:
             raise ValueError(
-                f"model.yarn_factor = {self.model.yarn_factor}: with learner.model = \"transformers\" the model's own "
+                f'model.yarn_factor = {self.model.yarn_factor}: with learner.model = "transformers" the model\'s own '
                 "config.json says how far its context is stretched; set rope_parameters there"
             )
         if self.algorithm.correction != "none" and self.sampling.params().truncates:

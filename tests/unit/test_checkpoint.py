@@ -347,6 +347,18 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     assert names(tmp_path) == ["said", "step-000001"]
 
 
+def test_a_rank_that_is_gone_is_no_matter_of_disks(tmp_path: Path) -> None:
+    """It is for who watches over ranks, who goes by the error's kind."""
+    save(Checkpoints(tmp_path, 1), 1)
+
+    def write(folder: Path) -> None:
+        raise ConnectionError("one of the 2 ranks is gone")
+
+    with pytest.raises(ConnectionError, match="one of the 2 ranks is gone"):
+        Checkpoints(tmp_path, 1).save(2, {"learner": write}, {})
+    assert names(tmp_path) == ["step-000001"]
+
+
 def test_what_json_cannot_say_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         Checkpoints(tmp_path / "run", 1).save(1, {}, {"x": torch.zeros(1)})

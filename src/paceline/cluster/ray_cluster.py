@@ -6,6 +6,7 @@ A Ray that is started here listens on the loopback address alone, has no dashboa
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from paceline.config import ClusterSection
 
 PLACING_S = 60.0  # a running cluster may be busy, or may have to grow first
 REWARD_CPUS = 1
+KNOCKING_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class RayCluster:
             raise ValueError('cluster.kind = "ray": this process is connected to Ray already; ray.shutdown() first')
         if section.address is None:
             ray.init(
+                "local",  # or it would look for one that somebody else has started
                 num_cpus=int(sum(bundle["CPU"] for bundle in plan.bundles)),
                 include_dashboard=False,
                 object_store_memory=section.object_store_mb << 20,
@@ -81,9 +84,13 @@ class RayCluster:
                 )
         else:
             try:
+                knock(section.address)
                 ray.init(section.address, log_to_driver=False, logging_level="error")
-            except ConnectionError as error:
-                raise ValueError(f"cluster.address = {section.address!r}: no Ray there ({error})") from None
+            except (OSError, ValueError) as error:
+                raise ValueError(
+                    f"cluster.address = {section.address!r}: no Ray there ({error}); give HOST:PORT of a running one, "
+                    '"auto", or none to start one here'
+                ) from None
         try:
             self._group = self._reserve(plan)
         except BaseException:
@@ -125,6 +132,13 @@ class RayCluster:
         if ray.is_initialized():
             remove_placement_group(self._group)
             ray.shutdown()
+
+
+def knock(address: str) -> None:
+    """Whether anybody listens at HOST:PORT, within seconds; Ray itself would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and host and "/" not in address and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), KNOCKING_S).close()
 
 
 def _ray(here: bool) -> Any:

@@ -89,7 +89,8 @@ class EngineActor:
         handle = self._handles.pop(request_id, None)
         if handle is None:
             return None
-        engine.abort(request_id)
+        if not handle.done:
+            engine.abort(request_id)
         return handle.completion
 
     def call(self, session: str, name: str, *args: Any) -> Any:

@@ -101,7 +101,7 @@ class Checkpoints:
             shutil.rmtree(scratch, ignore_errors=True)
             if aside.exists() and not place.exists():
                 aside.rename(place)
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) and not isinstance(error, ConnectionError):  # that is no matter of disks
                 raise OSError(
                     error.errno,
                     f"{self.folder}: can't write the checkpoint of step {step} ({error.strerror or error}); those "

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -153,8 +154,8 @@ class _Run:
         while self.running or self.thinking:
             between(total - len(left), total)
             if self.running:
-                for completion in self.engine.step():
-                    episode = self.running.pop(completion.request.request_id)
+                over = [(self.running.pop(c.request.request_id), c) for c in self.engine.step()]
+                for episode, completion in over:
                     if self._turn_done(episode, completion):
                         ended(episode)
             else:
@@ -227,8 +228,10 @@ class _Run:
         return False
 
     def abandon(self) -> None:
+        """After an error, which is not to be hidden by one that comes of giving up."""
         for request_id in list(self.running):
-            self.engine.abort(request_id)
+            with suppress(ValueError):  # it had ended, and nobody was told
+                self.engine.abort(request_id)
 
 
 Result = TypeVar("Result")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 
 import pytest
 
-from paceline.cluster.ray_cluster import plan
+from paceline.cluster.ray_cluster import knock, plan
 from paceline.config import ClusterSection, ConfigError, load_config
 
 
@@ -63,3 +64,13 @@ def test_without_ray_it_is_said_how_to_get_it() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert 'Ray is not installed; pip install "paceline[ray]"' in done.stderr
+
+
+def test_an_address_where_nobody_listens_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        knock(f"127.0.0.1:{port}")
+    with pytest.raises(OSError):
+        knock(f"127.0.0.1:{port}")
+    for other in ("auto", "ray://somewhere:10001"):  # which Ray itself understands
+        knock(other)

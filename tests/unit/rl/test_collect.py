@@ -12,7 +12,7 @@ from scripted import Bytes, Judge, ScriptedEngine
 
 from paceline.rl.collect import Collector
 from paceline.tasks.task import Problem, Turn
-from paceline.types import SamplingParams
+from paceline.types import Completion, SamplingParams
 
 
 def collector(engine: ScriptedEngine, judge: Judge | None = None, **kwargs: Any) -> Collector:
@@ -161,3 +161,29 @@ def test_a_prompt_that_the_engine_refuses_costs_its_samples() -> None:
     first, second = collector(Short()).collect(0, problems(2), 2, 0).groups
     assert [r.failure for r in first.rollouts] == [None, None]
     assert [r.failure for r in second.rollouts] == [f"step 0, p1, sample {i}: the model's context is 4" for i in (0, 1)]
+
+
+class AllAtOnce(ScriptedEngine):
+    """And it knows what it has handed over."""
+
+    def step(self) -> list[Completion]:
+        return [completion for _ in range(len(self.waiting)) for completion in super(AllAtOnce, self).step()]
+
+    def abort(self, request_id: int) -> None:
+        if all(request.request_id != request_id for request in self.waiting):
+            raise ValueError(f"request {request_id} is not running")
+        super().abort(request_id)
+
+
+def test_an_error_is_not_hidden_by_what_comes_of_giving_up() -> None:
+    engine = AllAtOnce()
+    it = collector(engine)
+
+    class Broken(Bytes):
+        def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+            raise RuntimeError("the first error")
+
+    it.tokenizer = Broken()
+    with pytest.raises(RuntimeError, match="the first error"):
+        it.collect(0, problems(2), 2, 0)
+    assert not engine.waiting
