@@ -25,7 +25,7 @@ FLAVOURS = {
     "lora, reference": ("learner.lora_rank=4", "algorithm.beta=0.1", "learner.warmup_steps=3"),
     "dapo, resampled": ("algorithm.name=dapo", 'reward.functions=["reward_functions:sometimes_alike"]'),
 }
-TIMES = ("stages", "tokens_per_s", "draft_s")
+TIMES = ("stages", "tokens_per_s", "draft_s", "memory_gib")
 Drive = Callable[..., dict[str, Any]]
 
 

@@ -9,17 +9,23 @@ program per position. P positions, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from paceline.model.cuda.slots import Slots
-
 PART = 4096  # tokens that are looked at together
+
+
+class Params(Protocol):
+    """How each of some slots samples: float64, top_k int32."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
 
 
 @dataclass(slots=True)
@@ -30,7 +36,7 @@ class Cut:
     place: Tensor  # int32 [P]
 
 
-def cut(logits_PV: Tensor, places_P: Tensor, slots: Slots) -> Cut:
+def cut(logits_PV: Tensor, places_P: Tensor, slots: Params) -> Cut:
     """places: the slot whose sampling parameters count, int32; -1: none."""
     num, vocab = logits_PV.shape
     device = logits_PV.device
