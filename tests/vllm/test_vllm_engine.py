@@ -16,6 +16,8 @@ import torch
 from real_vllm import SHAPE
 from tiny_run import write_head
 
+pytest.importorskip("vllm.v1", reason="these tests run where vLLM is", exc_type=ImportError)
+
 from paceline.build.drafter import build_head
 from paceline.build.run import build_rollout_engine
 from paceline.cluster import vllm_engine, vllm_sampler, vllm_shared, vllm_transfer

@@ -9,6 +9,8 @@ import pytest
 import torch
 from tiny_run import lines, make, write_head, write_model, write_task
 
+pytest.importorskip("vllm.v1", reason="these tests run where vLLM is", exc_type=ImportError)
+
 from paceline.cluster import vllm_transfer
 from paceline.cluster.vllm_engine import VllmEngine
 
