@@ -70,14 +70,14 @@ def test_the_command_runs_ahead(folder: Path, tmp_path: Path) -> None:
         assert process.poll() is None, process.communicate()
         time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=60)
+    said = process.communicate(timeout=300)  # on a busy machine
     assert process.returncode == 130, said
     steps = json.loads((run / "summary.json").read_text())["steps"]
     assert 3 <= steps < 60 and f"stopped after {steps} of 60 steps" in said[1] and (run / "report.html").exists()
     assert "step 2/60" in said[1], "who looks on saw nothing"
     assert load_config(run / "config.toml").cluster.num_engines == 2
     resumed = [sys.executable, "-m", "paceline.cli", "train", "--resume", str(run), f"train.num_steps={steps + 4}"]
-    done = subprocess.run(resumed, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(resumed, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done
     each_once(run, steps + 4)
     assert {r["group"] for r in lines(run, "rollouts")} == set(range(2 * (steps + 4)))

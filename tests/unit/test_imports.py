@@ -15,11 +15,11 @@ FLOORS: dict[str, int] = {
     "__init__": 0, "types": 0, "config": 0, "native": 0,
     "model": 1, "speculation": 1, "report": 1,
     "drafters": 2, "engine": 2, "tasks": 2,
-    "draft": 3, "replay": 3, "rl": 4, "cluster": 4,
+    "draft": 3, "replay": 3, "rl": 4, "cluster": 4, "sim": 4,
     "build": 5, "bench": 6, "verify": 6, "doctor": 7, "cli": 8, "__main__": 9,
 }  # fmt: skip
 ALLOWED_BESIDE = {("config", "types"), ("native", "types"), ("native", "__init__"), ("config", "__init__")}
-WITHOUT_TORCH = ("types", "config", "native", "speculation", "report", "replay")
+WITHOUT_TORCH = ("types", "config", "native", "speculation", "report", "replay", "sim")
 OUTSIDERS = ("vllm", "ray")
 
 

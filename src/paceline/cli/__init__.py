@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from paceline import __version__
-from paceline.cli import bench, draft, generate, replay, sweep, train, verify  # each adds its commands
+from paceline.cli import bench, draft, generate, replay, simulate, sweep, train, verify  # each adds its commands
 from paceline.cli.app import app, err, friendly, out
 
-__all__ = ["app", "bench", "draft", "generate", "main", "replay", "sweep", "train", "verify"]
+__all__ = ["app", "bench", "draft", "generate", "main", "replay", "simulate", "sweep", "train", "verify"]
 
 
 @app.callback(invoke_without_command=True)

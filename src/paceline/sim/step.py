@@ -1,0 +1,300 @@
+"""What one decode step takes, from a machine's rates and a model's shape.
+
+A pass over a stack of layers, on one of the devices that share an engine (all are alike):
+
+    T = Σ matrices knee(bytes / (B·bandwidth), FLOPs / (F·matmul))      weights are read once, whatever the tokens
+      + knee(KV bytes / (B·attention), FLOPs / (F·matmul))              every row's context is read once
+      + activations and logits / (B·bandwidth) + collectives + launches
+
+    knee(a, b) = (a^n + b^n)^(1/n)                                      max(a, b), rounded where they are alike
+
+Of E experts, n tokens with a of them each touch E·(1 − (1 − a/E)^n): verifying more tokens reads more weights, until
+all are read. Always: all functions take whole arrays and are elementwise; more rows, tokens or context never take less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from paceline.config import ConfigError
+from paceline.sim.cards import ITEMSIZE, Efficiency, Hardware, Model, Software
+from paceline.sim.settings import choice, number
+from paceline.speculation.cost import CostTable, Point
+
+METHODS = ("none", "eagle3", "draft_model", "free", "hybrid")
+PRECISIONS = ("fp8", "bf16", "fp32")
+LOGIT_PASSES, LOGIT_BYTES = 3, 4  # written, and read by the draw, in float32
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The devices that serve one copy of a model. Attention and dense matrices are cut `tp` ways; experts are spread
+    over all devices, and groups of `tp` devices then serve rows of their own."""
+
+    gpus: int = number(1, low=1, high=4096)
+    tp: int = number(1, low=1, high=4096)
+    precision: str = choice("bf16", of=PRECISIONS)
+    kv_precision: str = choice("bf16", of=PRECISIONS)
+    max_rows: int = number(1024, low=1, high=1 << 20)  # of the whole engine
+    table: str | None = None  # a cost table of measured steps, in the place of what is derived
+    memory_share: float = number(0.9, low=0.05, high=1.0)  # of a device, for weights and KV
+
+    @property
+    def num_groups(self) -> int:
+        return self.gpus // self.tp
+
+
+def check_engine(engine: Engine, model: Model, hardware: Hardware) -> None:
+    """Impossible parallelism, by name."""
+    if engine.gpus % engine.tp:
+        raise ConfigError(f"engine.tp = {engine.tp}: does not divide engine.gpus = {engine.gpus}")
+    if not model.experts and engine.gpus != engine.tp:
+        raise ConfigError(
+            f"engine.gpus = {engine.gpus} with engine.tp = {engine.tp}: {model.name} has no experts to spread over the "
+            f"rest; set engine.gpus = {engine.tp} and let several engines run"
+        )
+    if model.heads % engine.tp:
+        raise ConfigError(f"engine.tp = {engine.tp}: does not divide the {model.heads} heads of {model.name}")
+    if model.experts and engine.gpus > model.experts:
+        raise ConfigError(f"engine.gpus = {engine.gpus}: more than the {model.experts} experts of {model.name}")
+    if engine.gpus > hardware.nvlink_gpus and not hardware.network_gb_s:
+        raise ConfigError(
+            f"engine.gpus = {engine.gpus}: {hardware.name} joins {hardware.nvlink_gpus} and has no network_gb_s"
+        )
+    hardware.flops(engine.precision)
+
+
+class StepModel:
+    def __init__(
+        self,
+        hardware: Hardware,
+        model: Model,
+        software: Software,
+        efficiency: Efficiency,
+        engine: Engine,
+        method: str = "none",
+        draft_model: Model | None = None,
+        head_precision: str = "bf16",
+        head_tp: bool = False,  # cut like the target; else every device has the whole head
+        free_row_us: float = 2.0,
+    ) -> None:
+        check_engine(engine, model, hardware)
+        self.hardware, self.model, self.software, self.efficiency = hardware, model, software, efficiency
+        self.engine, self.method, self.draft_model = engine, method, draft_model
+        self.head_precision, self.head_tp, self.free_row_us = head_precision, head_tp, free_row_us
+        if method in ("eagle3", "hybrid") and model.head is None:
+            raise ConfigError(
+                f"speculation.method = {method!r}: the card of {model.name} has no head; add [head] to it"
+            )
+        if method == "draft_model" and draft_model is None:
+            raise ConfigError("speculation.draft_model is not set; name a model's card")
+        self._check_memory()
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def weight_bytes(self) -> float:
+        """Of one device."""
+        m, e = self.model, self.engine
+        dense = m.num_params - m.layers * m.experts * m.expert_params
+        size = dense / e.tp + m.layers * m.experts * m.expert_params / e.gpus
+        return size * ITEMSIZE[e.precision]
+
+    @property
+    def _room(self) -> float:
+        """For keys and values: bytes of one device."""
+        return 1e9 * self.hardware.memory_gb * self.engine.memory_share - self.weight_bytes
+
+    def _check_memory(self) -> None:
+        if self._room <= 0:
+            raise ConfigError(
+                f"{self.model.name} does not fit: {self.weight_bytes / 1e9:.0f} GB of weights a device, "
+                f"{self.hardware.memory_gb * self.engine.memory_share:.0f} GB for them on {self.hardware.name}; raise "
+                f"engine.gpus = {self.engine.gpus} and engine.tp = {self.engine.tp}, or lower engine.precision"
+            )
+
+    @property
+    def kv_tokens(self) -> int:
+        """What an engine's memory holds beside the weights."""
+        return int(self._room / self._kv_bytes(self.model, self.engine.tp) * self.engine.num_groups)
+
+    def _kv_bytes(self, model: Model, tp: int) -> float:
+        """Of one token on one device; heads are not cut."""
+        return model.kv_bytes(ITEMSIZE[self.engine.kv_precision]) * -(-model.kv_heads // tp) / model.kv_heads
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def step_s(self, rows: ArrayLike, k: ArrayLike, context: ArrayLike, emitted: ArrayLike = 1.0) -> np.ndarray:
+        """Rows with 1 + k tokens each, `context` tokens each in memory, `emitted` gained by each; drafting included."""
+        r, k_, c = np.asarray(rows, np.float64), np.asarray(k, np.float64), np.asarray(context, np.float64)
+        device = self.forward_s(r, r * (1 + k_), r * c) + self.draft_s(r, k_, c)
+        return device + self.host_s(r, k_, np.asarray(emitted, np.float64))
+
+    def host_s(self, rows: np.ndarray, k: np.ndarray, emitted: np.ndarray) -> np.ndarray:
+        s, mine = self.software, self._mine(rows)
+        passes = 0 if self.method in ("none", "free") else k
+        return 1e-6 * (s.host_step_us + mine * (s.host_row_us + s.host_token_us * emitted) + s.host_pass_us * passes)
+
+    def forward_s(self, rows: ArrayLike, tokens: ArrayLike, context: ArrayLike) -> np.ndarray:
+        """The target's pass over so many rows, query tokens and tokens in memory, of the whole engine."""
+        r, t, c = np.asarray(rows, np.float64), np.asarray(tokens, np.float64), np.asarray(context, np.float64)
+        mine = self._mine(r) / np.maximum(r, 1e-9)
+        return self._pass_s(self.model, self.engine.precision, self.engine.tp, self.engine.gpus, r * mine, t * mine,
+                            c * mine, t, t * mine)  # fmt: skip
+
+    def matrices_s(self, tokens: ArrayLike) -> np.ndarray:
+        """A dense model's matrix products alone."""
+        m, e, t = self.model, self.engine, np.asarray(tokens, np.float64)
+        assert not m.experts
+        mlp = self._matrix_s(3 * m.hidden * m.intermediate / e.tp, e.precision, t)
+        layer = self._matrix_s(m.attention_params / e.tp, e.precision, t) + mlp
+        return m.layers * layer + self._matrix_s(m.vocab * m.hidden / e.tp, e.precision, t)
+
+    def prefill_s(self, tokens: ArrayLike) -> np.ndarray:
+        """Prompts of so many tokens in all, beside a step that is made anyway."""
+        e = self.engine
+        flops = 2.0 * self.model.active_params * np.asarray(tokens, np.float64)
+        return flops / (self.hardware.flops(e.precision) * self.efficiency.matmul * e.gpus)
+
+    def draft_s(self, rows: ArrayLike, k: ArrayLike, context: ArrayLike) -> np.ndarray:
+        """k tokens for each row."""
+        r, k_, c = np.asarray(rows, np.float64), np.asarray(k, np.float64), np.asarray(context, np.float64)
+        if self.method == "none":
+            return np.zeros(np.broadcast(r, k_, c).shape)
+        mine = self._mine(r)
+        if self.method == "free":
+            return np.where(k_ > 0, 1e-6 * self.free_row_us * mine, 0.0) + 0 * c
+        if self.method == "draft_model":
+            assert self.draft_model is not None
+            tp = self.engine.tp
+            each = self._pass_s(self.draft_model, self.head_precision, tp, tp, mine, mine, mine * c, mine, mine)
+            return k_ * each
+        # The first pass takes in what the target has just verified, the others their own guess.
+        first = self._head_pass_s(mine, mine * (1 + k_), mine * c, takes_in=True)
+        return np.where(k_ > 0, first + np.maximum(0, k_ - 1) * self._head_pass_s(mine, mine, mine * c), 0.0)
+
+    def _head_pass_s(
+        self, rows: np.ndarray, tokens: np.ndarray, context: np.ndarray, takes_in: bool = False
+    ) -> np.ndarray:
+        m, head = self.model, self.model.head
+        assert head is not None
+        tp = self.engine.tp if self.head_tp else 1
+        layer = Model(
+            f"{m.name}'s head", "", layers=1, hidden=m.hidden, heads=m.heads, kv_heads=m.kv_heads, head_dim=m.head_dim,
+            vocab=head.draft_vocab, intermediate=head.intermediate,
+        )  # fmt: skip
+        # Two vectors come in, and where the target's features do, they are fused first.
+        wider = m.hidden * (m.heads + 2 * m.kv_heads) * m.head_dim
+        if takes_in:
+            wider += head.num_features * m.hidden * m.hidden
+        seconds = self._pass_s(layer, self.head_precision, tp, tp, rows, tokens, context, tokens, rows)
+        return seconds + self._matrix_s(wider / tp, self.head_precision, tokens)
+
+    def _mine(self, rows: np.ndarray) -> np.ndarray:
+        """Rows of the busiest group of devices."""
+        return np.minimum(rows, np.maximum(rows / self.engine.num_groups, 1.0))
+
+    def _pass_s(
+        self, m: Model, precision: str, tp: int, gpus: int, rows: np.ndarray, tokens: np.ndarray, context: np.ndarray,
+        all_tokens: np.ndarray, judged: np.ndarray,
+    ) -> np.ndarray:  # fmt: skip
+        """Of one device: rows, tokens and context of its group; all tokens that meet the experts; tokens that meet the
+        LM head."""
+        bytes_per_s = self.hardware.bytes_per_s * self.efficiency.bandwidth
+        seconds = m.layers * self._matrix_s(m.attention_params / tp, precision, tokens)
+        if m.experts:
+            touched = m.experts * -np.expm1(all_tokens * np.log1p(-min(m.experts_per_token / m.experts, 1 - 1e-12)))
+            held = np.maximum(touched / gpus, np.minimum(touched, 1.0))  # by the busiest
+            met = all_tokens * m.experts_per_token / gpus
+            seconds = seconds + m.layers * self._product_s(held * m.expert_params, met * m.expert_params, precision)
+            # Each device sends its share of its group's tokens to their experts, and gets what they made in bfloat16.
+            sent = tokens / tp * m.experts_per_token * m.hidden
+            for itemsize in (ITEMSIZE[precision], ITEMSIZE["bf16"]):
+                seconds = seconds + m.layers * self._all_to_all_s(gpus, sent * itemsize)
+        else:
+            seconds = seconds + m.layers * self._matrix_s(3 * m.hidden * m.intermediate / tp, precision, tokens)
+        seconds = seconds + self._matrix_s(m.vocab * m.hidden / tp, precision, judged)
+        queries = tokens / np.maximum(rows, 1e-9)
+        seconds = seconds + self._knee(
+            context * self._kv_bytes(m, tp) / (self.hardware.bytes_per_s * self.efficiency.attention),
+            m.attention_flops(1.0) / tp * context * queries / self._flops(precision),
+        )
+        width = m.intermediate or m.experts_per_token * m.expert_intermediate
+        moved = (
+            tokens * m.layers * 2 * (8 * m.hidden + 3 * width / tp) + LOGIT_PASSES * LOGIT_BYTES * judged * m.vocab / tp
+        )
+        seconds = seconds + moved / bytes_per_s
+        seconds = seconds + m.layers * 2 * self._all_reduce_s(tp, tokens * m.hidden * ITEMSIZE["bf16"])
+        launches = m.layers * self.efficiency.layer_us + self.efficiency.pass_us
+        return seconds + 1e-6 * self.hardware.launch * launches
+
+    def _matrix_s(self, num_params: float, precision: str, tokens: np.ndarray) -> np.ndarray:
+        return self._product_s(num_params, num_params * tokens, precision)
+
+    def _product_s(self, num_params: ArrayLike, num_products: np.ndarray, precision: str) -> np.ndarray:
+        read_s = np.asarray(num_params) * ITEMSIZE[precision] / (self.hardware.bytes_per_s * self.efficiency.bandwidth)
+        return self._knee(read_s, 2 * num_products / self._flops(precision))
+
+    def _flops(self, precision: str) -> float:
+        return self.hardware.flops(precision) * self.efficiency.matmul
+
+    def _knee(self, a: ArrayLike, b: ArrayLike) -> np.ndarray:
+        high, low = np.maximum(a, b), np.minimum(a, b)
+        ratio = low / np.maximum(high, 1e-300)
+        return high * (1 + ratio**self.efficiency.knee) ** (1 / self.efficiency.knee)
+
+    # -- collectives: a latency for every doubling of those who meet, and what goes over a link ----------------------
+
+    def _link(self, num: int) -> tuple[float, float]:
+        h = self.hardware
+        near = num <= h.nvlink_gpus
+        gb_s, us = (h.nvlink_gb_s, h.nvlink_us) if near else (h.network_gb_s, h.network_us)
+        if not gb_s:
+            raise ConfigError(
+                f"{num} devices of {h.name} can't meet: the card has no {'nvlink' if near else 'network'}_gb_s"
+            )
+        return 1e9 * gb_s * self.efficiency.collective, 1e-6 * us * np.log2(num)
+
+    def _all_reduce_s(self, num: int, num_bytes: np.ndarray) -> np.ndarray:
+        if num == 1:
+            return np.zeros_like(num_bytes)
+        bytes_per_s, latency_s = self._link(num)
+        # NVLink's switch adds up what each sends once; elsewhere parts go round, and their sums go round again.
+        times = 1.0 if num <= self.hardware.nvlink_gpus else 2 * (num - 1) / num
+        return latency_s + times * num_bytes / bytes_per_s
+
+    def _all_to_all_s(self, num: int, num_bytes: np.ndarray) -> np.ndarray:
+        if num == 1:
+            return np.zeros_like(num_bytes)
+        bytes_per_s, latency_s = self._link(num)
+        return latency_s + (num - 1) / num * num_bytes / bytes_per_s
+
+    # -- for policies -----------------------------------------------------------------------------------------------
+
+    def cost_table(self, max_rows: int, max_k: int, context: float, method: str | None = None) -> CostTable:
+        """The same as points, as policies read it (speculation/cost.py)."""
+        sizes = sorted({1, max_rows, *(2**i for i in range(max_rows.bit_length())), *(3 * 2**i for i in range(30))})
+        sizes = [rows for rows in sizes if rows <= max_rows]
+        points, drafts = [], []
+        for rows in sizes:
+            for k in range(max_k + 1):
+                tokens, memory = rows * (1 + k), round(rows * (context + k))
+                seconds = self.forward_s(rows, tokens, memory) + self.host_s(
+                    np.asarray(float(rows)), np.asarray(0), np.asarray(1)
+                )
+                points.append(Point(rows, tokens, max(tokens, memory), float(seconds)))
+                if k:
+                    drafts.append((rows, k, float(self.draft_s(rows, k, context))))
+        name = method or ("eagle3" if self.method == "hybrid" else self.method)
+        # A table has one price for a token in memory. With many rows, that of the groups that share them out.
+        more_s = self.forward_s(max_rows, max_rows, 2 * max_rows * context) - self.forward_s(
+            max_rows, max_rows, max_rows * context
+        )
+        per_context_token_s = float(more_s) / (max_rows * context)
+        return CostTable(
+            "simulated", points, {name: drafts} if self.method != "none" else {}, per_context_token_s, frozen=True
+        )

@@ -1,0 +1,31 @@
+"""A step model whose steps are a measured table's (speculation/cost.py): where they jump, the simulation jumps."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from paceline.sim.step import StepModel
+from paceline.speculation.batch import Load
+from paceline.speculation.cost import CostTable
+
+NAMES = {"free": "suffix", "hybrid": "eagle3"}  # what a table calls a method's drafter
+
+
+class TabledStepModel(StepModel):
+    """All but forwards and drafts is as in StepModel: memory, prompts, the host."""
+
+    table: CostTable
+
+    def forward_s(self, rows: ArrayLike, tokens: ArrayLike, context: ArrayLike) -> np.ndarray:
+        def seconds(rows: float, tokens: float, context: float) -> float:
+            num, extra = round(rows), round(tokens - rows)
+            return float(self.table.steps_s(Load(num, num, round(context)), extra)[-1])
+
+        return np.vectorize(seconds, otypes=[float])(rows, tokens, context)
+
+    def draft_s(self, rows: ArrayLike, k: ArrayLike, context: ArrayLike) -> np.ndarray:
+        def seconds(rows: float, k: float, context: float) -> float:
+            return self.table.draft_s(NAMES.get(self.method, self.method), round(rows), round(k))
+
+        return np.vectorize(seconds, otypes=[float])(rows, k, context)

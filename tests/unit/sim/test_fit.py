@@ -1,0 +1,96 @@
+"""Calibration: what made the steps is found again, and the half that was held out is predicted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paceline.config import ConfigError
+from paceline.sim.cards import Efficiency, Hardware, Model, Software, card
+from paceline.sim.fit import fit
+from paceline.sim.step import Engine, StepModel
+from paceline.sim.trace import calibrate, read_trace
+
+H200, QWEN, START = card(Hardware, "h200", ""), card(Model, "qwen3-8b", ""), card(Efficiency, "published", "")
+
+
+def test_a_power_law_is_found():
+    x = np.array([1.0, 2.0, 5.0, 20.0])
+    found = fit(lambda v: v["a"] * x ** v["b"], 3 * x**0.7, {"a": 1.0, "b": 2.0}, prior=10.0)
+    assert found.values == pytest.approx({"a": 3.0, "b": 0.7}, rel=0.01)
+    assert found.worst < 0.01
+
+
+def test_what_no_row_tells_of_stays():
+    found = fit(lambda v: np.full(3, v["a"]), np.full(3, 5.0), {"a": 1.0, "idle": 0.3})
+    assert found.values["idle"] == pytest.approx(0.3) and found.values["a"] == pytest.approx(5, rel=0.01)
+
+
+def test_ratios_need_numbers_above_zero():
+    with pytest.raises(ValueError, match="above zero"):
+        fit(lambda v: np.ones(1), np.zeros(1), {"a": 1.0})
+
+
+def machine(seed: int = 0, noise: float = 0.01):
+    """A machine unlike the shipped card, and steps that it makes."""
+    true = replace(START, bandwidth=0.55, matmul=0.45, attention=0.5, layer_us=40.0, pass_us=150.0)
+    host = Software("host", "", host_step_us=300.0, host_row_us=5.0)
+    random = np.random.default_rng(seed)
+    rows = []
+    for context in (200, 1000, 4000):
+        for batch in (1, 4, 16, 64, 256):
+            for k in (0, 1, 3, 7):
+                model = StepModel(H200, QWEN, host, true, Engine(), "eagle3" if k else "none")
+                ms = 1e3 * float(model.step_s(batch, k, context)) * np.exp(noise * random.standard_normal())
+                rows.append({
+                    "batch": batch, "num_speculative_tokens": k, "verified": k, "context": context, "step_ms": ms,
+                    "drafter": "eagle3" if k else "none", "policy": "static" if k else "none",
+                })  # fmt: skip
+    return rows
+
+
+def test_half_of_a_trace_predicts_the_other_half(tmp_path):
+    (tmp_path / "steps.json").write_text(json.dumps({"rows": machine()}))
+    measured = read_trace(tmp_path / "steps.json")
+    found = calibrate(measured, H200, QWEN, START, Engine())
+    assert len(found.used) == len(found.held_out) == 30
+    assert found.worst < 0.05
+    # What reading weights takes and what launches take are both the same in every step, so they are told apart poorly.
+    assert found.efficiency.bandwidth == pytest.approx(0.55, rel=0.15)
+    assert found.efficiency.matmul == pytest.approx(0.45, rel=0.05)
+    # Without a fit, nothing of the kind.
+    shipped = StepModel(H200, QWEN, Software("", ""), START, Engine())
+    plain = [row for row in measured if not row.drafted]
+    assert max(abs(float(shipped.step_s(r.rows, r.k, r.context)) / r.seconds - 1) for r in plain) > 0.2
+
+
+def test_engine_steps_are_gathered_by_what_they_did(tmp_path):
+    steps = [
+        {"num_rows": rows, "num_query_tokens": rows * (1 + k), "num_context_tokens": rows * 700, "total_s": s,
+         "draft_s": d, "num_draft_tokens": rows * k}
+        for rows, k, s, d in [(1, 0, 0.01, 0), (1, 0, 0.02, 0), (1, 0, 0.9, 0), (4, 0, 0.03, 0), (4, 3, 0.06, 0.01),
+                              (8, 0, 0.05, 0)]
+    ]  # fmt: skip
+    steps.append(
+        {"num_rows": 2, "num_query_tokens": 100, "num_context_tokens": 100, "total_s": 1.0, "num_draft_tokens": 0}
+    )
+    (tmp_path / "steps.jsonl").write_text("\n".join(map(json.dumps, steps)))
+    found = read_trace(tmp_path / "steps.jsonl")
+    assert [(m.rows, m.k, m.context, round(m.seconds, 9)) for m in found] == [
+        (1, 0, 700, 0.02), (4, 0, 700, 0.03), (8, 0, 700, 0.05), (4, 3, 700, 0.05),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "neither JSON nor jsonl"), ("[1]", "holds no steps"), ('{"rows": []}', "0 kinds of steps; 4 or more")],
+)
+def test_what_is_no_trace(tmp_path, text, message):
+    (tmp_path / "steps.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_trace(tmp_path / "steps.json")
+    with pytest.raises(ConfigError, match="No such file"):
+        read_trace(tmp_path / "none.json")
