@@ -51,7 +51,7 @@ class EngineActor:
         self._channel: Channel | None = None
 
     def greet(self, session: str) -> Greeting:
-        """From here on it works for this session, and for no other. Nothing of an earlier one is left."""
+        """From here on it works for the caller's session, and for no other. Nothing of an earlier one is left."""
         if self._engine is None:
             self._engine = self._make()
             self._untaught = self._engine.learned()
