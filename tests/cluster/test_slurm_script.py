@@ -37,7 +37,8 @@ def start(folder: Path, place: Path, *overrides: str) -> subprocess.Popen[bytes]
     slurm = {"JOB_ID": str(os.getpid()), "SUBMIT_DIR": str(place), "JOB_NODELIST": "here,there"}
     slurm |= {"JOB_NUM_NODES": "2", "CPUS_PER_TASK": "2"}
     environment = {
-        **os.environ,
+        # Not what a Ray of this process was started with, which is to stay on this machine.
+        **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
         **{f"SLURM_{name}": value for name, value in slurm.items()},
         "PATH": f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "HEAD_IP": "127.0.0.1",
