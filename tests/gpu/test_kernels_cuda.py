@@ -344,7 +344,7 @@ def test_a_device_that_chooses_what_it_verifies_changes_no_token(kind: str) -> N
     found = running.generate(some)
     assert said(found) == said(wanted)
     traces = running.drain_trace()
-    assert max(len(running._flying), 0) == 0 and running.paged.pool.num_free == 256
+    assert not running._flying and running.paged.pool.num_free == 256
     chosen = [t for t in traces if t.num_drafts and 0 < t.num_draft_tokens < t.num_proposed]
     assert len(chosen) > 10 and any(len(set(t.drafted_per_position)) > 1 for t in chosen)  # ragged
     assert sum(t.num_accepted_tokens for t in traces) > 0

@@ -263,7 +263,7 @@ class VllmEngine:
         started = time.perf_counter()
         self._send(weights, draft=False)
         receipt = self._receipt(version, draft=False, started=started)
-        self._forget()
+        self.forget()
         self.version = version
         return receipt
 
@@ -295,9 +295,6 @@ class VllmEngine:
     # -- between steps ----------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        self._forget()
-
-    def _forget(self) -> None:
         """Prompts in memory; what runs is computed again."""
         self._vllm.reset_prefix_cache(reset_running_requests=True)
 
