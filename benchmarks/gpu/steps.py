@@ -2,9 +2,10 @@
 
     python benchmarks/gpu/steps.py --json steps.json [--only plain,k3,auto] [--model qwen3-8b]
 
-Each row is `paceline bench step` with the acceptance length that the published heads reach at that draft length. The
-figures of vLLM 0.25.1 (CUDA graphs, FlashAttention 3, async scheduling) were measured on the same card: 512 + 256
-tokens, T=1, mean decode step in ms.
+Each row is `paceline bench step` with the acceptance length that the published heads reach at that draft length; costs
+and speed-ups are over the plain steps of the same run, so name that part first where only some are wanted. The figures
+of vLLM 0.25.1 (CUDA graphs, FlashAttention 3, async scheduling) were measured on the same card: 512 + 256 tokens, T=1,
+mean decode step in ms.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from paceline.bench.step import Settings, describe, measure
+from paceline.bench.step import Settings, compare, describe, measure
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,9 @@ class Part:
 
 
 PARTS = {
-    "plain": Part((1, 8, 32, 64, 128, 256), vllm_ms={1: 5.24, 8: 5.63, 32: 6.17, 64: 7.13, 128: 9.54, 256: 15.53}),
+    "plain": Part(
+        (1, 8, 16, 32, 64, 128, 256, 512), vllm_ms={1: 5.24, 8: 5.63, 32: 6.17, 64: 7.13, 128: 9.54, 256: 15.53}
+    ),
     "k1": Part((1, 8, 32, 128), 1, 1.87, vllm_ms={1: 5.57, 8: 5.82, 32: 6.67, 128: 12.49}),
     "k3": Part((1, 8, 32, 128), 3, 3.32, vllm_ms={1: 6.16, 8: 6.51, 32: 7.77, 128: 18.55}),
     "k5": Part((1, 8, 32, 128), 5, 4.44, vllm_ms={1: 6.65, 8: 7.16, 32: 9.50, 128: 26.47}),
@@ -52,16 +55,18 @@ def main() -> None:
     given = parser.parse_args()
     console = Console(width=120)
     found: list[dict[str, Any]] = []
+    plain: dict[int, dict[str, Any]] = {}
     for name in given.only.split(","):
         part = PARTS[name]
         batches = tuple(map(int, given.batch.split(","))) if given.batch else part.batches
         settings = Settings(
-            given.model, batches, (0, part.k) if part.k else (0,), part.drafter, part.policy,
+            given.model, batches, (part.k,), part.drafter, part.policy,
             max_tokens=part.max_tokens, imposed_acceptance=part.length, eager=given.eager,
         )  # fmt: skip
         for row in measure(settings):
-            if bool(row["num_speculative_tokens"]) != bool(part.k):
-                continue  # the plain step that it is compared with
+            if not part.k:
+                plain[row["batch"]] = row
+            compare(row, plain.get(row["batch"], {}))
             row |= {"part": name, "vllm_ms": part.vllm_ms.get(row["batch"]) if given.model == "qwen3-8b" else None}
             found.append(row)
             console.print(line(row), highlight=False)
@@ -74,10 +79,10 @@ def line(row: dict[str, Any]) -> str:
     if row["step_ms"] is None:
         return f"{row['part']:8} batch {row['batch']:4}  {row['note']}"
     beside = f"  vLLM {row['vllm_ms']:6.2f}" if row["vllm_ms"] else " " * 13
-    gain = f"  cost {row['step_cost']:.2f}  accept {row['mean_acceptance_length']:.2f}  speed-up {row['speedup']:.2f}x"
+    gain = f"  cost {row['step_cost']:.2f}  speed-up {row['speedup']:.2f}x" if row["step_cost"] else ""
     return (
         f"{row['part']:8} batch {row['batch']:4}  step {row['step_ms']:6.2f} (mean {row['mean_step_ms']:6.2f}) "
-        f"host {row['host_ms']:5.2f}{beside}{gain if row['num_speculative_tokens'] else ''}  "
+        f"host {row['host_ms']:5.2f}{beside}{gain}  accept {row['mean_acceptance_length']:.2f}  "
         f"verified {row['verified']:.2f}  {row['memory_gib']:.0f} GiB"
     )
 

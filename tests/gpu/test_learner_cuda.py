@@ -4,7 +4,6 @@ attention in one kernel, a head without all logits, weights that stay on the dev
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -162,7 +161,7 @@ def test_varlen_gradients_are_as_near_as_packed_ones(settings: dict[str, Any], m
 
     def gradient(dtype: torch.dtype) -> Tensor:
         it = Learner(tiny_decoder(torch.bfloat16).to("cuda", dtype), section, num_steps=5)
-        it._backward(scored(made), TokenBatch.of(made), loss, Counter(), None)
+        it._backward(scored(made), TokenBatch.of(made), loss, None)
         return torch.cat([master.grad.flatten() for master in it.optimizer.masters.values()])
 
     monkeypatch.setattr("paceline.model.decoder.VarlenAttention", Seen)

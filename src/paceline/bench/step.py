@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -178,10 +178,14 @@ def measure(settings: Settings, progress: Callable[[str], None] = lambda what: N
         row = _row(subject, batch, k)
         if k == 0:
             plain[batch] = row
-        beside = plain.get(batch, {})
-        for key, of in (("step_cost", "step_ms"), ("speedup", "tokens_per_s")):
-            row[key] = row[of] / beside[of] if row[of] and beside.get(of) else None
+        compare(row, plain.get(batch, {}))
         yield row
+
+
+def compare(row: dict[str, Any], plain: Mapping[str, Any]) -> None:
+    """With the plain step of the same batch size, where that was measured."""
+    for key, of in (("step_cost", "step_ms"), ("speedup", "tokens_per_s")):
+        row[key] = row[of] / plain[of] if row[of] and plain.get(of) else None
 
 
 def check_machine(settings: Settings) -> None:
@@ -283,7 +287,7 @@ class Subject:
             engine.generate(requests)
             engine.set_drafter(engine.drafter, policy)
             engine.drain_trace()
-        if k and self.settings.policy == "auto":  # which has to learn first what its drafter is worth
+        if k and self.head is not None:  # sizes near the end are captured; `auto` learns what its drafter is worth
             engine.generate(requests)
             engine.drain_trace()
         engine.generate(requests)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.speculation.batch import Commits, DraftBatch, Drafter, Rows, places_of
+from paceline.speculation.batch import Commits, DraftBatch, Drafter, Listener, Rows, places_of
 from paceline.speculation.calibration import of_positions, of_probabilities
 from paceline.types import Receipt, Request
 
@@ -158,6 +158,10 @@ class HybridAhead(HybridDrafter):
 
     head: Eagle3Ahead
     blind = False  # history listens
+
+    @property
+    def listens(self) -> bool:
+        return isinstance(self.history, Listener) and self.history.listens
 
     def ask(self, rows: Rows, caps: np.ndarray) -> None:
         self.head.ask(rows, caps)

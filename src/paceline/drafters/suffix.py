@@ -42,6 +42,7 @@ class SuffixDrafter:
     version = 0
     wants_hidden: tuple[int, ...] = ()
     reads_drafts = False
+    listens = True
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from paceline.engine.sequence import Detokenize, Sequence
 from paceline.model.kv import BLOCK
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
-from paceline.speculation.batch import Ahead, Commits, Drafter, Load, Rows
+from paceline.speculation.batch import Ahead, Commits, Drafter, Listener, Load, Rows
 from paceline.speculation.lengths import LengthModel
 from paceline.speculation.policy import Decision, SpeculationPolicy, StaticPolicy
 from paceline.types import Completion, Receipt, Request, StepTrace
@@ -38,6 +38,8 @@ class _Roster:
         self.request_ids = np.array([s.request.request_id for s in sequences], np.int64)
         self.noise_keys = np.array([s.request.noise_key for s in sequences], np.uint64)
         self.sampling = [s.request.sampling for s in sequences]
+        self.stop_ids = sorted(frozenset[int]().union(*(s.stop_ids for s in sequences)))
+        self.stops_at_text = any(s.request.sampling.stop for s in sequences)
 
 
 @dataclass(slots=True)
@@ -49,6 +51,16 @@ class _Drafts:
     num_proposed: int = 0
     num_slots: int | None = None  # drafted tokens to be verified, the best; None: all that the rows have
     q: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A step's rows that decide, as drafters see them, how much they may be given, and what comes of it."""
+
+    deciding: list[Row]
+    view: Rows | None
+    caps: np.ndarray  # int32 [B]
+    drafts: _Drafts
 
 
 @dataclass(slots=True)
@@ -72,10 +84,12 @@ class _Landed:
     rows: list[Row]
     deciding: list[Row]
     verdict: Verdict
-    counts: list[int]  # of the deciding rows: tokens that were taken, …
-    starts: list[int]  # … and their position
+    commits: Commits
+    drafts: _Drafts
+    starts: list[int]  # of the deciding rows: the position of what was taken
     before: list[int]  # of all rows: tokens that were in memory
     finished: list[Sequence]
+    figures: dict[str, Any]  # for the trace
 
 
 class LocalEngine:
@@ -108,6 +122,7 @@ class LocalEngine:
         self.runner.equip(drafter)
         self.drafter, self.policy = drafter, policy or StaticPolicy(0)
         self._ahead = drafter if isinstance(drafter, Ahead) else None
+        self._listens = isinstance(drafter, Listener) and drafter.listens
         self.lengths = lengths or LengthModel()
         self._check_drafting(drafter, self.policy)
         paged.tap(drafter.wants_hidden if drafter is not None else ())
@@ -187,7 +202,7 @@ class LocalEngine:
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
             if sequence.request.request_id == request_id:
                 if sequence in self.scheduler.running:
-                    self.scheduler.finish(sequence)
+                    self._retire(sequence)
                 else:
                     self.scheduler.waiting.remove(sequence)
                 sequence.finish_reason = "abort"
@@ -226,14 +241,7 @@ class LocalEngine:
         tokens are taken, the next one is launched, and all else that is to be done about them is done meanwhile."""
         while len(self._flying) > 1:  # where the call before was interrupted
             self._land()
-        if self._flying and not self._overlaps:
-            landed = self._learn()
-            try:
-                launched = self._launch()
-            finally:
-                self._book(landed)
-        else:
-            launched = self._launch()
+        launched = self._hand_over() if self._flying and not self._overlaps else self._launch()
         keep = 1 if launched and self._flying[-1].flight.may_wait else 0
         while len(self._flying) > keep:
             self._land()
@@ -254,7 +262,7 @@ class LocalEngine:
         started = time.perf_counter()
         rows = self.scheduler.schedule()
         drafting = time.perf_counter()
-        drafts = self._draft(rows)
+        drafts = self._propose(self._plan(rows))
         draft_s = time.perf_counter() - drafting
         if self._flying and not self.scheduler.has_room(rows):
             return False  # first let it land: it may bring room
@@ -263,27 +271,94 @@ class LocalEngine:
             self.runner.leave(sequence)
         if not rows:
             return False
+        if self._overlaps:
+            draft_s = 0.0  # nobody waited for it
+        self._send(rows, drafts, started, draft_s, len(preempted))
+        return True
+
+    def _send(self, rows: list[Row], drafts: _Drafts, started: float, draft_s: float, num_preempted: int) -> None:
         flight = self.runner.launch(rows, drafts.q, drafts.num_slots)
         deciding = [row for row in rows if row.decides]
         reach = [row.num_query + len(row.draft) for row in deciding]
         for row, num in zip(deciding, reach, strict=True):
             row.sequence.num_flying += num
-        if self._overlaps:
-            draft_s = 0.0  # nobody waited for it
-        self._flying.append(_Step(flight, rows, deciding, reach, drafts, started, draft_s, len(preempted)))
+        self._flying.append(_Step(flight, rows, deciding, reach, drafts, started, draft_s, num_preempted))
+
+    def _hand_over(self) -> bool:
+        """Launch a step as soon as it is known what the flying one has brought. All that can be done before is done
+        while it flies, and all that can wait when the next one does."""
+        plan = self._plan_ahead()
+        landed = self._flying[0].flight.land()
+        started = time.perf_counter()
+        if plan is None or self._halts(landed.verdict):
+            taken = self._learn(landed)
+            try:
+                return self._launch()
+            finally:
+                self._book(taken)
+        heard = self._hear(self._flying[0], landed.verdict)
+        drafting = time.perf_counter()
+        try:
+            drafts = self._propose(plan)
+            self._send(plan.deciding, drafts, started, time.perf_counter() - drafting, 0)
+        finally:
+            self._book(self._learn(landed, heard, drafting - started))
         return True
+
+    def _plan_ahead(self) -> _Plan | None:
+        """The next step, but for its drafts, if it will be of the rows that fly and drafts are made of what those bring
+        alone; with memory for it. None where it may come differently."""
+        step, scheduler = self._flying[0], self.scheduler
+        if not (self._listens and step.flight.may_wait):
+            return None
+        if scheduler.waiting and len(scheduler.running) < scheduler.max_num_seqs:
+            return None
+        sequences = [row.sequence for row in step.deciding]
+        if len(step.rows) != len(sequences) or sequences != scheduler.running:
+            return None
+        if self._roster_of(sequences).stops_at_text:
+            return None
+        rows = scheduler.schedule()
+        if len(rows) != len(sequences):
+            return None  # someone may be done
+        plan = self._plan(rows)
+        for row, cap in zip(rows, plan.caps.tolist(), strict=True):
+            row.draft = np.zeros(cap, np.int32)
+        if not scheduler.has_room(rows):
+            return None
+        scheduler.reserve(rows)
+        self.runner.prepare(plan.deciding)
+        return plan
+
+    def _halts(self, verdict: Verdict) -> bool:
+        """Whether a sequence ends with what was emitted."""
+        emitted = np.arange(verdict.tokens.shape[1]) <= verdict.num_accepted[:, None]
+        return any([((verdict.tokens == token) & emitted).any() for token in self._roster.stop_ids])
+
+    def _hear(self, step: _Step, verdict: Verdict) -> Commits:
+        """The drafter is told what a step brought, which all stands."""
+        assert self.drafter is not None
+        heard = Commits(
+            request_ids=self._roster.request_ids,
+            tokens=verdict.tokens,
+            num=verdict.num_accepted.astype(np.int32) + 1,
+            num_drafted=np.array([len(row.draft) for row in step.deciding], np.int32),
+            num_accepted=verdict.num_accepted.astype(np.int32),
+        )
+        self.drafter.observe(heard)
+        return heard
 
     def _land(self) -> None:
         """The oldest step that flies comes down: tokens are taken, and who is done leaves."""
         self._book(self._learn())
 
-    def _learn(self) -> _Landed:
+    def _learn(self, landed: Landed | None = None, heard: Commits | None = None, hearing_s: float = 0.0) -> _Landed:
         """What the oldest step that flies has emitted. Interrupted while it is waited for, it flies on; if what it
-        brought can't be taken, sequences go on from what is known of them."""
-        landed = self._flying[0].flight.land()
+        brought can't be taken, sequences go on from what is known of them. `heard`: what the drafter was told."""
+        landed = landed or self._flying[0].flight.land()
         step = self._ground()
         try:
-            return self._take(step, landed)
+            return self._take(step, landed, heard, hearing_s)
         except BaseException:
             while self._flying:
                 self._ground()
@@ -301,7 +376,7 @@ class LocalEngine:
             row.sequence.num_flying -= num
         return step
 
-    def _take(self, step: _Step, landed: Landed) -> _Landed:
+    def _take(self, step: _Step, landed: Landed, heard: Commits | None, hearing_s: float) -> _Landed:
         rows, deciding, verdict = self._still_running(step, landed.verdict)
         self._check_finite(deciding, verdict)
         before = [row.sequence.num_computed for row in rows]
@@ -315,47 +390,53 @@ class LocalEngine:
             reached = sequence.num_computed + row.num_query + len(row.draft)
             sequence.num_computed = min(reached, sequence.num_tokens - 1)
         num = np.array(counts, np.int32)
-        commits = Commits(
+        commits = heard or Commits(
             request_ids=self._roster_of([row.sequence for row in deciding]).request_ids,
             tokens=verdict.tokens,
             num=num,
             num_drafted=np.array([len(row.draft) for row in deciding], np.int32),
             num_accepted=np.minimum(num, verdict.num_accepted),
         )
-        draft_s = step.draft_s
-        if self.drafter is not None and deciding:
+        if heard is None and self.drafter is not None and deciding:
             observing = time.perf_counter()
             if self._ahead is not None and self._ahead.blind:
                 commits.drafts = self._ahead.verified(commits.request_ids)
             self.drafter.observe(commits)
-            draft_s += 0.0 if self._overlaps else time.perf_counter() - observing
-        self._trace(
-            max(step.started, self._landed_at),
-            deciding,
-            commits,
-            step.drafts,
-            num_rows=len(rows),
-            num_query_tokens=num_query,
-            num_context_tokens=num_context,
-            num_preempted=step.num_preempted,
-            draft_s=draft_s,
-            forward_s=landed.forward_s,
-            sample_s=landed.sample_s,
-        )
+            hearing_s = 0.0 if self._overlaps else time.perf_counter() - observing
+        draft_s = step.draft_s + hearing_s
+        started, self._landed_at = max(step.started, self._landed_at), time.perf_counter()
+        figures = {
+            "start_s": started,
+            "total_s": self._landed_at - started,
+            "draft_s": draft_s,
+            "forward_s": landed.forward_s,
+            "sample_s": landed.sample_s,
+            "num_rows": len(rows),
+            "num_query_tokens": num_query,
+            "num_context_tokens": num_context,
+            "num_preempted": step.num_preempted,
+            "num_free_blocks": self.paged.pool.num_free,
+        }
         finished = []
         for i, row in enumerate(rows):
             if row.sequence.finish_reason is not None:
                 self.scheduler.settle(row.sequence, before[i])
-                self.scheduler.finish(row.sequence)
+                self._retire(row.sequence)
                 finished.append(row.sequence)
-        self._landed_at = time.perf_counter()
-        return _Landed(rows, deciding, verdict, counts, starts, before, finished)
+        return _Landed(rows, deciding, verdict, commits, step.drafts, starts, before, finished, figures)
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Its memory and its place in the runner are another's from here on."""
+        self.scheduler.finish(sequence)
+        self.runner.leave(sequence)
 
     def _book(self, landed: _Landed) -> None:
+        self._trace(landed)
         verdict, num_accepted = landed.verdict, landed.verdict.num_accepted.tolist()
+        counts = landed.commits.num.tolist()
         for i, row in enumerate(landed.deciding):
             row.sequence.book(
-                landed.starts[i], landed.counts[i], verdict.logprobs[i], verdict.raw_logprobs[i], num_accepted[i],
+                landed.starts[i], counts[i], verdict.logprobs[i], verdict.raw_logprobs[i], num_accepted[i],
                 len(row.draft), self.version, row.drafter,
             )  # fmt: skip
         for row, before in zip(landed.rows, landed.before, strict=True):
@@ -374,14 +455,13 @@ class LocalEngine:
         columns = verdict.tokens, verdict.num_accepted, verdict.logprobs, verdict.raw_logprobs
         return rows, [step.deciding[i] for i in keep], Verdict(*(column[keep] for column in columns))
 
-    def _draft(self, rows: list[Row]) -> _Drafts:
-        """Put drafts on the rows that decide tokens. A draft is never longer than what may still be emitted before its
-        last token."""
-        if self.drafter is None:
-            return _Drafts()
+    def _plan(self, rows: list[Row]) -> _Plan:
+        """How long the drafts of the rows that decide tokens may be: never longer than what may still be emitted before
+        their last token."""
         deciding = [row for row in rows if row.decides]
-        if not deciding:
-            return _Drafts()
+        none = np.zeros(len(deciding), np.int32)
+        if self.drafter is None or not deciding:
+            return _Plan(deciding, None, none, _Drafts())
         sequences = [row.sequence for row in deciding]
         roster, num_query = self._roster_of(sequences), sum([row.num_query for row in rows])
         view = Rows(
@@ -405,25 +485,31 @@ class LocalEngine:
             self._ahead.ask(view, caps)
             self.scheduler.lookahead = int(caps.max(initial=0))
         if not caps.any():
-            return _Drafts(self.policy.decision)
+            return _Plan(deciding, view, none, _Drafts(self.policy.decision))
         caps = np.minimum(caps, np.array([s.limit - s.num_tokens - 1 - s.num_flying for s in sequences], np.int32))
         num_planned, budget = int(caps.sum()), self.scheduler.max_num_batched_tokens - num_query
         if num_planned > budget:
             caps = np.minimum(caps, np.maximum(0, budget - (np.cumsum(caps) - caps))).astype(np.int32)
             num_planned = int(caps.sum())
-        found = _Drafts(self.policy.decision, num_planned=num_planned)
+        return _Plan(deciding, view, caps, _Drafts(self.policy.decision, num_planned=num_planned))
+
+    def _propose(self, plan: _Plan) -> _Drafts:
+        """Put drafts on the rows."""
+        deciding, found = plan.deciding, plan.drafts
         if not found.num_planned:
             return found
-        drafts = self.drafter.propose(view, caps)
-        assert (drafts.num <= caps).all()
+        assert self.drafter is not None and plan.view is not None
+        drafts = self.drafter.propose(plan.view, plan.caps)
+        assert (drafts.num <= plan.caps).all()
         lengths = self.policy.select(drafts).tolist()
         found.decision, found.num_proposed = self.policy.decision, int(drafts.num.sum())
         if self._overlaps and self.policy.takes_best:  # by the time they are verified it is known which are the best
             found.num_slots = sum(lengths)
             lengths = drafts.num.tolist() if found.num_slots else lengths
         for i, row in enumerate(deciding):
-            if num := lengths[i]:
-                row.draft = drafts.tokens[i, :num]
+            num = lengths[i]
+            row.draft = drafts.tokens[i, :num]
+            if num:
                 row.drafter = self.drafter.name if drafts.sources is None else drafts.names[drafts.sources[i]]
                 if drafts.q is not None:
                     found.q[row.sequence.request.request_id] = drafts.q[i, :num]
@@ -447,7 +533,6 @@ class LocalEngine:
             )
 
     def _complete(self, sequence: Sequence) -> Completion:
-        self.runner.leave(sequence)
         completion = sequence.completion()
         request_id = sequence.request.request_id
         self._handles.pop(request_id).completion = completion
@@ -457,26 +542,24 @@ class LocalEngine:
         self.lengths.end(request_id, len(completion.token_ids), whole=completion.finish_reason != "abort")
         return completion
 
-    def _trace(self, started: float, deciding: list[Row], commits: Commits, drafts: _Drafts, **figures: Any) -> None:
+    def _trace(self, landed: _Landed) -> None:
+        commits, drafts = landed.commits, landed.drafts
         num_drafted, num_accepted = commits.num_drafted.tolist(), commits.num_accepted.tolist()
         positions = np.arange(max(num_drafted, default=0))[:, None]
         sources: dict[str, list[int]] = {}
-        for row, num, stood in zip(deciding, num_drafted, num_accepted, strict=True):
+        for row, num, stood in zip(landed.deciding, num_drafted, num_accepted, strict=True):
             if num:
                 counts = sources.setdefault(row.drafter or "", [0, 0])
                 counts[0] += num
                 counts[1] += stood
         trace = StepTrace(
             step=self._num_steps,
-            start_s=started,
             num_emitted=int(commits.num.sum()),
             num_drafts=len(num_drafted) - num_drafted.count(0),
             num_draft_tokens=sum(num_drafted),
             num_accepted_tokens=sum(num_accepted),
             accepted_per_position=tuple((commits.num_accepted > positions).sum(1).tolist()),
             drafted_per_position=tuple((commits.num_drafted > positions).sum(1).tolist()),
-            num_free_blocks=self.paged.pool.num_free,
-            total_s=time.perf_counter() - started,
             version=self.version,
             drafter_version=self.drafter.version if self.drafter is not None else 0,
             drafter=self.drafter.name if self.drafter is not None else "none",
@@ -488,11 +571,11 @@ class LocalEngine:
             num_proposed=drafts.num_proposed,
             sources=tuple((name, num, stood) for name, (num, stood) in sources.items()),
             num_history_bytes=self.drafter.num_bytes if self.drafter is not None else 0,
-            **figures,
+            **landed.figures,
         )
         self._num_steps += 1
         self._traces.append(trace)
-        if self.drafter is not None and deciding:
+        if self.drafter is not None and landed.deciding:
             self.policy.observe(commits, trace, drafts.decision)
 
     # -- between steps ----------------------------------------------------------------------------------------------
@@ -540,6 +623,7 @@ class LocalEngine:
                 policy.begin(sequence.request)
         self.drafter, self.policy = drafter, policy or self.policy
         self._ahead = drafter if isinstance(drafter, Ahead) else None
+        self._listens = isinstance(drafter, Listener) and drafter.listens
         self.runner.equip(drafter)
         self.scheduler.lookahead = 0
         if drafter is not None:

@@ -43,6 +43,7 @@ class _Mail:
 
     def __init__(self, graphs: Graphs) -> None:
         self.words = torch.empty(graphs.words.shape, dtype=graphs.words.dtype, pin_memory=True)
+        self.array = self.words.numpy()
         self.letter = Letter(len(graphs.letter.tokens), pin_memory=True)
         self.started, self.done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
@@ -109,12 +110,20 @@ class GraphRunner:
         self._mail: list[_Mail] = []
         self._free = list(range(max_num_seqs))
         self._slot_of: dict[int, int] = {}  # by arrival
-        self._sent: list[list[int]] = [[] for _ in range(max_num_seqs)]  # the pages that each slot knows
+        self._sent: list[list[int]] = [[] for _ in range(max_num_seqs)]  # the pages that each slot knows, or will: …
+        self._pages: dict[tuple[int, int], int] = {}  # … by slot and index, what no step was told yet
+        self._addressed: list[Row] | None = None  # whose orders are in the next mail, but for their drafts
 
     def equip(self, drafter: Drafter | None) -> None:
         self.ahead = None
         if isinstance(drafter, Ahead):
             self.ahead = cast("Eagle3Ahead", drafter if drafter.blind else cast("HybridAhead", drafter).head)
+
+    def prepare(self, rows: list[Row]) -> None:
+        self._addressed = None
+        if all(map(_fits, rows)):
+            self._address(rows, self._mail[0].array)
+            self._addressed = rows
 
     def launch(self, rows: list[Row], q: dict[int, Tensor], num_slots: int | None = None) -> _Flight:
         graphs = self._ready()
@@ -185,6 +194,7 @@ class GraphRunner:
         slot = self._slot_of.pop(sequence.arrival, None)
         if slot is not None:
             self._sent[slot] = []
+            self._pages = {place: block for place, block in self._pages.items() if place[0] != slot}
             self._free.append(slot)
         if self.ahead is not None:
             self.ahead.forget(sequence.request.request_id)
@@ -203,9 +213,15 @@ class GraphRunner:
         if auctions:
             num_tokens = num + (num_slots or 0)
         size = Size(num, num_tokens, max(sizes), num_guesses, cuts, auctions).rounded_up()
-        words = mail.words.numpy()
-        self._write(rows, words, size)
-        words[size.num_words - 1] = size.num_tokens - num  # places that would be padding are let too
+        if rows is not self._addressed:
+            self._address(rows, mail.array)
+        self._addressed = None
+        self._pages.clear()
+        orders = mail.array[: num * ORDER].reshape(num, ORDER)
+        orders[:, 1] = sizes
+        orders[:, 1] -= 1
+        _write_drafts(rows, orders[:, HEADER:])
+        mail.array[size.num_words - 1] = size.num_tokens - num  # places that would be padding are let too
         graphs.words[: size.num_words].copy_(mail.words[: size.num_words], non_blocking=True)
         graphs.prepare(size)
         mail.started.record()
@@ -214,27 +230,28 @@ class GraphRunner:
         mail.done.record()
         return mail
 
-    def _write(self, rows: list[Row], words: np.ndarray, size: Size) -> None:
-        """The orders of a step."""
+    def _address(self, rows: list[Row], words: np.ndarray) -> None:
+        """The orders of a step, without its drafts."""
+        size = Size(len(rows), len(rows), 1).rounded_up()
         orders = words[: size.num_order_words].reshape(-1, ORDER)
         pages = words[size.num_order_words : size.num_words - 1].reshape(-1, 3)
-        header, new = [], []
-        for i, row in enumerate(rows):
+        header = []
+        for row in rows:
             sequence = row.sequence
             slot = self._slot_of.get(sequence.arrival)
             if slot is None:
                 slot = self._enter(sequence)
             last, length = (-1, 0) if sequence.num_flying else (sequence.last_token, sequence.num_tokens)
-            header.append((slot, len(row.draft), last, length))
-            if len(row.draft):
-                orders[i, HEADER : HEADER + len(row.draft)] = row.draft
-            sent, blocks = self._sent[slot], sequence.table.blocks
-            for index in range(sequence.num_computed // BLOCK, len(blocks)):
-                if index >= len(sent) or sent[index] != blocks[index]:
-                    new.append((slot, index, blocks[index]))
-                    sent[index:] = [blocks[index]]
+            header.append((slot, 0, last, length))
+            sent, blocks, first = self._sent[slot], sequence.table.blocks, sequence.num_computed // BLOCK
+            if sent[first:] != blocks[first:]:
+                for index in range(first, len(blocks)):
+                    if index >= len(sent) or sent[index] != blocks[index]:
+                        self._pages[slot, index] = blocks[index]
+                        sent[index:] = [blocks[index]]
         orders[: len(rows), :HEADER] = header
         orders[len(rows) :, 0] = -1
+        new = [(slot, index, block) for (slot, index), block in self._pages.items()]
         assert len(new) <= len(pages)
         pages[: len(new)] = np.array(new, np.int32).reshape(-1, 3)
         pages[len(new) :, 0] = -1
@@ -250,6 +267,16 @@ class GraphRunner:
         self.slots.tables[slot, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32, device=self._device)
         self._sent[slot] = list(blocks)
         return slot
+
+
+def _write_drafts(rows: list[Row], places: np.ndarray) -> None:
+    k = len(rows[0].draft)
+    if all([len(row.draft) == k for row in rows]):
+        if k:
+            places[:, :k] = np.concatenate([row.draft for row in rows]).reshape(-1, k)
+        return
+    for row, mine in zip(rows, places, strict=True):
+        mine[: len(row.draft)] = row.draft
 
 
 def _share(rows: list[Row], num_slots: int) -> None:

@@ -42,6 +42,10 @@ class Runner(Protocol):
         """This is who drafts from now on. Nothing flies."""
         ...
 
+    def prepare(self, rows: list[Row]) -> None:
+        """These rows fly, and will likely be launched next; only their drafts are not known yet."""
+        ...
+
     def launch(self, rows: list[Row], q: dict[int, Tensor], num_slots: int | None = None) -> Flight:
         """q: by request, what its draft was sampled from, where it was. num_slots: of what the rows have drafted so
         many tokens are to be verified in all, the likeliest; when it lands, the rows' drafts are those that were."""
@@ -101,6 +105,9 @@ class EagerRunner:
         )
 
     def equip(self, drafter: Drafter | None) -> None:
+        pass
+
+    def prepare(self, rows: list[Row]) -> None:
         pass
 
     def leave(self, sequence: Sequence) -> None:

@@ -32,7 +32,7 @@ class Sequence:
         self.drafters: list[str] = []  # who drafted for it, in order of appearance
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = self.num_preemptions = 0
         self.truncates = sampling.truncates
-        self._stop_ids = frozenset(sampling.stop_token_ids) | (
+        self.stop_ids = frozenset(sampling.stop_token_ids) | (
             frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
         )
         room = self.limit - self.num_prompt
@@ -107,14 +107,14 @@ class Sequence:
     def _up_to_stop(self, tokens: list[int], detokenize: Detokenize | None) -> int:
         """How many of these tokens come up to the first stop, which is noted; all of them if there is none."""
         stops = self.request.sampling.stop
-        if not stops and self._stop_ids.isdisjoint(tokens):
+        if not stops and self.stop_ids.isdisjoint(tokens):
             return len(tokens)
         emitted = self._tokens[self.num_prompt : self.num_tokens].tolist() if stops else []
         # Every token is checked as it comes, so a new match must end in the newest token: a tail that holds the
         # longest stop is enough, and a token is at least one byte.
         window = max((len(stop.encode()) for stop in stops), default=0) + 16
         for i, token in enumerate(tokens):
-            if token in self._stop_ids:
+            if token in self.stop_ids:
                 self.finish_reason, self.stop_reason = "stop", token
                 return i + 1
             if stops:

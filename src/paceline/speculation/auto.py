@@ -217,7 +217,7 @@ class AutoPolicy:
         step.cells = self.chances.cells(drafts)
         step.from_head = self._are_from_head(drafts)
         chances = self.chances(step.cells) * (np.arange(drafts.tokens.shape[1]) < drafts.num[:, None])
-        step.first = chances[:, 0]
+        step.first = chances[:, :1].sum(1)  # nothing, where nobody has drafted
         return chances
 
     def _are_from_head(self, drafts: DraftBatch) -> np.ndarray:

@@ -120,6 +120,15 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class Listener(Protocol):
+    """A drafter that drafts from what it observed alone: of the rows that it is shown it reads no tokens."""
+
+    listens: bool
+
+    def observe(self, commits: Commits) -> None: ...
+
+
+@runtime_checkable
 class Ahead(Protocol):
     """A drafter that has drafted when `propose` is called: at the end of the step before, where steps are computed. Its
     tokens are -1, the computing side has them. `blind`: it need not know what a step brought to draft for the next.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -45,18 +45,20 @@ class FlyingRunner(EagerRunner):
         super().__init__(paged, Sampler(), RULES["coupled"])
         self.known: dict[int, list[int]] = {}
         self.interrupts: set[int] = set()  # launches whose landing is interrupted once
-        self.num_launched = self.num_blind = 0
+        self.num_launched = self.num_blind = self.num_handed_over = 0
 
     def launch(self, rows: list[Row], q: dict[int, Tensor], num_slots: int | None = None) -> Late:  # type: ignore[override]
         spans = []
         for row in rows:
             sequence = row.sequence
             if sequence.num_flying:
-                assert row.num_query == 1 and row.decides and not len(row.draft)
+                assert row.num_query == 1 and row.decides
                 self.num_blind += 1
-                tokens = self.known[sequence.arrival]
-                assert 16 * len(sequence.table.blocks) >= len(tokens), "no memory for a token that flies"
-                spans.append(Span(np.array(tokens[-1:], np.int32), len(tokens) - 1, sequence.table, 1))
+                self.num_handed_over += len(row.draft)
+                tokens, size = self.known[sequence.arrival], 1 + len(row.draft)
+                assert 16 * len(sequence.table.blocks) >= len(tokens) + len(row.draft), "no memory for what flies"
+                new = np.array([tokens[-1], *row.draft], np.int32)
+                spans.append(Span(new, len(tokens) - 1, sequence.table, size))
             else:
                 self.known[sequence.arrival] = sequence.tokens.tolist()
                 spans.append(row.span())
@@ -122,11 +124,26 @@ def said(completions: list[Completion]) -> list[tuple[list[int], str, float]]:
 @pytest.mark.parametrize("drafts", [False, True])
 def test_tokens_are_those_of_steps_that_do_not_fly(num_blocks: int, drafts: bool) -> None:
     plain, flying = engine(False), engine(True, num_blocks, drafts)
-    assert said(flying.generate(requests())) == said(plain.generate(requests()))
+    completions = flying.generate(requests())
+    assert said(completions) == said(plain.generate(requests()))
     assert not flying.has_work and flying.paged.pool.num_free == num_blocks
     check_blocks(flying)
-    assert (flying.runner.num_blind > 50) == (not drafts)
-    assert num_blocks > 9 or sum(t.num_preempted for t in flying.drain_trace()) > 0
+    traces = flying.drain_trace()
+    assert sum(t.num_emitted for t in traces) == sum(len(c.token_ids) for c in completions)
+    assert flying.runner.num_blind > 30 and (flying.runner.num_handed_over > 20) == drafts
+    assert num_blocks > 9 or sum(t.num_preempted for t in traces) > 0
+
+
+def test_what_history_knows_beyond_a_stop_is_not_counted() -> None:
+    flying = engine(True, drafts=True)
+    sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    whole = flying.generate([Request(0, (1, 2, 3), sampling, 0, "a")])[0].token_ids.tolist()
+    stop = next(token for i, token in enumerate(whole) if i > 10 and i % 4 < 2 and token not in whole[:i])
+    flying.drain_trace()
+    short = replace(sampling, stop_token_ids=(stop,))
+    completion = flying.generate([Request(1, (1, 2, 3), short, 0, "a")])[0]
+    assert completion.token_ids.tolist() == whole[: whole.index(stop) + 1]
+    assert sum(t.num_emitted for t in flying.drain_trace()) == len(completion.token_ids)
 
 
 @pytest.mark.parametrize("call", range(1, 11))
@@ -147,9 +164,10 @@ def test_whatever_progress_raises_nothing_stays_behind(call: int) -> None:
     assert not running.has_work
 
 
-def test_closed_in_mid_flight_all_are_done() -> None:
+@pytest.mark.parametrize("drafts", [False, True])
+def test_closed_in_mid_flight_all_are_done(drafts: bool) -> None:
     for num_steps in range(1, 12):
-        running = engine(True)
+        running = engine(True, drafts=drafts)
         handles = [running.submit(request) for request in requests()]
         for _ in range(num_steps):
             running.step()
@@ -157,9 +175,10 @@ def test_closed_in_mid_flight_all_are_done() -> None:
         assert all(handle.done for handle in handles) and running.paged.pool.num_free == 64
 
 
-def test_an_interrupt_while_waiting_loses_nothing() -> None:
+@pytest.mark.parametrize("drafts", [False, True])
+def test_an_interrupt_while_waiting_loses_nothing(drafts: bool) -> None:
     wanted = said(engine(False).generate(requests()))
-    running = engine(True)
+    running = engine(True, drafts=drafts)
     running.runner.interrupts = {3, 4, 9, 14}
     handles = [running.submit(request) for request in requests()]
     num_interrupts = 0

@@ -9,6 +9,7 @@ is captured when it is first needed. All share one pool of memory, which they ma
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +61,8 @@ class Size:
 
 def _round_up(number: int, sizes: tuple[int, ...]) -> int:
     """Beyond the last, by thousands."""
-    return next((size for size in sizes if size >= number), -(-number // 1024) * 1024)
+    at = bisect_left(sizes, number)
+    return sizes[at] if at < len(sizes) else -(-number // 1024) * 1024
 
 
 class Letter:
