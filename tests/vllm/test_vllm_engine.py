@@ -5,8 +5,12 @@ In this process, as `paceline train` runs it. Tiny models: what counts here is w
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +135,7 @@ def ends_and_aborts(engine: VllmEngine, known: Completion) -> None:
     """`known` is what request 3 says when nothing stops it."""
     said, prompt = known.token_ids.tolist(), PROMPTS[3]
     where = said.index(said[9])
-    stop = SamplingParams(max_tokens=16, stop_token_ids=(said[9],), ignore_eos=True)
+    stop = SamplingParams(max_tokens=16, stop_token_ids=(said[9], 10**6), ignore_eos=True)  # the second can't come
     text = engine.tokenizer.decode(said[:10])[-2:]
     ends = next(i for i in range(1, 17) if text in engine.tokenizer.decode(said[:i]))
     string = SamplingParams(max_tokens=16, stop=(text,), ignore_eos=True)
@@ -185,7 +189,11 @@ def test_weights_arrive_whole(
 
 def test_a_transfer_that_lost_something_is_seen(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = shaken(model)
-    with running(settings(model)) as engine:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    with running(settings(model, "engine.kv_tokens=64")) as engine:
+        assert engine._config.cache_config.num_gpu_blocks == 2  # whatever the environment says; one is vLLM's own
+        with pytest.raises(ValueError, match=r"may reach 68 tokens, but engine.kv_tokens = 64; raise it or lower"):
+            engine.submit(Request(99, (1,) * 52, SamplingParams(max_tokens=16)))
         lost = [(name, tensor) for name, tensor in hf_state(decoder) if "layers.1.mlp.up_proj" not in name]
         assert engine.update_weights(lost, 1).checksum != checksum(hf_state(decoder))
         # What vLLM does when a tied LM head is not told: it goes on with the old one.
@@ -263,8 +271,32 @@ def test_the_history_is_ours(model: Path) -> None:
         engine.teach(learned)
         assert all(c.mean_acceptance_length > 3 for c in generate(engine, requests(30, temperature=0.0)))
         # Another problem with the same prompt knows nothing of all this.
+        stops_tell_their_drafts(engine, again[3])
         others = [Request(40 + r.request_id, r.prompt_ids, r.sampling, 0, "another") for r in requests(temperature=0.0)]
         assert sum(c.num_accepted_tokens for c in generate(engine, others[:1])) < again[0].num_accepted_tokens
+
+
+def stops_tell_their_drafts(engine: VllmEngine, known: Completion) -> None:
+    """Of requests that end by a stop string or an abort vLLM tells nothing by itself."""
+    sampling = known.request.sampling
+    text = engine.tokenizer.decode(known.token_ids.tolist()[:12])[-2:]
+    engine.drain_trace()
+    stopped, aborted = (
+        engine.submit(replace(known.request, request_id=60 + i, sampling=replace(sampling, stop=stop)))
+        for i, stop in enumerate(((text,), ()))
+    )
+    engine.step()
+    engine.step()
+    if not aborted.done:
+        engine.abort(61)
+    while engine.has_work:
+        engine.step()
+    found, traces = [stopped.completion, aborted.completion], engine.drain_trace()
+    assert [c.finish_reason for c in found] == ["stop", "abort"]
+    assert sum(c.num_drafts for c in found) == sum(t.num_drafts for t in traces) > 1
+    assert sum(c.num_draft_tokens for c in found) == sum(t.num_draft_tokens for t in traces)
+    for completion in found:
+        assert completion.num_accepted_tokens == (completion.provenance == Provenance.ACCEPTED).sum() > 1
 
 
 def test_the_sampler_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +310,8 @@ def test_the_sampler_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_workers_in_other_processes(checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: Any) -> None:
-    """A model cut over two workers: what they hold together is what was sent."""
+    """A model cut over two workers: what they hold together is what was sent. A Ctrl-C that reaches them too does not
+    end them: when to stop is the engine's to decide."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     model = checkpoint("qwen2", tie=False, **SHAPE)  # its qkv has biases
     head = write_head(tmp_path, model=model, layers=(1, 2, 3))
@@ -288,6 +321,13 @@ def test_workers_in_other_processes(checkpoint: Callable[..., Path], tmp_path: P
     for parameter in drafter.parameters():
         parameter.mul_(1.5)
     with running(config) as engine:
+        for worker in multiprocessing.active_children():
+            os.kill(worker.pid, signal.SIGINT)
         assert engine.update_weights(hf_state(decoder), 1).checksum == checksum(hf_state(decoder))
         assert engine.update_drafter(head_state(drafter), 1).checksum == head_checksum(drafter)
         assert largest_gap(decoder, generate(engine, requests())) < 1e-3
+        worker = multiprocessing.active_children()[0]
+        worker.kill()
+        worker.join()
+        with pytest.raises(ValueError, match="one of vLLM's worker processes has died"):
+            generate(engine, requests(10))

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 KV_BLOCK = 128  # tokens; vLLM's largest usual block
 HEAD_LAYERS = 3  # that an EAGLE-3 head reads, as vLLM loads it
+MAX_DRAFT = 128  # tokens that vLLM's rejection sampler takes of a row; it finds out in the middle of a step
+TEMPERATURES = (0.01, 2.0)  # vLLM draws at 0.01 where less is asked for, and refuses more than 2
 
 
 def build_vllm_engine(config: Config) -> VllmEngine:
@@ -33,6 +35,7 @@ def build_vllm_engine(config: Config) -> VllmEngine:
     directory = resolve(config.model.name)
     model = read_shape(directory)
     options = vllm_options(config, directory, model)
+    cut_by_kv = config.engine.kv_tokens == options["max_model_len"] < model.max_positions
     with in_this_process():
         from paceline.cluster.vllm_engine import VllmEngine
 
@@ -42,6 +45,7 @@ def build_vllm_engine(config: Config) -> VllmEngine:
             eos_token_ids=model.eos_token_ids,
             drafter=config.speculation.method,
             threads=config.engine.threads,
+            kv_tokens=config.engine.kv_tokens if cut_by_kv else None,
         )
     if engine.changes_transformers and config.learner.model == "transformers" and config.cluster.kind == "none":
         engine.close()
@@ -53,7 +57,8 @@ def build_vllm_engine(config: Config) -> VllmEngine:
 
 
 def vllm_options(config: Config, directory: Path, model: Shape) -> dict[str, Any]:
-    """EngineArgs."""
+    """EngineArgs. What vLLM would refuse late, or in words that name no key, is refused here."""
+    _check(config, directory)
     engine, on_gpu = config.engine, config.model.device.startswith("cuda")
     options: dict[str, Any] = {
         "model": str(directory),
@@ -74,6 +79,12 @@ def vllm_options(config: Config, directory: Path, model: Shape) -> dict[str, Any
         num_tokens = engine.kv_tokens or default_kv_tokens(config, model)
         options["kv_cache_memory_bytes"] = _kv_bytes(config, model, num_tokens)
         options["max_model_len"] = min(model.max_positions, num_tokens)
+    longest = engine.vllm.get("max_model_len", 0)
+    if isinstance(longest, int) and longest > options["max_model_len"]:
+        raise ValueError(
+            f"engine.vllm.max_model_len = {longest}: the model's context and engine.kv_tokens allow "
+            f"{options['max_model_len']}; lower it, or leave it out"
+        )
     options |= engine.vllm
     if not on_gpu:
         # vLLM 0.32 can't take back what a request's own seed was used for when its prompt comes in pieces: on a CPU it
@@ -97,10 +108,7 @@ def speculative_config(config: Config, directory: Path) -> dict[str, Any] | None
     if speculation.method == "suffix":
         return {"method": "custom_class", "model": HISTORY, **shared}
     if speculation.method == "draft_model":
-        from paceline.model.store import resolve
-
-        assert speculation.draft_model is not None
-        return {"method": "draft_model", "model": str(resolve(speculation.draft_model)), **shared}
+        return {"method": "draft_model", "model": str(_checked_draft(config, directory)), **shared}
     assert speculation.method == "eagle3"
     return {"method": "eagle3", "model": str(_checked_head(config, directory)), **shared}
 
@@ -111,6 +119,69 @@ def history_settings(config: Config) -> dict[str, Any]:
     s = config.speculation
     given = {"min_match": s.suffix_min_match, "max_bytes": s.suffix_max_bytes}
     return {SETTINGS: given | {"max_versions": s.suffix_max_versions, "recency": s.suffix_recency}}
+
+
+def _check(config: Config, directory: Path) -> None:
+    engine, speculation, low_high = config.engine, config.speculation, TEMPERATURES
+    for key, value in (
+        ("sampling.temperature", config.sampling.temperature),
+        ("train.eval_temperature", config.train.eval_temperature),
+    ):
+        if value and not low_high[0] <= value <= low_high[1]:
+            raise ValueError(
+                f'{key} = {value:g}: with engine.kind = "vllm" it must be 0, or from {low_high[0]:g} to '
+                f"{low_high[1]:g}; vLLM draws from no other distribution"
+            )
+    if speculation.method != "none" and speculation.num_speculative_tokens > MAX_DRAFT:  # type: ignore[operator]
+        raise ValueError(
+            f"speculation.num_speculative_tokens = {speculation.num_speculative_tokens}: vLLM verifies at most "
+            f"{MAX_DRAFT} drafted tokens of a row; lower it"
+        )
+    if engine.vllm.get("pipeline_parallel_size", 1) != 1:
+        raise ValueError(
+            f"engine.vllm.pipeline_parallel_size = {engine.vllm['pipeline_parallel_size']}: what a pipeline's stages "
+            "hold can't be checked after a transfer; cut the model by engine.tensor_parallel_size"
+        )
+    if engine.tensor_parallel_size > 1:
+        _check_cut(engine.tensor_parallel_size, directory)
+
+
+def _check_cut(num_parts: int, directory: Path) -> None:
+    from paceline.model.weights import read_json
+
+    told = read_json(directory / "config.json")
+    told = told.get("text_config", told)
+    for name in ("num_attention_heads", "intermediate_size"):
+        if told.get(name, 0) % num_parts:
+            raise ValueError(
+                f"engine.tensor_parallel_size = {num_parts}: does not divide the model's {name} = {told[name]}; use "
+                "one that does"
+            )
+
+
+def _checked_draft(config: Config, target: Path) -> Path:
+    """The draft model's directory: as for our own engine, its tokens must be the target's."""
+    from paceline.model.store import load_tokenizer, resolve
+    from paceline.model.weights import ModelError, read_json
+
+    name = config.speculation.draft_model
+    assert name is not None
+    try:
+        directory = resolve(name)
+    except ModelError as error:
+        raise ValueError(f"speculation.draft_model: {error}") from None
+    ours, theirs = (read_json(each / "config.json").get("vocab_size") for each in (directory, target))
+    if ours != theirs and None not in (ours, theirs):  # a model of several parts says it elsewhere
+        raise ValueError(
+            f"speculation.draft_model = {name!r} has {ours} tokens, the target {theirs}: a draft model must share the "
+            "target's vocabulary"
+        )
+    if load_tokenizer(directory).get_vocab() != load_tokenizer(target).get_vocab():
+        raise ValueError(
+            f"speculation.draft_model = {name!r}: its tokenizer gives other ids than the target's; a draft model must "
+            "share the target's vocabulary"
+        )
+    return directory
 
 
 def _checked_head(config: Config, target: Path) -> Path:
@@ -132,14 +203,15 @@ def _checked_head(config: Config, target: Path) -> Path:
 def _kv_bytes(config: Config, model: Shape, num_tokens: int) -> int:
     """Of the target's KV and the drafter's; vLLM keeps a block to itself."""
     itemsize = {"float32": 4}.get(config.model.dtype, 2)
-    num_layers = model.num_layers
+    num_values = model.num_layers * model.num_kv_heads * model.head_dim
     if config.speculation.method == "eagle3":
-        num_layers += 1
+        num_values += model.num_kv_heads * model.head_dim
     elif config.speculation.method == "draft_model":
         from paceline.model.hf_shape import read_shape
         from paceline.model.store import resolve
 
         assert config.speculation.draft_model is not None
-        num_layers += read_shape(resolve(config.speculation.draft_model)).num_layers
+        draft = read_shape(resolve(config.speculation.draft_model))
+        num_values += draft.num_layers * draft.num_kv_heads * draft.head_dim
     blocks = -(-num_tokens // KV_BLOCK) + 1
-    return 2 * num_layers * model.num_kv_heads * model.head_dim * itemsize * blocks * KV_BLOCK
+    return 2 * num_values * itemsize * blocks * KV_BLOCK

@@ -7,14 +7,17 @@ request's own, from its noise key: a run repeats, but vLLM's draws with drafts a
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from vllm import SamplingParams as VllmSampling
 from vllm import TokensPrompt
 from vllm.engine.arg_utils import EngineArgs
@@ -36,14 +39,16 @@ SEED_MASK = (1 << 63) - 1
 
 
 class _Live:
-    def __init__(self, handle: Handle, sequence: Sequence) -> None:
+    def __init__(self, handle: Handle, sequence: Sequence, name: str) -> None:
         self.handle, self.sequence = handle, sequence
+        self.name = name  # vLLM's own
         self.chunks: list[int] = []  # tokens by step
 
 
 class VllmEngine:
     """`options` are vLLM's EngineArgs but for what is the same for everybody. `drafter` is the name that traces and
-    completions call it by."""
+    completions call it by. `kv_tokens`, where there are fewer than the model's context is long: a request that
+    might need more is refused."""
 
     def __init__(
         self,
@@ -53,6 +58,7 @@ class VllmEngine:
         eos_token_ids: tuple[int, ...] = (),
         drafter: str = "none",
         threads: int | None = None,
+        kv_tokens: int | None = None,
         seam: bool = HAS_SEAM,
         version: int = 0,
     ) -> None:
@@ -62,10 +68,11 @@ class VllmEngine:
         self._config = self._vllm.vllm_config
         self.tokenizer, self.version = tokenizer, version
         self.drafter_version = 0
-        self._eos, self._drafter = eos_token_ids, drafter
+        self._eos, self._drafter, self._kv_tokens = eos_token_ids, drafter, kv_tokens
         self._live: dict[int, _Live] = {}
         self._traces: list[StepTrace] = []
         self._num_steps = self._num_submitted = 0
+        self._call("paceline_leave_signals", os.getpid())
         speculative = self._config.speculative_config
         self._has_history = speculative is not None and speculative.method == "custom_class"
         self._has_draft_weights = speculative is not None and speculative.method in ("eagle3", "draft_model")
@@ -98,7 +105,8 @@ class VllmEngine:
     def submit(self, request: Request) -> Handle:
         self._check(request)
         sampling = request.sampling
-        max_length = self._config.model_config.max_model_len
+        max_length, vocab_size = self._config.model_config.max_model_len, self._config.model_config.get_vocab_size()
+        stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos)}
         sequence = Sequence(request, self._num_submitted, max_length, self._eos)
         params = VllmSampling(
             temperature=sampling.temperature,
@@ -106,7 +114,7 @@ class VllmEngine:
             top_p=sampling.top_p,
             min_p=sampling.min_p,
             max_tokens=sequence.num_left,
-            stop_token_ids=sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos)}),
+            stop_token_ids=sorted(token for token in stops if 0 <= token < vocab_size),  # vLLM refuses others
             ignore_eos=True,  # the end tokens are among the others; vLLM has no tokenizer to know them by
             seed=request.noise_key & SEED_MASK,
             logprobs=0,
@@ -115,10 +123,10 @@ class VllmEngine:
             extra_args={PROBLEM: request.problem, VERSION: self.version} if self._has_history else None,
         )
         prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids))
-        self._vllm.add_request(str(request.request_id), prompt, params)
+        name = self._vllm.add_request(str(request.request_id), prompt, params)
         self._num_submitted += 1
         handle = Handle(request)
-        self._live[request.request_id] = _Live(handle, sequence)
+        self._live[request.request_id] = _Live(handle, sequence, name)
         return handle
 
     def _check(self, request: Request) -> None:
@@ -126,6 +134,12 @@ class VllmEngine:
         max_length, vocab_size = self._config.model_config.max_model_len, self._config.model_config.get_vocab_size()
         if request.request_id in self._live:
             raise ValueError(f"{name}: a request with this id is still running")
+        longest = num_prompt + request.sampling.max_tokens
+        if self._kv_tokens is not None and self._kv_tokens < longest:
+            raise ValueError(
+                f"{name}: prompt and max_tokens may reach {longest} tokens, but engine.kv_tokens = {self._kv_tokens}; "
+                "raise it or lower max_tokens"
+            )
         if num_prompt >= max_length:
             raise ValueError(
                 f"{name}: its prompt has {num_prompt} tokens, but the model's context is {max_length} and must hold at "
@@ -142,9 +156,8 @@ class VllmEngine:
         live = self._live.get(request_id)
         if live is None:
             raise ValueError(f"request {request_id} is not running")
-        self._vllm.abort_request([str(request_id)])
         live.sequence.finish_reason = "abort"
-        self._complete(live, None)
+        self._complete(live, self._give_up(live))
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -152,7 +165,9 @@ class VllmEngine:
         started = time.perf_counter()
         finished: list[Completion] = []
         num_rows = num_emitted = num_context = 0
-        for output in self._vllm.step():
+        with self._workers_alive():
+            outputs = self._vllm.step()
+        for output in outputs:
             live = self._live.get(int(output.request_id))
             if live is None:
                 continue
@@ -163,11 +178,17 @@ class VllmEngine:
             if output.finished and live.sequence.finish_reason is None:
                 live.sequence.finish_reason, live.sequence.stop_reason = emitted.finish_reason, emitted.stop_reason
             if live.sequence.finish_reason is not None:
-                if not output.finished:  # a stop string, which vLLM knows nothing of
-                    self._vllm.abort_request([output.request_id])
-                finished.append(self._complete(live, emitted.spec_decode_metrics))
+                # Not finished: a stop string, which vLLM knows nothing of.
+                metrics = emitted.spec_decode_metrics if output.finished else self._give_up(live)
+                finished.append(self._complete(live, metrics))
         self._trace(started, num_rows, num_emitted, num_context)
         return finished
+
+    def _give_up(self, live: _Live) -> Any:
+        """End a request in vLLM; what became of its drafts, which vLLM tells by itself only of those that end there."""
+        scheduled = self._vllm.engine_core.engine_core.scheduler.requests.get(live.name)
+        self._vllm.abort_request([str(live.sequence.request.request_id)])
+        return scheduled.spec_decode_metrics if scheduled is not None else None
 
     def _take(self, live: _Live, emitted: Any) -> int:
         """One step's tokens of a request, up to its stop; how many that were."""
@@ -333,7 +354,21 @@ class VllmEngine:
 
     def _call(self, method: str, *args: Any) -> Any:
         """On every worker; the first one's answer."""
-        return self._vllm.collective_rpc(method, args=args)[0]
+        with self._workers_alive():
+            return self._vllm.collective_rpc(method, args=args)[0]
+
+    @contextmanager
+    def _workers_alive(self) -> Iterator[None]:
+        """vLLM says of a call to a worker that is no more only that it was cancelled."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not getattr(self._vllm.engine_core.engine_core.model_executor, "is_failed", False):
+                raise
+            raise ValueError(
+                "one of vLLM's worker processes has died (was there enough memory?); go on from the last checkpoint: "
+                "`paceline train --resume RUN`"
+            ) from error
 
 
 class _Stats(StatLoggerBase):
@@ -368,7 +403,11 @@ def _start(options: Mapping[str, Any], stats: _Stats, threads: int | None, seam:
     try:
         if threads is not None:
             set_num_threads(threads)
-        config = args.create_engine_config()
+        try:
+            config = args.create_engine_config()
+        except ValidationError as error:  # pydantic's own text is long, and hides what is meant
+            reasons = [": ".join((*map(str, e["loc"]), e["msg"].removeprefix("Value error, "))) for e in error.errors()]
+            raise ValueError(f'engine.kind = "vllm": vLLM refuses its settings: {"; ".join(reasons)}') from None
         return LLMEngine(
             config, Executor.get_class(config), log_stats=True, stat_loggers=[lambda *_: stats], multiprocess_mode=False
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -26,6 +28,13 @@ class WorkerExtension:
 
     model_runner: Any
     device: torch.device
+
+    def paceline_leave_signals(self, engine: int) -> None:
+        """A Ctrl-C in a terminal, or a job's end, is told to all processes. When to stop is decided by the engine's
+        (`engine`), and a worker goes when that closes its pipe: till then it is needed."""
+        if os.getpid() != engine:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
 
     def paceline_reload(self, parcel: Mapping[str, Any]) -> None:
         """The policy's weights, whole, where vLLM has no seam for them."""

@@ -9,7 +9,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,19 +58,25 @@ def environment(threads: int) -> dict[str, str]:
 @contextmanager
 def in_this_process() -> Iterator[None]:
     """vLLM reads its environment when it is imported and when an engine is made: here, without processes of its own
-    but for workers that a model is cut over, without talk, and without reports to its makers."""
+    but for workers that a model is cut over, without talk, without reports to its makers, and without a variable that
+    would make nothing of engine.kv_tokens."""
     wanted = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "VLLM_CPU_KVCACHE_SPACE": None,
     }
     before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
+    _set(wanted)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    """None: it is not there."""
+    for name, value in variables.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value

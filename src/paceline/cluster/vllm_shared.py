@@ -1,14 +1,17 @@
 """Weights on their way to vLLM's workers: parcels in a file of shared memory.
 
 What is told to the workers is a parcel's path and, for each tensor in it, name, dtype, shape and place: nothing that
-is unpickled. A parcel lies there until the next one is asked for; the file goes with the last of them.
+is unpickled. A parcel lies there until the next one is asked for; the file goes with the last of them. It is locked
+while its process lives: the file of one that was killed is found by the next, which removes it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from paceline.model.weights import EMBED, LM_HEAD
 
 MAX_BYTES = 256 << 20  # of a parcel, unless one tensor is larger
 ALIGNMENT = 64  # of a tensor's place: whatever its dtype, it can be viewed there
+PREFIX = "paceline-weights-"
 FOLDERS = ("/dev/shm", tempfile.gettempdir())  # in a container the first may be small
 
 
@@ -77,6 +81,7 @@ def _cut(weights: Iterable[tuple[str, Tensor]], max_bytes: int | None) -> Iterat
 class _File:
     def __init__(self) -> None:
         self._path: Path | None = None
+        self._lock = -1  # the open file
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def fill(self, tensors: list[tuple[str, Tensor]]) -> dict[str, Any]:
@@ -86,7 +91,7 @@ class _File:
             end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         if self._path is None or end > len(self._memory):
             self.remove()
-            self._path = _reserve(end)
+            self._path, self._lock = _reserve(end)
             self._memory = torch.from_file(str(self._path), shared=True, size=end, dtype=torch.uint8)
         listed = []
         for (name, tensor), start in zip(tensors, places, strict=True):
@@ -98,21 +103,38 @@ class _File:
     def remove(self) -> None:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
+            os.close(self._lock)
             self._path = None
 
 
-def _reserve(size: int) -> Path:
-    """A new file, for this user alone, whose memory is really there: writing beyond what is would be a SIGBUS."""
+def _reserve(size: int) -> tuple[Path, int]:
+    """A new file, locked, for this user alone, whose memory is really there: writing beyond it would be a SIGBUS."""
     for folder in FOLDERS:
+        sweep(Path(folder))
         try:
-            handle, name = tempfile.mkstemp(prefix="paceline-weights-", dir=folder)
+            handle, name = tempfile.mkstemp(prefix=PREFIX, dir=folder)
         except OSError:
             continue
         try:
+            with suppress(OSError):  # a file system without locks: there nobody sweeps either
+                fcntl.flock(handle, fcntl.LOCK_EX)
             os.posix_fallocate(handle, 0, size)
-            return Path(name)
+            Path(name).stat()  # somebody may have swept it before it was locked
+            return Path(name), handle
         except OSError:
-            Path(name).unlink()
-        finally:
+            Path(name).unlink(missing_ok=True)
             os.close(handle)
     raise ValueError(f"weights for vLLM: no room for {size} bytes in {' or '.join(FOLDERS)}; free some, or set TMPDIR")
+
+
+def sweep(folder: Path) -> None:
+    """Remove this user's files there whose process is no more. Going by locks, not by process ids: containers that
+    share their memory do not share those."""
+    for path in folder.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # another user's, or gone
+            handle = os.open(path, os.O_RDWR)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(handle)
