@@ -18,6 +18,8 @@ from paceline.sim.cards import Efficiency, Hardware, Model, card
 from paceline.sim.step import Engine
 from paceline.sim.trace import calibrate, read_trace
 
+LEAST_STEPS = 4  # of one or two nobody knows what else they had to do
+
 
 def record(
     model: str,
@@ -39,7 +41,7 @@ def record(
             draft_lengths=draft_lengths,
             drafter="history",
             prompt_tokens=prompt_tokens,
-            max_tokens=40,
+            max_tokens=100,
             device=device,
             dtype="float32" if device == "cpu" else "bfloat16",
         )
@@ -47,12 +49,13 @@ def record(
         subject = Subject(settings)
         for batch, k in settings.cells:
             steps = subject.steps(batch, k)
-            if not steps:
+            if len(steps) < LEAST_STEPS:
                 continue
             seconds = float(np.quantile([step.total_s - step.draft_s for step in steps], 0.1))
             context = float(np.mean([step.num_context_tokens for step in steps])) / batch
-            rows.append({"batch": batch, "num_speculative_tokens": k, "context": context, "step_ms": 1e3 * seconds})
-            print(f"{len(steps)} steps, {rows[-1]}")
+            row = {"batch": batch, "num_speculative_tokens": k, "context": context, "step_ms": 1e3 * seconds}
+            rows.append(row | {"num_steps": len(steps)})
+            print(rows[-1])
         path.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 

@@ -133,5 +133,10 @@ def test_a_cost_table_is_found_again_from_another_folder(tmp_path: Path, monkeyp
     (tmp_path / "mine.json").write_text("{}")
     found = with_absolute_paths(load_config(None, ["speculation.cost_table=mine.json"]))
     assert found.speculation.cost_table == str(tmp_path / "mine.json")
+    (tmp_path / "small").mkdir()
+    drafted = with_absolute_paths(
+        load_config(None, ["speculation.method=draft_model", "speculation.draft_model=small"])
+    )
+    assert drafted.speculation.draft_model == str(tmp_path / "small")
     named = with_absolute_paths(load_config(None, ["speculation.cost_table=vllm-h200-qwen3-8b"]))
     assert named.speculation.cost_table == "vllm-h200-qwen3-8b"

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from pydantic import BaseModel
+
     from paceline.engine.interface import Engine
     from paceline.rl.adapt import Adapter
     from paceline.rl.audit import Auditor
@@ -194,14 +196,23 @@ def with_absolute_paths(config: Config) -> Config:
         task = task.model_copy(update={"name": str(Path(task.name).resolve())})
     if reward.model is not None and Path(reward.model).is_dir():
         reward = reward.model_copy(update={"model": str(Path(reward.model).resolve())})
-    if speculation.head is not None and Path(speculation.head).is_dir():
-        speculation = speculation.model_copy(update={"head": str(Path(speculation.head).resolve())})
-    if speculation.cost_table is not None and Path(speculation.cost_table).is_file():
-        speculation = speculation.model_copy(update={"cost_table": str(Path(speculation.cost_table).resolve())})
-    draft = {"data": config.draft.data, "init": config.draft.init}
-    draft = {key: str(Path(name).resolve()) for key, name in draft.items() if name is not None and Path(name).exists()}
-    changed = {"model": model, "task": task, "reward": reward, "speculation": speculation}
-    return config.model_copy(update=changed | {"draft": config.draft.model_copy(update=draft)})
+    changed = {
+        "model": model,
+        "task": task,
+        "reward": reward,
+        "speculation": _absolute(speculation, "head", "draft_model", "cost_table"),
+        "draft": _absolute(config.draft, "data", "init"),
+    }
+    return config.model_copy(update=changed)
+
+
+def _absolute(section: BaseModel, *keys: str) -> BaseModel:
+    """Of these settings those that name something that is there."""
+    from pathlib import Path
+
+    given = {key: getattr(section, key) for key in keys}
+    found = {key: str(Path(name).resolve()) for key, name in given.items() if name is not None and Path(name).exists()}
+    return section.model_copy(update=found)
 
 
 def check_prompts(config: Config, task: Task, tokenizer: Any) -> None:
