@@ -50,7 +50,13 @@ def simulate(
     check_writable(plot_file)
     if plot_file is not None and (plot_file.suffix != ".png" or sweep is None):
         raise ValueError(f"--plot {plot_file}: the picture of a sweep, as .png")
+    if sweep is not None and fit is not None:
+        raise ValueError(f"--sweep {sweep} with --fit {fit}: two commands; give one of them")
+    if timeline and (sweep is not None or fit is not None):
+        raise ValueError(f"--timeline with {'--sweep' if fit is None else '--fit'}: of one simulation; leave it out")
     if preset == "list":
+        if words or sweep is not None or fit is not None or json_file is not None or timeline:
+            raise ValueError("list: names the presets, and takes nothing else; to simulate one, give its name")
         for name in scenario.presets():
             out.print(f"{name:20} {scenario.load(name).about}", soft_wrap=True)
         return
@@ -107,7 +113,7 @@ def _show(preset: str, result: Result, timeline: bool) -> None:
 
 def _is_axis(word: str) -> bool:
     value = word.partition("=")[2]
-    return "," in value or ":" in value
+    return ("," in value or ":" in value) and not value.lstrip().startswith(("[", "{"))  # those are one value
 
 
 def _values(axis: str) -> tuple[str, list[str]]:
@@ -120,12 +126,18 @@ def _values(axis: str) -> tuple[str, list[str]]:
     parts = text.split(":")
     if not (len(parts) in (2, 3) and all(part.isdecimal() for part in parts) and int(parts[-1]) > 0):
         raise ValueError(f"--sweep {axis!r}: a range is FROM:TO or FROM:TO:STEP, in whole numbers")
-    return key, [str(n) for n in range(int(parts[0]), int(parts[1]) + 1, int(parts[2]) if len(parts) == 3 else 1)]
+    numbers = range(int(parts[0]), int(parts[1]) + 1, int(parts[2]) if len(parts) == 3 else 1)
+    if not 0 < len(numbers) <= MOST_CELLS:
+        raise ValueError(f"--sweep {axis!r}: FROM must not be above TO, and a range has at most {MOST_CELLS} numbers")
+    return key, [str(n) for n in numbers]
 
 
 def _sweep(preset: str, words: list[str], axes: list[str], plot_file: Path | None) -> list[dict[str, Any]]:
     from paceline.sim import scenario
 
+    keys = [scenario.whole_key(word.partition("=")[0].strip()) for word in [*axes, *words]]
+    if twice := [key for key in keys[: len(axes)] if keys.count(key) > 1]:
+        raise ValueError(f"--sweep {' '.join([*axes, *words])}: {twice[0]} is given more than once; give it once")
     values = dict(_values(axis) for axis in axes)
     num_cells = 1
     for each in values.values():
@@ -169,10 +181,17 @@ def _fit(chosen: Any, path: Path) -> dict[str, Any]:
     out.print(render(rows, {"row": "", "which": "", "measured_ms": "measured, ms", "error": "simulated"}))
     values = found.fitted.values
     out.print(render([{"name": k, "value": v} for k, v in values.items()], {"name": "", "value": "fitted"}))
+    if found.fitted.at_bounds:
+        err.print(
+            f"at the end of what is possible: {', '.join(found.fitted.at_bounds)}; the rows say little of it, or are "
+            "not of this model, hardware and precision",
+            style="yellow", soft_wrap=True,
+        )  # fmt: skip
     worst = max(map(abs, found.errors), default=0.0)
     style = "green" if worst <= 0.1 else "yellow"
     err.print(f"the half that was not fitted on is off by {100 * worst:.1f}% at most", style=style)
     return {
         "trace": str(path), "values": values, "worst_error": worst, "rows": rows,
+        "at_bounds": list(found.fitted.at_bounds),
         "efficiency": asdict(found.efficiency), "software": asdict(found.software),
     }  # fmt: skip

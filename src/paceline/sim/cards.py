@@ -13,6 +13,7 @@ from paceline.config import ConfigError
 from paceline.sim.settings import number, of_tree, read_toml
 
 CARDS = Path(__file__).parent / "cards"
+MOST = 1.05  # of a machine's rate: none attains more, but cards round theirs
 ITEMSIZE = {"fp8": 1, "bf16": 2, "fp32": 4}
 Card = TypeVar("Card", "Hardware", "Model", "Software", "Efficiency")
 
@@ -36,10 +37,11 @@ class Hardware:
     launch: float = number(1.0, low=0.01, high=1000)  # what small kernels take, against an H200's
     usd_per_hour: float = number(0.0, low=0, high=1000, unit="US dollars")
 
-    def flops(self, precision: str) -> float:
+    def flops(self, precision: str, key: str = "engine.precision") -> float:
+        """`key`: the setting that asks for it."""
         found: float = getattr(self, f"{precision}_tflops")
         if not found:
-            raise ConfigError(f"engine.precision = {precision!r}: {self.name} has no {precision}; choose another")
+            raise ConfigError(f"{key} = {precision!r}: {self.name} has no {precision}; choose another")
         return 1e12 * found
 
     @property
@@ -147,11 +149,11 @@ class Efficiency:
 
     name: str
     source: str
-    bandwidth: float = number(low=0.01, high=1.2)  # of memory's, by matrix products of few tokens
-    matmul: float = number(low=0.01, high=1.2)  # of the peak, by those of many
+    bandwidth: float = number(low=0.01, high=MOST)  # of memory's, by matrix products of few tokens
+    matmul: float = number(low=0.01, high=MOST)  # of the peak, by those of many
     knee: float = number(low=1, high=50)  # how sharply one takes over from the other
-    attention: float = number(low=0.01, high=1.2)  # of memory's bandwidth, reading keys and values
-    collective: float = number(low=0.01, high=1.2)  # of a link's bandwidth
+    attention: float = number(low=0.01, high=MOST)  # of memory's bandwidth, reading keys and values
+    collective: float = number(low=0.01, high=MOST)  # of a link's bandwidth
     layer_us: float = number(low=0.01, high=1e5, unit="µs")  # a layer's small kernels, on an H200
     pass_us: float = number(low=0.01, high=1e6, unit="µs")  # a forward's beginning and end, on an H200
     mfu: float = number(low=0.01, high=1.0)  # of the peak, in training

@@ -112,7 +112,8 @@ def stages_of(
     # A token attends to half of its sequence, on average.
     products = model.active_params + model.grouped_params * (1 / efficiency.mfu_experts - 1)
     forward = float(2.0 * products * total.sum() + model.attention_flops(1.0) * (total**2).sum() / 2)
-    rate = pipeline.training_gpus * hardware.flops(pipeline.training_precision) * efficiency.mfu
+    rate = pipeline.training_gpus * hardware.flops(pipeline.training_precision, "pipeline.training_precision")
+    rate *= efficiency.mfu
     return Stages(
         data=software.data_s,
         prepare=software.prepare_s,
@@ -126,9 +127,15 @@ def stages_of(
 
 def _sync_s(pipeline: Pipeline, hardware: Hardware, model: Model, efficiency: Efficiency) -> float:
     """Weights to the engines: from where they are trained, every receiver's share over its own link."""
-    gb_s = hardware.nvlink_gb_s if pipeline.gpus <= hardware.nvlink_gpus else hardware.network_gb_s
-    if pipeline.gpus == 1 or not gb_s:
+    if pipeline.gpus == 1:
         return 0.0
+    near = pipeline.gpus <= hardware.nvlink_gpus
+    gb_s = hardware.nvlink_gb_s if near else hardware.network_gb_s
+    if not gb_s:
+        raise ConfigError(
+            f"pipeline.gpus = {pipeline.gpus}: weights have no way between devices; give "
+            f"{'nvlink' if near else 'network'}_gb_s in the card of {hardware.name}, or set pipeline.gpus = 1"
+        )
     senders = pipeline.training_gpus
     return model.num_params * ITEMSIZE["bf16"] / (1e9 * gb_s * efficiency.collective * min(senders, 8))
 

@@ -18,7 +18,7 @@ import numpy as np
 from paceline.sim.cards import Efficiency, Hardware, Model, Software, card
 from paceline.sim.fit import Fit, Values, fit
 from paceline.sim.scenario import Result, Run, Scenario, Simulator, load, varied
-from paceline.sim.settings import read_toml
+from paceline.sim.settings import limits, read_toml
 from paceline.sim.speculation import PLAIN, Speculation
 from paceline.sim.step import Engine, StepModel
 
@@ -47,6 +47,9 @@ class Cards:
     def values(self) -> dict[str, float]:
         """Those that are fitted, by dotted name."""
         return {f"{who}.{key}": float(getattr(self._of(who), key)) for who, keys in FITTED.items() for key in keys}
+
+    def bounds(self) -> dict[str, tuple[float, float]]:
+        return {f"{who}.{key}": limits(type(self._of(who)), key) for who, keys in FITTED.items() for key in keys}
 
     def with_values(self, values: Values) -> Cards:
         changes: dict[str, dict[str, Any]] = {}
@@ -107,7 +110,8 @@ class Published:
             return np.array([row.simulated(with_these) for row in rows])
 
         weights = np.array([WEIGHTS[row.bar] for row in rows])
-        found = fit(simulated, np.array([row.published for row in rows]), cards.values(), PRIOR, weights)
+        measured = np.array([row.published for row in rows])
+        found = fit(simulated, measured, cards.values(), PRIOR, weights, cards.bounds())
         return cards.with_values(found.values), found
 
     def run(self, scenario: Scenario, cards: Cards) -> Result:

@@ -27,7 +27,8 @@ from paceline.types import StepTrace
 
 MOST_STREAMED = 8  # engines that are looked at where batches overlap: all are alike
 MIDDLE = (0.2, 0.6)  # of a stream's tokens: what is looked at, where it goes step by step
-SETTLING = 3  # batches of a stream, in lags: one to settle, the others are measured
+MOST_REQUESTS = 20_000_000
+SETTLING = 3  # batches of a stream, in lags: one to settle, those that are measured, one that drains
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,11 @@ def plans_of(model: StepModel, workload: Workload, num_engines: int, lag: int) -
     if num_engines < 1:
         raise ConfigError(f"pipeline.gpus: too few for an engine of {model.engine.gpus}")
     streamed = lag > 1
+    if streamed and SETTLING * lag * workload.batch > MOST_REQUESTS:
+        raise ConfigError(
+            f"workload.batch = {workload.batch} with pipeline.lag = {lag}: {SETTLING * lag} batches are simulated, and "
+            f"at most {MOST_REQUESTS} requests; lower one of them"
+        )
     lengths, prompts = lengths_of(workload, SETTLING * lag if streamed else 1)
     most = min(num_engines, workload.batch, MOST_STREAMED if streamed else num_engines)
     each = (_plan(model, lengths[:, i::num_engines], prompts[:, i::num_engines], max(1, lag)) for i in range(most))
@@ -80,10 +86,13 @@ def _slowest(model: StepModel, speculation: Speculation, plans: list[Schedule], 
     for plan, (seconds, num_steps) in zip(plans, times, strict=False):
         ends, steps, parts = np.cumsum(seconds), np.cumsum(num_steps), 1
         first = 0.0, 0.0
+        at = -1
         if measured_from:
-            at = int(np.sort(plan.last)[measured_from - 1])
-            parts, first = len(plan.last) - measured_from, (float(ends[at]), float(steps[at]))
-        taken, made = (float(ends[-1]) - first[0]) / parts, (float(steps[-1]) - first[1]) / parts
+            # Up to the last batch at whose end another begins: as much is under way at both ends of what is measured.
+            done = np.sort(plan.last)
+            begin, at = int(done[measured_from - 1]), int(done[-1 - measured_from])
+            parts, first = len(done) - 2 * measured_from, (float(ends[begin]), float(steps[begin]))
+        taken, made = (float(ends[at]) - first[0]) / parts, (float(steps[at]) - first[1]) / parts
         if found is None or taken > found.seconds:
             row_steps = float((plan.rows * num_steps).sum())
             per_row = plan.num_emitted / row_steps
@@ -140,21 +149,26 @@ def play(
     max_rows: int | None = None, streamed: bool = False,
 ) -> Rollout:  # fmt: skip
     """One engine, step by step, from the first request's begin to the last one's end; of a stream only the middle, in
-    which there are always more to come."""
-    most = min(max_rows or model.engine.max_rows, len(lengths))
+    which there are always more to come. Replay's memory is never short, so as many rows run as it holds on average."""
+    held = max(1, int(model.kv_tokens / (prompts + lengths).mean()))
+    most = min(max_rows or model.engine.max_rows, len(lengths), held)
     context = float((prompts + lengths / 2).mean())
     costs = model.cost_table(most, max(1, speculation.k), context)
-    steps: list[tuple[float, int]] = []  # (when it ends, tokens)
+    steps: list[tuple[float, int, int]] = []  # (when it ends, rows, tokens)
 
     def watch(trace: StepTrace) -> None:
-        steps.append((trace.start_s + trace.total_s, trace.num_emitted))
+        steps.append((trace.start_s + trace.total_s, trace.num_rows, trace.num_emitted))
 
     engine = Replay(
         _policy(speculation, costs), costs, LotteryDrafter(speculation, workload.seed), max_num_seqs=most,
         max_num_batched_tokens=1 << 30, prefix_sharing=False, watch=watch,
     )  # fmt: skip
     engine.play(round_of(lengths, prompts, workload.max_tokens, workload.group))
-    clock, emitted = np.array([end for end, _ in steps]), np.cumsum([num for _, num in steps])
+    clock, rows, num_emitted = np.array(steps).T
+    emitted = np.cumsum(num_emitted)
+    # What the host does for every emitted token, which the table does not have.
+    none = np.zeros(1)
+    clock += np.cumsum(model.host_s(rows, none, num_emitted / rows) - model.host_s(rows, none, none))
     first, last = np.searchsorted(emitted, np.array(MIDDLE) * emitted[-1]) if streamed else (0, len(steps) - 1)
     begin = clock[first] if streamed else 0.0
     seconds, num_steps = float(clock[last] - begin), float(last - first + (not streamed))

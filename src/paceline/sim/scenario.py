@@ -45,15 +45,21 @@ def presets() -> tuple[str, ...]:
 
 def load(name: str, overrides: Sequence[str] = ()) -> Scenario:
     """A preset by its name, or any scenario by its path, with `a.b=c` applied. A key without a section is the only one
-    of that name: `k=5` is `speculation.k=5`. Where k is changed and acceptance is not, positions keep their chances."""
+    of that name: `k=5` is `speculation.k=5`. Where k is changed and acceptance is not, positions keep their chances; an
+    acceptance takes the place of chances and the other way round."""
     path = PRESETS / f"{name}.toml" if name in presets() else Path(name).expanduser()
     if path.suffix != ".toml":
         raise ConfigError(f"{name!r} is no preset; there are {', '.join(presets())}, or give a .toml file")
     tree = read_toml(path)
     keys = [whole_key(override.partition("=")[0].strip()) for override in overrides]
-    before = tree.get("speculation", {})
-    if "speculation.k" in keys and not {"speculation.acceptance", "speculation.chances"} & set(keys):
-        tree.setdefault("speculation", {}).setdefault("acceptance_at", before.get("k", Speculation().k))
+    drafts = tree.get("speculation", {})
+    if isinstance(drafts, dict):  # else it is refused below
+        if "speculation.k" in keys and not {"speculation.acceptance", "speculation.chances"} & set(keys):
+            drafts.setdefault("acceptance_at", drafts.get("k", Speculation().k))
+            tree["speculation"] = drafts
+        for given, other in (("acceptance", "chances"), ("chances", "acceptance")):
+            if f"speculation.{given}" in keys and f"speculation.{other}" not in keys:
+                drafts.pop(other, None)
     for key, override in zip(keys, overrides, strict=True):
         apply_override(tree, key + "=" + override.partition("=")[2] if "=" in override else override)
     return of_tree(Scenario, tree)

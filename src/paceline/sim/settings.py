@@ -25,6 +25,12 @@ def number(default: Any = dataclasses.MISSING, *, low: float, high: float, unit:
     return dataclasses.field(default=default, metadata={"low": low, "high": high, "unit": unit})
 
 
+def limits(kind: type, name: str) -> tuple[float, float]:
+    """Where a `number` of that dataclass must lie."""
+    rules = {field.name: field.metadata for field in dataclasses.fields(kind)}[name]
+    return rules["low"], rules["high"]
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))

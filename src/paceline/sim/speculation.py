@@ -36,6 +36,16 @@ class Speculation:
         for i, chance in enumerate(self.chances):
             if not 0 <= chance <= 1:
                 raise ConfigError(f"speculation.chances[{i}] = {chance}: must be from 0 to 1")
+        if self.chances and self.acceptance != 1:
+            raise ConfigError(
+                f"speculation.acceptance = {self.acceptance:g} with speculation.chances = {list(self.chances)}: give "
+                "one of them"
+            )
+        if not self.k and self.policy != "static" and self.method != "none":
+            raise ConfigError(
+                f"speculation.k = 0: policy {self.policy!r} needs at least 1; to draft nothing, set "
+                'speculation.method = "none"'
+            )
         at = self.acceptance_at or self.k
         if not self.chances and self.method != "none" and not 1 <= self.acceptance <= 1 + at:
             raise ConfigError(

@@ -27,6 +27,7 @@ from paceline.speculation.cost import CostTable, Point
 
 METHODS = ("none", "eagle3", "draft_model", "free", "hybrid")
 PRECISIONS = ("fp8", "bf16", "fp32")
+DRAFTER_NAMES = {"free": "suffix", "hybrid": "eagle3"}  # what policies and cost tables call a method's drafter
 LOGIT_PASSES, LOGIT_BYTES = 3, 4  # written, and read by the draw, in float32
 
 
@@ -90,8 +91,16 @@ class StepModel:
             raise ConfigError(
                 f"speculation.method = {method!r}: the card of {model.name} has no head; add [head] to it"
             )
-        if method == "draft_model" and draft_model is None:
-            raise ConfigError("speculation.draft_model is not set; name a model's card")
+        if method == "draft_model":
+            if draft_model is None:
+                raise ConfigError("speculation.draft_model is not set; name a model's card")
+            if draft_model.heads % engine.tp:
+                raise ConfigError(
+                    f"engine.tp = {engine.tp}: does not divide the {draft_model.heads} heads of "
+                    f"speculation.draft_model, {draft_model.name}"
+                )
+        if method not in ("none", "free"):
+            hardware.flops(head_precision, "speculation.head_precision")
         self._check_memory()
 
     # -- memory -----------------------------------------------------------------------------------------------------
@@ -105,6 +114,20 @@ class StepModel:
         return size * ITEMSIZE[e.precision]
 
     @property
+    def drafter_bytes(self) -> float:
+        """Of a draft model or a head, on one device."""
+        if self.method == "draft_model":
+            assert self.draft_model is not None
+            num = self.draft_model.num_params / self.engine.tp
+        elif self.method in ("eagle3", "hybrid"):
+            layer = self._head_layer
+            num = layer.attention_params + 3 * layer.hidden * layer.intermediate + layer.vocab * layer.hidden
+            num = (num + self._head_extra(takes_in=True)) / self._head_tp
+        else:
+            num = 0.0
+        return num * ITEMSIZE[self.head_precision]
+
+    @property
     def _room(self) -> float:
         """For keys and values: bytes of one device."""
         return 1e9 * self.hardware.memory_gb * self.engine.memory_share - self.weight_bytes
@@ -115,6 +138,13 @@ class StepModel:
                 f"{self.model.name} does not fit: {self.weight_bytes / 1e9:.0f} GB of weights a device, "
                 f"{self.hardware.memory_gb * self.engine.memory_share:.0f} GB for them on {self.hardware.name}; raise "
                 f"engine.gpus = {self.engine.gpus} and engine.tp = {self.engine.tp}, or lower engine.precision"
+            )
+        if self._room <= self.drafter_bytes:
+            raise ConfigError(
+                f"speculation.method = {self.method!r}: the drafter does not fit: {self.drafter_bytes / 1e9:.1f} GB of "
+                f"its weights a device, {self._room / 1e9:.1f} GB left beside {self.model.name} on "
+                f"{self.hardware.name}; raise engine.gpus = {self.engine.gpus} and engine.tp = {self.engine.tp}, or "
+                "choose a smaller one"
             )
 
     @property
@@ -136,8 +166,12 @@ class StepModel:
 
     def host_s(self, rows: np.ndarray, k: np.ndarray, emitted: np.ndarray) -> np.ndarray:
         s, mine = self.software, self._mine(rows)
-        passes = 0 if self.method in ("none", "free") else k
-        return 1e-6 * (s.host_step_us + mine * (s.host_row_us + s.host_token_us * emitted) + s.host_pass_us * passes)
+        passes_us = s.host_pass_us * self._num_passes(k)
+        return 1e-6 * (s.host_step_us + mine * (s.host_row_us + s.host_token_us * emitted) + passes_us)
+
+    def _num_passes(self, k: np.ndarray) -> np.ndarray:
+        """Of a drafter, for k tokens."""
+        return np.zeros_like(k) if self.method in ("none", "free") else k
 
     def forward_s(self, rows: ArrayLike, tokens: ArrayLike, context: ArrayLike) -> np.ndarray:
         """The target's pass over so many rows, query tokens and tokens in memory, of the whole engine."""
@@ -180,19 +214,30 @@ class StepModel:
     def _head_pass_s(
         self, rows: np.ndarray, tokens: np.ndarray, context: np.ndarray, takes_in: bool = False
     ) -> np.ndarray:
+        layer, tp = self._head_layer, self._head_tp
+        seconds = self._pass_s(layer, self.head_precision, tp, tp, rows, tokens, context, tokens, rows)
+        return seconds + self._matrix_s(self._head_extra(takes_in) / tp, self.head_precision, tokens)
+
+    @property
+    def _head_tp(self) -> int:
+        return self.engine.tp if self.head_tp else 1
+
+    @property
+    def _head_layer(self) -> Model:
         m, head = self.model, self.model.head
         assert head is not None
-        tp = self.engine.tp if self.head_tp else 1
-        layer = Model(
+        return Model(
             f"{m.name}'s head", "", layers=1, hidden=m.hidden, heads=m.heads, kv_heads=m.kv_heads, head_dim=m.head_dim,
             vocab=head.draft_vocab, intermediate=head.intermediate,
         )  # fmt: skip
-        # Two vectors come in, and where the target's features do, they are fused first.
+
+    def _head_extra(self, takes_in: bool) -> int:
+        """Parameters of a head beyond its layer: two vectors come in, and where the target's features do, they are
+        fused first."""
+        m, head = self.model, self.model.head
+        assert head is not None
         wider = m.hidden * (m.heads + 2 * m.kv_heads) * m.head_dim
-        if takes_in:
-            wider += head.num_features * m.hidden * m.hidden
-        seconds = self._pass_s(layer, self.head_precision, tp, tp, rows, tokens, context, tokens, rows)
-        return seconds + self._matrix_s(wider / tp, self.head_precision, tokens)
+        return wider + head.num_features * m.hidden * m.hidden if takes_in else wider
 
     def _mine(self, rows: np.ndarray) -> np.ndarray:
         """Rows of the busiest group of devices."""
@@ -276,7 +321,8 @@ class StepModel:
     # -- for policies -----------------------------------------------------------------------------------------------
 
     def cost_table(self, max_rows: int, max_k: int, context: float, method: str | None = None) -> CostTable:
-        """The same as points, as policies read it (speculation/cost.py)."""
+        """The same as points, as policies read it (speculation/cost.py). What the host does for an emitted token is not
+        in it: a step's table does not know how many there are, and no policy has a choice about them."""
         sizes = sorted({1, max_rows, *(2**i for i in range(max_rows.bit_length())), *(3 * 2**i for i in range(30))})
         sizes = [rows for rows in sizes if rows <= max_rows]
         points, drafts = [], []
@@ -284,12 +330,13 @@ class StepModel:
             for k in range(max_k + 1):
                 tokens, memory = rows * (1 + k), round(rows * (context + k))
                 seconds = self.forward_s(rows, tokens, memory) + self.host_s(
-                    np.asarray(float(rows)), np.asarray(0), np.asarray(1)
+                    np.asarray(float(rows)), np.asarray(0), np.asarray(0)
                 )
                 points.append(Point(rows, tokens, max(tokens, memory), float(seconds)))
                 if k:
-                    drafts.append((rows, k, float(self.draft_s(rows, k, context))))
-        name = method or ("eagle3" if self.method == "hybrid" else self.method)
+                    passes_s = 1e-6 * self.software.host_pass_us * self._num_passes(np.asarray(k))
+                    drafts.append((rows, k, float(self.draft_s(rows, k, context) + passes_s)))
+        name = method or DRAFTER_NAMES.get(self.method, self.method)
         # A table has one price for a token in memory. With many rows, that of the groups that share them out.
         more_s = self.forward_s(max_rows, max_rows, 2 * max_rows * context) - self.forward_s(
             max_rows, max_rows, max_rows * context

@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from paceline.sim.step import StepModel
+from paceline.sim.step import DRAFTER_NAMES, StepModel
 from paceline.speculation.batch import Load
 from paceline.speculation.cost import CostTable
-
-NAMES = {"free": "suffix", "hybrid": "eagle3"}  # what a table calls a method's drafter
 
 
 class TabledStepModel(StepModel):
@@ -26,6 +24,6 @@ class TabledStepModel(StepModel):
 
     def draft_s(self, rows: ArrayLike, k: ArrayLike, context: ArrayLike) -> np.ndarray:
         def seconds(rows: float, k: float, context: float) -> float:
-            return self.table.draft_s(NAMES.get(self.method, self.method), round(rows), round(k))
+            return self.table.draft_s(DRAFTER_NAMES.get(self.method, self.method), round(rows), round(k))
 
         return np.vectorize(seconds, otypes=[float])(rows, k, context)

@@ -1,13 +1,14 @@
 """Efficiencies from measured steps: `paceline simulate --fit TRACE`.
 
 A trace is what `paceline bench step --json` writes (a row per batch size and draft length, with `step_ms`, `context`
-and `verified`), or a jsonl of engine steps (StepTrace as a run's steps.jsonl has it). Half of the rows, drawn by a
+and `verified`), or a jsonl of engine steps (StepTrace as a run's trace.jsonl has it). Half of the rows, drawn by a
 fixed seed, are fitted on, and the other half is predicted: other batch sizes, draft lengths and contexts.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ import numpy as np
 from paceline.config import ConfigError
 from paceline.sim.cards import Efficiency, Hardware, Model, Software
 from paceline.sim.fit import Fit, Values, fit
+from paceline.sim.settings import limits
 from paceline.sim.step import Engine, StepModel
 
 EFFICIENCIES = ("bandwidth", "matmul", "knee", "attention", "layer_us", "pass_us")
@@ -26,6 +28,7 @@ HOSTS = ("host_step_us", "host_row_us")
 HOST_START = {"host_step_us": 20.0, "host_row_us": 1.0}
 LEAST_ROWS = 4
 SEED = 0  # of who is fitted on
+TINY = 1e-9  # above zero
 KEYS = ("num_rows", "num_query_tokens", "num_context_tokens", "total_s")
 
 
@@ -63,6 +66,8 @@ def read_trace(path: Path) -> list[Measured]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--fit {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--fit {path}: neither JSON nor jsonl (not text)") from None
     try:
         tree = json.loads(text)
         rows = tree.get("rows", [tree])
@@ -73,10 +78,14 @@ def read_trace(path: Path) -> list[Measured]:
             raise ConfigError(f"--fit {path}: neither JSON nor jsonl ({error})") from None
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
         raise ConfigError(f"--fit {path}: holds no steps")
-    found = _of_bench(rows) if any("step_ms" in row for row in rows) else _of_steps(rows)
-    if len(found) < LEAST_ROWS:
+    try:
+        found = _of_bench(rows) if any("step_ms" in row for row in rows) else _of_steps(rows)
+    except ConfigError as error:
+        raise ConfigError(f"--fit {path}: {error}") from None
+    num_kinds = len({(each.rows, each.k, each.context, each.drafted) for each in found})
+    if num_kinds < LEAST_ROWS:
         raise ConfigError(
-            f"--fit {path}: {len(found)} kinds of steps; {LEAST_ROWS} or more are needed, as `paceline bench step "
+            f"--fit {path}: {num_kinds} kinds of steps; {LEAST_ROWS} or more are needed, as `paceline bench step "
             "--json` writes them, or a jsonl of engine steps"
         )
     return sorted(found, key=lambda each: (each.k, each.rows, each.context))
@@ -88,29 +97,37 @@ def _of_bench(rows: Sequence[Mapping[str, Any]]) -> list[Measured]:
         if row.get("step_ms") is None or row.get("policy") == "auto":
             continue
         drafted = row.get("drafter") in ("eagle3",)
-        k = row.get("verified")
-        k = row["num_speculative_tokens"] if k is None else k
-        found.append(Measured(row["batch"], float(k), float(row["context"]), 1e-3 * row["step_ms"], drafted))
+        k = _number(row, "num_speculative_tokens" if row.get("verified") is None else "verified")
+        rows_, context = _number(row, "batch", 1), _number(row, "context")
+        found.append(Measured(int(rows_), k, context, 1e-3 * _number(row, "step_ms", TINY), drafted))
     return found
+
+
+def _number(row: Mapping[str, Any], key: str, least: float = 0.0) -> float:
+    value = row.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+        asked = f"a number of {least:g} or more" if least != TINY else "a number above zero"
+        raise ConfigError(f"{key} = {value!r} in a row: must be {asked}")
+    return float(value)
 
 
 def _of_steps(rows: Sequence[Mapping[str, Any]]) -> list[Measured]:
     """Medians over steps with the same rows and tokens, and contexts within a factor of two, without prompts."""
-    groups: dict[tuple[int, int, int], list[Mapping[str, Any]]] = {}
+    groups: dict[tuple[int, int, int], list[tuple[float, float]]] = {}  # (context of a row, seconds)
     for row in rows:
         if not all(key in row for key in KEYS) or not row["num_rows"]:
             continue
-        num, drafted = row["num_rows"], row.get("num_draft_tokens", 0)
+        num, drafted = int(_number(row, "num_rows")), int(_number({"num_draft_tokens": 0, **row}, "num_draft_tokens"))
+        context = _number(row, "num_context_tokens") / num
+        seconds = _number(row, "total_s", TINY) - _number({"draft_s": 0.0, **row}, "draft_s")
+        if seconds <= 0:
+            raise ConfigError(f"draft_s = {row['draft_s']} in a row: all of its total_s = {row['total_s']} or more")
         if row["num_query_tokens"] == num + drafted and drafted % num == 0:
-            depth = int(np.log2(max(1, row["num_context_tokens"] / num)))
-            groups.setdefault((num, drafted // num, depth), []).append(row)
+            groups.setdefault((num, drafted // num, int(np.log2(max(1, context)))), []).append((context, seconds))
     return [
-        Measured(
-            num, float(k), statistics.median(r["num_context_tokens"] / num for r in many),
-            statistics.median(r["total_s"] - r.get("draft_s", 0.0) for r in many),
-        )
+        Measured(num, float(k), *(statistics.median(each) for each in zip(*many, strict=True)))
         for (num, k, _), many in groups.items()
-    ]  # fmt: skip
+    ]
 
 
 def calibrate(
@@ -138,7 +155,9 @@ def calibrate(
         ])  # fmt: skip
 
     start = {name: float(getattr(efficiency, name)) for name in EFFICIENCIES} | HOST_START
-    found = fit(lambda values: seconds(values, used), np.array([row.seconds for row in used]), start, prior=2.0)
+    bounds = {name: limits(Software if name in HOSTS else Efficiency, name) for name in start}
+    measured_s = np.array([row.seconds for row in used])
+    found = fit(lambda values: seconds(values, used), measured_s, start, prior=2.0, bounds=bounds)
     predicted = seconds(found.values, held_out) if held_out else np.zeros(0)
     errors = tuple(float(p / row.seconds - 1) for p, row in zip(predicted, held_out, strict=True))
     return Calibration(*cards(found.values), found, used, held_out, errors)

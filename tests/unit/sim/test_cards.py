@@ -99,6 +99,33 @@ def test_a_card_that_lacks_a_number_or_does_not_exist(tmp_path):
         ("nvidia-8b-zero", ["pipeline.gpu=8"], r"unknown key pipeline.gpu: did you mean gpus\?"),
         ("nvidia-8b-zero", ["speculation.method=magic"], "must be one of none, eagle3"),
         ("nvidia-8b-zero", ["speculation.method=draft_model"], "speculation.draft_model is not set"),
+        (
+            "nvidia-8b-zero",
+            ["speculation.method=draft_model", "draft_model=qwen3-235b-a22b"],
+            "the drafter does not fit: 470.2 GB of its weights a device, 151.0 GB left beside Qwen3-8B",
+        ),
+        (
+            "nvidia-8b-zero",
+            ["speculation.method=draft_model", "draft_model=smollm2-135m", "engine.gpus=4", "engine.tp=4"],
+            "does not divide the 9 heads of speculation.draft_model, SmolLM2-135M",
+        ),
+        ("nvidia-8b-zero", ["hardware=a100", "training_precision=fp8"], "pipeline.training_precision = 'fp8': A100"),
+        ("nvidia-8b-zero", ["hardware=a100", "head_precision=fp8"], "speculation.head_precision = 'fp8': A100"),
+        ("nvidia-8b-zero", ["k=0", "speculation.policy=auto"], "speculation.k = 0: policy 'auto' needs at least 1"),
+        ("nvidia-8b-zero", ["acceptance=2", "chances=[0.5]"], r"acceptance = 2 with speculation.chances = \[0.5\]"),
+        ("nvidia-8b-async", ["lag=64", "batch=1000000", "group=1"], "192 batches are simulated"),
+        (
+            "nvidia-8b-zero",
+            [
+                "hardware=neoverse-n1-2",
+                "model=smollm2-135m",
+                "max_tokens=4000",
+                "engine.precision=fp32",
+                "head_precision=fp32",
+                "training_precision=fp32",
+            ],
+            "pipeline.gpus = 32: weights have no way between devices; give network_gb_s",
+        ),
         ("nvidia-8b-one", [], "is no preset; there are nvidia-235b-2048"),
     ],
 )
@@ -106,6 +133,17 @@ def test_impossible_scenarios_are_refused_with_a_reason(preset, words, message):
     with pytest.raises(ConfigError, match=message):
         simulator = Simulator(load(preset, words))
         simulator.run(simulator.scenario.speculation)
+
+
+def test_a_section_that_is_none(tmp_path):
+    (tmp_path / "mine.toml").write_text("speculation = 3\n")
+    with pytest.raises(ConfigError, match="speculation is a value, not a section"):
+        load(str(tmp_path / "mine.toml"), ["k=5"])
+
+
+def test_acceptance_and_chances_take_each_others_place():
+    chosen = load("nvidia-8b-zero", ["chances=[0.5, 0.25]"]).speculation
+    assert chosen.length(2) == pytest.approx(1 + 0.5 + 0.125)
 
 
 def test_positions_keep_their_chances_where_only_k_changes():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ import pytest
 from paceline.config import ConfigError
 from paceline.sim.cards import Efficiency, Hardware, Model, Software, card
 from paceline.sim.fit import fit
+from paceline.sim.settings import limits
 from paceline.sim.step import Engine, StepModel
-from paceline.sim.trace import calibrate, read_trace
+from paceline.sim.trace import EFFICIENCIES, Measured, calibrate, read_trace
 
 H200, QWEN, START = card(Hardware, "h200", ""), card(Model, "qwen3-8b", ""), card(Efficiency, "published", "")
 
@@ -32,6 +34,32 @@ def test_what_no_row_tells_of_stays():
 def test_ratios_need_numbers_above_zero():
     with pytest.raises(ValueError, match="above zero"):
         fit(lambda v: np.ones(1), np.zeros(1), {"a": 1.0})
+
+
+def test_values_stay_within_their_bounds():
+    """Where the rows ask for more, the others take up what they can: the best with a at 2 is b = 3."""
+    x = np.array([1.0, 2.0, 5.0])
+    found = fit(lambda v: v["a"] * v["b"] * x, 6 * x, {"a": 1.0, "b": 0.5}, 10.0, bounds={"a": (0.1, 2), "b": (0, 99)})
+    assert found.values["a"] <= 2 and found.worst < 0.01
+    narrow = fit(lambda v: v["a"] * x, 6 * x, {"a": 1.0, "b": 0.5}, bounds={"a": (0.1, 2)})
+    assert narrow.values["a"] == pytest.approx(2) and narrow.at_bounds == ("a",)
+    assert fit(lambda v: v["a"] * x, x / 6, {"a": 9.0}, bounds={"a": (2, 3)}).values["a"] == pytest.approx(2)
+
+
+def test_no_trace_makes_a_machine_better_than_its_peak():
+    """A step that takes as long whatever its rows: nothing would fit it better than keys and values for nothing."""
+    flat = [Measured(rows, 0.0, 2000.0, 4e-3) for rows in (1, 2, 4, 8, 16, 32)]
+    found = calibrate(flat, H200, QWEN, START, Engine())
+    for name in EFFICIENCIES:
+        low, high = limits(Efficiency, name)
+        assert low <= found.fitted.values[name] <= high * (1 + 1e-12)
+    assert "attention" in found.fitted.at_bounds and found.efficiency.attention == pytest.approx(1.05)
+
+
+def test_the_steps_of_an_h200_are_predicted():
+    measured = read_trace(Path(__file__).parents[3] / "benchmarks/data/h200-qwen3-8b-steps.json")
+    found = calibrate(measured, H200, QWEN, START, Engine())
+    assert len(found.held_out) >= 19 and found.worst < 0.1 and not found.fitted.at_bounds
 
 
 def machine(seed: int = 0, noise: float = 0.01):
@@ -94,3 +122,33 @@ def test_what_is_no_trace(tmp_path, text, message):
         read_trace(tmp_path / "steps.json")
     with pytest.raises(ConfigError, match="No such file"):
         read_trace(tmp_path / "none.json")
+    (tmp_path / "steps.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"steps\.json: neither JSON nor jsonl"):
+        read_trace(tmp_path / "steps.json")
+
+
+BENCH = {"batch": 1, "num_speculative_tokens": 0, "context": 100, "step_ms": 5.0}
+STEP = {"num_rows": 1, "num_query_tokens": 1, "num_context_tokens": 100, "total_s": 0.005}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (BENCH | {"step_ms": -1}, "step_ms = -1 in a row: must be a number above zero"),
+        (BENCH | {"step_ms": float("nan")}, "step_ms = nan"),
+        (BENCH | {"step_ms": "5"}, "step_ms = '5'"),
+        (BENCH | {"batch": 0}, "batch = 0 in a row: must be a number of 1 or more"),
+        (BENCH | {"context": None}, "context = None"),
+        (BENCH | {"num_speculative_tokens": -3}, "num_speculative_tokens = -3"),
+        ({"step_ms": 5.0}, "num_speculative_tokens = None"),
+        (BENCH, "1 kinds of steps; 4 or more"),
+        (STEP | {"num_rows": "1"}, "num_rows = '1'"),
+        (STEP | {"num_rows": -1}, "num_rows = -1"),
+        (STEP | {"total_s": 0}, "total_s = 0 in a row: must be a number above zero"),
+        (STEP | {"draft_s": 0.1}, r"draft_s = 0\.1 in a row: all of its total_s = 0\.005 or more"),
+    ],
+)
+def test_rows_that_nobody_measured(tmp_path, row, message):
+    (tmp_path / "steps.json").write_text(json.dumps({"rows": [row] * 8}))
+    with pytest.raises(ConfigError, match=message):
+        read_trace(tmp_path / "steps.json")

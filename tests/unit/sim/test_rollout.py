@@ -93,6 +93,27 @@ def test_the_slow_way_agrees_with_the_quick_one():
     assert stepped.seconds != pytest.approx(seconds_of(plan, model, other)[0].sum(), rel=0.05)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"software": "nemo-rl-vllm"},
+        {"software": "nemo-rl-vllm", "method": "free", "free_row_us": 100},
+        {"hardware": "h200", "memory_share": 0.075},
+    ],
+    ids=["host", "free", "memory"],
+)
+def test_the_slow_way_knows_the_host_the_drafts_and_the_memory(words):
+    """Each of them makes a third of the time or more here."""
+    simulator = small(mean_tokens=1500, max_tokens=4000, **words)
+    s = simulator.scenario
+    lengths, prompts = (each[0, ::8] for each in lengths_of(s.workload))
+    for speculation in (s.speculation, PLAIN):
+        model = simulator.step_model(speculation)
+        stepped = play(model, speculation, s.workload, lengths, prompts)
+        seconds = seconds_of(simulator.plans[0], model, speculation)[0].sum()
+        assert stepped.seconds == pytest.approx(seconds, rel=0.06)
+
+
 @pytest.mark.parametrize("lag", [1, 3])
 def test_auto_is_not_slower_than_plain_even_where_drafts_are_worthless(lag):
     words = {} if lag == 1 else {"lag": lag, "layout": "disaggregated", "generation_gpus": 4}
@@ -117,6 +138,15 @@ def test_streams_are_faster_than_batches_one_after_the_other():
     layout = {"layout": "disaggregated", "generation_gpus": 4}
     taken = [small(lag=lag, **layout).run(PLAIN).rollout.seconds for lag in (1, 2, 4)]
     assert taken[0] > 1.2 * taken[1] > 1.2 * taken[2]
+
+
+@pytest.mark.parametrize("lag", [2, 4])
+def test_a_stream_takes_what_its_tokens_take_beside_all_that_is_under_way(lag):
+    """Requests of one length: a batch ends every 1000 / lag tokens, in steps with the rows of `lag` batches."""
+    words = {"mean_tokens": 1000, "max_tokens": 1000, "sigma": 0, "prompt_tokens": 1}
+    simulator = small(lag=lag, layout="disaggregated", generation_gpus=4, **words)
+    step_s = float(simulator.step_model(PLAIN).step_s(64 * lag, 0, 501))
+    assert simulator.run(PLAIN).rollout.seconds == pytest.approx(1000 / lag * step_s, rel=0.01)
 
 
 def test_lengths_are_those_of_the_workload():
