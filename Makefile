@@ -1,6 +1,7 @@
 # Every target makes the virtual environment it needs; a second run finds it made.
 #   make quickstart   pull a model, post-train it with RL and speculative rollouts, report (about ten minutes)
 #   make test         lint, types and all tests but vLLM's, Ray's and TRL's
+#   make setup-vllm   an environment with vLLM, .venv-vllm; setup-cluster: one with Ray, .venv-cluster
 #   make test-vllm    the tests against the real vLLM, in their own environment
 #   make test-cluster the tests against the real Ray, in their own environment
 #   make test-trl     our losses against TRL's, in their own environment
@@ -25,13 +26,17 @@ TRL_STAMP := .venv-trl/.made
 CLUSTER_BIN := .venv-cluster/bin
 CLUSTER_STAMP := .venv-cluster/.made
 
-.PHONY: help setup quickstart test lint types unit test-vllm test-cluster test-trl clean
+.PHONY: help setup setup-vllm setup-cluster quickstart test lint types unit test-vllm test-cluster test-trl clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   //p' Makefile
 
 setup: $(STAMP)
+
+setup-vllm: $(VLLM_STAMP)
+
+setup-cluster: $(CLUSTER_STAMP)
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv .venv

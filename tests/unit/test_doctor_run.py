@@ -115,7 +115,7 @@ def test_two_processes_meet(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_ray_the_rest_is_still_looked_at(without: Any, tmp_path: Path) -> None:
     without("ray")
     findings = doctor.examine_run(settings(tmp_path, "cluster.kind=ray"))
-    assert row(findings, "Ray").remedy == 'pip install "paceline[ray]"' and "not here" in row(findings, "Ray").detail
+    assert row(findings, "Ray").remedy == 'pip install -e ".[ray]"' and "not here" in row(findings, "Ray").detail
     assert {row(findings, name).status for name in ("device", "model", "gloo")} == {doctor.OK}
 
 
@@ -126,7 +126,7 @@ def test_an_address_where_nobody_is(monkeypatch: pytest.MonkeyPatch) -> None:
         port = free.getsockname()[1]
     rows, host = run._ray(on_ray(f"cluster.address=127.0.0.1:{port}"))
     assert [found.status for found in rows] == [doctor.MISSING] and host == "127.0.0.1"
-    assert "nobody listens there" in rows[0].detail and "docs/slurm.md" in rows[0].remedy
+    assert "nobody listens at 127.0.0.1" in rows[0].detail and "docs/slurm.md" in rows[0].remedy
 
 
 def node(cpus: float = 8, gpus: float = 4, host: str = "one", **changes: Any) -> dict[str, Any]:

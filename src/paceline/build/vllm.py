@@ -30,7 +30,7 @@ def build_vllm_engine(config: Config) -> VllmEngine:
     if found is None or found.origin is None:  # a mere folder of this name is none
         raise ValueError(
             'engine.kind = "vllm": vLLM is not installed here; run paceline in an environment that has it (`make '
-            'test-vllm` makes .venv-vllm), or use engine.kind = "local"'
+            'setup-vllm` makes .venv-vllm), or use engine.kind = "local"'
         )
     directory = resolve(config.model.name)
     model = read_shape(directory)

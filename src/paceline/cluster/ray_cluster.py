@@ -6,15 +6,14 @@ A Ray that is started here listens on the loopback address alone, has no dashboa
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.cluster.ray_probe import knock
 from paceline.config import ClusterSection
 
 PLACING_S = 60.0  # a running cluster may be busy, or may have to grow first
 REWARD_CPUS = 1
-KNOCKING_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +133,6 @@ class RayCluster:
             ray.shutdown()
 
 
-def knock(address: str) -> None:
-    """Whether anybody listens at HOST:PORT, within seconds; Ray itself would try for minutes."""
-    host, colon, port = address.rpartition(":")
-    if colon and host and "/" not in address and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), KNOCKING_S).close()
-
-
 def _ray(here: bool) -> Any:
     """Ray reads these once, when it is imported."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -149,5 +141,5 @@ def _ray(here: bool) -> Any:
     try:
         import ray
     except ImportError:
-        raise ValueError('cluster.kind = "ray", but Ray is not installed; pip install "paceline[ray]"') from None
+        raise ValueError('cluster.kind = "ray", but Ray is not installed; pip install -e ".[ray]"') from None
     return ray

@@ -25,13 +25,28 @@ def ray_version() -> str:
 def cluster_facts(address: str, paths: list[str]) -> dict[str, Any]:
     """`nodes`: host, resources, versions, and which of `paths` it does not see; `free`: what is not in use now; `host`:
     by which the others reach this one. ValueError with the reason where there is no Ray at this address."""
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdecimal():  # else it is "auto", and Ray knows where to look
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
-        except OSError as error:
-            raise ValueError(f"nobody listens there ({error})") from None
+    try:
+        knock(address)
+    except OSError as error:
+        raise ValueError(str(error)) from None
     return ask(__name__, address, *paths)
+
+
+def knock(address: str) -> None:
+    """OSError if nobody listens at HOST:PORT, within seconds; Ray itself would try for minutes. `auto` is what
+    RAY_ADDRESS says, or the Ray that was started last on this machine, which may be gone."""
+    said = ""
+    if address == "auto":
+        folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+        last = Path(folder, "ray", "ray_current_cluster")
+        address = os.environ.get("RAY_ADDRESS") or (last.read_text().strip() if last.is_file() else address)
+        said = f", as {'RAY_ADDRESS' if 'RAY_ADDRESS' in os.environ else last} says"
+    host, colon, port = address.rpartition(":")
+    if colon and host and "/" not in address and port.isdecimal():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        except OSError as error:
+            raise OSError(f"nobody listens at {address}{said}: {error}") from None
 
 
 def _join(address: str, paths: list[str]) -> dict[str, Any]:

@@ -194,7 +194,7 @@ def _ray(config: Config) -> tuple[list[Finding], str]:
     try:
         installed = ray_version()
     except ValueError as error:
-        return [_problem("Ray", error, 'pip install "paceline[ray]"')], LOOPBACK
+        return [_problem("Ray", error, 'pip install -e ".[ray]"')], LOOPBACK
     address = config.cluster.address
     if address is None:
         return [_good("Ray", f"{installed}; it is started here for the run"), _room_here(build_plan(config))], LOOPBACK

@@ -164,7 +164,7 @@ def steady_step(pipeline: Pipeline, stages: Stages) -> Step:
     busy = stages.generation + stages.learning_s if pipeline.layout == "colocated" else 0.0
     return Step(
         seconds=period,
-        exposed_s=period - stages.learning_s,
+        exposed_s=max(0.0, period - stages.learning_s),
         generation_idle=_share(period, busy or stages.generation),
         training_idle=_share(period, busy or stages.learning_s),
         timeline=tuple(spans),

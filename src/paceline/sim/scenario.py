@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -73,7 +74,14 @@ def whole_key(key: str) -> str:
     found = [f"{name}.{key}" for name, kind in sections.items() if key in {f.name for f in dataclasses.fields(kind)}]
     if len(found) > 1:
         raise ConfigError(f"{key}: which of {', '.join(found)}?")
-    return found[0] if found else key
+    if found:
+        return found[0]
+    known = {each.name: f"{name}.{each.name}" for name, kind in sections.items() for each in dataclasses.fields(kind)}
+    known |= {each.name: each.name for each in dataclasses.fields(Scenario)}
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if close:
+        raise ConfigError(f"unknown key {key}: did you mean {known[close[0]]}?")
+    return key
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,9 +126,7 @@ def _dataset_rows(section: TaskSection) -> Iterator[Row]:
     try:
         from datasets import DatasetDict, load_dataset, load_from_disk
     except ImportError as error:
-        raise ValueError(
-            f"task.kind = \"dataset\" needs the datasets library ({error}); pip install 'paceline[train]'"
-        ) from None
+        raise ValueError(f'task.kind = "dataset" needs the datasets library ({error}); pip install datasets') from None
     name = section.name
     directory = Path(name)
     saved = any((directory / file).is_file() for file in ("state.json", "dataset_dict.json"))

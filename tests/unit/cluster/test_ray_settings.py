@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from paceline.cluster.ray_cluster import knock, plan
+from paceline.cluster.ray_cluster import plan
+from paceline.cluster.ray_probe import knock
 from paceline.config import ClusterSection, ConfigError, load_config
 
 
@@ -63,10 +65,12 @@ def test_without_ray_it_is_said_how_to_get_it() -> None:
         "RayCluster(ClusterSection(kind='ray'), plan(ClusterSection(kind='ray'), 0, 0))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert 'Ray is not installed; pip install "paceline[ray]"' in done.stderr
+    assert 'Ray is not installed; pip install -e ".[ray]"' in done.stderr
 
 
-def test_an_address_where_nobody_listens_is_told_at_once() -> None:
+def test_an_address_where_nobody_listens_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         knock(f"127.0.0.1:{port}")
@@ -74,3 +78,8 @@ def test_an_address_where_nobody_listens_is_told_at_once() -> None:
         knock(f"127.0.0.1:{port}")
     for other in ("auto", "ray://somewhere:10001"):  # which Ray itself understands
         knock(other)
+    last = tmp_path / "ray" / "ray_current_cluster"
+    last.parent.mkdir()
+    last.write_text(f"127.0.0.1:{port}")
+    with pytest.raises(OSError, match="ray_current_cluster says"):
+        knock("auto")

@@ -89,3 +89,10 @@ def test_where_it_can_not_run() -> None:
         build_engine(config)
     with pytest.raises(ValueError, match="vLLM is not installed here; run paceline in an environment that has it"):
         build_rollout_engine(config)
+
+
+def test_the_shipped_configuration_is_one_of_vllms(tmp_path: Path) -> None:
+    tiny = tiny_config()
+    config = load_config(Path(__file__).parents[3] / "configs" / "vllm.toml")
+    assert config.engine.kind == "vllm" and not config.speculation.audit_every
+    assert vllm_options(config, tmp_path, tiny)["speculative_config"]["method"] == "custom_class"

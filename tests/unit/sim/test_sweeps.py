@@ -22,6 +22,9 @@ run = CliRunner().invoke
         (["--sweep", "k=1:2", "--fit", "steps.json"], "two commands"),
         (["--sweep", "k=1:2", "--timeline"], "--timeline with --sweep"),
         (["--fit", "steps.json", "--timeline"], "--timeline with --fit"),
+        (["acceptence=3"], "did you mean speculation.acceptance?"),
+        (["--sweep", "bach=1:3"], "did you mean workload.batch?"),
+        (["hardwre=h100"], "did you mean hardware?"),
     ],
 )
 def test_contradictions_are_named(words, message):
