@@ -131,6 +131,9 @@ def test_the_hunt_for_processes_finds_them() -> None:
     mark = f"seen-{os.getpid()}"
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)", mark]) as process:
         try:
+            deadline = time.monotonic() + 20  # between fork and exec its command line is empty
+            while process.pid not in alive(mark) and time.monotonic() < deadline:
+                time.sleep(0.01)
             assert process.pid in alive(mark)
         finally:
             process.kill()
