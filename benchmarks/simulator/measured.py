@@ -41,7 +41,7 @@ def record(
             draft_lengths=draft_lengths,
             drafter="history",
             prompt_tokens=prompt_tokens,
-            max_tokens=100,
+            max_tokens=72,
             device=device,
             dtype="float32" if device == "cpu" else "bfloat16",
         )
