@@ -205,7 +205,7 @@ def test_vllm_is_found_or_its_absence_explained(monkeypatch, tmp_path):
     monkeypatch.delenv("PACELINE_VLLM_PYTHON", raising=False)
     monkeypatch.setattr(vllm_python, "__file__", str(tmp_path / "a/b/c/d.py"))
     monkeypatch.setattr(vllm_python.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="make test-vllm"):
+    with pytest.raises(ValueError, match="make setup-vllm"):
         vllm_python.find_python()
     python = tmp_path / ".venv-vllm" / "bin" / "python"
     python.parent.mkdir(parents=True)

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
 from real_vllm import pulled
+from scripts import load_script
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(not list(pulled()), reason="paceline pull smollm2-135m first"),
 ]
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vllm" / "acceptance.py"
-
-
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("acceptance", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("method", ["eagle3", "suffix"])
 def test_drafts_are_right_as_often(method: str, capsys: Any) -> None:
-    measure = script().measure
+    measure = load_script("vllm/acceptance.py").measure
     local, vllm = (measure(kind, method, num_prompts=3, num_tokens=32) for kind in ("local", "vllm"))
     with capsys.disabled():
         print(f"\n  {method}: {local['mean_acceptance_length']:.3f} here, {vllm['mean_acceptance_length']:.3f} in vLLM")

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import load_script
 
 from paceline.verify.chance import SIGNIFICANCE, holm
 
 pytestmark = pytest.mark.vllm
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vllm" / "exactness.py"
 METHODS = ("ngram", "eagle3", "suffix")
 SAMPLES = 5000
 
 
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("exactness", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_drafts_do_not_change_the_distribution(capsys: Any) -> None:
-    exactness = script()
+    exactness = load_script("vllm/exactness.py")
     processes = [["plain", "null", "eagle3", "suffix", "twin"], ["ngram"]]
     found = exactness.draw_all(processes, seed=0, num_samples=SAMPLES, jobs=2)
     text, tests = exactness.table(found)

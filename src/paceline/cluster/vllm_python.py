@@ -1,6 +1,6 @@
 """Where vLLM lives: the interpreter that can import it, and the environment it runs in.
 
-vLLM pins its own torch, so it usually has a virtual environment of its own (`make test-vllm` makes `.venv-vllm`).
+vLLM pins its own torch, so it usually has a virtual environment of its own (`make setup-vllm` makes `.venv-vllm`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
-REMEDY = "run `make test-vllm` once (it makes .venv-vllm), or set PACELINE_VLLM_PYTHON to an interpreter that has vLLM"
+REMEDY = "run `make setup-vllm` once (it makes .venv-vllm), or set PACELINE_VLLM_PYTHON to an interpreter that has vLLM"
 
 
 def find_python() -> str:

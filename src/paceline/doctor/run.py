@@ -142,7 +142,7 @@ def _sizes(config: Config, directory: Path) -> list[int]:
 def _vllm(config: Config) -> Iterable[Finding]:
     from paceline.cluster.vllm_probe import vllm_facts
 
-    elsewhere = "run paceline in an environment that has it (`make test-vllm` makes .venv-vllm)"
+    elsewhere = "run paceline in an environment that has it (`make setup-vllm` makes .venv-vllm)"
     try:
         facts = vllm_facts()
     except ValueError as error:

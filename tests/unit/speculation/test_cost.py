@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripts import load_script
 
 from paceline.speculation.batch import Load
 from paceline.speculation.cost import CostTable, Point
@@ -281,15 +280,6 @@ def test_files_that_are_none(tmp_path):
 # -- shipped ----------------------------------------------------------------------------------------------------------
 
 
-def script() -> ModuleType:
-    path = Path(__file__).parents[3] / "benchmarks" / "history" / "tables.py"
-    spec = importlib.util.spec_from_file_location("tables", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def misses(costs: CostTable, hosted: CostTable, published: ModuleType) -> list[str]:
     """Published cells that the tables do not give back: plain steps exactly, the others within 3%."""
     wrong = []
@@ -307,7 +297,7 @@ def misses(costs: CostTable, hosted: CostTable, published: ModuleType) -> list[s
 
 
 def test_the_shipped_tables_give_back_what_was_published():
-    published = script()
+    published = load_script("history/tables.py")
     costs, hosted = cost_table_of("vllm-h200-qwen3-8b"), cost_table_of("vllm-h200-qwen3-8b-hosted")
     assert misses(costs, hosted, published) == []
     assert costs.draft_s("suffix", 100, 7) == pytest.approx(200e-6)
@@ -317,7 +307,7 @@ def test_the_shipped_tables_give_back_what_was_published():
 
 
 def test_the_shipped_tables_are_those_that_the_script_makes():
-    made = {made.name: made for made in script().tables()}
+    made = {made.name: made for made in load_script("history/tables.py").tables()}
     assert set(shipped_tables()) == set(made)
     for name, costs in made.items():
         shipped = CostTable.load(SHIPPED / f"{name}.json")
