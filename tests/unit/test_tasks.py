@@ -272,7 +272,7 @@ def test_without_datasets_the_error_says_what_to_install(monkeypatch):
         return original(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ValueError, match=r"pip install 'paceline\[train\]'"):
+    with pytest.raises(ValueError, match=r"pip install datasets$"):
         TableTask(TaskSection(kind="dataset", name="openai/gsm8k"))
 
 

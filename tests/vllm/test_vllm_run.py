@@ -7,12 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_run import lines, make, write_head, write_model, write_task
+from tiny_run import Quiet, lines, make, write_head, write_model, write_task
 
 pytest.importorskip("vllm.v1", reason="these tests run where vLLM is", exc_type=ImportError)
 
+from paceline.build import build_loop
 from paceline.cluster import vllm_transfer
 from paceline.cluster.vllm_engine import VllmEngine
+from paceline.config import load_config
 
 pytestmark = pytest.mark.vllm
 NUM_STEPS = 10
@@ -69,6 +71,27 @@ def reward_rises(folder: Path, method: str) -> None:
 @pytest.mark.parametrize("method", ["none", "eagle3", "suffix"])
 def test_reward_rises(folder: Path, method: str) -> None:
     reward_rises(folder, method)
+
+
+def test_the_shipped_config_trains(folder: Path) -> None:
+    small = [
+        f"model.name={str(folder / 'model')!r}",
+        "engine.max_num_seqs=8",
+        "sampling.max_tokens=8",
+        "task.size=16",
+        "task.held_out=2",
+        "train.num_steps=2",
+        "train.groups_per_step=2",
+        "train.eval_every=0",
+    ]
+    config = load_config(Path(__file__).parents[2] / "configs" / "vllm.toml", small)
+    loop = build_loop(config, Quiet(), run=folder / "shipped")
+    try:
+        summary = loop.run()
+    finally:
+        loop.close()
+    assert summary["finished"] and [step["version"] for step in lines(folder / "shipped", "metrics")] == [1, 2]
+    assert {trace["drafter"] for trace in lines(folder / "shipped", "trace")} == {"suffix"}
 
 
 def test_an_architecture_that_is_not_ours_trains_with_vllm(folder: Path) -> None:
