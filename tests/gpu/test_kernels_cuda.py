@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -64,10 +66,9 @@ def test_fused_operations_equal_the_plain_ones(dtype: torch.dtype, family: str) 
             assert off(mine, theirs) <= most
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_query", [[1] * 5, [1, 3, 4, 2, 1], [4, 16, 1, 9, 8], [2] * 70, [1] * 300])
-def test_paged_attention_equals_sdpa(dtype: torch.dtype, num_query: list[int]) -> None:
-    from paceline.model.cuda.attention import CudaPagedAttention, Rows
+def paged_rows(num_query: list[int], dtype: torch.dtype) -> tuple[BatchPlan, Any, list[PagedKV]]:
+    """Rows over pages of noise: as PagedAttention's plan and as the kernel's Rows, and three times the same pages."""
+    from paceline.model.cuda.attention import Rows
 
     config, dice = tiny_config(**SHAPE), np.random.default_rng(len(num_query))
     num_rows = len(num_query)
@@ -82,23 +83,57 @@ def test_paged_attention_equals_sdpa(dtype: torch.dtype, num_query: list[int]) -
     total = int(start[-1])
     positions = np.arange(total) + np.repeat(context - np.array(num_query) - start[:-1], num_query)
     plan = BatchPlan(np.zeros(total, np.int64), positions, start, context, tables, np.arange(total))
-    slow, fast = (PagedKV(config, int(sizes.sum()) + 3, dtype, CUDA) for _ in range(2))
-    for mine, theirs in ((slow.k, fast.k), (slow.v, fast.v)):
-        theirs.copy_(mine.normal_(generator=torch.Generator(CUDA).manual_seed(0)))
+    kvs = [PagedKV(config, int(sizes.sum()) + 3, dtype, CUDA) for _ in range(3)]
+    for name in ("k", "v"):
+        noise = torch.randn(kvs[0].k.shape, generator=torch.Generator(CUDA).manual_seed(0), device=CUDA)
+        for kv in kvs:
+            getattr(kv, name).copy_(noise)
+    arrays = (start, context, np.arange(num_rows, dtype=np.int32), tables)
+    return plan, Rows(*(torch.as_tensor(x, device=CUDA) for x in arrays)), kvs
+
+
+QUERIES = [[1] * 5, [1, 3, 4, 2, 1], [4, 16, 1, 9, 8], [2] * 70, [1] * 300]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_query", QUERIES)
+def test_paged_attention_equals_sdpa(dtype: torch.dtype, num_query: list[int]) -> None:
+    from paceline.model.cuda.attention import CudaPagedAttention
+
+    plan, rows, (slow, fast, gathered) = paged_rows(num_query, dtype)
     noise = torch.Generator(CUDA).manual_seed(2)
-    heads = torch.randn(total, 12, 32, generator=noise, device=CUDA).to(dtype)
+    heads = torch.randn(sum(num_query), 12, 32, generator=noise, device=CUDA).to(dtype)
     q, k, v = heads.split([8, 2, 2], 1)
     wanted = PagedAttention(slow, plan)(1, q, k, v)
-    arrays = (start, context, np.arange(num_rows, dtype=np.int32), tables)
-    rows = Rows(*(torch.as_tensor(x, device=CUDA) for x in arrays))
     found = CudaPagedAttention(fast, rows, max(num_query))(1, q, k, v)
     assert off(found, wanted) < (1e-6 if dtype == torch.float32 else 2e-3)  # bf16: weights are rounded once, as in SDPA
     assert torch.equal(slow.k, fast.k) and torch.equal(slow.v, fast.v)
     if has_varlen(CUDA, dtype, 32):  # as prompts are computed
-        gathered = PagedKV(config, int(sizes.sum()) + 3, dtype, CUDA)
-        gathered.k.copy_(slow.k), gathered.v.copy_(slow.v)
         assert off(GatheredAttention(gathered, plan)(1, q, k, v), wanted) < 4e-3  # it rounds at other places
         assert torch.equal(slow.k, gathered.k) and torch.equal(slow.v, gathered.v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("num_query", QUERIES[1:4])
+def test_queries_turned_inside_the_attention(dtype: torch.dtype, family: str, num_query: list[int]) -> None:
+    """Normed and rotated in its kernel, or before it: the same keys in the pages, and the same found."""
+    from paceline.model.cuda.attention import CudaPagedAttention
+    from paceline.model.cuda.ops import CudaOps
+
+    plan, rows, (slow, fast, _) = paged_rows(num_query, dtype)
+    decoder = tiny_decoder(dtype, family=family, qk_norm=family == "qwen3", max_positions=512, **SHAPE).to(CUDA)
+    config, layer, dice = decoder.config, decoder.layers[0], torch.Generator(CUDA).manual_seed(1)
+    for norm in (layer.q_norm, layer.k_norm):
+        if norm is not None:
+            norm.copy_(1 + 0.2 * torch.randn(norm.shape, generator=dice, device=CUDA))
+    h = 3 * torch.randn(sum(num_query), config.hidden_size, generator=dice, device=CUDA).to(dtype)
+    at = torch.as_tensor(plan.positions, device=CUDA)
+    given = (h, layer, config, at, decoder.rope.tables(decoder.norm))
+    wanted = TorchOps().attend(*given, PagedAttention(slow, plan), 1)
+    found = CudaOps().attend(*given, CudaPagedAttention(fast, rows, max(num_query)), 1)
+    assert off(found, wanted) < (1e-6 if dtype == torch.float32 else 3e-3)  # bf16: as above, on rounded queries
+    assert off(fast.k, slow.k) < (1e-7 if dtype == torch.float32 else 1e-5) and torch.equal(slow.v, fast.v)
 
 
 def test_noise_is_the_cpus_to_the_bit_and_its_exponentials_to_two_ulp() -> None:

@@ -68,8 +68,8 @@ class Decoder(nn.Module):
         stroke. So a layer needs no parameters but its own."""
         ops, eps = self.ops, self.config.norm_eps
         x, h = (x, ops.norm(x, layer.input_norm, eps)) if y is None else ops.add_norm(x, y, layer.input_norm, eps)
-        q, k, v = ops.qkv(h, layer, self.config, positions_T, self.rope.tables(self.norm))
-        h = ops.linear(attention(i, q, k, v), layer.o)
+        rope = self.rope.tables(self.norm)
+        h = ops.linear(ops.attend(h, layer, self.config, positions_T, rope, attention, i), layer.o)
         x, h = ops.add_norm(x, h, layer.post_norm, eps)
         return x, ops.linear(ops.silu_mul(ops.linear(h, layer.gate_up)), layer.down)
 

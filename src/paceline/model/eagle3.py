@@ -97,8 +97,9 @@ class Eagle3Head(nn.Module):
         e = ops.norm(e.to(x_TD.dtype), layer.input_norm, c.norm_eps)
         h = ops.norm(x_TD, self.hidden_norm, c.norm_eps)
         residual = h if self.config.norm_before_residual else x_TD
-        q, k, v = ops.qkv(torch.cat([e, h], -1), layer, c, positions_T, self.rope.tables(self.norm))
-        x, h = ops.add_norm(residual, ops.linear(attention(0, q, k, v), layer.o), layer.post_norm, c.norm_eps)
+        rope, both = self.rope.tables(self.norm), torch.cat([e, h], -1)
+        h = ops.linear(ops.attend(both, layer, c, positions_T, rope, attention, 0), layer.o)
+        x, h = ops.add_norm(residual, h, layer.post_norm, c.norm_eps)
         h = ops.linear(ops.silu_mul(ops.linear(h, layer.gate_up)), layer.down)
         return ops.add_norm(x, h, self.norm, c.norm_eps)
 

@@ -19,6 +19,7 @@ from paceline import native
 from paceline.model.config import ModelConfig
 from paceline.model.kv import BatchPlan, PagedKV
 from paceline.model.layer import Linear
+from paceline.model.ops import Attends
 
 if TYPE_CHECKING:
     from paceline.model.decoder import Decoder
@@ -133,7 +134,7 @@ def pack_for_inference(model: Decoder | Eagle3Head) -> None:
         vars(module).update(module._modules | module._parameters)
 
 
-class NativeOps:
+class NativeOps(Attends):
     """ops.Ops over packed weights."""
 
     is_cuda = False

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from paceline.model.attention import Attention
 from paceline.model.config import ModelConfig
 from paceline.model.layer import Layer, Linear
 
@@ -32,8 +33,25 @@ class Ops(Protocol):
         """Projected, normed and rotated: q [T, H, E], k and v [T, G, E]."""
         ...
 
+    def attend(
+        self, h_TD: Tensor, layer: Layer, config: ModelConfig, positions_T: Tensor, rope: tuple[Tensor, Tensor],
+        attention: Attention, i: int,
+    ) -> Tensor:  # fmt: skip
+        """What layer i's queries find among its keys and values: [T, H * E]."""
+        ...
 
-class TorchOps:
+
+class Attends:
+    """First queries, keys and values, then the attention."""
+
+    def attend(
+        self: Ops, h_TD: Tensor, layer: Layer, config: ModelConfig, positions_T: Tensor, rope: tuple[Tensor, Tensor],
+        attention: Attention, i: int,
+    ) -> Tensor:  # fmt: skip
+        return attention(i, *self.qkv(h_TD, layer, config, positions_T, rope))
+
+
+class TorchOps(Attends):
     """Any device, any dtype, with gradients."""
 
     is_cuda = False

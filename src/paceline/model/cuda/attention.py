@@ -2,8 +2,9 @@
 
 One program per row, key/value head and part of the context: all queries of a row and all heads of a group share one
 reading of its keys and values, which is what such a step's time goes into. The keys and values of the queries' own
-tokens come straight from the projection, and are written to the pages by the way. Whichever part of a row is done last
-puts the parts together, in their order; where rows alone fill the device there is one part.
+tokens come straight from the projection, are normed and rotated like the queries, and written to the pages by the way.
+Whichever part of a row is done last puts the parts together, in their order; where rows alone fill the device there is
+one part.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.model.cuda.early import early, wait
 from paceline.model.kv import BLOCK, PagedKV
 
 MAX_QUERIES = 16  # of a row; longer spans are a prefill's
@@ -36,6 +38,17 @@ class Rows:
         return len(self.context)
 
 
+@dataclass(slots=True)
+class Turn:
+    """What is still to be done to queries and keys: a norm, where the model has one, and the rotation by position."""
+
+    cos: Tensor  # [positions, E / 2]
+    sin: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+
+
 def num_parts(num_rows: int, num_kv_heads: int) -> int:
     """A power of two, so that few programs exist."""
     wanted = max(1, PROGRAMS // (num_rows * num_kv_heads))
@@ -52,7 +65,7 @@ class CudaPagedAttention:
         self.parts = num_parts(rows.num, num_kv)
         self.done = torch.zeros(rows.num * num_kv if self.parts > 1 else 0, dtype=torch.int32, device=kv.k.device)
 
-    def __call__(self, layer: int, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> Tensor:
+    def __call__(self, layer: int, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, turn: Turn | None = None) -> Tensor:
         num_tokens, num_heads, dim = q_THE.shape
         num_kv = k_TGE.shape[1]
         group = num_heads // num_kv
@@ -64,12 +77,16 @@ class CudaPagedAttention:
             sums = q_THE.new_empty(self.rows.num, num_kv, parts, size, dim, dtype=torch.float32)
             stats = q_THE.new_empty(self.rows.num, num_kv, parts, 2, size, dtype=torch.float32)
         rows = self.rows
+        to = turn or Turn(out, out, None, None, 0.0)
+        has_norm = to.q_norm is not None
         _attend[(rows.num, num_kv, parts)](
             q_THE, k_TGE, v_TGE, out, sums, stats, self.done, self.kv.k[layer], self.kv.v[layer],
+            to.cos, to.sin, to.q_norm if has_norm else out, to.k_norm if has_norm else out, to.eps,
             rows.tables, rows.places, rows.query_start, rows.context, dim**-0.5 * 1.4426950408889634,
             q_THE.stride(0), k_TGE.stride(0), v_TGE.stride(0), out.stride(0), rows.tables.stride(0),
             NUM_KV=num_kv, GROUP=group, DIM=dim, QUERIES=self.max_queries, SIZE=size, PARTS=parts, PAGE=BLOCK,
-            NEW=max(16, triton.next_power_of_2(self.max_queries)), **tuning(q_THE.dtype, rows.num * num_kv, parts),
+            NEW=max(16, triton.next_power_of_2(self.max_queries)), TURNS=turn is not None, NORMS=has_norm,
+            **tuning(q_THE.dtype, rows.num * num_kv, parts), **early(out.device),
         )  # fmt: skip
         return out
 
@@ -79,41 +96,78 @@ def tuning(dtype: torch.dtype, num_programs: int, parts: int) -> dict[str, int]:
     if dtype == torch.float32:
         return {"TOKENS": 32, "num_warps": 4, "num_stages": 2}
     if num_programs >= 2 * PROGRAMS:
-        return {"TOKENS": 64, "num_warps": 2, "num_stages": 3}
-    return {"TOKENS": 64 if parts > 4 else 128, "num_warps": 4, "num_stages": 3}
+        return {"TOKENS": 64, "num_warps": 2, "num_stages": 2}
+    return {"TOKENS": 64 if parts > 4 else 128, "num_warps": 4, "num_stages": 2}
+
+
+@triton.jit
+def turned(heads, at, real, norm, cos, sin, positions, eps, DIM: tl.constexpr, NORMS: tl.constexpr):
+    """The heads that lie at heads + at [N], normed and rotated: their two halves, [N, DIM / 2] each."""
+    e = tl.arange(0, DIM // 2)[None, :]
+    inside = real[:, None]
+    x = tl.load(heads + at[:, None] + e, mask=inside, other=0.0)
+    y = tl.load(heads + at[:, None] + DIM // 2 + e, mask=inside, other=0.0)
+    c = tl.load(cos + positions[:, None] * (DIM // 2) + e, mask=inside, other=0.0)
+    s = tl.load(sin + positions[:, None] * (DIM // 2) + e, mask=inside, other=0.0)
+    kind = x.dtype
+    x, y = x.to(tl.float32), y.to(tl.float32)
+    if NORMS:
+        factor = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / DIM + eps)[:, None]
+        scale_x, scale_y = tl.load(norm + e).to(tl.float32), tl.load(norm + DIM // 2 + e).to(tl.float32)
+        x = ((x * factor).to(kind).to(tl.float32) * scale_x).to(kind).to(tl.float32)
+        y = ((y * factor).to(kind).to(tl.float32) * scale_y).to(kind).to(tl.float32)
+    return (x * c - y * s).to(kind), (y * c + x * s).to(kind)
+
+
+@triton.jit
+def _heads(
+    heads, at, real, norm, cos, sin, positions, eps, NUM: tl.constexpr, DIM: tl.constexpr,
+    TURNS: tl.constexpr, NORMS: tl.constexpr,
+):  # fmt: skip
+    """[NUM, DIM], turned if that is still to be done."""
+    if TURNS:
+        x, y = turned(heads, at, real, norm, cos, sin, positions, eps, DIM, NORMS)
+        return tl.reshape(tl.permute(tl.join(x, y), (0, 2, 1)), [NUM, DIM])
+    return tl.load(heads + at[:, None] + tl.arange(0, DIM)[None, :], mask=real[:, None], other=0.0)
 
 
 @triton.jit
 def _attend(
-    q, k_new, v_new, out, sums, stats, done, k_pages, v_pages, tables, places, query_start, context, scale,
+    q, k_new, v_new, out, sums, stats, done, k_pages, v_pages, cos, sin, q_norm, k_norm, eps,
+    tables, places, query_start, context, scale,
     q_stride, k_stride, v_stride, out_stride, table_stride,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr,
-    PARTS: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr, TOKENS: tl.constexpr,
+    PARTS: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr, TURNS: tl.constexpr, NORMS: tl.constexpr,
+    TOKENS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(query_start + row)
     num = tl.load(query_start + row + 1) - first
+    old = tl.where(num > 0, tl.load(context + row) - num, 0)  # tokens that are in the pages already
+    table = tables + tl.load(places + row).to(tl.int64) * table_stride
+    share = tl.cdiv(tl.cdiv(old, TOKENS), PARTS) * TOKENS
+    begin = part * share
+    end = tl.minimum(old, begin + share)
+    ahead = begin + tl.arange(0, TOKENS)
+    pages = tl.load(table + ahead // PAGE, mask=ahead < end, other=0)
+    wait(EARLY)
     if (num == 0) | (num > QUERIES):
         return
-    old = tl.load(context + row) - num  # tokens that are in the pages already
-    table = tables + tl.load(places + row).to(tl.int64) * table_stride
     of = tl.arange(0, SIZE)  # (query, head of the group), queries first
     query = of // GROUP
     real = query < num
     e = tl.arange(0, DIM)
-    q_at = (first + query).to(tl.int64)[:, None] * q_stride + (head * GROUP + of % GROUP)[:, None] * DIM + e[None, :]
-    qs = tl.load(q + q_at, mask=real[:, None], other=0.0)
+    q_at = (first + query).to(tl.int64) * q_stride + (head * GROUP + of % GROUP) * DIM
+    qs = _heads(q, q_at, real, q_norm, cos, sin, old + query, eps, SIZE, DIM, TURNS, NORMS)
     greatest = tl.full([SIZE], -float("inf"), tl.float32)
     total = tl.zeros([SIZE], tl.float32)
     acc = tl.zeros([SIZE, DIM], tl.float32)
-    share = tl.cdiv(tl.cdiv(old, TOKENS), PARTS) * TOKENS
-    begin = part * share
-    end = tl.minimum(old, begin + share)
     for start in range(begin, end, TOKENS):
         at = start + tl.arange(0, TOKENS)
         inside = at < end
-        page = tl.load(table + at // PAGE, mask=inside, other=0).to(tl.int64)
-        base = ((page * NUM_KV + head) * PAGE + at % PAGE) * DIM
+        base = ((pages.to(tl.int64) * NUM_KV + head) * PAGE + at % PAGE) * DIM
+        # A turn ahead: then loads of keys and values wait for nothing, and several turns' are on their way at once.
+        pages = tl.load(table + (at + TOKENS) // PAGE, mask=at + TOKENS < end, other=0)
         k = tl.load(k_pages + base[:, None] + e[None, :], mask=inside[:, None], other=0.0)
         v = tl.load(v_pages + base[:, None] + e[None, :], mask=inside[:, None], other=0.0)
         scores = tl.dot(qs, tl.trans(k), input_precision="ieee") * scale
@@ -128,9 +182,9 @@ def _attend(
         j = tl.arange(0, NEW)
         fresh = j < num
         new = (first + j).to(tl.int64)
-        k = tl.load(k_new + new[:, None] * k_stride + head * DIM + e[None, :], mask=fresh[:, None], other=0.0)
-        v = tl.load(v_new + new[:, None] * v_stride + head * DIM + e[None, :], mask=fresh[:, None], other=0.0)
         at = old + j
+        k = _heads(k_new, new * k_stride + head * DIM, fresh, k_norm, cos, sin, at, eps, NEW, DIM, TURNS, NORMS)
+        v = tl.load(v_new + new[:, None] * v_stride + head * DIM + e[None, :], mask=fresh[:, None], other=0.0)
         page = tl.load(table + at // PAGE, mask=fresh, other=0).to(tl.int64)
         base = ((page * NUM_KV + head) * PAGE + at % PAGE) * DIM
         tl.store(k_pages + base[:, None] + e[None, :], k, mask=fresh[:, None])

@@ -12,7 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.model.attention import Attention
 from paceline.model.config import ModelConfig
+from paceline.model.cuda.attention import CudaPagedAttention, Turn, turned
+from paceline.model.cuda.early import early, wait
 from paceline.model.layer import Layer
 from paceline.model.ops import TorchOps
 
@@ -33,36 +36,62 @@ class CudaOps(TorchOps):
     def silu_mul(self, gate_up_TI: Tensor) -> Tensor:
         num_tokens, size = gate_up_TI.shape[0], gate_up_TI.shape[1] // 2
         out = gate_up_TI.new_empty(num_tokens, size)
-        _silu_mul[(num_tokens, triton.cdiv(size, 1024))](gate_up_TI, out, size, BLOCK=1024, num_warps=4)
+        _silu_mul[(num_tokens, triton.cdiv(size, 1024))](
+            gate_up_TI, out, size, BLOCK=1024, num_warps=4, **early(out.device)
+        )
         return out
 
     def qkv(
         self, h_TD: Tensor, layer: Layer, config: ModelConfig, positions_T: Tensor, rope: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        num_q, num_kv, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        heads = self.linear(h_TD, layer.qkv).view(-1, num_q + 2 * num_kv, dim)
-        has_norm = layer.q_norm is not None
-        block = 4 if dim <= 128 else 2
-        _rotate[(len(heads), triton.cdiv(num_q + num_kv, block))](
-            heads, layer.q_norm if has_norm else heads, layer.k_norm if has_norm else heads, *rope, positions_T,
-            config.norm_eps, heads.stride(0), num_q, num_q + num_kv,
-            HALF=dim // 2, WIDTH=triton.next_power_of_2(dim // 2), HEADS=block, NORMS=has_norm, num_warps=2,
-        )  # fmt: skip
+        q, k, v = self._project(h_TD, layer, config)
+        turn = _turn(layer, config, rope)
+        return _turned(q, positions_T, turn, turn.q_norm), _turned(k, positions_T, turn, turn.k_norm), v
+
+    def attend(
+        self, h_TD: Tensor, layer: Layer, config: ModelConfig, positions_T: Tensor, rope: tuple[Tensor, Tensor],
+        attention: Attention, i: int,
+    ) -> Tensor:  # fmt: skip
+        if not isinstance(attention, CudaPagedAttention):
+            return super().attend(h_TD, layer, config, positions_T, rope, attention, i)
+        return attention(i, *self._project(h_TD, layer, config), _turn(layer, config, rope))
+
+    def _project(self, h_TD: Tensor, layer: Layer, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
+        num_q, num_kv = config.num_heads, config.num_kv_heads
+        heads = self.linear(h_TD, layer.qkv).view(-1, num_q + 2 * num_kv, config.head_dim)
         return tuple(heads.split([num_q, num_kv, num_kv], 1))
+
+
+def _turn(layer: Layer, config: ModelConfig, rope: tuple[Tensor, Tensor]) -> Turn:
+    return Turn(*rope, layer.q_norm, layer.k_norm, config.norm_eps)
+
+
+def _turned(x_THE: Tensor, positions_T: Tensor, turn: Turn, norm: Tensor | None) -> Tensor:
+    num_tokens, num_heads, dim = x_THE.shape
+    out = torch.empty(x_THE.shape, dtype=x_THE.dtype, device=x_THE.device)
+    block = 4 if dim <= 128 else 2
+    _rotate[(num_tokens, triton.cdiv(num_heads, block))](
+        x_THE, out, out if norm is None else norm, turn.cos, turn.sin, positions_T, turn.eps, x_THE.stride(0),
+        num_heads, DIM=dim, HEADS=block, NORMS=norm is not None, num_warps=2,
+    )  # fmt: skip
+    return out
 
 
 def _sizes(x_TD: Tensor) -> dict[str, Any]:
     width = triton.next_power_of_2(x_TD.shape[1])
-    return {"D": x_TD.shape[1], "WIDTH": width, "num_warps": 8 if width >= 4096 else 4}
+    return {"D": x_TD.shape[1], "WIDTH": width, "num_warps": 8 if width >= 4096 else 4, **early(x_TD.device)}
 
 
 @triton.jit
-def _norm(x, y, weight, out, eps, D: tl.constexpr, WIDTH: tl.constexpr, ADDS: tl.constexpr):
+def _norm(
+    x, y, weight, out, eps, D: tl.constexpr, WIDTH: tl.constexpr, ADDS: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """out = norm(x) · weight, a row per program; with ADDS, x += y before that."""
     row = tl.program_id(0).to(tl.int64) * D
     at = tl.arange(0, WIDTH)
     inside = at < D
     scale = tl.load(weight + at, mask=inside, other=0.0)
+    wait(EARLY)
     value = tl.load(x + row + at, mask=inside, other=0.0)
     if ADDS:
         more = tl.load(y + row + at, mask=inside, other=0.0)
@@ -75,10 +104,11 @@ def _norm(x, y, weight, out, eps, D: tl.constexpr, WIDTH: tl.constexpr, ADDS: tl
 
 
 @triton.jit
-def _silu_mul(gate_up, out, size, BLOCK: tl.constexpr):
+def _silu_mul(gate_up, out, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
+    wait(EARLY)
     gate = tl.load(gate_up + row * 2 * size + at, mask=inside, other=0.0)
     up = tl.load(gate_up + row * 2 * size + size + at, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
@@ -88,27 +118,15 @@ def _silu_mul(gate_up, out, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rotate(
-    heads, q_norm, k_norm, cos, sin, positions, eps, stride, num_q, num_qk,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, NORMS: tl.constexpr,
+    heads, out, norm, cos, sin, positions, eps, stride, num_heads,
+    DIM: tl.constexpr, HEADS: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Norm (where the model has it) and rotate queries and keys in place: a token and a few heads per program."""
+    """A token and a few of its heads per program."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    at = tl.arange(0, WIDTH)[None, :]
-    inside = (head < num_qk) & (at < HALF)
-    low = heads + token * stride + head * (2 * HALF) + at
-    a, b = tl.load(low, mask=inside, other=0.0), tl.load(low + HALF, mask=inside, other=0.0)
-    kind = a.dtype
-    wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
-    if NORMS:
-        factor = tl.rsqrt((tl.sum(wide_a * wide_a, 1) + tl.sum(wide_b * wide_b, 1)) / (2 * HALF) + eps)[:, None]
-        is_q = head < num_q
-        known = at < HALF
-        scale_a = tl.where(is_q, tl.load(q_norm + at, mask=known), tl.load(k_norm + at, mask=known))
-        scale_b = tl.where(is_q, tl.load(q_norm + HALF + at, mask=known), tl.load(k_norm + HALF + at, mask=known))
-        wide_a = ((wide_a * factor).to(kind).to(tl.float32) * scale_a.to(tl.float32)).to(kind).to(tl.float32)
-        wide_b = ((wide_b * factor).to(kind).to(tl.float32) * scale_b.to(tl.float32)).to(kind).to(tl.float32)
-    turn = tl.load(positions + token) * HALF + at
-    c, s = tl.load(cos + turn, mask=at < HALF, other=0.0), tl.load(sin + turn, mask=at < HALF, other=0.0)
-    tl.store(low, (wide_a * c - wide_b * s).to(kind), mask=inside)
-    tl.store(low + HALF, (wide_b * c + wide_a * s).to(kind), mask=inside)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    inside = head < num_heads
+    at = tl.load(positions + token).to(tl.int32) + tl.zeros([HEADS], tl.int32)
+    x, y = turned(heads + token * stride, head * DIM, inside, norm, cos, sin, at, eps, DIM, NORMS)
+    to = out + (token * num_heads + head[:, None]) * DIM + tl.arange(0, DIM // 2)[None, :]
+    tl.store(to, x, mask=inside[:, None])
+    tl.store(to + DIM // 2, y, mask=inside[:, None])
