@@ -19,6 +19,8 @@ from paceline.model.cuda.early import early, wait
 from paceline.model.layer import Layer
 from paceline.model.ops import TorchOps
 
+SILU = 1024, 4  # values of a program, warps
+
 
 class CudaOps(TorchOps):
     is_cuda = True
@@ -36,8 +38,9 @@ class CudaOps(TorchOps):
     def silu_mul(self, gate_up_TI: Tensor) -> Tensor:
         num_tokens, size = gate_up_TI.shape[0], gate_up_TI.shape[1] // 2
         out = gate_up_TI.new_empty(num_tokens, size)
-        _silu_mul[(num_tokens, triton.cdiv(size, 1024))](
-            gate_up_TI, out, size, BLOCK=1024, num_warps=4, **early(out.device)
+        block, warps = SILU
+        _silu_mul[(num_tokens, triton.cdiv(size, block))](
+            gate_up_TI, out, size, BLOCK=block, num_warps=warps, **early(out.device)
         )
         return out
 

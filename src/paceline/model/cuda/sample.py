@@ -20,6 +20,7 @@ from paceline.model.cuda.cut import Cut
 from paceline.model.cuda.early import early, wait
 
 PART = 4096  # tokens that a program looks at; a multiple of 4, the words of one noise counter
+WARPS = 8
 STRIDE = 256  # at once, where it must look twice
 
 
@@ -57,7 +58,7 @@ def draw(
     limits = (first, first) if cut is None else (cut.logit, cut.place)
     _race[(num, parts)](
         logits_PV, ids, keys_P, positions_P, temperature_P, *limits, found, first, logits_PV.stride(0), vocab, stream,
-        PART=PART, STRIDE=STRIDE, SOME=ids_V is not None, CUT=cut is not None, num_warps=8,
+        PART=PART, STRIDE=STRIDE, SOME=ids_V is not None, CUT=cut is not None, num_warps=WARPS,
         **early(device),
     )  # fmt: skip
     _finish[(num,)](
