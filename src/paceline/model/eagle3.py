@@ -87,10 +87,17 @@ class Eagle3Head(nn.Module):
         return self.ops.linear(features_TF, self.fc)
 
     def forward(
-        self, x_TD: Tensor, tokens_T: Tensor, positions_T: Tensor, attention: Attention, embed: Linear
+        self,
+        x_TD: Tensor,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attention: Attention,
+        embed: Linear,
+        wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """From a state at each position and the token after it: the states to go on with, and their norms, which
-        `logits` takes. `embed` is the target's. May reuse the memory of x."""
+        `logits` takes; of the `wanted` tokens only, if that is said. `embed` is the target's. May reuse the memory of
+        x."""
         ops, layer, c = self.ops, self.layer, self.config.layer
         # Detached: whoever trains a head, the target's embedding gets no gradient.
         e = ops.embed(tokens_T, embed).detach() if self.embed is None else ops.embed(tokens_T, self.embed)
@@ -98,8 +105,10 @@ class Eagle3Head(nn.Module):
         h = ops.norm(x_TD, self.hidden_norm, c.norm_eps)
         residual = h if self.config.norm_before_residual else x_TD
         rope, both = self.rope.tables(self.norm), torch.cat([e, h], -1)
-        h = ops.linear(ops.attend(both, layer, c, positions_T, rope, attention, 0), layer.o)
-        x, h = ops.add_norm(residual, h, layer.post_norm, c.norm_eps)
+        h = ops.attend(both, layer, c, positions_T, rope, attention, 0)
+        if wanted is not None:  # all have left their keys and values behind
+            h, residual = h[wanted], residual[wanted]
+        x, h = ops.add_norm(residual, ops.linear(h, layer.o), layer.post_norm, c.norm_eps)
         h = ops.linear(ops.silu_mul(ops.linear(h, layer.gate_up)), layer.down)
         return ops.add_norm(x, h, self.norm, c.norm_eps)
 

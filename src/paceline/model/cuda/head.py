@@ -55,10 +55,9 @@ class DeviceHead:
         host, how likely they were: logprobs_out float64 [R, MAX_DRAFT]."""
         rows = inputs.rows
         seen = CudaPagedAttention(self.kv, rows, max_queries)
-        x, h = self.head(self.head.fuse(features_TF), drawn_T, inputs.positions, seen, self.embed)
+        x, h = self.head(self.head.fuse(features_TF), drawn_T, inputs.positions, seen, self.embed, ends_R)
         if not k:
             return
-        x, h = x[ends_R], h[ends_R]
         course = self._course(rows, k)
         for i in range(k):
             logits = self.head.logits(h)
