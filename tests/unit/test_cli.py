@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from paceline import __version__
 from paceline.cli import app
 from paceline.cli.app import comma_numbers
-from paceline.model.text import pieces
+from paceline.model.text import Pieces
 
 
 @pytest.fixture
@@ -131,8 +131,8 @@ def test_pieces_never_split_a_character():
             return bytes(ids).decode(errors="replace")
 
     ids = list("aé€b".encode())
-    assert pieces(Bytes(), ids) == ["a", "", "é", "", "", "€", "b"]
-    assert "".join(pieces(Bytes(), ids[:2])) == "a\ufffd"
+    assert Pieces(Bytes())(ids) == ["a", "", "é", "", "", "€", "b"]
+    assert "".join(Pieces(Bytes())(ids[:2])) == "a\ufffd"
 
 
 def test_comma_numbers():

@@ -142,7 +142,7 @@ def gather_prompts(words: Sequence[str], file: Path | None) -> list[Prompt]:
 def show_completions(
     tokenizer: Any, asked: Sequence[Prompt], completions: Sequence[Completion], num_samples: int
 ) -> None:
-    from paceline.model.text import pieces
+    from paceline.model.text import Pieces
     from paceline.tasks.prompt import shown
     from paceline.types import Provenance
 
@@ -152,13 +152,12 @@ def show_completions(
         Provenance.CORRECTED: "yellow",
         Provenance.BONUS: "cyan",
     }
+    pieces = Pieces(tokenizer)
     for i, completion in enumerate(completions):
         if i % num_samples == 0:
             out.print(Text(f"❯ {shown(asked[i // num_samples])}", style="bold"), soft_wrap=True)
         text = Text()
-        for piece, origin in zip(
-            pieces(tokenizer, completion.token_ids.tolist()), completion.provenance.tolist(), strict=True
-        ):
+        for piece, origin in zip(pieces(completion.token_ids.tolist()), completion.provenance.tolist(), strict=True):
             text.append(piece, styles[Provenance(origin)])
         text.append(f"  [{completion.finish_reason}, {len(completion.token_ids)} tokens]", "dim")
         out.print(text, soft_wrap=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.config import Config
 from paceline.engine.interface import Engine, Learned
-from paceline.model.text import pieces
+from paceline.model.text import Pieces
 from paceline.model.weights import checksum
 from paceline.rl import figures
 from paceline.rl.adapt import Adapter
@@ -69,6 +69,7 @@ class Loop:
         """`restarts`: of the processes that a cluster runs for it, since it was last asked."""
         self.config, self.engine, self.learner, self.algorithm = config, engine, learner, algorithm
         self.task, self.collector, self.auditor, self.folder = task, collector, auditor, folder
+        self.pieces = Pieces(collector.tokenizer)
         self.checkpoints, self.sinks, self.watcher = checkpoints, sinks, watcher
         self.adapter, self.alarms, self.restarts = adapter, Alarms(config), restarts
         self._head: Published | None = None  # as it was last published
@@ -331,8 +332,7 @@ class Loop:
             self.stages[name] = self.stages.get(name, 0.0) + seconds
 
     def _rollout_record(self, step: int, group: Group, rollout: Rollout) -> dict[str, Any]:
-        shares = pieces(self.collector.tokenizer, rollout.token_ids.tolist())
-        return rollout_record(step, group, rollout) | {"pieces": shares}
+        return rollout_record(step, group, rollout) | {"pieces": self.pieces(rollout.token_ids.tolist())}
 
     def save(self, best: bool = False) -> None:
         """A checkpoint of everything after the last whole step."""
