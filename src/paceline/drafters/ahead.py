@@ -18,30 +18,29 @@ from paceline.drafters.eagle3 import Calibrated
 from paceline.model.eagle3 import Eagle3Head
 from paceline.model.head_files import assign_head, head_state
 from paceline.model.paged import receipt_of
-from paceline.speculation.batch import Commits, DraftBatch, Rows
+from paceline.speculation.batch import Commits, DraftBatch, Rows, are_same, look_up
 from paceline.types import Receipt, Request
 
 
 class _Told:
     """How likely drafted tokens were: chances[i] those of request_ids[i]."""
 
-    def __init__(self, request_ids: list[int], chances: np.ndarray) -> None:
+    def __init__(self, request_ids: np.ndarray, chances: np.ndarray) -> None:
         self.request_ids, self.chances = request_ids, chances
-        self._place: dict[int, int] | None = None
 
     def of(self, request_ids: np.ndarray, width: int) -> np.ndarray:
         """[B, width]; 0 where nothing is known."""
         found = np.zeros((len(request_ids), width))
         known = self.chances[:, :width]
-        wanted = request_ids.tolist()
-        if wanted == self.request_ids:
+        if are_same(request_ids, self.request_ids):
             found[:, : known.shape[1]] = known
-        elif len(self.request_ids):
-            if self._place is None:
-                self._place = {request_id: i for i, request_id in enumerate(self.request_ids)}
-            place = np.array([self._place.get(request_id, -1) for request_id in wanted])
-            found[:, : known.shape[1]] = known[place] * (place >= 0)[:, None]
+        elif len(known):
+            place, is_there = look_up(request_ids, self.request_ids)
+            found[:, : known.shape[1]] = known[place] * is_there[:, None]
         return found
+
+
+NOTHING = _Told(np.zeros(0, np.int64), np.zeros((0, 0)))
 
 
 class Eagle3Ahead(Calibrated):
@@ -56,23 +55,31 @@ class Eagle3Ahead(Calibrated):
         self.wants_hidden = head.config.taps
         self.num_asked = 0  # tokens that the next step drafts
         self._made: dict[int, int] = {}  # by request: how many tokens are drafted for it
-        self._told = _Told([], np.zeros((0, 0)))  # how likely each was, by the step that landed last, …
+        self._made_last = np.zeros(0, np.int64), 0  # for whom, and how many, by the step that was launched last
+        self._told = NOTHING  # how likely each was, by the step that landed last, …
         self._judged = self._told  # … and by the one before it, whose drafts that one has verified
-        self._offered = _Told([], np.zeros((0, 0)))  # what `propose` said last
+        self._offered = NOTHING  # what `propose` said last
 
     # -- by the runner ----------------------------------------------------------------------------------------------
 
-    def made(self, request_ids: list[int], k: int) -> None:
+    def made(self, request_ids: np.ndarray, k: int) -> None:
         """A step was launched that drafts k tokens for each of these; those before are spent."""
-        for request_id in request_ids:
-            self._made[request_id] = k
+        self._made.update(dict.fromkeys(request_ids.tolist(), k))
+        self._made_last = request_ids, k
 
-    def told(self, request_ids: list[int], chances: np.ndarray) -> None:
+    def told(self, request_ids: np.ndarray, chances: np.ndarray) -> None:
         """It has landed."""
         self._judged, self._told = self._told, _Told(request_ids, chances)
 
     def forget(self, request_id: int) -> None:
         self._made.pop(request_id, None)
+
+    def _num_made(self, request_ids: np.ndarray) -> np.ndarray:
+        last, k = self._made_last
+        if are_same(request_ids, last):  # as ever, when nobody comes or goes
+            return np.full(len(last), k, np.int32)
+        made = self._made
+        return np.array([made.get(request_id, 0) for request_id in request_ids.tolist()], np.int32)
 
     # -- by the engine ----------------------------------------------------------------------------------------------
 
@@ -88,9 +95,9 @@ class Eagle3Ahead(Calibrated):
             if self._policy_version >= 0:
                 self.calibration.fade()
             self._policy_version = rows.version
-        num = np.minimum(np.array([self._made.get(i, 0) for i in rows.request_ids.tolist()], np.int32), caps)
+        num = np.minimum(self._num_made(rows.request_ids), caps)
         said = self._told.of(rows.request_ids, int(num.max(initial=0)))
-        self._offered = _Told(rows.request_ids.tolist(), said)
+        self._offered = _Told(rows.request_ids, said)
         return self._drafts(num, said)
 
     def _drafts(self, num: np.ndarray, said: np.ndarray) -> DraftBatch:

@@ -50,6 +50,17 @@ class Verdict:
             np.zeros((num_rows, width)), np.zeros((num_rows, width)),
         )  # fmt: skip
 
+    @property
+    def emitted(self) -> np.ndarray:
+        """bool [B, W]"""
+        return np.arange(self.tokens.shape[1]) <= self.num_accepted[:, None]
+
+    def pick(self, which: np.ndarray) -> Verdict:
+        """Of some of the rows."""
+        return Verdict(
+            self.tokens[which], self.num_accepted[which], self.logprobs[which], self.raw_logprobs[which]
+        )  # fmt: skip
+
     def put(self, row: int, tokens: np.ndarray, logprobs: np.ndarray, raw_logprobs: np.ndarray) -> None:
         """What this row emits."""
         num = len(tokens)

@@ -10,6 +10,7 @@ anew; where a step is still flying, the device knows better.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -19,14 +20,15 @@ import torch
 from torch import Tensor
 
 from paceline.engine.accept import Verdict
+from paceline.engine.lineup import Lineup, Row
 from paceline.engine.runner import EagerRunner, Landed
-from paceline.engine.scheduler import Row
+from paceline.engine.seats import VACANT, Seats
 from paceline.engine.sequence import Sequence
 from paceline.model.attention import Attention, GatheredAttention, PagedAttention, has_varlen
 from paceline.model.cuda.attention import MAX_QUERIES
 from paceline.model.cuda.graphs import Graphs, Letter, Size
 from paceline.model.cuda.head import DeviceHead
-from paceline.model.cuda.slots import HEADER, MAX_AUCTION, ORDER, Slots
+from paceline.model.cuda.slots import HEADER, MAX_AUCTION, MAX_DRAFT, ORDER, Slots
 from paceline.model.kv import BLOCK, BatchPlan, PagedKV
 from paceline.model.paged import PagedDecoder, Span, make_plan
 from paceline.speculation.batch import Ahead, Drafter
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from paceline.drafters.hybrid import HybridAhead
 
 FLYING = 3  # steps whose words may be on their way between host and device
+ALL = 2**31 - 1  # drafted tokens: as many as there are
 
 
 class _Mail:
@@ -44,7 +47,10 @@ class _Mail:
     def __init__(self, graphs: Graphs) -> None:
         self.words = torch.empty(graphs.words.shape, dtype=graphs.words.dtype, pin_memory=True)
         self.array = self.words.numpy()
-        self.letter = Letter(len(graphs.letter.tokens), pin_memory=True)
+        self.letter = letter = Letter(len(graphs.letter.tokens), pin_memory=True)
+        self.tokens, self.logprobs, self.chances = (
+            part.numpy() for part in (letter.tokens, letter.logprobs, letter.chances)
+        )
         self.started, self.done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
@@ -54,9 +60,8 @@ class _Flight:
 
     mail: _Mail | None
     rest: Landed | None
-    places: tuple[list[int], list[int]]
+    places: tuple[np.ndarray, np.ndarray]
     tell: Callable[[_Mail], None] | None = None  # who wants to know what was guessed for the next step
-    bidders: list[Row] | None = None  # the graph's rows, where it was to choose what it verifies
 
     @property
     def may_wait(self) -> bool:
@@ -72,20 +77,20 @@ class _Flight:
             self.tell(mail)
         device_s = mail.started.elapsed_time(mail.done) / 1e3
         num = len(mine)
-        tokens = mail.letter.tokens.numpy()[:num].copy()
+        tokens = mail.tokens[:num].copy()
         width = int(tokens[:, 0].max())
-        logprobs = mail.letter.logprobs.numpy()[:num, :, :width].copy()
+        logprobs = mail.logprobs[:num, :, :width].copy()
         found = Verdict(tokens[:, 2 : 2 + width], tokens[:, 0] - 1, logprobs[:, 0], logprobs[:, 1])
-        for row, verified in zip(self.bidders or (), tokens[:, 1].tolist(), strict=False):
-            row.draft = row.draft[:verified]
         if self.rest is None:
-            return Landed(found, device_s, 0.0)
+            return Landed(found, device_s, 0.0, tokens[:, 1])
         both = Verdict.empty(num + len(others), max(width, self.rest.verdict.tokens.shape[1]))
         for place, part in ((mine, found), (others, self.rest.verdict)):
             both.num_accepted[place] = part.num_accepted
             for name in ("tokens", "logprobs", "raw_logprobs"):
                 getattr(both, name)[place, : part.tokens.shape[1]] = getattr(part, name)
-        return Landed(both, device_s + self.rest.forward_s, self.rest.sample_s)
+        num_verified = np.full(len(both.tokens), ALL)
+        num_verified[mine] = tokens[:, 1]
+        return Landed(both, device_s + self.rest.forward_s, self.rest.sample_s, num_verified)
 
 
 class GraphRunner:
@@ -108,54 +113,59 @@ class GraphRunner:
         self.slots = Slots(max_num_seqs, num_pages, self._device)
         self._graphs: dict[int | None, Graphs] = {}  # by head
         self._mail: list[_Mail] = []
-        self._free = list(range(max_num_seqs))
-        self._slot_of: dict[int, int] = {}  # by arrival
+        # A sequence's slot is its seat. Of each slot: whose it is by arrival, and which state of its table it knows.
+        self._known, self._changes = np.full(max_num_seqs, VACANT), np.zeros(max_num_seqs, np.int64)
         self._sent: list[list[int]] = [[] for _ in range(max_num_seqs)]  # the pages that each slot knows, or will: …
         self._pages: dict[tuple[int, int], int] = {}  # … by slot and index, what no step was told yet
-        self._addressed: list[Row] | None = None  # whose orders are in the next mail, but for their drafts
+        self._addressed: Seq[Row] | None = None  # whose orders are in the next mail, but for their drafts
+
+    @property
+    def num_captured(self) -> int:
+        return sum(graphs.num_captured for graphs in self._graphs.values())
 
     def equip(self, drafter: Drafter | None) -> None:
         self.ahead = None
         if isinstance(drafter, Ahead):
             self.ahead = cast("Eagle3Ahead", drafter if drafter.blind else cast("HybridAhead", drafter).head)
 
-    def prepare(self, rows: list[Row]) -> None:
+    def prepare(self, rows: Seq[Row]) -> None:
         self._addressed = None
-        if all(map(_fits, rows)):
-            self._address(rows, self._mail[0].array)
-            self._addressed = rows
+        line = Lineup.of(rows)
+        if _fit(line).all():
+            self._address(line, self._mail[0].array)
+            self._addressed = line
 
-    def launch(self, rows: list[Row], q: dict[int, Tensor], num_slots: int | None = None) -> _Flight:
-        graphs = self._ready()
-        mine, rest = rows, list[Row]()
-        places: tuple[list[int], list[int]] = [*range(len(rows))], []
-        blind = bool(self.paged.taps) and self.ahead is None  # someone on the host reads features, which graphs keep
-        if blind or not all(map(_fits, rows)):
-            mine = [row for row in rows if _fits(row) and not blind]
-            chosen = {id(row) for row in mine}
-            rest = [row for row in rows if id(row) not in chosen]
-            deciding = [id(row) in chosen for row in rows if row.decides]
-            places = np.flatnonzero(deciding).tolist(), np.flatnonzero(~np.array(deciding, bool)).tolist()
+    def launch(self, rows: Seq[Row], q: dict[int, Tensor], num_slots: int | None = None) -> _Flight:
+        graphs, line = self._ready(), Lineup.of(rows)
+        mine, rest, none = line, None, np.zeros(0, np.int64)
+        fits = _fit(line)
+        if self.paged.taps and self.ahead is None:  # someone on the host reads features, which graphs keep
+            fits[:] = False
+        places = np.arange(len(line)), none
+        if not fits.all():
+            mine, rest = line.pick(fits), line.pick(~fits)
+            deciding = fits[line.decides]
+            places = np.flatnonzero(deciding), np.flatnonzero(~deciding)
         if num_slots is not None and len(mine) > MAX_AUCTION:
             _share(mine, num_slots)
             num_slots = None
-        mail = self._run(graphs, mine, num_slots) if mine else None
-        landed = self.others.launch(rest, q).land() if rest else None
-        if landed is not None and graphs.head is not None:
+        mail = self._run(graphs, mine, num_slots) if len(mine) else None
+        landed = self.others.launch(rest, q).land() if rest is not None else None
+        if rest is not None and landed is not None and graphs.head is not None:
             self._take_in(graphs.head, rest, landed)
         tell = None
         if self.ahead is not None and mail is not None:
-            ids, k = [row.sequence.request.request_id for row in mine], self.ahead.num_asked
+            ids, k = line.seats.request_ids(mine.at), self.ahead.num_asked
             self.ahead.made(ids, k)
             tell = partial(self._tell, ids, k)
-        return _Flight(mail, landed, places, tell, None if num_slots is None else mine)
+        return _Flight(mail, landed, places, tell)
 
-    def _tell(self, ids: list[int], k: int, mail: _Mail) -> None:
+    def _tell(self, ids: np.ndarray, k: int, mail: _Mail) -> None:
         assert self.ahead is not None
-        self.ahead.told(ids, np.exp(mail.letter.chances.numpy()[: len(ids), :k]))
+        self.ahead.told(ids, np.exp(mail.chances[: len(ids), :k]))
 
     @torch.inference_mode()
-    def _take_in(self, head: DeviceHead, rows: list[Row], landed: Landed) -> None:
+    def _take_in(self, head: DeviceHead, rows: Seq[Row], landed: Landed) -> None:
         """Prompts for the head: their features, each with the token after it."""
         firsts = iter(landed.verdict.tokens[:, 0].tolist())
         spans, wanted = [], []
@@ -191,36 +201,33 @@ class GraphRunner:
         return self._graphs[key]
 
     def leave(self, sequence: Sequence) -> None:
-        slot = self._slot_of.pop(sequence.arrival, None)
-        if slot is not None:
-            self._sent[slot] = []
+        for slot in np.flatnonzero(self._known == sequence.arrival).tolist():
+            self._known[slot] = VACANT
             self._pages = {place: block for place, block in self._pages.items() if place[0] != slot}
-            self._free.append(slot)
         if self.ahead is not None:
             self.ahead.forget(sequence.request.request_id)
 
     def forget(self) -> None:
         self._graphs.clear()
 
-    def _run(self, graphs: Graphs, rows: list[Row], num_slots: int | None) -> _Mail:
+    def _run(self, graphs: Graphs, line: Lineup, num_slots: int | None) -> _Mail:
         mail = self._mail.pop(0)
         self._mail.append(mail)
-        sizes, num = [1 + len(row.draft) for row in rows], len(rows)
+        num, num_tokens = len(line), len(line) + int(line.num_draft.sum())
         num_guesses = self.ahead.num_asked if self.ahead is not None else 0
-        cuts = any([row.sequence.truncates for row in rows])
-        num_tokens = sum(sizes)
+        cuts = bool(line.seats.truncates[line.at].any())
         auctions = num_slots is not None and num + num_slots < num_tokens
         if auctions:
             num_tokens = num + (num_slots or 0)
-        size = Size(num, num_tokens, max(sizes), num_guesses, cuts, auctions).rounded_up()
-        if rows is not self._addressed:
-            self._address(rows, mail.array)
+        size = Size(num, num_tokens, 1 + int(line.num_draft.max()), num_guesses, cuts, auctions).rounded_up()
+        if line is not self._addressed:
+            self._address(line, mail.array)
         self._addressed = None
         self._pages.clear()
         orders = mail.array[: num * ORDER].reshape(num, ORDER)
-        orders[:, 1] = sizes
-        orders[:, 1] -= 1
-        _write_drafts(rows, orders[:, HEADER:])
+        orders[:, 1] = line.num_draft
+        drafts = line.drafts[:, :MAX_DRAFT]
+        orders[:, HEADER : HEADER + drafts.shape[1]] = drafts
         mail.array[size.num_words - 1] = size.num_tokens - num  # places that would be padding are let too
         graphs.words[: size.num_words].copy_(mail.words[: size.num_words], non_blocking=True)
         graphs.prepare(size)
@@ -230,62 +237,67 @@ class GraphRunner:
         mail.done.record()
         return mail
 
-    def _address(self, rows: list[Row], words: np.ndarray) -> None:
+    def _address(self, line: Lineup, words: np.ndarray) -> None:
         """The orders of a step, without its drafts."""
-        size = Size(len(rows), len(rows), 1).rounded_up()
+        num, size = len(line), Size(len(line), len(line), 1).rounded_up()
         orders = words[: size.num_order_words].reshape(-1, ORDER)
         pages = words[size.num_order_words : size.num_words - 1].reshape(-1, 3)
-        header = []
-        for row in rows:
-            sequence = row.sequence
-            slot = self._slot_of.get(sequence.arrival)
-            if slot is None:
-                slot = self._enter(sequence)
-            last, length = (-1, 0) if sequence.num_flying else (sequence.last_token, sequence.num_tokens)
-            header.append((slot, 0, last, length))
-            sent, blocks, first = self._sent[slot], sequence.table.blocks, sequence.num_computed // BLOCK
-            if sent[first:] != blocks[first:]:
-                for index in range(first, len(blocks)):
-                    if index >= len(sent) or sent[index] != blocks[index]:
-                        self._pages[slot, index] = blocks[index]
-                        sent[index:] = [blocks[index]]
-        orders[: len(rows), :HEADER] = header
-        orders[len(rows) :, 0] = -1
+        seats, at = line.seats, line.at
+        self._enter(seats, at[self._known[at] != line.arrivals])
+        self._turn_pages(seats, at[self._changes[at] != seats.changes[at]])
+        length, flies = seats.num_tokens[at], seats.num_flying[at] > 0
+        orders[:num, 0] = at
+        orders[:num, 1] = 0
+        orders[:num, 2] = np.where(flies, -1, seats.record.tokens[at, length - 1])
+        orders[:num, 3] = np.where(flies, 0, length)
+        orders[num:, 0] = -1
         new = [(slot, index, block) for (slot, index), block in self._pages.items()]
         assert len(new) <= len(pages)
         pages[: len(new)] = np.array(new, np.int32).reshape(-1, 3)
         pages[len(new) :, 0] = -1
 
-    def _enter(self, sequence: Sequence) -> int:
-        slot = self._slot_of[sequence.arrival] = self._free.pop()
-        request, blocks = sequence.request, sequence.table.blocks
-        self.slots.key[slot] = int(np.uint64(request.noise_key).view(np.int64))
-        sampling = request.sampling
+    def _turn_pages(self, seats: Seats, slots: np.ndarray) -> None:
+        """These tables have changed: what is new in them is to be told."""
+        self._changes[slots] = seats.changes[slots]
+        firsts = (seats.num_computed[slots] // BLOCK).tolist()
+        for slot, sequence, first in zip(slots.tolist(), seats.of(slots), firsts, strict=True):
+            sent, blocks = self._sent[slot], sequence.table.blocks
+            for index in range(first, len(blocks)):
+                if index >= len(sent) or sent[index] != blocks[index]:
+                    self._pages[slot, index] = blocks[index]
+                    sent[index:] = [blocks[index]]
+
+    def _enter(self, seats: Seats, slots: np.ndarray) -> None:
+        """Who sits there now is told of to the device."""
+        if not len(slots):
+            return
+        sequences, at = seats.of(slots), self._over(slots)
+        self._known[slots], self._changes[slots] = seats.arrival[slots], seats.changes[slots]
+        self._put("key", at, seats.noise_key[slots].view(np.int64))
+        self._put("limit", at, seats.limit[slots])
         for name in ("temperature", "top_k", "top_p", "min_p"):
-            getattr(self.slots, name)[slot] = getattr(sampling, name)
-        self.slots.limit[slot] = sequence.limit
-        self.slots.tables[slot, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32, device=self._device)
-        self._sent[slot] = list(blocks)
-        return slot
+            self._put(name, at, np.array([getattr(sequence.request.sampling, name) for sequence in sequences]))
+        tables = np.zeros((len(slots), max(len(sequence.table.blocks) for sequence in sequences)), np.int32)
+        for slot, sequence, table in zip(slots.tolist(), sequences, tables, strict=True):
+            table[: len(sequence.table.blocks)] = sequence.table.blocks
+            self._sent[slot] = list(sequence.table.blocks)
+        self.slots.tables[at, : tables.shape[1]] = self._over(tables)
+
+    def _put(self, name: str, at: Tensor, values: np.ndarray) -> None:
+        column: Tensor = getattr(self.slots, name)
+        column[at] = self._over(values, column.dtype)
+
+    def _over(self, values: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
+        """On the device, without waiting for the step that flies."""
+        return torch.as_tensor(values, dtype=dtype).to(self._device, non_blocking=True)
 
 
-def _write_drafts(rows: list[Row], places: np.ndarray) -> None:
-    k = len(rows[0].draft)
-    if all([len(row.draft) == k for row in rows]):
-        if k:
-            places[:, :k] = np.concatenate([row.draft for row in rows]).reshape(-1, k)
-        return
-    for row, mine in zip(rows, places, strict=True):
-        mine[: len(row.draft)] = row.draft
-
-
-def _share(rows: list[Row], num_slots: int) -> None:
+def _share(line: Lineup, num_slots: int) -> None:
     """Too many for an auction: all may have about the same."""
-    each, more = divmod(num_slots, len(rows))
-    for i, row in enumerate(rows):
-        row.draft = row.draft[: each + (i < more)]
+    each, more = divmod(num_slots, len(line))
+    line.num_draft = np.minimum(line.num_draft, each + (np.arange(len(line)) < more))
 
 
-def _fits(row: Row) -> bool:
-    """Whether it decodes, as the graphs do it."""
-    return row.num_query == 1 and row.decides and len(row.draft) < MAX_QUERIES
+def _fit(line: Lineup) -> np.ndarray:
+    """Which rows decode, as the graphs do it."""
+    return (line.num_query == 1) & line.decides & (line.num_draft < MAX_QUERIES)

@@ -7,6 +7,7 @@ on meanwhile. Rows that do not decide tokens (a prefill chunk that stops short) 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from paceline.engine.accept import Proposal, Rule, Verdict
-from paceline.engine.scheduler import Row
+from paceline.engine.lineup import Row
 from paceline.engine.sequence import Sequence
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler, SamplingArrays
@@ -28,6 +29,7 @@ class Landed:
     verdict: Verdict
     forward_s: float
     sample_s: float
+    num_verified: np.ndarray | None = None  # int [B], drafted tokens; None: all that were there
 
 
 class Flight(Protocol):
@@ -38,17 +40,20 @@ class Flight(Protocol):
 
 
 class Runner(Protocol):
+    @property
+    def num_captured(self) -> int: ...  # sizes of steps that were made ready on first use, which takes a while
+
     def equip(self, drafter: Drafter | None) -> None:
         """This is who drafts from now on. Nothing flies."""
         ...
 
-    def prepare(self, rows: list[Row]) -> None:
+    def prepare(self, rows: Seq[Row]) -> None:
         """These rows fly, and will likely be launched next; only their drafts are not known yet."""
         ...
 
-    def launch(self, rows: list[Row], q: dict[int, Tensor], num_slots: int | None = None) -> Flight:
+    def launch(self, rows: Seq[Row], q: dict[int, Tensor], num_slots: int | None = None) -> Flight:
         """q: by request, what its draft was sampled from, where it was. num_slots: of what the rows have drafted so
-        many tokens are to be verified in all, the likeliest; when it lands, the rows' drafts are those that were."""
+        many tokens are to be verified in all, the likeliest; which these were is known when it lands."""
         ...
 
     def leave(self, sequence: Sequence) -> None:
@@ -74,12 +79,14 @@ class Over:
 class EagerRunner:
     """Any device, any rule: forward, then acceptance, and the host waits for both."""
 
+    num_captured = 0
+
     def __init__(self, paged: PagedDecoder, sampler: Sampler, rule: Rule) -> None:
         self.paged, self.sampler, self.rule = paged, sampler, rule
 
-    def launch(self, rows: list[Row], q: dict[int, Tensor], num_slots: int | None = None) -> Over:
+    def launch(self, rows: Seq[Row], q: dict[int, Tensor], num_slots: int | None = None) -> Over:
         assert num_slots is None, "whoever knows better than the host what is likely"
-        started = time.perf_counter()
+        rows, started = list(rows), time.perf_counter()
         logits_PV = self.paged.forward([row.span() for row in rows])
         forwarded = time.perf_counter()
         deciding = [row for row in rows if row.decides]
@@ -107,7 +114,7 @@ class EagerRunner:
     def equip(self, drafter: Drafter | None) -> None:
         pass
 
-    def prepare(self, rows: list[Row]) -> None:
+    def prepare(self, rows: Seq[Row]) -> None:
         pass
 
     def leave(self, sequence: Sequence) -> None:

@@ -14,33 +14,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
+from paceline.engine.lineup import Lineup
+from paceline.engine.lineup import Row as Row
+from paceline.engine.seats import Seats
 from paceline.engine.sequence import Sequence
 from paceline.model.kv import BLOCK
-from paceline.model.paged import PagedDecoder, Span
+from paceline.model.paged import PagedDecoder
 from paceline.types import Request
-
-NO_DRAFT = np.empty(0, np.int32)
-
-
-@dataclass(slots=True)
-class Row:
-    sequence: Sequence
-    num_query: int  # committed tokens to compute
-    decides: bool  # new tokens; a prefill chunk that stops short does not
-    draft: np.ndarray = field(default_factory=lambda: NO_DRAFT)  # drafted tokens to verify behind them
-    drafter: str | None = None  # whose draft it is
-
-    def span(self) -> Span:
-        sequence = self.sequence
-        start = sequence.num_computed
-        tokens = sequence.tokens[start : start + self.num_query]
-        if len(self.draft):
-            tokens = np.concatenate([tokens, self.draft])
-        return Span(tokens, start, sequence.table, 1 + len(self.draft) if self.decides else 0)
 
 
 class Scheduler:
@@ -59,30 +42,49 @@ class Scheduler:
         self.order = order
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.seats = Seats(max_num_seqs)
+        self._at: np.ndarray | None = None  # the seats of those who run, in order
         self.lookahead = 0  # tokens that a step may write behind those it decides on: drafts for the next
         self._called: set[int] = set()  # arrivals of those whose problem's turn it is; they wait in front
 
-    def schedule(self) -> list[Row]:
-        """The next step's rows, before drafts. Memory for new ones is taken here, for the rest in `reserve`."""
-        budget = self.max_num_batched_tokens
-        rows: list[Row] = []
-        for sequence in self.running:
-            pending = sequence.num_tokens - sequence.num_computed
-            num_query = min(pending, budget)
-            # Who may be over when what flies has landed is not launched again.
-            if num_query and sequence.num_tokens + sequence.num_flying < sequence.limit:
-                rows.append(Row(sequence, num_query, num_query == pending))
-                budget -= num_query
-        return rows + self._admit(budget)
+    @property
+    def at(self) -> np.ndarray:
+        """The seats of those who run, in order: int64."""
+        if self._at is None:
+            self._at = np.array([sequence.seat for sequence in self.running], np.int64)
+        return self._at
 
-    def _admit(self, budget: int) -> list[Row]:
+    def schedule(self) -> Lineup:
+        """The next step's rows, before drafts. Memory for new ones is taken here, for the rest in `reserve`."""
+        seats, at = self.seats, self.at
+        num_tokens = seats.num_tokens[at]
+        pending = num_tokens - seats.num_computed[at]
+        # Who may be over when what flies has landed is not launched again.
+        wanted = np.where(num_tokens + seats.num_flying[at] < seats.limit[at], pending, 0)
+        num_query, budget = wanted, self.max_num_batched_tokens
+        if wanted.sum() > budget:
+            num_query = np.minimum(wanted, np.maximum(0, budget - (np.cumsum(wanted) - wanted)))
+        if not num_query.all():
+            runs = num_query > 0
+            at, num_query, pending = at[runs], num_query[runs], pending[runs]
+        new = self._admit(budget - int(num_query.sum()))
+        if new:
+            seated = np.array([sequence.seat for sequence, _ in new])
+            at, num_query = np.concatenate([at, seated]), np.concatenate([num_query, [num for _, num in new]])
+            pending = np.concatenate([pending, seats.num_tokens[seated] - seats.num_computed[seated]])
+        return Lineup.make(seats, at, num_query, num_query == pending)
+
+    def _admit(self, budget: int) -> list[tuple[Sequence, int]]:
+        """Who begins, and with how many tokens."""
         if not self.waiting:
             self._called.clear()
         if not (budget and self.waiting and len(self.running) < self.max_num_seqs):
             return []
-        rows: list[Row] = []
+        new: list[tuple[Sequence, int]] = []
         # Siblings of a prompt that is being computed wait for it, then share it.
-        computing = {s.request.prompt_ids for s in self.running if s.num_computed < s.num_prompt - 1}
+        seats, at = self.seats, self.at
+        prefilling = at[seats.num_computed[at] < seats.num_prompt[at] - 1]
+        computing = {sequence.request.prompt_ids for sequence in seats.of(prefilling)}
         held_back: list[Sequence] = []
         while budget and self.waiting and len(self.running) < self.max_num_seqs:
             if self.order is not None and len(self.running) + len(held_back) >= self.max_num_seqs:
@@ -103,11 +105,13 @@ class Scheduler:
                 break
             budget -= num_query
             self.running.append(sequence)
+            self.seats.sit(sequence)
+            self._at = None
             if sequence.num_computed < sequence.num_prompt - 1:
                 computing.add(sequence.request.prompt_ids)
-            rows.append(Row(sequence, num_query, num_query == sequence.num_pending))
+            new.append((sequence, num_query))
         self.waiting.extendleft(reversed(held_back))
-        return rows
+        return new
 
     def _next(self) -> Sequence:
         """The next one from waiting."""
@@ -127,66 +131,79 @@ class Scheduler:
         self._called |= called
         self.waiting = deque([*longest, *(s for s in self.waiting if s.arrival not in called)])
 
-    def has_room(self, rows: list[Row]) -> bool:
-        """Whether nobody need give up anything for these rows."""
-        need = 0
-        for row in rows:
-            num_tokens = self._reach(row) + len(row.draft)
-            need += max(0, -(-num_tokens // BLOCK) - len(row.sequence.table.blocks))
-        return need <= self.pool.num_free
+    def reserve(self, rows: Lineup, politely: bool = False) -> tuple[Lineup, list[Sequence]] | None:
+        """Take memory for every row; returns the rows that run, and the sequences that were sent back to wait. Nothing
+        is taken, `politely`, where somebody would have to give up anything for it."""
+        seats, at = self.seats, rows.at
+        reach = seats.num_computed[at] + seats.num_flying[at] + rows.num_query
+        if self.lookahead:
+            reach = np.maximum(reach, np.minimum(reach + self.lookahead, seats.limit[at]))
+        need = reach + rows.num_draft
+        num_blocks, num_held = -(-need // BLOCK), seats.num_blocks[at]
+        short = num_blocks > num_held
+        if not short.any():
+            return rows, []
+        at, need, num_blocks = at[short], need[short], num_blocks[short]
+        if (num_blocks - num_held[short]).sum() > self.pool.num_free:
+            return None if politely else self._squeeze(rows, reach)
+        for sequence, num in zip(seats.of(at), need.tolist(), strict=True):
+            self.pool.reserve(sequence.table, num)
+        seats.note(at, num_blocks)
+        return rows, []
 
-    def _reach(self, row: Row) -> int:
-        """Tokens that it may need memory for, but for its draft."""
-        sequence = row.sequence
-        reach = sequence.num_computed + sequence.num_flying + row.num_query
-        return max(reach, min(reach + self.lookahead, sequence.limit))
-
-    def reserve(self, rows: list[Row]) -> tuple[list[Row], list[Sequence]]:
-        """Take memory for every row; returns the rows that run, and the sequences that were sent back to wait."""
-        kept: list[Row] = []
+    def _squeeze(self, rows: Lineup, reach: np.ndarray) -> tuple[Lineup, list[Sequence]]:
+        """Row by row: drafts go, then the youngest."""
+        kept: list[int] = []
         preempted: list[Sequence] = []
-        for row in rows:
-            sequence = row.sequence
-            if preempted and sequence in preempted:
+        for i, (sequence, need) in enumerate(zip(self.seats.of(rows.at), reach.tolist(), strict=True)):
+            if sequence in preempted:
                 continue
-            need = self._reach(row)
-            has_it = need + len(row.draft) <= BLOCK * len(sequence.table.blocks)
-            if has_it or self.pool.reserve(sequence.table, need + len(row.draft)):
-                kept.append(row)
-                continue
-            row.draft = NO_DRAFT
-            while not self.pool.reserve(sequence.table, need):
-                victim = self.running[-1]
-                self.preempt(victim)
-                preempted.append(victim)
-                if victim is sequence:
-                    break
-            else:
-                kept.append(row)
-        return kept, preempted
+            if not self.pool.reserve(sequence.table, need + int(rows.num_draft[i])):
+                rows.num_draft[i] = 0
+                while not self.pool.reserve(sequence.table, need):
+                    victim = self.running[-1]
+                    self.preempt(victim)
+                    preempted.append(victim)
+                    if victim is sequence:
+                        break
+            if sequence.seat >= 0:
+                self.seats.note(sequence.seat, len(sequence.table.blocks))
+                kept.append(i)
+        return rows.pick(np.array(kept, np.int64)), preempted
 
     def preempt(self, sequence: Sequence) -> None:
         assert not sequence.num_flying
-        self.running.remove(sequence)
-        self._give_back(sequence)
+        self.finish(sequence)
         sequence.num_preemptions += 1
         self.waiting.appendleft(sequence)
 
     def finish(self, sequence: Sequence) -> None:
+        """What it has computed can be found from now on, as long as the memory is not needed."""
+        if self.prefix_sharing:
+            self.pool.index(sequence.table, sequence.tokens[: sequence.num_computed])
         self.running.remove(sequence)
         self._give_back(sequence)
+        self.seats.rise(sequence)
+        self._at = None
 
     def _give_back(self, sequence: Sequence) -> None:
         self.pool.truncate(sequence.table, 0)
         sequence.num_computed = 0
 
-    def settle(self, sequence: Sequence, before: int) -> None:
+    def settle(self, rows: Lineup, before: np.ndarray) -> None:
         """After a step, which began with `before` tokens in memory: blocks beyond what is final there go back, but for
-        what the steps on their way write."""
-        num_computed = sequence.num_computed
-        flying = sequence.num_flying + self.lookahead if sequence.num_flying else 0
-        self.pool.truncate(sequence.table, num_computed + flying)
-        if self.prefix_sharing:
-            filled_block = num_computed // BLOCK > before // BLOCK
-            if filled_block or before < sequence.num_prompt <= num_computed:
-                self.pool.index(sequence.table, sequence.tokens[:num_computed])
+        what the steps on their way write. Prompts can be found as they fill blocks, and when they come to their end."""
+        seats, at = self.seats, rows.at
+        num_computed, num_flying = seats.num_computed[at], seats.num_flying[at]
+        final = num_computed + np.where(num_flying > 0, num_flying + self.lookahead, 0)
+        num_blocks = -(-final // BLOCK)
+        too_many = num_blocks < seats.num_blocks[at]
+        if too_many.any():
+            for sequence, num in zip(seats.of(at[too_many]), final[too_many].tolist(), strict=True):
+                self.pool.truncate(sequence.table, num)
+            seats.note(at[too_many], num_blocks[too_many])
+        prefills = before < seats.num_prompt[at]
+        if self.prefix_sharing and prefills.any():
+            found = prefills & ((num_computed // BLOCK > before // BLOCK) | (seats.num_prompt[at] <= num_computed))
+            for sequence, num in zip(seats.of(at[found]), num_computed[found].tolist(), strict=True):
+                self.pool.index(sequence.table, sequence.tokens[:num])

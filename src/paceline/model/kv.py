@@ -126,8 +126,9 @@ class BlockPool:
         self._next_node = 1
         self._full: dict[tuple[int, bytes], int] = {}  # (parent node, 16 tokens) -> block
         self._node: dict[int, int] = {}  # block -> its node, for full indexed blocks
-        self._children: dict[int, dict[int, np.ndarray]] = {}  # node -> block -> its tokens so far (1 to 16)
-        self._parent: dict[int, int] = {}  # indexed block -> parent node
+        # (node, first token) -> block -> its tokens so far (1 to 16): at some node there is a block for every prompt
+        self._children: dict[tuple[int, int], dict[int, np.ndarray]] = {}
+        self._place: dict[int, tuple[int, int]] = {}  # indexed block -> where it is among the children
 
     @property
     def num_free(self) -> int:
@@ -167,7 +168,8 @@ class BlockPool:
             covered += BLOCK
         table.num_indexed, table.node, table.epoch = len(table.blocks), node, self.epoch
         rest, best = tokens[covered : covered + BLOCK], None
-        for block, held in self._children.get(node, {}).items():
+        siblings = self._children.get((node, int(rest[0])), {}) if len(rest) else {}
+        for block, held in siblings.items():
             size = min(len(held), len(rest))
             differs = np.flatnonzero(held[:size] != rest[:size])
             common = int(differs[0]) if len(differs) else size
@@ -204,7 +206,7 @@ class BlockPool:
         self._full.clear()
         self._node.clear()
         self._children.clear()
-        self._parent.clear()
+        self._place.clear()
         self._free.extend(self._idle)
         self._idle.clear()
         self.epoch += 1
@@ -227,22 +229,22 @@ class BlockPool:
         self.references[block] -= 1
         assert self.references[block] >= 0
         if self.references[block] == 0:
-            if block in self._parent:
+            if block in self._place:
                 self._idle[block] = None
             else:
                 self._free.append(block)
 
     def _enter(self, block: int, parent: int, tokens: np.ndarray) -> None:
-        self._children.setdefault(parent, {})[block] = tokens.copy()
-        self._parent[block] = parent
+        place = self._place[block] = parent, int(tokens[0])
+        self._children.setdefault(place, {})[block] = tokens.copy()
 
     def _forget(self, block: int) -> None:
-        parent = self._parent.pop(block, None)
-        if parent is None:
+        place = self._place.pop(block, None)
+        if place is None:
             return
-        siblings = self._children[parent]
+        siblings = self._children[place]
         tokens = siblings.pop(block)
         if not siblings:
-            del self._children[parent]
+            del self._children[place]
         if self._node.pop(block, None) is not None:
-            del self._full[(parent, tokens.tobytes())]
+            del self._full[(place[0], tokens.tobytes())]

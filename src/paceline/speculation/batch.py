@@ -88,11 +88,25 @@ class Commits:
         return self.num_accepted + wrong
 
 
+def are_same(request_ids: np.ndarray, others: np.ndarray) -> bool:
+    """Whether these are the same requests in the same order: often the very same array, step after step."""
+    return request_ids is others or np.array_equal(request_ids, others)
+
+
 def places_of(request_ids: np.ndarray, among: np.ndarray) -> np.ndarray:
     """Where each of some requests stands among others, of which it is one: int64. Rows that a step began with may have
     been sent back to wait before its end."""
+    if are_same(request_ids, among):
+        return np.arange(len(among))
     order = among.argsort()
     return order[among.searchsorted(request_ids, sorter=order)]
+
+
+def look_up(request_ids: np.ndarray, among: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same where they need not be among these: places, and whether they are. Of some there must be one."""
+    order = among.argsort()
+    place = order[np.minimum(among.searchsorted(request_ids, sorter=order), len(among) - 1)]
+    return place, among[place] == request_ids
 
 
 class Drafter(Protocol):

@@ -43,6 +43,19 @@ def test_audit_leaves_the_engine_as_it_was(engine: LocalEngine) -> None:
     assert engine.drain_trace() == [], "an audit's steps are not the run's"
 
 
+def test_what_is_captured_on_first_use_does_not_count(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    auditor, seconds = Auditor(engine, SuffixDrafter), iter([5.0, 1.0, 2.0])
+
+    def generate(batches: object, drafting: bool, rows: int | None) -> tuple[float, list[Completion]]:
+        took = next(seconds)
+        if took == 5.0:
+            monkeypatch.setattr(engine.runner, "num_captured", 3)
+        return took, []
+
+    monkeypatch.setattr(auditor, "_generate", generate)
+    assert [auditor._time([], drafting)[0] for drafting in (False, True)] == [1.0, 2.0]
+
+
 def test_other_tokens_are_noticed(engine: LocalEngine) -> None:
     auditor = Auditor(engine, SuffixDrafter)
     known = engine.learned()

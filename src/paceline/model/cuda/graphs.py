@@ -102,6 +102,10 @@ class Graphs:
         self._captured: dict[Size, Callable[[], None]] = {}
         self._pool: Any = None  # torch's handle of it
 
+    @property
+    def num_captured(self) -> int:
+        return len(self._captured)
+
     def prepare(self, size: Size) -> None:
         """Capture it, if it was not yet. Orders that are there stay."""
         if size in self._captured:

@@ -1,0 +1,206 @@
+"""Who drafts, and who says how much: what the rows of a step are given to verify, and what both hear when it is over.
+
+Always: no draft is longer than what its sequence may still emit before its last token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from paceline.engine.interface import Learned
+from paceline.engine.lineup import Each, Lineup
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.sequence import Sequence
+from paceline.model.paged import PagedDecoder
+from paceline.speculation.batch import Ahead, Commits, DraftBatch, Drafter, Listener, Load, Rows
+from paceline.speculation.lengths import LengthModel
+from paceline.speculation.policy import Decision, SpeculationPolicy
+from paceline.types import Completion, Request
+
+
+@dataclass(slots=True)
+class Drafts:
+    """What drafting came to: the policy's decision, and the drafts' distributions by request where there are any."""
+
+    decision: Decision = field(default_factory=Decision)
+    num_planned: int = 0
+    num_proposed: int = 0
+    num_slots: int | None = None  # drafted tokens to be verified, the best; None: all that the rows have
+    q: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Plan:
+    """A step's rows; those that decide as drafters see them, and how much they may be given; what comes of it."""
+
+    rows: Lineup
+    view: Rows | None
+    caps: np.ndarray  # int32 [B]
+    drafts: Drafts
+
+
+class Drafting:
+    def __init__(
+        self,
+        paged: PagedDecoder,
+        scheduler: Scheduler,
+        rule: str,
+        lengths: LengthModel,
+        drafter: Drafter | None,
+        policy: SpeculationPolicy,
+    ) -> None:
+        self.paged, self.scheduler, self.rule, self.lengths = paged, scheduler, rule, lengths
+        self.policy = policy
+        self._equip(drafter)
+        self.check(drafter, policy)
+
+    def _equip(self, drafter: Drafter | None) -> None:
+        self.drafter = drafter
+        self._ahead = drafter if isinstance(drafter, Ahead) else None
+        self.listens = isinstance(drafter, Listener) and drafter.listens
+
+    def check(self, drafter: Drafter | None, policy: SpeculationPolicy) -> None:
+        if self.rule == "coupled":
+            return
+        if policy.reads_drafts:
+            raise ValueError(
+                f"speculation.rule = {self.rule!r} is biased by a policy that cuts drafts by what is in them; "
+                "use rule = 'coupled' with it, or a policy that does not look (speculation.min_confidence = 0)"
+            )
+        if drafter is not None and drafter.reads_drafts:
+            raise ValueError(
+                f"speculation.rule = {self.rule!r} is biased by a drafter that chooses among drafts by what it "
+                "sampled; use rule = 'coupled' with it, or choose before (speculation.hybrid_choice = 'before')"
+            )
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step can be launched before it is known what the one before it brought."""
+        if self._ahead is not None and self._ahead.blind:
+            return self.policy.takes_best or not self.policy.reads_drafts
+        return self.drafter is None
+
+    # -- a request's life -------------------------------------------------------------------------------------------
+
+    def begin(self, request: Request, version: int) -> None:
+        self.lengths.begin(request)
+        self.policy.begin(request)
+        if self.drafter is not None:
+            self.drafter.begin(request, version)
+
+    def end(self, completion: Completion) -> None:
+        request_id = completion.request.request_id
+        if self.drafter is not None:
+            self.drafter.end(request_id)
+        self.policy.end(request_id)
+        self.lengths.end(request_id, len(completion.token_ids), whole=completion.finish_reason != "abort")
+
+    def exchange(
+        self, drafter: Drafter | None, policy: SpeculationPolicy | None, live: list[Sequence], version: int
+    ) -> None:
+        """Another drafter, and policy if one is given, for those that live, who are told what was emitted so far."""
+        for sequence in live:
+            request_id = sequence.request.request_id
+            if self.drafter is not None:
+                self.drafter.end(request_id)
+            if policy is not None:
+                self.policy.end(request_id)
+                policy.begin(sequence.request)
+        self.policy = policy or self.policy
+        self._equip(drafter)
+        self.scheduler.lookahead = 0
+        for sequence in live if drafter is not None else ():
+            assert drafter is not None
+            drafter.begin(sequence.request, version)
+            emitted = sequence.tokens[sequence.num_prompt :]
+            if len(emitted):
+                none, ids = np.zeros(1, np.int32), np.array([sequence.request.request_id])
+                drafter.observe(Commits(ids, emitted[None].copy(), np.array([len(emitted)], np.int32), none, none))
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def plan(self, rows: Lineup, version: int) -> Plan:
+        """How long the drafts of the rows that decide tokens may be."""
+        seats, at = rows.seats, rows.at if rows.all_decide else rows.at[rows.decides]
+        none = np.zeros(len(at), np.int32)
+        if self.drafter is None or not len(at):
+            return Plan(rows, None, none, Drafts())
+        num_query, num_tokens = int(rows.num_query.sum()), seats.num_tokens[at]
+        view = Rows(
+            request_ids=seats.request_ids(at),
+            tokens=Each(len(at), lambda i: seats[at[i]].tokens),
+            noise_keys=seats.noise_key[at],
+            sampling=Each(len(at), lambda i: seats[at[i]].request.sampling),
+            version=version,
+            load=Load(len(rows), num_query, num_query + int(seats.num_computed[rows.at].sum())),
+            num_computed=seats.num_computed[at],
+            features=lambda spans: self.paged.features([(seats[at[i]].table, start, end) for i, start, end in spans]),
+        )
+        if self.policy.reads_lengths:
+            view.expected_left = self.lengths.expected_left(view.request_ids, num_tokens - seats.num_prompt[at])
+        caps = self.policy.plan(view)
+        if self._ahead is not None:
+            self._ahead.ask(view, caps)
+            self.scheduler.lookahead = int(caps.max(initial=0))
+        if not caps.any():
+            return Plan(rows, view, none, Drafts(self.policy.decision))
+        most = seats.limit[at] - num_tokens - 1 - seats.num_flying[at]
+        caps = np.minimum(caps, most).astype(np.int32)
+        num_planned, budget = int(caps.sum()), self.scheduler.max_num_batched_tokens - num_query
+        if num_planned > budget:
+            caps = np.minimum(caps, np.maximum(0, budget - (np.cumsum(caps) - caps))).astype(np.int32)
+            num_planned = int(caps.sum())
+        return Plan(rows, view, caps, Drafts(self.policy.decision, num_planned=num_planned))
+
+    def propose(self, plan: Plan) -> Drafts:
+        """Put drafts on the rows."""
+        found = plan.drafts
+        if not found.num_planned:
+            return found
+        assert self.drafter is not None and plan.view is not None
+        drafts = self.drafter.propose(plan.view, plan.caps)
+        assert (drafts.num <= plan.caps).all()
+        lengths = self.policy.select(drafts)
+        found.decision, found.num_proposed = self.policy.decision, int(drafts.num.sum())
+        if self.overlaps and self.policy.takes_best:  # by the time they are verified it is known which are the best
+            found.num_slots = int(lengths.sum())
+            lengths = drafts.num if found.num_slots else lengths
+        plan.rows.give(drafts.tokens, lengths, self._numbers(plan.rows, drafts))
+        if drafts.q is not None:
+            ids = plan.view.request_ids.tolist()
+            found.q = {ids[i]: drafts.q[i, : lengths[i]] for i in np.flatnonzero(lengths).tolist()}
+        return found
+
+    def _numbers(self, rows: Lineup, drafts: DraftBatch) -> np.ndarray:
+        """Whose drafts they are, by the numbers of the rows' seats: uint8 [B]."""
+        assert self.drafter is not None
+        if drafts.sources is None:
+            return np.full(len(drafts.num), rows.seats.number_of(self.drafter.name), np.uint8)
+        return np.array([rows.seats.number_of(name) for name in drafts.names], np.uint8)[drafts.sources]
+
+    def hear(self, commits: Commits) -> None:
+        """The drafter is told what a step brought."""
+        assert self.drafter is not None
+        if self._ahead is not None and self._ahead.blind:
+            commits.drafts = self._ahead.verified(commits.request_ids)
+        self.drafter.observe(commits)
+
+    # -- for a checkpoint -------------------------------------------------------------------------------------------
+
+    def learned(self) -> Learned:
+        return {
+            "drafter": self.drafter.state() if self.drafter is not None else {},
+            "policy": self.policy.state(),
+            "lengths": self.lengths.state(),
+        }
+
+    def teach(self, learned: Learned) -> None:
+        if self.drafter is not None and "drafter" in learned:
+            self.drafter.restore(learned["drafter"])
+        if "policy" in learned:
+            self.policy.restore(learned["policy"])
+        if "lengths" in learned:
+            self.lengths.restore(learned["lengths"])

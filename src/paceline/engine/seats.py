@@ -1,0 +1,180 @@
+"""The sequences that run, side by side: one seat each, and one array for each thing that is to be known of them.
+
+A step looks at all its rows at once, so that what it takes here hardly grows with their number; `Sequence` shows one
+of them, and does the same for a single one that runs nowhere. Runners on a device give a sequence the slot of its seat.
+
+Always: what an array has at a seat is of the sequence that sits there. A seat is only new when none before it is free.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from paceline.engine.accept import Verdict
+from paceline.engine.sequence import NOBODY, Detokenize, Record, Sequence
+from paceline.types import Provenance
+
+VACANT = -(2**62)  # for an arrival
+STRIDE = 1024  # positions that records grow by
+SAMPLED, ACCEPTED, CORRECTED, BONUS = (np.uint8(kind) for kind in Provenance)
+NO_SOURCE = np.uint8(NOBODY)
+
+
+class Seats:
+    def __init__(self, num: int) -> None:
+        self.drafters: list[str] = []  # whom `sources` means
+        self.sequences: list[Sequence | None] = []
+        self._free: list[int] = []
+        self._stops: Counter[frozenset[int]] = Counter()
+        self._stop_ids: list[int] | None = None
+        self.num_risen = self._num_changes = 0
+        self._ids = np.zeros(0, np.int64), np.zeros(0, np.int64)  # seats that were asked for last, and whose they are
+        self._make(max(1, num), 0)
+
+    def _make(self, num: int, length: int) -> None:
+        """Room for more. Those who sit here move, each to the seat of the same number."""
+        before, self.sequences = self.sequences, [None] * num
+        self._free = [seat for seat in range(num - 1, -1, -1) if seat >= len(before) or before[seat] is None]
+        self.length = length
+        self.record = Record(length, num)
+        self.num_tokens, self.num_computed, self.num_flying = self.record.counts[:3]
+        self.arrival = np.full(num, VACANT, np.int64)
+        self.request_id, self.noise_key = np.zeros(num, np.int64), np.zeros(num, np.uint64)
+        self.limit, self.num_prompt = np.zeros(num, np.int64), np.zeros(num, np.int64)
+        self.num_blocks, self.changes = np.zeros(num, np.int64), np.zeros(num, np.int64)  # of its table; see `note`
+        self.truncates, self.stops_at_text = np.zeros(num, bool), np.zeros(num, bool)
+        for sequence in before:
+            if sequence is not None:
+                self._place(sequence, sequence.seat)
+
+    def sit(self, sequence: Sequence) -> None:
+        if sequence.limit > self.length:
+            self._make(len(self.sequences), -(-sequence.limit // STRIDE) * STRIDE)
+        if not self._free:
+            self._make(2 * len(self.sequences), self.length)
+        self._place(sequence, self._free.pop())
+        self._stops[sequence.stop_ids] += 1
+        self._stop_ids = None if self._stops[sequence.stop_ids] == 1 else self._stop_ids
+
+    def _place(self, sequence: Sequence, seat: int) -> None:
+        request, sequence.seat, self.sequences[seat] = sequence.request, seat, sequence
+        sequence.move(self.record.row(seat))
+        sequence.drafters = self.drafters
+        self.arrival[seat], self.request_id[seat] = sequence.arrival, request.request_id
+        self.noise_key[seat] = request.noise_key
+        self.limit[seat], self.num_prompt[seat] = sequence.limit, sequence.num_prompt
+        self.truncates[seat], self.stops_at_text[seat] = sequence.truncates, bool(request.sampling.stop)
+        self.note(seat, len(sequence.table.blocks))
+
+    def rise(self, sequence: Sequence) -> None:
+        """It runs no more, and takes along what is known of it."""
+        seat, sequence.seat = sequence.seat, -1
+        sequence.move(Record(sequence.limit))
+        sequence.num_flying = 0
+        self.arrival[seat], self.sequences[seat] = VACANT, None
+        self.num_risen += 1
+        self._free.append(seat)
+        self._stops[sequence.stop_ids] -= 1
+        if not self._stops[sequence.stop_ids]:
+            del self._stops[sequence.stop_ids]
+            self._stop_ids = None
+
+    def note(self, at: np.ndarray | int, num_blocks: np.ndarray | int) -> None:
+        """Tables have changed, and now have so many blocks. `changes` never has the same number again at a seat."""
+        self._num_changes += 1
+        self.num_blocks[at], self.changes[at] = num_blocks, self._num_changes
+
+    def __getitem__(self, seat: int) -> Sequence:
+        sequence = self.sequences[seat]
+        assert sequence is not None
+        return sequence
+
+    def of(self, seats: np.ndarray) -> list[Sequence]:
+        return [self[seat] for seat in seats.tolist()]
+
+    def request_ids(self, at: np.ndarray) -> np.ndarray:
+        """Whose seats these are: for the same array the same one again."""
+        if at is not self._ids[0]:
+            self._ids = at, self.request_id[at]
+        return self._ids[1]
+
+    def stops(self, tokens: np.ndarray) -> np.ndarray:
+        """Which of these tokens end one sequence or another: bool."""
+        if self._stop_ids is None:
+            self._stop_ids = sorted(frozenset[int]().union(*self._stops))
+        if len(self._stop_ids) > 8:
+            return np.isin(tokens, self._stop_ids)
+        found = np.zeros(tokens.shape, bool)
+        for token in self._stop_ids:
+            found |= tokens == token
+        return found
+
+    def number_of(self, drafter: str) -> int:
+        if drafter not in self.drafters:
+            self.drafters.append(drafter)
+        return self.drafters.index(drafter)
+
+    # -- what a step brought ----------------------------------------------------------------------------------------
+
+    def take(
+        self,
+        at: np.ndarray,
+        verdict: Verdict,
+        num_drafted: np.ndarray,
+        drafters: np.ndarray,  # by number
+        version: int,
+        detokenize: Detokenize | None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """For these seats, as `Sequence.take` and `Sequence.book` for one: what was emitted up to the first stop, and
+        all that is to be known of it. Returns how many tokens were taken, and which of these sequences are over."""
+        record, drafted = self.record, num_drafted > 0
+        start, limit = self.num_tokens[at], self.limit[at]
+        counts = np.minimum(verdict.num_accepted + 1, limit - start)
+        position = np.arange(verdict.tokens.shape[1])
+        over = self._halt(at, verdict.tokens, counts, detokenize)
+        taken = position < counts[:, None]
+        places = ((at * self.length + start)[:, None] + position)[taken]
+        record.tokens.reshape(-1)[places] = verdict.tokens[taken]
+        record.logprobs.reshape(-1)[places] = verdict.logprobs[taken]
+        record.raw_logprobs.reshape(-1)[places] = verdict.raw_logprobs[taken]
+        record.versions.reshape(-1)[places] = version
+        if drafted.any():
+            provenance, sources = _whose(position, verdict.num_accepted, num_drafted, drafters)
+            record.provenance.reshape(-1)[places] = provenance[taken]
+            record.sources.reshape(-1)[places] = sources[taken]
+            record.counts[3, at] += drafted
+            record.counts[4, at] += num_drafted
+            record.counts[5, at] += np.minimum(counts, verdict.num_accepted) * drafted
+        else:
+            record.provenance.reshape(-1)[places] = SAMPLED
+            record.sources.reshape(-1)[places] = NOBODY
+        end = self.num_tokens[at] = start + counts
+        full = end == limit
+        if full.any():
+            for sequence in self.of(at[full & ~over]):
+                sequence.finish_reason = "length"
+        return counts, over | full
+
+    def _halt(
+        self, at: np.ndarray, tokens: np.ndarray, counts: np.ndarray, detokenize: Detokenize | None
+    ) -> np.ndarray:
+        """Cut counts at the first stop; who came to one."""
+        over = np.zeros(len(at), bool)
+        suspect = self.stops(tokens).any(1) | self.stops_at_text[at]
+        for i in suspect.nonzero()[0].tolist():
+            sequence = self[at[i]]
+            counts[i] = sequence._up_to_stop(tokens[i, : counts[i]].tolist(), detokenize)
+            over[i] = sequence.finish_reason is not None
+        return over
+
+
+def _whose(
+    position: np.ndarray, num_accepted: np.ndarray, num_drafted: np.ndarray, drafters: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Where emitted tokens come from, and who had drafted there: uint8 [B, W] each."""
+    accepted, whole = position < num_accepted[:, None], num_accepted >= num_drafted
+    own = np.where(num_drafted > 0, np.where(whole, BONUS, CORRECTED), SAMPLED)
+    provenance = np.where(accepted, ACCEPTED, own[:, None])
+    return provenance, np.where(accepted | ~whole[:, None], drafters[:, None], NO_SOURCE)

@@ -1,0 +1,267 @@
+"""The graph runner's host side, on a CPU: over a device that does by its orders, in Python, what the kernels do.
+
+The device knows no more than it is told: slots, pages and orders. Its model reads tokens back from their pages, so that
+a page that was not told, or of another sequence, gives other tokens than the naive twin's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+from support import check_blocks, naive_table
+
+from paceline.drafters.ahead import Eagle3Ahead
+from paceline.drafters.suffix import SuffixDrafter
+from paceline.engine.accept import RULES
+from paceline.engine.engine import LocalEngine
+from paceline.engine.runner import EagerRunner
+from paceline.model.kv import BlockTable
+from paceline.model.paged import Span
+from paceline.model.sample import Sampler, SamplingArrays
+from paceline.speculation.batch import DraftBatch
+from paceline.speculation.policy import StaticPolicy
+from paceline.types import Completion, Request, SamplingParams
+from paceline.verify.drafters import AdversarialDrafter
+from paceline.verify.table import Table, TableDecoder
+
+VOCAB, EOS, K = 7, 6, 3
+TABLE = Table(VOCAB, seed=5)
+
+
+@pytest.fixture(scope="module")
+def cuda() -> Iterator[SimpleNamespace]:
+    """The rooms that define kernels, whether there is a compiler for them or not."""
+    missing = [] if find_spec("triton") else ["", ".language", ".language.extra", ".language.extra.cuda"]
+    sys.modules.update({f"triton{name}": MagicMock() for name in missing})
+    before = set(sys.modules)
+    names = {"runner": "engine.graph_runner", "graphs": "model.cuda.graphs", "slots": "model.cuda.slots"}
+    yield SimpleNamespace(**{name: import_module(f"paceline.{path}") for name, path in names.items()})
+    for name in [*(set(sys.modules) - before if missing else ()), *(f"triton{name}" for name in missing)]:
+        sys.modules.pop(name)
+
+
+class Event:
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: Event) -> float:
+        return 0.0
+
+
+class Decoder(TableDecoder):
+    device = torch.device("cpu")
+
+
+class Device:
+    """In the place of `Graphs`. As its head it guesses k tokens, of which most are right: it looks them up."""
+
+    head = None
+
+    def __init__(self, cuda: SimpleNamespace, paged: Decoder, slots: Any, guess: Callable[[int], int]) -> None:
+        self.cuda, self.paged, self.slots, self.guess = cuda, paged, slots, guess
+        self.words, self.letter = torch.zeros(4096, dtype=torch.int32), cuda.graphs.Letter(16)
+        self.truth: dict[int, list[int]] = {}  # by noise key: prompt and what will be emitted
+        self.num_told = self.num_auctions = 0
+        self.dice = np.random.default_rng(0)
+
+    def prepare(self, size: Any) -> None:
+        pass
+
+    def run(self, size: Any) -> None:
+        words, slots, header = self.words.numpy(), self.slots, self.cuda.slots.HEADER
+        orders = words[: size.num_order_words].reshape(-1, self.cuda.slots.ORDER)
+        for slot, index, page in words[size.num_order_words : size.num_words - 1].reshape(-1, 3):
+            if slot >= 0:
+                slots.tables[slot, index] = int(page)
+                self.num_told += 1
+        if size.auctions:
+            self._auction(orders, words[size.num_words - 1])
+        spans, at = [], []
+        for slot, num, last, length, *drafted in orders.tolist():
+            if slot < 0:
+                continue
+            if last < 0:
+                last, length = int(slots.last[slot]), int(slots.length[slot])
+            own = slots.drafts[slot].tolist()
+            guessed = [own[j] if token < 0 else token for j, token in enumerate(drafted[:num])]
+            slots.length[slot] = length
+            table = BlockTable(slots.tables[slot].tolist())
+            spans.append(Span(np.array([last, *guessed], np.int32), length - 1, table, 1 + num))
+            at.append(slot)
+        self._settle(at, spans, header, size.num_guesses)
+
+    def _auction(self, orders: np.ndarray, num_slots: int) -> None:
+        self.num_auctions += 1
+        bids = [(r, j) for r, order in enumerate(orders) if order[0] >= 0 for j in range(order[1])]
+        kept = sorted(bids, key=lambda bid: bid[1])[: int(num_slots)]
+        orders[:, 1] = np.bincount([r for r, _ in kept], minlength=len(orders))
+
+    def _settle(self, at: list[int], spans: list[Span], header: int, num_guesses: int) -> None:
+        slots, letter = self.slots, self.letter
+        sizes = [span.num_logits for span in spans]
+        of = np.repeat(at, sizes)
+        params = SamplingArrays(
+            *(getattr(slots, name).numpy()[of] for name in ("temperature", "top_k", "top_p", "min_p"))
+        )
+        places = np.concatenate([span.start + 1 + np.arange(span.num_logits) for span in spans])
+        keys = slots.key.numpy()[of].view(np.uint64)
+        draws = Sampler().draw(self.paged.forward(spans), keys, places, params)
+        end = 0
+        for row, (slot, span) in enumerate(zip(at, spans, strict=True)):
+            begin, end = end, end + span.num_logits
+            found, guessed = draws.tokens[begin:end], span.tokens[1:]
+            wrong = np.flatnonzero(found[:-1] != guessed)
+            num = 1 + (int(wrong[0]) if len(wrong) else len(guessed))
+            letter.tokens[row, 0], letter.tokens[row, 1] = num, len(guessed)
+            letter.tokens[row, 2 : 2 + num] = torch.from_numpy(found[:num])
+            letter.logprobs[row, 0, :num] = torch.from_numpy(draws.logprobs[begin : begin + num])
+            letter.logprobs[row, 1, :num] = torch.from_numpy(draws.raw_logprobs[begin : begin + num])
+            slots.last[slot], slots.length[slot] = int(found[num - 1]), span.start + 1 + num
+            self._draft(slot, num_guesses)
+            letter.chances[row] = float(np.log(0.7))
+
+    def _draft(self, slot: int, k: int) -> None:
+        whole = self.truth.get(int(self.slots.key[slot]), [])
+        length = int(self.slots.length[slot])
+        for j in range(k):
+            right = whole[length + j] if length + j < len(whole) else 0
+            self.slots.drafts[slot, j] = self.guess(right)
+
+
+def make(
+    cuda: SimpleNamespace, drafter: str, num_blocks: int = 64, policy: Any = None, broken: type | None = None
+) -> LocalEngine:
+    dice = np.random.default_rng(1)
+    paged = Decoder(TABLE, num_blocks, max_positions=128, eos_token_ids=(EOS,))
+
+    class Runner(broken or cuda.runner.GraphRunner):  # type: ignore[misc]
+        num_prepared = 0
+
+        def _ready(self) -> Any:
+            return self.device
+
+        def prepare(self, rows: Any) -> None:
+            self.num_prepared += 1
+            super().prepare(rows)
+
+    runner = Runner(paged, EagerRunner(paged, Sampler(), RULES["coupled"]), 6)
+    runner.device = Device(cuda, paged, runner.slots, lambda right: right if dice.random() < 0.7 else 0)
+    for _ in range(cuda.runner.FLYING):
+        letter, words = cuda.graphs.Letter(16), torch.zeros_like(runner.device.words)
+        parts = {name: getattr(letter, name).numpy() for name in ("tokens", "logprobs", "chances")}
+        runner._mail.append(
+            SimpleNamespace(words=words, array=words.numpy(), letter=letter, started=Event(), done=Event(), **parts)
+        )
+    head: Any = SimpleNamespace(config=SimpleNamespace(taps=(0,)))
+    drafters: dict[str, Any] = {
+        "none": None, "random": AdversarialDrafter(VOCAB), "suffix": SuffixDrafter(), "ahead": Eagle3Ahead(head)
+    }  # fmt: skip
+    return LocalEngine(
+        paged, runner=runner, drafter=drafters[drafter], policy=policy or StaticPolicy(K), max_num_seqs=6,
+        max_num_batched_tokens=64,
+    )  # fmt: skip
+
+
+def requests() -> list[Request]:
+    dice = np.random.default_rng(2)
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_p": 0.8}]
+    return [
+        Request(
+            i,
+            tuple(dice.integers(0, EOS, dice.integers(1, 40)).tolist()),
+            SamplingParams(max_tokens=int(dice.integers(1, 60)), ignore_eos=i % 4 > 0, **kinds[i % 3]),
+            17 * i,
+            str(i % 3),
+        )
+        for i in range(20)
+    ]
+
+
+@cache
+def naive() -> list[list[int]]:
+    return naive_table(TABLE, requests(), (EOS,), 128)
+
+
+def run(engine: LocalEngine) -> list[Completion]:
+    wanted = requests()
+    for request, said in zip(wanted, naive(), strict=True):
+        engine.runner.device.truth[request.noise_key] = [*request.prompt_ids, *said]
+    handles = [engine.submit(request) for request in wanted]
+    while engine.has_work:
+        engine.step()
+        check_blocks(engine)
+    assert not any(engine.paged.pool.references)
+    return [handle.completion for handle in handles]
+
+
+def tokens(completions: list[Completion]) -> list[list[int]]:
+    return [completion.token_ids.tolist() for completion in completions]
+
+
+class Half(StaticPolicy):
+    """Half of what is drafted, whatever it is."""
+
+    reads_drafts = takes_best = True
+
+    def select(self, drafts: DraftBatch) -> np.ndarray:
+        return drafts.num // 2
+
+
+@pytest.mark.parametrize("num_blocks", [64, 9])
+@pytest.mark.parametrize("kind", ["none", "random", "suffix", "ahead", "auction"])
+def test_tokens_are_the_naive_twins(cuda: SimpleNamespace, kind: str, num_blocks: int) -> None:
+    policy = Half(K) if kind == "auction" else None
+    if policy is not None:
+        policy.reads_drafts = True
+    engine = make(cuda, "ahead" if kind == "auction" else kind, num_blocks, policy)
+    found = run(engine)
+    assert tokens(found) == naive()
+    traces = engine.drain_trace()
+    assert sum(trace.num_emitted for trace in traces) == sum(len(c.token_ids) for c in found)
+    assert engine.runner.device.num_told > 8 and bool(engine.runner.device.num_auctions) == (kind == "auction")
+    assert (sum(trace.num_preempted for trace in traces) > 0) == (num_blocks == 9)
+    if kind == "suffix":
+        assert engine.runner.num_prepared > 10  # while a step flew
+    if kind in ("ahead", "auction"):
+        num, stood = (sum(getattr(c, f"num_{what}_tokens") for c in found) for what in ("draft", "accepted"))
+        assert num > 100 and 0.4 < stood / num < 0.9
+        assert num == sum(trace.num_draft_tokens for trace in traces)
+
+
+def test_what_the_device_is_not_told_is_missed(cuda: SimpleNamespace) -> None:
+    """Broken: new pages are kept to itself; whoever comes to a slot is taken for who was there; a slot is told of what
+    flies as if it had landed."""
+    base = cuda.runner.GraphRunner
+
+    class NoPages(base):  # type: ignore[misc]
+        def _turn_pages(self, seats: Any, slots: np.ndarray) -> None:
+            pass
+
+    class NoStrangers(base):  # type: ignore[misc]
+        def _enter(self, seats: Any, slots: np.ndarray) -> None:
+            super()._enter(seats, slots[self._known[slots] < 0])
+
+        def leave(self, sequence: Any) -> None:
+            pass
+
+    class Hasty(base):  # type: ignore[misc]
+        def _address(self, line: Any, words: np.ndarray) -> None:
+            flying, line.seats.num_flying = line.seats.num_flying, np.zeros_like(line.seats.num_flying)
+            super()._address(line, words)
+            line.seats.num_flying = flying
+
+    for broken in (NoPages, NoStrangers, Hasty):
+        assert tokens(run(make(cuda, "none", broken=broken))) != naive(), broken
