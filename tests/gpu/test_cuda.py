@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from support import tiny_decoder
+from tiny_run import write_model
 
+from paceline.config import load_config
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import LocalEngine
@@ -17,6 +21,7 @@ from paceline.model.sample import PhiloxNoise, Sampler, Stream, philox_words
 from paceline.model.weights import checksum, hf_state
 from paceline.speculation.policy import StaticPolicy
 from paceline.types import Request, SamplingParams
+from paceline.verify.ladder import run_ladder
 
 pytestmark = pytest.mark.gpu
 
@@ -73,6 +78,20 @@ def test_rejection_rules_run(rule: str) -> None:
 
 def test_bfloat16_runs() -> None:
     assert len(generate("cuda", torch.bfloat16, "suffix")) == 12
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_ladder_holds_up_to_near_ties(tmp_path: Path, dtype: str) -> None:
+    """Rungs 3 to 5 on a model that the device's own kernels can compute."""
+    write_model(tmp_path, num_layers=1, head_dim=16)
+    config = load_config(None, [f"model.name={str(tmp_path)!r}", "model.device=cuda", f"model.dtype={dtype}"])
+    prompts = [list(text.encode()) for text in ("say a", "abcabcab", "1 2 3 4 5", "def f(x):")]
+    certificate = run_ladder(config, prompts, ("suffix",), quick=True, rungs="345")
+    seeded, greedy, _ = certificate["rungs"]
+    assert certificate["passed"], certificate
+    assert seeded["not_near_ties"] == greedy["not_near_ties"] == 0
+    assert len(seeded["near_ties"]) == sum(seeded["differences"].values())
+    assert (seeded["rounding"] < 1e-3) == (dtype == "float32")
 
 
 def test_training_gradients_equal_the_cpus() -> None:

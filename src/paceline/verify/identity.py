@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from paceline.engine.engine import LocalEngine
-from paceline.model.attention import PackedAttention
 from paceline.model.decoder import Decoder
 from paceline.model.kv import BlockTable
 from paceline.model.paged import PagedDecoder, Span
@@ -74,34 +75,46 @@ def transformers_greedy(
 
 
 @torch.inference_mode()
+def learner_logits(decoder: Decoder, tokens: Sequence[int], num: int) -> Tensor:
+    """After each of the last `num` tokens, float64, as a learner computes them: the plain decoder over all of them."""
+    ids = torch.tensor(tokens, device=decoder.device)
+    positions = torch.arange(len(ids), device=decoder.device)
+    hidden = decoder(ids, positions, decoder.attention([len(ids)], [None])).hidden
+    return decoder.logits(hidden[len(ids) - num :]).double()
+
+
+def prefill_logits(paged: PagedDecoder, tokens: Sequence[int], num: int) -> Tensor:
+    """The same from one forward of the engine's own model."""
+    table = BlockTable()
+    if not paged.pool.reserve(table, len(tokens)):
+        raise ValueError("the KV memory is too small for one sequence; raise engine.kv_tokens")
+    logits = paged.forward([Span(np.array(tokens, np.int32), 0, table, num)])
+    paged.pool.truncate(table, 0)
+    return logits.double()
+
+
 def learner_logprobs(decoder: Decoder, completions: Sequence[Completion]) -> list[np.ndarray]:
-    """Raw logprobs as a learner computes them: the plain torch decoder over whole packed sequences."""
-    outs = []
-    for c in completions:
-        tokens = torch.tensor([*c.request.prompt_ids, *c.token_ids.tolist()])
-        hidden = decoder(tokens, torch.arange(len(tokens)), PackedAttention([len(tokens)])).hidden
-        logits = decoder.logits(hidden[len(c.request.prompt_ids) - 1 : -1]).double().log_softmax(-1)
-        outs.append(logits.gather(-1, tokens[len(c.request.prompt_ids) :, None])[:, 0].numpy())
-    return outs
+    """Raw logprobs of a completion's tokens."""
+    return [_logprobs(partial(learner_logits, decoder), c) for c in completions]
 
 
 def prefill_logprobs(paged: PagedDecoder, completions: Sequence[Completion]) -> list[np.ndarray]:
-    """Raw logprobs from one forward of the engine's own model over prompt and completion."""
-    outs = []
-    for c in completions:
-        tokens = np.array([*c.request.prompt_ids, *c.token_ids], np.int32)
-        table = BlockTable()
-        if not paged.pool.reserve(table, len(tokens)):
-            raise ValueError("the KV memory is too small for one sequence; raise engine.kv_tokens")
-        logits = paged.forward([Span(tokens, 0, table, len(c.token_ids) + 1)])
-        paged.pool.truncate(table, 0)
-        at = torch.as_tensor(c.token_ids).long()[:, None]
-        outs.append(logits[:-1].double().log_softmax(-1).gather(-1, at)[:, 0].numpy())
-    return outs
+    return [_logprobs(partial(prefill_logits, paged), c) for c in completions]
+
+
+def _logprobs(logits_of: Callable[[Sequence[int], int], Tensor], c: Completion) -> np.ndarray:
+    tokens = c.token_ids.tolist()
+    logprobs_PV = logits_of([*c.request.prompt_ids, *tokens[:-1]], len(tokens)).log_softmax(-1)
+    at = torch.tensor(tokens, device=logprobs_PV.device)[:, None]
+    return logprobs_PV.gather(-1, at)[:, 0].cpu().numpy()
 
 
 def largest_gap(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
     return max((float(np.abs(x - y).max()) for x, y in zip(a, b, strict=True) if len(x)), default=0.0)
+
+
+def mean_gap(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
+    return float(np.abs(np.concatenate(a) - np.concatenate(b)).mean())
 
 
 def raw_logprobs_of(completions: Sequence[Completion]) -> list[np.ndarray]:
