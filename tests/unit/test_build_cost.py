@@ -90,10 +90,10 @@ def test_measured_once_and_nothing_is_left_behind(engine_parts, monkeypatch, tmp
     requests = [Request(i, (1, 2, 3, 4) * 6, SamplingParams(max_tokens=20), i) for i in range(4)]
     before = [c.token_ids.tolist() for c in engine.generate(requests)]
     engine.drain_trace()
-    indexed = dict(paged.pool._parent)
+    indexed = dict(paged.pool._place)
     costs = measured_costs(paged, runner, config, {"eagle3": 0.25})
     assert "measured" in capsys.readouterr().err
-    assert not any(paged.pool.references) and paged.pool._parent == indexed and not engine.drain_trace()
+    assert not any(paged.pool.references) and paged.pool._place == indexed and not engine.drain_trace()
     check_blocks(engine)
     assert [c.token_ids.tolist() for c in engine.generate(requests)] == before
     assert costs.step_s(Load(4, 4, 100)) > 0

@@ -41,6 +41,7 @@ class _Told:
 
 
 NOTHING = _Told(np.zeros(0, np.int64), np.zeros((0, 0)))
+NOBODY_YET = np.zeros(0, np.int64), 0
 
 
 class Eagle3Ahead(Calibrated):
@@ -55,7 +56,7 @@ class Eagle3Ahead(Calibrated):
         self.wants_hidden = head.config.taps
         self.num_asked = 0  # tokens that the next step drafts
         self._made: dict[int, int] = {}  # by request: how many tokens are drafted for it
-        self._made_last = np.zeros(0, np.int64), 0  # for whom, and how many, by the step that was launched last
+        self._made_last = NOBODY_YET  # for whom, and how many, by the step that was launched last
         self._told = NOTHING  # how likely each was, by the step that landed last, …
         self._judged = self._told  # … and by the one before it, whose drafts that one has verified
         self._offered = NOTHING  # what `propose` said last
@@ -73,6 +74,7 @@ class Eagle3Ahead(Calibrated):
 
     def forget(self, request_id: int) -> None:
         self._made.pop(request_id, None)
+        self._made_last = NOBODY_YET
 
     def _num_made(self, request_ids: np.ndarray) -> np.ndarray:
         last, k = self._made_last

@@ -71,6 +71,7 @@ class LocalEngine:
         self._traces: list[StepTrace] = []
         self._num_steps = self._num_submitted = 0
         self._flying: list[Step] = []  # the oldest first
+        self._lost = False  # whether a step may fly of which nobody knows: then all land, and the runner is told anew
         self._finished: list[Completion] = []  # and not returned by `step` yet
         self._landed_at = 0.0
 
@@ -90,12 +91,12 @@ class LocalEngine:
 
     def submit(self, request: Request) -> Handle:
         self._check(request)
-        handle = self._handles[request.request_id] = Handle(request)
         config = self.model_config
         sequence = Sequence(request, self._num_submitted, config.max_positions, config.eos_token_ids)
         self._num_submitted += 1
-        self.scheduler.waiting.append(sequence)
         self.drafting.begin(request, self.version)
+        handle = self._handles[request.request_id] = Handle(request)
+        self.scheduler.waiting.append(sequence)
         return handle
 
     def _check(self, request: Request) -> None:
@@ -129,12 +130,9 @@ class LocalEngine:
         self._land_all()
         if handle.done:
             return
-        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+        for sequence in self.scheduler.everybody():
             if sequence.request.request_id == request_id:
-                if sequence in self.scheduler.running:
-                    self._retire(sequence)
-                else:
-                    self.scheduler.waiting.remove(sequence)
+                self._retire(sequence)
                 sequence.finish_reason = "abort"
                 self._complete(sequence)
                 return
@@ -170,8 +168,9 @@ class LocalEngine:
         """One forward for all rows; returns what finished. Where the runner flies, the forward that is launched here
         lands in the next call: after that one's launch where nobody on the host need know its tokens before; else its
         tokens are taken, the next one is launched, and all else that is to be done about them is done meanwhile."""
-        while len(self._flying) > 1:  # where the call before was interrupted
+        while len(self._flying) > (0 if self._lost else 1):  # where the call before was interrupted
             self._land()
+        self._lost = False
         launched = self._hand_over() if self._flying and not self.drafting.overlaps else self._launch()
         keep = 1 if launched and self._flying[-1].flight.may_wait else 0
         while len(self._flying) > keep:
@@ -201,11 +200,20 @@ class LocalEngine:
         return True
 
     def _send(self, rows: Lineup, drafts: Drafts, started: float, draft_s: float, num_preempted: int) -> None:
-        flight = self.runner.launch(rows, drafts.q, drafts.num_slots)
-        reach = (rows.num_query + rows.num_draft) * rows.decides
-        step = Step(flight, rows, drafts, started, draft_s, num_preempted, reach)
-        step.fly()
-        self._flying.append(step)
+        try:
+            flight = self.runner.launch(rows, drafts.q, drafts.num_slots)
+            reach = (rows.num_query + rows.num_draft) * rows.decides
+            step = Step(flight, rows, drafts, started, draft_s, num_preempted, reach)
+            step.fly()
+            self._flying.append(step)
+        except BaseException:
+            self._lost = True
+            self.scheduler.seats.num_flying[:] = 0
+            for known in self._flying:
+                known.fly()
+            for sequence in self.scheduler.running:
+                self.runner.leave(sequence)
+            raise
 
     def _hand_over(self) -> bool:
         """Launch a step as soon as it is known what the flying one has brought. All that can be done before is done

@@ -54,6 +54,11 @@ class Scheduler:
             self._at = np.array([sequence.seat for sequence in self.running], np.int64)
         return self._at
 
+    def everybody(self) -> list[Sequence]:
+        """Who runs or waits; or sits, which is the same but where somebody was interrupted."""
+        seated = [sequence for sequence in self.seats.sequences if sequence is not None]
+        return list(dict.fromkeys([*self.running, *self.waiting, *seated]))
+
     def schedule(self) -> Lineup:
         """The next step's rows, before drafts. Memory for new ones is taken here, for the rest in `reserve`."""
         seats, at = self.seats, self.at
@@ -86,13 +91,29 @@ class Scheduler:
         prefilling = at[seats.num_computed[at] < seats.num_prompt[at] - 1]
         computing = {sequence.request.prompt_ids for sequence in seats.of(prefilling)}
         held_back: list[Sequence] = []
+        try:
+            self._seat(budget, new, computing, held_back)
+        except BaseException:
+            held_back = [sequence for sequence in held_back if sequence not in self.running]
+            raise
+        finally:
+            self.waiting.extendleft(reversed(held_back))
+        return new
+
+    def _seat(
+        self,
+        budget: int,
+        new: list[tuple[Sequence, int]],
+        computing: set[tuple[int, ...]],
+        held_back: list[Sequence],
+    ) -> None:
+        """`computing`: prompts that are. Whoever comes from waiting is among those held back until it sits."""
         while budget and self.waiting and len(self.running) < self.max_num_seqs:
             if self.order is not None and len(self.running) + len(held_back) >= self.max_num_seqs:
                 break  # siblings held back keep their places, or their problem would not begin together
-            sequence = self._next()
+            sequence = self._next(held_back)
             if self.prefix_sharing:
                 if sequence.request.prompt_ids in computing:
-                    held_back.append(sequence)
                     continue
                 sequence.num_computed = self.paged.adopt(sequence.table, sequence.tokens[:-1])
             num_query = min(sequence.num_pending, budget)
@@ -101,23 +122,22 @@ class Scheduler:
                 sequence.table, sequence.num_computed + num_query
             ):
                 self._give_back(sequence)
-                held_back.append(sequence)
                 break
             budget -= num_query
-            self.running.append(sequence)
             self.seats.sit(sequence)
+            self.running.append(sequence)
             self._at = None
+            held_back.pop()
             if sequence.num_computed < sequence.num_prompt - 1:
                 computing.add(sequence.request.prompt_ids)
             new.append((sequence, num_query))
-        self.waiting.extendleft(reversed(held_back))
-        return new
 
-    def _next(self) -> Sequence:
-        """The next one from waiting."""
+    def _next(self, held_back: list[Sequence]) -> Sequence:
+        """The next one from waiting, which is held back so far."""
         front = self.waiting[0]
         if self.order is not None and not front.num_preemptions and front.arrival not in self._called:
             self._call(self.order)
+        held_back.append(self.waiting[0])
         return self.waiting.popleft()
 
     def _call(self, order: Callable[[Request], float]) -> None:
@@ -138,7 +158,9 @@ class Scheduler:
         reach = seats.num_computed[at] + seats.num_flying[at] + rows.num_query
         if self.lookahead:
             reach = np.maximum(reach, np.minimum(reach + self.lookahead, seats.limit[at]))
-        need = reach + rows.num_draft
+        need = np.minimum(
+            reach + rows.num_draft, seats.limit[at]
+        )  # drafts end before it; what is ahead of them may not
         num_blocks, num_held = -(-need // BLOCK), seats.num_blocks[at]
         short = num_blocks > num_held
         if not short.any():
@@ -158,7 +180,7 @@ class Scheduler:
         for i, (sequence, need) in enumerate(zip(self.seats.of(rows.at), reach.tolist(), strict=True)):
             if sequence in preempted:
                 continue
-            if not self.pool.reserve(sequence.table, need + int(rows.num_draft[i])):
+            if not self.pool.reserve(sequence.table, min(need + int(rows.num_draft[i]), sequence.limit)):
                 rows.num_draft[i] = 0
                 while not self.pool.reserve(sequence.table, need):
                     victim = self.running[-1]
@@ -178,10 +200,13 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """What it has computed can be found from now on, as long as the memory is not needed."""
+        """What it has computed can be found from now on, as long as the memory is not needed. Wherever it is, and
+        again where this was interrupted: who sits is not yet done with."""
         if self.prefix_sharing:
             self.pool.index(sequence.table, sequence.tokens[: sequence.num_computed])
-        self.running.remove(sequence)
+        for place in (self.running, self.waiting):
+            if sequence in place:
+                place.remove(sequence)
         self._give_back(sequence)
         self.seats.rise(sequence)
         self._at = None

@@ -3,12 +3,10 @@
 A step looks at all its rows at once, so that what it takes here hardly grows with their number; `Sequence` shows one
 of them, and does the same for a single one that runs nowhere. Runners on a device give a sequence the slot of its seat.
 
-Always: what an array has at a seat is of the sequence that sits there. A seat is only new when none before it is free.
+Always: what an array has at a seat is of the sequence that sits there, which sits on the first seat that was free.
 """
 
 from __future__ import annotations
-
-from collections import Counter
 
 import numpy as np
 
@@ -26,17 +24,14 @@ class Seats:
     def __init__(self, num: int) -> None:
         self.drafters: list[str] = []  # whom `sources` means
         self.sequences: list[Sequence | None] = []
-        self._free: list[int] = []
-        self._stops: Counter[frozenset[int]] = Counter()
-        self._stop_ids: list[int] | None = None
+        self.stop_ids: frozenset[int] = frozenset()  # of all who ever sat here: who emits one is looked at
         self.num_risen = self._num_changes = 0
         self._ids = np.zeros(0, np.int64), np.zeros(0, np.int64)  # seats that were asked for last, and whose they are
-        self._make(max(1, num), 0)
+        self._make(max(1, num), STRIDE)
 
     def _make(self, num: int, length: int) -> None:
         """Room for more. Those who sit here move, each to the seat of the same number."""
-        before, self.sequences = self.sequences, [None] * num
-        self._free = [seat for seat in range(num - 1, -1, -1) if seat >= len(before) or before[seat] is None]
+        before, self.sequences = self.sequences, [*self.sequences, *[None] * (num - len(self.sequences))]
         self.length = length
         self.record = Record(length, num)
         self.num_tokens, self.num_computed, self.num_flying = self.record.counts[:3]
@@ -49,14 +44,18 @@ class Seats:
             if sequence is not None:
                 self._place(sequence, sequence.seat)
 
+    def _lengthen(self, needed: int) -> None:
+        """To twice as many positions, or to what is needed: limits are often far beyond what is ever said."""
+        if needed > self.length:
+            self._make(len(self.sequences), max(2 * self.length, -(-needed // STRIDE) * STRIDE))
+
     def sit(self, sequence: Sequence) -> None:
-        if sequence.limit > self.length:
-            self._make(len(self.sequences), -(-sequence.limit // STRIDE) * STRIDE)
-        if not self._free:
+        self.rise(sequence)  # where that was interrupted
+        self._lengthen(sequence.num_tokens)
+        if None not in self.sequences:
             self._make(2 * len(self.sequences), self.length)
-        self._place(sequence, self._free.pop())
-        self._stops[sequence.stop_ids] += 1
-        self._stop_ids = None if self._stops[sequence.stop_ids] == 1 else self._stop_ids
+        self.stop_ids |= sequence.stop_ids
+        self._place(sequence, self.sequences.index(None))
 
     def _place(self, sequence: Sequence, seat: int) -> None:
         request, sequence.seat, self.sequences[seat] = sequence.request, seat, sequence
@@ -69,17 +68,17 @@ class Seats:
         self.note(seat, len(sequence.table.blocks))
 
     def rise(self, sequence: Sequence) -> None:
-        """It runs no more, and takes along what is known of it."""
-        seat, sequence.seat = sequence.seat, -1
-        sequence.move(Record(sequence.limit))
-        sequence.num_flying = 0
-        self.arrival[seat], self.sequences[seat] = VACANT, None
+        """It runs no more, and takes along what is known of it. In this order, so that it can be done again where it
+        was interrupted."""
+        seat = sequence.seat
+        if seat < 0:
+            return
+        if self.sequences[seat] is sequence:
+            sequence.move(Record(sequence.limit))
+            sequence.num_flying = 0
+            self.arrival[seat], self.sequences[seat] = VACANT, None
         self.num_risen += 1
-        self._free.append(seat)
-        self._stops[sequence.stop_ids] -= 1
-        if not self._stops[sequence.stop_ids]:
-            del self._stops[sequence.stop_ids]
-            self._stop_ids = None
+        sequence.seat = -1
 
     def note(self, at: np.ndarray | int, num_blocks: np.ndarray | int) -> None:
         """Tables have changed, and now have so many blocks. `changes` never has the same number again at a seat."""
@@ -101,18 +100,17 @@ class Seats:
         return self._ids[1]
 
     def stops(self, tokens: np.ndarray) -> np.ndarray:
-        """Which of these tokens end one sequence or another: bool."""
-        if self._stop_ids is None:
-            self._stop_ids = sorted(frozenset[int]().union(*self._stops))
-        if len(self._stop_ids) > 8:
-            return np.isin(tokens, self._stop_ids)
+        """Which of these tokens may end one sequence or another: bool."""
+        if len(self.stop_ids) > 8:
+            return np.isin(tokens, list(self.stop_ids))
         found = np.zeros(tokens.shape, bool)
-        for token in self._stop_ids:
+        for token in self.stop_ids:
             found |= tokens == token
         return found
 
     def number_of(self, drafter: str) -> int:
         if drafter not in self.drafters:
+            assert len(self.drafters) < NOBODY, "more drafters than there are numbers for"
             self.drafters.append(drafter)
         return self.drafters.index(drafter)
 
@@ -129,6 +127,7 @@ class Seats:
     ) -> tuple[np.ndarray, np.ndarray]:
         """For these seats, as `Sequence.take` and `Sequence.book` for one: what was emitted up to the first stop, and
         all that is to be known of it. Returns how many tokens were taken, and which of these sequences are over."""
+        self._lengthen(int(self.num_tokens[at].max(initial=0)) + verdict.tokens.shape[1])
         record, drafted = self.record, num_drafted > 0
         start, limit = self.num_tokens[at], self.limit[at]
         counts = np.minimum(verdict.num_accepted + 1, limit - start)
@@ -162,11 +161,16 @@ class Seats:
     ) -> np.ndarray:
         """Cut counts at the first stop; who came to one."""
         over = np.zeros(len(at), bool)
-        suspect = self.stops(tokens).any(1) | self.stops_at_text[at]
-        for i in suspect.nonzero()[0].tolist():
-            sequence = self[at[i]]
-            counts[i] = sequence._up_to_stop(tokens[i, : counts[i]].tolist(), detokenize)
-            over[i] = sequence.finish_reason is not None
+        suspects = (self.stops(tokens).any(1) | self.stops_at_text[at]).nonzero()[0].tolist()
+        try:
+            for i in suspects:
+                sequence = self[at[i]]
+                counts[i] = sequence._up_to_stop(tokens[i, : counts[i]].tolist(), detokenize)
+                over[i] = sequence.finish_reason is not None
+        except BaseException:
+            for i in suspects:  # nothing was taken yet
+                self[at[i]].finish_reason = self[at[i]].stop_reason = None
+            raise
         return over
 
 

@@ -30,7 +30,7 @@ from paceline.model.paged import Span
 from paceline.model.sample import Sampler, SamplingArrays
 from paceline.speculation.batch import DraftBatch
 from paceline.speculation.policy import StaticPolicy
-from paceline.types import Completion, Request, SamplingParams
+from paceline.types import Completion, Provenance, Request, SamplingParams
 from paceline.verify.drafters import AdversarialDrafter
 from paceline.verify.table import Table, TableDecoder
 
@@ -265,3 +265,47 @@ def test_what_the_device_is_not_told_is_missed(cuda: SimpleNamespace) -> None:
 
     for broken in (NoPages, NoStrangers, Hasty):
         assert tokens(run(make(cuda, "none", broken=broken))) != naive(), broken
+
+
+def test_whoever_comes_again_has_no_drafts_yet(cuda: SimpleNamespace) -> None:
+    """The same request twice: its prompt's last token is not verified with what was drafted for the first one."""
+    engine = make(cuda, "ahead")
+    request = requests()[1]
+    first, again = (engine.generate([request])[0] for _ in range(2))
+    assert first.provenance[0] == again.provenance[0] == Provenance.SAMPLED
+    assert tokens([first]) == tokens([again]) == [naive()[1]] and again.num_drafts > 3
+
+
+@pytest.mark.parametrize("kind", ["none", "suffix", "ahead"])
+def test_to_the_end_of_the_context(cuda: SimpleNamespace, kind: str) -> None:
+    """No page is wanted beyond what a slot's table holds."""
+    prompt = tuple(np.random.default_rng(3).integers(0, EOS, 102).tolist())
+    wanted = [Request(i, prompt, SamplingParams(max_tokens=200, ignore_eos=True), i, "long") for i in range(3)]
+    found = make(cuda, kind).generate(wanted)
+    assert tokens(found) == naive_table(TABLE, wanted, (EOS,), 128) and {len(c.token_ids) for c in found} == {26}
+
+
+@pytest.mark.parametrize("kind", ["none", "suffix", "ahead"])
+@pytest.mark.parametrize("fails_at", [2, 5, 9])
+def test_a_launch_that_fails_when_the_device_is_off(cuda: SimpleNamespace, kind: str, fails_at: int) -> None:
+    """The device has gone a step of which the host knows nothing: it is told anew where sequences stand."""
+
+    class Fails(cuda.runner.GraphRunner):  # type: ignore[misc]
+        num_launched = 0
+
+        def launch(self, *step: Any) -> Any:
+            flight = super().launch(*step)
+            self.num_launched += 1
+            if self.num_launched == fails_at:
+                raise MemoryError
+            return flight
+
+    engine = make(cuda, kind, broken=Fails)
+    handles = [engine.submit(request) for request in requests()]
+    failed = 0
+    while engine.has_work:
+        try:
+            engine.step()
+        except MemoryError:
+            failed += 1
+    assert failed == 1 and tokens([handle.completion for handle in handles]) == naive()

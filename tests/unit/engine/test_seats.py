@@ -6,12 +6,14 @@ from dataclasses import astuple
 
 import numpy as np
 import pytest
-from support import LetterTokenizer
+from support import LetterTokenizer, tiny_decoder
 
 from paceline.engine import seats as room
 from paceline.engine.accept import Verdict
+from paceline.engine.engine import LocalEngine
 from paceline.engine.seats import Seats
-from paceline.engine.sequence import Sequence
+from paceline.engine.sequence import Record, Sequence
+from paceline.model.paged import PagedDecoder
 from paceline.types import Completion, Request, SamplingParams
 
 NAMES = ("suffix", "eagle3")
@@ -39,7 +41,9 @@ def said(completion: Completion) -> list[object]:
 def side_by_side_and_alone(seed: int, num: int = 12) -> tuple[list[list[object]], list[list[object]]]:
     dice = np.random.default_rng(seed)
     many, alone = (sequences(num, np.random.default_rng(seed)) for _ in range(2))
-    seats = Seats(2)  # too few, and too short
+    with pytest.MonkeyPatch.context() as small:
+        small.setattr(room, "STRIDE", 4)
+        seats = Seats(2)  # too few, and too short
     waiting, seated = list(range(num)), list[int]()
     drafted_by = [seats.number_of(name) for name in NAMES]
     for step in range(200):
@@ -107,3 +111,39 @@ def test_seats_are_taken_again_before_there_are_more() -> None:
     for sequence in some:
         assert sequence.tokens.tolist() == list(sequence.request.prompt_ids)
         assert sequence.seat < 0 or seats.arrival[sequence.seat] == sequence.arrival
+
+
+@pytest.mark.parametrize("where", ["sits", "moves", "makes room", "rises", "begins"])
+@pytest.mark.parametrize("when", [1, 3])
+def test_an_interrupt_leaves_every_seat_free(where: str, when: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While somebody sits down, moves, or rises: `generate` takes all its requests out, and the next ones run well."""
+    wanted = [Request(i, (1 + i % 5, 2, 3), SamplingParams(max_tokens=4 + 3 * i, ignore_eos=True), i) for i in range(7)]
+
+    def engine() -> LocalEngine:
+        return LocalEngine(PagedDecoder(tiny_decoder(), 32), max_num_seqs=4)
+
+    said = [c.token_ids.tolist() for c in engine().generate(wanted)]
+    target, name = {
+        "sits": (Seats, "note"),
+        "moves": (Record, "take_over"),
+        "makes room": (Seats, "_lengthen"),
+        "rises": (Sequence, "move"),
+        "begins": (room.Seats, "_place"),
+    }[where]
+    running, original, num = engine(), getattr(target, name), 0
+
+    def interrupted(*given: object) -> object:
+        nonlocal num
+        num += 1
+        found = original(*given)
+        if num == when:
+            raise KeyboardInterrupt
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(target, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            running.generate(wanted)
+    assert not running.has_work and not any(running.paged.pool.references)
+    assert all(sequence is None for sequence in running.scheduler.seats.sequences)
+    assert [c.token_ids.tolist() for c in running.generate(wanted)] == said
