@@ -169,7 +169,7 @@ def test_a_hybrid_that_chooses_after_sampling_is_harmless_under_coupled_and_refu
 
 def test_running_past_a_stop_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: only the last emitted token is looked at for a stop."""
-    whole = Sequence._up_to_stop
+    whole = Sequence.up_to_stop
 
     def last_only(self: Sequence, tokens: np.ndarray, detokenize: object) -> int:
         return len(tokens) - 1 + whole(self, tokens[-1:], detokenize) if len(tokens) else 0
@@ -178,6 +178,6 @@ def test_running_past_a_stop_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     make = lambda s: case.engine("rejection", "draft_model", s, 4)  # noqa: E731
     request = Request(0, (0, 1, 0), SamplingParams(max_tokens=3), 0)
     exact = brute_force(case.decoder(), request)
-    monkeypatch.setattr(Sequence, "_up_to_stop", last_only)
+    monkeypatch.setattr(Sequence, "up_to_stop", last_only)
     found, _ = enumerate_engine(make, request)
     assert total_variation(found, exact) > 1e-3

@@ -204,9 +204,10 @@ class Scheduler:
         again where this was interrupted: who sits is not yet done with."""
         if self.prefix_sharing:
             self.pool.index(sequence.table, sequence.tokens[: sequence.num_computed])
-        for place in (self.running, self.waiting):
-            if sequence in place:
-                place.remove(sequence)
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
         self._give_back(sequence)
         self.seats.rise(sequence)
         self._at = None

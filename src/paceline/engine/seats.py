@@ -165,7 +165,7 @@ class Seats:
         try:
             for i in suspects:
                 sequence = self[at[i]]
-                counts[i] = sequence._up_to_stop(tokens[i, : counts[i]].tolist(), detokenize)
+                counts[i] = sequence.up_to_stop(tokens[i, : counts[i]].tolist(), detokenize)
                 over[i] = sequence.finish_reason is not None
         except BaseException:
             for i in suspects:  # nothing was taken yet

@@ -112,7 +112,7 @@ class Sequence:
     def take(self, tokens: list[int], detokenize: Detokenize | None) -> int:
         """Append what a verification emitted, up to and including the first stop; returns how many were taken. What
         else is to be known of them is told to `book`, which can wait."""
-        count = self._up_to_stop(tokens[: self.limit - self.num_tokens], detokenize)
+        count = self.up_to_stop(tokens[: self.limit - self.num_tokens], detokenize)
         self.record.tokens[self.num_tokens : self.num_tokens + count] = tokens[:count]
         self.num_tokens += count
         if self.finish_reason is None and self.num_tokens == self.limit:
@@ -150,7 +150,7 @@ class Sequence:
             self.num_draft_tokens += num_drafted
             self.num_accepted_tokens += min(count, num_accepted)
 
-    def _up_to_stop(self, tokens: list[int], detokenize: Detokenize | None) -> int:
+    def up_to_stop(self, tokens: list[int], detokenize: Detokenize | None) -> int:
         """How many of these tokens come up to the first stop, which is noted; all of them if there is none."""
         stops = self.request.sampling.stop
         if not stops and self.stop_ids.isdisjoint(tokens):

@@ -149,16 +149,16 @@ def _race(
     base = tl.where(peak == -float("inf"), 0.0, peak)  # a part may be all -inf
     z = (raw - base) * scale
     weight = tl.exp2(z)
-    early = tl.where(greedy, -raw, _uniform(words) * tl.exp2(-z))
+    bound = tl.where(greedy, -raw, _uniform(words) * tl.exp2(-z))
     if CUT:
         stays = _stays(raw, v, at, cut_logit, cut_place)
         weight = tl.where(stays, weight, 0.0)
-        early = tl.where(stays, early, float("inf"))
-    least, winner = tl.min(early, 0, return_indices=True)  # the first of equals
+        bound = tl.where(stays, bound, float("inf"))
+    least, winner = tl.min(bound, 0, return_indices=True)  # the first of equals
     if (temperature != 0) & (least < float("inf")):
         u = least * tl.exp2((tl.load(row + begin + winner).to(tl.float32) - base) * scale)
         late = least * (1 - 0.5 * u) / tl.maximum(1 - u, 1e-10)
-        if tl.sum((early <= late * 1.00001).to(tl.int32)) > 1:  # roundings are less than that
+        if tl.sum((bound <= late * 1.00001).to(tl.int32)) > 1:  # roundings are less than that
             least = float("inf")
             for start in range(0, PART, STRIDE):
                 some = begin + start + tl.arange(0, STRIDE)
