@@ -226,30 +226,43 @@ def product(x: torch.Tensor, weights: list[torch.Tensor], i: int) -> torch.Tenso
     return torch.nn.functional.linear(x, weights[i % len(weights)])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="attention,draw,small,products")
-    parser.add_argument("--processes", type=int, default=12)
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    wanted = given.only.split(",")
-    parts = {"attention": time_attention, "draw": time_draws, "small": time_small, "products": time_products}
-    with ProcessPoolExecutor(given.processes, multiprocessing.get_context("spawn")) as pool:
+PARTS = {"attention": time_attention, "draw": time_draws, "small": time_small, "products": time_products}
+
+
+def compile_all(wanted: list[str], processes: int) -> None:
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         jobs = []
         if "attention" in wanted:
-            jobs += [pool.submit(compile_attention, step, program) for step in STEPS for program in PROGRAMS]
+            kinds = {
+                (attention.num_parts(rows, CONFIG.num_kv_heads), queries): (rows, queries) for rows, queries in STEPS
+            }
+            jobs += [pool.submit(compile_attention, step, program) for step in kinds.values() for program in PROGRAMS]
         if "draw" in wanted:
             jobs += [pool.submit(compile_draw, program, some) for program in DRAWS for some in (False, True)]
         for job in jobs:
             job.exception()  # what does not compile is told by who times it
+
+
+def time_all(wanted: list[str], path: Path | None) -> None:
     found = []
     for name in wanted:
-        for row in parts[name]():
+        for row in PARTS[name]():
             found.append(row)
             figures = {key: round(value, 1) if isinstance(value, float) else value for key, value in row.items()}
             print(", ".join(f"{key} {value}" for key, value in figures.items()), flush=True)
-            if given.json is not None:
-                given.json.write_text(json.dumps({"machine": torch.cuda.get_device_name(), "rows": found}, indent=1))
+            if path is not None:
+                path.write_text(json.dumps({"machine": torch.cuda.get_device_name(), "rows": found}, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--processes", type=int, default=12)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    wanted = given.only.split(",")
+    compile_all(wanted, given.processes)
+    time_all(wanted, given.json)
 
 
 if __name__ == "__main__":
