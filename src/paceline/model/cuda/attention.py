@@ -96,8 +96,8 @@ def tuning(dtype: torch.dtype, num_programs: int, parts: int) -> dict[str, int]:
     if dtype == torch.float32:
         return {"TOKENS": 32, "num_warps": 4, "num_stages": 2}
     if num_programs >= 2 * PROGRAMS:
-        return {"TOKENS": 64, "num_warps": 2, "num_stages": 2}
-    return {"TOKENS": 64 if parts > 4 else 128, "num_warps": 4, "num_stages": 2}
+        return {"TOKENS": 32, "num_warps": 2, "num_stages": 3}
+    return {"TOKENS": 64, "num_warps": 4, "num_stages": 3}
 
 
 @triton.jit

@@ -19,8 +19,8 @@ from triton.language.extra.cuda import libdevice
 from paceline.model.cuda.cut import Cut
 from paceline.model.cuda.early import early, wait
 
-PART = 4096  # tokens that a program looks at; a multiple of 4, the words of one noise counter
-WARPS = 8
+PART = 2048  # tokens that a program looks at; a multiple of 4, the words of one noise counter
+WARPS = 4
 STRIDE = 256  # at once, where it must look twice
 
 
