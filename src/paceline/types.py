@@ -191,6 +191,7 @@ class StepTrace:
     expected_s: float = 0.0  # what it took the step's time for; 0: it does not estimate
     sources: tuple[tuple[str, int, int], ...] = ()  # (drafter, tokens verified, tokens accepted)
     num_history_bytes: int = 0  # what the drafter remembers takes
+    num_captured: int = 0  # sizes of steps that were made ready meanwhile, for the first time: its time says little
     engine: int = 0  # its number, where several generate
 
 

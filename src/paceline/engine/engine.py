@@ -201,11 +201,14 @@ class LocalEngine:
 
     def _send(self, rows: Lineup, drafts: Drafts, started: float, draft_s: float, num_preempted: int) -> None:
         try:
+            captured = self.runner.num_captured
             flight = self.runner.launch(rows, drafts.q, drafts.num_slots)
             reach = (rows.num_query + rows.num_draft) * rows.decides
             step = Step(flight, rows, drafts, started, draft_s, num_preempted, reach)
             step.fly()
             self._flying.append(step)
+            for held_up in self._flying:
+                held_up.num_captured += self.runner.num_captured - captured
         except BaseException:
             self._lost = True
             self.scheduler.seats.num_flying[:] = 0
@@ -329,6 +332,7 @@ class LocalEngine:
             "num_context_tokens": int(before.sum()) + num_query,
             "num_preempted": step.num_preempted,
             "num_free_blocks": self.paged.pool.num_free,
+            "num_captured": step.num_captured,
         }
         finished = seats.of(deciding.at[over])
         for sequence in finished:

@@ -86,8 +86,7 @@ class Lineup(Seq[Row]):
         if isinstance(rows, Lineup):
             return rows
         seats = Seats(len(rows))
-        for row in rows:
-            seats.sit(row.sequence)
+        seats.sit(*(row.sequence for row in rows))
         made = Lineup.make(
             seats, np.array([row.sequence.seat for row in rows]), np.array([row.num_query for row in rows]),
             np.array([row.decides for row in rows]),

@@ -21,7 +21,7 @@ from paceline.engine.lineup import Lineup
 from paceline.engine.lineup import Row as Row
 from paceline.engine.seats import Seats
 from paceline.engine.sequence import Sequence
-from paceline.model.kv import BLOCK
+from paceline.model.kv import BLOCK, BlockTable
 from paceline.model.paged import PagedDecoder
 from paceline.types import Request
 
@@ -85,59 +85,86 @@ class Scheduler:
             self._called.clear()
         if not (budget and self.waiting and len(self.running) < self.max_num_seqs):
             return []
-        new: list[tuple[Sequence, int]] = []
         # Siblings of a prompt that is being computed wait for it, then share it.
         seats, at = self.seats, self.at
         prefilling = at[seats.num_computed[at] < seats.num_prompt[at] - 1]
         computing = {sequence.request.prompt_ids for sequence in seats.of(prefilling)}
-        held_back: list[Sequence] = []
+        chosen, new, copies = list[Sequence](), list[tuple[Sequence, int]](), list[tuple[int, int]]()
         try:
-            self._seat(budget, new, computing, held_back)
-        except BaseException:
-            held_back = [sequence for sequence in held_back if sequence not in self.running]
-            raise
+            self._choose(budget, computing, chosen, new, copies)
+            self._copy(copies)
+            if new:
+                seats.sit(*(sequence for sequence, _ in new))
+                self.running += [sequence for sequence, _ in new]
+                self._at = None
         finally:
-            self.waiting.extendleft(reversed(held_back))
+            self._release(copies)
+            self._put_back(chosen)
         return new
 
-    def _seat(
+    def _choose(
         self,
         budget: int,
-        new: list[tuple[Sequence, int]],
         computing: set[tuple[int, ...]],
-        held_back: list[Sequence],
+        chosen: list[Sequence],
+        new: list[tuple[Sequence, int]],
+        copies: list[tuple[int, int]],
     ) -> None:
-        """`computing`: prompts that are. Whoever comes from waiting is among those held back until it sits."""
-        while budget and self.waiting and len(self.running) < self.max_num_seqs:
-            if self.order is not None and len(self.running) + len(held_back) >= self.max_num_seqs:
+        """Memory for those who are to begin. `computing`: prompts that are. `chosen`: whoever comes from waiting; of
+        them the `new` ones begin. `copies`: blocks, from where to where, before anybody does."""
+        num_places = self.max_num_seqs - len(self.running)
+        while budget and self.waiting and len(new) < num_places:
+            if self.order is not None and len(chosen) >= num_places:
                 break  # siblings held back keep their places, or their problem would not begin together
-            sequence = self._next(held_back)
+            sequence = self._next(chosen)
+            prompt = sequence.request.prompt_ids
             if self.prefix_sharing:
-                if sequence.request.prompt_ids in computing:
+                if prompt in computing:
                     continue
-                sequence.num_computed = self.paged.adopt(sequence.table, sequence.tokens[:-1])
-            num_query = min(sequence.num_pending, budget)
-            headroom = len(self.running)  # a block each for those who run, or the newcomer is soon sent back
-            if self.pool.num_free < headroom or not self.pool.reserve(
-                sequence.table, sequence.num_computed + num_query
-            ):
-                self._give_back(sequence)
-                break
+                sequence.num_computed, source = self.pool.share(sequence.table, sequence.tokens[:-1])
+                if source is not None:
+                    copies.append((source, sequence.table.blocks[-1]))
+            num_computed = sequence.num_computed
+            num_query = min(sequence.num_tokens - num_computed, budget)
+            # A block each for those who run, or the newcomer is soon sent back.
+            headroom = len(self.running) + len(new)
+            if not self._has_room(sequence.table, num_computed + num_query, headroom):
+                self._copy(copies)  # what is held for that may be what is missing
+                if not self._has_room(sequence.table, num_computed + num_query, headroom):
+                    break
             budget -= num_query
-            self.seats.sit(sequence)
-            self.running.append(sequence)
-            self._at = None
-            held_back.pop()
-            if sequence.num_computed < sequence.num_prompt - 1:
-                computing.add(sequence.request.prompt_ids)
+            if num_computed < sequence.num_prompt - 1:
+                computing.add(prompt)
             new.append((sequence, num_query))
 
-    def _next(self, held_back: list[Sequence]) -> Sequence:
-        """The next one from waiting, which is held back so far."""
+    def _has_room(self, table: BlockTable, num_tokens: int, headroom: int) -> bool:
+        """Takes it, if so."""
+        return self.pool.num_free >= headroom and self.pool.reserve(table, num_tokens)
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        if copies:
+            assert self.paged.kv is not None, "asleep"
+            self.paged.kv.copy_block([source for source, _ in copies], [target for _, target in copies])
+            self._release(copies)
+
+    def _release(self, copies: list[tuple[int, int]]) -> None:
+        while copies:
+            self.pool.release(copies.pop(0)[0])
+
+    def _put_back(self, chosen: list[Sequence]) -> None:
+        """Who does not begin after all waits again, in the same order."""
+        running = set(self.running)
+        for sequence in reversed(chosen):
+            if sequence not in running:
+                self._give_back(sequence)
+                self.waiting.appendleft(sequence)
+
+    def _next(self, chosen: list[Sequence]) -> Sequence:
+        """The next one from waiting."""
         front = self.waiting[0]
         if self.order is not None and not front.num_preemptions and front.arrival not in self._called:
             self._call(self.order)
-        held_back.append(self.waiting[0])
+        chosen.append(self.waiting[0])
         return self.waiting.popleft()
 
     def _call(self, order: Callable[[Request], float]) -> None:
@@ -165,11 +192,10 @@ class Scheduler:
         short = num_blocks > num_held
         if not short.any():
             return rows, []
-        at, need, num_blocks = at[short], need[short], num_blocks[short]
-        if (num_blocks - num_held[short]).sum() > self.pool.num_free:
+        at, num_blocks, more = at[short], num_blocks[short], (num_blocks - num_held)[short]
+        if more.sum() > self.pool.num_free:
             return None if politely else self._squeeze(rows, reach)
-        for sequence, num in zip(seats.of(at), need.tolist(), strict=True):
-            self.pool.reserve(sequence.table, num)
+        self.pool.extend([sequence.table for sequence in seats.of(at)], more.tolist())
         seats.note(at, num_blocks)
         return rows, []
 

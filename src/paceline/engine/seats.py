@@ -8,6 +8,9 @@ Always: what an array has at a seat is of the sequence that sits there, which si
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+from itertools import islice
+
 import numpy as np
 
 from paceline.engine.accept import Verdict
@@ -34,38 +37,45 @@ class Seats:
         before, self.sequences = self.sequences, [*self.sequences, *[None] * (num - len(self.sequences))]
         self.length = length
         self.record = Record(length, num)
+        self._rows = [self.record.row(i) for i in range(num)]
         self.num_tokens, self.num_computed, self.num_flying = self.record.counts[:3]
         self.arrival = np.full(num, VACANT, np.int64)
         self.request_id, self.noise_key = np.zeros(num, np.int64), np.zeros(num, np.uint64)
         self.limit, self.num_prompt = np.zeros(num, np.int64), np.zeros(num, np.int64)
         self.num_blocks, self.changes = np.zeros(num, np.int64), np.zeros(num, np.int64)  # of its table; see `note`
         self.truncates, self.stops_at_text = np.zeros(num, bool), np.zeros(num, bool)
-        for sequence in before:
-            if sequence is not None:
-                self._place(sequence, sequence.seat)
+        seated = [sequence for sequence in before if sequence is not None]
+        self._place(seated, [sequence.seat for sequence in seated])
 
     def _lengthen(self, needed: int) -> None:
         """To twice as many positions, or to what is needed: limits are often far beyond what is ever said."""
         if needed > self.length:
             self._make(len(self.sequences), max(2 * self.length, -(-needed // STRIDE) * STRIDE))
 
-    def sit(self, sequence: Sequence) -> None:
-        self.rise(sequence)  # where that was interrupted
-        self._lengthen(sequence.num_tokens)
-        if None not in self.sequences:
+    def sit(self, *new: Sequence) -> None:
+        for sequence in new:
+            self.rise(sequence)  # where that was interrupted
+        self._lengthen(max(sequence.num_tokens for sequence in new))
+        while self.sequences.count(None) < len(new):
             self._make(2 * len(self.sequences), self.length)
-        self.stop_ids |= sequence.stop_ids
-        self._place(sequence, self.sequences.index(None))
+        self.stop_ids = self.stop_ids.union(*(sequence.stop_ids for sequence in new))
+        free = (seat for seat, sequence in enumerate(self.sequences) if sequence is None)
+        self._place(new, list(islice(free, len(new))))
 
-    def _place(self, sequence: Sequence, seat: int) -> None:
-        request, sequence.seat, self.sequences[seat] = sequence.request, seat, sequence
-        sequence.move(self.record.row(seat))
-        sequence.drafters = self.drafters
-        self.arrival[seat], self.request_id[seat] = sequence.arrival, request.request_id
-        self.noise_key[seat] = request.noise_key
-        self.limit[seat], self.num_prompt[seat] = sequence.limit, sequence.num_prompt
-        self.truncates[seat], self.stops_at_text[seat] = sequence.truncates, bool(request.sampling.stop)
-        self.note(seat, len(sequence.table.blocks))
+    def _place(self, new: Seq[Sequence], seats: list[int]) -> None:
+        for sequence, seat in zip(new, seats, strict=True):
+            sequence.seat, self.sequences[seat] = seat, sequence
+            sequence.move(self._rows[seat])
+            sequence.drafters = self.drafters
+        at, requests = np.array(seats, np.int64), [sequence.request for sequence in new]
+        self.arrival[at] = [sequence.arrival for sequence in new]
+        self.request_id[at] = [request.request_id for request in requests]
+        self.noise_key[at] = np.array([request.noise_key for request in requests], np.uint64)
+        self.limit[at] = [sequence.limit for sequence in new]
+        self.num_prompt[at] = [sequence.num_prompt for sequence in new]
+        self.truncates[at] = [sequence.truncates for sequence in new]
+        self.stops_at_text[at] = [bool(request.sampling.stop) for request in requests]
+        self.note(at, np.array([len(sequence.table.blocks) for sequence in new], np.int64))
 
     def rise(self, sequence: Sequence) -> None:
         """It runs no more, and takes along what is known of it. In this order, so that it can be done again where it

@@ -47,9 +47,10 @@ class Record:
     def take_over(self, other: Record, num_prompt: int) -> None:
         self.counts[:] = other.counts
         end = int(other.counts[0])
-        for name in KINDS:
-            new = slice(0 if name == "tokens" else num_prompt, end)
-            getattr(self, name)[new] = getattr(other, name)[new]
+        self.tokens[:end] = other.tokens[:end]
+        if end > num_prompt:
+            for name in KINDS:
+                getattr(self, name)[num_prompt:end] = getattr(other, name)[num_prompt:end]
 
 
 def _count(name: str) -> property:
@@ -200,9 +201,8 @@ class Sequence:
 
     def _sources(self, sources: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
         """Who drafted for it, in order of appearance, and these numbers for them."""
-        used, first = np.unique(sources, return_index=True)
-        used = used[first.argsort()]
-        used = used[used != NOBODY]
+        told = sources.tobytes()
+        used = sorted((i for i in range(len(self.drafters)) if i in told), key=told.index)
         number = np.full(NOBODY + 1, NOBODY, np.uint8)
         number[used] = np.arange(len(used))
-        return number[sources], tuple(self.drafters[i] for i in used.tolist())
+        return number[sources], tuple(self.drafters[i] for i in used)

@@ -24,6 +24,7 @@ class Step:
     draft_s: float
     num_preempted: int
     reach: np.ndarray  # int64 [R], tokens that each row may emit at most
+    num_captured: int = 0  # sizes that the runner made ready while it was launched, or flew
 
     def fly(self, sign: int = 1) -> None:
         """Its rows' sequences have so many more tokens on their way; or, with -1, not any more."""

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.model.attention import Attention, PackedAttention, VarlenAttention, has_varlen
 from paceline.model.config import ModelConfig
 from paceline.model.layer import Layer, Linear
-from paceline.model.ops import Ops, TorchOps
+from paceline.model.ops import Ops, TorchOps, wide
 from paceline.model.rope import Rope
 
 
@@ -50,13 +50,13 @@ class Decoder(nn.Module):
         # use_reentrant: the newer way, which lets parameters outside of the layer's inputs have gradients
         keep = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         keeps = self.checkpointing and torch.is_grad_enabled()
-        x: Tensor = self.ops.embed(tokens_T, self.embed)
+        x = wide(self.ops.embed(tokens_T, self.embed))
         y: Tensor | None = None
         for i, layer in enumerate(self.layers):
             args = (self._layer, i, x, y, positions_T, attention)
             x, y = keep(layer, *args) if keeps else layer(*args)
             if i in taps:
-                tapped[i] = x + y
+                tapped[i] = (x + y).to(y.dtype)
         assert y is not None
         _, h = self.ops.add_norm(x, y, self.norm, self.config.norm_eps)
         return Output(h, tapped)
@@ -80,7 +80,8 @@ class Decoder(nn.Module):
         return PackedAttention(lengths, prefixes)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.ops.linear(hidden, self.lm_head or self.embed)
+        """In float32 or better."""
+        return self.ops.logits(hidden, self.lm_head or self.embed)
 
     @property
     def device(self) -> torch.device:

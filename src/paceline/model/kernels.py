@@ -166,6 +166,9 @@ class NativeOps(Attends):
         )
         return y
 
+    def logits(self, h_TD: Tensor, linear: Linear) -> Tensor:
+        return self.linear(h_TD, linear)
+
     def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         assert x_TD.is_contiguous()
         y = torch.empty_like(x_TD)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from paceline.model.config import ModelConfig
 
 BLOCK = 16  # tokens per block; the CPU kernel computes a block's scores as one vector
+COPIED = 64  # blocks at once: they lie in memory twice for it
 
 
 @dataclass(slots=True)
@@ -82,14 +84,20 @@ class PagedKV:
         """[blocks, G, BLOCK, E], however they lie."""
         return self.k[layer].transpose(2, 3) if self.transposed else self.k[layer]
 
-    def copy_block(self, source: int, target: int) -> None:
-        self.k[:, target] = self.k[:, source]
-        self.v[:, target] = self.v[:, source]
+    def copy_block(self, source: int | list[int], target: int | list[int]) -> None:
+        """One, or many at once: none of them is both source and target."""
+        places = torch.as_tensor([source, target]).view(2, -1).to(self.k.device, non_blocking=True)
+        for some in places.split(COPIED, 1):
+            self._copy(*some)
+
+    def _copy(self, sources: Tensor, targets: Tensor) -> None:
+        for blocks in (self.k, self.v):
+            blocks.index_copy_(1, targets, blocks.index_select(1, sources))
         if self.features is not None:
-            blocks = self.features.unflatten(0, (-1, BLOCK))
-            blocks[target] = blocks[source]
+            lines = self.features.unflatten(0, (-1, BLOCK))
+            lines.index_copy_(0, targets, lines.index_select(0, sources))
         if self.beside is not None:
-            self.beside.copy_block(source, target)
+            self.beside._copy(sources, targets)
 
 
 @dataclass(slots=True)
@@ -140,9 +148,15 @@ class BlockPool:
         need = -(-num_tokens // BLOCK) - len(table.blocks)
         if need > self.num_free:
             return False
-        for _ in range(need):
-            table.blocks.append(self._take())
+        if need > 0:
+            table.blocks += self._take(need)
         return True
+
+    def extend(self, tables: list[BlockTable], nums: list[int]) -> None:
+        """So many more blocks for each of these tables. There is room for all of them."""
+        taken = iter(self._take(sum(nums)))
+        for table, num in zip(tables, nums, strict=True):
+            table.blocks += islice(taken, num)
 
     def truncate(self, table: BlockTable, num_tokens: int) -> None:
         """Give back the blocks past num_tokens (0 gives back all of them)."""
@@ -175,7 +189,22 @@ class BlockPool:
             common = int(differs[0]) if len(differs) else size
             if common and (best is None or common > best[1]):
                 best = (block, common)
+            if common == len(rest):
+                break
         return covered, best
+
+    def share(self, table: BlockTable, tokens: np.ndarray) -> tuple[int, int | None]:
+        """As `match`, with a block for the part of the next one, if there is room. Returns how many tokens the table
+        then covers, and the block that its last one is to be copied from, which is held until it is."""
+        covered, partial = self.match(table, tokens)
+        if partial is None:
+            return covered, None
+        source, num_more = partial
+        self.hold(source)  # or the reservation might take it
+        if self.reserve(table, covered + num_more):
+            return covered + num_more, source
+        self.release(source)
+        return covered, None
 
     def index(self, table: BlockTable, tokens: np.ndarray) -> None:
         """Make the table's blocks findable; `tokens` are those whose KV is computed and final."""
@@ -211,14 +240,17 @@ class BlockPool:
         self._idle.clear()
         self.epoch += 1
 
-    def _take(self) -> int:
-        if self._free:
-            block = self._free.pop()
-        else:
+    def _take(self, num: int) -> list[int]:
+        """What is free first, then what is idle, the oldest of it."""
+        taken = self._free[: -num - 1 : -1]
+        del self._free[len(self._free) - len(taken) :]
+        while len(taken) < num:
             block, _ = self._idle.popitem(last=False)
             self._forget(block)
-        self.references[block] = 1
-        return block
+            taken.append(block)
+        for block in taken:
+            self.references[block] = 1
+        return taken
 
     def hold(self, block: int) -> None:
         if self.references[block] == 0:

@@ -1,11 +1,15 @@
 """The arithmetic that a decoder is made of, in plain torch. `kernels.py` has the same methods for CPUs, faster.
 
+In 16 bits a step is computed in float32 and rounded once, at its end; the residual stream and the logits are not
+rounded at all. An engine and a learner sum in different orders, and what they then round differently grows from layer
+to layer: this way half as much.
+
 Ops is stateless apart from scratch memory; which Ops a decoder uses is decided once, when it is built.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +25,10 @@ class Ops(Protocol):
 
     def embed(self, tokens_T: Tensor, table: Linear) -> Tensor: ...
     def linear(self, x_TK: Tensor, linear: Linear) -> Tensor: ...
+    def logits(self, h_TD: Tensor, linear: Linear) -> Tensor:
+        """In float32 or better."""
+        ...
+
     def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor: ...
     def add_norm(self, x_TD: Tensor, y_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """x + y and its norm. May reuse the memory of x and y."""
@@ -51,6 +59,11 @@ class Attends:
         return attention(i, *self.qkv(h_TD, layer, config, positions_T, rope))
 
 
+def wide(x: Tensor) -> Tensor:
+    """In float32 or better."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class TorchOps(Attends):
     """Any device, any dtype, with gradients."""
 
@@ -66,17 +79,21 @@ class TorchOps(Attends):
         lora = linear.lora
         return y + lora(x_TK) if lora is not None and lora.enabled else y
 
+    def logits(self, h_TD: Tensor, linear: Linear) -> Tensor:
+        assert linear.weight is not None and linear.bias is None and linear.lora is None
+        if h_TD.is_cuda and h_TD.itemsize == 2 and not torch.is_grad_enabled():  # a product that has no gradient yet
+            return torch.mm(h_TD, linear.weight.T, out_dtype=torch.float32)
+        return F.linear(wide(h_TD), wide(linear.weight))
+
     def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        wide = x_TD if x_TD.dtype == torch.float64 else x_TD.float()
-        return weight_D * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x_TD.dtype)
+        return _normed(x_TD, weight_D, eps).to(weight_D.dtype)
 
     def add_norm(self, x_TD: Tensor, y_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x_TD = x_TD + y_TD
         return x_TD, self.norm(x_TD, weight_D, eps)
 
     def silu_mul(self, gate_up_TI: Tensor) -> Tensor:
-        gate, up = gate_up_TI.chunk(2, -1)
-        return F.silu(gate) * up
+        return _SiluMul.apply(gate_up_TI)
 
     def qkv(
         self, h_TD: Tensor, layer: Layer, config: ModelConfig, positions_T: Tensor, rope: tuple[Tensor, Tensor]
@@ -84,12 +101,35 @@ class TorchOps(Attends):
         heads = self.linear(h_TD, layer.qkv).view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], 1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self.norm(q, layer.q_norm, config.norm_eps), self.norm(k, layer.k_norm, config.norm_eps)
+            q, k = _normed(q, layer.q_norm, config.norm_eps), _normed(k, layer.k_norm, config.norm_eps)
         cos, sin = (table[positions_T].unsqueeze(1) for table in rope)
-        return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+        return _rotated(q, cos, sin).to(v.dtype), _rotated(k, cos, sin).to(v.dtype), v
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = wide(x)
+    return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Hugging Face's half-split rotation: pairs are (x[i], x[i + E/2])."""
     a, b = x.to(cos.dtype).chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+class _SiluMul(torch.autograd.Function):
+    """silu(gate) · up. Of all that its gradient is made of only the input is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = wide(gate_up).chunk(2, -1)
+        return (F.silu(gate) * up).to(gate_up.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = wide(gate_up).chunk(2, -1)
+        grad = wide(grad)
+        gate_grad = torch.ops.aten.silu_backward(grad * up, gate)
+        return torch.cat([gate_grad, grad * F.silu(gate)], -1).to(gate_up.dtype)

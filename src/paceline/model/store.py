@@ -153,11 +153,12 @@ def _pip_download(wheel: Wheel, folder: Path, tick: Tick) -> Path:
 
 def _folder_bytes(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size
-        except OSError:  # pip moved it meanwhile
-            continue
+    for inside, _, names in os.walk(folder):  # which passes over folders that are gone when it comes to them
+        for name in names:
+            try:
+                total += (Path(inside) / name).stat().st_size
+            except OSError:  # pip moved it meanwhile
+                continue
     return total
 
 

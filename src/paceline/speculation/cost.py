@@ -31,7 +31,7 @@ NUM_ROW_BUCKETS, NUM_EXTRA_BUCKETS, NUM_DRAFT_BUCKETS = 16, 24, 64
 DRIFT = 0.1  # how far one step moves the level of its rows, when many have been seen
 SHAPE = 0.02  # and how far it moves its own region against that level
 FAR = math.log(2.0)  # a step further off than this counts as one so far off: it was held up by something else
-SETTLED = 4  # steps after which that is so; before, the table itself may be far off
+SETTLED = 4  # steps until when the table itself may be far off
 LEAST_S, MOST_S, MOST_TOKENS = 1e-9, 86_400, 2**31 - 1  # what a table may say
 
 
@@ -115,9 +115,12 @@ class CostTable:
     def observe(self, trace: StepTrace, k: int = 0, drafter: str | None = None, num_rows: int | None = None) -> None:
         """Learn from a step that was really made, for which `drafter` (the engine's own unless named) was asked for
         drafts of at most k, 0 if it was not asked, for num_rows rows (all, unless given). The table keeps its shape,
-        and each region of it moves towards what is seen. Steps that computed prompts are passed over."""
+        and each region of it moves towards what is seen. Steps that computed prompts are passed over, and those in
+        which something was made ready that will be there the next time."""
         num_extra = trace.num_draft_tokens
         if self.frozen or not trace.num_rows or trace.num_query_tokens - trace.num_rows != num_extra:
+            return
+        if trace.num_captured:
             return
         plain = Load(trace.num_rows, trace.num_rows, trace.num_context_tokens - num_extra)
         step_s = trace.total_s - trace.draft_s
@@ -273,9 +276,13 @@ class _Drift:
         bucket, column = _row_bucket(num_rows), min(column, len(self.columns) - 1)
         level = self._level_of(bucket)
         error = log_ratio - level - self._offset[bucket, column]
-        if self._num[bucket] >= SETTLED:
-            error = min(max(error, -FAR), FAR)
-        rate = max(DRIFT, 1 / (1 + self._num[bucket]))
+        num = self._num[bucket]
+        if num >= SETTLED:
+            error = max(error, -FAR)
+        if num:
+            error = min(error, FAR)
+        # The first ones may have been held up, and never are too fast: at once down to the fastest of them.
+        rate = 1.0 if num < SETTLED and error < 0 else max(DRIFT, 1 / (1 + num))
         self._level[bucket] = level + rate * error
         shape = max(SHAPE, 1 / (2 + self._num_offset[bucket, column]))
         self._offset[bucket, column] += shape * (1 - rate) * error

@@ -126,7 +126,7 @@ def climb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict
     """Some rungs of a ladder of a tiny model, whose engine computes with `change`d weights, or other ops."""
     write_model(tmp_path, num_layers=1)
     monkeypatch.setattr(build_engine, "check_device", lambda config: None)  # which refuses bfloat16 here: slow
-    monkeypatch.setattr(ladder, "QUICK", replace(ladder.QUICK, max_tokens=24))
+    monkeypatch.setattr(ladder, "QUICK", replace(ladder.QUICK, max_tokens=64))
     build = ladder.build_decoder
 
     def call(rungs: str, change: Callable[[Decoder], object] = lambda decoder: None, dtype: str = "bfloat16") -> Any:

@@ -86,17 +86,17 @@ class CudaPagedAttention:
             q_THE.stride(0), k_TGE.stride(0), v_TGE.stride(0), out.stride(0), rows.tables.stride(0),
             NUM_KV=num_kv, GROUP=group, DIM=dim, QUERIES=self.max_queries, SIZE=size, PARTS=parts, PAGE=BLOCK,
             NEW=max(16, triton.next_power_of_2(self.max_queries)), TURNS=turn is not None, NORMS=has_norm,
-            **tuning(q_THE.dtype, rows.num * num_kv, parts), **early(out.device),
+            **tuning(q_THE.dtype, rows.num * num_kv, size), **early(out.device),
         )  # fmt: skip
         return out
 
 
-def tuning(dtype: torch.dtype, num_programs: int, parts: int) -> dict[str, int]:
-    """As measured on an H200, 640 tokens of context: small programs where there are many, long strides where few."""
+def tuning(dtype: torch.dtype, num_programs: int, size: int) -> dict[str, int]:
+    """As measured on an H200, 640 tokens of context (benchmarks/gpu/tune.py): short strides where programs are many."""
     if dtype == torch.float32:
         return {"TOKENS": 32, "num_warps": 4, "num_stages": 2}
     if num_programs >= 2 * PROGRAMS:
-        return {"TOKENS": 32, "num_warps": 2, "num_stages": 3}
+        return {"TOKENS": 32, "num_warps": 4 if size == 16 else 2, "num_stages": 3}
     return {"TOKENS": 64, "num_warps": 4, "num_stages": 3}
 
 
@@ -114,8 +114,7 @@ def turned(heads, at, real, norm, cos, sin, positions, eps, DIM: tl.constexpr, N
     if NORMS:
         factor = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / DIM + eps)[:, None]
         scale_x, scale_y = tl.load(norm + e).to(tl.float32), tl.load(norm + DIM // 2 + e).to(tl.float32)
-        x = ((x * factor).to(kind).to(tl.float32) * scale_x).to(kind).to(tl.float32)
-        y = ((y * factor).to(kind).to(tl.float32) * scale_y).to(kind).to(tl.float32)
+        x, y = x * factor * scale_x, y * factor * scale_y
     return (x * c - y * s).to(kind), (y * c + x * s).to(kind)
 
 

@@ -26,7 +26,7 @@ class CudaOps(TorchOps):
     is_cuda = True
 
     def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        out = torch.empty_like(x_TD)
+        out = torch.empty(x_TD.shape, dtype=weight_D.dtype, device=x_TD.device)
         _norm[(len(x_TD),)](x_TD, x_TD, weight_D, out, eps, **_sizes(x_TD), ADDS=False)
         return out
 
@@ -102,8 +102,8 @@ def _norm(
         tl.store(x + row + at, value, mask=inside)
     wide = value.to(tl.float32)
     factor = tl.rsqrt(tl.sum(wide * wide) / D + eps)
-    normed = (wide * factor).to(value.dtype)
-    tl.store(out + row + at, (normed.to(tl.float32) * scale.to(tl.float32)).to(value.dtype), mask=inside)
+    normed = wide * factor * scale.to(tl.float32)
+    tl.store(out + row + at, normed.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -115,8 +115,8 @@ def _silu_mul(gate_up, out, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     gate = tl.load(gate_up + row * 2 * size + at, mask=inside, other=0.0)
     up = tl.load(gate_up + row * 2 * size + size + at, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
-    activated = (wide / (1 + tl.exp(-wide))).to(gate.dtype)
-    tl.store(out + row * size + at, (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)
+    activated = wide / (1 + tl.exp(-wide)) * up.to(tl.float32)
+    tl.store(out + row * size + at, activated.to(gate.dtype), mask=inside)
 
 
 @triton.jit
