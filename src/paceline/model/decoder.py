@@ -56,7 +56,7 @@ class Decoder(nn.Module):
             args = (self._layer, i, x, y, positions_T, attention)
             x, y = keep(layer, *args) if keeps else layer(*args)
             if i in taps:
-                tapped[i] = (x + y).to(y.dtype)
+                tapped[i] = self.ops.rounded_sum(x, y)
         assert y is not None
         _, h = self.ops.add_norm(x, y, self.norm, self.config.norm_eps)
         return Output(h, tapped)

@@ -101,11 +101,9 @@ class Eagle3Head(nn.Module):
         ops, layer, c = self.ops, self.layer, self.config.layer
         # Detached: whoever trains a head, the target's embedding gets no gradient.
         e = ops.embed(tokens_T, embed).detach() if self.embed is None else ops.embed(tokens_T, self.embed)
-        e = ops.norm(e.to(x_TD.dtype), layer.input_norm, c.norm_eps)
-        h = ops.norm(x_TD, self.hidden_norm, c.norm_eps)
-        residual = h if self.config.norm_before_residual else x_TD
-        rope, both = self.rope.tables(self.norm), torch.cat([e, h], -1)
-        h = ops.attend(both, layer, c, positions_T, rope, attention, 0)
+        both = ops.beside(e.to(x_TD.dtype), layer.input_norm, x_TD, self.hidden_norm, c.norm_eps)
+        residual = both[:, c.hidden_size :].contiguous() if self.config.norm_before_residual else x_TD
+        h = ops.attend(both, layer, c, positions_T, self.rope.tables(self.norm), attention, 0)
         if wanted is not None:  # all have left their keys and values behind
             h, residual = h[wanted], residual[wanted]
         x, h = ops.add_norm(residual, ops.linear(h, layer.o), layer.post_norm, c.norm_eps)

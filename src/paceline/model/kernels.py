@@ -19,7 +19,7 @@ from paceline import native
 from paceline.model.config import ModelConfig
 from paceline.model.kv import BatchPlan, PagedKV
 from paceline.model.layer import Linear
-from paceline.model.ops import Attends
+from paceline.model.ops import Composed
 
 if TYPE_CHECKING:
     from paceline.model.decoder import Decoder
@@ -134,7 +134,7 @@ def pack_for_inference(model: Decoder | Eagle3Head) -> None:
         vars(module).update(module._modules | module._parameters)
 
 
-class NativeOps(Attends):
+class NativeOps(Composed):
     """ops.Ops over packed weights."""
 
     is_cuda = False

@@ -34,6 +34,14 @@ class Ops(Protocol):
         """x + y and its norm. May reuse the memory of x and y."""
         ...
 
+    def beside(self, x_TD: Tensor, x_norm_D: Tensor, y_TD: Tensor, y_norm_D: Tensor, eps: float) -> Tensor:
+        """The norms of x and y: [T, 2 D]."""
+        ...
+
+    def rounded_sum(self, x_TD: Tensor, y_TD: Tensor) -> Tensor:
+        """x + y, in as many bits as y has."""
+        ...
+
     def silu_mul(self, gate_up_TI: Tensor) -> Tensor: ...
     def qkv(
         self, h_TD: Tensor, layer: Layer, config: ModelConfig, positions_T: Tensor, rope: tuple[Tensor, Tensor]
@@ -49,8 +57,14 @@ class Ops(Protocol):
         ...
 
 
-class Attends:
-    """First queries, keys and values, then the attention."""
+class Composed:
+    """What can be made of the others."""
+
+    def beside(self: Ops, x_TD: Tensor, x_norm_D: Tensor, y_TD: Tensor, y_norm_D: Tensor, eps: float) -> Tensor:
+        return torch.cat([self.norm(x_TD, x_norm_D, eps), self.norm(y_TD, y_norm_D, eps)], -1)
+
+    def rounded_sum(self, x_TD: Tensor, y_TD: Tensor) -> Tensor:
+        return (x_TD + y_TD).to(y_TD.dtype)
 
     def attend(
         self: Ops, h_TD: Tensor, layer: Layer, config: ModelConfig, positions_T: Tensor, rope: tuple[Tensor, Tensor],
@@ -64,7 +78,7 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-class TorchOps(Attends):
+class TorchOps(Composed):
     """Any device, any dtype, with gradients."""
 
     is_cuda = False

@@ -69,7 +69,7 @@ class CudaPagedAttention:
         num_tokens, num_heads, dim = q_THE.shape
         num_kv = k_TGE.shape[1]
         group = num_heads // num_kv
-        size = max(16, triton.next_power_of_2(self.max_queries * group))
+        size = tile(self.max_queries * group)
         parts = self.parts
         out = q_THE.new_empty(num_tokens, num_heads * dim)
         sums = stats = out
@@ -89,6 +89,11 @@ class CudaPagedAttention:
             **tuning(q_THE.dtype, rows.num * num_kv, size), **early(out.device),
         )  # fmt: skip
         return out
+
+
+def tile(num: int) -> int:
+    """Queries and heads that a program computes together, for so many."""
+    return max(16, triton.next_power_of_2(num))
 
 
 def tuning(dtype: torch.dtype, num_programs: int, size: int) -> dict[str, int]:

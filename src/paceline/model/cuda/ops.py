@@ -35,6 +35,14 @@ class CudaOps(TorchOps):
         _norm[(len(x_TD),)](x_TD, y_TD, weight_D, y_TD, eps, **_sizes(x_TD), ADDS=True)
         return x_TD, y_TD
 
+    def beside(self, x_TD: Tensor, x_norm_D: Tensor, y_TD: Tensor, y_norm_D: Tensor, eps: float) -> Tensor:
+        out = x_TD.new_empty(len(x_TD), 2 * x_TD.shape[1])
+        _beside[(len(x_TD), 2)](x_TD, y_TD, x_norm_D, y_norm_D, out, eps, **_sizes(x_TD))
+        return out
+
+    def rounded_sum(self, x_TD: Tensor, y_TD: Tensor) -> Tensor:
+        return torch.add(x_TD, y_TD, out=torch.empty_like(y_TD))
+
     def silu_mul(self, gate_up_TI: Tensor) -> Tensor:
         num_tokens, size = gate_up_TI.shape[0], gate_up_TI.shape[1] // 2
         out = gate_up_TI.new_empty(num_tokens, size)
@@ -104,6 +112,21 @@ def _norm(
     factor = tl.rsqrt(tl.sum(wide * wide) / D + eps)
     normed = wide * factor * scale.to(tl.float32)
     tl.store(out + row + at, normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _beside(x, y, x_weight, y_weight, out, eps, D: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr):
+    """One of the two per program: of the other nothing is loaded."""
+    row, side = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, WIDTH)
+    left, right = (at < D) & (side == 0), (at < D) & (side == 1)
+    scale = tl.load(x_weight + at, mask=left, other=0.0) + tl.load(y_weight + at, mask=right, other=0.0)
+    wait(EARLY)
+    value = tl.load(x + row * D + at, mask=left, other=0.0) + tl.load(y + row * D + at, mask=right, other=0.0)
+    wide = value.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(wide * wide) / D + eps)
+    normed = wide * factor * scale.to(tl.float32)
+    tl.store(out + (2 * row + side) * D + at, normed.to(value.dtype), mask=at < D)
 
 
 @triton.jit
