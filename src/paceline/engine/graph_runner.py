@@ -201,7 +201,7 @@ class GraphRunner:
         return self._graphs[key]
 
     def leave(self, sequence: Sequence) -> None:
-        for slot in np.flatnonzero(self._known == sequence.arrival).tolist():
+        for slot in (self._known == sequence.arrival).nonzero()[0].tolist():
             self._known[slot] = VACANT
             self._pages = {place: block for place, block in self._pages.items() if place[0] != slot}
         if self.ahead is not None:
@@ -275,8 +275,9 @@ class GraphRunner:
         self._known[slots], self._changes[slots] = seats.arrival[slots], seats.changes[slots]
         self._put("key", at, seats.noise_key[slots].view(np.int64))
         self._put("limit", at, seats.limit[slots])
+        wishes = [sequence.request.sampling for sequence in sequences]
         for name in ("temperature", "top_k", "top_p", "min_p"):
-            self._put(name, at, np.array([getattr(sequence.request.sampling, name) for sequence in sequences]))
+            self._put(name, at, np.array([getattr(wish, name) for wish in wishes]))
         tables = np.zeros((len(slots), max(len(sequence.table.blocks) for sequence in sequences)), np.int32)
         for slot, sequence, table in zip(slots.tolist(), sequences, tables, strict=True):
             table[: len(sequence.table.blocks)] = sequence.table.blocks

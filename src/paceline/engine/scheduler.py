@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 
@@ -89,34 +90,40 @@ class Scheduler:
         seats, at = self.seats, self.at
         prefilling = at[seats.num_computed[at] < seats.num_prompt[at] - 1]
         computing = {sequence.request.prompt_ids for sequence in seats.of(prefilling)}
-        chosen, new, copies = list[Sequence](), list[tuple[Sequence, int]](), list[tuple[int, int]]()
+        new, held_back, copies = list[tuple[Sequence, int]](), list[Sequence](), list[tuple[int, int]]()
         try:
-            self._choose(budget, computing, chosen, new, copies)
+            self._choose(budget, computing, new, held_back, copies)
             self._copy(copies)
             if new:
                 seats.sit(*(sequence for sequence, _ in new))
-                self.running += [sequence for sequence, _ in new]
                 self._at = None
-        finally:
+                self.running += [sequence for sequence, _ in new]
+        except BaseException:
+            running, begin = set(self.running), [sequence for sequence, _ in new]
+            held_back = [sequence for sequence in dict.fromkeys([*begin, *held_back]) if sequence not in running]
+            for sequence in held_back:
+                self._give_back(sequence)
             self._release(copies)
-            self._put_back(chosen)
+            raise
+        finally:
+            self.waiting.extendleft(reversed(held_back))
         return new
 
     def _choose(
         self,
         budget: int,
         computing: set[tuple[int, ...]],
-        chosen: list[Sequence],
         new: list[tuple[Sequence, int]],
+        held_back: list[Sequence],
         copies: list[tuple[int, int]],
     ) -> None:
-        """Memory for those who are to begin. `computing`: prompts that are. `chosen`: whoever comes from waiting; of
-        them the `new` ones begin. `copies`: blocks, from where to where, before anybody does."""
+        """Who is to begin, with memory for it. `computing`: prompts that are. Whoever comes from waiting is among those
+        held back until it is chosen. `copies`: blocks, from where to where, before anybody sits."""
         num_places = self.max_num_seqs - len(self.running)
         while budget and self.waiting and len(new) < num_places:
-            if self.order is not None and len(chosen) >= num_places:
+            if self.order is not None and len(new) + len(held_back) >= num_places:
                 break  # siblings held back keep their places, or their problem would not begin together
-            sequence = self._next(chosen)
+            sequence = self._next(held_back)
             prompt = sequence.request.prompt_ids
             if self.prefix_sharing:
                 if prompt in computing:
@@ -131,11 +138,13 @@ class Scheduler:
             if not self._has_room(sequence.table, num_computed + num_query, headroom):
                 self._copy(copies)  # what is held for that may be what is missing
                 if not self._has_room(sequence.table, num_computed + num_query, headroom):
+                    self._give_back(sequence)
                     break
             budget -= num_query
+            new.append((sequence, num_query))
+            held_back.pop()
             if num_computed < sequence.num_prompt - 1:
                 computing.add(prompt)
-            new.append((sequence, num_query))
 
     def _has_room(self, table: BlockTable, num_tokens: int, headroom: int) -> bool:
         """Takes it, if so."""
@@ -144,27 +153,19 @@ class Scheduler:
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         if copies:
             assert self.paged.kv is not None, "asleep"
-            self.paged.kv.copy_block([source for source, _ in copies], [target for _, target in copies])
+            self.paged.kv.copy_blocks([source for source, _ in copies], [target for _, target in copies])
             self._release(copies)
 
     def _release(self, copies: list[tuple[int, int]]) -> None:
         while copies:
             self.pool.release(copies.pop(0)[0])
 
-    def _put_back(self, chosen: list[Sequence]) -> None:
-        """Who does not begin after all waits again, in the same order."""
-        running = set(self.running)
-        for sequence in reversed(chosen):
-            if sequence not in running:
-                self._give_back(sequence)
-                self.waiting.appendleft(sequence)
-
-    def _next(self, chosen: list[Sequence]) -> Sequence:
-        """The next one from waiting."""
+    def _next(self, held_back: list[Sequence]) -> Sequence:
+        """The next one from waiting, which is held back so far."""
         front = self.waiting[0]
         if self.order is not None and not front.num_preemptions and front.arrival not in self._called:
             self._call(self.order)
-        chosen.append(self.waiting[0])
+        held_back.append(self.waiting[0])
         return self.waiting.popleft()
 
     def _call(self, order: Callable[[Request], float]) -> None:
@@ -192,10 +193,11 @@ class Scheduler:
         short = num_blocks > num_held
         if not short.any():
             return rows, []
-        at, num_blocks, more = at[short], num_blocks[short], (num_blocks - num_held)[short]
-        if more.sum() > self.pool.num_free:
+        at, need, num_blocks = at[short], need[short], num_blocks[short]
+        if (num_blocks - num_held[short]).sum() > self.pool.num_free:
             return None if politely else self._squeeze(rows, reach)
-        self.pool.extend([sequence.table for sequence in seats.of(at)], more.tolist())
+        for sequence, num in zip(seats.of(at), need.tolist(), strict=True):
+            self.pool.reserve(sequence.table, num)
         seats.note(at, num_blocks)
         return rows, []
 
@@ -230,10 +232,11 @@ class Scheduler:
         again where this was interrupted: who sits is not yet done with."""
         if self.prefix_sharing:
             self.pool.index(sequence.table, sequence.tokens[: sequence.num_computed])
-        if sequence in self.running:
+        try:
             self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        except ValueError:
+            with suppress(ValueError):
+                self.waiting.remove(sequence)
         self._give_back(sequence)
         self.seats.rise(sequence)
         self._at = None

@@ -84,7 +84,7 @@ class Seats:
         if seat < 0:
             return
         if self.sequences[seat] is sequence:
-            sequence.move(Record(sequence.limit))
+            sequence.record = sequence.record.copy(sequence.num_tokens)
             sequence.num_flying = 0
             self.arrival[seat], self.sequences[seat] = VACANT, None
         self.num_risen += 1
@@ -143,16 +143,16 @@ class Seats:
         counts = np.minimum(verdict.num_accepted + 1, limit - start)
         position = np.arange(verdict.tokens.shape[1])
         over = self._halt(at, verdict.tokens, counts, detokenize)
-        taken = position < counts[:, None]
-        places = ((at * self.length + start)[:, None] + position)[taken]
-        record.tokens.reshape(-1)[places] = verdict.tokens[taken]
-        record.logprobs.reshape(-1)[places] = verdict.logprobs[taken]
-        record.raw_logprobs.reshape(-1)[places] = verdict.raw_logprobs[taken]
+        taken = np.flatnonzero(position < counts[:, None])
+        places = ((at * self.length + start)[:, None] + position).take(taken)
+        record.tokens.reshape(-1)[places] = verdict.tokens.take(taken)
+        record.logprobs.reshape(-1)[places] = verdict.logprobs.take(taken)
+        record.raw_logprobs.reshape(-1)[places] = verdict.raw_logprobs.take(taken)
         record.versions.reshape(-1)[places] = version
         if drafted.any():
             provenance, sources = _whose(position, verdict.num_accepted, num_drafted, drafters)
-            record.provenance.reshape(-1)[places] = provenance[taken]
-            record.sources.reshape(-1)[places] = sources[taken]
+            record.provenance.reshape(-1)[places] = provenance.take(taken)
+            record.sources.reshape(-1)[places] = sources.take(taken)
             record.counts[3, at] += drafted
             record.counts[4, at] += num_drafted
             record.counts[5, at] += np.minimum(counts, verdict.num_accepted) * drafted

@@ -44,6 +44,14 @@ class Record:
             setattr(mine, name, getattr(self, name)[i])
         return mine
 
+    def copy(self, num: int) -> Record:
+        """Of one sequence, the first so many positions: where it said no more."""
+        mine = Record.__new__(Record)
+        mine.counts = self.counts.copy()
+        for name in KINDS:
+            setattr(mine, name, getattr(self, name)[:num].copy())
+        return mine
+
     def take_over(self, other: Record, num_prompt: int) -> None:
         self.counts[:] = other.counts
         end = int(other.counts[0])
@@ -203,6 +211,8 @@ class Sequence:
         """Who drafted for it, in order of appearance, and these numbers for them."""
         told = sources.tobytes()
         used = sorted((i for i in range(len(self.drafters)) if i in told), key=told.index)
-        number = np.full(NOBODY + 1, NOBODY, np.uint8)
-        number[used] = np.arange(len(used))
-        return number[sources], tuple(self.drafters[i] for i in used)
+        numbered = sources.copy()
+        for number, i in enumerate(used):
+            if number != i:
+                numbered[sources == i] = number
+        return numbered, tuple(self.drafters[i] for i in used)

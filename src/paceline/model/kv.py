@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from itertools import islice
 
 import numpy as np
 import torch
@@ -84,9 +83,9 @@ class PagedKV:
         """[blocks, G, BLOCK, E], however they lie."""
         return self.k[layer].transpose(2, 3) if self.transposed else self.k[layer]
 
-    def copy_block(self, source: int | list[int], target: int | list[int]) -> None:
-        """One, or many at once: none of them is both source and target."""
-        places = torch.as_tensor([source, target]).view(2, -1).to(self.k.device, non_blocking=True)
+    def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
+        """All at once: none of them is both source and target."""
+        places = torch.as_tensor([sources, targets]).to(self.k.device, non_blocking=True)
         for some in places.split(COPIED, 1):
             self._copy(*some)
 
@@ -135,8 +134,8 @@ class BlockPool:
         self._full: dict[tuple[int, bytes], int] = {}  # (parent node, 16 tokens) -> block
         self._node: dict[int, int] = {}  # block -> its node, for full indexed blocks
         # (node, first token) -> block -> its tokens so far (1 to 16): at some node there is a block for every prompt
-        self._children: dict[tuple[int, int], dict[int, np.ndarray]] = {}
-        self._place: dict[int, tuple[int, int]] = {}  # indexed block -> where it is among the children
+        self._children: dict[tuple[int, bytes], dict[int, bytes]] = {}
+        self._place: dict[int, tuple[int, bytes]] = {}  # indexed block -> where it is among the children
 
     @property
     def num_free(self) -> int:
@@ -152,12 +151,6 @@ class BlockPool:
             table.blocks += self._take(need)
         return True
 
-    def extend(self, tables: list[BlockTable], nums: list[int]) -> None:
-        """So many more blocks for each of these tables. There is room for all of them."""
-        taken = iter(self._take(sum(nums)))
-        for table, num in zip(tables, nums, strict=True):
-            table.blocks += islice(taken, num)
-
     def truncate(self, table: BlockTable, num_tokens: int) -> None:
         """Give back the blocks past num_tokens (0 gives back all of them)."""
         keep = -(-num_tokens // BLOCK)
@@ -171,27 +164,22 @@ class BlockPool:
         """Fill an empty table with blocks that already hold a prefix of `tokens`. Returns how many tokens they cover
         and, where a block holds part of the next one, (that block, how many further tokens): hold and copy it."""
         assert not table.blocks
-        node, covered = self.ROOT, 0
-        while covered + BLOCK <= len(tokens):
-            block = self._full.get((node, tokens[covered : covered + BLOCK].tobytes()))
-            if block is None:
-                break
+        node, content, size = self.ROOT, tokens.tobytes(), tokens.itemsize
+        start, width = 0, BLOCK * size
+        while (block := self._full.get((node, content[start : start + width]))) is not None:
             self.hold(block)
             table.blocks.append(block)
             node = self._node[block]
-            covered += BLOCK
+            start += width
         table.num_indexed, table.node, table.epoch = len(table.blocks), node, self.epoch
-        rest, best = tokens[covered : covered + BLOCK], None
-        siblings = self._children.get((node, int(rest[0])), {}) if len(rest) else {}
-        for block, held in siblings.items():
-            size = min(len(held), len(rest))
-            differs = np.flatnonzero(held[:size] != rest[:size])
-            common = int(differs[0]) if len(differs) else size
-            if common and (best is None or common > best[1]):
-                best = (block, common)
-            if common == len(rest):
+        rest, best = content[start : start + width], None
+        for block, held in self._children.get((node, rest[:size]), {}).items():
+            common = _num_common(held, rest) // size
+            if best is None or common > best[1]:
+                best = block, common
+            if common * size == len(rest):
                 break
-        return covered, best
+        return len(table.blocks) * BLOCK, best
 
     def share(self, table: BlockTable, tokens: np.ndarray) -> tuple[int, int | None]:
         """As `match`, with a block for the part of the next one, if there is room. Returns how many tokens the table
@@ -210,21 +198,18 @@ class BlockPool:
         """Make the table's blocks findable; `tokens` are those whose KV is computed and final."""
         if table.epoch != self.epoch:
             return  # computed, at least in part, under older weights
-        while True:
-            first = table.num_indexed * BLOCK
-            chunk = tokens[first : first + BLOCK]
-            if len(chunk) == 0:
+        content, size = tokens.tobytes(), tokens.itemsize
+        width = BLOCK * size
+        for start in range(table.num_indexed * width, len(content), width):
+            block, key = table.blocks[table.num_indexed], (table.node, content[start : start + width])
+            if start + width > len(content):
+                self._enter(block, key, size)
                 return
-            block = table.blocks[table.num_indexed]
-            if len(chunk) < BLOCK:
-                self._enter(block, table.node, chunk)
-                return
-            key = (table.node, chunk.tobytes())
             if key in self._full:  # a sibling wrote the same: follow its node, leave this block unindexed
                 self._forget(block)
                 table.node = self._node[self._full[key]]
             else:
-                self._enter(block, table.node, chunk)
+                self._enter(block, key, size)
                 self._full[key] = block
                 self._node[block] = table.node = self._next_node
                 self._next_node += 1
@@ -266,9 +251,10 @@ class BlockPool:
             else:
                 self._free.append(block)
 
-    def _enter(self, block: int, parent: int, tokens: np.ndarray) -> None:
-        place = self._place[block] = parent, int(tokens[0])
-        self._children.setdefault(place, {})[block] = tokens.copy()
+    def _enter(self, block: int, key: tuple[int, bytes], size: int) -> None:
+        parent, tokens = key
+        place = self._place[block] = parent, tokens[:size]
+        self._children.setdefault(place, {})[block] = tokens
 
     def _forget(self, block: int) -> None:
         place = self._place.pop(block, None)
@@ -279,4 +265,11 @@ class BlockPool:
         if not siblings:
             del self._children[place]
         if self._node.pop(block, None) is not None:
-            del self._full[(place[0], tokens.tobytes())]
+            del self._full[place[0], tokens]
+
+
+def _num_common(a: bytes, b: bytes) -> int:
+    """Bytes that both begin with."""
+    num = min(len(a), len(b))
+    differs = int.from_bytes(a[:num], "little") ^ int.from_bytes(b[:num], "little")
+    return ((differs & -differs).bit_length() - 1) // 8 if differs else num

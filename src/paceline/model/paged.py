@@ -79,15 +79,10 @@ class PagedMemory:
         """Give an empty table the KV that already exists for a prefix of `tokens`; returns that prefix's length. Whole
         blocks are shared, the part of a block is copied."""
         assert self.kv is not None, "asleep"
-        covered, partial = self.pool.match(table, tokens)
-        if partial is None:
-            return covered
-        source, num_more = partial
-        self.pool.hold(source)  # or the reservation might take it
-        if self.pool.reserve(table, covered + num_more):
-            self.kv.copy_block(source, table.blocks[-1])
-            covered += num_more
-        self.pool.release(source)
+        covered, source = self.pool.share(table, tokens)
+        if source is not None:
+            self.kv.copy_blocks([source], table.blocks[-1:])
+            self.pool.release(source)
         return covered
 
     def attention(self, plan: BatchPlan) -> Attention:

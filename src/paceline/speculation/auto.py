@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from paceline.speculation.batch import Commits, DraftBatch, Load, Rows, places_of
-from paceline.speculation.calibration import Calibration, of_positions
 from paceline.speculation.chances import Chances
 from paceline.speculation.cost import CostTable
+from paceline.speculation.depths import Depths
 from paceline.speculation.policy import Decision
 from paceline.types import Request, StepTrace
 
@@ -36,7 +36,7 @@ NEGLIGIBLE = 0.002  # of a step: drafting that takes less is not worth a thought
 MEMORY = 32  # auctions that are remembered, about
 PROBE_DEPTH = 2  # positions that a head's probe tries
 MAX_POSITIONS = 16  # further ones are taken for the last
-HEAD_PRIOR = 0.6  # a head's acceptance at each position before any was seen
+HEAD_PRIOR = 0.6  # a head's acceptance before any was seen
 
 
 def margin(num_rows: int) -> float:
@@ -103,7 +103,7 @@ class AutoPolicy:
         self.costly = self.head or method  # whose time the cost table knows
         self.yields = Yields()
         self.chances = Chances()
-        self.depths: Calibration = of_positions(MAX_POSITIONS, HEAD_PRIOR)
+        self.depths = Depths(MAX_POSITIONS, HEAD_PRIOR)
         self.decision = Decision()
         self._version = -1  # of the policy; none yet
         self._step = _Step(Load(), np.zeros(0, np.int64), 0.0, np.zeros((0, 0), np.int64))  # the one planned last
@@ -157,7 +157,7 @@ class AutoPolicy:
         """One draft length for all rows: argmax_k (1 + S_k) · rows / (T_draft(k) + T(rows · (1 + k))), S_k the tokens
         that a draft of k brings."""
         k_max = self.max_tokens
-        brings = np.cumsum(np.cumprod(self.depths(np.arange(k_max))))
+        brings = np.cumsum(np.cumprod(self.depths(k_max)))
         step = self._step
         verify_s = self.costs.steps_s(step.load, num_rows * k_max)[num_rows::num_rows]
         draft_s = np.array([self.costs.draft_s(self.costly, num_rows, k + 1) for k in range(k_max)])
@@ -256,8 +256,7 @@ class AutoPolicy:
         self.chances.observe(cells, commits.num_accepted, known)
         own = step.from_head[place] & (commits.num_drafted > 0)
         if own.any():
-            positions = np.arange(cells.shape[1])[None].repeat(own.sum(), 0)
-            self.depths.observe_many(positions, commits.num_accepted[own], known[own])
+            self.depths.observe(commits.num_accepted[own], known[own])
 
     def _take_note(self, commits: Commits, step: _Step) -> None:
         """A head that was asked, and whose guesses (if any came) were then refused, is not worth asking again: what is
@@ -265,7 +264,7 @@ class AutoPolicy:
         place = places_of(commits.request_ids, step.ids)
         refused = (step.from_head & step.asked)[place] & (commits.num_drafted == 0)
         if refused.any():
-            self.depths.estimate(np.zeros(refused.sum()), step.first[place][refused])
+            self.depths.estimate(step.first[place][refused])
 
     def state(self) -> dict[str, np.ndarray]:
         return {

@@ -28,11 +28,11 @@ class TokenMemory:
     def make_features(self, num_features: int) -> None:
         self.features = torch.zeros(len(self.slots), num_features, dtype=torch.float64)
 
-    def copy_block(self, source: int, target: int) -> None:
+    def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
         for slots in (self.slots, self.features):
             if slots is not None:
                 blocks = slots.reshape(-1, BLOCK, *slots.shape[1:])
-                blocks[target] = blocks[source]
+                blocks[targets] = blocks[sources]
 
 
 class Table:

@@ -120,8 +120,18 @@ def test_a_prompt_is_computed_once_for_its_group() -> None:
     assert counts[False] == num * len(prompt) + num * 4
 
 
+def test_what_a_copy_holds_is_given_up_in_time() -> None:
+    """Two blocks and part of a third are found, and the fourth can only be the one that the part is copied from."""
+    prompt, kind = tuple([1, 2, 3, 0] * 16), {"ignore_eos": True}
+    first = Request(0, prompt[:42], SamplingParams(max_tokens=16, **kind), 0)
+    second = Request(1, prompt[:63], SamplingParams(max_tokens=1, **kind), 1)
+    engine = LocalEngine(TableDecoder(TABLE, 4))
+    found = [engine.generate([request])[0].token_ids.tolist() for request in (first, second)]
+    assert found == naive_table(TABLE, [first, second], ())
+
+
 class _CopiesNothing(TokenMemory):
-    def copy_block(self, source: int, target: int) -> None:
+    def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
         pass
 
 

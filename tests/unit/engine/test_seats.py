@@ -127,7 +127,7 @@ def test_an_interrupt_leaves_every_seat_free(where: str, when: int, monkeypatch:
         "sits": (Seats, "note"),
         "moves": (Record, "take_over"),
         "makes room": (Seats, "_lengthen"),
-        "rises": (Sequence, "move"),
+        "rises": (Record, "copy"),
         "begins": (room.Seats, "_place"),
     }[where]
     running, original, num = engine(), getattr(target, name), 0

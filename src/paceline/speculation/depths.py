@@ -1,0 +1,46 @@
+"""How often a drafted position holds, given those before it: of drafts nothing need be known but how deep they are.
+
+A position of which little is known is taken for the one before it, and the first for a prior. So a deeper draft than
+those so far is tried as soon as it would pay if it held as well.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+MEMORY = 256  # outcomes that a position remembers, about
+PRIOR = 16.0  # outcomes that the position before counts for
+FADE = 0.5  # what a new policy leaves
+
+
+class Depths:
+    def __init__(self, num: int, prior: float) -> None:
+        self.prior = prior
+        self.counts = np.zeros((2, num))  # [held, seen] by position
+
+    def __call__(self, num: int) -> np.ndarray:
+        """The chances of the first `num` positions; further ones than are counted are taken for the last."""
+        found, chance = np.empty(num), self.prior
+        for at in range(num):
+            if at < self.counts.shape[1]:
+                held, seen = self.counts[:, at]
+                chance = (held + PRIOR * chance) / (seen + PRIOR)
+            found[at] = chance
+        return found
+
+    def observe(self, num_held: np.ndarray, num_known: np.ndarray) -> None:
+        """Of draft i the first num_known[i] positions have an outcome, and of these the first num_held[i] held."""
+        positions = np.arange(self.counts.shape[1])[:, None]
+        self._count((positions < num_held).sum(1), (positions < num_known).sum(1))
+
+    def estimate(self, chances: np.ndarray) -> None:
+        """First positions that were not tried, with the chance that they were given instead of an outcome."""
+        first = np.arange(self.counts.shape[1]) == 0
+        self._count(first * chances.sum(), first * len(chances))
+
+    def _count(self, held: np.ndarray, seen: np.ndarray) -> None:
+        self.counts *= (1 - 1 / MEMORY) ** seen
+        self.counts += held, seen
+
+    def fade(self) -> None:
+        self.counts *= FADE
