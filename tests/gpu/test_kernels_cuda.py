@@ -61,9 +61,15 @@ def test_fused_operations_equal_the_plain_ones(dtype: torch.dtype, family: str) 
             fast.qkv(x, layer, config, at, rope), slow.qkv(x, layer, config, at, rope), strict=True
         ):
             assert off(mine, theirs) <= most
-        wanted = slow.add_norm(x, y, layer.input_norm, 1e-6)
-        for mine, theirs in zip(fast.add_norm(x.clone(), y.clone(), layer.input_norm, 1e-6), wanted, strict=True):
-            assert off(mine, theirs) <= most
+        both = x, layer.input_norm, y, layer.post_norm, 1e-6
+        assert off(fast.beside(*both), slow.beside(*both)) <= most
+        for residual in (x, x.float() + 1e-4):  # a head's, and a decoder's
+            given = y, layer.input_norm, 1e-6
+            wanted = slow.add_norm(residual, *given)
+            assert [part.dtype for part in wanted] == [residual.dtype, dtype]
+            assert off(fast.rounded_sum(residual, y), slow.rounded_sum(residual, y)) == 0
+            for mine, theirs in zip(fast.add_norm(residual.clone(), y.clone(), *given[1:]), wanted, strict=True):
+                assert mine.dtype == theirs.dtype and off(mine, theirs) <= most
 
 
 def paged_rows(num_query: list[int], dtype: torch.dtype) -> tuple[BatchPlan, Any, list[PagedKV]]:

@@ -267,6 +267,25 @@ def test_what_the_device_is_not_told_is_missed(cuda: SimpleNamespace) -> None:
         assert tokens(run(make(cuda, "none", broken=broken))) != naive(), broken
 
 
+@pytest.mark.parametrize("kind", ["none", "suffix", "ahead"])
+def test_steps_that_were_held_up_by_a_capture_say_so(cuda: SimpleNamespace, kind: str) -> None:
+    """The one that needed it, and the one that flew meanwhile."""
+
+    class Captures(cuda.runner.GraphRunner):  # type: ignore[misc]
+        num_launched, num_captured = 0, 0
+
+        def launch(self, *step: Any) -> Any:
+            self.num_launched += 1
+            self.num_captured += self.num_launched in (9, 15)
+            return super().launch(*step)
+
+    engine = make(cuda, kind, broken=Captures)
+    run(engine)
+    captured = {trace.step for trace in engine.drain_trace() if trace.num_captured}
+    own = {8, 14}  # counted from 0
+    assert own <= captured <= own | {7, 13} and (captured > own or kind == "suffix")
+
+
 def test_whoever_comes_again_has_no_drafts_yet(cuda: SimpleNamespace) -> None:
     """The same request twice: its prompt's last token is not verified with what was drafted for the first one."""
     engine = make(cuda, "ahead")

@@ -165,10 +165,31 @@ def test_one_stall_is_no_trend():
     assert costs.step_s(load(8)) < 1.2 * table().step_s(load(8))
 
 
+@pytest.mark.parametrize("stalled", [{0}, {1}, {0, 2}])
+def test_a_stall_at_the_beginning_is_no_trend(stalled):
+    """Nothing was learned yet, and what comes first takes a hundred times as long; also where drafts are verified."""
+    costs = table()
+    for i in range(4):
+        for extra in (0, 16):
+            before_s = table().steps_s(load(8), extra)[extra]
+            costs.observe(trace(8, extra, before_s * (100 if i in stalled else 1)))
+    now, measured = costs.steps_s(load(8), 16), table().steps_s(load(8), 16)
+    assert now[0] < 1.5 * measured[0] and now[16] < 1.5 * measured[16]
+
+
+def test_a_table_of_another_machine_is_found_out_at_once():
+    for factor in (10.0, 0.1):
+        costs = table()
+        for _ in range(4):
+            costs.observe(trace(8, 0, factor * table().step_s(load(8))))
+        assert costs.step_s(load(8)) / table().step_s(load(8)) == pytest.approx(factor, rel=0.01)
+
+
 def test_prompts_teach_nothing_and_nor_does_anything_once_frozen():
     for costs, seen in (
         (table(), trace(8, 0, 5.0, num_query_tokens=300)),
         (table(), trace(8, 4, 5.0, num_query_tokens=13)),
+        (table(), trace(8, 4, 5.0, draft_s=1.0, num_captured=1)),
         (table(frozen=True), trace(8, 4, 5.0, draft_s=1.0)),
     ):
         for _ in range(20):

@@ -1,0 +1,69 @@
+"""A decoder's arithmetic in plain torch: what is rounded in 16 bits, and a gradient that is made by hand."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from support import tiny_decoder
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.model.attention import PackedAttention
+from paceline.model.decoder import Decoder
+from paceline.model.layer import Linear
+from paceline.model.ops import TorchOps
+
+TOKENS = torch.randint(0, 60, (48,), generator=torch.Generator().manual_seed(3))
+
+
+def logits_of(decoder: Decoder) -> Tensor:
+    with torch.no_grad():
+        out = decoder(TOKENS, torch.arange(len(TOKENS)), PackedAttention([len(TOKENS)]), taps=(2,))
+        assert out.hidden.dtype == out.taps[2].dtype == decoder.dtype
+        return decoder.logits(out.hidden)
+
+
+class RoundsStream(TorchOps):
+    def add_norm(self, x_TD: Tensor, y_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return super().add_norm(x_TD.to(y_TD.dtype), y_TD, weight_D, eps)
+
+
+class RoundsLogits(TorchOps):
+    def logits(self, h_TD: Tensor, linear: Linear) -> Tensor:
+        return self.linear(h_TD, linear).float()
+
+
+def test_in_16_bits_neither_the_stream_nor_the_logits_are_rounded() -> None:
+    decoder = tiny_decoder(torch.bfloat16, num_layers=12)
+    for layer in decoder.layers:  # each adds a little to a stream that has much, as in a real model
+        for linear in (layer.o, layer.down):
+            assert linear.weight is not None
+            linear.weight.mul_(0.02)
+    exact = logits_of(copy.deepcopy(decoder).double())
+
+    def gap(ops: TorchOps) -> float:
+        decoder.ops = ops
+        found = logits_of(decoder)
+        assert found.dtype == torch.float32
+        return float((found - exact).abs().mean())
+
+    least = gap(TorchOps())
+    assert 2 * least < gap(RoundsStream()) and 1.05 * least < gap(RoundsLogits())
+
+
+def test_silu_mul_and_its_gradient() -> None:
+    given = torch.randn(5, 14, dtype=torch.float64, requires_grad=True)
+    gate, up = given.chunk(2, -1)
+    assert torch.equal(TorchOps().silu_mul(given), F.silu(gate) * up)
+    assert torch.autograd.gradcheck(TorchOps().silu_mul, given)
+
+
+def test_silu_mul_in_16_bits_is_rounded_once() -> None:
+    given = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    twin = given.detach().float().requires_grad_()
+    for x in (given, twin):
+        TorchOps().silu_mul(x).sum().backward()
+    assert given.grad is not None and twin.grad is not None
+    assert torch.equal(TorchOps().silu_mul(given), TorchOps().silu_mul(twin).bfloat16())
+    assert torch.equal(given.grad, twin.grad.bfloat16())
