@@ -31,7 +31,7 @@ class TokenMemory:
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
         for slots in (self.slots, self.features):
             if slots is not None:
-                blocks = slots.reshape(-1, BLOCK, *slots.shape[1:])
+                blocks: Any = slots.reshape(-1, BLOCK, *slots.shape[1:])
                 blocks[targets] = blocks[sources]
 
 
