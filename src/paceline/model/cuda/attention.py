@@ -69,7 +69,7 @@ class CudaPagedAttention:
         num_tokens, num_heads, dim = q_THE.shape
         num_kv = k_TGE.shape[1]
         group = num_heads // num_kv
-        size = tile(self.max_queries * group)
+        size = tile(q_THE.dtype, self.max_queries * group)
         parts = self.parts
         out = q_THE.new_empty(num_tokens, num_heads * dim)
         sums = stats = out
@@ -86,23 +86,21 @@ class CudaPagedAttention:
             q_THE.stride(0), k_TGE.stride(0), v_TGE.stride(0), out.stride(0), rows.tables.stride(0),
             NUM_KV=num_kv, GROUP=group, DIM=dim, QUERIES=self.max_queries, SIZE=size, PARTS=parts, PAGE=BLOCK,
             NEW=max(16, triton.next_power_of_2(self.max_queries)), TURNS=turn is not None, NORMS=has_norm,
-            **tuning(q_THE.dtype, rows.num * num_kv, size), **early(out.device),
+            **tuning(q_THE.dtype, rows.num * num_kv), **early(out.device),
         )  # fmt: skip
         return out
 
 
-def tile(num: int) -> int:
-    """Queries and heads that a program computes together, for so many."""
-    return max(16, triton.next_power_of_2(num))
+def tile(dtype: torch.dtype, num: int) -> int:
+    """Lines that a program has for so many queries and heads: the least of a warp's product, or else of four warps'."""
+    return max(16 if num <= 16 or dtype == torch.float32 else 64, triton.next_power_of_2(num))
 
 
-def tuning(dtype: torch.dtype, num_programs: int, size: int) -> dict[str, int]:
+def tuning(dtype: torch.dtype, num_programs: int) -> dict[str, int]:
     """As measured on an H200, 640 tokens of context (benchmarks/gpu/tune.py): short strides where programs are many."""
     if dtype == torch.float32:
         return {"TOKENS": 32, "num_warps": 4, "num_stages": 2}
-    if num_programs >= 2 * PROGRAMS:
-        return {"TOKENS": 32, "num_warps": 4 if size == 16 else 2, "num_stages": 3}
-    return {"TOKENS": 64, "num_warps": 4, "num_stages": 3}
+    return {"TOKENS": 32 if num_programs >= 2 * PROGRAMS else 64, "num_warps": 4, "num_stages": 3}
 
 
 @triton.jit
