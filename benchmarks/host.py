@@ -116,6 +116,9 @@ class Device:
         self.letter.logprobs[:] = -1.0
         self.letter.chances[:] = torch.from_numpy(np.log(dice.beta(4, 1, (most, MAX_DRAFT))))
 
+    def fit(self, size: Size) -> Size:
+        return size
+
     def prepare(self, size: Size) -> None:
         pass
 

@@ -158,14 +158,16 @@ class Drafting:
     def propose(self, plan: Plan) -> Drafts:
         """Put drafts on the rows."""
         found = plan.drafts
+        chooses = self.overlaps and self.policy.takes_best  # when they are verified it is known which are the best
         if not found.num_planned:
+            found.num_slots = 0 if chooses else None
             return found
         assert self.drafter is not None and plan.view is not None
         drafts = self.drafter.propose(plan.view, plan.caps)
         assert (drafts.num <= plan.caps).all()
         lengths = self.policy.select(drafts)
         found.decision, found.num_proposed = self.policy.decision, int(drafts.num.sum())
-        if self.overlaps and self.policy.takes_best:  # by the time they are verified it is known which are the best
+        if chooses:
             found.num_slots = int(lengths.sum())
             lengths = drafts.num if found.num_slots else lengths
         plan.rows.give(drafts.tokens, lengths, self._numbers(plan.rows, drafts))

@@ -146,10 +146,11 @@ class GraphRunner:
             mine, rest = line.pick(fits), line.pick(~fits)
             deciding = fits[line.decides]
             places = np.flatnonzero(deciding), np.flatnonzero(~deciding)
+        chosen = num_slots is not None
         if num_slots is not None and len(mine) > MAX_AUCTION:
             _share(mine, num_slots)
             num_slots = None
-        mail = self._run(graphs, mine, num_slots) if len(mine) else None
+        mail = self._run(graphs, mine, num_slots, chosen) if len(mine) else None
         landed = self.others.launch(rest, q).land() if rest is not None else None
         if rest is not None and landed is not None and graphs.head is not None:
             self._take_in(graphs.head, rest, landed)
@@ -210,7 +211,8 @@ class GraphRunner:
     def forget(self) -> None:
         self._graphs.clear()
 
-    def _run(self, graphs: Graphs, line: Lineup, num_slots: int | None) -> _Mail:
+    def _run(self, graphs: Graphs, line: Lineup, num_slots: int | None, chosen: bool) -> _Mail:
+        """`chosen`: by somebody who looks at the clock, so that no two runs have the same sizes."""
         mail = self._mail.pop(0)
         self._mail.append(mail)
         num, num_tokens = len(line), len(line) + int(line.num_draft.sum())
@@ -220,6 +222,8 @@ class GraphRunner:
         if auctions:
             num_tokens = num + (num_slots or 0)
         size = Size(num, num_tokens, 1 + int(line.num_draft.max()), num_guesses, cuts, auctions).rounded_up()
+        if chosen:
+            size = graphs.fit(size)
         if line is not self._addressed:
             self._address(line, mail.array)
         self._addressed = None

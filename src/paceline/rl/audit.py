@@ -27,6 +27,7 @@ from paceline.speculation.batch import Drafter
 from paceline.types import Completion, Request
 
 TAIL_REQUESTS = {1: 4, 2: 6, 4: 8}  # sequences at a time: how many in all
+MOST_TRIES = 4  # until nothing is captured any more
 
 
 class Auditor:
@@ -84,11 +85,14 @@ class Auditor:
     def _time(
         self, batches: Sequence[Sequence[Request]], drafting: bool, rows: int | None = None
     ) -> tuple[float, list[Completion]]:
-        """Seconds for these batches, one after the other, and what they gave. Again where steps were captured in it: a
-        run does that once for each size of step, and an audit is of the many that follow."""
-        num_captured = self.engine.runner.num_captured
-        found = self._generate(batches, drafting, rows)
-        return found if self.engine.runner.num_captured == num_captured else self._generate(batches, drafting, rows)
+        """Seconds for these batches, one after the other, and what they gave. Again, a few times at most, where steps
+        were captured in it: a run does that once for each size of step, and an audit is of the many that follow."""
+        for _ in range(MOST_TRIES):
+            num_captured = self.engine.runner.num_captured
+            found = self._generate(batches, drafting, rows)
+            if self.engine.runner.num_captured == num_captured:
+                break
+        return found
 
     def _generate(
         self, batches: Sequence[Sequence[Request]], drafting: bool, rows: int | None

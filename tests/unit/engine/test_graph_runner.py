@@ -7,7 +7,9 @@ a page that was not told, or of another sequence, gives other tokens than the na
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -74,8 +76,12 @@ class Device:
         self.cuda, self.paged, self.slots, self.guess = cuda, paged, slots, guess
         self.words, self.letter = torch.zeros(4096, dtype=torch.int32), cuda.graphs.Letter(16)
         self.truth: dict[int, list[int]] = {}  # by noise key: prompt and what will be emitted
-        self.num_told = self.num_auctions = 0
+        self.num_told = self.num_auctions = self.num_fitted = 0
         self.dice = np.random.default_rng(0)
+
+    def fit(self, size: Any) -> Any:
+        self.num_fitted += 1
+        return replace(size, num_tokens=size.num_tokens + 3, num_guesses=size.num_guesses + (size.num_guesses > 0))
 
     def prepare(self, size: Any) -> None:
         pass
@@ -231,7 +237,8 @@ def test_tokens_are_the_naive_twins(cuda: SimpleNamespace, kind: str, num_blocks
     assert tokens(found) == naive()
     traces = engine.drain_trace()
     assert sum(trace.num_emitted for trace in traces) == sum(len(c.token_ids) for c in found)
-    assert engine.runner.device.num_told > 8 and bool(engine.runner.device.num_auctions) == (kind == "auction")
+    device = engine.runner.device
+    assert device.num_told > 8 and bool(device.num_auctions) == bool(device.num_fitted) == (kind == "auction")
     assert (sum(trace.num_preempted for trace in traces) > 0) == (num_blocks == 9)
     if kind == "suffix":
         assert engine.runner.num_prepared > 10  # while a step flew
@@ -265,6 +272,21 @@ def test_what_the_device_is_not_told_is_missed(cuda: SimpleNamespace) -> None:
 
     for broken in (NoPages, NoStrangers, Hasty):
         assert tokens(run(make(cuda, "none", broken=broken))) != naive(), broken
+
+
+def test_a_larger_graph_will_do_until_a_size_was_wanted_often(cuda: SimpleNamespace) -> None:
+    graphs, size = object.__new__(cuda.graphs.Graphs), cuda.graphs.Size
+    wanted = size(96, 256, 4, 2)
+    larger = {
+        "rows": size(128, 256, 4, 2), "tokens": size(96, 640, 4, 2), "fewer tokens": size(96, 192, 4, 2),
+        "queries": size(96, 256, 2, 2), "guesses": size(96, 256, 4, 1), "none guessed": size(96, 256, 4),
+    }  # fmt: skip
+    graphs.eager, graphs._wanted, graphs._captured = False, Counter(), dict.fromkeys(larger.values())
+    assert graphs.fit(wanted) == wanted, "none of these"
+    good = [size(96, 512, 8, 3, True, True), size(96, 384, 4, 3)]
+    graphs._captured |= dict.fromkeys(good)
+    assert [graphs.fit(wanted) for _ in range(20)].count(good[1]) == cuda.graphs.PATIENCE - 1
+    assert graphs.fit(wanted) == wanted and graphs.fit(replace(wanted, auctions=True)) == good[0]
 
 
 @pytest.mark.parametrize("kind", ["none", "suffix", "ahead"])
