@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from paceline.bench.step import Settings, compare, describe, measure
+from paceline.bench.step import SPREAD, Settings, compare, describe, measure
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Part:
     policy: str = "static"
     vllm_ms: dict[int, float] = field(default_factory=dict)
     max_tokens: int = 256
+    spread: float = SPREAD
 
 
 PARTS = {
@@ -42,6 +43,9 @@ PARTS = {
     "k7": Part((1, 8, 32, 128), 7, 5.28, vllm_ms={1: 7.35, 8: 7.69, 32: 10.68, 128: 31.88}),
     "history": Part((1, 8, 16, 32), 3, drafter="history", vllm_ms={1: 7.72, 8: 8.33, 32: 10.68}),
     "auto": Part((1, 8, 32, 128, 256, 512), 3, 3.32, policy="auto"),
+    # The same head, asked for up to five tokens; and one that does not know which of its tokens will stand.
+    "auto5": Part((32, 128, 256), 5, 4.40, policy="auto"),
+    "alike": Part((128, 256), 3, 3.32, policy="auto", spread=0.0),
 }
 
 
@@ -61,7 +65,7 @@ def main() -> None:
         batches = tuple(map(int, given.batch.split(","))) if given.batch else part.batches
         settings = Settings(
             given.model, batches, (part.k,), part.drafter, part.policy,
-            max_tokens=part.max_tokens, imposed_acceptance=part.length, eager=given.eager,
+            max_tokens=part.max_tokens, imposed_acceptance=part.length, imposed_spread=part.spread, eager=given.eager,
         )  # fmt: skip
         for row in measure(settings):
             if not part.k:

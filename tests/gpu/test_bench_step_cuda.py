@@ -60,10 +60,12 @@ def test_history_stands(how: dict) -> None:
             assert row["mean_acceptance_length"] > 3.9 and row["draft_ms"] > 0
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.3])
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("drafter", ["eagle3", "history"])
-def test_acceptance_is_what_was_imposed(drafter: str, eager: bool) -> None:
-    rows = rows_of(drafter=drafter, imposed_acceptance=2.5, batches=(32,), max_tokens=200, eager=eager)
+def test_acceptance_is_what_was_imposed(drafter: str, eager: bool, spread: float) -> None:
+    given = {"imposed_acceptance": 2.5, "imposed_spread": spread}
+    rows = rows_of(drafter=drafter, **given, batches=(32,), max_tokens=200, eager=eager)
     assert rows[0]["mean_acceptance_length"] == 1 and rows[0]["imposed_acceptance"] is None
     # About 32 x 50 draws of a number from 1 to 4: a standard error of 0.03.
     assert rows[1]["mean_acceptance_length"] == pytest.approx(2.5, abs=0.12)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from paceline.bench import step
 from paceline.bench.random_weights import random_decoder, random_head
 from paceline.bench.roofline import H200, Load, Rates, step_s
-from paceline.bench.step import Settings, chance_of, measure
+from paceline.bench.step import Settings, chance_of, lots_of, measure
 from paceline.cli import app
 from paceline.engine.engine import LocalEngine
 from paceline.model.config import ModelConfig
@@ -56,6 +56,14 @@ def test_the_chance_brings_the_length(k: int) -> None:
 def test_a_length_that_no_chance_brings_is_refused(length: float, k: int) -> None:
     with pytest.raises(ValueError, match=f"--imposed-acceptance .* from 1 to {1 + k} tokens"):
         chance_of(length, k)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.05, 0.2, 0.5])
+@pytest.mark.parametrize("chance", [0.0, 0.4, 0.8745, 1.0])
+def test_lots_have_the_mean_and_the_spread(chance: float, spread: float) -> None:
+    lots = lots_of(chance, spread)
+    assert lots.mean() == pytest.approx(chance, abs=2e-3) and lots.min() >= 0 and lots.max() <= 1
+    assert lots.var() == pytest.approx(spread * chance * (1 - chance), rel=0.03, abs=1e-12)
 
 
 def test_nothing_but_the_bench_imposes() -> None:

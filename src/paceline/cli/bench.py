@@ -126,6 +126,9 @@ def step(
         float | None,
         typer.Option(metavar="L", help="For timing only: drafted tokens stand by lot, L tokens a step in the mean."),
     ] = None,
+    imposed_spread: Annotated[
+        float, typer.Option(help="With it: how far chances of tokens differ, which auto sees; 0: all are alike.")
+    ] = 0.2,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of every prompt.")] = 512,
     max_tokens: Annotated[int, typer.Option(help="Tokens of every completion.")] = 256,
     draft_vocab: Annotated[int, typer.Option(help="The head's vocabulary, at most.")] = 32000,
@@ -166,6 +169,7 @@ def step(
         prompt_tokens=prompt_tokens,
         max_tokens=max_tokens,
         imposed_acceptance=imposed_acceptance,
+        imposed_spread=imposed_spread,
         eager=eager,
         plain_torch=plain_torch,
         draft_vocab_size=draft_vocab,

@@ -95,7 +95,7 @@ class _Flight:
 
 class GraphRunner:
     """For the rule `coupled`. `eager`: the same kernels without graphs.
-    `imposed`: for timing alone, the chance that a drafted token is taken for right: nothing but `bench step` has it."""
+    `imposed`: for timing alone, chances that drafted tokens are taken for right: nothing but `bench step` has them."""
 
     def __init__(
         self,
@@ -103,12 +103,13 @@ class GraphRunner:
         others: EagerRunner,
         max_num_seqs: int,
         eager: bool = False,
-        imposed: float | None = None,
+        imposed: np.ndarray | None = None,
     ) -> None:
         self.paged, self.others, self.max_num_seqs = paged, others, max_num_seqs
-        self.eager, self.imposed = eager, imposed
         self.ahead: Eagle3Ahead | None = None  # whose head drafts on the device
         self._device = paged.decoder.device
+        self.eager = eager
+        self.imposed = None if imposed is None else self._over(imposed, torch.float32)
         num_pages = -(-paged.decoder.config.max_positions // BLOCK)
         self.slots = Slots(max_num_seqs, num_pages, self._device)
         self._graphs: dict[int | None, Graphs] = {}  # by head

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.model.cuda.attention import MAX_QUERIES, CudaPagedAttention
 from paceline.model.cuda.cut import cut
@@ -110,7 +111,7 @@ class Graphs:
         max_rows: int,
         head: DeviceHead | None = None,
         eager: bool = False,
-        imposed: float | None = None,  # see Slots.settle
+        imposed: Tensor | None = None,  # see Slots.settle
     ) -> None:
         device = decoder.device
         self.decoder, self.kv, self.slots, self.head, self.eager = decoder, kv, slots, head, eager
@@ -172,7 +173,7 @@ class Graphs:
             features = torch.cat([out.taps[i] for i in taps], -1)
             self.head.draft(
                 inputs, size.num_queries, features, draws.tokens, ends, size.num_guesses, size.cuts,
-                self.letter.chances,
+                self.letter.chances, self.imposed,
             )  # fmt: skip
 
     def _capture(self, size: Size) -> Callable[[], None]:

@@ -19,7 +19,7 @@ from paceline.model.cuda.attention import CudaPagedAttention, Rows
 from paceline.model.cuda.cut import cut
 from paceline.model.cuda.ops import CudaOps
 from paceline.model.cuda.sample import Draws, draw
-from paceline.model.cuda.slots import MAX_DRAFT, Inputs, Slots
+from paceline.model.cuda.slots import MAX_DRAFT, Inputs, Slots, imposed_chance
 from paceline.model.eagle3 import Eagle3Head
 from paceline.model.kv import PagedKV
 from paceline.model.layer import Linear
@@ -49,10 +49,10 @@ class DeviceHead:
 
     def draft(
         self, inputs: Inputs, max_queries: int, features_TF: Tensor, drawn_T: Tensor, ends_R: Tensor, k: int,
-        cuts: bool, logprobs_out: Tensor,
+        cuts: bool, logprobs_out: Tensor, imposed: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Take the step in, and guess k tokens for each row, as the target would draw them: into its slot and, for the
-        host, how likely they were: logprobs_out float64 [R, MAX_DRAFT]."""
+        host, how likely they were: logprobs_out float64 [R, MAX_DRAFT]. `imposed`: see Slots.settle; then it knows."""
         rows = inputs.rows
         seen = CudaPagedAttention(self.kv, rows, max_queries)
         x, h = self.head(self.head.fuse(features_TF), drawn_T, inputs.positions, seen, self.embed, ends_R)
@@ -63,7 +63,7 @@ class DeviceHead:
             logits = self.head.logits(h)
             limits = cut(logits, rows.places, self.slots) if cuts else None
             draws = draw(logits, course.keys, course.emitted_at[i], course.temperature, Stream.SAMPLE, self.ids, limits)
-            self._keep(draws, rows.places, i, logprobs_out)
+            self._keep(draws, rows.places, i, logprobs_out, imposed)
             if i + 1 < k:
                 ahead = Rows(course.query_start, course.context[i + 1], rows.places, rows.tables)
                 seen = CudaPagedAttention(self.kv, ahead, 1)
@@ -86,11 +86,12 @@ class DeviceHead:
         )  # fmt: skip
         return course
 
-    def _keep(self, draws: Draws, places: Tensor, i: int, logprobs_out: Tensor) -> None:
-        num = len(places)
+    def _keep(self, draws: Draws, places: Tensor, i: int, logprobs_out: Tensor, imposed: Tensor | None) -> None:
+        num, slots = len(places), self.slots
         _keep[(1,)](
-            draws.tokens, draws.logprobs, places, self.slots.drafts, self.slots.worth, logprobs_out, i, num,
-            MAX_DRAFT=MAX_DRAFT, ROWS=triton.next_power_of_2(num), num_warps=4,
+            draws.tokens, draws.logprobs, places, slots.drafts, slots.worth, slots.length, logprobs_out,
+            slots.worth if imposed is None else imposed, i, num, MAX_DRAFT=MAX_DRAFT, ROWS=triton.next_power_of_2(num),
+            IMPOSED=0 if imposed is None else len(imposed), num_warps=4,
         )  # fmt: skip
 
 
@@ -121,14 +122,19 @@ def _lead(
 
 
 @triton.jit
-def _keep(tokens, logprobs, places, drafts, worth, logprobs_out, i, num_rows,
-          MAX_DRAFT: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+def _keep(
+    tokens, logprobs, places, drafts, worth, length, logprobs_out, imposed, i, num_rows,
+    MAX_DRAFT: tl.constexpr, ROWS: tl.constexpr, IMPOSED: tl.constexpr,
+):  # fmt: skip
     r = tl.arange(0, ROWS)
     given = r < num_rows
     slot = tl.load(places + r, mask=given, other=-1)
     token = tl.load(tokens + r, mask=given, other=0)
     tl.store(drafts + slot * MAX_DRAFT + i, token, mask=slot >= 0)
     logprob = tl.load(logprobs + r, mask=given, other=0.0)
+    if IMPOSED:
+        place = tl.maximum(slot, 0)
+        logprob = tl.log(imposed_chance(imposed, place, tl.load(length + place) + i, IMPOSED)).to(tl.float64)
     tl.store(logprobs_out + r * MAX_DRAFT + i, logprob, mask=given)
     before = tl.load(worth + slot * MAX_DRAFT + i - 1, mask=(slot >= 0) & (i > 0), other=1.0)
     tl.store(worth + slot * MAX_DRAFT + i, before * tl.exp(logprob.to(tl.float32)), mask=slot >= 0)

@@ -85,19 +85,28 @@ class Slots:
         return inputs
 
     def settle(
-        self, inputs: Inputs, draws: Draws, tokens_out: Tensor, logprobs_out: Tensor, imposed: float | None = None
+        self, inputs: Inputs, draws: Draws, tokens_out: Tensor, logprobs_out: Tensor, imposed: Tensor | None = None
     ) -> Tensor:
         """tokens_out int32 [R, 2 + MAX_QUERIES]: how many were emitted and how many verified, and which were emitted;
         logprobs_out float64 [R, 2, MAX_QUERIES], processed and raw. Returns which of the T tokens the last emitted one
-        was drawn at, int32 [R], 0 for a row that is none. `imposed`: the chance that a drafted token is taken for
-        right, whatever the target drew. That is for timing steps: what is emitted then is nobody's sample."""
+        was drawn at, int32 [R], 0 for a row that is none. `imposed`: float32 [N], of which each drafted token has
+        one, by lot, for its chance to be taken for right, whatever the target drew. That is for timing steps: what is
+        emitted then is nobody's sample."""
         ends = torch.empty_like(inputs.rows.context)
         _settle[(inputs.rows.context.shape[0],)](
             inputs.tokens, inputs.rows.query_start, inputs.rows.places, draws.tokens, draws.logprobs,
             draws.raw_logprobs, self.last, self.length, tokens_out, logprobs_out, ends,
-            0.0 if imposed is None else imposed, QUERIES=MAX_QUERIES, IMPOSED=imposed is not None, num_warps=1,
+            ends if imposed is None else imposed, QUERIES=MAX_QUERIES, IMPOSED=0 if imposed is None else len(imposed),
+            num_warps=1,
         )  # fmt: skip
         return ends
+
+
+@triton.jit
+def imposed_chance(chances, slot, position, NUM: tl.constexpr):
+    """Of the token that is drafted for a position: always the same one."""
+    lot = tl.rand(2, slot * 65536 + position)
+    return tl.load(chances + tl.minimum((lot * NUM).to(tl.int32), NUM - 1))
 
 
 @triton.jit
@@ -211,7 +220,8 @@ def _settle(
     if IMPOSED:
         slot = tl.load(places + row)
         size = tl.load(length + slot)
-        right = (tl.rand(slot * 7919 + 1, size * QUERIES + j) < imposed) & (j + 1 < num)
+        lot = tl.rand(1, slot * 65536 + (size + j) * QUERIES + j)
+        right = (lot < imposed_chance(imposed, slot, size + j, IMPOSED)) & (j + 1 < num)
         found = tl.where(right, drafted, found)
     accepted = tl.min(tl.where(right, QUERIES, j))
     tl.store(out, accepted + 1)
