@@ -35,8 +35,8 @@ BYTES_PER_S = 4.2e12
 # (rows, queries of each) and what programs may be: tokens at a time, warps, stages.
 STEPS = [(1, 1), (1, 4), (8, 1), (8, 4), (32, 1), (32, 4), (64, 1), (128, 1), (128, 4), (128, 8), (256, 1), (256, 4)]
 PROGRAMS = [
-    *((64, 2, stages) for stages in (2, 3, 4)), *((64, 4, stages) for stages in (2, 3, 4)),
-    *((32, 2, stages) for stages in (3, 4, 6)), *((32, 4, stages) for stages in (3, 4, 6)), (128, 4, 2), (128, 8, 2),
+    (32, 4, 2), (32, 4, 3), (32, 4, 4), (32, 2, 3), (32, 1, 3), (32, 1, 4), (16, 1, 4), (16, 1, 6), (16, 2, 4),
+    (64, 4, 2), (64, 4, 3),
 ]  # fmt: skip
 DRAWS = [(4096, 8), (4096, 16), (2048, 8), (2048, 4), (8192, 16)]  # tokens of a part, warps
 Call = Callable[[int], object]  # the i-th of a step

@@ -29,10 +29,12 @@ class _Told:
         self.request_ids, self.chances = request_ids, chances
 
     def of(self, request_ids: np.ndarray, width: int) -> np.ndarray:
-        """[B, width]; 0 where nothing is known."""
+        """[B, width]; 0 where nothing is known. To be read only."""
+        known, same = self.chances[:, :width], are_same(request_ids, self.request_ids)
+        if same and known.shape[1] == width:  # as ever, when nobody comes or goes
+            return known
         found = np.zeros((len(request_ids), width))
-        known = self.chances[:, :width]
-        if are_same(request_ids, self.request_ids):
+        if same:
             found[:, : known.shape[1]] = known
         elif len(known):
             place, is_there = look_up(request_ids, self.request_ids)
@@ -59,14 +61,17 @@ class Eagle3Ahead(Calibrated):
         self._made_last = NOBODY_YET  # for whom, and how many, by the step that was launched last
         self._told = NOTHING  # how likely each was, by the step that landed last, …
         self._judged = self._told  # … and by the one before it, whose drafts that one has verified
-        self._offered = NOTHING  # what `propose` said last
+        self._offered = NOTHING  # what `propose` said last, …
+        self._verified = NOTHING  # … and `verified`
 
     # -- by the runner ----------------------------------------------------------------------------------------------
 
     def made(self, request_ids: np.ndarray, k: int) -> None:
         """A step was launched that drafts k tokens for each of these; those before are spent."""
-        self._made.update(dict.fromkeys(request_ids.tolist(), k))
-        self._made_last = request_ids, k
+        last, last_k = self._made_last
+        if k != last_k or not are_same(request_ids, last):
+            self._made.update(dict.fromkeys(request_ids.tolist(), k))
+            self._made_last = request_ids, k
 
     def told(self, request_ids: np.ndarray, chances: np.ndarray) -> None:
         """It has landed."""
@@ -103,24 +108,22 @@ class Eagle3Ahead(Calibrated):
         return self._drafts(num, said)
 
     def _drafts(self, num: np.ndarray, said: np.ndarray) -> DraftBatch:
-        drafts = DraftBatch.empty(*said.shape)
-        drafts.num, drafts.tokens[:] = num, -1
-        drafts.confidence = self.calibration(said).astype(np.float32)
-        return drafts
+        return DraftBatch(np.full(said.shape, -1, np.int32), num, self.calibration(said).astype(np.float32))
 
     def verified(self, request_ids: np.ndarray) -> DraftBatch:
         width = self._judged.chances.shape[1]
         said = self._judged.of(request_ids, width)
-        return self._drafts(np.where(said[:, :1].any(1), width, 0).astype(np.int32), said)
+        self._verified = _Told(request_ids, said)
+        return self._drafts(said[:, :1].any(1) * np.int32(width), said)
 
     def observe(self, commits: Commits) -> None:
         if not commits.num_drafted.any():
             return
         # Where steps overlap it is known now what was said of the drafts that were verified, else since `propose`.
-        before = self._offered if commits.drafts is None else self._judged
+        before = self._offered if commits.drafts is None else self._verified
         said = before.of(commits.request_ids, max(before.chances.shape[1], 1))
         known = (commits.num_drafted > 0) & (said[:, 0] > 0)
-        self.calibration.observe_many(said[known], commits.num_accepted[known], commits.num_known[known])
+        self.calibration.observe_many(said, commits.num_accepted * known, commits.num_known * known)
 
     def end(self, request_id: int) -> None:
         self.forget(request_id)

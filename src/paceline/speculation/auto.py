@@ -16,11 +16,11 @@ of, so a small share of the time, and of the time that was saved, goes into prob
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.speculation.batch import Commits, DraftBatch, Load, Rows, places_of
+from paceline.speculation.batch import Commits, DraftBatch, Load, Rows, are_same, places_of
 from paceline.speculation.chances import Chances
 from paceline.speculation.cost import CostTable
 from paceline.speculation.depths import Depths
@@ -63,8 +63,9 @@ class Yields:
 
     def observe(self, num_rows: int, brings: float, num_slots: float) -> None:
         mine = self.figures[num_rows.bit_length()]
-        mine[2] = min(mine[2] + 1, MEMORY)
-        mine[:2] += (np.array([brings, num_slots]) - mine[:2]) / mine[2]
+        brought, taken, num = mine.tolist()
+        num = min(num + 1, MEMORY)
+        mine[:] = brought + (brings - brought) / num, taken + (num_slots - taken) / num, num
 
 
 @dataclass(slots=True)
@@ -74,14 +75,24 @@ class _Step:
     load: Load
     ids: np.ndarray
     load_s: float  # of the step without drafts
-    cells: np.ndarray  # int64 [B, K], of its drafts
     drafted_k: int = 0
     draft_s: float = 0.0
     probing: bool = False
     is_fair: bool = True  # no slots were left out for being on probation
-    from_head: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
-    asked: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
-    first: np.ndarray = field(default_factory=lambda: np.zeros(0))  # chance of each row's first guess
+    # With 0, 1, … drafted tokens, as far as it was asked for; as `load_s` from when the step was planned.
+    steps_s: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    asked: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # [B], for whom the head was to draft
+    cells: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # [B, K], of the drafts
+    from_head: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # [B]
+    first: np.ndarray = field(default_factory=lambda: np.zeros((0, 1)))  # [B, 1], chance of each row's first guess
+
+    def follow(self, request_ids: np.ndarray) -> None:
+        """Tell of these rows, in their order."""
+        if are_same(request_ids, self.ids):
+            return
+        place = places_of(request_ids, self.ids)
+        self.ids, self.asked, self.cells = request_ids, self.asked[place], self.cells[place]
+        self.from_head, self.first = self.from_head[place], self.first[place]
 
 
 class AutoPolicy:
@@ -106,7 +117,7 @@ class AutoPolicy:
         self.depths = Depths(MAX_POSITIONS, HEAD_PRIOR)
         self.decision = Decision()
         self._version = -1  # of the policy; none yet
-        self._step = _Step(Load(), np.zeros(0, np.int64), 0.0, np.zeros((0, 0), np.int64))  # the one planned last
+        self._step = _Step(Load(), np.zeros(0, np.int64), 0.0)  # the one planned last
         self._credit_s = 0.0  # for probes
         self._num_probes = 0
 
@@ -126,10 +137,11 @@ class AutoPolicy:
             self._version = rows.version
         num_rows = len(rows)
         plain_s = self.costs.step_s(rows.load)
-        self._step = step = _Step(rows.load, rows.request_ids, plain_s, np.zeros((num_rows, 0), np.int64))
+        self._step = step = _Step(rows.load, rows.request_ids, plain_s)
         self._credit_s = min(self._credit_s + PROBES * plain_s, 10 * plain_s)
         caps = np.zeros(num_rows, np.int32)
         if self.head is None:
+            step.asked = np.zeros(num_rows, bool)
             if self._history_pays(num_rows, plain_s):
                 caps[:] = step.drafted_k = self.max_tokens
         else:
@@ -156,17 +168,21 @@ class AutoPolicy:
     def _head_caps(self, num_rows: int, plain_s: float) -> np.ndarray:
         """One draft length for all rows: argmax_k (1 + S_k) · rows / (T_draft(k) + T(rows · (1 + k))), S_k the tokens
         that a draft of k brings."""
-        k_max = self.max_tokens
-        brings = np.cumsum(np.cumprod(self.depths(k_max)))
-        step = self._step
-        verify_s = self.costs.steps_s(step.load, num_rows * k_max)[num_rows::num_rows]
-        draft_s = np.array([self.costs.draft_s(self.costly, num_rows, k + 1) for k in range(k_max)])
-        rates = (1 + brings) / (draft_s + verify_s)
-        best = int(rates.argmax())
+        k_max, step = self.max_tokens, self._step
+        step.steps_s = self.costs.steps_s(step.load, num_rows * k_max)
+        survival, brings, best, best_rate, best_s = 1.0, 1.0, 0, 0.0, 0.0
+        # A few at every step, so in plain numbers.
+        for k, (chance, verify_s) in enumerate(
+            zip(self.depths(k_max).tolist(), step.steps_s[num_rows::num_rows].tolist(), strict=True), 1
+        ):
+            survival *= chance
+            brings += survival
+            draft_s = self.costs.draft_s(self.costly, num_rows, k)
+            if (rate := brings / (draft_s + verify_s)) > best_rate:
+                best, best_rate, best_s = k, rate, draft_s
         caps = np.zeros(num_rows, np.int32)
-        if rates[best] >= margin(num_rows) / plain_s:
-            caps[:] = best + 1
-            step.draft_s = float(draft_s[best])
+        if best_rate >= margin(num_rows) / plain_s:
+            caps[:], step.draft_s = best, best_s
             return caps
         k = min(PROBE_DEPTH, k_max)
         draft_once_s = self.costs.draft_s(self.costly, 1, k)
@@ -186,19 +202,21 @@ class AutoPolicy:
 
     def select(self, drafts: DraftBatch) -> np.ndarray:
         num_rows, k = drafts.tokens.shape
-        step = self._step
-        chances = self._look_at(drafts, step)
-        cells = step.cells
-        survival = np.cumprod(chances, axis=1).ravel()
-        order = np.argsort(-survival, kind="stable")[: int(drafts.num.sum())]
-        order = order[self._admitted(cells.ravel()[order], num_rows)]
-        gain = np.concatenate([[0.0], np.cumsum(survival[order])])
-        seconds = step.draft_s + self.costs.steps_s(step.load, len(order))
+        step, num_drafted = self._step, int(drafts.num.sum())
+        self._look_at(drafts, step)
+        chances = self.chances(step.cells) * (np.arange(k, dtype=np.int32) < drafts.num[:, None])
+        survival = chances.cumprod(axis=1).ravel()
+        order = self._admitted((-survival).argsort(kind="stable")[:num_drafted], num_rows)
+        gain = np.zeros(len(order) + 1)
+        survival[order].cumsum(out=gain[1:])
+        if len(step.steps_s) <= len(order):
+            step.steps_s = self.costs.steps_s(step.load, len(order))
+        seconds = step.draft_s + step.steps_s[: len(order) + 1]
         rates = (num_rows + gain) / seconds
         best, verb = int(rates.argmax()), "takes"
         if rates[best] < margin(num_rows) * rates[0]:
             best = 0
-        step.is_fair = not best or len(order) == drafts.num.sum()
+        step.is_fair = not best or len(order) == num_drafted
         if step.probing:
             best, verb = max(best, min(PROBE_DEPTH, len(order))), "probes"
         elif not best and len(order) and self._pay(float(seconds[1] - seconds[0])):
@@ -212,59 +230,59 @@ class AutoPolicy:
         )
         return np.bincount(order[:best] // k, minlength=num_rows).astype(np.int32)
 
-    def _look_at(self, drafts: DraftBatch, step: _Step) -> np.ndarray:
-        """The chances of these drafts, 0 where nothing was drafted: float64 [B, K]."""
+    def _look_at(self, drafts: DraftBatch, step: _Step) -> None:
         step.cells = self.chances.cells(drafts)
         step.from_head = self._are_from_head(drafts)
-        chances = self.chances(step.cells) * (np.arange(drafts.tokens.shape[1]) < drafts.num[:, None])
-        step.first = chances[:, :1].sum(1)  # nothing, where nobody has drafted
-        return chances
+        step.first = self.chances(step.cells[:, :1]) * (drafts.num > 0)[:, None]
 
     def _are_from_head(self, drafts: DraftBatch) -> np.ndarray:
         if self.head is None or drafts.sources is None:
             return np.full(len(drafts.num), self.head is not None)
         return drafts.sources == drafts.names.index(self.head)
 
-    def _admitted(self, cells: np.ndarray, num_rows: int) -> np.ndarray:
-        """Which slots may bid: of a drafter of which next to nothing is known only a few, whatever it says of them."""
-        unknown = self.chances.num_seen(cells) < PROBATION
-        return ~unknown | (np.cumsum(unknown) <= max(1, num_rows // 16))
+    def _admitted(self, order: np.ndarray, num_rows: int) -> np.ndarray:
+        """Which of these slots may bid: of a drafter of which next to nothing is known only a few, whatever it says of
+        them."""
+        if self.chances.least_seen() >= PROBATION:
+            return order
+        unknown = self.chances.num_seen(self._step.cells.ravel()[order]) < PROBATION
+        return order[~unknown | (np.cumsum(unknown) <= max(1, num_rows // 16))]
 
     def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
         step: _Step = decision.about
+        draft_s = None  # as measured
         if commits.drafts is not None and commits.drafts.tokens.shape[1]:  # other ones than were looked at
             step.ids = commits.request_ids
             step.asked = np.full(len(step.ids), step.drafted_k > 0)
             self._look_at(commits.drafts, step)
             # Made where the step was computed: as much of its time as was thought.
-            trace = replace(trace, draft_s=min(step.draft_s, trace.total_s / 2))
+            draft_s = min(step.draft_s, trace.total_s / 2)
         if step.cells.shape[1]:
+            num, num_drafted = len(commits.num), int(commits.num_drafted.sum())
+            brings = int(commits.num_accepted.sum()) / num
             if step.is_fair and not step.probing:
-                num = len(commits.num)
-                self.yields.observe(num, commits.num_accepted.sum() / num, commits.num_drafted.sum() / num)
-            saved_s = step.load_s * (1 + commits.num_accepted.sum() / len(commits.num)) - decision.expected_s
+                self.yields.observe(num, brings, num_drafted / num)
+            saved_s = step.load_s * (1 + brings) - decision.expected_s
             self._credit_s += max(0.0, REINVESTED * saved_s)
-            if commits.num_drafted.any():
+            step.follow(commits.request_ids)
+            if num_drafted:
                 self._learn(commits, step)
             if self.head is not None:
                 self._take_note(commits, step)
-        self.costs.observe(trace, step.drafted_k, self.costly, 1 if step.probing else None)
+        self.costs.observe(trace, step.drafted_k, self.costly, 1 if step.probing else None, draft_s)
 
     def _learn(self, commits: Commits, step: _Step) -> None:
-        place = places_of(commits.request_ids, step.ids)
-        cells, known = step.cells[place], commits.num_known
-        self.chances.observe(cells, commits.num_accepted, known)
-        own = step.from_head[place] & (commits.num_drafted > 0)
-        if own.any():
-            self.depths.observe(commits.num_accepted[own], known[own])
+        known = commits.num_known
+        self.chances.observe(step.cells, commits.num_accepted, known)
+        if self.head is not None:
+            self.depths.observe(commits.num_accepted * step.from_head, known * step.from_head)
 
     def _take_note(self, commits: Commits, step: _Step) -> None:
         """A head that was asked, and whose guesses (if any came) were then refused, is not worth asking again: what is
         thought of its first guess counts as its outcome."""
-        place = places_of(commits.request_ids, step.ids)
-        refused = (step.from_head & step.asked)[place] & (commits.num_drafted == 0)
+        refused = step.from_head & step.asked & (commits.num_drafted == 0)
         if refused.any():
-            self.depths.estimate(step.first[place][refused])
+            self.depths.estimate(step.first[refused])
 
     def state(self) -> dict[str, np.ndarray]:
         return {

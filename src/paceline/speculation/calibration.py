@@ -37,7 +37,7 @@ class Calibration:
         not fade against each other."""
         if not len(said):
             return
-        bins, position = self.edges.searchsorted(said, "right"), np.arange(said.shape[1])
+        bins, position = self.edges.searchsorted(said, "right"), np.arange(said.shape[1], dtype=np.int32)
         num_bins = self.counts.shape[1]
         right, seen = (np.bincount(bins[position < num[:, None]], minlength=num_bins) for num in (num_right, num_known))
         self.counts *= (1 - 1 / MEMORY) ** seen

@@ -16,7 +16,8 @@ from paceline.speculation.batch import DraftBatch
 
 MATCHES = np.array([1, 2, 3, 5, 9, 17], np.int32)  # bucket edges of match lengths; 0 is "not found by a match"
 DEPTHS = np.array([0, 1, 2, 2, 3, 3, 3, 3], np.int64)  # bucket of each position; further ones are in the last
-WORDS = 10  # buckets of confidence
+WORDS = 10  # buckets of confidence …
+SAID = (np.arange(WORDS) + 0.5) / WORDS  # … and their middles
 NUM_MATCHES, NUM_DEPTHS = len(MATCHES) + 1, 4
 PER_SOURCE = NUM_MATCHES * NUM_DEPTHS * WORDS
 MEMORY = 512.0  # outcomes that a cell remembers, about
@@ -34,20 +35,21 @@ class Chances:
 
     def cells(self, drafts: DraftBatch) -> np.ndarray:
         """The cell of every drafted position: int64 [B, K]."""
-        num_rows, k = drafts.confidence.shape
+        k = drafts.confidence.shape[1]
         if k > len(self._depths):
             self._depths = np.concatenate([DEPTHS, np.full(k - len(DEPTHS), DEPTHS[-1])])
-        row = np.zeros(num_rows, np.int64) if drafts.sources is None else drafts.sources.astype(np.int64)
-        num_sources = int(row.max(initial=0)) + 1
+        num_sources = 1 if drafts.sources is None else int(drafts.sources.max(initial=0)) + 1
         if num_sources * PER_SOURCE > self._counts.shape[1]:
             more = num_sources * PER_SOURCE - self._counts.shape[1]
             self._counts = np.concatenate([self._counts, np.zeros((2, more))], 1)
             self._table = None
-        row *= NUM_MATCHES
+        cells = np.minimum((drafts.confidence * WORDS).astype(np.int64), WORDS - 1)
+        cells += self._depths[:k] * WORDS
         if drafts.match is not None:
-            row += np.searchsorted(MATCHES, drafts.match, side="right")
-        words = np.minimum((drafts.confidence * WORDS).astype(np.int64), WORDS - 1)
-        return (row[:, None] * NUM_DEPTHS + self._depths[:k]) * WORDS + words
+            cells += MATCHES.searchsorted(drafts.match, "right")[:, None] * (NUM_DEPTHS * WORDS)
+        if drafts.sources is not None:
+            cells += drafts.sources.astype(np.int64)[:, None] * PER_SOURCE
+        return cells
 
     def __call__(self, cells: np.ndarray) -> np.ndarray:
         if self._table is None:
@@ -55,30 +57,32 @@ class Chances:
         return self._table[cells]
 
     def _chances(self) -> np.ndarray:
-        stood, seen = self._counts.reshape(2, -1, NUM_MATCHES * NUM_DEPTHS, WORDS)
-        said = (np.arange(WORDS) + 0.5) / WORDS
-        stood_W, seen_W = stood.sum(1), seen.sum(1)  # [sources, WORDS]
-        trust = (stood_W.sum(1) + TRUST_PRIOR * TRUST) / ((seen_W * said).sum(1) + TRUST_PRIOR)
-        word = np.minimum(1, trust[:, None] / FAIR) ** 2 * said
+        stood, seen = counts = self._counts.reshape(2, -1, NUM_MATCHES * NUM_DEPTHS, WORDS)
+        stood_W, seen_W = counts.sum(2)  # [sources, WORDS]
+        trust = (stood_W.sum(1) + TRUST_PRIOR * TRUST) / ((seen_W * SAID).sum(1) + TRUST_PRIOR)
+        word = np.minimum(1, trust[:, None] / FAIR) ** 2 * SAID
         word = (stood_W + WORD_PRIOR * word) / (seen_W + WORD_PRIOR)
         return ((stood + CELL_PRIOR * word[:, None]) / (seen + CELL_PRIOR)).reshape(-1)
 
     def num_seen(self, cells: np.ndarray) -> np.ndarray:
         """How many outcomes each cell's drafter has had, as far as they are remembered."""
-        return self._counts[1].reshape(-1, PER_SOURCE).sum(1)[cells // PER_SOURCE]
+        return self._num_seen_S()[cells // PER_SOURCE]
+
+    def least_seen(self) -> float:
+        """The same of the drafter of whom the least is known."""
+        return float(self._num_seen_S().min())
+
+    def _num_seen_S(self) -> np.ndarray:
+        return self._counts[1].reshape(-1, PER_SOURCE).sum(1)
 
     def observe(self, cells: np.ndarray, num_stood: np.ndarray, num_known: np.ndarray) -> None:
         """Row i's first num_stood[i] positions stood, num_known[i] of them (that many or one more) have an outcome."""
-        position = np.arange(cells.shape[1])
-        known = position < num_known[:, None]
-        stood = position < num_stood[:, None]
-        size = self._counts.shape[1]
-        num_stood_C = np.bincount(cells[stood & known], minlength=size)
-        num_seen_C = np.bincount(cells[known], minlength=size)
+        position, size = np.arange(cells.shape[1], dtype=np.int32), self._counts.shape[1]
+        num_stood_C = np.bincount(cells[position < num_stood[:, None]], minlength=size)
+        num_seen_C = np.bincount(cells[position < num_known[:, None]], minlength=size)
         at = num_seen_C.nonzero()[0]  # a few of hundreds
-        fade = (1 - 1 / MEMORY) ** num_seen_C[at]
-        self._counts[0, at] = self._counts[0, at] * fade + num_stood_C[at]
-        self._counts[1, at] = self._counts[1, at] * fade + num_seen_C[at]
+        seen = num_seen_C[at]
+        self._counts[:, at] = self._counts[:, at] * (1 - 1 / MEMORY) ** seen + (num_stood_C[at], seen)
         self._table = None
 
     def fade(self) -> None:

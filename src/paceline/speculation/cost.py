@@ -70,13 +70,13 @@ class CostTable:
         """A step without drafts. Asked at every step, so in plain numbers: what `steps_s` begins with."""
         if load.num_query_tokens > load.num_rows:
             return float(self.steps_s(load, 0)[0])
-        seconds = self._plain_s(load)
+        seconds = self._measured_s(load, 0)
         return seconds if self._steps.is_new else seconds * math.exp(self._steps.log(load.num_rows, 0))
 
-    def _plain_s(self, load: Load) -> float:
-        """As measured, for rows with one query token each."""
-        curve, least_s = self._surface.curve(load.num_rows, 1)
-        return max(float(curve[0]) + self.per_context_token_s * load.num_context_tokens, least_s)
+    def _measured_s(self, load: Load, num_extra: int) -> float:
+        """As measured, for rows with one query token each, and so many more."""
+        curve, least_s = self._surface.curve(load.num_rows, num_extra + 1)
+        return max(float(curve[num_extra]) + self.per_context_token_s * load.num_context_tokens, least_s)
 
     def steps_s(self, load: Load, num_extra: int) -> np.ndarray:
         """The same step with 0 … num_extra further query tokens: float64 [num_extra + 1]. Never falling."""
@@ -112,24 +112,32 @@ class CostTable:
         idle = self._idling.get(drafter)
         return max(0.0, seconds - math.exp(idle.log(num_rows, 0))) if idle is not None else seconds
 
-    def observe(self, trace: StepTrace, k: int = 0, drafter: str | None = None, num_rows: int | None = None) -> None:
+    def observe(
+        self,
+        trace: StepTrace,
+        k: int = 0,
+        drafter: str | None = None,
+        num_rows: int | None = None,
+        draft_s: float | None = None,
+    ) -> None:
         """Learn from a step that was really made, for which `drafter` (the engine's own unless named) was asked for
-        drafts of at most k, 0 if it was not asked, for num_rows rows (all, unless given). The table keeps its shape,
-        and each region of it moves towards what is seen. Steps that computed prompts are passed over, and those in
-        which something was made ready that will be there the next time."""
+        drafts of at most k, 0 if it was not asked, for num_rows rows (all, unless given), which took draft_s of it (as
+        measured, unless given). The table keeps its shape, and each region of it moves towards what is seen. Steps that
+        computed prompts are passed over, and those in which something was made ready that will be there the next
+        time."""
         num_extra = trace.num_draft_tokens
         if self.frozen or not trace.num_rows or trace.num_query_tokens - trace.num_rows != num_extra:
             return
         if trace.num_captured:
             return
         plain = Load(trace.num_rows, trace.num_rows, trace.num_context_tokens - num_extra)
-        step_s = trace.total_s - trace.draft_s
+        draft_s = trace.draft_s if draft_s is None else draft_s
+        step_s = trace.total_s - draft_s
         if step_s > 0:
-            measured_s = self._plain_s(plain) if not num_extra else float(self._measured(plain, num_extra)[-1])
-            ratio = step_s / measured_s
+            ratio = step_s / self._measured_s(plain, num_extra)
             self._steps.learn(trace.num_rows, round(math.log2(1 + num_extra)), math.log(ratio))
-        if trace.draft_s > 0:
-            self._observe_drafting(drafter or trace.drafter, num_rows or trace.num_rows, k, trace.draft_s)
+        if draft_s > 0:
+            self._observe_drafting(drafter or trace.drafter, num_rows or trace.num_rows, k, draft_s)
 
     def _observe_drafting(self, drafter: str, num_rows: int, k: int, seconds: float) -> None:
         if k == 0:

@@ -21,17 +21,19 @@ class Depths:
     def __call__(self, num: int) -> np.ndarray:
         """The chances of the first `num` positions; further ones than are counted are taken for the last."""
         found, chance = np.empty(num), self.prior
-        for at in range(num):
-            if at < self.counts.shape[1]:
-                held, seen = self.counts[:, at]
-                chance = (held + PRIOR * chance) / (seen + PRIOR)
-            found[at] = chance
+        for at, (held, seen) in enumerate(self.counts[:, :num].T.tolist()):
+            chance = found[at] = (held + PRIOR * chance) / (seen + PRIOR)
+        found[self.counts.shape[1] :] = chance
         return found
 
     def observe(self, num_held: np.ndarray, num_known: np.ndarray) -> None:
         """Of draft i the first num_known[i] positions have an outcome, and of these the first num_held[i] held."""
-        positions = np.arange(self.counts.shape[1])[:, None]
-        self._count((positions < num_held).sum(1), (positions < num_known).sum(1))
+        self._count(self._num_beyond(num_held), self._num_beyond(num_known))
+
+    def _num_beyond(self, ends: np.ndarray) -> np.ndarray:
+        """How many of these end beyond each position."""
+        num = self.counts.shape[1]
+        return len(ends) - np.bincount(ends, minlength=num).cumsum()[:num]
 
     def estimate(self, chances: np.ndarray) -> None:
         """First positions that were not tried, with the chance that they were given instead of an outcome."""
