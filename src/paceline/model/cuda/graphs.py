@@ -36,7 +36,7 @@ SIZES = (
 )  # fmt: skip
 QUERIES = (1, 2, 4, 8, MAX_QUERIES)
 PAGES = 2  # new ones of a row in a step, at most
-PATIENCE = 16  # steps for which a larger graph will do
+PATIENCE = 8  # steps for which a larger graph will do
 
 
 @dataclass(frozen=True, slots=True)
