@@ -346,8 +346,9 @@ def test_a_head_on_the_device_drafts_what_one_on_the_host_drafts(k: int) -> None
         assert not running.has_work and running.paged.pool.num_free == 256
 
 
+@pytest.mark.parametrize("num_queries", [1, 4, 16])
 @pytest.mark.parametrize("num_rows", [1, 5, 24])
-def test_an_auction_keeps_what_is_worth_most(num_rows: int) -> None:
+def test_an_auction_keeps_what_is_worth_most(num_rows: int, num_queries: int) -> None:
     from paceline.model.cuda.slots import MAX_DRAFT, ORDER, Slots
 
     dice = np.random.default_rng(num_rows)
@@ -357,9 +358,9 @@ def test_an_auction_keeps_what_is_worth_most(num_rows: int) -> None:
     for wanted in (0, 1, num_rows, 3 * num_rows, 10**4):
         orders = np.full((num_rows + 2, ORDER), -1, np.int32)  # two rows of padding
         orders[:num_rows, 0] = dice.permutation(32)[:num_rows]
-        orders[:num_rows, 1] = num = dice.integers(0, MAX_DRAFT + 1, num_rows)
+        orders[:num_rows, 1] = num = dice.integers(0, num_queries, num_rows)
         on_device = torch.from_numpy(orders).to(CUDA)
-        slots.auction(on_device, torch.tensor([wanted], dtype=torch.int32, device=CUDA))
+        slots.auction(on_device, torch.tensor([wanted], dtype=torch.int32, device=CUDA), num_queries)
         bids = [(-float(worth[orders[r, 0], j]), r, j) for r in range(num_rows) for j in range(num[r])]
         kept = np.bincount([r for _, r, _ in sorted(bids)[:wanted]], minlength=num_rows)
         assert on_device[:num_rows, 1].tolist() == kept.tolist()

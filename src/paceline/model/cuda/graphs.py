@@ -160,8 +160,8 @@ class Graphs:
         orders = self.words[: size.num_order_words].view(size.num_rows, ORDER)
         pages = self.words[size.num_order_words : size.num_words - 1].view(-1, 3)
         if size.auctions:
-            self.slots.auction(orders, self.words[size.num_words - 1 : size.num_words])
-        inputs = self.slots.lay_out(orders, pages, size.num_tokens)
+            self.slots.auction(orders, self.words[size.num_words - 1 : size.num_words], size.num_queries)
+        inputs = self.slots.lay_out(orders, pages, size.num_tokens, size.num_queries)
         attention = CudaPagedAttention(self.kv, inputs.rows, size.num_queries)
         taps = self.head.head.config.taps if self.head is not None else ()
         out = self.decoder(inputs.tokens, inputs.positions, attention, taps)

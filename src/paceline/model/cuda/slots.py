@@ -52,18 +52,20 @@ class Slots:
         self.min_p = zeros(num_slots, dtype=torch.float64)
         self.tables = zeros(num_slots, num_pages)
 
-    def auction(self, orders: Tensor, num_slots: Tensor) -> None:
+    def auction(self, orders: Tensor, num_slots: Tensor, num_queries: int) -> None:
         """Of all drafted tokens that the orders speak of, which are the slots' own, keep num_slots int32 [1], those
-        that are worth most: the orders' numbers of drafted tokens become those that are left."""
+        that are worth most: the orders' numbers of drafted tokens become those that are left. num_queries: a power of
+        two, of which every row has fewer."""
         num_rows = len(orders)
         assert num_rows <= MAX_AUCTION
         _auction[(1,)](
-            orders, num_slots, self.worth, num_rows, ORDER=ORDER, MAX_DRAFT=MAX_DRAFT, QUERIES=MAX_QUERIES,
+            orders, num_slots, self.worth, num_rows, ORDER=ORDER, MAX_DRAFT=MAX_DRAFT, QUERIES=num_queries,
             ROWS=triton.next_power_of_2(num_rows), num_warps=8,
         )  # fmt: skip
 
-    def lay_out(self, orders: Tensor, pages: Tensor, num_tokens: int) -> Inputs:
-        """orders int32 [R, ORDER]; pages int32 [U, 3]: (slot, index, page) to be entered first, slot -1: nothing."""
+    def lay_out(self, orders: Tensor, pages: Tensor, num_tokens: int, num_queries: int) -> Inputs:
+        """orders int32 [R, ORDER]; pages int32 [U, 3]: (slot, index, page) to be entered first, slot -1: nothing.
+        num_queries: of a row, at most."""
         device, num_rows = orders.device, len(orders)
 
         def empty(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -78,7 +80,7 @@ class Slots:
             orders, pages, self.last, self.length, self.key, self.temperature, self.tables, self.drafts,
             inputs.tokens, inputs.positions, inputs.keys, inputs.temperature, inputs.emitted_at, inputs.places,
             rows.query_start, rows.context, rows.places, num_rows, num_tokens, len(pages), self.tables.stride(0),
-            ORDER=ORDER, HEADER=HEADER, QUERIES=MAX_QUERIES, ROWS=triton.next_power_of_2(num_rows),
+            ORDER=ORDER, HEADER=HEADER, QUERIES=num_queries, ROWS=triton.next_power_of_2(num_rows),
             MAX_DRAFT=MAX_DRAFT, TOKENS=triton.next_power_of_2(num_tokens), PAGES=triton.next_power_of_2(len(pages)),
             num_warps=4,
         )  # fmt: skip
