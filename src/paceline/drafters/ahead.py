@@ -23,26 +23,30 @@ from paceline.types import Receipt, Request
 
 
 class _Told:
-    """How likely drafted tokens were: chances[i] those of request_ids[i]."""
+    """How likely drafted tokens were: chances[i] those of request_ids[i], 0 where nothing is known. And the bins that
+    these fall into by the drafter's calibration, which are asked for more than once."""
 
-    def __init__(self, request_ids: np.ndarray, chances: np.ndarray) -> None:
-        self.request_ids, self.chances = request_ids, chances
+    def __init__(self, request_ids: np.ndarray, chances: np.ndarray, bins: np.ndarray) -> None:
+        self.request_ids, self.chances, self.bins = request_ids, chances, bins
 
-    def of(self, request_ids: np.ndarray, width: int) -> np.ndarray:
-        """[B, width]; 0 where nothing is known. To be read only."""
-        known, same = self.chances[:, :width], are_same(request_ids, self.request_ids)
-        if same and known.shape[1] == width:  # as ever, when nobody comes or goes
-            return known
-        found = np.zeros((len(request_ids), width))
+    def of(self, request_ids: np.ndarray, width: int) -> _Told:
+        """Of these, as [B, width]."""
+        known = min(width, self.chances.shape[1])
+        same = are_same(request_ids, self.request_ids)
+        if same and width == self.chances.shape[1]:  # as ever, when nobody comes or goes
+            return self
+        shape = len(request_ids), width
+        found = _Told(request_ids, np.zeros(shape), np.zeros(shape, np.int64))  # the first bin is that of 0
         if same:
-            found[:, : known.shape[1]] = known
-        elif len(known):
+            found.chances[:, :known], found.bins[:, :known] = self.chances[:, :known], self.bins[:, :known]
+        elif len(self.request_ids):
             place, is_there = look_up(request_ids, self.request_ids)
-            found[:, : known.shape[1]] = known[place] * is_there[:, None]
+            found.chances[:, :known] = self.chances[place, :known] * is_there[:, None]
+            found.bins[:, :known] = self.bins[place, :known] * is_there[:, None]
         return found
 
 
-NOTHING = _Told(np.zeros(0, np.int64), np.zeros((0, 0)))
+NOTHING = _Told(np.zeros(0, np.int64), np.zeros((0, 0)), np.zeros((0, 0), np.int64))
 NOBODY_YET = np.zeros(0, np.int64), 0
 
 
@@ -75,7 +79,7 @@ class Eagle3Ahead(Calibrated):
 
     def told(self, request_ids: np.ndarray, chances: np.ndarray) -> None:
         """It has landed."""
-        self._judged, self._told = self._told, _Told(request_ids, chances)
+        self._judged, self._told = self._told, _Told(request_ids, chances, self.calibration.bins(chances))
 
     def forget(self, request_id: int) -> None:
         self._made.pop(request_id, None)
@@ -103,18 +107,17 @@ class Eagle3Ahead(Calibrated):
                 self.calibration.fade()
             self._policy_version = rows.version
         num = np.minimum(self._num_made(rows.request_ids), caps)
-        said = self._told.of(rows.request_ids, int(num.max(initial=0)))
-        self._offered = _Told(rows.request_ids, said)
-        return self._drafts(num, said)
+        self._offered = self._told.of(rows.request_ids, int(num.max(initial=0)))
+        return self._drafts(num, self._offered)
 
-    def _drafts(self, num: np.ndarray, said: np.ndarray) -> DraftBatch:
-        return DraftBatch(np.full(said.shape, -1, np.int32), num, self.calibration(said).astype(np.float32))
+    def _drafts(self, num: np.ndarray, said: _Told) -> DraftBatch:
+        confidence = self.calibration.chances.astype(np.float32)[said.bins]
+        return DraftBatch(np.full(confidence.shape, -1, np.int32), num, confidence)
 
     def verified(self, request_ids: np.ndarray) -> DraftBatch:
         width = self._judged.chances.shape[1]
-        said = self._judged.of(request_ids, width)
-        self._verified = _Told(request_ids, said)
-        return self._drafts(said[:, :1].any(1) * np.int32(width), said)
+        self._verified = said = self._judged.of(request_ids, width)
+        return self._drafts(said.chances[:, :1].any(1).astype(np.int32) * width, said)
 
     def observe(self, commits: Commits) -> None:
         if not commits.num_drafted.any():
@@ -122,8 +125,8 @@ class Eagle3Ahead(Calibrated):
         # Where steps overlap it is known now what was said of the drafts that were verified, else since `propose`.
         before = self._offered if commits.drafts is None else self._verified
         said = before.of(commits.request_ids, max(before.chances.shape[1], 1))
-        known = (commits.num_drafted > 0) & (said[:, 0] > 0)
-        self.calibration.observe_many(said, commits.num_accepted * known, commits.num_known * known)
+        known = (commits.num_drafted > 0) & (said.chances[:, 0] > 0)
+        self.calibration.observe_bins(said.bins, commits.num_accepted * known, commits.num_known * known)
 
     def end(self, request_id: int) -> None:
         self.forget(request_id)

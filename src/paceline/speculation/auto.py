@@ -147,7 +147,6 @@ class AutoPolicy:
         else:
             rows.head_caps = head_caps = self._head_caps(num_rows, plain_s)
             step.asked = head_caps > 0
-            step.drafted_k = int(head_caps.max(initial=0))
             caps = np.maximum(caps, self.max_tokens) if self.has_history else head_caps
         reason = "nothing was drafted" if step.drafted_k else f"{self.costly} would not pay at {num_rows} rows"
         self.decision = Decision(reason, 0.0, plain_s, step)
@@ -182,13 +181,14 @@ class AutoPolicy:
                 best, best_rate, best_s = k, rate, draft_s
         caps = np.zeros(num_rows, np.int32)
         if best_rate >= margin(num_rows) / plain_s:
-            caps[:], step.draft_s = best, best_s
+            caps[:] = step.drafted_k = best
+            step.draft_s = best_s
             return caps
         k = min(PROBE_DEPTH, k_max)
         draft_once_s = self.costs.draft_s(self.costly, 1, k)
         if self._pay(draft_once_s + float(self.costs.steps_s(step.load, k)[k]) - plain_s):
             self._num_probes += 1
-            caps[self._num_probes % num_rows] = k
+            caps[self._num_probes % num_rows] = step.drafted_k = k
             step.draft_s, step.probing = draft_once_s, True
         return caps
 
@@ -204,7 +204,10 @@ class AutoPolicy:
         num_rows, k = drafts.tokens.shape
         step, num_drafted = self._step, int(drafts.num.sum())
         self._look_at(drafts, step)
-        chances = self.chances(step.cells) * (np.arange(k, dtype=np.int32) < drafts.num[:, None])
+        chances = self.chances(step.cells)
+        if num_drafted < chances.size:
+            chances[np.arange(k) >= drafts.num[:, None]] = 0
+        step.first = chances[:, :1]
         survival = chances.cumprod(axis=1).ravel()
         order = self._admitted((-survival).argsort(kind="stable")[:num_drafted], num_rows)
         gain = np.zeros(len(order) + 1)
@@ -228,12 +231,13 @@ class AutoPolicy:
             float(seconds[best]),
             step,
         )
+        if best == num_drafted:
+            return drafts.num
         return np.bincount(order[:best] // k, minlength=num_rows).astype(np.int32)
 
     def _look_at(self, drafts: DraftBatch, step: _Step) -> None:
         step.cells = self.chances.cells(drafts)
         step.from_head = self._are_from_head(drafts)
-        step.first = self.chances(step.cells[:, :1]) * (drafts.num > 0)[:, None]
 
     def _are_from_head(self, drafts: DraftBatch) -> np.ndarray:
         if self.head is None or drafts.sources is None:
@@ -255,6 +259,8 @@ class AutoPolicy:
             step.ids = commits.request_ids
             step.asked = np.full(len(step.ids), step.drafted_k > 0)
             self._look_at(commits.drafts, step)
+            if not commits.num_drafted.all():
+                step.first = self.chances(step.cells[:, :1]) * (commits.drafts.num > 0)[:, None]
             # Made where the step was computed: as much of its time as was thought.
             draft_s = min(step.draft_s, trace.total_s / 2)
         if step.cells.shape[1]:

@@ -90,7 +90,7 @@ class Commits:
 
 def are_same(request_ids: np.ndarray, others: np.ndarray) -> bool:
     """Whether these are the same requests in the same order: often the very same array, step after step."""
-    return request_ids is others or np.array_equal(request_ids, others)
+    return request_ids is others or request_ids.tobytes() == others.tobytes()  # a tenth of np.array_equal's time
 
 
 def places_of(request_ids: np.ndarray, among: np.ndarray) -> np.ndarray:

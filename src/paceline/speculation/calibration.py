@@ -24,7 +24,11 @@ class Calibration:
 
     def __call__(self, said: np.ndarray) -> np.ndarray:
         """The chance of what was said, shape by shape."""
-        return self.chances[self.edges.searchsorted(said, "right")]
+        return self.chances[self.bins(said)]
+
+    def bins(self, said: np.ndarray) -> np.ndarray:
+        """Those that it falls into, which never change."""
+        return self.edges.searchsorted(said, "right")
 
     @property
     def chances(self) -> np.ndarray:
@@ -35,18 +39,20 @@ class Calibration:
         """Drafts of which this was said, position by position [B, K]: of row i the first num_known[i] have an outcome,
         and of these the first num_right[i] are right. Older outcomes fade by all that are new to their bin, these do
         not fade against each other."""
-        if not len(said):
-            return
-        bins, position = self.edges.searchsorted(said, "right"), np.arange(said.shape[1], dtype=np.int32)
-        num_bins = self.counts.shape[1]
-        right, seen = (np.bincount(bins[position < num[:, None]], minlength=num_bins) for num in (num_right, num_known))
+        if len(said):
+            self.observe_bins(self.bins(said), num_right, num_known)
+
+    def observe_bins(self, bins: np.ndarray, num_right: np.ndarray, num_known: np.ndarray) -> None:
+        """The same, by the bins of what was said."""
+        position, num_bins = np.arange(bins.shape[1], dtype=np.int32)[:, None], self.counts.shape[1]
+        right, seen = (np.bincount(bins.T[position < num], minlength=num_bins) for num in (num_right, num_known))
         self.counts *= (1 - 1 / MEMORY) ** seen
         self.counts[0] += right
         self.counts[1] += seen
 
     def estimate(self, said: np.ndarray, chances: np.ndarray) -> None:
         """Positions that were drafted and not tried, with the chance that they were given instead of an outcome."""
-        bins, num_bins = self.edges.searchsorted(said, "right"), self.counts.shape[1]
+        bins, num_bins = self.bins(said), self.counts.shape[1]
         seen = np.bincount(bins, minlength=num_bins)
         self.counts *= (1 - 1 / MEMORY) ** seen
         self.counts += np.stack([np.bincount(bins, chances, num_bins), seen])

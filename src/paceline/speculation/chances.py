@@ -66,20 +66,20 @@ class Chances:
 
     def num_seen(self, cells: np.ndarray) -> np.ndarray:
         """How many outcomes each cell's drafter has had, as far as they are remembered."""
-        return self._num_seen_S()[cells // PER_SOURCE]
+        return self._seen_by_source()[cells // PER_SOURCE]
 
     def least_seen(self) -> float:
         """The same of the drafter of whom the least is known."""
-        return float(self._num_seen_S().min())
+        return float(self._seen_by_source().min())
 
-    def _num_seen_S(self) -> np.ndarray:
+    def _seen_by_source(self) -> np.ndarray:
         return self._counts[1].reshape(-1, PER_SOURCE).sum(1)
 
     def observe(self, cells: np.ndarray, num_stood: np.ndarray, num_known: np.ndarray) -> None:
         """Row i's first num_stood[i] positions stood, num_known[i] of them (that many or one more) have an outcome."""
-        position, size = np.arange(cells.shape[1], dtype=np.int32), self._counts.shape[1]
-        num_stood_C = np.bincount(cells[position < num_stood[:, None]], minlength=size)
-        num_seen_C = np.bincount(cells[position < num_known[:, None]], minlength=size)
+        position, size = np.arange(cells.shape[1], dtype=np.int32)[:, None], self._counts.shape[1]
+        num_stood_C = np.bincount(cells.T[position < num_stood], minlength=size)
+        num_seen_C = np.bincount(cells.T[position < num_known], minlength=size)
         at = num_seen_C.nonzero()[0]  # a few of hundreds
         seen = num_seen_C[at]
         self._counts[:, at] = self._counts[:, at] * (1 - 1 / MEMORY) ** seen + (num_stood_C[at], seen)

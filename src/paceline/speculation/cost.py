@@ -141,12 +141,15 @@ class CostTable:
 
     def _observe_drafting(self, drafter: str, num_rows: int, k: int, seconds: float) -> None:
         if k == 0:
-            self._idling.setdefault(drafter, _Drift(1)).learn(num_rows, 0, math.log(seconds))
+            if drafter not in self._idling:
+                self._idling[drafter] = _Drift(1)
+            self._idling[drafter].learn(num_rows, 0, math.log(seconds))
             return
         prior = self._priors.get(drafter)
         expected_s = max(prior.seconds(num_rows, k), 1e-9) if prior is not None else 1.0
-        drafting = self._drafting.setdefault(drafter, _Drift(NUM_DRAFT_BUCKETS))
-        drafting.learn(num_rows, k, math.log(seconds / expected_s))
+        if drafter not in self._drafting:
+            self._drafting[drafter] = _Drift(NUM_DRAFT_BUCKETS)
+        self._drafting[drafter].learn(num_rows, k, math.log(seconds / expected_s))
 
     def save(self, path: Path) -> None:
         """As it was measured, without what it has learned since."""
@@ -256,34 +259,35 @@ def _line(curve: list[tuple[int, float]], x: int) -> float:
 class _Drift:
     """How far what is seen is off, as logarithms of ratios: a level for each power of two of rows, which follows the
     machine, and how each region lies against it, which is learned slowly. So a region that has not been seen, or not
-    for long, moves along with its rows, and rows that have not been seen with those next to them."""
+    for long, moves along with its rows, and rows that have not been seen with those next to them. In plain numbers, as
+    every step reads and moves a few of them."""
 
     def __init__(self, num_columns: int) -> None:
         self.columns = np.arange(num_columns)
         self.is_new = True
-        self._level, self._num = np.zeros(NUM_ROW_BUCKETS), np.zeros(NUM_ROW_BUCKETS, np.int64)
-        self._offset = np.zeros((NUM_ROW_BUCKETS, num_columns))
-        self._num_offset = np.zeros((NUM_ROW_BUCKETS, num_columns), np.int64)
+        self._level, self._num = [0.0] * NUM_ROW_BUCKETS, [0] * NUM_ROW_BUCKETS
+        self._offset = [[0.0] * num_columns for _ in range(NUM_ROW_BUCKETS)]
+        self._num_offset = [[0] * num_columns for _ in range(NUM_ROW_BUCKETS)]
 
     def logs(self, num_rows: int) -> np.ndarray:
         """By column."""
         bucket = _row_bucket(num_rows)
-        return self._level_of(bucket) + self._offset[bucket]
+        return self._level_of(bucket) + np.array(self._offset[bucket])
 
     def log(self, num_rows: int, column: int) -> float:
         bucket = _row_bucket(num_rows)
-        return self._level_of(bucket) + float(self._offset[bucket, column])
+        return self._level_of(bucket) + self._offset[bucket][column]
 
     def _level_of(self, bucket: int) -> float:
         if self._num[bucket] or self.is_new:
-            return float(self._level[bucket])
-        seen = self._num.nonzero()[0]
-        return float(np.interp(bucket, seen, self._level[seen]))
+            return self._level[bucket]
+        seen = [other for other, num in enumerate(self._num) if num]
+        return float(np.interp(bucket, seen, [self._level[other] for other in seen]))
 
     def learn(self, num_rows: int, column: int, log_ratio: float) -> None:
         bucket, column = _row_bucket(num_rows), min(column, len(self.columns) - 1)
         level = self._level_of(bucket)
-        error = log_ratio - level - self._offset[bucket, column]
+        error = log_ratio - level - self._offset[bucket][column]
         num = self._num[bucket]
         if num >= SETTLED:
             error = max(error, -FAR)
@@ -292,10 +296,10 @@ class _Drift:
         # The first ones may have been held up, and never are too fast: at once down to the fastest of them.
         rate = 1.0 if num < SETTLED and error < 0 else max(DRIFT, 1 / (1 + num))
         self._level[bucket] = level + rate * error
-        shape = max(SHAPE, 1 / (2 + self._num_offset[bucket, column]))
-        self._offset[bucket, column] += shape * (1 - rate) * error
+        shape = max(SHAPE, 1 / (2 + self._num_offset[bucket][column]))
+        self._offset[bucket][column] += shape * (1 - rate) * error
         self._num[bucket] += 1
-        self._num_offset[bucket, column] += 1
+        self._num_offset[bucket][column] += 1
         self.is_new = False
 
 

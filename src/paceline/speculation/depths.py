@@ -42,7 +42,8 @@ class Depths:
 
     def _count(self, held: np.ndarray, seen: np.ndarray) -> None:
         self.counts *= (1 - 1 / MEMORY) ** seen
-        self.counts += held, seen
+        self.counts[0] += held
+        self.counts[1] += seen
 
     def fade(self) -> None:
         self.counts *= FADE

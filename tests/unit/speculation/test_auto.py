@@ -33,7 +33,7 @@ class Line:
     def draft_s(self, drafter: str, num_rows: int, k: int) -> float:
         return 0.0 if drafter == "suffix" else self.draft * k
 
-    def observe(self, trace: Any, k: int, drafter: str | None, num_rows: int | None) -> None:
+    def observe(self, trace: Any, k: int, drafter: str | None, num_rows: int | None, draft_s: float | None) -> None:
         pass
 
 
@@ -192,11 +192,33 @@ def test_rows_that_were_sent_back_to_wait_are_told_apart() -> None:
     assert counts[1].reshape(-1, 10).sum(0).tolist() == [0] * 9 + [2]
 
 
+class Crowded(Line):
+    """A step takes by its rows."""
+
+    def step_s(self, load: Load) -> float:
+        return self.step * load.num_rows
+
+    def steps_s(self, load: Load, num_extra: int) -> np.ndarray:
+        return self.step_s(load) + self.token * np.arange(num_extra + 1)
+
+
+@pytest.mark.parametrize("method", ["suffix", "eagle3"])
+def test_what_a_step_takes_is_that_of_its_own_rows(method: str) -> None:
+    policy = AutoPolicy(Crowded(token=0.1, draft=0.1), K, method)  # type: ignore[arg-type]
+    known(policy)
+    for num_rows in (3, 5, 2):
+        policy.plan(rows(num_rows))
+        draft_s = policy.decision.about.draft_s
+        lengths = policy.select(offered(np.full((num_rows, K), 0.95)))
+        assert lengths.sum() == num_rows * K
+        assert policy.decision.expected_s == pytest.approx(10 * num_rows + 0.1 * lengths.sum() + draft_s)
+
+
 class Heard(Line):
     draft_s_heard = -1.0
 
-    def observe(self, trace: Any, k: int, drafter: str | None, num_rows: int | None) -> None:
-        self.draft_s_heard = trace.draft_s
+    def observe(self, trace: Any, k: int, drafter: str | None, num_rows: int | None, draft_s: float | None) -> None:
+        self.draft_s_heard = trace.draft_s if draft_s is None else draft_s
 
 
 def test_a_step_is_learned_from_by_what_it_verified_though_others_were_planned_meanwhile() -> None:
