@@ -158,7 +158,8 @@ class Drafting:
     def propose(self, plan: Plan) -> Drafts:
         """Put drafts on the rows."""
         found = plan.drafts
-        chooses = self.overlaps and self.policy.takes_best  # when they are verified it is known which are the best
+        # A device that has drafted knows, when they are verified, which are the best.
+        chooses = self._ahead is not None and self.overlaps and self.policy.takes_best
         if not found.num_planned:
             found.num_slots = 0 if chooses else None
             return found
