@@ -31,7 +31,7 @@ NUM_ROW_BUCKETS, NUM_EXTRA_BUCKETS, NUM_DRAFT_BUCKETS = 16, 24, 64
 DRIFT = 0.1  # how far one step moves the level of its rows, when many have been seen
 SHAPE = 0.02  # and how far it moves its own region against that level
 FAR = math.log(2.0)  # a step further off than this counts as one so far off: it was held up by something else
-SETTLED = 4  # steps until when the table itself may be far off
+SETTLED = 4  # steps until when the table itself may be far off: their median counts
 LEAST_S, MOST_S, MOST_TOKENS = 1e-9, 86_400, 2**31 - 1  # what a table may say
 
 
@@ -266,6 +266,7 @@ class _Drift:
         self.columns = np.arange(num_columns)
         self.is_new = True
         self._level, self._num = [0.0] * NUM_ROW_BUCKETS, [0] * NUM_ROW_BUCKETS
+        self._first: list[list[float]] = [[] for _ in range(NUM_ROW_BUCKETS)]  # levels by those until it is settled
         self._offset = [[0.0] * num_columns for _ in range(NUM_ROW_BUCKETS)]
         self._num_offset = [[0] * num_columns for _ in range(NUM_ROW_BUCKETS)]
 
@@ -286,18 +287,17 @@ class _Drift:
 
     def learn(self, num_rows: int, column: int, log_ratio: float) -> None:
         bucket, column = _row_bucket(num_rows), min(column, len(self.columns) - 1)
-        level = self._level_of(bucket)
-        error = log_ratio - level - self._offset[bucket][column]
-        num = self._num[bucket]
-        if num >= SETTLED:
-            error = max(error, -FAR)
-        if num:
-            error = min(error, FAR)
-        # The first ones may have been held up, and never are too fast: at once down to the fastest of them.
-        rate = 1.0 if num < SETTLED and error < 0 else max(DRIFT, 1 / (1 + num))
-        self._level[bucket] = level + rate * error
-        shape = max(SHAPE, 1 / (2 + self._num_offset[bucket][column]))
-        self._offset[bucket][column] += shape * (1 - rate) * error
+        num, first = self._num[bucket], self._first[bucket]
+        level = log_ratio - self._offset[bucket][column]  # by this one
+        if num < SETTLED:
+            first.append(level)
+            self._level[bucket] = sorted(first)[num // 2]  # of two the lower: a step is held up more often than not
+        else:
+            error = min(max(level - self._level[bucket], -FAR), FAR)
+            rate = max(DRIFT, 1 / (1 + num))
+            self._level[bucket] += rate * error
+            shape = max(SHAPE, 1 / (2 + self._num_offset[bucket][column]))
+            self._offset[bucket][column] += shape * (1 - rate) * error
         self._num[bucket] += 1
         self._num_offset[bucket][column] += 1
         self.is_new = False

@@ -2,9 +2,9 @@
 launch.
 
 There is a graph for every size of step that was met, rounded up so that few exist and little of a step is padding; each
-is captured when it is first needed. Where sizes come as a policy finds them best, and not twice the same way, a larger
-one will do until its own was wanted often. All share one pool of memory, which they may since they run one after
-another. `eager` runs the same kernels without graphs.
+is captured when it is first needed. Where an auction is held on the device, sizes come as a policy finds them best, and
+not twice the same way: there a larger one will do until its own was wanted often. All share one pool of memory, which
+they may since they run one after another. `eager` runs the same kernels without graphs.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class Size:
         )  # fmt: skip
 
     def serves(self, other: Size) -> bool:
-        """Whether a step of the other size can go by this one's graph, with not much more padding."""
+        """Whether a step of the other size can go by this one's graph, with not much more padding. It has to guess as
+        many tokens: for more there may be no pages."""
         return (
             self.num_rows == other.num_rows
             and other.num_tokens <= self.num_tokens <= 2 * other.num_tokens + 8
             and self.num_queries >= other.num_queries
-            and self.num_guesses >= other.num_guesses
-            and bool(self.num_guesses) == bool(other.num_guesses)
+            and self.num_guesses == other.num_guesses
             and self.cuts >= other.cuts
             and self.auctions >= other.auctions
         )
@@ -135,7 +135,7 @@ class Graphs:
         if self._wanted[size] > PATIENCE:
             return size
         larger = [known for known in self._captured if known.serves(size)]
-        return min(larger, key=lambda known: (known.num_tokens, known.num_guesses), default=size)
+        return min(larger, key=lambda known: known.num_tokens, default=size)
 
     def prepare(self, size: Size) -> None:
         """Capture it, if it was not yet. Orders that are there stay."""
