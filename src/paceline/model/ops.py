@@ -2,7 +2,7 @@
 
 In 16 bits a step is computed in float32 and rounded once, at its end; the residual stream and the logits are not
 rounded at all. An engine and a learner sum in different orders, and what they then round differently grows from layer
-to layer: this way half as much.
+to layer: this way by a third of it.
 
 Ops is stateless apart from scratch memory; which Ops a decoder uses is decided once, when it is built.
 """

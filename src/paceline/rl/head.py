@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.model.decoder import Decoder
 from paceline.model.hf_decoder import HFDecoder
+from paceline.model.ops import wide
 
 CHUNK = 512  # positions whose logits are computed at once
 KEEP_BYTES = 1 << 29  # probabilities kept for the backward pass; what is beyond is computed a second time
@@ -66,7 +67,6 @@ class _Logprobs(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_grad = torch.empty_like(hidden_PD)
         weight_grad = None
-        wide = torch.promote_types(weight_VD.dtype, torch.float32)
         for i, hidden in enumerate(hidden_PD.split(CHUNK)):
             at = slice(i * CHUNK, i * CHUNK + len(hidden))
             p, ctx.kept[i] = ctx.kept[i], None  # worked on in place, so used once
@@ -79,7 +79,7 @@ class _Logprobs(torch.autograd.Function):
                 torch.mm(logits_grad, weight_VD, out=hidden_grad[at])
             if wants_weight:
                 part = logits_grad.T @ hidden
-                weight_grad = part.to(wide) if weight_grad is None else weight_grad.add_(part)
+                weight_grad = wide(part) if weight_grad is None else weight_grad.add_(part)
         if wants_weight:
             weight_grad = torch.zeros_like(weight_VD) if weight_grad is None else weight_grad.to(weight_VD.dtype)
         return hidden_grad if wants_hidden else None, weight_grad, None, None, None, None
@@ -87,8 +87,7 @@ class _Logprobs(torch.autograd.Function):
 
 def _logits(decoder: Decoder | HFDecoder, hidden: Tensor, temperature: float) -> Tensor:
     """logits / temperature in float32 or better, less the largest of each row."""
-    logits = decoder.logits(hidden)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = wide(decoder.logits(hidden))
     if temperature != 1:
         logits /= temperature
     return logits.sub_(logits.amax(1, keepdim=True))

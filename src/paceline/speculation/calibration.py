@@ -50,13 +50,6 @@ class Calibration:
         self.counts[0] += right
         self.counts[1] += seen
 
-    def estimate(self, said: np.ndarray, chances: np.ndarray) -> None:
-        """Positions that were drafted and not tried, with the chance that they were given instead of an outcome."""
-        bins, num_bins = self.bins(said), self.counts.shape[1]
-        seen = np.bincount(bins, minlength=num_bins)
-        self.counts *= (1 - 1 / MEMORY) ** seen
-        self.counts += np.stack([np.bincount(bins, chances, num_bins), seen])
-
     def observe(self, said: np.ndarray, num_right: int) -> None:
         """A single draft: the first num_right are right, the next, if any, is wrong."""
         self.observe_many(said[None], np.array([num_right]), np.array([num_right + 1]))
