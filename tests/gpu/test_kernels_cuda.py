@@ -15,6 +15,7 @@ from paceline.engine.engine import LocalEngine
 from paceline.engine.runner import EagerRunner
 from paceline.model.attention import GatheredAttention, PagedAttention, has_varlen
 from paceline.model.kv import BLOCK, BatchPlan, PagedKV
+from paceline.model.layer import Linear
 from paceline.model.ops import TorchOps
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler, SamplingArrays, Stream, philox_words
@@ -70,6 +71,23 @@ def test_fused_operations_equal_the_plain_ones(dtype: torch.dtype, family: str) 
             assert off(fast.rounded_sum(residual, y), slow.rounded_sum(residual, y)) == 0
             for mine, theirs in zip(fast.add_norm(residual.clone(), y.clone(), *given[1:]), wanted, strict=True):
                 assert mine.dtype == theirs.dtype and off(mine, theirs) <= most
+
+
+@pytest.mark.parametrize("num", [512, 470])
+def test_gates_of_one_product_equal_those_of_two_steps(num: int) -> None:
+    """Of the projection and what is made of it; and few tokens, or what fills no device, go by the two."""
+    from paceline.model.cuda.gated import num_processors, pays
+    from paceline.model.cuda.ops import CudaOps
+
+    gate_up = Linear(320, 2 * 128 * (num_processors(CUDA) // 2))  # four tiles of tokens: twice what runs at once
+    dice = torch.Generator(CUDA).manual_seed(3)
+    gate_up.weight = torch.nn.Parameter(0.1 * torch.randn(gate_up.weight.shape, generator=dice, device=CUDA).bfloat16())
+    h = torch.randn(num, 320, generator=dice, device=CUDA).bfloat16()
+    assert pays(h, gate_up.weight) and not pays(h[:300], gate_up.weight) and not pays(h.float(), gate_up.weight.float())
+    with torch.no_grad():
+        found, wanted = CudaOps().gated(h, gate_up), TorchOps().gated(h, gate_up)
+    # Sums of float32 in another order, rounded to 8 bits: now and then the neighbour.
+    assert off(found, wanted) <= 1e-3 and (found == wanted).float().mean() > 0.98
 
 
 def paged_rows(num_query: list[int], dtype: torch.dtype) -> tuple[BatchPlan, Any, list[PagedKV]]:

@@ -71,7 +71,7 @@ class Decoder(nn.Module):
         rope = self.rope.tables(self.norm)
         h = ops.linear(ops.attend(h, layer, self.config, positions_T, rope, attention, i), layer.o)
         x, h = ops.add_norm(x, h, layer.post_norm, eps)
-        return x, ops.linear(ops.silu_mul(ops.linear(h, layer.gate_up)), layer.down)
+        return x, ops.linear(ops.gated(h, layer.gate_up), layer.down)
 
     def attention(self, lengths: Sequence[int], prefixes: Sequence[int | None]) -> Attention:
         """For packed sequences: in one kernel where the device has one."""

@@ -107,7 +107,7 @@ class Eagle3Head(nn.Module):
         if wanted is not None:  # all have left their keys and values behind
             h, residual = h[wanted], residual[wanted]
         x, h = ops.add_norm(residual, ops.linear(h, layer.o), layer.post_norm, c.norm_eps)
-        h = ops.linear(ops.silu_mul(ops.linear(h, layer.gate_up)), layer.down)
+        h = ops.linear(ops.gated(h, layer.gate_up), layer.down)
         return ops.add_norm(x, h, self.norm, c.norm_eps)
 
     def logits(self, h_TD: Tensor) -> Tensor:

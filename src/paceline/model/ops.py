@@ -43,6 +43,10 @@ class Ops(Protocol):
         ...
 
     def silu_mul(self, gate_up_TI: Tensor) -> Tensor: ...
+    def gated(self, h_TD: Tensor, gate_up: Linear) -> Tensor:
+        """silu(gate) · up of the two that the linear map makes."""
+        ...
+
     def qkv(
         self, h_TD: Tensor, layer: Layer, config: ModelConfig, positions_T: Tensor, rope: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,6 +69,9 @@ class Composed:
 
     def rounded_sum(self, x_TD: Tensor, y_TD: Tensor) -> Tensor:
         return (x_TD + y_TD).to(y_TD.dtype)
+
+    def gated(self: Ops, h_TD: Tensor, gate_up: Linear) -> Tensor:
+        return self.silu_mul(self.linear(h_TD, gate_up))
 
     def attend(
         self: Ops, h_TD: Tensor, layer: Layer, config: ModelConfig, positions_T: Tensor, rope: tuple[Tensor, Tensor],

@@ -16,7 +16,8 @@ from paceline.model.attention import Attention
 from paceline.model.config import ModelConfig
 from paceline.model.cuda.attention import CudaPagedAttention, Turn, turned
 from paceline.model.cuda.early import early, wait
-from paceline.model.layer import Layer
+from paceline.model.cuda.gated import gated, pays
+from paceline.model.layer import Layer, Linear
 from paceline.model.ops import TorchOps
 
 SILU = 1024, 4  # values of a program, warps
@@ -51,6 +52,12 @@ class CudaOps(TorchOps):
             gate_up_TI, out, size, BLOCK=block, num_warps=warps, **early(out.device)
         )
         return out
+
+    def gated(self, h_TD: Tensor, gate_up: Linear) -> Tensor:
+        weight = gate_up.weight
+        if weight is None or gate_up.bias is not None or gate_up.lora is not None or not pays(h_TD, weight):
+            return super().gated(h_TD, gate_up)
+        return gated(h_TD, weight)
 
     def qkv(
         self, h_TD: Tensor, layer: Layer, config: ModelConfig, positions_T: Tensor, rope: tuple[Tensor, Tensor]
