@@ -30,7 +30,8 @@ from rich.table import Table
 if find_spec("triton") is None:  # kernels are defined, and never run
     from unittest.mock import MagicMock
 
-    for name in ("triton", "triton.language", "triton.language.extra", "triton.language.extra.cuda"):
+    rooms = "", ".language", ".language.extra", ".language.extra.cuda", ".tools", ".tools.tensor_descriptor"
+    for name in (f"triton{room}" for room in rooms):
         sys.modules[name] = MagicMock()
 
 from paceline.drafters.ahead import Eagle3Ahead

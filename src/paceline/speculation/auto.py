@@ -2,8 +2,9 @@
 nothing does.
 
 `plan` comes before drafting, since a head's time is spent before its guesses can be judged: from how deep its drafts
-got so far and what a step costs it chooses one draft length for the batch, zero included. Drafts from history cost
-next to nothing, so they may always be offered.
+got so far, how much their chances differ and what a step costs it chooses one draft length for the batch, zero
+included: the one whose best slots will bring most. Drafts from history cost next to nothing, so they may always be
+offered.
 
 `select` is an auction. A slot is one drafted position; its worth is its chance to stand, which is the product of the
 chances up to it (so slots are taken in order within a row). Slots are taken best first, as long as tokens per second
@@ -25,6 +26,7 @@ from paceline.speculation.chances import Chances
 from paceline.speculation.cost import CostTable
 from paceline.speculation.depths import Depths
 from paceline.speculation.policy import Decision
+from paceline.speculation.worth import Worth
 from paceline.types import Request, StepTrace
 
 HEADS = {"eagle3": "eagle3", "hybrid": "eagle3", "draft_model": "draft_model"}  # who drafts with a model, by method
@@ -84,7 +86,7 @@ class _Step:
     asked: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # [B], for whom the head was to draft
     cells: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # [B, K], of the drafts
     from_head: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # [B]
-    first: np.ndarray = field(default_factory=lambda: np.zeros((0, 1)))  # [B, 1], chance of each row's first guess
+    chances: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))  # [B, K], 0 where nothing was drafted
 
     def follow(self, request_ids: np.ndarray) -> None:
         """Tell of these rows, in their order."""
@@ -92,7 +94,7 @@ class _Step:
             return
         place = places_of(request_ids, self.ids)
         self.ids, self.asked, self.cells = request_ids, self.asked[place], self.cells[place]
-        self.from_head, self.first = self.from_head[place], self.first[place]
+        self.from_head, self.chances = self.from_head[place], self.chances[place]
 
 
 class AutoPolicy:
@@ -115,6 +117,7 @@ class AutoPolicy:
         self.yields = Yields()
         self.chances = Chances()
         self.depths = Depths(MAX_POSITIONS, HEAD_PRIOR)
+        self.worth = Worth(max_tokens)
         self.decision = Decision()
         self._version = -1  # of the policy; none yet
         self._step = _Step(Load(), np.zeros(0, np.int64), 0.0)  # the one planned last
@@ -134,6 +137,7 @@ class AutoPolicy:
             if self._version >= 0:
                 self.chances.fade()
                 self.depths.fade()
+                self.worth.renew()
             self._version = rows.version
         num_rows = len(rows)
         plain_s = self.costs.step_s(rows.load)
@@ -165,24 +169,19 @@ class AutoPolicy:
         return (1 + brings) / seconds >= margin(num_rows) / plain_s or self._pay(draft_s)
 
     def _head_caps(self, num_rows: int, plain_s: float) -> np.ndarray:
-        """One draft length for all rows: argmax_k (1 + S_k) · rows / (T_draft(k) + T(rows · (1 + k))), S_k the tokens
-        that a draft of k brings."""
+        """One draft length for all rows: argmax_k max_b (1 + G_k(b)) · rows / (T_draft(k) + T(rows + b)), G_k(b) the
+        tokens that the best b slots of drafts of k bring a row."""
         k_max, step = self.max_tokens, self._step
         step.steps_s = self.costs.steps_s(step.load, num_rows * k_max)
-        survival, brings, best, best_rate, best_s = 1.0, 1.0, 0, 0.0, 0.0
-        # A few at every step, so in plain numbers.
-        for k, (chance, verify_s) in enumerate(
-            zip(self.depths(k_max).tolist(), step.steps_s[num_rows::num_rows].tolist(), strict=True), 1
-        ):
-            survival *= chance
-            brings += survival
-            draft_s = self.costs.draft_s(self.costly, num_rows, k)
-            if (rate := brings / (draft_s + verify_s)) > best_rate:
-                best, best_rate, best_s = k, rate, draft_s
+        draft_s = [self.costs.draft_s(self.costly, num_rows, k) for k in range(1, 1 + k_max)]
+        seconds = np.array(draft_s)[:, None] + step.steps_s[self.worth.slots(num_rows)]
+        rates = self.worth(self.depths) / seconds
+        best = int(rates.argmax())
         caps = np.zeros(num_rows, np.int32)
-        if best_rate >= margin(num_rows) / plain_s:
-            caps[:] = step.drafted_k = best
-            step.draft_s = best_s
+        if rates.flat[best] >= margin(num_rows) / plain_s:
+            k = best // rates.shape[1] + 1
+            caps[:] = step.drafted_k = k
+            step.draft_s = draft_s[k - 1]
             return caps
         k = min(PROBE_DEPTH, k_max)
         draft_once_s = self.costs.draft_s(self.costly, 1, k)
@@ -207,7 +206,7 @@ class AutoPolicy:
         chances = self.chances(step.cells)
         if num_drafted < chances.size:
             chances[np.arange(k) >= drafts.num[:, None]] = 0
-        step.first = chances[:, :1]
+        step.chances = chances
         survival = chances.cumprod(axis=1).ravel()
         order = self._admitted((-survival).argsort(kind="stable")[:num_drafted], num_rows)
         gain = np.zeros(len(order) + 1)
@@ -222,7 +221,7 @@ class AutoPolicy:
         step.is_fair = not best or len(order) == num_drafted
         if step.probing:
             best, verb = max(best, min(PROBE_DEPTH, len(order))), "probes"
-        elif not best and len(order) and self._pay(float(seconds[1] - seconds[0])):
+        elif not best and len(order) and (self._is_due(order[:1]) or self._pay(float(seconds[1] - seconds[0]))):
             best, verb = 1, "probes"
         self.decision = Decision(
             f"{verb} {best} of {len(order)} slots: {gain[best]:.2f} tokens for "
@@ -252,6 +251,12 @@ class AutoPolicy:
         unknown = self.chances.num_seen(self._step.cells.ravel()[order]) < PROBATION
         return order[~unknown | (np.cumsum(unknown) <= max(1, num_rows // 16))]
 
+    def _is_due(self, slot: np.ndarray) -> bool:
+        """Whether a head was asked of which next to nothing is known: where a step's first slot costs most, those that
+        may bid never pay, and it would be asked on and on."""
+        asked = self.head is not None and self._step.drafted_k > 0
+        return asked and bool((self.chances.num_seen(self._step.cells.ravel()[slot]) < PROBATION).all())
+
     def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
         step: _Step = decision.about
         draft_s = None  # as measured
@@ -259,8 +264,8 @@ class AutoPolicy:
             step.ids = commits.request_ids
             step.asked = np.full(len(step.ids), step.drafted_k > 0)
             self._look_at(commits.drafts, step)
-            if not commits.num_drafted.all():
-                step.first = self.chances(step.cells[:, :1]) * (commits.drafts.num > 0)[:, None]
+            if self.worth.is_curious:
+                step.chances = self.chances(step.cells) * (commits.drafts.num > 0)[:, None]
             # Made where the step was computed: as much of its time as was thought.
             draft_s = min(step.draft_s, trace.total_s / 2)
         if step.cells.shape[1]:
@@ -271,24 +276,22 @@ class AutoPolicy:
             saved_s = step.load_s * (1 + brings) - decision.expected_s
             self._credit_s += max(0.0, REINVESTED * saved_s)
             step.follow(commits.request_ids)
+            if self.head is not None and self.worth.is_curious:
+                self._judge(commits, step)
             if num_drafted:
-                self._learn(commits, step)
-            if self.head is not None:
-                self._take_note(commits, step)
+                self.chances.observe(step.cells, commits.num_accepted, commits.num_known)
         self.costs.observe(trace, step.drafted_k, self.costly, 1 if step.probing else None, draft_s)
 
-    def _learn(self, commits: Commits, step: _Step) -> None:
-        known = commits.num_known
-        self.chances.observe(step.cells, commits.num_accepted, known)
-        if self.head is not None:
-            self.depths.observe(commits.num_accepted * step.from_head, known * step.from_head)
-
-    def _take_note(self, commits: Commits, step: _Step) -> None:
-        """A head that was asked, and whose guesses (if any came) were then refused, is not worth asking again: what is
-        thought of its first guess counts as its outcome."""
-        refused = step.from_head & step.asked & (commits.num_drafted == 0)
-        if refused.any():
-            self.depths.estimate(step.first[refused])
+    def _judge(self, commits: Commits, step: _Step) -> None:
+        """How deep a head's drafts get. One that was asked, and whose guesses (if any came) were then refused, is not
+        worth asking again; and one of whose guesses only the likeliest are tried is not as good as those. So where all
+        that was tried stood, what is thought of the guesses behind it counts as their outcome."""
+        mine = step.from_head
+        self.depths.observe(commits.num_accepted * mine, commits.num_known * mine)
+        if int(commits.num_drafted.sum()) < step.chances.size:
+            is_open = mine & step.asked & (commits.num_accepted == commits.num_drafted)
+            self.depths.estimate(step.chances[is_open], commits.num_drafted[is_open])
+        self.worth.hear(step.chances[mine & (step.chances[:, 0] > 0)])
 
     def state(self) -> dict[str, np.ndarray]:
         return {
@@ -309,5 +312,6 @@ class AutoPolicy:
             raise ValueError("the auto policy's state is damaged: its arrays have other shapes than it saves")
         self.chances.restore(state)
         self.depths.counts = state["depths"].copy()
+        self.worth.renew()
         self.yields.figures = state["yields"].copy()
         self._version = int(state["version"][0])

@@ -35,10 +35,19 @@ class Depths:
         num = self.counts.shape[1]
         return len(ends) - np.bincount(ends, minlength=num).cumsum()[:num]
 
-    def estimate(self, chances: np.ndarray) -> None:
-        """First positions that were not tried, with the chance that they were given instead of an outcome."""
-        first = np.arange(self.counts.shape[1]) == 0
-        self._count(first * chances.sum(), first * len(chances))
+    def estimate(self, chances: np.ndarray, num_tried: np.ndarray) -> None:
+        """Drafts of which the first num_tried[i] positions were tried, and stood: those behind them count with the
+        chances [N, K] that they were given instead of outcomes, as far as they would be reached. 0: not drafted, which
+        of a first position means that it came to nothing."""
+        position = np.arange(chances.shape[1])
+        counts = (position >= num_tried[:, None]) & ((chances > 0) | (position == 0))
+        survival = np.where(counts, chances, 1.0).cumprod(1)
+        reached = np.ones_like(survival)
+        reached[:, 1:] = survival[:, :-1]
+        held, seen = np.zeros((2, self.counts.shape[1]))
+        num = min(len(held), len(position))
+        held[:num], seen[:num] = ((each * counts).sum(0)[:num] for each in (survival, reached))
+        self._count(held, seen)
 
     def _count(self, held: np.ndarray, seen: np.ndarray) -> None:
         self.counts *= (1 - 1 / MEMORY) ** seen

@@ -43,11 +43,12 @@ TABLE = Table(VOCAB, seed=5)
 @pytest.fixture(scope="module")
 def cuda() -> Iterator[SimpleNamespace]:
     """The rooms that define kernels, whether there is a compiler for them or not."""
-    missing = [] if find_spec("triton") else ["", ".language", ".language.extra", ".language.extra.cuda"]
+    names = ["", ".language", ".language.extra", ".language.extra.cuda", ".tools", ".tools.tensor_descriptor"]
+    missing = [] if find_spec("triton") else names
     sys.modules.update({f"triton{name}": MagicMock() for name in missing})
     before = set(sys.modules)
-    names = {"runner": "engine.graph_runner", "graphs": "model.cuda.graphs", "slots": "model.cuda.slots"}
-    yield SimpleNamespace(**{name: import_module(f"paceline.{path}") for name, path in names.items()})
+    rooms = {"runner": "engine.graph_runner", "graphs": "model.cuda.graphs", "slots": "model.cuda.slots"}
+    yield SimpleNamespace(**{name: import_module(f"paceline.{path}") for name, path in rooms.items()})
     for name in [*(set(sys.modules) - before if missing else ()), *(f"triton{name}" for name in missing)]:
         sys.modules.pop(name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -214,6 +215,12 @@ def test_what_a_step_takes_is_that_of_its_own_rows(method: str) -> None:
         assert policy.decision.expected_s == pytest.approx(10 * num_rows + 0.1 * lengths.sum() + draft_s)
 
 
+@dataclass(frozen=True)
+class Trace:
+    total_s: float
+    draft_s: float
+
+
 class Heard(Line):
     draft_s_heard = -1.0
 
@@ -223,11 +230,6 @@ class Heard(Line):
 
 def test_a_step_is_learned_from_by_what_it_verified_though_others_were_planned_meanwhile() -> None:
     """As where drafts are made and chosen on a device: what was looked at when the step was planned were others."""
-
-    @dataclass(frozen=True)
-    class Trace:
-        total_s: float
-        draft_s: float
 
     costs = Heard(draft=0.1)
     policy = AutoPolicy(costs, K, "eagle3")  # type: ignore[arg-type]
@@ -300,3 +302,70 @@ def test_a_head_whose_guesses_are_refused_is_not_asked_on_and_on(comes: bool) ->
         drafts = offered(np.full((4, int(caps.max())), 0.3), caps if comes else np.zeros(4))
         told(policy, drafts, policy.select(drafts), np.zeros(4))
     assert 1 <= asked < 60
+
+
+class Stairs(Line):
+    """A GPU's 128 rows: tokens are computed by 128, whether there are as many or not."""
+
+    def step_s(self, load: Load) -> float:
+        return 9.0
+
+    def steps_s(self, load: Load, num_extra: int) -> np.ndarray:
+        return 9.0 + np.array([0, 2.3, 5.2, 8.4, 11.6, 14.8, 18.0, 21.2])[-(-np.arange(num_extra + 1) // 128)]
+
+
+def drafted(policy: AutoPolicy, spread: float, num_steps: int, blind: bool = False) -> list[tuple[int, int]]:
+    """Steps of 128 rows: how deep drafts are, and how many slots are taken. Tokens stand with 0.877 in the mean, and
+    the head says with how much each. `blind`: the auction is held where the drafts are."""
+    dice, size, found = np.random.default_rng(0), 1 / max(spread, 1e-9) - 1, []
+    before = np.full((128, 7), 0.877)
+    for _ in range(num_steps):
+        k = int(policy.plan(rows(128)).max())
+        chances = dice.beta(0.877 * size, 0.123 * size, (128, 7)).clip(0, 0.999) if spread else before
+        drafts = offered(chances[:, :k])
+        lengths = policy.select(offered(before[:, :k]) if blind else drafts)
+        if blind:
+            best = (-chances[:, :k].cumprod(1).ravel()).argsort()[: lengths.sum()]
+            lengths = np.bincount(best // max(k, 1), minlength=128).astype(np.int32)
+        stood = np.minimum((dice.random((128, k)) < chances[:, :k]).cumprod(1).sum(1), lengths).astype(np.int32)
+        commits = Commits(np.arange(128), np.zeros((128, 1), np.int32), stood + 1, lengths, stood)
+        commits.drafts = drafts if blind else None
+        policy.observe(commits, Trace(20.0, 0.0), policy.decision)  # type: ignore[arg-type]
+        found.append((k, int(lengths.sum())))
+        before = chances
+    return found
+
+
+@pytest.mark.parametrize("blind", [False, True])
+def test_where_chances_differ_a_head_drafts_deeper_than_is_verified(blind: bool) -> None:
+    policy = AutoPolicy(Stairs(draft=0.3), 7, "eagle3")  # type: ignore[arg-type]
+    last = drafted(policy, 0.2, 200, blind)[-64:]
+    assert all(4 <= k <= 6 and num_slots < 128 * k for k, num_slots in last)
+    assert np.mean([num_slots == 384 for _, num_slots in last]) > 0.7
+    assert policy.depths(3) == pytest.approx(np.full(3, 0.877), abs=0.06)
+
+
+def test_where_chances_are_alike_all_that_is_drafted_is_verified() -> None:
+    policy = AutoPolicy(Stairs(draft=0.3), 7, "eagle3")  # type: ignore[arg-type]
+    last = drafted(policy, 0.0, 200)[-64:]
+    assert all(num_slots == 128 * k for k, num_slots in last) and np.mean([k == 3 for k, _ in last]) > 0.7
+
+
+def test_rows_that_nothing_was_drafted_for_do_not_blot_out_what_others_said() -> None:
+    policy = AutoPolicy(Stairs(draft=0.3), 7, "eagle3")  # type: ignore[arg-type]
+    drafted(policy, 0.2, 200)
+    policy.worth.renew()
+    depths = deepcopy(policy.depths)
+    before = policy.worth(depths)
+    one = offered(np.full((128, 3), 0.5), 3 * (np.arange(128) == 5))
+    policy.plan(rows(128))
+    told(policy, one, policy.select(one), np.zeros(128))
+    policy.worth.renew()
+    assert policy.worth(depths) == pytest.approx(before, rel=0.02)
+
+
+def test_a_head_that_is_asked_is_tried_though_the_first_slot_costs_most() -> None:
+    """On probation a few slots may bid, and none of them pays for a stair: it was asked, and paid for, for ever."""
+    policy = AutoPolicy(Stairs(draft=0.3), 7, "eagle3")  # type: ignore[arg-type]
+    taken = [num_slots for _, num_slots in drafted(policy, 0.2, 40)]
+    assert 1 <= taken.index(max(taken[:20])) <= PROBATION + 1 and min(taken[20:]) >= 128

@@ -19,9 +19,11 @@ from triton.language.extra.cuda import libdevice
 from paceline.model.cuda.cut import Cut
 from paceline.model.cuda.early import early, wait
 
-PART = 2048  # tokens that a program looks at; a multiple of 4, the words of one noise counter
-WARPS = 4
-STRIDE = 256  # at once, where it must look twice
+PART = 2048  # tokens that a program looks at
+WARPS = 1
+CHUNK = 256  # of them at once; a multiple of 128 per warp: each lane has all words of a noise counter
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1e30)  # as a greatest logit: there is none
 
 
 @dataclass(slots=True)
@@ -58,7 +60,7 @@ def draw(
     limits = (first, first) if cut is None else (cut.logit, cut.place)
     _race[(num, parts)](
         logits_PV, ids, keys_P, positions_P, temperature_P, *limits, found, first, logits_PV.stride(0), vocab, stream,
-        PART=PART, STRIDE=STRIDE, SOME=ids_V is not None, CUT=cut is not None, num_warps=WARPS,
+        PART=PART, CHUNK=CHUNK, LANES=32 * WARPS, SOME=ids_V is not None, CUT=cut is not None, num_warps=WARPS,
         **early(device),
     )  # fmt: skip
     _finish[(num,)](
@@ -70,15 +72,10 @@ def draw(
 
 
 @triton.jit
-def _uniform(word):
-    return (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-
-
-@triton.jit
 def exponential(word):
     """-log(1 - u) of u = (word + 1/2) / 2^32, to two ulp at both ends: the logarithm of 1 - u = m 2^e by a polynomial
     in m - 1, which for u < 1/2 is -u itself (e = 0)."""
-    low = _uniform(word)
+    low = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     high = ((~word).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - u
     bits = high.to(tl.int32, bitcast=True)
     e = (bits - 0x3F2AAAAB) >> 23  # so that m is from 2/3 to 4/3
@@ -99,18 +96,31 @@ def exponential(word):
 
 
 @triton.jit
-def _words(key, position, stream, counter, zero):
-    """The four noise words of each counter, as in `model/sample.py`."""
-    low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
-    return tl.philox(key.to(tl.uint64), counter, zero + low, zero + stream.to(tl.uint32), zero + high)
+def _multiply(a, FACTOR: tl.constexpr):
+    """The high and the low word of a product: one instruction gives both."""
+    product = a.to(tl.uint64) * FACTOR
+    return (product >> 32).to(tl.uint32), product.to(tl.uint32)
 
 
 @triton.jit
-def _words_of(key, position, stream, token, zero):
+def _words(key, position, stream, counter):
+    """The four noise words of each counter, as in `model/sample.py`."""
+    c0, c1, c2, c3 = counter, position.to(tl.uint32), stream.to(tl.uint32), (position >> 32).to(tl.uint32)
+    k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    for _ in tl.static_range(10):
+        high0, low0 = _multiply(c0, 0xD2511F53)
+        high2, low2 = _multiply(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high2 ^ (c1 ^ k0), low2, high0 ^ (c3 ^ k1), low0
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _words_of(key, position, stream, token):
     """Each token's own word."""
-    w0, w1, w2, w3 = _words(key, position, stream, (token >> 2).to(tl.uint32), zero)
-    word = token & 3
-    return tl.where(word == 0, w0, tl.where(word == 1, w1, tl.where(word == 2, w2, w3)))
+    w0, w1, w2, w3 = _words(key, position, stream, (token >> 2).to(tl.uint32))
+    odd = (token & 1) != 0
+    return tl.where((token & 2) != 0, tl.where(odd, w3, w2), tl.where(odd, w1, w0))
 
 
 @triton.jit
@@ -120,68 +130,148 @@ def _stays(logit, v, at, cut_logit, cut_place):
 
 
 @triton.jit
+def _load(pointer, start, i, end, other, WHOLE: tl.constexpr):
+    """What is at start + i, if that is before the end, as with WHOLE all are."""
+    if WHOLE:
+        return tl.load(pointer + start + i)
+    return tl.load(pointer + start + i, mask=start + i < end, other=other)
+
+
+@triton.jit
+def _by_lane(x, LANES: tl.constexpr):
+    """As [LANES, what the lane holds], which is four in a row and again four: nothing moves."""
+    ROWS: tl.constexpr = x.shape[0] // LANES // 4
+    return tl.reshape(tl.permute(tl.reshape(x, [ROWS, LANES, 4]), (1, 0, 2)), [LANES, ROWS * 4])
+
+
+@triton.jit
+def _look(
+    top, total, plain, best, second, place, start, row, ids, vocab, key, position, stream, scale, at, cut_logit,
+    cut_place, LANES: tl.constexpr, CHUNK: tl.constexpr, SOME: tl.constexpr, CUT: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """A lane's tokens of one chunk are a group. Of each lane, so far: its greatest logit, the sums of its weights
+    relative to that, the least and the second least bound of its groups (log2 of u 2^32 / exp(logit / temperature),
+    the least of the group's) and where the chunk of the least starts."""
+    i = tl.arange(0, CHUNK)
+    raw = _load(row, start, i, vocab, -float("inf"), WHOLE).to(tl.float32)
+    if SOME:
+        words = _words_of(key, position, stream, _load(ids, start, i, vocab, 0, WHOLE).to(tl.int32))
+    else:
+        counter = start // 4 + tl.arange(0, CHUNK // 4)
+        w0, w1, w2, w3 = _words(key, position, stream, counter.to(tl.uint32))
+        words = tl.reshape(tl.permute(tl.join(tl.join(w0, w1), tl.join(w2, w3)), (0, 2, 1)), [CHUNK])
+    raw, words = _by_lane(raw, LANES), _by_lane(words, LANES)
+    before = top
+    top = tl.maximum(top, tl.max(raw, 1))
+    z = (raw - top[:, None]) * scale
+    if CUT:
+        z = tl.where(_stays(raw, start + _by_lane(i, LANES), at, cut_logit, cut_place), z, -float("inf"))
+    total = total * tl.exp2((before - top) * scale) + tl.sum(tl.exp2(z), 1)
+    if CUT or scale != LOG2E:
+        plain = plain * tl.exp2((before - top) * LOG2E) + tl.sum(tl.exp2((raw - top[:, None]) * LOG2E), 1)
+    bound = tl.min(libdevice.fast_log2f(words.to(tl.float32) + 0.5) - z, 1) - top * scale
+    place = tl.where(bound < best, start, place)
+    second = tl.minimum(second, tl.maximum(best, bound))
+    best = tl.minimum(best, bound)
+    return top, total, plain, best, second, place
+
+
+@triton.jit
+def _first_of(
+    v, row, ids, vocab, key, position, stream, peak, scale, at, cut_logit, cut_place, SOME: tl.constexpr,
+    CUT: tl.constexpr,
+):  # fmt: skip
+    """When the first of the places v arrives, and who: of equals the first."""
+    raw = tl.load(row + v, mask=v < vocab, other=-float("inf")).to(tl.float32)
+    weights = tl.exp2((raw - peak) * scale)
+    if CUT:
+        weights = tl.where(_stays(raw, v, at, cut_logit, cut_place), weights, 0.0)
+    token = v
+    if SOME:
+        token = tl.load(ids + v, mask=v < vocab, other=0).to(tl.int32)
+    arrival = exponential(_words_of(key, position, stream, token)) / weights
+    least = tl.min(arrival)
+    return least, tl.min(tl.where(arrival == least, v, vocab))
+
+
+@triton.jit
 def _race(
     logits, ids, keys, positions, temperatures, cut_logit, cut_place, found, first, stride, vocab, stream,
-    PART: tl.constexpr, STRIDE: tl.constexpr, SOME: tl.constexpr, CUT: tl.constexpr,
+    PART: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, SOME: tl.constexpr, CUT: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """With u < -log(1 - u) < u (1 - u/2) / (1 - u) there is no need of logarithms, unless the one who is first by the
-    lower bound may come after another: then of all, in strides that need few registers."""
+    """With -log(1 - u) > u a token cannot arrive before u / w, which needs few instructions. Arrivals are computed for
+    the groups with the least such bounds, until one comes before the bound of every group that is left. A lane forgets
+    where its second group was: if that one might be first, for all."""
     at, part = tl.program_id(0), tl.program_id(1)
     key, position = tl.load(keys + at), tl.load(positions + at)
     temperature = tl.load(temperatures + at)
-    greedy = temperature == 0
-    scale = tl.where(greedy, 1.0, 1.0 / temperature).to(tl.float32) * 1.4426950408889634  # for powers of two
-    begin = part * PART
-    v = begin + tl.arange(0, PART)
-    inside = v < vocab
-    if SOME:
-        token = tl.load(ids + v, mask=inside, other=0).to(tl.int32)
-        words = _words_of(key, position, stream, token, tl.zeros([PART], tl.uint32))
-    else:
-        counter = part * (PART // 4) + tl.arange(0, PART // 4)
-        w0, w1, w2, w3 = _words(key, position, stream, counter.to(tl.uint32), tl.zeros([PART // 4], tl.uint32))
-        words = tl.reshape(tl.permute(tl.join(tl.join(w0, w1), tl.join(w2, w3)), (0, 2, 1)), [PART])
+    scale = tl.where(temperature == 0, 1.0, 1.0 / temperature).to(tl.float32) * LOG2E  # for powers of two
     row = logits + at.to(tl.int64) * stride
+    begin = part * PART
+    end = tl.minimum(begin + PART, vocab)
+    whole = tl.multiple_of(end - end % CHUNK, CHUNK)
+    lane = tl.arange(0, LANES)
+    top = tl.full([LANES], LOWEST, tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    plain = tl.zeros([LANES], tl.float32)
+    best = tl.full([LANES], float("inf"), tl.float32)
+    second = tl.full([LANES], float("inf"), tl.float32)
+    place = tl.zeros([LANES], tl.int32)
     wait(EARLY)
-    raw = tl.load(row + v, mask=inside, other=-float("inf")).to(tl.float32)
-    peak = tl.max(raw)
-    base = tl.where(peak == -float("inf"), 0.0, peak)  # a part may be all -inf
-    z = (raw - base) * scale
-    weight = tl.exp2(z)
-    bound = tl.where(greedy, -raw, _uniform(words) * tl.exp2(-z))
-    if CUT:
-        stays = _stays(raw, v, at, cut_logit, cut_place)
-        weight = tl.where(stays, weight, 0.0)
-        bound = tl.where(stays, bound, float("inf"))
-    least, winner = tl.min(bound, 0, return_indices=True)  # the first of equals
-    if (temperature != 0) & (least < float("inf")):
-        u = least * tl.exp2((tl.load(row + begin + winner).to(tl.float32) - base) * scale)
-        late = least * (1 - 0.5 * u) / tl.maximum(1 - u, 1e-10)
-        if tl.sum((bound <= late * 1.00001).to(tl.int32)) > 1:  # roundings are less than that
-            least = float("inf")
-            for start in range(0, PART, STRIDE):
-                some = begin + start + tl.arange(0, STRIDE)
-                logit = tl.load(row + some, mask=some < vocab, other=-float("inf")).to(tl.float32)
-                weights = tl.exp2((logit - base) * scale)
-                if CUT:
-                    weights = tl.where(_stays(logit, some, at, cut_logit, cut_place), weights, 0.0)
-                own = some
-                if SOME:
-                    own = tl.load(ids + some, mask=some < vocab, other=0).to(tl.int32)
-                arrival = exponential(_words_of(key, position, stream, own, tl.zeros([STRIDE], tl.uint32))) / weights
-                here, place = tl.min(arrival, 0, return_indices=True)
-                if here < least:
-                    least = here
-                    winner = start + place
+    for start in range(begin, whole, CHUNK):
+        top, total, plain, best, second, place = _look(
+            top, total, plain, best, second, place, start, row, ids, vocab, key, position, stream, scale, at,
+            cut_logit, cut_place, LANES, CHUNK, SOME, CUT, True,
+        )  # fmt: skip
+    if whole < end:
+        top, total, plain, best, second, place = _look(
+            top, total, plain, best, second, place, whole, row, ids, vocab, key, position, stream, scale, at,
+            cut_logit, cut_place, LANES, CHUNK, SOME, CUT, False,
+        )  # fmt: skip
+    peak = tl.max(top)
+    winner = -1
+    if temperature == 0:
+        if peak > LOWEST:
+            winner = vocab
+            for start in range(begin, end, CHUNK):
+                i = tl.arange(0, CHUNK)
+                raw = _load(row, start, i, vocab, -float("inf"), False).to(tl.float32)
+                winner = tl.minimum(winner, tl.min(tl.where(raw == peak, start + i, vocab)))
+    else:
+        offset = peak * scale - 32
+        sure = 1 - (1e-4 + 4e-7 * tl.abs(offset))  # roundings are less than that
+        arrival, forgotten = float("inf"), float("inf")
+        bound = tl.min(best)
+        while (bound < float("inf")) & (arrival >= tl.exp2(bound + offset) * sure):
+            its = tl.min(tl.where(best == bound, lane, LANES))
+            i = tl.arange(0, CHUNK // LANES)
+            group = tl.sum(tl.where(lane == its, place, 0)) + its * 4 + (i // 4) * (4 * LANES) + i % 4
+            here, who = _first_of(
+                group, row, ids, vocab, key, position, stream, peak, scale, at, cut_logit, cut_place, SOME, CUT
+            )
+            if (here < arrival) | ((here == arrival) & (who < winner)):
+                arrival, winner = here, who
+            forgotten = tl.minimum(forgotten, tl.min(tl.where(lane == its, second, float("inf"))))
+            best = tl.where(lane == its, float("inf"), best)
+            bound = tl.min(best)
+        if (forgotten < float("inf")) & (arrival >= tl.exp2(forgotten + offset) * sure):
+            arrival = float("inf")
+            for start in range(begin, end, LANES):
+                here, who = _first_of(
+                    start + lane, row, ids, vocab, key, position, stream, peak, scale, at, cut_logit, cut_place, SOME,
+                    CUT,
+                )  # fmt: skip
+                if here < arrival:
+                    arrival, winner = here, who
     out = found + (at * tl.num_programs(1) + part) * 4
-    tl.store(out, peak)
-    total = tl.sum(weight)
-    tl.store(out + 1, total)
-    if CUT or temperature != 1:
-        total = tl.sum(tl.exp(raw - base))
-    tl.store(out + 2, total)
-    tl.store(first + at * tl.num_programs(1) + part, tl.where(least < float("inf"), begin + winner, -1))
+    tl.store(out, tl.where(peak > LOWEST, peak, -float("inf")))
+    sums = tl.sum(total * tl.exp2((top - peak) * scale))
+    tl.store(out + 1, sums)
+    if CUT or scale != LOG2E:
+        sums = tl.sum(plain * tl.exp2((top - peak) * LOG2E))
+    tl.store(out + 2, sums)
+    tl.store(first + at * tl.num_programs(1) + part, winner)
 
 
 @triton.jit
@@ -209,7 +299,7 @@ def _finish(
     token = places
     if SOME:
         token = tl.load(ids + places, mask=runs, other=0).to(tl.int32)
-    words = _words_of(key, position, stream, token, tl.zeros([WIDTH], tl.uint32))
+    words = _words_of(key, position, stream, token)
     u = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10
     peak = tl.max(peaks)
     arrival = tl.where(greedy, -raw, libdevice.log(-libdevice.log1p(-u)) - (raw - peak) * scale)
