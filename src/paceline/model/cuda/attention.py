@@ -16,13 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.model.cuda.early import early, fetch, wait
+from paceline.model.cuda.early import early, wait
 from paceline.model.kv import BLOCK, PagedKV
 
 MAX_QUERIES = 16  # of a row; longer spans are a prefill's
 PROGRAMS = 256  # two per multiprocessor of a large device: enough to keep its memory busy
 MAX_PARTS = 16
-LINES = 128  # of the cache: as many of keys, and of values, a program has fetched before it begins
 
 
 @dataclass(slots=True)
@@ -86,7 +85,7 @@ class CudaPagedAttention:
             rows.tables, rows.places, rows.query_start, rows.context, dim**-0.5 * 1.4426950408889634,
             q_THE.stride(0), k_TGE.stride(0), v_TGE.stride(0), out.stride(0), rows.tables.stride(0),
             NUM_KV=num_kv, GROUP=group, DIM=dim, QUERIES=self.max_queries, SIZE=size, PARTS=parts, PAGE=BLOCK,
-            NEW=max(16, triton.next_power_of_2(self.max_queries)), TURNS=turn is not None, NORMS=has_norm, LINES=LINES,
+            NEW=max(16, triton.next_power_of_2(self.max_queries)), TURNS=turn is not None, NORMS=has_norm,
             **tuning(q_THE.dtype, rows.num * num_kv), **early(out.device),
         )  # fmt: skip
         return out
@@ -135,27 +134,13 @@ def _heads(
 
 
 @triton.jit
-def _fetch(
-    k_pages, v_pages, table, begin, end, head, NUM_KV: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    LINES: tl.constexpr,
-):  # fmt: skip
-    LINE: tl.constexpr = 1024 // k_pages.dtype.element_ty.primitive_bitwidth
-    line = tl.arange(0, LINES)
-    at = begin + line * LINE // DIM
-    page = tl.load(table + at // PAGE, mask=at < end, other=0).to(tl.int64)
-    base = ((page * NUM_KV + head) * PAGE + at % PAGE) * DIM + line * LINE % DIM
-    fetch(k_pages + base)
-    fetch(v_pages + base)
-
-
-@triton.jit
 def _attend(
     q, k_new, v_new, out, sums, stats, done, k_pages, v_pages, cos, sin, q_norm, k_norm, eps,
     tables, places, query_start, context, scale,
     q_stride, k_stride, v_stride, out_stride, table_stride,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr,
     PARTS: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr, TURNS: tl.constexpr, NORMS: tl.constexpr,
-    TOKENS: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
+    TOKENS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(query_start + row)
@@ -167,8 +152,6 @@ def _attend(
     end = tl.minimum(old, begin + share)
     ahead = begin + tl.arange(0, TOKENS)
     pages = tl.load(table + ahead // PAGE, mask=ahead < end, other=0)
-    if EARLY:  # the first strides are on their way while the row's own tokens are dealt with
-        _fetch(k_pages, v_pages, table, begin, end, head, NUM_KV, DIM, PAGE, LINES)
     wait(EARLY)
     if (num == 0) | (num > QUERIES):
         return
@@ -181,6 +164,22 @@ def _attend(
     greatest = tl.full([SIZE], -float("inf"), tl.float32)
     total = tl.zeros([SIZE], tl.float32)
     acc = tl.zeros([SIZE, DIM], tl.float32)
+    for start in range(begin, end, TOKENS):
+        at = start + tl.arange(0, TOKENS)
+        inside = at < end
+        base = ((pages.to(tl.int64) * NUM_KV + head) * PAGE + at % PAGE) * DIM
+        # A turn ahead: then loads of keys and values wait for nothing, and several turns' are on their way at once.
+        pages = tl.load(table + (at + TOKENS) // PAGE, mask=at + TOKENS < end, other=0)
+        k = tl.load(k_pages + base[:, None] + e[None, :], mask=inside[:, None], other=0.0)
+        v = tl.load(v_pages + base[:, None] + e[None, :], mask=inside[:, None], other=0.0)
+        scores = tl.dot(qs, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(inside[None, :], scores, -float("inf"))
+        now = tl.maximum(greatest, tl.max(scores, 1))
+        fade = tl.exp2(greatest - now)
+        chance = tl.exp2(scores - now[:, None])
+        total = total * fade + tl.sum(chance, 1)
+        acc = acc * fade[:, None] + tl.dot(chance.to(v.dtype), v, input_precision="ieee")
+        greatest = now
     if part == PARTS - 1:
         j = tl.arange(0, NEW)
         fresh = j < num
@@ -194,22 +193,6 @@ def _attend(
         tl.store(v_pages + base[:, None] + e[None, :], v, mask=fresh[:, None])
         scores = tl.dot(qs, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(fresh[None, :] & (j[None, :] <= query[:, None]), scores, -float("inf"))
-        now = tl.maximum(greatest, tl.max(scores, 1))
-        fade = tl.exp2(greatest - now)
-        chance = tl.exp2(scores - now[:, None])
-        total = total * fade + tl.sum(chance, 1)
-        acc = acc * fade[:, None] + tl.dot(chance.to(v.dtype), v, input_precision="ieee")
-        greatest = now
-    for start in range(begin, end, TOKENS):
-        at = start + tl.arange(0, TOKENS)
-        inside = at < end
-        base = ((pages.to(tl.int64) * NUM_KV + head) * PAGE + at % PAGE) * DIM
-        # A turn ahead: then loads of keys and values wait for nothing, and several turns' are on their way at once.
-        pages = tl.load(table + (at + TOKENS) // PAGE, mask=at + TOKENS < end, other=0)
-        k = tl.load(k_pages + base[:, None] + e[None, :], mask=inside[:, None], other=0.0)
-        v = tl.load(v_pages + base[:, None] + e[None, :], mask=inside[:, None], other=0.0)
-        scores = tl.dot(qs, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(inside[None, :], scores, -float("inf"))
         now = tl.maximum(greatest, tl.max(scores, 1))
         fade = tl.exp2(greatest - now)
         chance = tl.exp2(scores - now[:, None])

@@ -26,11 +26,3 @@ def early(device: torch.device) -> dict[str, bool]:
 def wait(EARLY: tl.constexpr):
     if EARLY:
         gdc_wait()
-
-
-@triton.jit
-def fetch(pointers):
-    """Have what lies there brought into the cache. Nobody waits for it."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )

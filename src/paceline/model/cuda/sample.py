@@ -19,9 +19,9 @@ from triton.language.extra.cuda import libdevice
 from paceline.model.cuda.cut import Cut
 from paceline.model.cuda.early import early, wait
 
-PART = 2048  # tokens that a program looks at
-WARPS = 1
-CHUNK = 256  # of them at once; a multiple of 128 per warp: each lane has all words of a noise counter
+PART = 2048  # tokens that a warp looks at; two do so together where they are many
+CHUNK = 256  # of them at once; a multiple of 128: each lane has all words of a noise counter
+MANY = 65536
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # as a greatest logit: there is none
 
@@ -47,7 +47,8 @@ def draw(
     """keys and positions int64; temperature float64, 0: the likeliest token. `ids`: which tokens the logits are of,
     ascending, if not of all: the noise is that of the tokens."""
     num, vocab = logits_PV.shape
-    parts = triton.cdiv(vocab, PART)
+    warps = 1 if vocab < MANY else 2
+    parts = triton.cdiv(vocab, PART * warps)
     device = logits_PV.device
     found = torch.empty(num, parts, 4, dtype=torch.float32, device=device)
     first = torch.empty(num, parts, dtype=torch.int32, device=device)
@@ -60,8 +61,8 @@ def draw(
     limits = (first, first) if cut is None else (cut.logit, cut.place)
     _race[(num, parts)](
         logits_PV, ids, keys_P, positions_P, temperature_P, *limits, found, first, logits_PV.stride(0), vocab, stream,
-        PART=PART, CHUNK=CHUNK, LANES=32 * WARPS, SOME=ids_V is not None, CUT=cut is not None, num_warps=WARPS,
-        **early(device),
+        PART=PART * warps, CHUNK=CHUNK * warps, LANES=32 * warps, SOME=ids_V is not None, CUT=cut is not None,
+        num_warps=warps, **early(device),
     )  # fmt: skip
     _finish[(num,)](
         logits_PV, ids, keys_P, positions_P, temperature_P, found, first, draws.tokens, draws.logprobs,
