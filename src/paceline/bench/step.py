@@ -15,6 +15,7 @@ import importlib.util
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -355,18 +356,20 @@ class Subject:
 
     def _costs(self, paged: PagedDecoder, runner: Runner, batch: int, k: int) -> CostTable:
         """Of steps with all rows and up to k tokens each, as an engine measures them when it is built."""
-        from paceline.build.cost import NUM_ROUNDS, time_step
+        from paceline.build.cost import NUM_ROUNDS, measure_drafts, time_step
         from paceline.build.drafter import head_cost
 
         context = self.settings.prompt_tokens
-        points = []
+        points, timer = [], partial(time_step, paged, runner)
         for queries in range(1, k + 2):
-            seconds = min(time_step(paged, runner, batch, queries, context) for _ in range(NUM_ROUNDS))
+            seconds = min(timer(batch, queries, context) for _ in range(NUM_ROUNDS))
             points.append(Point(batch, batch * queries, batch * (context + queries), seconds))
         drafts = {}
         if self.head is not None:
             each_s = head_cost(self.head, self.config) * points[0].seconds
             drafts["eagle3"] = [(batch, depth, depth * each_s) for depth in (1, 8)]
+            if runner.guess(0):
+                drafts["eagle3"] = measure_drafts(timer, lambda rows: 2 * self.settings.prompt_tokens, batch, k)
         return CostTable("bench step", points, drafts)
 
     def _drafter(self, sampler: Sampler, num_blocks: int) -> Drafter:

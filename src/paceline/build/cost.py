@@ -2,7 +2,8 @@
 
 Steps are timed with nothing but padding in them, in blocks of KV that are free and then free again. The
 engine that comes after finds everything as it was. A table is kept beside the models, by all that its times depend on.
-How long drafting takes is not measured: policies learn it while they run.
+How long drafting takes is not measured: policies learn it while they run. But of a head that drafts at the end of a
+step nothing shows except that the step is longer, so that is measured, at every start.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,7 @@ QUICK_S = 0.1
 NUM_ROUNDS = 3
 
 Timer = Callable[[int, int, int], float]  # rows, their query tokens and their context before those; seconds
+DraftTimer = Callable[[int, int, int, int], float]  # and tokens that are drafted at the end
 
 
 def measured_costs(
@@ -54,6 +57,12 @@ def measured_costs(
         drafter: [(rows, k, k * cost * seconds) for rows, seconds in plain.items() for k in (1, 8)]
         for drafter, cost in (heads or {}).items()
     }
+    longest = config.speculation.num_speculative_tokens
+    if runner.guess(0) and isinstance(longest, int):
+        measured = measure_drafts(
+            partial(time_step, paged, runner), partial(_room, paged), config.engine.max_num_seqs, longest
+        )
+        drafts |= {drafter: measured for drafter in drafts if measured}
     return CostTable(table.name, table.points, drafts, table.per_context_token_s, table.source)
 
 
@@ -107,8 +116,8 @@ def _measure_and_keep(
     started = time.perf_counter()
     with console.status("measuring what a step takes on this machine (once; some ten seconds)"):
         points, per_context_token_s = measure(
-            lambda *step: time_step(paged, runner, *step),
-            lambda num_rows: _room(paged, num_rows),
+            partial(time_step, paged, runner),
+            partial(_room, paged),
             config.engine.max_num_seqs,
             config.engine.max_num_batched_tokens,
         )
@@ -178,14 +187,31 @@ def _per_context_token_s(timer: Timer, room: Callable[[int], int], best: Mapping
     return max(0.0, (long_s - short_s) / (rows * (longer - CONTEXT)))
 
 
+def measure_drafts(
+    timer: DraftTimer, room: Callable[[int], int], max_num_seqs: int, k: int
+) -> list[tuple[int, int, float]]:
+    """(rows, k, seconds): what a step takes more at whose end k tokens are drafted."""
+    found = []
+    for rows in sorted({min(4**i, max_num_seqs) for i in range(max_num_seqs.bit_length() // 2 + 2)}):
+        context = min(CONTEXT, room(rows) - 2 - k)
+        if context > 0:
+            pairs = [[timer(rows, 1, context, num) for num in (0, k)] for _ in range(NUM_ROUNDS)]
+            plain_s, drafting_s = (min(times) for times in zip(*pairs, strict=True))
+            found.append((rows, k, max(0.0, drafting_s - plain_s)))
+    return found
+
+
 def _room(paged: PagedDecoder, num_rows: int) -> int:
     from paceline.model.kv import BLOCK
 
     return min(paged.pool.num_free // num_rows * BLOCK, paged.decoder.config.max_positions)
 
 
-def time_step(paged: PagedDecoder, runner: Runner, num_rows: int, num_queries: int, context: int) -> float:
-    """Seconds of a step: num_rows rows that verify num_queries - 1 drafted tokens, each after `context` tokens."""
+def time_step(
+    paged: PagedDecoder, runner: Runner, num_rows: int, num_queries: int, context: int, num_guesses: int = 0
+) -> float:
+    """Seconds of a step: num_rows rows that verify num_queries - 1 drafted tokens, each after `context` tokens, and at
+    its end num_guesses are drafted. Of a GPU the device's: while it computes, the host does the rest."""
     import numpy as np
 
     from paceline.engine.scheduler import Row
@@ -193,20 +219,25 @@ def time_step(paged: PagedDecoder, runner: Runner, num_rows: int, num_queries: i
     from paceline.types import Request, SamplingParams
 
     request = Request(0, (0,) * (context + 1), SamplingParams(max_tokens=num_queries))
+    room = context + num_queries + num_guesses
     rows = []
     for i in range(num_rows):
-        sequence = Sequence(request, -1 - i, context + 1 + num_queries, ())  # no true one arrives before the first
+        sequence = Sequence(request, -1 - i, 1 + room, ())  # no true one arrives before the first
         sequence.num_computed = context
         rows.append(Row(sequence, 1, True, np.zeros(num_queries - 1, np.int32)))
+    runner.guess(num_guesses)
     try:
         for row in rows:
-            assert paged.pool.reserve(row.sequence.table, context + num_queries)
+            assert paged.pool.reserve(row.sequence.table, room)
         if paged.decoder.device.type == "cuda":
             runner.launch(rows, {}).land()  # what is compiled and captured at the first time
+            landed = runner.launch(rows, {}).land()
+            return landed.forward_s + landed.sample_s
         started = time.perf_counter()
         runner.launch(rows, {}).land()
         return time.perf_counter() - started
     finally:
+        runner.guess(0)
         for row in rows:
             runner.leave(row.sequence)
             paged.pool.truncate(row.sequence.table, 0)

@@ -129,6 +129,11 @@ class GraphRunner:
         if isinstance(drafter, Ahead):
             self.ahead = cast("Eagle3Ahead", drafter if drafter.blind else cast("HybridAhead", drafter).head)
 
+    def guess(self, num: int) -> bool:
+        if self.ahead is not None:
+            self.ahead.num_asked = num
+        return self.ahead is not None
+
     def prepare(self, rows: Seq[Row]) -> None:
         self._addressed = None
         line = Lineup.of(rows)

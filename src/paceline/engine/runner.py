@@ -47,6 +47,11 @@ class Runner(Protocol):
         """This is who drafts from now on. Nothing flies."""
         ...
 
+    def guess(self, num: int) -> bool:
+        """From now on so many tokens are drafted at the end of each step, if that is where a head drafts: whether it
+        is. Whoever plans steps asks the drafter itself."""
+        ...
+
     def prepare(self, rows: Seq[Row]) -> None:
         """These rows fly, and will likely be launched next; only their drafts are not known yet."""
         ...
@@ -113,6 +118,9 @@ class EagerRunner:
 
     def equip(self, drafter: Drafter | None) -> None:
         pass
+
+    def guess(self, num: int) -> bool:
+        return False
 
     def prepare(self, rows: Seq[Row]) -> None:
         pass

@@ -123,6 +123,7 @@ class AutoPolicy:
         self._step = _Step(Load(), np.zeros(0, np.int64), 0.0)  # the one planned last
         self._credit_s = 0.0  # for probes
         self._num_probes = 0
+        self._is_half_probed = False  # a head's probe takes two steps: at the end of one may be drafted for the next
 
     def begin(self, request: Request) -> None:
         pass
@@ -179,16 +180,23 @@ class AutoPolicy:
         best = int(rates.argmax())
         caps = np.zeros(num_rows, np.int32)
         if rates.flat[best] >= margin(num_rows) / plain_s:
+            self._is_half_probed = False
             k = best // rates.shape[1] + 1
             caps[:] = step.drafted_k = k
             step.draft_s = draft_s[k - 1]
             return caps
         k = min(PROBE_DEPTH, k_max)
         draft_once_s = self.costs.draft_s(self.costly, 1, k)
-        if self._pay(draft_once_s + float(self.costs.steps_s(step.load, k)[k]) - plain_s):
+        price_s = draft_once_s + float(self.costs.steps_s(step.load, k)[k]) - plain_s
+        if self._is_half_probed:
+            self._credit_s -= price_s  # a debt, if need be
+        elif self._pay(price_s):
             self._num_probes += 1
-            caps[self._num_probes % num_rows] = step.drafted_k = k
-            step.draft_s, step.probing = draft_once_s, True
+        else:
+            return caps
+        self._is_half_probed = not self._is_half_probed
+        caps[self._num_probes % num_rows] = step.drafted_k = k
+        step.draft_s, step.probing = draft_once_s, True
         return caps
 
     def _pay(self, price_s: float) -> bool:
@@ -260,14 +268,14 @@ class AutoPolicy:
     def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
         step: _Step = decision.about
         draft_s = None  # as measured
+        if commits.drafts is not None:  # made where the step was computed: as much of its time as was thought
+            draft_s = min(step.draft_s, trace.total_s / 2)
         if commits.drafts is not None and commits.drafts.tokens.shape[1]:  # other ones than were looked at
             step.ids = commits.request_ids
             step.asked = np.full(len(step.ids), step.drafted_k > 0)
             self._look_at(commits.drafts, step)
             if self.worth.is_curious:
                 step.chances = self.chances(step.cells) * (commits.drafts.num > 0)[:, None]
-            # Made where the step was computed: as much of its time as was thought.
-            draft_s = min(step.draft_s, trace.total_s / 2)
         if step.cells.shape[1]:
             num, num_drafted = len(commits.num), int(commits.num_drafted.sum())
             brings = int(commits.num_accepted.sum()) / num

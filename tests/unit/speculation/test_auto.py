@@ -171,6 +171,22 @@ def test_a_head_that_does_not_pay_is_probed_on_credit_and_history_goes_on_beside
     assert 0 < probes * 20 <= PROBES * 3000 * 10 + 22
 
 
+def test_a_head_that_drafts_for_the_next_step_is_probed_too() -> None:
+    """At the end of a step, for all rows; what a step verifies was drafted by the one before."""
+    policy = AutoPolicy(Line(token=0.5, draft=0.5), K, "eagle3")  # type: ignore[arg-type]
+    made, num_tried = 0, {0: 0, K: 0}
+    for stands, num_steps in ((0, 500), (K, 4000)):
+        for _ in range(num_steps):
+            caps = policy.plan(rows(2))
+            drafts = offered(np.full((2, made), 0.5), np.minimum(caps, made))
+            lengths = policy.select(drafts)
+            told(policy, drafts, lengths, np.full(2, stands))
+            num_tried[stands] += int(lengths.sum())
+            made = int(caps.max())
+    assert 0 < num_tried[0] < 100  # found out, and tried now and then
+    assert caps.tolist() == [K, K] and num_tried[K] > 1000
+
+
 def test_a_draft_cut_by_its_sequences_end_was_not_wrong() -> None:
     policy = AutoPolicy(Line(), K)  # type: ignore[arg-type]
     policy.plan(rows(1))
