@@ -134,8 +134,11 @@ class CostTable:
         draft_s = trace.draft_s if draft_s is None else draft_s
         step_s = trace.total_s - draft_s
         if step_s > 0:
-            ratio = step_s / self._measured_s(plain, num_extra)
-            self._steps.learn(trace.num_rows, round(math.log2(1 + num_extra)), math.log(ratio))
+            measured_s, column = self._measured_s(plain, num_extra), round(math.log2(1 + num_extra))
+            self._steps.learn(trace.num_rows, column, math.log(step_s / measured_s))
+            for fewer in range(1, column):  # tokens: they take no longer, whatever was seen of them once or twice
+                ratio = measured_s / self._measured_s(plain, 2**fewer - 1)
+                self._steps.bound(trace.num_rows, fewer, column, math.log(ratio))
         if draft_s > 0:
             self._observe_drafting(drafter or trace.drafter, num_rows or trace.num_rows, k, draft_s)
 
@@ -301,6 +304,14 @@ class _Drift:
         self._num[bucket] += 1
         self._num_offset[bucket][column] += 1
         self.is_new = False
+
+    def bound(self, num_rows: int, column: int, by: int, log_ratio: float) -> None:
+        """A column of which less is known than of another lies at most so far above it."""
+        bucket = _row_bucket(num_rows)
+        offset, num = self._offset[bucket], self._num_offset[bucket]
+        by = min(by, len(offset) - 1)
+        if column < by and num[column] < num[by]:
+            offset[column] = min(offset[column], offset[by] + log_ratio)
 
 
 def _row_bucket(num_rows: int) -> int:

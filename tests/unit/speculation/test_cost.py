@@ -179,6 +179,21 @@ def test_a_stall_at_the_beginning_is_no_trend(stalled, factor):
     assert 0.7 < now[0] / measured[0] < 1.5 and 0.7 < now[16] / measured[16] < 1.5
 
 
+def test_a_stall_of_few_tokens_makes_more_of_them_no_slower():
+    """Since times never fall, what a few were once held up by would count for all that are more: which are seen at
+    every step."""
+    costs = table()
+    for i in range(60):
+        for num, factor in ((0, 1.0), (3 if i == 10 else 24, 1.9 if i == 10 else 1.0)):
+            costs.observe(trace(8, num, factor * float(table().steps_s(load(8), num)[-1])))
+    wanted, found = table().steps_s(load(8), 56), costs.steps_s(load(8), 56)
+    assert np.diff(found).min() >= 0 and np.abs(found / wanted - 1).max() < 0.05
+    costs._steps._num_offset[3][2] = 1000  # had it been seen as often, it would be believed
+    for _ in range(3):
+        costs.observe(trace(8, 3, 1.9 * float(wanted[3])))
+    assert costs.steps_s(load(8), 24)[-1] > 1.05 * wanted[24]
+
+
 def test_a_table_of_another_machine_is_found_out_at_once():
     for factor in (10.0, 0.1):
         costs = table()
