@@ -22,6 +22,7 @@ import pytest
 import torch
 from support import check_blocks, naive_table
 
+from paceline.build.cost import time_step
 from paceline.drafters.ahead import Eagle3Ahead
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.accept import RULES
@@ -316,6 +317,20 @@ def test_whoever_comes_again_has_no_drafts_yet(cuda: SimpleNamespace) -> None:
     first, again = (engine.generate([request])[0] for _ in range(2))
     assert first.provenance[0] == again.provenance[0] == Provenance.SAMPLED
     assert tokens([first]) == tokens([again]) == [naive()[1]] and again.num_drafts > 3
+
+
+@pytest.mark.parametrize("kind", ["none", "ahead"])
+def test_steps_are_timed_with_what_a_head_drafts_and_nobody_remembers_them(cuda: SimpleNamespace, kind: str) -> None:
+    engine = make(cuda, kind)
+    paged, runner, guessed = engine.paged, engine.runner, list[int]()
+    draft = runner.device._draft
+    runner.device._draft = lambda slot, k: guessed.append(k) or draft(slot, k)
+    for num in (0, 3, 0):
+        assert time_step(paged, runner, 2, 1, 16, num) > 0
+    wanted = 3 if kind == "ahead" else 0
+    assert guessed == [0, 0, wanted, wanted, 0, 0] and not any(paged.pool.references)
+    assert (runner._known == cuda.runner.VACANT).all()
+    assert tokens(run(engine)) == naive()
 
 
 @pytest.mark.parametrize("kind", ["none", "suffix", "ahead"])
