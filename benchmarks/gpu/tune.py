@@ -24,7 +24,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from paceline.model.cuda import attention, ops, sample
+from paceline.model.cuda import attention, gated, ops, sample
 from paceline.model.kv import BLOCK, PagedKV
 from paceline.model.shapes import SHAPES
 
@@ -38,7 +38,8 @@ PROGRAMS = [
     (32, 4, 2), (32, 4, 3), (32, 4, 4), (32, 2, 3), (32, 1, 3), (32, 1, 4), (16, 1, 4), (16, 1, 6), (16, 2, 4),
     (64, 4, 2), (64, 4, 3),
 ]  # fmt: skip
-DRAWS = [(4096, 8), (4096, 16), (2048, 8), (2048, 4), (8192, 16)]  # tokens of a part, warps
+DRAWS = [(2048, 256, 1), (4096, 256, 1), (2048, 512, 1), (1024, 256, 2), (2048, 256, 2), (4096, 256, 2)]  # tokens of a
+# warp, of which at once, warps
 Call = Callable[[int], object]  # the i-th of a step
 
 
@@ -148,14 +149,14 @@ def draw_call(num: int, vocab: int, some: bool) -> Call:
     return lambda i: sample.draw(logits[i % 4], keys, at, one, 0, ids)
 
 
-def compile_draw(program: tuple[int, int], some: bool) -> None:
+def compile_draw(program: tuple[int, int, int], some: bool) -> None:
     with as_draw(*program):
         draw_call(2, 32000 if some else 151936, some)(0)
     torch.cuda.synchronize()
 
 
-def as_draw(part: int, warps: int) -> Any:
-    return mock.patch.multiple(sample, PART=part, WARPS=warps)
+def as_draw(part: int, chunk: int, warps: int) -> Any:
+    return mock.patch.multiple(sample, PART=part, CHUNK=chunk, MANY=0 if warps == 2 else 1 << 30)
 
 
 def time_draws() -> Iterator[dict[str, Any]]:
@@ -165,7 +166,7 @@ def time_draws() -> Iterator[dict[str, Any]]:
         call = draw_call(num, vocab, some)
         for program in DRAWS:
             with as_draw(*program):
-                row["{} tokens {} warps".format(*program)] = time_us(call, 8)
+                row["{} tokens, {} at once, {} warps".format(*program)] = time_us(call, 8)
         yield row
 
 
@@ -217,6 +218,9 @@ def time_products() -> Iterator[dict[str, Any]]:
                 torch.backends.cuda.preferred_blas_library(library)
                 row[library] = time_us(partial(product, x, weights), 24)
             torch.backends.cuda.preferred_blas_library("default")
+            if name == "gate_up":
+                row["and silu"] = time_us(partial(gated_by_two, x, weights), 24)
+                row["in one"] = time_us(partial(gated_by_one, x, weights), 24)
             yield row
         weights.clear()
         torch.cuda.empty_cache()
@@ -224,6 +228,14 @@ def time_products() -> Iterator[dict[str, Any]]:
 
 def product(x: torch.Tensor, weights: list[torch.Tensor], i: int) -> torch.Tensor:
     return torch.nn.functional.linear(x, weights[i % len(weights)])
+
+
+def gated_by_two(x: torch.Tensor, weights: list[torch.Tensor], i: int) -> torch.Tensor:
+    return ops.CudaOps().silu_mul(product(x, weights, i))
+
+
+def gated_by_one(x: torch.Tensor, weights: list[torch.Tensor], i: int) -> torch.Tensor:
+    return gated.gated(x, weights[i % len(weights)])
 
 
 PARTS = {"attention": time_attention, "draw": time_draws, "small": time_small, "products": time_products}

@@ -367,9 +367,10 @@ class Subject:
         drafts = {}
         if self.head is not None:
             each_s = head_cost(self.head, self.config) * points[0].seconds
-            drafts["eagle3"] = [(batch, depth, depth * each_s) for depth in (1, 8)]
-            if runner.guess(0):
-                drafts["eagle3"] = measure_drafts(timer, lambda rows: 2 * self.settings.prompt_tokens, batch, k)
+            guessed = [(batch, depth, depth * each_s) for depth in (1, 8)]
+            room = self.settings.prompt_tokens + self.settings.max_tokens
+            measured = measure_drafts(timer, lambda rows: room, [batch], k) if runner.has_head else []
+            drafts["eagle3"] = measured or guessed
         return CostTable("bench step", points, drafts)
 
     def _drafter(self, sampler: Sampler, num_blocks: int) -> Drafter:

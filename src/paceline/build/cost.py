@@ -15,7 +15,7 @@ import platform
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -57,12 +57,11 @@ def measured_costs(
         drafter: [(rows, k, k * cost * seconds) for rows, seconds in plain.items() for k in (1, 8)]
         for drafter, cost in (heads or {}).items()
     }
-    longest = config.speculation.num_speculative_tokens
-    if runner.guess(0) and isinstance(longest, int):
-        measured = measure_drafts(
-            partial(time_step, paged, runner), partial(_room, paged), config.engine.max_num_seqs, longest
-        )
-        drafts |= {drafter: measured for drafter in drafts if measured}
+    longest, most = config.speculation.num_speculative_tokens, config.engine.max_num_seqs
+    if drafts and runner.has_head and isinstance(longest, int):
+        some_rows = sorted({min(4**i, most) for i in range(most.bit_length() // 2 + 2)})
+        measured = measure_drafts(partial(time_step, paged, runner), partial(_room, paged), some_rows, longest)
+        drafts = {drafter: measured or guessed for drafter, guessed in drafts.items()}
     return CostTable(table.name, table.points, drafts, table.per_context_token_s, table.source)
 
 
@@ -77,6 +76,7 @@ def identity_of(paged: PagedDecoder, config: Config) -> dict[str, Any]:
         "model": {key: str(value) for key, value in asdict(decoder.config).items()},
         "dtype": str(decoder.dtype),
         "device": torch.cuda.get_device_name(decoder.device) if cuda else cpu_name(),
+        "clock": "device" if cuda else "host",
         "threads": None if cuda else torch.get_num_threads(),
         "native": decoder.embed.panels is not None or type(decoder.ops).__name__,
         "graphs": config.engine.graphs if cuda else None,
@@ -188,16 +188,18 @@ def _per_context_token_s(timer: Timer, room: Callable[[int], int], best: Mapping
 
 
 def measure_drafts(
-    timer: DraftTimer, room: Callable[[int], int], max_num_seqs: int, k: int
+    timer: DraftTimer, room: Callable[[int], int], all_rows: Iterable[int], k: int
 ) -> list[tuple[int, int, float]]:
-    """(rows, k, seconds): what a step takes more at whose end k tokens are drafted."""
+    """(rows, tokens, seconds): what a step takes more at whose end so many tokens are drafted, one and k. Nothing of
+    rows for which there is no room."""
     found = []
-    for rows in sorted({min(4**i, max_num_seqs) for i in range(max_num_seqs.bit_length() // 2 + 2)}):
+    for rows in all_rows:
         context = min(CONTEXT, room(rows) - 2 - k)
         if context > 0:
-            pairs = [[timer(rows, 1, context, num) for num in (0, k)] for _ in range(NUM_ROUNDS)]
-            plain_s, drafting_s = (min(times) for times in zip(*pairs, strict=True))
-            found.append((rows, k, max(0.0, drafting_s - plain_s)))
+            some = sorted({1, k})
+            rounds = [[timer(rows, 1, context, num) for num in (0, *some)] for _ in range(NUM_ROUNDS)]
+            plain_s, *drafting_s = (min(times) for times in zip(*rounds, strict=True))
+            found += [(rows, num, max(0.0, s - plain_s)) for num, s in zip(some, drafting_s, strict=True)]
     return found
 
 
@@ -218,11 +220,11 @@ def time_step(
     from paceline.engine.sequence import Sequence
     from paceline.types import Request, SamplingParams
 
-    request = Request(0, (0,) * (context + 1), SamplingParams(max_tokens=num_queries))
+    request = Request(-1, (0,) * (context + 1), SamplingParams(max_tokens=num_queries))
     room = context + num_queries + num_guesses
     rows = []
     for i in range(num_rows):
-        sequence = Sequence(request, -1 - i, 1 + room, ())  # no true one arrives before the first
+        sequence = Sequence(request, -1 - i, 1 + room, ())  # no true one has such a number, nor arrives so early
         sequence.num_computed = context
         rows.append(Row(sequence, 1, True, np.zeros(num_queries - 1, np.int32)))
     runner.guess(num_guesses)

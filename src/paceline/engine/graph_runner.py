@@ -129,10 +129,13 @@ class GraphRunner:
         if isinstance(drafter, Ahead):
             self.ahead = cast("Eagle3Ahead", drafter if drafter.blind else cast("HybridAhead", drafter).head)
 
-    def guess(self, num: int) -> bool:
+    @property
+    def has_head(self) -> bool:
+        return self.ahead is not None
+
+    def guess(self, num: int) -> None:
         if self.ahead is not None:
             self.ahead.num_asked = num
-        return self.ahead is not None
 
     def prepare(self, rows: Seq[Row]) -> None:
         self._addressed = None

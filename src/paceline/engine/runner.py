@@ -47,9 +47,11 @@ class Runner(Protocol):
         """This is who drafts from now on. Nothing flies."""
         ...
 
-    def guess(self, num: int) -> bool:
-        """From now on so many tokens are drafted at the end of each step, if that is where a head drafts: whether it
-        is. Whoever plans steps asks the drafter itself."""
+    @property
+    def has_head(self) -> bool: ...  # whether one drafts at the end of steps
+
+    def guess(self, num: int) -> None:
+        """From now on it drafts so many tokens, if there is one. Whoever plans steps asks the drafter itself."""
         ...
 
     def prepare(self, rows: Seq[Row]) -> None:
@@ -85,6 +87,7 @@ class EagerRunner:
     """Any device, any rule: forward, then acceptance, and the host waits for both."""
 
     num_captured = 0
+    has_head = False
 
     def __init__(self, paged: PagedDecoder, sampler: Sampler, rule: Rule) -> None:
         self.paged, self.sampler, self.rule = paged, sampler, rule
@@ -119,8 +122,8 @@ class EagerRunner:
     def equip(self, drafter: Drafter | None) -> None:
         pass
 
-    def guess(self, num: int) -> bool:
-        return False
+    def guess(self, num: int) -> None:
+        pass
 
     def prepare(self, rows: Seq[Row]) -> None:
         pass

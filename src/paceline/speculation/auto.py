@@ -123,7 +123,8 @@ class AutoPolicy:
         self._step = _Step(Load(), np.zeros(0, np.int64), 0.0)  # the one planned last
         self._credit_s = 0.0  # for probes
         self._num_probes = 0
-        self._is_half_probed = False  # a head's probe takes two steps: at the end of one may be drafted for the next
+        # Whether the head drafts at the end of a step, for all rows of the next one: then a probe takes two.
+        self._is_ahead = self._is_half_probed = False
 
     def begin(self, request: Request) -> None:
         pass
@@ -186,7 +187,7 @@ class AutoPolicy:
             step.draft_s = draft_s[k - 1]
             return caps
         k = min(PROBE_DEPTH, k_max)
-        draft_once_s = self.costs.draft_s(self.costly, 1, k)
+        draft_once_s = self.costs.draft_s(self.costly, num_rows if self._is_ahead else 1, k)
         price_s = draft_once_s + float(self.costs.steps_s(step.load, k)[k]) - plain_s
         if self._is_half_probed:
             self._credit_s -= price_s  # a debt, if need be
@@ -194,7 +195,7 @@ class AutoPolicy:
             self._num_probes += 1
         else:
             return caps
-        self._is_half_probed = not self._is_half_probed
+        self._is_half_probed = self._is_ahead and not self._is_half_probed
         caps[self._num_probes % num_rows] = step.drafted_k = k
         step.draft_s, step.probing = draft_once_s, True
         return caps
@@ -268,11 +269,12 @@ class AutoPolicy:
     def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
         step: _Step = decision.about
         draft_s = None  # as measured
+        self._is_ahead = commits.drafts is not None
         if commits.drafts is not None:  # made where the step was computed: as much of its time as was thought
             draft_s = min(step.draft_s, trace.total_s / 2)
         if commits.drafts is not None and commits.drafts.tokens.shape[1]:  # other ones than were looked at
             step.ids = commits.request_ids
-            step.asked = np.full(len(step.ids), step.drafted_k > 0)
+            step.asked = commits.drafts.num > 0
             self._look_at(commits.drafts, step)
             if self.worth.is_curious:
                 step.chances = self.chances(step.cells) * (commits.drafts.num > 0)[:, None]
@@ -288,7 +290,8 @@ class AutoPolicy:
                 self._judge(commits, step)
             if num_drafted:
                 self.chances.observe(step.cells, commits.num_accepted, commits.num_known)
-        self.costs.observe(trace, step.drafted_k, self.costly, 1 if step.probing else None, draft_s)
+        num_drafting = 1 if step.probing and not self._is_ahead else None  # all
+        self.costs.observe(trace, step.drafted_k, self.costly, num_drafting, draft_s)
 
     def _judge(self, commits: Commits, step: _Step) -> None:
         """How deep a head's drafts get. One that was asked, and whose guesses (if any came) were then refused, is not

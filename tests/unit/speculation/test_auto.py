@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -171,20 +172,47 @@ def test_a_head_that_does_not_pay_is_probed_on_credit_and_history_goes_on_beside
     assert 0 < probes * 20 <= PROBES * 3000 * 10 + 22
 
 
+def ahead(
+    policy: AutoPolicy, made: np.ndarray, stands: int, width: int = 0, version: int = 0
+) -> tuple[np.ndarray, int]:
+    """A step of rows whose drafts, made[i] tokens each, were made at the end of the one before, with room for `width`
+    or more: how many the next one finds, and how many were verified."""
+    num_rows = len(made)
+    batch = rows(num_rows, version)
+    batch.request_ids += 10_000 * version
+    caps = policy.plan(batch)
+    width = max(width, int(made.max(initial=0)))
+    lengths = policy.select(offered(np.full((num_rows, width), 0.5), np.minimum(caps, made)))
+    accepted = np.minimum(lengths, stands).astype(np.int32)
+    commits = Commits(
+        batch.request_ids, np.zeros((num_rows, K + 1), np.int32), accepted + 1, lengths.astype(np.int32), accepted,
+        offered(np.full((num_rows, width), 0.5) * (made > 0)[:, None], made),
+    )  # fmt: skip
+    policy.observe(commits, SimpleNamespace(total_s=10.0), policy.decision)  # type: ignore[arg-type]
+    return np.full(num_rows, caps.max()), int(lengths.sum())
+
+
 def test_a_head_that_drafts_for_the_next_step_is_probed_too() -> None:
-    """At the end of a step, for all rows; what a step verifies was drafted by the one before."""
     policy = AutoPolicy(Line(token=0.5, draft=0.5), K, "eagle3")  # type: ignore[arg-type]
-    made, num_tried = 0, {0: 0, K: 0}
+    made, num_tried = np.zeros(2, int), {0: 0, K: 0}
     for stands, num_steps in ((0, 500), (K, 4000)):
         for _ in range(num_steps):
-            caps = policy.plan(rows(2))
-            drafts = offered(np.full((2, made), 0.5), np.minimum(caps, made))
-            lengths = policy.select(drafts)
-            told(policy, drafts, lengths, np.full(2, stands))
-            num_tried[stands] += int(lengths.sum())
-            made = int(caps.max())
+            made, num = ahead(policy, made, stands)
+            num_tried[stands] += num
     assert 0 < num_tried[0] < 100  # found out, and tried now and then
-    assert caps.tolist() == [K, K] and num_tried[K] > 1000
+    assert made.tolist() == [K, K] and num_tried[K] > 1000
+
+
+@pytest.mark.parametrize("num_rows", [8, 64, 512])
+def test_rows_that_come_from_their_prompts_are_no_misses_of_a_head(num_rows: int) -> None:
+    """Rollout after rollout begins with rows for which nothing can have been drafted, be there room for it or not."""
+    policy = AutoPolicy(Line(step=100.0, token=0.01, draft=20.0), K, "eagle3")  # type: ignore[arg-type]
+    for version in range(6):
+        made, _ = ahead(policy, np.zeros(num_rows, int), K, K * (version % 2), version)
+        assert version == 0 or policy.depths(1)[0] > 0.75
+        for _ in range(40):
+            made, num = ahead(policy, made, K, 0, version)
+            assert version == 0 or num == num_rows * K
 
 
 def test_a_draft_cut_by_its_sequences_end_was_not_wrong() -> None:

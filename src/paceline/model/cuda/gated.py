@@ -1,7 +1,8 @@
 """silu(gate) · up straight from the product that makes both: neither is written to memory.
 
 A program computes a tile of both, so that they meet in its registers. The framework's product is as fast by itself, and
-takes smaller tiles where few programs would leave multiprocessors idle: so only where tiles of this size fill them.
+takes smaller tiles where few programs would leave multiprocessors idle: so only where tiles of this size fill them, and
+for as many tokens as were measured.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from paceline.model.cuda.early import early, wait
 TOKENS, SIZE, DEPTH = 128, 128, 64  # a tile: of tokens, of gates (and as many ups), and what is summed at once
 STAGES, WARPS = 3, 8  # as measured on an H200
 FULL = 0.95  # of the programs that could run when the last ones do
+MOST = 1024  # tokens
 
 
 def pays(x_TD: Tensor, weight_ID: Tensor) -> bool:
     """Whether a program's tiles suit the product, and fill the device."""
     width, depth = weight_ID.shape
-    if x_TD.itemsize != 2 or width % (2 * SIZE) or depth % DEPTH or not weight_ID.is_contiguous():
+    if len(x_TD) > MOST or x_TD.itemsize != 2 or width % (2 * SIZE) or depth % DEPTH or not weight_ID.is_contiguous():
         return False
     num = triton.cdiv(len(x_TD), TOKENS) * (width // (2 * SIZE))
     processors = num_processors(x_TD.device)
@@ -33,9 +35,10 @@ def pays(x_TD: Tensor, weight_ID: Tensor) -> bool:
 
 @cache
 def num_processors(device: torch.device) -> int:
-    """Of a device that loads tiles by itself (Hopper and later); else more than there ever are."""
+    """Of a device that loads tiles by itself and has memory for three (Hopper, and Blackwell's large ones); else more
+    than there ever are."""
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count if properties.major >= 9 else 1 << 30
+    return properties.multi_processor_count if properties.major in (9, 10) else 1 << 30
 
 
 def gated(x_TD: Tensor, weight_ID: Tensor) -> Tensor:

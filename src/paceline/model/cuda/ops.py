@@ -1,4 +1,5 @@
-"""A decoder's arithmetic on a CUDA device: matrix products by the framework, the rest fused. No gradients.
+"""A decoder's arithmetic on a CUDA device: matrix products by the framework (all but one, see `gated.py`), the rest
+fused. No gradients.
 
 Each kernel rounds where `ops.TorchOps` rounds, so that the two differ by the order of a sum at most.
 """
