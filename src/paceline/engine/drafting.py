@@ -136,6 +136,7 @@ class Drafting:
             sampling=Each(len(at), lambda i: seats[at[i]].request.sampling),
             version=version,
             load=Load(len(rows), num_query, num_query + int(seats.num_computed[rows.at].sum())),
+            is_ahead=self._ahead is not None,
             num_computed=seats.num_computed[at],
             features=lambda spans: self.paged.features([(seats[at[i]].table, start, end) for i, start, end in spans]),
         )

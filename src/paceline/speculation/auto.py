@@ -77,6 +77,7 @@ class _Step:
     load: Load
     ids: np.ndarray
     load_s: float  # of the step without drafts
+    is_ahead: bool = False  # as of the rows
     drafted_k: int = 0
     draft_s: float = 0.0
     probing: bool = False
@@ -123,8 +124,7 @@ class AutoPolicy:
         self._step = _Step(Load(), np.zeros(0, np.int64), 0.0)  # the one planned last
         self._credit_s = 0.0  # for probes
         self._num_probes = 0
-        # Whether the head drafts at the end of a step, for all rows of the next one: then a probe takes two.
-        self._is_ahead = self._is_half_probed = False
+        self._is_half_probed = False  # a head that drafts for the next step is probed in two
 
     def begin(self, request: Request) -> None:
         pass
@@ -143,7 +143,7 @@ class AutoPolicy:
             self._version = rows.version
         num_rows = len(rows)
         plain_s = self.costs.step_s(rows.load)
-        self._step = step = _Step(rows.load, rows.request_ids, plain_s)
+        self._step = step = _Step(rows.load, rows.request_ids, plain_s, rows.is_ahead)
         self._credit_s = min(self._credit_s + PROBES * plain_s, 10 * plain_s)
         caps = np.zeros(num_rows, np.int32)
         if self.head is None:
@@ -187,7 +187,7 @@ class AutoPolicy:
             step.draft_s = draft_s[k - 1]
             return caps
         k = min(PROBE_DEPTH, k_max)
-        draft_once_s = self.costs.draft_s(self.costly, num_rows if self._is_ahead else 1, k)
+        draft_once_s = self.costs.draft_s(self.costly, num_rows if step.is_ahead else 1, k)
         price_s = draft_once_s + float(self.costs.steps_s(step.load, k)[k]) - plain_s
         if self._is_half_probed:
             self._credit_s -= price_s  # a debt, if need be
@@ -195,7 +195,7 @@ class AutoPolicy:
             self._num_probes += 1
         else:
             return caps
-        self._is_half_probed = self._is_ahead and not self._is_half_probed
+        self._is_half_probed = step.is_ahead and not self._is_half_probed
         caps[self._num_probes % num_rows] = step.drafted_k = k
         step.draft_s, step.probing = draft_once_s, True
         return caps
@@ -268,10 +268,6 @@ class AutoPolicy:
 
     def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
         step: _Step = decision.about
-        draft_s = None  # as measured
-        self._is_ahead = commits.drafts is not None
-        if commits.drafts is not None:  # made where the step was computed: as much of its time as was thought
-            draft_s = min(step.draft_s, trace.total_s / 2)
         if commits.drafts is not None and commits.drafts.tokens.shape[1]:  # other ones than were looked at
             step.ids = commits.request_ids
             step.asked = commits.drafts.num > 0
@@ -290,8 +286,10 @@ class AutoPolicy:
                 self._judge(commits, step)
             if num_drafted:
                 self.chances.observe(step.cells, commits.num_accepted, commits.num_known)
-        num_drafting = 1 if step.probing and not self._is_ahead else None  # all
-        self.costs.observe(trace, step.drafted_k, self.costly, num_drafting, draft_s)
+        if step.is_ahead:  # drafted for all, where the step was computed: as much of its time as was thought
+            self.costs.observe(trace, step.drafted_k, self.costly, None, min(step.draft_s, trace.total_s / 2))
+        else:
+            self.costs.observe(trace, step.drafted_k, self.costly, 1 if step.probing else None, None)
 
     def _judge(self, commits: Commits, step: _Step) -> None:
         """How deep a head's drafts get. One that was asked, and whose guesses (if any came) were then refused, is not

@@ -39,6 +39,7 @@ class Rows:
     # What drafts that take a model's forward may have at most, where a policy holds them shorter than the caps of
     # `propose`; None: the same.
     head_caps: np.ndarray | None = None  # int32 [B]
+    is_ahead: bool = False  # whether a model's drafts are made at the end of a step, for the next one
     # For drafters with `wants_hidden`: the target has computed the first num_computed[i] tokens of row i, and
     # features([(i, start, end), …]) gives those layers' outputs, side by side, of rows' tokens start … end-1: [T, F].
     num_computed: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))

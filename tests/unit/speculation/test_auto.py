@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -178,7 +178,7 @@ def ahead(
     """A step of rows whose drafts, made[i] tokens each, were made at the end of the one before, with room for `width`
     or more: how many the next one finds, and how many were verified."""
     num_rows = len(made)
-    batch = rows(num_rows, version)
+    batch = replace(rows(num_rows, version), is_ahead=True)
     batch.request_ids += 10_000 * version
     caps = policy.plan(batch)
     width = max(width, int(made.max(initial=0)))
@@ -277,10 +277,10 @@ def test_a_step_is_learned_from_by_what_it_verified_though_others_were_planned_m
 
     costs = Heard(draft=0.1)
     policy = AutoPolicy(costs, K, "eagle3")  # type: ignore[arg-type]
-    policy.plan(rows(2))
+    policy.plan(replace(rows(2), is_ahead=True))
     policy.select(offered(np.full((2, K), 0.05)))
     first = policy.decision
-    policy.plan(rows(3))
+    policy.plan(replace(rows(3), is_ahead=True))
     policy.select(offered(np.full((3, K), 0.35)))
     verified = offered(np.array([[0.95] * K, [0.45] * K]))
     stood, drafted = np.array([2, 0], np.int32), np.array([3, 1], np.int32)
@@ -289,6 +289,9 @@ def test_a_step_is_learned_from_by_what_it_verified_though_others_were_planned_m
     stood_W, seen_W = policy.chances.state()["counts"].reshape(2, -1, 10).sum(1)
     assert seen_W.tolist() == [0] * 4 + [1] + [0] * 4 + [3] and stood_W.tolist() == [0] * 9 + [2]
     assert costs.draft_s_heard == pytest.approx(first.about.draft_s) and first.about.draft_s > 0
+    policy.plan(rows(2))  # by the host, whose clock tells
+    policy.observe(commits, Trace(20.0, 3.0), policy.decision)  # type: ignore[arg-type]
+    assert costs.draft_s_heard == 3.0
 
 
 def test_new_weights_halve_what_is_known_and_state_round_trips() -> None:
