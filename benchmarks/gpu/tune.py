@@ -35,11 +35,10 @@ BYTES_PER_S = 4.2e12
 # (rows, queries of each) and what programs may be: tokens at a time, warps, stages.
 STEPS = [(1, 1), (1, 4), (8, 1), (8, 4), (32, 1), (32, 4), (64, 1), (128, 1), (128, 4), (128, 8), (256, 1), (256, 4)]
 PROGRAMS = [
-    (32, 4, 2), (32, 4, 3), (32, 4, 4), (32, 2, 3), (32, 1, 3), (32, 1, 4), (16, 1, 4), (16, 1, 6), (16, 2, 4),
-    (64, 4, 2), (64, 4, 3),
+    (32, 4, 2), (32, 4, 3), (32, 4, 4), (32, 2, 3), (16, 2, 4), (64, 4, 2), (64, 4, 3),
 ]  # fmt: skip
-DRAWS = [(2048, 256, 1), (4096, 256, 1), (2048, 512, 1), (1024, 256, 2), (2048, 256, 2), (4096, 256, 2)]  # tokens of a
-# warp, of which at once, warps
+# Tokens of a warp, how many of them at once, warps.
+DRAWS = [(2048, 256, 1), (4096, 256, 1), (2048, 512, 1), (1024, 256, 2), (2048, 256, 2), (4096, 256, 2)]
 Call = Callable[[int], object]  # the i-th of a step
 
 

@@ -84,7 +84,7 @@ class _Step:
     is_fair: bool = True  # no slots were left out for being on probation
     # With 0, 1, … drafted tokens, as far as it was asked for; as `load_s` from when the step was planned.
     steps_s: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    asked: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # [B], for whom the head was to draft
+    asked: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # [B], for whom the head drafted, or was to
     cells: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # [B, K], of the drafts
     from_head: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # [B]
     chances: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))  # [B, K], 0 where nothing was drafted

@@ -31,6 +31,7 @@ NUM_ROW_BUCKETS, NUM_EXTRA_BUCKETS, NUM_DRAFT_BUCKETS = 16, 24, 64
 DRIFT = 0.1  # how far one step moves the level of its rows, when many have been seen
 SHAPE = 0.02  # and how far it moves its own region against that level
 FAR = math.log(2.0)  # a step further off than this counts as one so far off: it was held up by something else
+OFTEN = 16  # times a region is seen until it is held against those of fewer tokens
 SETTLED = 4  # steps until when the table itself may be far off: their median counts
 LEAST_S, MOST_S, MOST_TOKENS = 1e-9, 86_400, 2**31 - 1  # what a table may say
 
@@ -135,8 +136,9 @@ class CostTable:
         step_s = trace.total_s - draft_s
         if step_s > 0:
             measured_s, column = self._measured_s(plain, num_extra), round(math.log2(1 + num_extra))
-            self._steps.learn(trace.num_rows, column, math.log(step_s / measured_s))
-            for fewer in range(1, column):  # tokens: they take no longer, whatever was seen of them once or twice
+            num_seen = self._steps.learn(trace.num_rows, column, math.log(step_s / measured_s))
+            # Fewer tokens take no longer, whatever was seen of them once or twice.
+            for fewer in range(1, column if num_seen % OFTEN == 0 else 0):
                 ratio = measured_s / self._measured_s(plain, 2**fewer - 1)
                 self._steps.bound(trace.num_rows, fewer, column, math.log(ratio))
         if draft_s > 0:
@@ -288,7 +290,8 @@ class _Drift:
         seen = [other for other, num in enumerate(self._num) if num]
         return float(np.interp(bucket, seen, [self._level[other] for other in seen]))
 
-    def learn(self, num_rows: int, column: int, log_ratio: float) -> None:
+    def learn(self, num_rows: int, column: int, log_ratio: float) -> int:
+        """How often the column has been seen with it."""
         bucket, column = _row_bucket(num_rows), min(column, len(self.columns) - 1)
         num, first = self._num[bucket], self._first[bucket]
         level = log_ratio - self._offset[bucket][column]  # by this one
@@ -304,6 +307,7 @@ class _Drift:
         self._num[bucket] += 1
         self._num_offset[bucket][column] += 1
         self.is_new = False
+        return self._num_offset[bucket][column]
 
     def bound(self, num_rows: int, column: int, by: int, log_ratio: float) -> None:
         """A column of which less is known than of another lies at most so far above it."""
