@@ -111,13 +111,13 @@ class Device:
     def __init__(self, num_rows: int, dice: np.random.Generator) -> None:
         most = Size(num_rows, num_rows, 1).rounded_up().num_rows
         self.words = torch.empty(Size(most, most, 1).num_words, dtype=torch.int32)
-        self.letter, self._turn = Letter(most), 0
+        self.letter, self._turn, self.seconds = Letter(most), 0, dict[Size, float]()
         self._right = [dice.random((most, MAX_QUERIES)) < CHANCE for _ in range(NUM_LOTS)]
         self.letter.tokens[:] = torch.from_numpy(dice.integers(0, EOS, (most, 2 + MAX_QUERIES)))
         self.letter.logprobs[:] = -1.0
         self.letter.chances[:] = torch.from_numpy(np.log(dice.beta(4, 1, (most, MAX_DRAFT))))
 
-    def fit(self, size: Size) -> Size:
+    def fit(self, size: Size, most_guesses: int) -> Size:
         return size
 
     def prepare(self, size: Size) -> None:

@@ -163,8 +163,8 @@ class HybridAhead(HybridDrafter):
     def listens(self) -> bool:
         return isinstance(self.history, Listener) and self.history.listens
 
-    def ask(self, rows: Rows, caps: np.ndarray) -> None:
-        self.head.ask(rows, caps)
+    def ask(self, rows: Rows, caps: np.ndarray) -> int:
+        return self.head.ask(rows, caps)
 
 
 def _expected(drafts: DraftBatch, most: np.ndarray) -> np.ndarray:

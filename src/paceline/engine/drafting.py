@@ -144,8 +144,7 @@ class Drafting:
             view.expected_left = self.lengths.expected_left(view.request_ids, num_tokens - seats.num_prompt[at])
         caps = self.policy.plan(view)
         if self._ahead is not None:
-            self._ahead.ask(view, caps)
-            self.scheduler.lookahead = int(caps.max(initial=0))
+            self.scheduler.lookahead = self._ahead.ask(view, caps)
         if not caps.any():
             return Plan(rows, view, none, Drafts(self.policy.decision))
         most = seats.limit[at] - num_tokens - 1 - seats.num_flying[at]

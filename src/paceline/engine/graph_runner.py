@@ -62,6 +62,7 @@ class _Flight:
     rest: Landed | None
     places: tuple[np.ndarray, np.ndarray]
     tell: Callable[[_Mail], None] | None = None  # who wants to know what was guessed for the next step
+    took: Callable[[float], None] | None = None  # … and how long the graph took
 
     @property
     def may_wait(self) -> bool:
@@ -76,6 +77,8 @@ class _Flight:
         if self.tell is not None:
             self.tell(mail)
         device_s = mail.started.elapsed_time(mail.done) / 1e3
+        if self.took is not None:
+            self.took(device_s)
         num = len(mine)
         tokens = mail.tokens[:num].copy()
         width = int(tokens[:, 0].max())
@@ -159,7 +162,10 @@ class GraphRunner:
         if num_slots is not None and len(mine) > MAX_AUCTION:
             _share(mine, num_slots)
             num_slots = None
-        mail = self._run(graphs, mine, num_slots, chosen) if len(mine) else None
+        mail = took = None
+        if len(mine):
+            mail, size = self._run(graphs, mine, num_slots, chosen)
+            took = partial(graphs.seconds.__setitem__, size)
         landed = self.others.launch(rest, q).land() if rest is not None else None
         if rest is not None and landed is not None and graphs.head is not None:
             self._take_in(graphs.head, rest, landed)
@@ -168,7 +174,7 @@ class GraphRunner:
             ids, k = line.seats.request_ids(mine.at), self.ahead.num_asked
             self.ahead.made(ids, k)
             tell = partial(self._tell, ids, k)
-        return _Flight(mail, landed, places, tell)
+        return _Flight(mail, landed, places, tell, took)
 
     def _tell(self, ids: np.ndarray, k: int, mail: _Mail) -> None:
         assert self.ahead is not None
@@ -220,19 +226,19 @@ class GraphRunner:
     def forget(self) -> None:
         self._graphs.clear()
 
-    def _run(self, graphs: Graphs, line: Lineup, num_slots: int | None, chosen: bool) -> _Mail:
+    def _run(self, graphs: Graphs, line: Lineup, num_slots: int | None, chosen: bool) -> tuple[_Mail, Size]:
         """`chosen`: by somebody who looks at the clock, so that no two runs have the same sizes."""
         mail = self._mail.pop(0)
         self._mail.append(mail)
         num, num_tokens = len(line), len(line) + int(line.num_draft.sum())
-        num_guesses = self.ahead.num_asked if self.ahead is not None else 0
+        num_guesses, most_guesses = (self.ahead.num_asked, self.ahead.most_asked) if self.ahead is not None else (0, 0)
         cuts = bool(line.seats.truncates[line.at].any())
         auctions = num_slots is not None and num + num_slots < num_tokens
         if auctions:
             num_tokens = num + (num_slots or 0)
         size = Size(num, num_tokens, 1 + int(line.num_draft.max()), num_guesses, cuts, auctions).rounded_up()
         if chosen:
-            size = graphs.fit(size)
+            size = graphs.fit(size, most_guesses)
         if line is not self._addressed:
             self._address(line, mail.array)
         self._addressed = None
@@ -248,7 +254,7 @@ class GraphRunner:
         graphs.run(size)
         mail.letter.whole.copy_(graphs.letter.whole, non_blocking=True)
         mail.done.record()
-        return mail
+        return mail, size
 
     def _address(self, line: Lineup, words: np.ndarray) -> None:
         """The orders of a step, without its drafts."""

@@ -153,4 +153,5 @@ class Ahead(Protocol):
     blind: bool
 
     def verified(self, request_ids: np.ndarray) -> DraftBatch: ...  # by the step that landed last
-    def ask(self, rows: Rows, caps: np.ndarray) -> None: ...  # what is to be drafted at the end of this step
+    # What is to be drafted at the end of this step; returns how many tokens behind a row's end that may write.
+    def ask(self, rows: Rows, caps: np.ndarray) -> int: ...

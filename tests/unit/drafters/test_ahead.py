@@ -25,10 +25,21 @@ def ids(*request_ids: int) -> np.ndarray:
     return np.array(request_ids, np.int64)
 
 
-def proposed(drafter: Eagle3Ahead, request_ids: np.ndarray, version: int = 0) -> DraftBatch:
+def rows_of(request_ids: np.ndarray, version: int = 0) -> Rows:
     num = len(request_ids)
-    rows = Rows(request_ids, [np.zeros(4, np.int32)] * num, np.zeros(num, np.uint64), [SamplingParams()] * num, version)
-    return drafter.propose(rows, np.full(num, K, np.int32))
+    return Rows(request_ids, [np.zeros(4, np.int32)] * num, np.zeros(num, np.uint64), [SamplingParams()] * num, version)
+
+
+def proposed(drafter: Eagle3Ahead, request_ids: np.ndarray, version: int = 0) -> DraftBatch:
+    return drafter.propose(rows_of(request_ids, version), np.full(len(request_ids), K, np.int32))
+
+
+def test_there_are_pages_for_as_many_tokens_as_were_ever_asked_for() -> None:
+    """A graph that once drafted three may do for a step that wants one; none at all has one of its own."""
+    drafter, rows = ahead(), rows_of(ids(1, 2))
+    for caps, pages in (([1, 0], 1), ([1, 3], 3), ([0, 2], 3), ([0, 0], 0), ([1, 1], 3)):
+        assert drafter.ask(rows, np.array(caps, np.int32)) == pages
+        assert drafter.num_asked == max(caps)
 
 
 def test_who_leaves_has_no_drafts_until_they_are_made_again() -> None:

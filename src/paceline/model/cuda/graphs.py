@@ -3,17 +3,19 @@ launch.
 
 There is a graph for every size of step that was met, rounded up so that few exist and little of a step is padding; each
 is captured when it is first needed. Where an auction is held on the device, sizes come as a policy finds them best, and
-not twice the same way: there a larger one will do until its own was wanted often. All share one pool of memory, which
-they may since they run one after another. `eager` runs the same kernels without graphs.
+not twice the same way. There a wide one is captured first, and does for others until what its padding has cost is what
+a graph of their own costs: capturing takes as long as dozens of steps. All share one pool of memory, which they may
+since they run one after another. `eager` runs the same kernels without graphs.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from paceline.model.cuda.attention import MAX_QUERIES, CudaPagedAttention
 from paceline.model.cuda.cut import cut
 from paceline.model.cuda.head import DeviceHead
 from paceline.model.cuda.sample import draw
-from paceline.model.cuda.slots import MAX_DRAFT, ORDER, Slots
+from paceline.model.cuda.slots import MAX_AUCTION, MAX_DRAFT, ORDER, Slots
 from paceline.model.decoder import Decoder
 from paceline.model.kv import PagedKV
 from paceline.model.sample import Stream
@@ -36,7 +38,6 @@ SIZES = (
 )  # fmt: skip
 QUERIES = (1, 2, 4, 8, MAX_QUERIES)
 PAGES = 2  # new ones of a row in a step, at most
-PATIENCE = 8  # steps for which a larger graph will do
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +59,35 @@ class Size:
         )  # fmt: skip
 
     def serves(self, other: Size) -> bool:
-        """Whether a step of the other size can go by this one's graph, with not much more padding. It has to guess as
-        many tokens: for more there may be no pages."""
+        """Whether a step of the other size can go by this one's graph, with not much more padding. Where none are asked
+        for it must not guess: there may be no pages."""
         return (
             self.num_rows == other.num_rows
             and other.num_tokens <= self.num_tokens <= 2 * other.num_tokens + 8
             and self.num_queries >= other.num_queries
-            and self.num_guesses == other.num_guesses
+            and self.num_guesses >= other.num_guesses
+            and bool(self.num_guesses) == bool(other.num_guesses)
             and self.cuts >= other.cuts
             and self.auctions >= other.auctions
         )
+
+    def widened(self, most_guesses: int) -> Size:
+        """One that serves for most of what as many rows may come to want, if they are given up to so many tokens."""
+        if not self.num_guesses and self.num_tokens == self.num_rows:
+            return self
+        most = self.num_rows * (1 + most_guesses)
+        return replace(
+            self,
+            num_tokens=max(self.num_tokens, min(most, 2 * self.num_tokens)),
+            num_queries=max(self.num_queries, 1 + most_guesses),
+            num_guesses=most_guesses if self.num_guesses else 0,
+            auctions=self.num_rows <= MAX_AUCTION,
+        ).rounded_up()
+
+    @property
+    def work(self) -> int:
+        """Tokens that go through the model or the head."""
+        return self.num_tokens + self.num_rows * self.num_guesses
 
     @property
     def num_order_words(self) -> int:
@@ -119,28 +139,32 @@ class Graphs:
         most = _round_up(max_rows, ROWS)
         self.words = torch.empty(Size(most, most, 1).num_words, dtype=torch.int32, device=device)
         self.letter = Letter(most, device=device)
+        self.seconds: dict[Size, float] = {}  # what the last step took that went by it
         self._captured: dict[Size, Callable[[], None]] = {}
-        self._wanted: Counter[Size] = Counter()  # how often, of those that are not captured
+        self._price_s = math.inf  # of a graph
+        self._paid_s: defaultdict[Size, float] = defaultdict(float)  # for padding, by those that are not captured
         self._pool: Any = None  # torch's handle of it
 
     @property
     def num_captured(self) -> int:
         return len(self._captured)
 
-    def fit(self, size: Size) -> Size:
-        """The size by which a step of this one goes for now."""
+    def fit(self, size: Size, most_guesses: int) -> Size:
+        """The size by which a step of this one goes for now. `most_guesses`: what others may ask for."""
         if size in self._captured or self.eager:
             return size
-        self._wanted[size] += 1
-        if self._wanted[size] > PATIENCE:
-            return size
         larger = [known for known in self._captured if known.serves(size)]
-        return min(larger, key=lambda known: known.num_tokens, default=size)
+        if not larger:
+            return size.widened(most_guesses)
+        best = min(larger, key=lambda known: known.work)
+        self._paid_s[size] += self.seconds.get(best, 0.0) * (1 - size.work / best.work)
+        return size if self._paid_s[size] > self._price_s else best
 
     def prepare(self, size: Size) -> None:
         """Capture it, if it was not yet. Orders that are there stay."""
         if size in self._captured:
             return
+        started = time.perf_counter()
         try:
             self._captured[size] = self._capture(size)
         except torch.cuda.OutOfMemoryError as error:
@@ -150,6 +174,7 @@ class Graphs:
                 f"of {total / 2**30:.0f} GiB are free): lower engine.kv_tokens, engine.max_num_seqs or "
                 "speculation.num_speculative_tokens"
             ) from error
+        self._price_s = min(self._price_s, time.perf_counter() - started)  # others had kernels to compile too
 
     def run(self, size: Size) -> None:
         """A step by the orders in `words`, which are laid out for this size. It was prepared."""
