@@ -84,6 +84,7 @@ class _Step:
     is_fair: bool = True  # no slots were left out for being on probation
     # With 0, 1, … drafted tokens, as far as it was asked for; as `load_s` from when the step was planned.
     steps_s: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    curves: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))  # of `Worth`
     asked: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # [B], for whom the head drafted, or was to
     cells: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # [B, K], of the drafts
     from_head: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # [B]
@@ -177,7 +178,8 @@ class AutoPolicy:
         step.steps_s = self.costs.steps_s(step.load, num_rows * k_max)
         draft_s = [self.costs.draft_s(self.costly, num_rows, k) for k in range(1, 1 + k_max)]
         seconds = np.array(draft_s)[:, None] + step.steps_s[self.worth.slots(num_rows)]
-        rates = self.worth(self.depths) / seconds
+        step.curves = self.worth(self.depths)
+        rates = step.curves / seconds
         best = int(rates.argmax())
         caps = np.zeros(num_rows, np.int32)
         if rates.flat[best] >= margin(num_rows) / plain_s:
@@ -211,6 +213,8 @@ class AutoPolicy:
     def select(self, drafts: DraftBatch) -> np.ndarray:
         num_rows, k = drafts.tokens.shape
         step, num_drafted = self._step, int(drafts.num.sum())
+        if self._is_blind(step) and num_drafted and not step.probing and self.chances.least_seen() >= PROBATION:
+            return self._select_unseen(drafts.num, num_drafted, k)
         self._look_at(drafts, step)
         chances = self.chances(step.cells)
         if num_drafted < chances.size:
@@ -232,16 +236,34 @@ class AutoPolicy:
             best, verb = max(best, min(PROBE_DEPTH, len(order))), "probes"
         elif not best and len(order) and (self._is_due(order[:1]) or self._pay(float(seconds[1] - seconds[0]))):
             best, verb = 1, "probes"
-        self.decision = Decision(
-            f"{verb} {best} of {len(order)} slots: {gain[best]:.2f} tokens for "
-            f"{1e3 * (seconds[best] - step.load_s):.2f} ms more",
-            float(gain[best]),
-            float(seconds[best]),
-            step,
-        )
+        self.decision = _decision(verb, best, len(order), float(gain[best]), float(seconds[best]), step)
         if best == num_drafted:
             return drafts.num
         return np.bincount(order[:best] // k, minlength=num_rows).astype(np.int32)
+
+    def _is_blind(self, step: _Step) -> bool:
+        """Whether drafts lie on the device alone: what is said of them here is of those before."""
+        return step.is_ahead and not self.has_history
+
+    def _select_unseen(self, num: np.ndarray, num_drafted: int, k: int) -> np.ndarray:
+        """The same, by what auctions of such drafts bring. Which slots are the best is known where they lie; here they
+        are shared evenly."""
+        step, num_rows, num_drafting = self._step, len(num), int(np.count_nonzero(num))
+        slots = np.minimum(self.worth.slots(num_drafting), num_drafted)
+        gain = (step.curves[k - 1] - 1) * num_drafting
+        seconds = step.draft_s + step.steps_s[slots]
+        rates = (num_rows + gain) / seconds
+        at, verb = int(rates.argmax()), "takes"
+        best, brings, takes_s = int(slots[at]), float(gain[at]), float(seconds[at])
+        if rates[at] < margin(num_rows) * num_rows / (step.draft_s + step.steps_s[0]):
+            best, brings, takes_s = 0, 0.0, step.draft_s + float(step.steps_s[0])
+            if self._pay(float(step.steps_s[1] - step.steps_s[0])):
+                best, verb = 1, "probes"
+        self.decision = _decision(verb, best, num_drafted, brings, takes_s, step)
+        if best == num_drafted:
+            return num
+        each, more = divmod(best, num_drafting)
+        return np.minimum(num, each + ((num > 0).cumsum() <= more)).astype(np.int32)
 
     def _look_at(self, drafts: DraftBatch, step: _Step) -> None:
         step.cells = self.chances.cells(drafts)
@@ -268,28 +290,37 @@ class AutoPolicy:
 
     def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
         step: _Step = decision.about
-        if commits.drafts is not None and commits.drafts.tokens.shape[1]:  # other ones than were looked at
-            step.ids = commits.request_ids
-            step.asked = commits.drafts.num > 0
-            self._look_at(commits.drafts, step)
-            if self.worth.is_curious:
-                step.chances = self.chances(step.cells) * (commits.drafts.num > 0)[:, None]
-        if step.cells.shape[1]:
-            num, num_drafted = len(commits.num), int(commits.num_drafted.sum())
-            brings = int(commits.num_accepted.sum()) / num
-            if step.is_fair and not step.probing:
-                self.yields.observe(num, brings, num_drafted / num)
-            saved_s = step.load_s * (1 + brings) - decision.expected_s
-            self._credit_s += max(0.0, REINVESTED * saved_s)
+        unseen, is_curious = commits.drafts, self.head is not None and self.worth.is_curious
+        if unseen is not None and unseen.tokens.shape[1]:  # other ones than were looked at
+            self._account(commits, step, decision)
+            if is_curious or not self._is_blind(step):
+                step.ids = commits.request_ids
+                step.asked = unseen.num > 0
+                self._look_at(unseen, step)
+                step.chances = self.chances(step.cells) * step.asked[:, None]
+                self._learn(commits, step, is_curious)
+        elif step.cells.shape[1]:
+            self._account(commits, step, decision)
             step.follow(commits.request_ids)
-            if self.head is not None and self.worth.is_curious:
-                self._judge(commits, step)
-            if num_drafted:
-                self.chances.observe(step.cells, commits.num_accepted, commits.num_known)
+            self._learn(commits, step, is_curious)
         if step.is_ahead:  # drafted for all, where the step was computed: as much of its time as was thought
             self.costs.observe(trace, step.drafted_k, self.costly, None, min(step.draft_s, trace.total_s / 2))
         else:
             self.costs.observe(trace, step.drafted_k, self.costly, 1 if step.probing else None, None)
+
+    def _account(self, commits: Commits, step: _Step, decision: Decision) -> None:
+        num = len(commits.num)
+        brings = int(commits.num_accepted.sum()) / num
+        if step.is_fair and not step.probing:
+            self.yields.observe(num, brings, int(commits.num_drafted.sum()) / num)
+        saved_s = step.load_s * (1 + brings) - decision.expected_s
+        self._credit_s += max(0.0, REINVESTED * saved_s)
+
+    def _learn(self, commits: Commits, step: _Step, is_curious: bool) -> None:
+        if is_curious:
+            self._judge(commits, step)
+        if commits.num_drafted.any():
+            self.chances.observe(step.cells, commits.num_accepted, commits.num_known)
 
     def _judge(self, commits: Commits, step: _Step) -> None:
         """How deep a head's drafts get. One that was asked, and whose guesses (if any came) were then refused, is not
@@ -324,3 +355,10 @@ class AutoPolicy:
         self.worth.renew()
         self.yields.figures = state["yields"].copy()
         self._version = int(state["version"][0])
+
+
+def _decision(verb: str, num_taken: int, num_slots: int, brings: float, seconds: float, step: _Step) -> Decision:
+    said = (
+        f"{verb} {num_taken} of {num_slots} slots: {brings:.2f} tokens for {1e3 * (seconds - step.load_s):.2f} ms more"
+    )
+    return Decision(said, brings, seconds, step)

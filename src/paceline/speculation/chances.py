@@ -70,7 +70,8 @@ class Chances:
 
     def least_seen(self) -> float:
         """The same of the drafter of whom the least is known."""
-        return float(self._seen_by_source().min())
+        seen = self._seen_by_source()
+        return float(seen.min()) if len(seen) else 0.0
 
     def _seen_by_source(self) -> np.ndarray:
         return self._counts[1].reshape(-1, PER_SOURCE).sum(1)
