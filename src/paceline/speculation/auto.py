@@ -214,7 +214,7 @@ class AutoPolicy:
         num_rows, k = drafts.tokens.shape
         step, num_drafted = self._step, int(drafts.num.sum())
         if self._is_blind(step) and num_drafted and not step.probing and self.chances.least_seen() >= PROBATION:
-            return self._select_unseen(drafts.num, num_drafted, k)
+            return self._select_unseen(drafts.num, num_drafted)
         self._look_at(drafts, step)
         chances = self.chances(step.cells)
         if num_drafted < chances.size:
@@ -245,12 +245,12 @@ class AutoPolicy:
         """Whether drafts lie on the device alone: what is said of them here is of those before."""
         return step.is_ahead and not self.has_history
 
-    def _select_unseen(self, num: np.ndarray, num_drafted: int, k: int) -> np.ndarray:
+    def _select_unseen(self, num: np.ndarray, num_drafted: int) -> np.ndarray:
         """The same, by what auctions of such drafts bring. Which slots are the best is known where they lie; here they
         are shared evenly."""
         step, num_rows, num_drafting = self._step, len(num), int(np.count_nonzero(num))
         slots = np.minimum(self.worth.slots(num_drafting), num_drafted)
-        gain = (step.curves[k - 1] - 1) * num_drafting
+        gain = (step.curves[int(num.max()) - 1] - 1) * num_drafting
         seconds = step.draft_s + step.steps_s[slots]
         rates = (num_rows + gain) / seconds
         at, verb = int(rates.argmax()), "takes"

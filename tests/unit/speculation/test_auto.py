@@ -203,6 +203,49 @@ def test_a_head_that_drafts_for_the_next_step_is_probed_too() -> None:
     assert made.tolist() == [K, K] and num_tried[K] > 1000
 
 
+@pytest.mark.parametrize(("token", "least", "most"), [(0.001, 1.0, 1.0), (0.06, 0.3, 0.8), (4.0, 0.0, 0.0)])
+def test_drafts_that_lie_on_the_device_are_chosen_from_as_if_they_were_seen(
+    token: float, least: float, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For those who have drafts as many slots as bring, by the drafts themselves, nearly what an auction of these would
+    bring, and no more of any row than it has. What brings next to nothing is left."""
+    dice, num_rows, found, rates = np.random.default_rng(0), 64, list[np.ndarray](), list[float]()
+    said = np.where(dice.random((num_rows, K)) < 0.5, 0.95, 0.55)
+    num = np.where(np.arange(num_rows) % 8, K, 0)
+    for is_seen in (False, True):
+        policy = AutoPolicy(Line(token=token, draft=0.01), K, "eagle3")  # type: ignore[arg-type]
+        known(policy)
+        if is_seen:
+            monkeypatch.setattr(policy, "_is_blind", lambda step: False)
+        for _ in range(300):
+            stood = np.cumprod(dice.random((num_rows, K)) < said, axis=1).sum(1).astype(np.int32)
+            policy.depths.observe(stood, np.minimum(stood + 1, K))
+            policy.worth.hear(said)
+        policy.worth.renew()
+        policy._credit_s = -1e9
+        policy.plan(replace(rows(num_rows), is_ahead=True))
+        policy._step.draft_s, policy._step.probing = 0.04, False
+        found.append(policy.select(offered(said, num)))
+        assert (found[-1] <= num).all() and policy.decision.reason.startswith(f"takes {found[-1].sum()} of {num.sum()}")
+        assert policy.decision.expected_s == pytest.approx(10.04 + token * found[-1].sum())
+        survival = -np.sort(-np.cumprod(said[num > 0], axis=1), axis=None)
+        rates.append((num_rows + survival[: found[-1].sum()].sum()) / policy.decision.expected_s)
+    assert least <= found[0].sum() / num.sum() <= most and rates[0] > 0.98 * rates[1]
+
+
+def test_of_many_drafts_on_the_device_only_some_are_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once enough was heard for the next curves; what steps bring and take is always accounted for."""
+    policy = AutoPolicy(Line(token=0.001, draft=0.01), K, "eagle3")  # type: ignore[arg-type]
+    known(policy)
+    made, num_learned, num_accounted = np.full(64, K), list[int](), list[int]()
+    learn, observe = policy._learn, policy.yields.observe
+    monkeypatch.setattr(policy, "_learn", lambda *step: num_learned.append(1) or learn(*step))
+    monkeypatch.setattr(policy.yields, "observe", lambda *step: num_accounted.append(1) or observe(*step))
+    for _ in range(160):
+        made, num = ahead(policy, made, K)
+    assert num == 64 * K and 10 < len(num_learned) < 60 and len(num_accounted) == 160
+
+
 @pytest.mark.parametrize("num_rows", [8, 64, 512])
 def test_rows_that_come_from_their_prompts_are_no_misses_of_a_head(num_rows: int) -> None:
     """Rollout after rollout begins with rows for which nothing can have been drafted, be there room for it or not."""

@@ -25,10 +25,13 @@ from paceline.model.kv import PagedKV
 from paceline.model.layer import Linear
 from paceline.model.sample import Stream
 
+LINE = 16
+
 
 @dataclass(slots=True)
 class _Course:
-    """R rows through k drafted tokens; those of one token are a line of each."""
+    """R rows through k drafted tokens; those of one token are a line of each, which begins where memory is aligned: for
+    others, kernels would be compiled once more."""
 
     positions: Tensor  # int32 [k, R], where the head stands
     context: Tensor  # int32 [k, R]
@@ -74,14 +77,16 @@ class DeviceHead:
             return torch.empty(*size, dtype=dtype, device=rows.context.device)
 
         num = rows.num
+        width = triton.cdiv(num, LINE) * LINE
+        positions, context, emitted_at = empty(k, width), empty(k, width), empty(k, width, dtype=torch.int64)
         course = _Course(
-            empty(k, num), empty(k, num), empty(k, num, dtype=torch.int64), empty(num, dtype=torch.int64),
+            positions[:, :num], context[:, :num], emitted_at[:, :num], empty(num, dtype=torch.int64),
             empty(num, dtype=torch.float64), empty(num + 1),
         )  # fmt: skip
         slots = self.slots
         _lead[(1,)](
             rows.places, slots.length, slots.limit, slots.key, slots.temperature, course.positions, course.context,
-            course.emitted_at, course.keys, course.temperature, course.query_start, num, k,
+            course.emitted_at, course.keys, course.temperature, course.query_start, num, k, width,
             ROWS=triton.next_power_of_2(num), num_warps=4,
         )  # fmt: skip
         return course
@@ -95,10 +100,10 @@ class DeviceHead:
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "k"])
 def _lead(
     places, length, limit, key, temperature, positions, context, emitted_at, keys, temperatures, query_start,
-    num_rows, k, ROWS: tl.constexpr,
+    num_rows, k, width, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The last token stands at length - 1, and the head's own state at the position before it. Past a sequence's limit
     there are no pages: what is guessed there is of no use, and stays where it does no harm."""
@@ -116,12 +121,12 @@ def _lead(
     tl.store(query_start + num_rows, tl.sum(num))
     for i in range(k):
         at = tl.minimum(size - 2 + i, most - 1)
-        tl.store(positions + i * num_rows + r, at, mask=given)
-        tl.store(context + i * num_rows + r, at + 1, mask=given)
-        tl.store(emitted_at + i * num_rows + r, (size + i).to(tl.int64), mask=given)
+        tl.store(positions + i * width + r, at, mask=given)
+        tl.store(context + i * width + r, at + 1, mask=given)
+        tl.store(emitted_at + i * width + r, (size + i).to(tl.int64), mask=given)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["i", "num_rows"])
 def _keep(
     tokens, logprobs, places, drafts, worth, length, logprobs_out, imposed, i, num_rows,
     MAX_DRAFT: tl.constexpr, ROWS: tl.constexpr, IMPOSED: tl.constexpr,

@@ -81,8 +81,8 @@ class Slots:
             inputs.tokens, inputs.positions, inputs.keys, inputs.temperature, inputs.emitted_at, inputs.places,
             rows.query_start, rows.context, rows.places, num_rows, num_tokens, len(pages), self.tables.stride(0),
             ORDER=ORDER, HEADER=HEADER, QUERIES=num_queries, ROWS=triton.next_power_of_2(num_rows),
-            MAX_DRAFT=MAX_DRAFT, TOKENS=triton.next_power_of_2(num_tokens), PAGES=triton.next_power_of_2(len(pages)),
-            num_warps=4,
+            MAX_DRAFT=MAX_DRAFT, TOKENS=triton.next_power_of_2(max(num_tokens, num_rows * num_queries)),
+            PAGES=triton.next_power_of_2(len(pages)), num_warps=4,
         )  # fmt: skip
         return inputs
 
@@ -111,7 +111,8 @@ def imposed_chance(chances, slot, position, NUM: tl.constexpr):
     return tl.load(chances + tl.minimum((lot * NUM).to(tl.int32), NUM - 1))
 
 
-@triton.jit
+# Sizes of steps are many, and none is special: a kernel for each kind of them would be compiled in the midst of a run.
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["num_slots"])
 def _auction(
     orders, num_slots, worth, num_rows,
     ORDER: tl.constexpr, MAX_DRAFT: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
@@ -140,7 +141,7 @@ def _auction(
     tl.store(orders + row * ORDER + 1, num, mask=row < num_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_pages"], do_not_specialize_on_alignment=["pages"])
 def _lay_out(
     orders, pages, last, length, key, temperature, tables, drafts,
     tokens, positions, keys, temperatures, emitted_at, token_places, query_start, context, places,
