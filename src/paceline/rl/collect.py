@@ -167,8 +167,10 @@ class _Run:
     def _submit(self, episode: Episode) -> bool:
         """Whether its next turn could begin. A prompt that the engine refuses, too long for the model's context say,
         costs its sample."""
-        room = self.sampling.max_tokens - episode.num_emitted
-        request = episode.request(self.collector.next_request_id(), replace(self.sampling, max_tokens=room), self.seed)
+        sampling = self.sampling
+        if episode.turns:
+            sampling = replace(sampling, max_tokens=sampling.max_tokens - episode.num_emitted)
+        request = episode.request(self.collector.next_request_id(), sampling, self.seed)
         try:
             self.engine.submit(request)
         except ValueError as error:
@@ -182,7 +184,8 @@ class _Run:
         """Whether that was all; else its environment is thinking."""
         self.completions[completion.request.request_id] = completion
         episode.turns.append(completion)
-        episode.text = self.collector.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+        # An array: of a list every element would be looked at.
+        episode.text = self.collector.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         if episode.env is None:
             return True
         deadline = time.monotonic() + self.collector.env_timeout_s

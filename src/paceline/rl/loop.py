@@ -7,6 +7,7 @@ that a resumed run goes on as if nothing had happened.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -138,7 +139,7 @@ class Loop:
             if self.step == 0 and self.first_eval is None and train.eval_every:
                 self.first_eval = self.last_eval = self._evaluate()
             self.producer.start(self.step, self._ready)
-            with threads(self.learner_threads):
+            with threads(self.learner_threads), settled():
                 while self.step < train.num_steps:
                     self._one_step()
             finished = True
@@ -471,3 +472,15 @@ def _tensors(state: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 def _arrays(state: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in state.items()}
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """What is there by now stays: the garbage collector does not look through it again, which takes a fifth of a second
+    of every few rollouts."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

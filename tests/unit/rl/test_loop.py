@@ -1,7 +1,8 @@
-"""Who sleeps while the learner trains."""
+"""Who sleeps while the learner trains, and what a run spares itself."""
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,11 @@ def test_sleep_changes_nothing(tmp_path: Path) -> None:
         loop.run()
         found.append(checksum(loop.learner.weights()))
     assert found[0] == found[1]
+
+
+def test_what_is_there_when_a_run_begins_is_not_looked_through_in_its_steps(tmp_path: Path) -> None:
+    loop = make(tmp_path, "run", "train.num_steps=1")
+    num_spared, one_step = [], loop._one_step
+    loop._one_step = lambda: num_spared.append(gc.get_freeze_count()) or one_step()  # type: ignore[method-assign]
+    loop.run()
+    assert num_spared[0] > 10_000 and gc.get_freeze_count() == 0
