@@ -55,8 +55,8 @@ class Bytes:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
-        return bytes(ids).decode(errors="replace")
+    def decode(self, ids: list[int] | np.ndarray, skip_special_tokens: bool = False) -> str:
+        return bytes(list(ids)).decode(errors="replace")
 
 
 class Judge:
