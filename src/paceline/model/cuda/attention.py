@@ -84,7 +84,7 @@ class CudaPagedAttention:
             to.cos, to.sin, to.q_norm if has_norm else out, to.k_norm if has_norm else out, to.eps,
             rows.tables, rows.places, rows.query_start, rows.context, dim**-0.5 * 1.4426950408889634,
             q_THE.stride(0), k_TGE.stride(0), v_TGE.stride(0), out.stride(0), rows.tables.stride(0),
-            NUM_KV=num_kv, GROUP=group, DIM=dim, QUERIES=self.max_queries, SIZE=size, PARTS=parts, PAGE=BLOCK,
+            NUM_KV=num_kv, GROUP=group, DIM=dim, QUERIES=self.max_queries, SIZE=size, SPLITS=parts > 1, PAGE=BLOCK,
             NEW=max(16, triton.next_power_of_2(self.max_queries)), TURNS=turn is not None, NORMS=has_norm,
             **tuning(q_THE.dtype, rows.num * num_kv), **early(out.device),
         )  # fmt: skip
@@ -139,15 +139,19 @@ def _attend(
     tables, places, query_start, context, scale,
     q_stride, k_stride, v_stride, out_stride, table_stride,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr,
-    PARTS: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr, TURNS: tl.constexpr, NORMS: tl.constexpr,
+    SPLITS: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr, TURNS: tl.constexpr, NORMS: tl.constexpr,
     TOKENS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """How many parts there are is not compiled in: for small batches it is another number with each of their sizes, and
+    a kernel takes seconds to compile. That queries are few is: a third of the instructions is left away for it."""
+    row, head, part, parts = tl.program_id(0), tl.program_id(1), tl.program_id(2), 1
+    if SPLITS:
+        parts = tl.num_programs(2)
     first = tl.load(query_start + row)
     num = tl.load(query_start + row + 1) - first
     old = tl.where(num > 0, tl.load(context + row) - num, 0)  # tokens that are in the pages already
     table = tables + tl.load(places + row).to(tl.int64) * table_stride
-    share = tl.cdiv(tl.cdiv(old, TOKENS), PARTS) * TOKENS
+    share = tl.cdiv(tl.cdiv(old, TOKENS), parts) * TOKENS
     begin = part * share
     end = tl.minimum(old, begin + share)
     ahead = begin + tl.arange(0, TOKENS)
@@ -180,7 +184,7 @@ def _attend(
         total = total * fade + tl.sum(chance, 1)
         acc = acc * fade[:, None] + tl.dot(chance.to(v.dtype), v, input_precision="ieee")
         greatest = now
-    if part == PARTS - 1:
+    if part == parts - 1:
         j = tl.arange(0, NEW)
         fresh = j < num
         new = (first + j).to(tl.int64)
@@ -199,23 +203,23 @@ def _attend(
         total = total * fade + tl.sum(chance, 1)
         acc = acc * fade[:, None] + tl.dot(chance.to(v.dtype), v, input_precision="ieee")
         greatest = now
-    if PARTS == 1:
+    if not SPLITS:
         out_at = (first + query).to(tl.int64)[:, None] * out_stride + (head * GROUP + of % GROUP)[:, None] * DIM
         tl.store(out + out_at + e[None, :], (acc / total[:, None]).to(qs.dtype), mask=real[:, None])
     else:
-        mine = (row * NUM_KV + head).to(tl.int64) * PARTS
+        mine = (row * NUM_KV + head).to(tl.int64) * parts
         tl.store(sums + (mine + part) * SIZE * DIM + of[:, None] * DIM + e[None, :], acc)
         tl.store(stats + (mine + part) * 2 * SIZE + of, greatest)
         tl.store(stats + (mine + part) * 2 * SIZE + SIZE + of, total)
         tl.debug_barrier()  # all of it is written before it is counted
-        if tl.atomic_add(done + row * NUM_KV + head, 1, sem="acq_rel") == PARTS - 1:
+        if tl.atomic_add(done + row * NUM_KV + head, 1, sem="acq_rel") == parts - 1:
             tl.store(done + row * NUM_KV + head, 0)  # for the next layer
             greatest = tl.full([SIZE], -float("inf"), tl.float32)
-            for i in range(PARTS):
+            for i in range(parts):
                 greatest = tl.maximum(greatest, tl.load(stats + (mine + i) * 2 * SIZE + of, cache_modifier=".cg"))
             total = tl.zeros([SIZE], tl.float32)
             acc = tl.zeros([SIZE, DIM], tl.float32)
-            for i in range(PARTS):
+            for i in range(parts):
                 theirs = stats + (mine + i) * 2 * SIZE + of
                 fade = tl.exp2(tl.load(theirs, cache_modifier=".cg") - greatest)
                 total += fade * tl.load(theirs + SIZE, cache_modifier=".cg")

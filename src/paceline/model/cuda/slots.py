@@ -23,6 +23,7 @@ from paceline.model.cuda.sample import Draws
 MAX_DRAFT = MAX_QUERIES - 1
 HEADER = 4  # of an order: slot (-1: none), number of drafted tokens, last token (-1: as the slot knows it), length
 MAX_AUCTION = 1024  # rows that may bid
+PADDING = 256  # tokens that are none, at a time
 ORDER = HEADER + MAX_DRAFT  # int32 words, the drafted tokens behind the header (-1: as the slot knows them)
 
 
@@ -80,9 +81,8 @@ class Slots:
             orders, pages, self.last, self.length, self.key, self.temperature, self.tables, self.drafts,
             inputs.tokens, inputs.positions, inputs.keys, inputs.temperature, inputs.emitted_at, inputs.places,
             rows.query_start, rows.context, rows.places, num_rows, num_tokens, len(pages), self.tables.stride(0),
-            ORDER=ORDER, HEADER=HEADER, QUERIES=num_queries, ROWS=triton.next_power_of_2(num_rows),
-            MAX_DRAFT=MAX_DRAFT, TOKENS=triton.next_power_of_2(max(num_tokens, num_rows * num_queries)),
-            PAGES=triton.next_power_of_2(len(pages)), num_warps=4,
+            num_queries, ORDER=ORDER, HEADER=HEADER, ROWS=triton.next_power_of_2(num_rows), MAX_DRAFT=MAX_DRAFT,
+            PAGES=triton.next_power_of_2(len(pages)), PADDING=PADDING, num_warps=4,
         )  # fmt: skip
         return inputs
 
@@ -141,13 +141,15 @@ def _auction(
     tl.store(orders + row * ORDER + 1, num, mask=row < num_rows)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_pages"], do_not_specialize_on_alignment=["pages"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tokens", "num_pages", "num_queries"], do_not_specialize_on_alignment=["pages"]
+)
 def _lay_out(
     orders, pages, last, length, key, temperature, tables, drafts,
     tokens, positions, keys, temperatures, emitted_at, token_places, query_start, context, places,
-    num_rows, num_tokens, num_pages, table_stride,
-    ORDER: tl.constexpr, HEADER: tl.constexpr, QUERIES: tl.constexpr, MAX_DRAFT: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, PAGES: tl.constexpr,
+    num_rows, num_tokens, num_pages, table_stride, num_queries,
+    ORDER: tl.constexpr, HEADER: tl.constexpr, MAX_DRAFT: tl.constexpr, ROWS: tl.constexpr, PAGES: tl.constexpr,
+    PADDING: tl.constexpr,
 ):  # fmt: skip
     """One program: a step's few thousand numbers."""
     u = tl.arange(0, PAGES)
@@ -178,7 +180,7 @@ def _lay_out(
     tl.store(places + r, slot, mask=given)
     own_key = tl.load(key + slot, mask=real, other=0)
     own_temperature = tl.load(temperature + slot, mask=real, other=1.0)
-    for j in range(QUERIES):
+    for j in range(num_queries):
         here = real & (j < num)
         drafted = tl.load(orders + r * ORDER + HEADER + j - 1, mask=here & (j > 0), other=0)
         own = here & (drafted < 0)
@@ -190,15 +192,16 @@ def _lay_out(
         tl.store(keys + at, own_key, mask=here)
         tl.store(temperatures + at, own_temperature, mask=here)
         tl.store(token_places + at, slot, mask=here)
-    t = tl.arange(0, TOKENS)
-    padding = (t >= total) & (t < num_tokens)
-    zero = tl.zeros([TOKENS], tl.int32)
-    tl.store(tokens + t, zero, mask=padding)
-    tl.store(positions + t, zero, mask=padding)
-    tl.store(emitted_at + t, zero.to(tl.int64), mask=padding)
-    tl.store(keys + t, zero.to(tl.int64), mask=padding)
-    tl.store(temperatures + t, zero.to(tl.float64) + 1, mask=padding)
-    tl.store(token_places + t, zero - 1, mask=padding)
+    zero = tl.zeros([PADDING], tl.int32)
+    for start in range(total, num_tokens, PADDING):
+        t = start + tl.arange(0, PADDING)
+        padding = t < num_tokens
+        tl.store(tokens + t, zero, mask=padding)
+        tl.store(positions + t, zero, mask=padding)
+        tl.store(emitted_at + t, zero.to(tl.int64), mask=padding)
+        tl.store(keys + t, zero.to(tl.int64), mask=padding)
+        tl.store(temperatures + t, zero.to(tl.float64) + 1, mask=padding)
+        tl.store(token_places + t, zero - 1, mask=padding)
 
 
 @triton.jit
