@@ -192,6 +192,7 @@ class StepTrace:
     sources: tuple[tuple[str, int, int], ...] = ()  # (drafter, tokens verified, tokens accepted)
     num_history_bytes: int = 0  # what the drafter remembers takes
     num_captured: int = 0  # sizes of steps that were made ready meanwhile, for the first time: its time says little
+    num_guessed: int = 0  # tokens that a head on the device drafted for each row, for the next step
     engine: int = 0  # its number, where several generate
 
 

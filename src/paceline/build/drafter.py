@@ -74,7 +74,14 @@ def _ahead(config: Config, target: Decoder, head: Eagle3Head) -> Drafter:
     """Where whole steps are computed on the device, a head drafts there too."""
     from paceline.drafters.ahead import Eagle3Ahead
     from paceline.drafters.hybrid import HybridAhead
+    from paceline.model.cuda.slots import MAX_DRAFT
 
+    lengths = config.speculation.num_speculative_tokens
+    longest = lengths if isinstance(lengths, int) else max(lengths.values())
+    if longest > MAX_DRAFT:
+        raise ValueError(
+            f"speculation.num_speculative_tokens = {longest}: a head on a GPU drafts at most {MAX_DRAFT}; lower it"
+        )
     eagle3 = Eagle3Ahead(head)
     if config.speculation.method == "eagle3":
         return eagle3

@@ -333,6 +333,7 @@ class LocalEngine:
             "num_preempted": step.num_preempted,
             "num_free_blocks": self.paged.pool.num_free,
             "num_captured": step.num_captured,
+            "num_guessed": landed.num_guessed,
         }
         finished = seats.of(deciding.at[over])
         for sequence in finished:

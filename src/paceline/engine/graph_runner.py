@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -62,7 +62,8 @@ class _Flight:
     rest: Landed | None
     places: tuple[np.ndarray, np.ndarray]
     tell: Callable[[_Mail], None] | None = None  # who wants to know what was guessed for the next step
-    took: Callable[[float], None] | None = None  # … and how long the graph took
+    size: Size | None = None  # of the graph, …
+    seconds: dict[Size, float] = field(default_factory=dict)  # … and who wants to know what it took
 
     @property
     def may_wait(self) -> bool:
@@ -77,15 +78,16 @@ class _Flight:
         if self.tell is not None:
             self.tell(mail)
         device_s = mail.started.elapsed_time(mail.done) / 1e3
-        if self.took is not None:
-            self.took(device_s)
+        num_guessed = 0
+        if self.size is not None:
+            self.seconds[self.size], num_guessed = device_s, self.size.num_guesses
         num = len(mine)
         tokens = mail.tokens[:num].copy()
         width = int(tokens[:, 0].max())
         logprobs = mail.logprobs[:num, :, :width].copy()
         found = Verdict(tokens[:, 2 : 2 + width], tokens[:, 0] - 1, logprobs[:, 0], logprobs[:, 1])
         if self.rest is None:
-            return Landed(found, device_s, 0.0, tokens[:, 1])
+            return Landed(found, device_s, 0.0, tokens[:, 1], num_guessed)
         both = Verdict.empty(num + len(others), max(width, self.rest.verdict.tokens.shape[1]))
         for place, part in ((mine, found), (others, self.rest.verdict)):
             both.num_accepted[place] = part.num_accepted
@@ -93,7 +95,7 @@ class _Flight:
                 getattr(both, name)[place, : part.tokens.shape[1]] = getattr(part, name)
         num_verified = np.full(len(both.tokens), ALL)
         num_verified[mine] = tokens[:, 1]
-        return Landed(both, device_s + self.rest.forward_s, self.rest.sample_s, num_verified)
+        return Landed(both, device_s + self.rest.forward_s, self.rest.sample_s, num_verified, num_guessed)
 
 
 class GraphRunner:
@@ -162,10 +164,7 @@ class GraphRunner:
         if num_slots is not None and len(mine) > MAX_AUCTION:
             _share(mine, num_slots)
             num_slots = None
-        mail = took = None
-        if len(mine):
-            mail, size = self._run(graphs, mine, num_slots, chosen)
-            took = partial(graphs.seconds.__setitem__, size)
+        mail, size = self._run(graphs, mine, num_slots, chosen) if len(mine) else (None, None)
         landed = self.others.launch(rest, q).land() if rest is not None else None
         if rest is not None and landed is not None and graphs.head is not None:
             self._take_in(graphs.head, rest, landed)
@@ -174,7 +173,7 @@ class GraphRunner:
             ids, k = line.seats.request_ids(mine.at), self.ahead.num_asked
             self.ahead.made(ids, k)
             tell = partial(self._tell, ids, k)
-        return _Flight(mail, landed, places, tell, took)
+        return _Flight(mail, landed, places, tell, size, graphs.seconds)
 
     def _tell(self, ids: np.ndarray, k: int, mail: _Mail) -> None:
         assert self.ahead is not None

@@ -30,6 +30,7 @@ class Landed:
     forward_s: float
     sample_s: float
     num_verified: np.ndarray | None = None  # int [B], drafted tokens; None: all that were there
+    num_guessed: int = 0  # tokens that a head drafted for each row at its end
 
 
 class Flight(Protocol):

@@ -249,8 +249,9 @@ class AutoPolicy:
         """The same, by what auctions of such drafts bring. Which slots are the best is known where they lie; here they
         are shared evenly."""
         step, num_rows, num_drafting = self._step, len(num), int(np.count_nonzero(num))
-        slots = np.minimum(self.worth.slots(num_drafting), num_drafted)
-        gain = (step.curves[int(num.max()) - 1] - 1) * num_drafting
+        slots = self.worth.slots(num_drafting)
+        slots = np.minimum(slots[: max(1, int(slots.searchsorted(num_drafted, "right")))], num_drafted)
+        gain = (step.curves[int(num.max()) - 1, : len(slots)] - 1) * num_drafting
         seconds = step.draft_s + step.steps_s[slots]
         rates = (num_rows + gain) / seconds
         at, verb = int(rates.argmax()), "takes"
@@ -291,9 +292,10 @@ class AutoPolicy:
     def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
         step: _Step = decision.about
         unseen, is_curious = commits.drafts, self.head is not None and self.worth.is_curious
+        is_known = self.chances.least_seen() >= PROBATION
         if unseen is not None and unseen.tokens.shape[1]:  # other ones than were looked at
             self._account(commits, step, decision)
-            if is_curious or not self._is_blind(step):
+            if is_curious or not is_known or not self._is_blind(step):
                 step.ids = commits.request_ids
                 step.asked = unseen.num > 0
                 self._look_at(unseen, step)
@@ -304,7 +306,11 @@ class AutoPolicy:
             step.follow(commits.request_ids)
             self._learn(commits, step, is_curious)
         if step.is_ahead:  # drafted for all, where the step was computed: as much of its time as was thought
-            self.costs.observe(trace, step.drafted_k, self.costly, None, min(step.draft_s, trace.total_s / 2))
+            k, draft_s = step.drafted_k, step.draft_s
+            if trace.num_guessed > k > 0:  # its graph could no less
+                k = trace.num_guessed
+                draft_s = self.costs.draft_s(self.costly, trace.num_rows, k)
+            self.costs.observe(trace, k, self.costly, None, min(draft_s, trace.total_s / 2))
         else:
             self.costs.observe(trace, step.drafted_k, self.costly, 1 if step.probing else None, None)
 

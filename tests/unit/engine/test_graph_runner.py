@@ -10,6 +10,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -25,12 +26,14 @@ import torch
 from support import check_blocks, naive_table
 
 from paceline.build.cost import time_step
+from paceline.build.drafter import _ahead
+from paceline.config import load_config
 from paceline.drafters.ahead import Eagle3Ahead
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.accept import RULES
 from paceline.engine.engine import LocalEngine
 from paceline.engine.runner import EagerRunner
-from paceline.model.kv import BlockTable
+from paceline.model.kv import BLOCK, BlockTable
 from paceline.model.paged import Span
 from paceline.model.sample import Sampler, SamplingArrays
 from paceline.speculation.batch import DraftBatch
@@ -283,7 +286,8 @@ def test_what_the_device_is_not_told_is_missed(cuda: SimpleNamespace) -> None:
 def graphs(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Capturing one takes a second."""
     made = object.__new__(cuda.graphs.Graphs)
-    made.eager, made._paid_s, made._captured, made.seconds, made._price_s = False, Counter(), {}, {}, math.inf
+    made.eager = made._is_tight = False
+    made._paid_s, made._captured, made.seconds, made._price_s = Counter(), {}, {}, math.inf
     made._capture, now = (lambda size: lambda: None), count()
     monkeypatch.setattr(cuda.graphs, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     return made
@@ -295,18 +299,16 @@ def test_a_larger_graph_will_do_until_its_padding_has_cost_a_graph(graphs: Any, 
     others = {
         "rows": size(128, 256, 4, 2), "too many": size(96, 640, 4, 2), "fewer tokens": size(96, 192, 4, 2),
         "queries": size(96, 256, 2, 2), "fewer guesses": size(96, 256, 4, 1), "none": size(96, 256, 4, 0),
+        "guesses without pages": size(96, 256, 4, 4),
     }  # fmt: skip
-    graphs._captured = dict.fromkeys(others.values())
-    assert graphs.fit(wanted, 2) not in graphs._captured
-    assert graphs.fit(size(96, 96, 1), 2) == size(96, 96, 1), "nothing is guessed: there may be no pages"
     good = [size(96, 512, 8, 2, True, True), size(96, 384, 4, 3)]
-    for one in good:
+    for one in (*others.values(), *good):
         graphs.prepare(one)
     graphs.seconds[good[1]] = 0.11
-    # A third of its work (384 + 96 x 3, not 256 + 96 x 2) is padding: a second is paid with the 28th step.
-    assert [graphs.fit(wanted, 3) for _ in range(40)] == [good[1]] * 27 + [wanted] * 13
+    # A third of its work (384 + 96 x 3, not 256 + 96 x 2) is padding: a second is paid with the 29th step.
+    assert [graphs.fit(wanted, 3) for _ in range(40)] == [good[1]] * 28 + [wanted] * 12
     assert graphs.fit(replace(wanted, auctions=True), 3) == good[0]
-    assert graphs.fit(replace(good[1], num_queries=2), 3) == good[1], "no padding: as good as its own"
+    assert graphs.fit(size(96, 96, 1), 3) == size(96, 96, 1), "nothing is guessed: there may be no pages"
 
 
 def test_the_first_graph_of_so_many_rows_is_a_wide_one(graphs: Any, cuda: SimpleNamespace) -> None:
@@ -320,6 +322,76 @@ def test_the_first_graph_of_so_many_rows_is_a_wide_one(graphs: Any, cuda: Simple
         assert graphs.fit(size(8, num_tokens, 4, guesses, auctions=bool(dice.integers(2))), 3) == first
     assert graphs.fit(size(8, 8, 1, 3), 3).num_tokens == 16, "not more than twice as many"
     assert not graphs.fit(size(2048, 4096, 2, 1), 3).auctions, "they are too many to bid"
+
+
+def test_where_there_is_no_memory_for_a_wide_graph_a_narrow_one_does(graphs: Any, cuda: SimpleNamespace) -> None:
+    size, tried, prepare = cuda.graphs.Size, [], graphs.prepare
+
+    def short(wanted: Any) -> None:
+        tried.append(wanted.num_tokens)
+        if wanted.num_tokens > 16:
+            raise ValueError("no device memory")
+        prepare(wanted)
+
+    graphs.prepare = short
+    for wanted in (size(8, 16, 2, 1), size(16, 32, 2, 1)):
+        assert graphs.fit(wanted, 3) == wanted
+    assert tried == [32], "and it is not tried again"
+
+
+class Wild(StaticPolicy):
+    """Some tokens for all rows or for one, other numbers now and then, of which some are verified."""
+
+    reads_drafts = takes_best = True
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self.reads_drafts = True
+        self.most, self.dice, self.num_steps, self.k = most, np.random.default_rng(most), 0, 0
+
+    def plan(self, rows: Any) -> np.ndarray:
+        super().plan(rows)
+        if self.num_steps % 3 == 0:
+            self.k = int(self.dice.integers(self.most + 1))
+        self.num_steps += 1
+        caps = np.full(len(rows), self.k, np.int32)
+        if self.dice.random() < 0.3:
+            caps[np.arange(len(rows)) != self.dice.integers(len(rows))] = 0
+        return caps
+
+    def select(self, drafts: DraftBatch) -> np.ndarray:
+        return (drafts.num * self.dice.random()).astype(np.int32)
+
+
+@pytest.mark.parametrize("num_blocks", [64, 12])
+def test_a_head_writes_into_its_rows_own_pages_alone(cuda: SimpleNamespace, graphs: Any, num_blocks: int) -> None:
+    """Whatever graphs there are: of a policy that was bolder, of steps that were timed, of another drafter with the
+    same head. Page by page, of all that is guessed behind a row's end."""
+    engine = make(cuda, "ahead", num_blocks, Wild(7))
+    device, seats, wrong, num_checked = engine.runner.device, engine.scheduler.seats, [], 0
+    graphs._capture = lambda size: lambda: None
+    device.fit, device.prepare, draft = graphs.fit, graphs.prepare, device._draft
+
+    def checked(slot: int, k: int) -> None:
+        nonlocal num_checked
+        draft(slot, k)
+        sequence, length, limit = seats.sequences[slot], int(device.slots.length[slot]), int(device.slots.limit[slot])
+        if sequence is None:  # timed
+            return
+        for i in range(1, k):
+            index = min(length - 2 + i, limit - 1) // BLOCK
+            held = sequence.table.blocks
+            num_checked += 1
+            if index >= len(held) or held[index] != int(device.slots.tables[slot, index]):
+                wrong.append((slot, k, engine.scheduler.lookahead))
+
+    device._draft = checked
+    for num_rows in (1, 2, 3, 4, 6):
+        time_step(engine.paged, engine.runner, num_rows, 1, 16, 7)
+    for most in (2, 7, 2):
+        engine.set_drafter(Eagle3Ahead(engine.drafter.head), Wild(most))
+        assert tokens(run(engine)) == naive()
+    assert not wrong and num_checked > 1000
 
 
 @pytest.mark.parametrize("kind", ["none", "suffix", "ahead"])
@@ -397,3 +469,12 @@ def test_a_launch_that_fails_when_the_device_is_off(cuda: SimpleNamespace, kind:
         except MemoryError:
             failed += 1
     assert failed == 1 and tokens([handle.completion for handle in handles]) == naive()
+
+
+@pytest.mark.parametrize("given", ["16", "{ 1 = 16, 8 = 2 }"])
+def test_longer_drafts_than_a_slot_has_room_for_are_refused(cuda: SimpleNamespace, given: str) -> None:
+    head = SimpleNamespace(config=SimpleNamespace(taps=(0,)))
+    for length, refused in ((given, True), ("15", False)):
+        config = load_config(None, ["speculation.method=eagle3", f"speculation.num_speculative_tokens={length}"])
+        with pytest.raises(ValueError, match="at most 15; lower it") if refused else nullcontext():
+            _ahead(config, None, head)  # type: ignore[arg-type]

@@ -188,7 +188,7 @@ def ahead(
         batch.request_ids, np.zeros((num_rows, K + 1), np.int32), accepted + 1, lengths.astype(np.int32), accepted,
         offered(np.full((num_rows, width), 0.5) * (made > 0)[:, None], made),
     )  # fmt: skip
-    policy.observe(commits, SimpleNamespace(total_s=10.0), policy.decision)  # type: ignore[arg-type]
+    policy.observe(commits, SimpleNamespace(total_s=10.0, num_guessed=0), policy.decision)  # type: ignore[arg-type]
     return np.full(num_rows, caps.max()), int(lengths.sum())
 
 
@@ -306,13 +306,15 @@ def test_what_a_step_takes_is_that_of_its_own_rows(method: str) -> None:
 class Trace:
     total_s: float
     draft_s: float
+    num_guessed: int = 0
+    num_rows: int = 2
 
 
 class Heard(Line):
-    draft_s_heard = -1.0
+    draft_s_heard, k_heard = -1.0, -1
 
     def observe(self, trace: Any, k: int, drafter: str | None, num_rows: int | None, draft_s: float | None) -> None:
-        self.draft_s_heard = trace.draft_s if draft_s is None else draft_s
+        self.draft_s_heard, self.k_heard = trace.draft_s if draft_s is None else draft_s, k
 
 
 def test_a_step_is_learned_from_by_what_it_verified_though_others_were_planned_meanwhile() -> None:
@@ -332,6 +334,9 @@ def test_a_step_is_learned_from_by_what_it_verified_though_others_were_planned_m
     stood_W, seen_W = policy.chances.state()["counts"].reshape(2, -1, 10).sum(1)
     assert seen_W.tolist() == [0] * 4 + [1] + [0] * 4 + [3] and stood_W.tolist() == [0] * 9 + [2]
     assert costs.draft_s_heard == pytest.approx(first.about.draft_s) and first.about.draft_s > 0
+    assert costs.k_heard == first.about.drafted_k < 7
+    policy.observe(commits, Trace(20.0, 0.0, 7), first)  # type: ignore[arg-type]
+    assert costs.k_heard == 7 and costs.draft_s_heard == pytest.approx(0.7), "a wide graph that drafts seven"
     policy.plan(rows(2))  # by the host, whose clock tells
     policy.observe(commits, Trace(20.0, 3.0), policy.decision)  # type: ignore[arg-type]
     assert costs.draft_s_heard == 3.0
@@ -410,7 +415,7 @@ def drafted(policy: AutoPolicy, spread: float, num_steps: int, blind: bool = Fal
     dice, size, found = np.random.default_rng(0), 1 / max(spread, 1e-9) - 1, []
     before = np.full((128, 7), 0.877)
     for _ in range(num_steps):
-        k = int(policy.plan(rows(128)).max())
+        k = int(policy.plan(replace(rows(128), is_ahead=blind)).max())
         chances = dice.beta(0.877 * size, 0.123 * size, (128, 7)).clip(0, 0.999) if spread else before
         drafts = offered(chances[:, :k])
         lengths = policy.select(offered(before[:, :k]) if blind else drafts)
@@ -433,6 +438,13 @@ def test_where_chances_differ_a_head_drafts_deeper_than_is_verified(blind: bool)
     assert all(4 <= k <= 6 and num_slots < 128 * k for k, num_slots in last)
     assert np.mean([num_slots == 384 for _, num_slots in last]) > 0.7
     assert policy.depths(3) == pytest.approx(np.full(3, 0.877), abs=0.06)
+
+
+def test_drafts_on_the_device_are_on_probation_no_longer_than_others() -> None:
+    """A slot at a time is little to learn from: so all of it is."""
+    policy = AutoPolicy(Stairs(draft=0.3), 7, "eagle3")  # type: ignore[arg-type]
+    found = drafted(policy, 0.2, 40, blind=True)
+    assert max(num_slots for _, num_slots in found[:4]) < 128 and all(num_slots >= 256 for _, num_slots in found[30:])
 
 
 def test_where_chances_are_alike_all_that_is_drafted_is_verified() -> None:

@@ -85,9 +85,9 @@ class Size:
         ).rounded_up()
 
     @property
-    def work(self) -> int:
-        """Tokens that go through the model or the head."""
-        return self.num_tokens + self.num_rows * self.num_guesses
+    def work(self) -> float:
+        """In tokens: those that go through the model or the head, and a little for attention of more queries."""
+        return self.num_tokens + self.num_rows * (self.num_guesses + self.num_queries / 16)
 
     @property
     def num_order_words(self) -> int:
@@ -142,6 +142,7 @@ class Graphs:
         self.seconds: dict[Size, float] = {}  # what the last step took that went by it
         self._captured: dict[Size, Callable[[], None]] = {}
         self._price_s = math.inf  # of a graph
+        self._is_tight = False  # there was no memory for a wide one
         self._paid_s: defaultdict[Size, float] = defaultdict(float)  # for padding, by those that are not captured
         self._pool: Any = None  # torch's handle of it
 
@@ -150,15 +151,27 @@ class Graphs:
         return len(self._captured)
 
     def fit(self, size: Size, most_guesses: int) -> Size:
-        """The size by which a step of this one goes for now. `most_guesses`: what others may ask for."""
+        """The size by which a step of this one goes for now; orders are not there yet. `most_guesses`: what others may
+        ask for, and for how many there are pages."""
         if size in self._captured or self.eager:
             return size
-        larger = [known for known in self._captured if known.serves(size)]
+        larger = [known for known in self._captured if known.serves(size) and known.num_guesses <= most_guesses]
         if not larger:
-            return size.widened(most_guesses)
+            return self._wide(size, most_guesses)
         best = min(larger, key=lambda known: known.work)
         self._paid_s[size] += self.seconds.get(best, 0.0) * (1 - size.work / best.work)
         return size if self._paid_s[size] > self._price_s else best
+
+    def _wide(self, size: Size, most_guesses: int) -> Size:
+        if self._is_tight:
+            return size
+        wide = size.widened(most_guesses)
+        try:
+            self.prepare(wide)
+        except ValueError:
+            self._is_tight = True
+            return size
+        return wide
 
     def prepare(self, size: Size) -> None:
         """Capture it, if it was not yet. Orders that are there stay."""
@@ -207,14 +220,16 @@ class Graphs:
         # Once without orders, so that kernels are compiled and libraries have their workspace; then for the record.
         given, words = self.words.clone(), self.words
         words.fill_(-1)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._step(size)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self._step(size)
+        try:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._step(size)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                self._step(size)
+        finally:
+            words.copy_(given)
         self._pool = graph.pool()
-        words.copy_(given)
         return graph.replay
