@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -22,6 +23,8 @@ from paceline.tasks.prompt import continuation, encode
 from paceline.tasks.rewards import Judge, Score
 from paceline.tasks.task import Env, Problem, Prompt, Turn
 from paceline.types import Completion, Group, Request, SamplingParams
+
+AT_ONCE = 4  # samples that are put into words between two steps
 
 
 @dataclass(slots=True)
@@ -151,15 +154,19 @@ class _Run:
             for episode in group:
                 if episode.failure is not None or not self._submit(episode):
                     ended(episode)
-        while self.running or self.thinking:
+        over: deque[tuple[Episode, Completion]] = deque()
+        has_env = any(episode.env is not None for group in members for episode in group)
+        while self.running or self.thinking or over:
             between(total - len(left), total)
             if self.running:
-                over = [(self.running.pop(c.request.request_id), c) for c in self.engine.step()]
-                for episode, completion in over:
-                    if self._turn_done(episode, completion):
-                        ended(episode)
-            else:
+                over.extend((self.running.pop(c.request.request_id), c) for c in self.engine.step())
+            elif not over:
                 time.sleep(0.005)
+            # When many end at once a fast device waits for the host: what nobody waits for is done bit by bit.
+            for _ in range(min(len(over), AT_ONCE) if self.running and not has_env else len(over)):
+                if self._turn_done(*over[0]):
+                    ended(over[0][0])
+                over.popleft()
             for episode in self._thought():
                 ended(episode)
         return scores

@@ -187,3 +187,31 @@ def test_an_error_is_not_hidden_by_what_comes_of_giving_up() -> None:
     with pytest.raises(RuntimeError, match="the first error"):
         it.collect(0, problems(2), 2, 0)
     assert not engine.waiting
+
+
+@pytest.mark.parametrize("has_env", [False, True])
+def test_of_many_that_end_at_once_some_wait_for_the_next_step_unless_an_environment_waits(has_env: bool) -> None:
+    """Nine end in the first step, and one in each that follows; a device does not wait until all are put into words."""
+    put_into_words = []
+
+    class Nine(ScriptedEngine):
+        num_steps = 0
+
+        def step(self) -> list[Completion]:
+            put_into_words.append(it.tokenizer.num)
+            self.num_steps += 1
+            return [c for _ in range(9 if self.num_steps == 1 else 1) for c in super(Nine, self).step()]
+
+    class Counting(Bytes):
+        num = 0
+
+        def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
+            self.num += 1
+            return super().decode(ids, skip_special_tokens)
+
+    it = collector(Nine())
+    it.tokenizer = Counting()
+    found = it.collect(0, problems(3, make_env=Counts) if has_env else problems(3), 4, 0)
+    assert put_into_words[:2] == [0, 9] if has_env else put_into_words == [0, 4, 8, 11]
+    assert [len(group.scored) for group in found.groups] == [4, 4, 4]
+    assert len(found.completions) == (36 if has_env else 12)
