@@ -3,10 +3,10 @@
 Always: a figure is of the engine's own steps, from schedule to commit, in which every row of the batch decodes and
 verifies k tokens; under the policy `auto` as many as that chooses, at most k. Prompts are random and nothing is shared,
 so that every row reads its own keys and values. Weights are random and made on the device: what steps take hardly
-depends on them (a card at its limit of power is 1% faster with uniform ones), what is accepted does. Drafts come from an EAGLE-3 head, which is as random, or from a history that has
-heard all of it before, so that nearly all stands. With `imposed_acceptance` drafted tokens stand by lot, each with a
-chance of its own, which the head knows and `auto` may choose by. That is for timing, and what is emitted then is
-nobody's sample; no setting of an engine can ask for it.
+depends on them (at its limit of power a card is 1% faster with uniform ones), what is accepted does. Drafts come from
+an EAGLE-3 head, which is as random, or from a history that has heard all of it before, so that nearly all stands. With
+`imposed_acceptance` drafted tokens stand by lot, each with a chance of its own, which the head knows and `auto` may
+choose by. That is for timing, and what is emitted then is nobody's sample; no setting of an engine can ask for it.
 """
 
 from __future__ import annotations
