@@ -265,7 +265,8 @@ class LocalEngine:
 
     def _halts(self, verdict: Verdict) -> bool:
         """Whether a sequence ends with what was emitted."""
-        return bool((self.scheduler.seats.stops(verdict.tokens) & verdict.emitted).any())
+        found = self.scheduler.seats.stops(verdict.tokens)
+        return bool(found.any()) and bool((found & verdict.emitted).any())
 
     def _commits(self, deciding: Lineup, verdict: Verdict, num: np.ndarray) -> Commits:
         return Commits(

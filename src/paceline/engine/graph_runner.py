@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 FLYING = 3  # steps whose words may be on their way between host and device
 ALL = 2**31 - 1  # drafted tokens: as many as there are
+ALL_FIT = np.ones(1, bool)  # as was found when they were prepared
 
 
 class _Mail:
@@ -152,9 +153,9 @@ class GraphRunner:
     def launch(self, rows: Seq[Row], q: dict[int, Tensor], num_slots: int | None = None) -> _Flight:
         graphs, line = self._ready(), Lineup.of(rows)
         mine, rest, none = line, None, np.zeros(0, np.int64)
-        fits = _fit(line)
+        fits = _fit(line) if line is not self._addressed else ALL_FIT
         if self.paged.taps and self.ahead is None:  # someone on the host reads features, which graphs keep
-            fits[:] = False
+            fits = np.zeros(len(line), bool)
         places = np.arange(len(line)), none
         if not fits.all():
             mine, rest = line.pick(fits), line.pick(~fits)
