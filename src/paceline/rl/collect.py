@@ -24,7 +24,7 @@ from paceline.tasks.rewards import Judge, Score
 from paceline.tasks.task import Env, Problem, Prompt, Turn
 from paceline.types import Completion, Group, Request, SamplingParams
 
-AT_ONCE = 4  # samples that are put into words between two steps
+SHARE = 0.1  # of a step's time, in which what has ended is put into words before the next
 
 
 @dataclass(slots=True)
@@ -158,15 +158,19 @@ class _Run:
         has_env = any(episode.env is not None for group in members for episode in group)
         while self.running or self.thinking or over:
             between(total - len(left), total)
+            started = time.perf_counter()
             if self.running:
                 over.extend((self.running.pop(c.request.request_id), c) for c in self.engine.step())
             elif not over:
                 time.sleep(0.005)
             # When many end at once a fast device waits for the host: what nobody waits for is done bit by bit.
-            for _ in range(min(len(over), AT_ONCE) if self.running and not has_env else len(over)):
+            until = time.perf_counter() + SHARE * (time.perf_counter() - started)
+            while over:
                 if self._turn_done(*over[0]):
                     ended(over[0][0])
                 over.popleft()
+                if self.running and not has_env and time.perf_counter() >= until:
+                    break
             for episode in self._thought():
                 ended(episode)
         return scores

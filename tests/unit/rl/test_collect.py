@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from scripted import Bytes, Judge, ScriptedEngine
 
+from paceline.rl import collect
 from paceline.rl.collect import Collector
 from paceline.tasks.task import Problem, Turn
 from paceline.types import Completion, SamplingParams
@@ -190,9 +193,12 @@ def test_an_error_is_not_hidden_by_what_comes_of_giving_up() -> None:
 
 
 @pytest.mark.parametrize("has_env", [False, True])
-def test_of_many_that_end_at_once_some_wait_for_the_next_step_unless_an_environment_waits(has_env: bool) -> None:
-    """Nine end in the first step, and one in each that follows; a device does not wait until all are put into words."""
-    put_into_words = []
+def test_of_many_that_end_at_once_some_wait_for_the_next_step_unless_an_environment_waits(
+    has_env: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine end in the first step, and one in each that follows; a device does not wait until all are put into words,
+    of which three take a tenth of a step."""
+    put_into_words, now = [], [0.0]
 
     class Nine(ScriptedEngine):
         num_steps = 0
@@ -200,6 +206,7 @@ def test_of_many_that_end_at_once_some_wait_for_the_next_step_unless_an_environm
         def step(self) -> list[Completion]:
             put_into_words.append(it.tokenizer.num)
             self.num_steps += 1
+            now[0] += 10.0
             return [c for _ in range(9 if self.num_steps == 1 else 1) for c in super(Nine, self).step()]
 
     class Counting(Bytes):
@@ -207,11 +214,14 @@ def test_of_many_that_end_at_once_some_wait_for_the_next_step_unless_an_environm
 
         def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
             self.num += 1
+            now[0] += 0.4
             return super().decode(ids, skip_special_tokens)
 
+    clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic, sleep=time.sleep)
+    monkeypatch.setattr(collect, "time", clock)
     it = collector(Nine())
     it.tokenizer = Counting()
     found = it.collect(0, problems(3, make_env=Counts) if has_env else problems(3), 4, 0)
-    assert put_into_words[:2] == [0, 9] if has_env else put_into_words == [0, 4, 8, 11]
+    assert put_into_words[:2] == [0, 9] if has_env else put_into_words == [0, 3, 6, 9]
     assert [len(group.scored) for group in found.groups] == [4, 4, 4]
     assert len(found.completions) == (36 if has_env else 12)
