@@ -60,7 +60,7 @@ class Eagle3Ahead(Calibrated):
         super().__init__()
         self.head, self.version = head, version
         self.wants_hidden = head.config.taps
-        self.num_asked = self.most_asked = 0  # tokens that the next step drafts, and that one has drafted so far
+        self.num_asked = self.most_asked = 0  # tokens that the next step drafts, and the most so far
         self._made: dict[int, int] = {}  # by request: how many tokens are drafted for it
         self._made_last = NOBODY_YET  # for whom, and how many, by the step that was launched last
         self._told = NOTHING  # how likely each was, by the step that landed last, …
@@ -95,7 +95,8 @@ class Eagle3Ahead(Calibrated):
     # -- by the engine ----------------------------------------------------------------------------------------------
 
     def ask(self, rows: Rows, caps: np.ndarray) -> int:
-        """The policy's wish for this step is what the device drafts at its end; or more, as it once did."""
+        """The policy's wish for this step is what the device drafts at its end; or more, up to the most so far, where
+        its graph can no less."""
         self.num_asked = int((caps if rows.head_caps is None else rows.head_caps).max(initial=0))
         self.most_asked = max(self.most_asked, self.num_asked)
         return self.most_asked if self.num_asked else 0

@@ -32,7 +32,7 @@ class Collected:
     groups: list[Group]
     requests: list[Request]  # all that were submitted, in order; an audit submits them again
     completions: list[Completion]  # in the requests' order
-    generation_s: float  # until the last token
+    generation_s: float  # until the last token was put into words
 
 
 class Collector:

@@ -8,7 +8,8 @@ offered.
 
 `select` is an auction. A slot is one drafted position; its worth is its chance to stand, which is the product of the
 chances up to it (so slots are taken in order within a row). Slots are taken best first, as long as tokens per second
-rise: with b slots a step brings (rows + their chances) in T_draft + T(rows + b).
+rise: with b slots a step brings (rows + their chances) in T_draft + T(rows + b). Drafts that lie on a device alone are
+auctioned there: how many slots are to be had follows from what such auctions bring (`Worth`).
 
 Always: taking none is among the choices, and what is taken must beat it by a margin. What is not tried is not learned
 of, so a small share of the time, and of the time that was saved, goes into probes: the best slot that was just refused.
@@ -258,8 +259,8 @@ class AutoPolicy:
         best, brings, takes_s = int(slots[at]), float(gain[at]), float(seconds[at])
         if rates[at] < margin(num_rows) * num_rows / (step.draft_s + step.steps_s[0]):
             best, brings, takes_s = 0, 0.0, step.draft_s + float(step.steps_s[0])
-            if self._pay(float(step.steps_s[1] - step.steps_s[0])):
-                best, verb = 1, "probes"
+            if self._pay(price_s := float(step.steps_s[1] - step.steps_s[0])):
+                best, verb, takes_s = 1, "probes", takes_s + price_s
         self.decision = _decision(verb, best, num_drafted, brings, takes_s, step)
         if best == num_drafted:
             return num
@@ -292,10 +293,9 @@ class AutoPolicy:
     def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
         step: _Step = decision.about
         unseen, is_curious = commits.drafts, self.head is not None and self.worth.is_curious
-        is_known = self.chances.least_seen() >= PROBATION
         if unseen is not None and unseen.tokens.shape[1]:  # other ones than were looked at
             self._account(commits, step, decision)
-            if is_curious or not is_known or not self._is_blind(step):
+            if is_curious or not self._is_blind(step) or self.chances.least_seen() < PROBATION:
                 step.ids = commits.request_ids
                 step.asked = unseen.num > 0
                 self._look_at(unseen, step)

@@ -16,7 +16,6 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -53,7 +52,6 @@ class Size:
     cuts: bool = False
     auctions: bool = False
 
-    @cache  # noqa: B019 (there are few, and steps wait for it)
     def rounded_up(self) -> Size:
         return Size(
             _round_up(self.num_rows, ROWS), _round_up(self.num_tokens, SIZES), _round_up(self.num_queries, QUERIES),
