@@ -115,7 +115,7 @@ class Device:
         self._right = [dice.random((most, MAX_QUERIES)) < CHANCE for _ in range(NUM_LOTS)]
         self.letter.tokens[:] = torch.from_numpy(dice.integers(0, EOS, (most, 2 + MAX_QUERIES)))
         self.letter.logprobs[:] = -1.0
-        self.letter.chances[:] = torch.from_numpy(np.log(dice.beta(4, 1, (most, MAX_DRAFT))))
+        self.letter.chances[:] = torch.from_numpy(dice.beta(4, 1, (most, MAX_DRAFT)))
 
     def fit(self, size: Size, most_guesses: int) -> Size:
         return size

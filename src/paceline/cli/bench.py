@@ -128,7 +128,7 @@ def step(
     ] = None,
     imposed_spread: Annotated[
         float, typer.Option(help="With it: how far chances of tokens differ, which auto sees; 0: all are alike.")
-    ] = 0.2,
+    ] = 0.25,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of every prompt.")] = 512,
     max_tokens: Annotated[int, typer.Option(help="Tokens of every completion.")] = 256,
     draft_vocab: Annotated[int, typer.Option(help="The head's vocabulary, at most.")] = 32000,

@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.model.kv import BLOCK, BlockTable
 from paceline.model.paged import PagedDecoder, Span
 from paceline.model.sample import Sampler, SamplingArrays, Stream, with_round
+from paceline.model.surety import surety
 from paceline.speculation.batch import Commits, DraftBatch, Rows
 from paceline.types import Receipt, Request
 
@@ -86,7 +87,7 @@ class DraftModelDrafter:
                 chances.append(self._spread(logits, params, active, len(rows)))
             draws = self.sampler.draw(logits, rows.noise_keys[active], at, params, stream)
             drafts.tokens[active, step] = draws.tokens
-            drafts.confidence[active, step] = np.exp(draws.logprobs)
+            drafts.confidence[active, step] = surety(draws, self.coupled)
             drafts.num[active] = step + 1
             pending = [draws.tokens[n : n + 1] for n in range(len(active))]
         if chances:

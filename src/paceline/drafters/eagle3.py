@@ -6,9 +6,9 @@ what it computed for them is overwritten with true features later. Its KV is its
 alike and dropped when the policy or the head changes, since states of other weights tell it little.
 
 Under `coupled` it draws with the target's own noise, so that it guesses what the target will draw, not merely what is
-likely; under the rejection rules with noise of its own, and hands over q. Its confidences are calibrated on how its
-drafts fared. With `min_confidence` it stops where a draft is less likely than that to get so far, which saves the
-passes that would have followed.
+likely, and says how sure of it that noise makes it; under the rejection rules it draws with noise of its own, and hands
+over q. Its confidences are calibrated on how its drafts fared. With `min_confidence` it stops where a draft is less
+likely than that to get so far, which saves the passes that would have followed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from paceline.model.kv import BLOCK, BlockTable
 from paceline.model.layer import Linear
 from paceline.model.paged import PagedMemory, Span, make_plan, receipt_of
 from paceline.model.sample import Sampler, SamplingArrays, Stream, with_round
+from paceline.model.surety import surety
 from paceline.speculation.batch import Commits, DraftBatch, Rows, places_of
-from paceline.speculation.calibration import of_coupled_draws
+from paceline.speculation.calibration import of_draws
 from paceline.types import Receipt, Request
 
 WINDOW = 512  # positions that a head catches up with at most
@@ -47,7 +48,7 @@ class Calibrated:
     """What a drafter with a head learns of its drafts, and under which policy it did."""
 
     def __init__(self) -> None:
-        self.calibration = of_coupled_draws()
+        self.calibration = of_draws()
         self._policy_version = -1  # none yet
 
     def state(self) -> dict[str, np.ndarray]:
@@ -91,7 +92,7 @@ class Eagle3Drafter(Calibrated):
         self.memory = PagedMemory(head.config.layer, num_blocks, head.dtype, head.device, native)
         self._states: dict[int, _State] = {}
         self._ids = np.zeros(0, np.int64)  # of the rows drafted for last, …
-        self._said = np.zeros((0, 0), np.float32)  # … and q of each of their tokens, until it is known what stood
+        self._said = np.zeros((0, 0), np.float32)  # … and how sure it was of each of their tokens
 
     def begin(self, request: Request, version: int = 0) -> None:
         self._states[request.request_id] = _State()
@@ -213,7 +214,7 @@ class Eagle3Drafter(Calibrated):
             chances[-1][active] = q
         draws = self.sampler.draw(logits, rows.noise_keys[active], at, params, stream)
         drafts.tokens[active, step] = draws.tokens
-        said[active, step] = np.exp(draws.logprobs)
+        said[active, step] = surety(draws, self.coupled)
         drafts.confidence[active, step] = self.calibration(said[active, step])
 
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Receipt:

@@ -147,11 +147,9 @@ def _by_row(proposal: Proposal, sampler: Sampler, decide: Decide) -> Verdict:
     counts = [len(tokens) for tokens in emitted]
     at = np.concatenate([start + np.arange(n) for start, n in zip(proposal.starts[:-1], counts, strict=True)])
     scored = sampler.score(proposal.logits_PV[at], processed_PV[at], np.concatenate(emitted))
-    cuts = np.cumsum(counts)[:-1]
+    by_row = (np.split(part, np.cumsum(counts)[:-1]) for part in scored)
     verdict = Verdict.empty(len(emitted), max(counts))
-    for row, (logprobs, raw) in enumerate(
-        zip(np.split(scored.logprobs, cuts), np.split(scored.raw_logprobs, cuts), strict=True)
-    ):
+    for row, (logprobs, raw) in enumerate(zip(*by_row, strict=True)):
         verdict.put(row, emitted[row], logprobs, raw)
     return verdict
 
@@ -178,4 +176,4 @@ def _one_row(
         weights, where, stream = p[num_accepted], np.array([length + num_accepted]), Stream.SAMPLE
     else:
         weights, where, stream = residual, at_round(num_accepted), Stream.RESIDUAL
-    return sampler.noise.race(weights.unsqueeze(0), key, where, stream), num_accepted
+    return sampler.noise.race(weights.unsqueeze(0), key, where, stream)[0], num_accepted

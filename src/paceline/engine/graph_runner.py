@@ -178,7 +178,7 @@ class GraphRunner:
 
     def _tell(self, ids: np.ndarray, k: int, mail: _Mail) -> None:
         assert self.ahead is not None
-        self.ahead.told(ids, np.exp(mail.chances[: len(ids), :k]))
+        self.ahead.told(ids, mail.chances[: len(ids), :k].copy())
 
     @torch.inference_mode()
     def _take_in(self, head: DeviceHead, rows: Seq[Row], landed: Landed) -> None:

@@ -56,12 +56,15 @@ class Draws:
     tokens: np.ndarray  # int32 [P]
     logprobs: np.ndarray  # float64 [P], processed
     raw_logprobs: np.ndarray  # float64 [P]
+    leads: np.ndarray  # float64 [P], how much less its logit could have been, and it still would have been first
 
 
 class Noise(Protocol):
     """The source of chance. PhiloxNoise is the real one; the exactness ladder puts an enumerator in its place."""
 
-    def race(self, weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray: ...
+    def race(
+        self, weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int
+    ) -> tuple[np.ndarray, np.ndarray]: ...
     def coin(self, chances: np.ndarray, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray: ...
 
 
@@ -71,13 +74,18 @@ class PhiloxNoise:
     def __init__(self, native: bool = False) -> None:
         self.native = native
 
-    def race(self, weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
-        """Draw one token per row from non-negative weights: int32 [P]."""
+    def race(
+        self, weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Draw one token per row from non-negative weights: int32 [P]; and by how much each was first, float64 [P]: the
+        logarithm of the second's arrival by its own."""
         if self.native and weights_PV.device.type == "cpu":
             return _kernels().race(weights_PV.float(), keys, positions, stream)
         words = philox_words(keys, positions, stream, weights_PV.shape[-1], weights_PV.device)
         arrival = -torch.log1p(-(words.double() + 0.5) / 2**32) / weights_PV.double()
-        return arrival.argmin(-1).to("cpu", torch.int32).numpy()
+        first = arrival.argmin(-1, keepdim=True)
+        ahead = arrival.scatter(-1, first, torch.inf).amin(-1) / arrival.gather(-1, first)[:, 0]
+        return first[:, 0].to("cpu", torch.int32).numpy(), ahead.log().cpu().numpy()
 
     def coin(self, chances: np.ndarray, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
         """True with the given chances: bool [P]."""
@@ -113,20 +121,26 @@ class Sampler:
             given = params.temperature, params.top_k, params.top_p, params.min_p
             return Draws(*_kernels().draw(logits_PV, keys, positions, *given, stream))
         processed = process(logits_PV, params)
-        raced = self.noise.race(processed.exp(), keys, positions, stream)
-        greedy = logits_PV.argmax(-1).cpu().numpy().astype(np.int32)
-        return self.score(logits_PV, processed, np.where(params.temperature == 0, greedy, raced))
+        tokens, ahead = self.noise.race(processed.exp(), keys, positions, stream)
+        greedy = params.temperature == 0
+        leads = ahead * np.where(greedy, 1, params.temperature)
+        if greedy.any():
+            best = logits_PV.argmax(-1, keepdim=True)
+            gap = logits_PV.gather(-1, best)[:, 0].double() - logits_PV.scatter(-1, best, -torch.inf).amax(-1)
+            tokens = np.where(greedy, best[:, 0].cpu().numpy().astype(np.int32), tokens)
+            leads = np.where(greedy, gap.cpu().numpy(), leads)
+        return Draws(tokens, *self.score(logits_PV, processed, tokens), leads)
 
     def distribution(self, logits_PV: Tensor, params: SamplingArrays) -> Tensor:
         return process(logits_PV, params).exp()
 
-    def score(self, logits_PV: Tensor, processed_PV: Tensor, tokens: np.ndarray) -> Draws:
-        """The logprobs of given tokens."""
+    def score(self, logits_PV: Tensor, processed_PV: Tensor, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The logprobs of given tokens, processed and raw."""
         at = torch.as_tensor(tokens, device=logits_PV.device).long().unsqueeze(-1)
         wide = logits_PV.double()
         raw = wide.gather(-1, at).squeeze(-1) - wide.logsumexp(-1)
         logprobs = processed_PV.gather(-1, at).squeeze(-1)
-        return Draws(tokens, logprobs.cpu().numpy(), raw.cpu().numpy())
+        return logprobs.cpu().numpy(), raw.cpu().numpy()
 
 
 def process(logits_PV: Tensor, params: SamplingArrays) -> Tensor:

@@ -64,11 +64,10 @@ def of_probabilities() -> Calibration:
     return Calibration(edges, np.linspace(0.05, 0.95, 10))
 
 
-def of_coupled_draws() -> Calibration:
-    """For draws with the target's own noise, of which q is said. The same noise picks the same token even where none
-    is likely: with q near p a token of probability 0.1 stands in more than half of the cases."""
-    edges = np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 0.95])
-    return Calibration(edges, np.array([0.25, 0.35, 0.42, 0.5, 0.58, 0.65, 0.75, 0.85, 0.92, 0.97]))
+def of_draws() -> Calibration:
+    """For draws of which it is said how sure they are; the same, and finer where most of them are."""
+    edges = np.array([0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.98])
+    return Calibration(edges, np.array([0.22, 0.35, 0.45, 0.55, 0.65, 0.75, 0.84, 0.91, 0.96, 0.99]))
 
 
 def of_positions(num: int, prior: float) -> Calibration:

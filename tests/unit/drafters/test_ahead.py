@@ -10,7 +10,7 @@ import pytest
 
 from paceline.drafters.ahead import Eagle3Ahead
 from paceline.speculation.batch import Commits, DraftBatch, Rows
-from paceline.speculation.calibration import of_coupled_draws
+from paceline.speculation.calibration import of_draws
 from paceline.types import SamplingParams
 
 K = 3
@@ -58,7 +58,7 @@ def test_who_leaves_has_no_drafts_until_they_are_made_again() -> None:
 @pytest.mark.parametrize("width", [1, K])
 def test_drafts_are_judged_by_what_was_said_of_them_whoever_came_or_went(wanted: np.ndarray, width: int) -> None:
     """A twin that is told all row by row, in the words themselves."""
-    dice, drafter, twin = np.random.default_rng(0), ahead(), of_coupled_draws()
+    dice, drafter, twin = np.random.default_rng(0), ahead(), of_draws()
     for version in range(3):
         chances = dice.uniform(0.01, 1, (3, width)).astype(np.float32)
         said = dict(zip((4, 7, 9), chances, strict=True))

@@ -145,7 +145,7 @@ class Device:
             letter.logprobs[row, 1, :num] = torch.from_numpy(draws.raw_logprobs[begin : begin + num])
             slots.last[slot], slots.length[slot] = int(found[num - 1]), span.start + 1 + num
             self._draft(slot, num_guesses)
-            letter.chances[row] = float(np.log(0.7))
+            letter.chances[row] = 0.7
 
     def _draft(self, slot: int, k: int) -> None:
         whole = self.truth.get(int(self.slots.key[slot]), [])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.model.sample import PhiloxNoise, Sampler, SamplingArrays, Stream, philox_words, process, with_round
+from paceline.model.sample import Draws, PhiloxNoise, Sampler, SamplingArrays, Stream, philox_words, process, with_round
 from paceline.types import SamplingParams
 
 CPU = torch.device("cpu")
@@ -94,9 +94,27 @@ def test_greedy_is_a_point_mass() -> None:
     assert draws.raw_logprobs[0] == pytest.approx(logits.log_softmax(-1)[0, 1])
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 1.7])
+@pytest.mark.parametrize("native", [False, True])
+def test_a_lead_is_how_much_less_the_logit_could_have_been(temperature: float, native: bool) -> None:
+    logits = torch.randn(32, 300, generator=torch.Generator().manual_seed(3)) * 3
+    params = SamplingArrays.of([SamplingParams(temperature=temperature)] * 32)
+    sampler = Sampler(native=native)
+
+    def draw(logits: torch.Tensor) -> Draws:
+        return sampler.draw(logits, keys(*range(32)), np.arange(32), params)
+
+    found = draw(logits)
+    assert (found.leads > 0).all()
+    for share, same in ((0.999, True), (1.001, False)):
+        less = logits.clone()
+        less[torch.arange(32), torch.as_tensor(found.tokens).long()] -= torch.as_tensor(found.leads * share).float()
+        assert ((draw(less).tokens == found.tokens) == same).all()
+
+
 def test_a_race_is_a_sample() -> None:
     weights = torch.tensor([0.5, 0.0, 0.3, 0.2]).expand(20000, 4)
-    drawn = PhiloxNoise().race(weights, keys(*range(20000)), np.zeros(20000, np.int64), 0)
+    drawn, _ = PhiloxNoise().race(weights, keys(*range(20000)), np.zeros(20000, np.int64), 0)
     share = np.bincount(drawn, minlength=4) / 20000
     assert share[1] == 0
     assert np.abs(share - [0.5, 0, 0.3, 0.2]).max() < 0.015  # four standard deviations
@@ -128,12 +146,13 @@ def test_the_kernels_race_equals_the_plain_one(vocab: int) -> None:
     assert fast.tokens.tolist() == slow.tokens.tolist()
     assert np.allclose(fast.logprobs, slow.logprobs, atol=2e-5)  # float32 exponentials, summed over the vocabulary
     assert np.allclose(fast.raw_logprobs, slow.raw_logprobs, atol=2e-5)
+    assert np.allclose(fast.leads, slow.leads, atol=2e-5)
     assert {array.dtype for d in (fast, slow) for array in (d.logprobs, d.raw_logprobs)} == {np.dtype(np.float64)}
     shifted = Sampler(native=True).draw(logits, noise_keys, positions + 1, params)
     assert shifted.tokens.tolist() != fast.tokens.tolist()
     weights = logits.exp()
-    race = PhiloxNoise(native=True).race(weights, noise_keys, positions, Stream.RESIDUAL)
-    assert race.tolist() == PhiloxNoise().race(weights, noise_keys, positions, Stream.RESIDUAL).tolist()
+    race, _ = PhiloxNoise(native=True).race(weights, noise_keys, positions, Stream.RESIDUAL)
+    assert race.tolist() == PhiloxNoise().race(weights, noise_keys, positions, Stream.RESIDUAL)[0].tolist()
     chances = np.linspace(0, 1, num)
     coins = PhiloxNoise(native=True).coin(chances, noise_keys, positions, Stream.ACCEPT)
     assert coins.tolist() == PhiloxNoise().coin(chances, noise_keys, positions, Stream.ACCEPT).tolist()

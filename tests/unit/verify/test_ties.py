@@ -115,7 +115,9 @@ class NoiseByDraw(PhiloxNoise):
 
     count = 0
 
-    def race(self, weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
+    def race(
+        self, weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         at = self.count + np.arange(len(positions))
         self.count += len(positions)
         return super().race(weights_PV, keys, at, stream)

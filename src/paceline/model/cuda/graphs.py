@@ -111,7 +111,7 @@ class Letter:
     def __init__(self, num_rows: int, **where: Any) -> None:
         shapes = {
             "logprobs": ((2, MAX_QUERIES), torch.float64),  # processed and raw
-            "chances": ((MAX_DRAFT,), torch.float64),  # logprobs of what the head guesses
+            "chances": ((MAX_DRAFT,), torch.float64),  # how sure the head is of what it guesses
             "tokens": ((2 + MAX_QUERIES,), torch.int32),  # how many were emitted and verified, and which were emitted
         }
         sizes = {name: num_rows * math.prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}

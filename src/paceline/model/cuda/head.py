@@ -24,6 +24,7 @@ from paceline.model.eagle3 import Eagle3Head
 from paceline.model.kv import PagedKV
 from paceline.model.layer import Linear
 from paceline.model.sample import Stream
+from paceline.model.surety import BY_LEAD, BY_LOGPROB, START
 
 LINE = 16
 
@@ -52,10 +53,10 @@ class DeviceHead:
 
     def draft(
         self, inputs: Inputs, max_queries: int, features_TF: Tensor, drawn_T: Tensor, ends_R: Tensor, k: int,
-        cuts: bool, logprobs_out: Tensor, imposed: Tensor | None = None,
+        cuts: bool, chances_out: Tensor, imposed: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Take the step in, and guess k tokens for each row, as the target would draw them: into its slot and, for the
-        host, how likely they were: logprobs_out float64 [R, MAX_DRAFT]. `imposed`: see Slots.settle; then it knows."""
+        """Take the step in, and guess k tokens for each row, as the target would draw them: into its slot, and how sure
+        they are, for the host too: chances_out float64 [R, MAX_DRAFT]. `imposed`: see Slots.settle; then it knows."""
         rows = inputs.rows
         seen = CudaPagedAttention(self.kv, rows, max_queries)
         x, h = self.head(self.head.fuse(features_TF), drawn_T, inputs.positions, seen, self.embed, ends_R)
@@ -65,8 +66,11 @@ class DeviceHead:
         for i in range(k):
             logits = self.head.logits(h)
             limits = cut(logits, rows.places, self.slots) if cuts else None
-            draws = draw(logits, course.keys, course.emitted_at[i], course.temperature, Stream.SAMPLE, self.ids, limits)
-            self._keep(draws, rows.places, i, logprobs_out, imposed)
+            draws = draw(
+                logits, course.keys, course.emitted_at[i], course.temperature, Stream.SAMPLE, self.ids, limits,
+                leads=True,
+            )  # fmt: skip
+            self._keep(draws, rows.places, i, chances_out, imposed)
             if i + 1 < k:
                 ahead = Rows(course.query_start, course.context[i + 1], rows.places, rows.tables)
                 seen = CudaPagedAttention(self.kv, ahead, 1)
@@ -91,12 +95,13 @@ class DeviceHead:
         )  # fmt: skip
         return course
 
-    def _keep(self, draws: Draws, places: Tensor, i: int, logprobs_out: Tensor, imposed: Tensor | None) -> None:
+    def _keep(self, draws: Draws, places: Tensor, i: int, chances_out: Tensor, imposed: Tensor | None) -> None:
         num, slots = len(places), self.slots
         _keep[(1,)](
-            draws.tokens, draws.logprobs, places, slots.drafts, slots.worth, slots.length, logprobs_out,
+            draws.tokens, draws.raw_logprobs, draws.leads, places, slots.drafts, slots.worth, slots.length, chances_out,
             slots.worth if imposed is None else imposed, i, num, MAX_DRAFT=MAX_DRAFT, ROWS=triton.next_power_of_2(num),
-            IMPOSED=0 if imposed is None else len(imposed), num_warps=4,
+            IMPOSED=0 if imposed is None else len(imposed), START=START, BY_LEAD=BY_LEAD, BY_LOGPROB=BY_LOGPROB,
+            num_warps=4,
         )  # fmt: skip
 
 
@@ -128,18 +133,23 @@ def _lead(
 
 @triton.jit(do_not_specialize=["i", "num_rows"])
 def _keep(
-    tokens, logprobs, places, drafts, worth, length, logprobs_out, imposed, i, num_rows,
-    MAX_DRAFT: tl.constexpr, ROWS: tl.constexpr, IMPOSED: tl.constexpr,
+    tokens, raw_logprobs, leads, places, drafts, worth, length, chances_out, imposed, i, num_rows,
+    MAX_DRAFT: tl.constexpr, ROWS: tl.constexpr, IMPOSED: tl.constexpr, START: tl.constexpr, BY_LEAD: tl.constexpr,
+    BY_LOGPROB: tl.constexpr,
 ):  # fmt: skip
+    """How sure they are: see `model/surety.py`."""
     r = tl.arange(0, ROWS)
     given = r < num_rows
     slot = tl.load(places + r, mask=given, other=-1)
     token = tl.load(tokens + r, mask=given, other=0)
     tl.store(drafts + slot * MAX_DRAFT + i, token, mask=slot >= 0)
-    logprob = tl.load(logprobs + r, mask=given, other=0.0)
     if IMPOSED:
         place = tl.maximum(slot, 0)
-        logprob = tl.log(imposed_chance(imposed, place, tl.load(length + place) + i, IMPOSED)).to(tl.float64)
-    tl.store(logprobs_out + r * MAX_DRAFT + i, logprob, mask=given)
+        chance = imposed_chance(imposed, place, tl.load(length + place) + i, IMPOSED)
+    else:
+        logprob = tl.load(raw_logprobs + r, mask=given, other=0.0).to(tl.float32)
+        lead = tl.load(leads + r, mask=given, other=0.0)
+        chance = tl.sigmoid(START + BY_LEAD * lead + BY_LOGPROB * logprob)
+    tl.store(chances_out + r * MAX_DRAFT + i, chance.to(tl.float64), mask=given)
     before = tl.load(worth + slot * MAX_DRAFT + i - 1, mask=(slot >= 0) & (i > 0), other=1.0)
-    tl.store(worth + slot * MAX_DRAFT + i, before * tl.exp(logprob.to(tl.float32)), mask=slot >= 0)
+    tl.store(worth + slot * MAX_DRAFT + i, before * chance, mask=slot >= 0)

@@ -33,6 +33,7 @@ class Draws:
     tokens: Tensor  # int32 [P]
     logprobs: Tensor  # float64 [P], at the position's temperature
     raw_logprobs: Tensor  # float64 [P]
+    leads: Tensor | None  # float32 [P], as on a CPU; seldom, where the second is hard to find, less than that
 
 
 def draw(
@@ -43,9 +44,10 @@ def draw(
     stream: int,
     ids_V: Tensor | None = None,
     cut: Cut | None = None,
+    leads: bool = False,
 ) -> Draws:
     """keys and positions int64; temperature float64, 0: the likeliest token. `ids`: which tokens the logits are of,
-    ascending, if not of all: the noise is that of the tokens."""
+    ascending, if not of all: the noise is that of the tokens. `leads`: tell them too."""
     num, vocab = logits_PV.shape
     warps = 1 if vocab < MANY else 2
     parts = triton.cdiv(vocab, PART * warps)
@@ -56,18 +58,19 @@ def draw(
         torch.empty(num, dtype=torch.int32, device=device),
         torch.empty(num, dtype=torch.float64, device=device),
         torch.empty(num, dtype=torch.float64, device=device),
+        torch.empty(num, dtype=torch.float32, device=device) if leads else None,
     )
     ids = first if ids_V is None else ids_V
     limits = (first, first) if cut is None else (cut.logit, cut.place)
     _race[(num, parts)](
         logits_PV, ids, keys_P, positions_P, temperature_P, *limits, found, first, logits_PV.stride(0), vocab, stream,
         PART=PART * warps, CHUNK=CHUNK * warps, LANES=32 * warps, SOME=ids_V is not None, CUT=cut is not None,
-        num_warps=warps, **early(device),
+        LEADS=leads, num_warps=warps, **early(device),
     )  # fmt: skip
     _finish[(num,)](
         logits_PV, ids, keys_P, positions_P, temperature_P, found, first, draws.tokens, draws.logprobs,
-        draws.raw_logprobs, logits_PV.stride(0), parts, stream,
-        WIDTH=triton.next_power_of_2(parts), SOME=ids_V is not None, num_warps=1, **early(device),
+        draws.raw_logprobs, found if draws.leads is None else draws.leads, logits_PV.stride(0), parts, stream,
+        WIDTH=triton.next_power_of_2(parts), SOME=ids_V is not None, LEADS=leads, num_warps=1, **early(device),
     )  # fmt: skip
     return draws
 
@@ -182,7 +185,7 @@ def _first_of(
     v, row, ids, vocab, key, position, stream, peak, scale, at, cut_logit, cut_place, SOME: tl.constexpr,
     CUT: tl.constexpr,
 ):  # fmt: skip
-    """When the first of the places v arrives, and who: of equals the first."""
+    """When the first of the places v arrives, and who, of equals the first; and when the second does."""
     raw = tl.load(row + v, mask=v < vocab, other=-float("inf")).to(tl.float32)
     weights = tl.exp2((raw - peak) * scale)
     if CUT:
@@ -192,18 +195,20 @@ def _first_of(
         token = tl.load(ids + v, mask=v < vocab, other=0).to(tl.int32)
     arrival = exponential(_words_of(key, position, stream, token)) / weights
     least = tl.min(arrival)
-    return least, tl.min(tl.where(arrival == least, v, vocab))
+    who = tl.min(tl.where(arrival == least, v, vocab))
+    return least, who, tl.min(tl.where(v == who, float("inf"), arrival))
 
 
 @triton.jit
 def _race(
     logits, ids, keys, positions, temperatures, cut_logit, cut_place, found, first, stride, vocab, stream,
     PART: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, SOME: tl.constexpr, CUT: tl.constexpr,
-    EARLY: tl.constexpr,
+    LEADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """With -log(1 - u) > u a token cannot arrive before u / w, which needs few instructions. Arrivals are computed for
-    the groups with the least such bounds, until one comes before the bound of every group that is left. A lane forgets
-    where its second group was: if that one might be first, for all."""
+    the groups with the least such bounds, until one (with LEADS two) comes before the bound of every group that is
+    left. A lane forgets where its second group was: if that one might be first, for all; if it might be second, its
+    bound is taken for an arrival."""
     at, part = tl.program_id(0), tl.program_id(1)
     key, position = tl.load(keys + at), tl.load(positions + at)
     temperature = tl.load(temperatures + at)
@@ -231,7 +236,7 @@ def _race(
             cut_logit, cut_place, LANES, CHUNK, SOME, CUT, False,
         )  # fmt: skip
     peak = tl.max(top)
-    winner = -1
+    winner, runner_up = -1, float("inf")
     if temperature == 0:
         if peak > LOWEST:
             winner = vocab
@@ -239,18 +244,26 @@ def _race(
                 i = tl.arange(0, CHUNK)
                 raw = _load(row, start, i, vocab, -float("inf"), False).to(tl.float32)
                 winner = tl.minimum(winner, tl.min(tl.where(raw == peak, start + i, vocab)))
+            if LEADS:
+                for start in range(begin, end, CHUNK):
+                    i = tl.arange(0, CHUNK)
+                    raw = _load(row, start, i, end, -float("inf"), False).to(tl.float32)
+                    behind = tl.exp(peak - tl.max(tl.where(start + i == winner, -float("inf"), raw)))
+                    runner_up = tl.minimum(runner_up, behind)
     else:
         offset = peak * scale - 32
         sure = 1 - (1e-4 + 4e-7 * tl.abs(offset))  # roundings are less than that
         arrival, forgotten = float("inf"), float("inf")
         bound = tl.min(best)
-        while (bound < float("inf")) & (arrival >= tl.exp2(bound + offset) * sure):
+        while (bound < float("inf")) & ((runner_up if LEADS else arrival) >= tl.exp2(bound + offset) * sure):
             its = tl.min(tl.where(best == bound, lane, LANES))
             i = tl.arange(0, CHUNK // LANES)
             group = tl.sum(tl.where(lane == its, place, 0)) + its * 4 + (i // 4) * (4 * LANES) + i % 4
-            here, who = _first_of(
+            here, who, then = _first_of(
                 group, row, ids, vocab, key, position, stream, peak, scale, at, cut_logit, cut_place, SOME, CUT
             )
+            if LEADS:
+                runner_up = tl.minimum(tl.minimum(runner_up, then), tl.maximum(here, arrival))
             if (here < arrival) | ((here == arrival) & (who < winner)):
                 arrival, winner = here, who
             forgotten = tl.minimum(forgotten, tl.min(tl.where(lane == its, second, float("inf"))))
@@ -258,13 +271,19 @@ def _race(
             bound = tl.min(best)
         if (forgotten < float("inf")) & (arrival >= tl.exp2(forgotten + offset) * sure):
             arrival = float("inf")
+            if LEADS:
+                runner_up, forgotten = float("inf"), float("inf")
             for start in range(begin, end, LANES):
-                here, who = _first_of(
+                here, who, then = _first_of(
                     start + lane, row, ids, vocab, key, position, stream, peak, scale, at, cut_logit, cut_place, SOME,
                     CUT,
                 )  # fmt: skip
+                if LEADS:
+                    runner_up = tl.minimum(tl.minimum(runner_up, then), tl.maximum(here, arrival))
                 if here < arrival:
                     arrival, winner = here, who
+        if LEADS:
+            runner_up = tl.minimum(runner_up, tl.exp2(forgotten + offset))
     out = found + (at * tl.num_programs(1) + part) * 4
     tl.store(out, tl.where(peak > LOWEST, peak, -float("inf")))
     sums = tl.sum(total * tl.exp2((top - peak) * scale))
@@ -272,13 +291,15 @@ def _race(
     if CUT or scale != LOG2E:
         sums = tl.sum(plain * tl.exp2((top - peak) * LOG2E))
     tl.store(out + 2, sums)
+    if LEADS:
+        tl.store(out + 3, runner_up)
     tl.store(first + at * tl.num_programs(1) + part, winner)
 
 
 @triton.jit
 def _finish(
-    logits, ids, keys, positions, temperatures, found, first, tokens, logprobs, raw_logprobs, stride, parts,
-    stream, WIDTH: tl.constexpr, SOME: tl.constexpr, EARLY: tl.constexpr,
+    logits, ids, keys, positions, temperatures, found, first, tokens, logprobs, raw_logprobs, leads, stride, parts,
+    stream, WIDTH: tl.constexpr, SOME: tl.constexpr, LEADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of the parts' first the very first, in float64."""
     at = tl.program_id(0)
@@ -303,8 +324,9 @@ def _finish(
     words = _words_of(key, position, stream, token)
     u = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10
     peak = tl.max(peaks)
-    arrival = tl.where(greedy, -raw, libdevice.log(-libdevice.log1p(-u)) - (raw - peak) * scale)
-    winner = tl.argmin(tl.where(runs, arrival, float("inf")), 0)
+    arrival = tl.where(greedy, peak - raw, libdevice.log(-libdevice.log1p(-u)) - (raw - peak) * scale)
+    arrival = tl.where(runs, arrival, float("inf"))
+    winner = tl.argmin(arrival, 0)
     place = tl.maximum(tl.load(first + at * parts + winner), 0)  # where all is NaN, at least a token
     token = place
     if SOME:
@@ -315,3 +337,8 @@ def _finish(
     tl.store(tokens + at, token)
     tl.store(logprobs + at, tl.where(greedy, 0.0, chosen * scale - libdevice.log(total)))
     tl.store(raw_logprobs + at, chosen - libdevice.log(raw_total))
+    if LEADS:
+        runners_up = tl.load(mine + 3, mask=runs, other=float("inf")).to(tl.float64)
+        behind = tl.min(tl.where(runs, libdevice.log(runners_up) + (peak - peaks) * scale, float("inf")))
+        behind = tl.minimum(behind, tl.min(tl.where(i == winner, float("inf"), arrival)))
+        tl.store(leads + at, ((behind - tl.min(arrival)) / scale).to(tl.float32))
