@@ -54,7 +54,6 @@ class Eagle3Ahead(Calibrated):
     name = "eagle3"
     num_bytes = 0  # keeps nothing of ended requests
     reads_drafts = False
-    blind = True
 
     def __init__(self, head: Eagle3Head, version: int = 0) -> None:
         super().__init__()

@@ -154,10 +154,10 @@ class HybridDrafter:
 
 
 class HybridAhead(HybridDrafter):
-    """With a head that has drafted already (`drafters/ahead.py`), for rows where history then speaks instead too."""
+    """With a head that has drafted already (`drafters/ahead.py`), for rows where history then speaks instead too. It is
+    not blind, since history listens."""
 
     head: Eagle3Ahead
-    blind = False  # history listens
 
     @property
     def listens(self) -> bool:

@@ -15,7 +15,7 @@ from paceline.engine.lineup import Each, Lineup
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Sequence
 from paceline.model.paged import PagedDecoder
-from paceline.speculation.batch import Ahead, Commits, DraftBatch, Drafter, Listener, Load, Rows
+from paceline.speculation.batch import Ahead, Blind, Commits, DraftBatch, Drafter, Listener, Load, Rows
 from paceline.speculation.lengths import LengthModel
 from paceline.speculation.policy import Decision, SpeculationPolicy
 from paceline.types import Completion, Request
@@ -60,6 +60,7 @@ class Drafting:
     def _equip(self, drafter: Drafter | None) -> None:
         self.drafter = drafter
         self._ahead = drafter if isinstance(drafter, Ahead) else None
+        self._blind = drafter if isinstance(drafter, Blind) else None
         self.listens = isinstance(drafter, Listener) and drafter.listens
 
     def check(self, drafter: Drafter | None, policy: SpeculationPolicy) -> None:
@@ -79,7 +80,7 @@ class Drafting:
     @property
     def overlaps(self) -> bool:
         """Whether a step can be launched before it is known what the one before it brought."""
-        if self._ahead is not None and self._ahead.blind:
+        if self._blind is not None:
             return self.policy.takes_best or not self.policy.reads_drafts
         return self.drafter is None
 
@@ -187,8 +188,8 @@ class Drafting:
     def hear(self, commits: Commits) -> None:
         """The drafter is told what a step brought."""
         assert self.drafter is not None
-        if self._ahead is not None and self._ahead.blind:
-            commits.drafts = self._ahead.verified(commits.request_ids)
+        if self._blind is not None:
+            commits.drafts = self._blind.verified(commits.request_ids)
         self.drafter.observe(commits)
 
     # -- for a checkpoint -------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from paceline.model.cuda.head import DeviceHead
 from paceline.model.cuda.slots import HEADER, MAX_AUCTION, MAX_DRAFT, ORDER, Slots
 from paceline.model.kv import BLOCK, BatchPlan, PagedKV
 from paceline.model.paged import PagedDecoder, Span, make_plan
-from paceline.speculation.batch import Ahead, Drafter
+from paceline.speculation.batch import Ahead, Blind, Drafter
 
 if TYPE_CHECKING:
     from paceline.drafters.ahead import Eagle3Ahead
@@ -133,7 +133,8 @@ class GraphRunner:
     def equip(self, drafter: Drafter | None) -> None:
         self.ahead = None
         if isinstance(drafter, Ahead):
-            self.ahead = cast("Eagle3Ahead", drafter if drafter.blind else cast("HybridAhead", drafter).head)
+            head = drafter if isinstance(drafter, Blind) else cast("HybridAhead", drafter).head
+            self.ahead = cast("Eagle3Ahead", head)
 
     @property
     def has_head(self) -> bool:

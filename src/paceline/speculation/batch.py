@@ -146,12 +146,15 @@ class Listener(Protocol):
 @runtime_checkable
 class Ahead(Protocol):
     """A drafter that has drafted when `propose` is called: at the end of the step before, where steps are computed. Its
-    tokens are -1, the computing side has them. `blind`: it need not know what a step brought to draft for the next.
-    What it then says of its drafts is of those before them; `verified` tells of the true ones when their step is over.
-    """
+    tokens are -1, the computing side has them."""
 
-    blind: bool
-
-    def verified(self, request_ids: np.ndarray) -> DraftBatch: ...  # by the step that landed last
     # What is to be drafted at the end of this step; returns how many tokens behind a row's end that may write.
     def ask(self, rows: Rows, caps: np.ndarray) -> int: ...
+
+
+@runtime_checkable
+class Blind(Ahead, Protocol):
+    """One that need not know what a step brought to draft for the next. What it then says of its drafts is of those
+    before them; `verified` tells of the true ones, by the step that landed last, when that is over."""
+
+    def verified(self, request_ids: np.ndarray) -> DraftBatch: ...

@@ -29,6 +29,7 @@ from paceline.build.cost import time_step
 from paceline.build.drafter import _ahead
 from paceline.config import load_config
 from paceline.drafters.ahead import Eagle3Ahead
+from paceline.drafters.hybrid import HybridAhead
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.accept import RULES
 from paceline.engine.engine import LocalEngine
@@ -181,7 +182,8 @@ def make(
         )
     head: Any = SimpleNamespace(config=SimpleNamespace(taps=(0,)))
     drafters: dict[str, Any] = {
-        "none": None, "random": AdversarialDrafter(VOCAB), "suffix": SuffixDrafter(), "ahead": Eagle3Ahead(head)
+        "none": None, "random": AdversarialDrafter(VOCAB), "suffix": SuffixDrafter(), "ahead": Eagle3Ahead(head),
+        "hybrid": HybridAhead(SuffixDrafter(), Eagle3Ahead(head), 0.1),
     }  # fmt: skip
     return LocalEngine(
         paged, runner=runner, drafter=drafters[drafter], policy=policy or StaticPolicy(K), max_num_seqs=6,
@@ -235,7 +237,7 @@ class Half(StaticPolicy):
 
 
 @pytest.mark.parametrize("num_blocks", [64, 9])
-@pytest.mark.parametrize("kind", ["none", "random", "suffix", "ahead", "auction"])
+@pytest.mark.parametrize("kind", ["none", "random", "suffix", "ahead", "hybrid", "auction"])
 def test_tokens_are_the_naive_twins(cuda: SimpleNamespace, kind: str, num_blocks: int) -> None:
     policy = Half(K) if kind == "auction" else None
     if policy is not None:
@@ -250,7 +252,8 @@ def test_tokens_are_the_naive_twins(cuda: SimpleNamespace, kind: str, num_blocks
     assert (sum(trace.num_preempted for trace in traces) > 0) == (num_blocks == 9)
     if kind == "suffix":
         assert engine.runner.num_prepared > 10  # while a step flew
-    if kind in ("ahead", "auction"):
+    if kind in ("ahead", "hybrid", "auction"):
+        assert engine.runner.has_head
         num, stood = (sum(getattr(c, f"num_{what}_tokens") for c in found) for what in ("draft", "accepted"))
         assert num > 100 and 0.4 < stood / num < 0.9
         assert num == sum(trace.num_draft_tokens for trace in traces)
