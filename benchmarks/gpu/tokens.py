@@ -2,9 +2,10 @@
 
     python benchmarks/gpu/tokens.py --model DIR --prompts gsm8k-train.jsonl --batch 1,32,128 --json tokens.json
 
-Modes take turns, round by round, with one engine each; a figure is the best of the rounds. Tokens must not depend on
-the mode (rule `coupled`): how many samples differ is printed too. In bfloat16 two tokens may come so close that
-rounding decides, as between any two batch sizes.
+Modes take turns, round by round, with one engine each; every round draws with noise of its own, so that a history
+knows other samples of its problems, never the very tokens. A figure is the median of the rounds, a speed-up that of the
+rounds' own. Tokens must not depend on the mode (rule `coupled`): how many samples differ is printed too. In bfloat16
+two tokens may come so close that rounding decides, as between any two batch sizes.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ def main() -> None:
         sampling = SamplingParams(max_tokens=given.max_tokens)
         tokenizer = next(iter(engines.values())).tokenizer
         prompts = [encode(tokenizer, question) for question in questions]
-        best: dict[str, dict[str, Any]] = {}
-        said: dict[str, list[list[int]]] = {}
+        rounds: dict[str, list[dict[str, Any]]] = {mode: [] for mode in engines}
+        said: dict[str, list[list[int]]] = {mode: [] for mode in engines}
         for round in range(given.rounds + 1):  # the first one captures graphs
             requests = [
-                Request(i, prompts[i % len(prompts)], sampling, noise_key(batch, i), f"{i % len(prompts)}")
+                Request(i, prompts[i % len(prompts)], sampling, noise_key(batch, round, i), f"{i % len(prompts)}")
                 for i in range(max(batch, 8))
             ]
             for mode, engine in engines.items():
@@ -72,19 +73,22 @@ def main() -> None:
                 traces = [t for t in engine.drain_trace() if t.num_rows == batch]
                 drafts = sum(c.num_drafts for c in completions)
                 figures = {
-                    "mode": mode, "batch": batch, "tokens_per_s": sum(len(c.token_ids) for c in completions) / seconds,
-                    "step_ms": 1e3 * float(np.median([t.total_s for t in traces])) if traces else None,
-                    "device_ms": 1e3 * float(np.median([t.forward_s for t in traces])) if traces else None,
+                    "tokens_per_s": sum(len(c.token_ids) for c in completions) / seconds,
+                    "step_ms": 1e3 * float(np.median([t.total_s for t in traces])),
+                    "device_ms": 1e3 * float(np.median([t.forward_s for t in traces])),
                     "mean_acceptance_length": 1 + sum(c.num_accepted_tokens for c in completions) / max(1, drafts),
                 }  # fmt: skip
-                said.setdefault(mode, [c.token_ids.tolist() for c in completions])
-                if round and figures["tokens_per_s"] > best.get(mode, {"tokens_per_s": 0})["tokens_per_s"]:
-                    best[mode] = figures
-        for mode, figures in best.items():
-            figures["differ"] = sum(a != b for a, b in zip(said[mode], said["plain"], strict=True))
-            figures["speedup"] = figures["tokens_per_s"] / best["plain"]["tokens_per_s"]
-            found.append(figures)
-            print({key: round_(value) for key, value in figures.items()}, flush=True)
+                if round:
+                    said[mode] += [c.token_ids.tolist() for c in completions]
+                    rounds[mode].append(figures)
+        for mode, each in rounds.items():
+            for figures, plain in zip(each, rounds["plain"], strict=True):
+                figures["speedup"] = figures["tokens_per_s"] / plain["tokens_per_s"]
+            row = {key: float(np.median([figures[key] for figures in each])) for key in each[0]}
+            row |= {"samples": len(said[mode])}
+            row |= {"differ": sum(a != b for a, b in zip(said[mode], said["plain"], strict=True))}
+            found.append({"mode": mode, "batch": batch, **row})
+            print({key: round_(value) for key, value in found[-1].items()}, flush=True)
         if given.json is not None:
             given.json.write_text(json.dumps(found, indent=1))
 
