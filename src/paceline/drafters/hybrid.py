@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.speculation.batch import Commits, DraftBatch, Drafter, Listener, Rows, places_of
+from paceline.speculation.batch import Commits, DraftBatch, Drafter, Listener, Rows, are_same, look_up
 from paceline.speculation.calibration import of_positions, of_probabilities
 from paceline.types import Receipt, Request
 
@@ -42,7 +42,7 @@ class HybridDrafter:
         # Of the rows drafted for last, until it is known what stood.
         self._ids = np.zeros(0, np.int64)
         self._from_head = np.zeros(0, bool)
-        self._said = np.zeros((0, 0), np.float32)  # history's own confidence
+        self._bins = np.zeros((0, 0), np.int64)  # of history's own confidence, by its calibration
 
     @property
     def num_bytes(self) -> int:
@@ -63,7 +63,8 @@ class HybridDrafter:
                     calibration.fade()
             self._policy_version = rows.version
         past = self.history.propose(rows, caps)
-        said, past.confidence = past.confidence, self.calibrations["history"](past.confidence).astype(np.float32)
+        bins = self.calibrations["history"].bins(past.confidence)
+        past.confidence = self.calibrations["history"].chances.astype(np.float32)[bins]
         head_caps = caps if rows.head_caps is None else np.minimum(caps, rows.head_caps)
         # On equal terms: where only short drafts of the head pay, the rest of a long one from history hardly does.
         past_rate = 1 + _expected(past, np.where(head_caps > 0, head_caps, caps))
@@ -73,7 +74,7 @@ class HybridDrafter:
         from_head = guess.num > 0
         if self.chooses_after:
             from_head &= (1 + _expected(guess, guess.num)) / (1 + self.head_cost * guess.num) > past_rate
-        self._ids, self._from_head, self._said = rows.request_ids, from_head, said
+        self._ids, self._from_head, self._bins = rows.request_ids, from_head, bins
         return self._merged(past, guess, from_head)
 
     def _head_rate(self, caps: np.ndarray) -> np.ndarray:
@@ -108,22 +109,28 @@ class HybridDrafter:
         return DraftBatch(tokens, num, confidence, q, names, from_head.astype(np.uint8), match)
 
     def observe(self, commits: Commits) -> None:
-        drafted = np.flatnonzero((commits.num_drafted > 0) & np.isin(commits.request_ids, self._ids))
-        from_head = np.zeros(len(commits.num), bool)
-        if len(drafted):
-            place = places_of(commits.request_ids[drafted], self._ids)
-            said, heads = self._said[place], self._from_head[place]
-            from_head[drafted] = heads
-            positions = np.arange(said.shape[1])[None].repeat(len(said), 0)
-            num_right, num_known = commits.num_accepted[drafted], commits.num_known[drafted]
-            for name, words, own in (("history", said, ~heads), ("positions", positions, heads)):
-                self.calibrations[name].observe_many(words[own], num_right[own], num_known[own])
+        from_head = self._learn(commits)
         for drafter, own in ((self.history, ~from_head), (self.head, from_head)):
             drafter.observe(
                 Commits(
                     commits.request_ids, commits.tokens, commits.num, commits.num_drafted * own, commits.num_accepted
                 )
             )
+
+    def _learn(self, commits: Commits) -> np.ndarray:
+        """What stood of which drafts; returns whose were the head's: bool [B]."""
+        drafted = commits.num_drafted > 0
+        if not len(self._ids) or not drafted.any():
+            return np.zeros(len(drafted), bool)
+        bins, from_head = self._bins, self._from_head
+        if not are_same(commits.request_ids, self._ids):
+            place, is_there = look_up(commits.request_ids, self._ids)
+            bins, from_head, drafted = bins[place], from_head[place], drafted & is_there
+        from_head = from_head & drafted
+        positions = np.broadcast_to(np.minimum(np.arange(bins.shape[1]), MAX_POSITIONS - 1), bins.shape)
+        for name, words, own in (("history", bins, drafted & ~from_head), ("positions", positions, from_head)):
+            self.calibrations[name].observe_bins(words, commits.num_accepted * own, commits.num_known * own)
+        return from_head
 
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Receipt:
         receipt = self.head.update(weights, version)
