@@ -45,6 +45,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    if given.rounds < 1:
+        parser.error("--rounds: at least 1")
     questions = [json.loads(line)["question"] for line in given.prompts.read_text("utf-8").splitlines()[-128:]]
     found: list[dict[str, Any]] = []
     for batch in map(int, given.batch.split(",")):

@@ -145,7 +145,7 @@ def draw_call(num: int, vocab: int, some: bool) -> Call:
     keys, at = (torch.as_tensor(dice.integers(0, 2**40, num), device=DEVICE) for _ in range(2))
     one = torch.ones(num, dtype=torch.float64, device=DEVICE)
     ids = torch.arange(0, 4 * vocab, 4, device=DEVICE) if some else None
-    return lambda i: sample.draw(logits[i % 4], keys, at, one, 0, ids)
+    return lambda i: sample.draw(logits[i % 4], keys, at, one, 0, ids, leads=some)
 
 
 def compile_draw(program: tuple[int, int, int], some: bool) -> None:

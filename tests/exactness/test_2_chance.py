@@ -47,9 +47,7 @@ class _FairCoin(PhiloxNoise):
 class _SameAtEveryPosition(PhiloxNoise):
     """Broken: the position is left out of the noise key."""
 
-    def race(
-        self, weights_PV: torch.Tensor, keys: np.ndarray, positions: np.ndarray, stream: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def race(self, weights_PV: torch.Tensor, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
         return super().race(weights_PV, keys, np.zeros_like(positions), stream)
 
 

@@ -138,9 +138,7 @@ class _NoiseByDraw(PhiloxNoise):
 
     count = 0
 
-    def race(
-        self, weights_PV: torch.Tensor, keys: np.ndarray, positions: np.ndarray, stream: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def race(self, weights_PV: torch.Tensor, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
         at = self.count + np.arange(len(positions))
         self.count += len(positions)
         return super().race(weights_PV, keys, at, stream)

@@ -2,10 +2,10 @@
  *
  * A draw is a race: token v arrives at E_v / w_v with E_v = -log1p(-u_v) and u_v = (r_v + 1/2) / 2^32, where r_v is
  * word v mod 4 of Philox4x32-10 at counter (v div 4, position, stream, position's high half). Since E_v >= u_v, v can't
- * come second unless u_v < second * w_v: that cheap test decides nearly all of the vocabulary, and tokens whose weight
- * is so small that even the least u_v is too large need no noise at all. What is left is compared in double, ties to
- * the lower token, so the first two are those of the full race. A row is drawn by one thread: its bits depend on
- * nothing else.
+ * win unless u_v < best * w_v (nor come second, where that is asked for, unless u_v < second * w_v): that cheap test
+ * decides nearly all of the vocabulary, and tokens whose weight is so small that even the least u_v is too large need
+ * no noise at all. What is left is compared in double, ties to the lower token, so the winner is that of the full race.
+ * A row is drawn by one thread: its bits depend on nothing else.
  */
 #include "vec.h"
 
@@ -93,34 +93,35 @@ typedef struct {
     int64_t vocab, size;
 } Row;
 
-/* Who arrives first; and how far ahead, the logarithm of the second's arrival by the first's. */
+/* Who arrives first; and, where that is asked for, how far ahead: the logarithm of the second's arrival by its own. */
 static int32_t run_race(const Row *row, Noise noise, double *ahead) {
-    double best = INFINITY, second = INFINITY;
+    double best = INFINITY, second = INFINITY, bar = INFINITY; /* who comes after the bar is of no interest */
     int64_t winner = 0, num_chunks = row->size / CHUNK;
     float favourite = 0;
     for (int64_t i = 0; i < num_chunks; i++) favourite = row->greatest[i] > favourite ? row->greatest[i] : favourite;
     favourite *= 0.02f;
-    for (int late = 0; late < 2; late++) /* the likely ones first: the better `second`, the less is left to do */
+    for (int late = 0; late < 2; late++) /* the likely winners first: the better `best`, the less is left to do */
         for (int64_t i = 0; i < num_chunks; i++) {
             float greatest = row->greatest[i];
-            if ((greatest < favourite) != late || !(greatest > 0) || greatest * second < 0x1p-33) continue;
+            if ((greatest < favourite) != late || !(greatest > 0) || greatest * bar < 0x1p-33) continue;
             const float *w = row->weights + i * CHUNK;
             uint32_t words[CHUNK];
             philox(noise, (uint32_t)(i * CHUNK), words);
-            float limit = (float)(second * 0x1p32 * 1.000001); /* may let a loser through, never hold one of two back */
+            float limit = (float)(bar * 0x1p32 * 1.000001); /* may let a loser through, never hold a winner back */
             int hit = 0;
             for (int j = 0; j < CHUNK; j++) hit |= (float)words[j] < limit * w[j];
             if (!hit) continue;
             for (int j = 0; j < CHUNK; j++) {
                 double u = to_uniform(words[j]);
-                if (!(w[j] > 0) || u > second * w[j]) continue;
+                if (!(w[j] > 0) || u > bar * w[j]) continue;
                 double arrival = -log1p(-u) / w[j];
                 int64_t v = i * CHUNK + j;
                 if (arrival < best || (arrival == best && v < winner)) second = best, best = arrival, winner = v;
                 else if (arrival < second) second = arrival;
+                bar = ahead ? second : best;
             }
         }
-    *ahead = log(second / best);
+    if (ahead) *ahead = log(second / best);
     return (int32_t)winner;
 }
 
@@ -228,6 +229,7 @@ static double truncate_row(const Row *row, Item last, double min_p) {
 
 /* ---- entries ---- */
 
+/* Of no numbers -infinity. */
 static float max_of(const float *x, int64_t num) {
     vf top[NV];
     EACH_VEC top[c] = splat(-INFINITY);
@@ -262,6 +264,14 @@ static double exponentials(const float *logits, int64_t num, float max, float sc
     return total;
 }
 
+/* What the greatest of the others lacks to logit v. */
+static double gap_of(const float *logits, int64_t vocab, int64_t v) {
+    float before = max_of(logits, v), after = max_of(logits + v + 1, vocab - v - 1);
+    return (double)logits[v] - (before > after ? before : after);
+}
+
+/* leads: NULL, or how much less each token's logit could have been, and it still would have been first; where nobody
+ * else ran (greedy, truncated, or too cold for float32), what others lack to come near. */
 void draw(const float *logits, int64_t num_rows, int64_t vocab, const uint64_t *keys, const int64_t *positions,
           uint32_t stream, const double *temperature, const int32_t *top_k, const double *top_p, const double *min_p,
           int32_t *tokens, double *logprobs, double *raw_logprobs, double *leads) {
@@ -276,8 +286,7 @@ void draw(const float *logits, int64_t num_rows, int64_t vocab, const uint64_t *
             tokens[p] = (int32_t)v;
             logprobs[p] = 0;
             raw_logprobs[p] = -log(exponentials(z, vocab, max, 1, 0, 0));
-            float rest = max_of(z, v), behind = max_of(z + v + 1, vocab - v - 1);
-            leads[p] = (double)max - (behind > rest ? behind : rest);
+            if (leads) leads[p] = gap_of(z, vocab, v);
             continue;
         }
         float *memory = scratch(size * 5);
@@ -287,7 +296,8 @@ void draw(const float *logits, int64_t num_rows, int64_t vocab, const uint64_t *
         double total = exponentials(z, vocab, max, (float)scale, row.weights, row.greatest);
         if (!(total < INFINITY)) { /* NaN or infinite logits: nothing to draw from, and the caller sees it */
             tokens[p] = 0;
-            logprobs[p] = raw_logprobs[p] = leads[p] = NAN;
+            logprobs[p] = raw_logprobs[p] = NAN;
+            if (leads) leads[p] = NAN;
             continue;
         }
         double raw_total = temperature[p] == 1 ? total : exponentials(z, vocab, max, 1, 0, 0);
@@ -297,16 +307,17 @@ void draw(const float *logits, int64_t num_rows, int64_t vocab, const uint64_t *
             if (k || top_p[p] < 1) last = boundary(&row, total, k, top_p[p], items);
             total = truncate_row(&row, last, min_p[p]);
         }
-        int32_t v = run_race(&row, (Noise){keys[p], positions[p], stream}, leads + p);
+        double ahead;
+        int32_t v = run_race(&row, (Noise){keys[p], positions[p], stream}, leads ? &ahead : 0);
         tokens[p] = v;
-        leads[p] *= temperature[p];
+        if (leads) leads[p] = ahead < INFINITY ? ahead * temperature[p] : gap_of(z, vocab, v);
         logprobs[p] = ((double)z[v] - max) * scale - log(total);
         raw_logprobs[p] = (double)z[v] - max - log(raw_total);
     }
 }
 
 void race(const float *weights, int64_t num_rows, int64_t vocab, const uint64_t *keys, const int64_t *positions,
-          uint32_t stream, int32_t *tokens, double *ahead) {
+          uint32_t stream, int32_t *tokens) {
     int64_t size = (vocab + CHUNK - 1) / CHUNK * CHUNK;
 #pragma omp parallel for schedule(dynamic)
     for (int64_t p = 0; p < num_rows; p++) {
@@ -315,7 +326,7 @@ void race(const float *weights, int64_t num_rows, int64_t vocab, const uint64_t 
         memcpy(row.weights, weights + p * vocab, vocab * sizeof(float));
         memset(row.weights + vocab, 0, (size - vocab) * sizeof(float));
         for (int64_t i = 0; i < size / CHUNK; i++) row.greatest[i] = max_of(row.weights + i * CHUNK, CHUNK);
-        tokens[p] = run_race(&row, (Noise){keys[p], positions[p], stream}, ahead + p);
+        tokens[p] = run_race(&row, (Noise){keys[p], positions[p], stream}, 0);
     }
 }
 

@@ -1,7 +1,7 @@
 """An EAGLE-3 head that has drafted already: on the device, at the end of the step before.
 
 The engine's runner has the head compute (`engine/graph_runner.py`); here stands what the host knows of it: for whom
-there are drafts, how long they are, and, once the step has landed, how likely their tokens were. What they are it need
+there are drafts, how long they are, and, once the step has landed, how sure their tokens are. What they are it need
 not know: a drafted token of -1 means the one that the device has. Where steps overlap, what it says in `propose` is of
 the drafts before: those that are meant are still in the making.
 """
@@ -23,7 +23,7 @@ from paceline.types import Receipt, Request
 
 
 class _Told:
-    """How likely drafted tokens were: chances[i] those of request_ids[i], 0 where nothing is known. And the bins that
+    """How sure drafted tokens are: chances[i] those of request_ids[i], 0 where nothing is known. And the bins that
     these fall into by the drafter's calibration, which are asked for more than once."""
 
     def __init__(self, request_ids: np.ndarray, chances: np.ndarray, bins: np.ndarray) -> None:
@@ -62,7 +62,7 @@ class Eagle3Ahead(Calibrated):
         self.num_asked = self.most_asked = 0  # tokens that the next step drafts, and the most so far
         self._made: dict[int, int] = {}  # by request: how many tokens are drafted for it
         self._made_last = NOBODY_YET  # for whom, and how many, by the step that was launched last
-        self._told = NOTHING  # how likely each was, by the step that landed last, …
+        self._told = NOTHING  # how sure each is, by the step that landed last, …
         self._judged = self._told  # … and by the one before it, whose drafts that one has verified
         self._offered = NOTHING  # what `propose` said last, …
         self._verified = NOTHING  # … and `verified`

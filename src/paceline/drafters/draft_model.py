@@ -85,9 +85,9 @@ class DraftModelDrafter:
             if not self.coupled:
                 at, stream = with_round(at, np.array([states[i].length for i in active])), Stream.DRAFT
                 chances.append(self._spread(logits, params, active, len(rows)))
-            draws = self.sampler.draw(logits, rows.noise_keys[active], at, params, stream)
+            draws = self.sampler.draw(logits, rows.noise_keys[active], at, params, stream, leads=self.coupled)
             drafts.tokens[active, step] = draws.tokens
-            drafts.confidence[active, step] = surety(draws, self.coupled)
+            drafts.confidence[active, step] = surety(draws)
             drafts.num[active] = step + 1
             pending = [draws.tokens[n : n + 1] for n in range(len(active))]
         if chances:

@@ -212,9 +212,9 @@ class Eagle3Drafter(Calibrated):
             q = self.sampler.distribution(logits, params)
             chances.append(q.new_zeros(len(rows), q.shape[-1]))
             chances[-1][active] = q
-        draws = self.sampler.draw(logits, rows.noise_keys[active], at, params, stream)
+        draws = self.sampler.draw(logits, rows.noise_keys[active], at, params, stream, leads=self.coupled)
         drafts.tokens[active, step] = draws.tokens
-        said[active, step] = surety(draws, self.coupled)
+        said[active, step] = surety(draws)
         drafts.confidence[active, step] = self.calibration(said[active, step])
 
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Receipt:

@@ -176,4 +176,4 @@ def _one_row(
         weights, where, stream = p[num_accepted], np.array([length + num_accepted]), Stream.SAMPLE
     else:
         weights, where, stream = residual, at_round(num_accepted), Stream.RESIDUAL
-    return sampler.noise.race(weights.unsqueeze(0), key, where, stream)[0], num_accepted
+    return sampler.noise.race(weights.unsqueeze(0), key, where, stream), num_accepted

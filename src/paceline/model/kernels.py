@@ -63,7 +63,7 @@ def _sample() -> ctypes.CDLL:
     return _declare(
         native.load("sample"),
         draw=(_P, _I, _I, _P, _P, ctypes.c_uint32, _P, _P, _P, _P, _P, _P, _P, _P),
-        race=(_P, _I, _I, _P, _P, ctypes.c_uint32, _P, _P),
+        race=(_P, _I, _I, _P, _P, ctypes.c_uint32, _P),
         uniform=(_I, _P, _P, ctypes.c_uint32, _P),
     )
 
@@ -268,8 +268,10 @@ def draw(
     top_p: np.ndarray,
     min_p: np.ndarray,
     stream: int = 0,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """sample.Sampler.draw: tokens, their logprobs under the processed distribution, the raw ones, and the leads."""
+    leads: bool = False,
+) -> tuple[np.ndarray, ...]:
+    """sample.Sampler.draw: tokens, their logprobs under the processed distribution, the raw ones, and, if they are
+    asked for, the leads."""
     num_rows, vocab = logits_PV.shape
     logits_PV = logits_PV.contiguous()
     arrays = [
@@ -284,21 +286,22 @@ def draw(
         )
     ]
     assert all(len(array) == num_rows for array in arrays)
-    outs = np.empty(num_rows, np.int32), np.empty(num_rows), np.empty(num_rows), np.empty(num_rows)
-    pointers = [array.ctypes.data for array in (*arrays, *outs)]
+    outs = [np.empty(num_rows, np.int32)] + [np.empty(num_rows) for _ in range(3 if leads else 2)]
+    pointers = [array.ctypes.data for array in (*arrays, *outs)] + ([] if leads else [None])
     _sample().draw(logits_PV.data_ptr(), num_rows, vocab, *pointers[:2], stream, *pointers[2:])
-    return outs
+    return tuple(outs)
 
 
-def race(weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """sample.PhiloxNoise.race: one token per row of non-negative weights, and how far ahead it was."""
+def race(weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int = 0) -> np.ndarray:
+    """sample.PhiloxNoise.race: one token per row of non-negative weights."""
     num_rows, vocab = weights_PV.shape
     weights_PV = weights_PV.contiguous()
     keys, positions = np.ascontiguousarray(keys, np.uint64), np.ascontiguousarray(positions, np.int64)
-    tokens, ahead = np.empty(num_rows, np.int32), np.empty(num_rows)
-    pointers = [array.ctypes.data for array in (keys, positions, tokens, ahead)]
-    _sample().race(weights_PV.data_ptr(), num_rows, vocab, *pointers[:2], stream, *pointers[2:])
-    return tokens, ahead
+    tokens = np.empty(num_rows, np.int32)
+    _sample().race(
+        weights_PV.data_ptr(), num_rows, vocab, keys.ctypes.data, positions.ctypes.data, stream, tokens.ctypes.data
+    )
+    return tokens
 
 
 def uniform(keys: np.ndarray, positions: np.ndarray, stream: int = 0) -> np.ndarray:

@@ -56,15 +56,17 @@ class Draws:
     tokens: np.ndarray  # int32 [P]
     logprobs: np.ndarray  # float64 [P], processed
     raw_logprobs: np.ndarray  # float64 [P]
-    leads: np.ndarray  # float64 [P], how much less its logit could have been, and it still would have been first
+    # float64 [P], if they were asked for: how much less its logit could have been, and it still would have been first.
+    leads: np.ndarray | None = None
 
 
 class Noise(Protocol):
     """The source of chance. PhiloxNoise is the real one; the exactness ladder puts an enumerator in its place."""
 
-    def race(
-        self, weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int
-    ) -> tuple[np.ndarray, np.ndarray]: ...
+    def race(self, weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray: ...
+    def ahead(
+        self, weights_PV: Tensor, tokens: np.ndarray, keys: np.ndarray, positions: np.ndarray, stream: int
+    ) -> np.ndarray: ...
     def coin(self, chances: np.ndarray, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray: ...
 
 
@@ -74,18 +76,19 @@ class PhiloxNoise:
     def __init__(self, native: bool = False) -> None:
         self.native = native
 
-    def race(
-        self, weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Draw one token per row from non-negative weights: int32 [P]; and by how much each was first, float64 [P]: the
-        logarithm of the second's arrival by its own."""
+    def race(self, weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
+        """Draw one token per row from non-negative weights: int32 [P]."""
         if self.native and weights_PV.device.type == "cpu":
             return _kernels().race(weights_PV.float(), keys, positions, stream)
-        words = philox_words(keys, positions, stream, weights_PV.shape[-1], weights_PV.device)
-        arrival = -torch.log1p(-(words.double() + 0.5) / 2**32) / weights_PV.double()
-        first = arrival.argmin(-1, keepdim=True)
-        ahead = arrival.scatter(-1, first, torch.inf).amin(-1) / arrival.gather(-1, first)[:, 0]
-        return first[:, 0].to("cpu", torch.int32).numpy(), ahead.log().cpu().numpy()
+        return _arrivals(weights_PV, keys, positions, stream).argmin(-1).to("cpu", torch.int32).numpy()
+
+    def ahead(
+        self, weights_PV: Tensor, tokens: np.ndarray, keys: np.ndarray, positions: np.ndarray, stream: int
+    ) -> np.ndarray:
+        """By how much these were first, float64 [P]: the logarithm of the second's arrival by their own."""
+        arrival = _arrivals(weights_PV, keys, positions, stream)
+        mine, others = _apart(arrival, torch.as_tensor(tokens, device=arrival.device), torch.inf)
+        return (others.amin(-1) / mine).log().cpu().numpy()
 
     def coin(self, chances: np.ndarray, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
         """True with the given chances: bool [P]."""
@@ -93,6 +96,17 @@ class PhiloxNoise:
             return _kernels().uniform(keys, positions, stream) < chances
         words = philox_words(keys, positions, stream, 1, torch.device("cpu"))[:, 0]
         return ((words.double() + 0.5) / 2**32).numpy() < chances
+
+
+def _arrivals(weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int) -> Tensor:
+    words = philox_words(keys, positions, stream, weights_PV.shape[-1], weights_PV.device)
+    return -torch.log1p(-(words.double() + 0.5) / 2**32) / weights_PV.double()
+
+
+def _apart(values_PV: Tensor, tokens_P: Tensor, instead: float) -> tuple[Tensor, Tensor]:
+    """Those of the tokens [P], and all, with something else in the tokens' places."""
+    at = tokens_P.long().unsqueeze(-1)
+    return values_PV.gather(-1, at)[:, 0], values_PV.scatter(-1, at, instead)
 
 
 def _kernels() -> Any:
@@ -116,20 +130,25 @@ class Sampler:
         positions: np.ndarray,
         params: SamplingArrays,
         stream: int = Stream.SAMPLE,
+        leads: bool = False,
     ) -> Draws:
+        """`leads`: tell them too."""
         if self.native and logits_PV.dtype == torch.float32 and logits_PV.device.type == "cpu":
             given = params.temperature, params.top_k, params.top_p, params.min_p
-            return Draws(*_kernels().draw(logits_PV, keys, positions, *given, stream))
+            return Draws(*_kernels().draw(logits_PV, keys, positions, *given, stream, leads))
         processed = process(logits_PV, params)
-        tokens, ahead = self.noise.race(processed.exp(), keys, positions, stream)
-        greedy = params.temperature == 0
-        leads = ahead * np.where(greedy, 1, params.temperature)
-        if greedy.any():
-            best = logits_PV.argmax(-1, keepdim=True)
-            gap = logits_PV.gather(-1, best)[:, 0].double() - logits_PV.scatter(-1, best, -torch.inf).amax(-1)
-            tokens = np.where(greedy, best[:, 0].cpu().numpy().astype(np.int32), tokens)
-            leads = np.where(greedy, gap.cpu().numpy(), leads)
-        return Draws(tokens, *self.score(logits_PV, processed, tokens), leads)
+        raced = self.noise.race(processed.exp(), keys, positions, stream)
+        greedy = logits_PV.argmax(-1).cpu().numpy().astype(np.int32)
+        tokens = np.where(params.temperature == 0, greedy, raced)
+        logprobs, raw_logprobs = self.score(logits_PV, processed, tokens)
+        if not leads:
+            return Draws(tokens, logprobs, raw_logprobs)
+        mine, others = _apart(logits_PV.double(), torch.as_tensor(tokens, device=logits_PV.device), -torch.inf)
+        gap = (mine - others.amax(-1)).cpu().numpy()
+        ahead = self.noise.ahead(processed.exp(), tokens, keys, positions, stream)
+        alone = (params.temperature == 0) | np.isinf(ahead)  # nobody else ran: what others lack to come near
+        found = np.where(alone, gap, np.where(alone, 0, ahead) * params.temperature)
+        return Draws(tokens, logprobs, raw_logprobs, found)
 
     def distribution(self, logits_PV: Tensor, params: SamplingArrays) -> Tensor:
         return process(logits_PV, params).exp()

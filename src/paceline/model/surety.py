@@ -17,8 +17,8 @@ from paceline.model.sample import Draws
 START, BY_LEAD, BY_LOGPROB = -0.3, 1.15, 0.22
 
 
-def surety(draws: Draws, coupled: bool = True) -> np.ndarray:
-    """float64 [P]. Of draws with a noise of their own nothing is known but how likely they were."""
-    if not coupled:
+def surety(draws: Draws) -> np.ndarray:
+    """float64 [P]. Without leads, of draws with a noise of their own, nothing is known but how likely they were."""
+    if draws.leads is None:
         return np.exp(draws.logprobs)
     return 1 / (1 + np.exp(-(START + BY_LEAD * draws.leads + BY_LOGPROB * draws.raw_logprobs)))

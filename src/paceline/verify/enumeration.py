@@ -54,11 +54,14 @@ class Enumerator(Noise):
             self.script.append(int(np.flatnonzero(chances > 0)[0]))
         return self.script[at]
 
-    def race(
-        self, weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def race(self, weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
         chances = (weights_PV.double() / weights_PV.double().sum(-1, keepdim=True)).numpy()
-        return np.array([self._fork(row) for row in chances], np.int32), np.zeros(len(chances))  # nobody leads
+        return np.array([self._fork(row) for row in chances], np.int32)
+
+    def ahead(
+        self, weights_PV: Tensor, tokens: np.ndarray, keys: np.ndarray, positions: np.ndarray, stream: int
+    ) -> np.ndarray:
+        return np.zeros(len(tokens))  # all happens: nobody leads
 
     def coin(self, chances: np.ndarray, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
         return np.array([self._fork(np.array([c, 1 - c])) == 0 for c in np.clip(chances, 0, 1)])

@@ -102,9 +102,10 @@ def test_a_lead_is_how_much_less_the_logit_could_have_been(temperature: float, n
     sampler = Sampler(native=native)
 
     def draw(logits: torch.Tensor) -> Draws:
-        return sampler.draw(logits, keys(*range(32)), np.arange(32), params)
+        return sampler.draw(logits, keys(*range(32)), np.arange(32), params, leads=True)
 
     found = draw(logits)
+    assert found.leads is not None
     assert (found.leads > 0).all()
     for share, same in ((0.999, True), (1.001, False)):
         less = logits.clone()
@@ -112,9 +113,22 @@ def test_a_lead_is_how_much_less_the_logit_could_have_been(temperature: float, n
         assert ((draw(less).tokens == found.tokens) == same).all()
 
 
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("kind", [{"temperature": 1e-5}, {"temperature": 0.01}, {"top_k": 1}, {"top_p": 1e-6}])
+def test_where_nobody_else_runs_a_lead_is_what_others_lack(kind: dict, native: bool) -> None:
+    """Truncated to one, or so cold that others have no weight left: float32 and float64 lose it at other temperatures,
+    and noise is worth little there."""
+    logits = torch.randn(64, 300, generator=torch.Generator().manual_seed(3)) * 3
+    params = SamplingArrays.of([SamplingParams(**kind)] * 64)
+    found = Sampler(native=native).draw(logits, keys(*range(64)), np.arange(64), params, leads=True)
+    best = logits.topk(2).values
+    assert found.leads is not None
+    assert np.abs(found.leads - (best[:, 0] - best[:, 1]).numpy()).max() < 20 * kind.get("temperature", 1e-7)
+
+
 def test_a_race_is_a_sample() -> None:
     weights = torch.tensor([0.5, 0.0, 0.3, 0.2]).expand(20000, 4)
-    drawn, _ = PhiloxNoise().race(weights, keys(*range(20000)), np.zeros(20000, np.int64), 0)
+    drawn = PhiloxNoise().race(weights, keys(*range(20000)), np.zeros(20000, np.int64), 0)
     share = np.bincount(drawn, minlength=4) / 20000
     assert share[1] == 0
     assert np.abs(share - [0.5, 0, 0.3, 0.2]).max() < 0.015  # four standard deviations
@@ -141,8 +155,8 @@ def test_the_kernels_race_equals_the_plain_one(vocab: int) -> None:
     params = SamplingArrays.of([kinds[i % len(kinds)] for i in range(num)])
     noise_keys = np.random.default_rng(0).integers(0, 2**64, num, np.uint64)
     positions = np.arange(num) * 1000
-    fast = Sampler(native=True).draw(logits, noise_keys, positions, params)
-    slow = Sampler().draw(logits, noise_keys, positions, params)
+    fast = Sampler(native=True).draw(logits, noise_keys, positions, params, leads=True)
+    slow = Sampler().draw(logits, noise_keys, positions, params, leads=True)
     assert fast.tokens.tolist() == slow.tokens.tolist()
     assert np.allclose(fast.logprobs, slow.logprobs, atol=2e-5)  # float32 exponentials, summed over the vocabulary
     assert np.allclose(fast.raw_logprobs, slow.raw_logprobs, atol=2e-5)
@@ -151,8 +165,8 @@ def test_the_kernels_race_equals_the_plain_one(vocab: int) -> None:
     shifted = Sampler(native=True).draw(logits, noise_keys, positions + 1, params)
     assert shifted.tokens.tolist() != fast.tokens.tolist()
     weights = logits.exp()
-    race, _ = PhiloxNoise(native=True).race(weights, noise_keys, positions, Stream.RESIDUAL)
-    assert race.tolist() == PhiloxNoise().race(weights, noise_keys, positions, Stream.RESIDUAL)[0].tolist()
+    race = PhiloxNoise(native=True).race(weights, noise_keys, positions, Stream.RESIDUAL)
+    assert race.tolist() == PhiloxNoise().race(weights, noise_keys, positions, Stream.RESIDUAL).tolist()
     chances = np.linspace(0, 1, num)
     coins = PhiloxNoise(native=True).coin(chances, noise_keys, positions, Stream.ACCEPT)
     assert coins.tolist() == PhiloxNoise().coin(chances, noise_keys, positions, Stream.ACCEPT).tolist()

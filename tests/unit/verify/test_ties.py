@@ -115,9 +115,7 @@ class NoiseByDraw(PhiloxNoise):
 
     count = 0
 
-    def race(
-        self, weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def race(self, weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
         at = self.count + np.arange(len(positions))
         self.count += len(positions)
         return super().race(weights_PV, keys, at, stream)

@@ -22,6 +22,9 @@ from paceline.model.cuda.early import early, wait
 PART = 2048  # tokens that a warp looks at; two do so together where they are many
 CHUNK = 256  # of them at once; a multiple of 128: each lane has all words of a noise counter
 MANY = 65536
+COLD = tl.constexpr(0.05)  # a temperature at which noise is worth little, and weights beyond some logits are none
+SOME_OTHERS = tl.constexpr(1024)  # logits that are compared at once
+LATEST = tl.constexpr(127.0)  # log2 of an arrival that float32 can hold
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # as a greatest logit: there is none
 
@@ -33,7 +36,7 @@ class Draws:
     tokens: Tensor  # int32 [P]
     logprobs: Tensor  # float64 [P], at the position's temperature
     raw_logprobs: Tensor  # float64 [P]
-    leads: Tensor | None  # float32 [P], as on a CPU; seldom, where the second is hard to find, less than that
+    leads: Tensor | None  # float32 [P], as on a CPU; at times, where the second is hard to find, a little less
 
 
 def draw(
@@ -69,7 +72,7 @@ def draw(
     )  # fmt: skip
     _finish[(num,)](
         logits_PV, ids, keys_P, positions_P, temperature_P, found, first, draws.tokens, draws.logprobs,
-        draws.raw_logprobs, found if draws.leads is None else draws.leads, logits_PV.stride(0), parts, stream,
+        draws.raw_logprobs, found if draws.leads is None else draws.leads, logits_PV.stride(0), vocab, parts, stream,
         WIDTH=triton.next_power_of_2(parts), SOME=ids_V is not None, LEADS=leads, num_warps=1, **early(device),
     )  # fmt: skip
     return draws
@@ -236,7 +239,9 @@ def _race(
             cut_logit, cut_place, LANES, CHUNK, SOME, CUT, False,
         )  # fmt: skip
     peak = tl.max(top)
-    winner, runner_up = -1, float("inf")
+    winner = -1
+    if LEADS:
+        runner_up = float("inf")
     if temperature == 0:
         if peak > LOWEST:
             winner = vocab
@@ -244,18 +249,13 @@ def _race(
                 i = tl.arange(0, CHUNK)
                 raw = _load(row, start, i, vocab, -float("inf"), False).to(tl.float32)
                 winner = tl.minimum(winner, tl.min(tl.where(raw == peak, start + i, vocab)))
-            if LEADS:
-                for start in range(begin, end, CHUNK):
-                    i = tl.arange(0, CHUNK)
-                    raw = _load(row, start, i, end, -float("inf"), False).to(tl.float32)
-                    behind = tl.exp(peak - tl.max(tl.where(start + i == winner, -float("inf"), raw)))
-                    runner_up = tl.minimum(runner_up, behind)
     else:
         offset = peak * scale - 32
         sure = 1 - (1e-4 + 4e-7 * tl.abs(offset))  # roundings are less than that
         arrival, forgotten = float("inf"), float("inf")
         bound = tl.min(best)
-        while (bound < float("inf")) & ((runner_up if LEADS else arrival) >= tl.exp2(bound + offset) * sure):
+        last = LATEST - offset if LEADS else float("inf")
+        while (bound < last) & ((runner_up if LEADS else arrival) >= tl.exp2(bound + offset) * sure):
             its = tl.min(tl.where(best == bound, lane, LANES))
             i = tl.arange(0, CHUNK // LANES)
             group = tl.sum(tl.where(lane == its, place, 0)) + its * 4 + (i // 4) * (4 * LANES) + i % 4
@@ -298,10 +298,11 @@ def _race(
 
 @triton.jit
 def _finish(
-    logits, ids, keys, positions, temperatures, found, first, tokens, logprobs, raw_logprobs, leads, stride, parts,
-    stream, WIDTH: tl.constexpr, SOME: tl.constexpr, LEADS: tl.constexpr, EARLY: tl.constexpr,
+    logits, ids, keys, positions, temperatures, found, first, tokens, logprobs, raw_logprobs, leads, stride, vocab,
+    parts, stream, WIDTH: tl.constexpr, SOME: tl.constexpr, LEADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Of the parts' first the very first, in float64."""
+    """Of the parts' first the very first, in float64. Its lead is over the first of all others, unless none came (the
+    rest is cut away) or it is so cold that logits alone decide: then over the greatest other logit."""
     at = tl.program_id(0)
     key, position = tl.load(keys + at), tl.load(positions + at)
     temperature = tl.load(temperatures + at)
@@ -324,7 +325,7 @@ def _finish(
     words = _words_of(key, position, stream, token)
     u = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10
     peak = tl.max(peaks)
-    arrival = tl.where(greedy, peak - raw, libdevice.log(-libdevice.log1p(-u)) - (raw - peak) * scale)
+    arrival = tl.where(greedy, -raw, libdevice.log(-libdevice.log1p(-u)) - (raw - peak) * scale)
     arrival = tl.where(runs, arrival, float("inf"))
     winner = tl.argmin(arrival, 0)
     place = tl.maximum(tl.load(first + at * parts + winner), 0)  # where all is NaN, at least a token
@@ -341,4 +342,12 @@ def _finish(
         runners_up = tl.load(mine + 3, mask=runs, other=float("inf")).to(tl.float64)
         behind = tl.min(tl.where(runs, libdevice.log(runners_up) + (peak - peaks) * scale, float("inf")))
         behind = tl.minimum(behind, tl.min(tl.where(i == winner, float("inf"), arrival)))
-        tl.store(leads + at, ((behind - tl.min(arrival)) / scale).to(tl.float32))
+        lead = ((behind - tl.min(arrival)) / scale).to(tl.float32)
+        if (behind == float("inf")) | (temperature < COLD):
+            other = tl.full([SOME_OTHERS], -float("inf"), tl.float32)
+            for start in range(0, vocab, SOME_OTHERS):
+                v = start + tl.arange(0, SOME_OTHERS)
+                logit = tl.load(row + v, mask=(v < vocab) & (v != place), other=-float("inf")).to(tl.float32)
+                other = tl.maximum(other, logit)
+            lead = tl.maximum(tl.load(row + place).to(tl.float32) - tl.max(other), 0.0)
+        tl.store(leads + at, lead)
