@@ -23,7 +23,6 @@ PART = 2048  # tokens that a warp looks at; two do so together where they are ma
 CHUNK = 256  # of them at once; a multiple of 128: each lane has all words of a noise counter
 MANY = 65536
 COLD = tl.constexpr(0.05)  # a temperature at which noise is worth little, and weights beyond some logits are none
-SOME_OTHERS = tl.constexpr(1024)  # logits that are compared at once
 LATEST = tl.constexpr(127.0)  # log2 of an arrival that float32 can hold
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # as a greatest logit: there is none
@@ -73,7 +72,8 @@ def draw(
     _finish[(num,)](
         logits_PV, ids, keys_P, positions_P, temperature_P, found, first, draws.tokens, draws.logprobs,
         draws.raw_logprobs, found if draws.leads is None else draws.leads, logits_PV.stride(0), vocab, parts, stream,
-        WIDTH=triton.next_power_of_2(parts), SOME=ids_V is not None, LEADS=leads, num_warps=1, **early(device),
+        WIDTH=triton.next_power_of_2(parts), PART=PART * warps, SOME=ids_V is not None, LEADS=leads, num_warps=1,
+        **early(device),
     )  # fmt: skip
     return draws
 
@@ -299,7 +299,8 @@ def _race(
 @triton.jit
 def _finish(
     logits, ids, keys, positions, temperatures, found, first, tokens, logprobs, raw_logprobs, leads, stride, vocab,
-    parts, stream, WIDTH: tl.constexpr, SOME: tl.constexpr, LEADS: tl.constexpr, EARLY: tl.constexpr,
+    parts, stream, WIDTH: tl.constexpr, PART: tl.constexpr, SOME: tl.constexpr, LEADS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of the parts' first the very first, in float64. Its lead is over the first of all others, unless none came (the
     rest is cut away) or it is so cold that logits alone decide: then over the greatest other logit."""
@@ -344,10 +345,8 @@ def _finish(
         behind = tl.minimum(behind, tl.min(tl.where(i == winner, float("inf"), arrival)))
         lead = ((behind - tl.min(arrival)) / scale).to(tl.float32)
         if (behind == float("inf")) | (temperature < COLD):
-            other = tl.full([SOME_OTHERS], -float("inf"), tl.float32)
-            for start in range(0, vocab, SOME_OTHERS):
-                v = start + tl.arange(0, SOME_OTHERS)
-                logit = tl.load(row + v, mask=(v < vocab) & (v != place), other=-float("inf")).to(tl.float32)
-                other = tl.maximum(other, logit)
-            lead = tl.maximum(tl.load(row + place).to(tl.float32) - tl.max(other), 0.0)
+            v = winner * PART + tl.arange(0, PART)  # of its own part all, of another the greatest
+            beside = tl.load(row + v, mask=(v < vocab) & (v != place), other=-float("inf")).to(tl.float64)
+            other = tl.maximum(tl.max(beside), tl.max(tl.where(i == winner, -float("inf"), peaks)))
+            lead = tl.maximum(chosen + peak - other, 0.0).to(tl.float32)
         tl.store(leads + at, lead)
