@@ -153,7 +153,8 @@ class CostTable:
         prior = self._priors.get(drafter)
         expected_s = max(prior.seconds(num_rows, k), 1e-9) if prior is not None else 1.0
         if drafter not in self._drafting:
-            self._drafting[drafter] = _Drift(NUM_DRAFT_BUCKETS)
+            # Who drafts for the first time has prompts to read, which is not what a draft takes.
+            self._drafting[drafter] = _Drift(NUM_DRAFT_BUCKETS, is_believed=prior is not None)
         self._drafting[drafter].learn(num_rows, k, math.log(seconds / expected_s))
 
     def save(self, path: Path) -> None:
@@ -265,13 +266,14 @@ class _Drift:
     """How far what is seen is off, as logarithms of ratios: a level for each power of two of rows, which follows the
     machine, and how each region lies against it, which is learned slowly. So a region that has not been seen, or not
     for long, moves along with its rows, and rows that have not been seen with those next to them. In plain numbers, as
-    every step reads and moves a few of them."""
+    every step reads and moves a few of them. `is_believed`: that nothing is off counts as if it had been seen once."""
 
-    def __init__(self, num_columns: int) -> None:
+    def __init__(self, num_columns: int, is_believed: bool = False) -> None:
         self.columns = np.arange(num_columns)
         self.is_new = True
         self._level, self._num = [0.0] * NUM_ROW_BUCKETS, [0] * NUM_ROW_BUCKETS
-        self._first: list[list[float]] = [[] for _ in range(NUM_ROW_BUCKETS)]  # levels by those until it is settled
+        # Levels by those until it is settled.
+        self._first: list[list[float]] = [[0.0] if is_believed else [] for _ in range(NUM_ROW_BUCKETS)]
         self._offset = [[0.0] * num_columns for _ in range(NUM_ROW_BUCKETS)]
         self._num_offset = [[0] * num_columns for _ in range(NUM_ROW_BUCKETS)]
 
@@ -297,7 +299,8 @@ class _Drift:
         level = log_ratio - self._offset[bucket][column]  # by this one
         if num < SETTLED:
             first.append(level)
-            self._level[bucket] = sorted(first)[num // 2]  # of two the lower: a step is held up more often than not
+            # Of two the lower: a step is held up more often than not.
+            self._level[bucket] = sorted(first)[(len(first) - 1) // 2]
         else:
             error = min(max(level - self._level[bucket], -FAR), FAR)
             rate = max(DRIFT, 1 / (1 + num))
