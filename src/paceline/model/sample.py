@@ -137,7 +137,8 @@ class Sampler:
             given = params.temperature, params.top_k, params.top_p, params.min_p
             return Draws(*_kernels().draw(logits_PV, keys, positions, *given, stream, leads))
         processed = process(logits_PV, params)
-        raced = self.noise.race(processed.exp(), keys, positions, stream)
+        weights = processed.exp()
+        raced = self.noise.race(weights, keys, positions, stream)
         greedy = logits_PV.argmax(-1).cpu().numpy().astype(np.int32)
         tokens = np.where(params.temperature == 0, greedy, raced)
         logprobs, raw_logprobs = self.score(logits_PV, processed, tokens)
@@ -145,7 +146,7 @@ class Sampler:
             return Draws(tokens, logprobs, raw_logprobs)
         mine, others = _apart(logits_PV.double(), torch.as_tensor(tokens, device=logits_PV.device), -torch.inf)
         gap = (mine - others.amax(-1)).cpu().numpy()
-        ahead = self.noise.ahead(processed.exp(), tokens, keys, positions, stream)
+        ahead = self.noise.ahead(weights, tokens, keys, positions, stream)
         alone = (params.temperature == 0) | np.isinf(ahead)  # nobody else ran: what others lack to come near
         found = np.where(alone, gap, np.where(alone, 0, ahead) * params.temperature)
         return Draws(tokens, logprobs, raw_logprobs, found)
