@@ -82,6 +82,9 @@ VLLM_OPTIONS = (
 )
 
 
+HeadDtype = Literal["auto", "model", "float8"]
+
+
 class SpeculationSection(Section):
     method: Literal["none", "ngram", "suffix", "draft_model", "eagle3", "hybrid"] = "none"
     # Who decides how much is drafted: "static" (num_speculative_tokens, always), "das" (budgets for long sequences), or
@@ -94,6 +97,9 @@ class SpeculationSection(Section):
     rule: Literal["coupled", "rejection", "block"] = "coupled"
     draft_model: str | None = None  # as model.name, with the same vocabulary; or "layers:N": the target's first N
     head: str | None = None  # EAGLE-3: a directory; None: the one that is shipped for model.name
+    # EAGLE-3 on a GPU: its large products in model.dtype ("model") or in "float8", which is faster; what is sampled is
+    # the same, and so are most guesses. "auto": float8 for large heads, where the GPU has it.
+    head_dtype: HeadDtype = "auto"
     any_target: bool = False  # draft with a head that was made for other weights than model.name's
     # hybrid: which of suffix and EAGLE-3 drafts for a row is decided "before" EAGLE-3 drafts, or "after" seeing both.
     hybrid_choice: Literal["before", "after"] = "before"
@@ -469,6 +475,8 @@ def _not_in_vllm(config: Config) -> str | None:
             f"speculation.min_confidence = {speculation.min_confidence}: {vllm} verifies drafts whole; leave it at 0, "
             "or lower num_speculative_tokens"
         )
+    if speculation.head_dtype == "float8":
+        return f'speculation.head_dtype = "float8": {vllm} computes a head as the model; use "auto" or "model"'
     if speculation.method == "draft_model" and (speculation.draft_model or "").startswith("layers:"):
         return (
             f'speculation.draft_model = "{speculation.draft_model}": {vllm} loads a draft model from a directory; give '

@@ -90,6 +90,59 @@ def test_gates_of_one_product_equal_those_of_two_steps(num: int) -> None:
     assert off(found, wanted) <= 1e-3 and (found == wanted).float().mean() > 0.98
 
 
+@pytest.mark.parametrize(("num", "size"), [((1, 576), 960), ((3, 576), 3072), ((4, 1536), 576), ((2, 48), 20)])
+def test_few_tokens_products_equal_the_plain_ones(num: tuple[int, int], size: int) -> None:
+    """With the norm before them, and the gate behind them, or without."""
+    from paceline.model.cuda import few
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=dice, device=CUDA)
+
+    dice, slow, linear = torch.Generator(CUDA).manual_seed(4), TorchOps(), Linear(num[1], size)
+    linear.weight = torch.nn.Parameter((0.1 * noise(size, num[1])).bfloat16(), requires_grad=False)
+    x, more, weight = 3 * noise(*num), noise(*num).bfloat16(), (1 + 0.2 * noise(num[1])).bfloat16()
+    narrow = x.bfloat16()
+    assert few.pays(narrow, linear) and not few.pays(narrow.repeat(8, 1), linear)
+    grown, h = slow.add_norm(x, more, weight, 1e-5)
+    added = few.Norm(weight, 1e-5, more)
+    for (got_x, got), want_x, want in (
+        (few.product(narrow, linear), narrow, slow.linear(narrow, linear)),
+        (few.product(narrow, linear, gated=True), narrow, slow.gated(narrow, linear)),
+        (few.product(x, linear, few.Norm(weight, 1e-5, None)), x, slow.linear(slow.norm(x, weight, 1e-5), linear)),
+        (few.product(x, linear, added), grown, slow.linear(h, linear)),
+        (few.product(x, linear, added, gated=True), grown, slow.gated(h, linear)),
+    ):
+        # Sums of float32 in another order, rounded to 8 bits: now and then the neighbour.
+        assert torch.equal(got_x, want_x) and off(got, want) <= 2e-3 and (got == want).float().mean() > 0.97
+
+
+def test_a_head_in_eight_bits_computes_what_rounding_makes_of_it() -> None:
+    from paceline.model.cuda.float8 import settle_dtype
+    from paceline.model.cuda.ops import CudaOps
+    from paceline.model.head_files import assign_head, head_state
+    from paceline.model.layer import FLOAT8
+
+    decoder = tiny_decoder(torch.bfloat16, vocab_size=64, **SHAPE)
+    head, other = (tiny_head(decoder, 64, seed).to(CUDA) for seed in (3, 4))
+    settle_dtype(head, "auto")
+    assert head.lm_head.rounded is None  # small as it is
+    settle_dtype(head, "float8")
+    for updated in (False, True):
+        if updated:
+            assign_head(head, head_state(other))
+        dice = torch.Generator(CUDA).manual_seed(5)
+        x, y = (torch.randn(7, 32, generator=dice, device=CUDA).bfloat16() for _ in range(2))
+        for linear in (head.layer.gate_up, head.lm_head):
+            _, h = head.ops.add_norm(x.clone(), y, head.norm, 1e-6)
+            _, wanted = CudaOps().add_norm(x.clone(), y.clone(), head.norm, 1e-6)
+            assert h.dtype == FLOAT8 and torch.equal(h.float(), wanted.to(FLOAT8).float())
+            scale = linear.weight.float().abs().max() / 448
+            weight = (linear.weight.float() / scale).to(FLOAT8).float() * scale
+            # The device sums 8 bits' products to 14 bits, and rounds to 8.
+            assert off(head.ops.linear(h, linear), h.float() @ weight.T) < 1e-2
+            assert off(head.ops.linear(h, linear), wanted.float() @ linear.weight.float().T) < 0.1
+
+
 def paged_rows(num_query: list[int], dtype: torch.dtype) -> tuple[BatchPlan, Any, list[PagedKV]]:
     """Rows over pages of noise: as PagedAttention's plan and as the kernel's Rows, and three times the same pages."""
     from paceline.model.cuda.attention import Rows
@@ -362,14 +415,16 @@ def test_an_abort_in_mid_flight_leaves_nothing_behind() -> None:
         assert mine == (want_ids[: len(mine)] if handle.request.request_id == aborted else want_ids)
 
 
-def eagle3_engine(kind: str, dtype: torch.dtype, k: int, num_blocks: int = 256) -> LocalEngine:
+def eagle3_engine(
+    kind: str, dtype: torch.dtype, k: int, num_blocks: int = 256, vocab: tuple[int, int] = (61, 41)
+) -> LocalEngine:
     from paceline.drafters.ahead import Eagle3Ahead
     from paceline.drafters.eagle3 import Eagle3Drafter
     from paceline.engine.graph_runner import GraphRunner
     from paceline.model.cuda.ops import CudaOps
 
-    decoder = tiny_decoder(dtype, **SHAPE)
-    head = tiny_head(decoder).to(CUDA)
+    decoder = tiny_decoder(dtype, vocab_size=vocab[0], **SHAPE)
+    head = tiny_head(decoder, vocab[1]).to(CUDA)
     decoder = decoder.to(CUDA)
     paged, sampler = PagedDecoder(decoder, num_blocks), Sampler()
     runner = EagerRunner(paged, sampler, RULES["coupled"])
@@ -402,6 +457,21 @@ def test_a_head_on_the_device_drafts_what_one_on_the_host_drafts(k: int) -> None
         # They say the same of them: as many are so sure.
         seen = [e.drafter.calibration.counts[1] - e.drafter.calibration.start[1] for e in (running, on_host)]
         assert abs(seen[0] / seen[0].sum() - seen[1] / seen[1].sum()).sum() < 0.15, seen
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_head_in_eight_bits_changes_no_token_and_few_guesses(dtype: torch.dtype) -> None:
+    from paceline.model.cuda.float8 import settle_dtype
+
+    found = []
+    for rounds in (False, True):
+        running = eagle3_engine("graph", dtype, 3, vocab=(64, 64))
+        if rounds:
+            settle_dtype(running.drafter.head, "float8")
+        found.append(running.generate(requests()))
+    assert said(found[0]) == said(found[1])
+    stood = [sum(c.num_accepted_tokens for c in each) for each in found]
+    assert stood[1] > 0.8 * stood[0] > 40, stood
 
 
 def test_history_speaks_beside_a_head_on_the_device() -> None:

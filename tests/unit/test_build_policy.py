@@ -52,6 +52,12 @@ def build(checkpoint: Callable[..., Path], head: Path) -> Callable[..., LocalEng
     return make
 
 
+@pytest.mark.parametrize("method", ["eagle3", "hybrid"])
+def test_a_head_in_eight_bits_is_for_gpus(build: Callable[..., LocalEngine], method: str) -> None:
+    with pytest.raises(ValueError, match=r'speculation.head_dtype = "float8": only where a head drafts on a GPU'):
+        build(method, "static", "speculation.head_dtype=float8")
+
+
 @pytest.mark.parametrize("policy", ["das", "auto"])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_under_every_policy(

@@ -16,12 +16,13 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
 from paceline import __version__
 from paceline.bench.roofline import H200, Load, Rates, step_s
+from paceline.config import HeadDtype
 from paceline.model.shapes import SHAPES
 from paceline.speculation.auto import AutoPolicy
 from paceline.speculation.cost import CostTable, Point
@@ -83,6 +84,7 @@ class Settings:
     eager: bool = False  # the same kernels, without graphs
     plain_torch: bool = False  # neither graphs nor kernels
     draft_vocab_size: int = 32000  # at most; never more than the model has
+    head_dtype: str = "auto"  # of a head's large products: as speculation.head_dtype
     device: str = "cuda"
     dtype: str = "bfloat16"
     rates: Rates = H200
@@ -94,6 +96,7 @@ class Settings:
             ("policy", self.policy, POLICIES),
             ("device", self.device, ("cuda", "cpu")),
             ("dtype", self.dtype, DTYPES),
+            ("head-dtype", self.head_dtype, get_args(HeadDtype)),
         ):
             if given not in known:
                 raise ValueError(f"--{option} {given!r}: not one of {', '.join(known)}")
@@ -286,9 +289,12 @@ class Subject:
         if s.drafter == "eagle3" and any(s.draft_lengths):
             head = random_head(config, min(s.draft_vocab_size, config.vocab_size), self.dtype, self.device)
         if s.has_kernels:
+            from paceline.model.cuda.float8 import settle_dtype
             from paceline.model.cuda.ops import CudaOps
 
             decoder.ops = CudaOps()
+            if head is not None:
+                settle_dtype(head, s.head_dtype)
         elif s.device == "cpu" and s.dtype == "float32" and not s.plain_torch:
             from paceline.model.kernels import pack_for_inference
 

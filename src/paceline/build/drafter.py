@@ -54,6 +54,11 @@ def build_drafter(config: Config, target: Decoder, tokenizer: Any, head: Eagle3H
         head = pack_head(build_head(config, target.config), target)
     if target.ops.is_cuda and speculation.rule == "coupled":
         return _ahead(config, target, head)
+    if speculation.head_dtype == "float8":
+        raise ValueError(
+            'speculation.head_dtype = "float8": only where a head drafts on a GPU, by rule = "coupled"; use "auto" or '
+            '"model"'
+        )
     num_blocks = -(-(config.engine.kv_tokens or default_kv_tokens(config, target.config)) // BLOCK)
     eagle3 = Eagle3Drafter(
         head,
@@ -74,6 +79,7 @@ def _ahead(config: Config, target: Decoder, head: Eagle3Head) -> Drafter:
     """Where whole steps are computed on the device, a head drafts there too."""
     from paceline.drafters.ahead import Eagle3Ahead
     from paceline.drafters.hybrid import HybridAhead
+    from paceline.model.cuda.float8 import settle_dtype
     from paceline.model.cuda.slots import MAX_DRAFT
 
     lengths = config.speculation.num_speculative_tokens
@@ -82,6 +88,7 @@ def _ahead(config: Config, target: Decoder, head: Eagle3Head) -> Drafter:
         raise ValueError(
             f"speculation.num_speculative_tokens = {longest}: a head on a GPU drafts at most {MAX_DRAFT}; lower it"
         )
+    settle_dtype(head, config.speculation.head_dtype)
     eagle3 = Eagle3Ahead(head)
     if config.speculation.method == "eagle3":
         return eagle3

@@ -132,6 +132,9 @@ def step(
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of every prompt.")] = 512,
     max_tokens: Annotated[int, typer.Option(help="Tokens of every completion.")] = 256,
     draft_vocab: Annotated[int, typer.Option(help="The head's vocabulary, at most.")] = 32000,
+    head_dtype: Annotated[
+        str, typer.Option(help="The head's large products: model, float8, or auto (float8 where it is faster).")
+    ] = "auto",
     eager: Annotated[bool, typer.Option("--eager", help="The same kernels without CUDA graphs.")] = False,
     plain_torch: Annotated[bool, typer.Option("--plain-torch", help="Neither graphs nor kernels.")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu for small shapes.")] = "cuda",
@@ -173,6 +176,7 @@ def step(
         eager=eager,
         plain_torch=plain_torch,
         draft_vocab_size=draft_vocab,
+        head_dtype=head_dtype,
         device=device,
         dtype=dtype,
         rates=Rates(copy_rate, matmul_rate),

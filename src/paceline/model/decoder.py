@@ -52,26 +52,15 @@ class Decoder(nn.Module):
         keeps = self.checkpointing and torch.is_grad_enabled()
         x = wide(self.ops.embed(tokens_T, self.embed))
         y: Tensor | None = None
+        rope = self.rope.tables(self.norm)
         for i, layer in enumerate(self.layers):
-            args = (self._layer, i, x, y, positions_T, attention)
+            args = (self.ops.layer, self.config, x, y, positions_T, rope, attention, i)
             x, y = keep(layer, *args) if keeps else layer(*args)
             if i in taps:
                 tapped[i] = self.ops.rounded_sum(x, y)
         assert y is not None
         _, h = self.ops.add_norm(x, y, self.norm, self.config.norm_eps)
         return Output(h, tapped)
-
-    def _layer(
-        self, layer: Layer, i: int, x: Tensor, y: Tensor | None, positions_T: Tensor, attention: Attention
-    ) -> tuple[Tensor, Tensor]:
-        """Layer i: the residual stream x, and y that is to be added to it, which the next norm does in the same
-        stroke. So a layer needs no parameters but its own."""
-        ops, eps = self.ops, self.config.norm_eps
-        x, h = (x, ops.norm(x, layer.input_norm, eps)) if y is None else ops.add_norm(x, y, layer.input_norm, eps)
-        rope = self.rope.tables(self.norm)
-        h = ops.linear(ops.attend(h, layer, self.config, positions_T, rope, attention, i), layer.o)
-        x, h = ops.add_norm(x, h, layer.post_norm, eps)
-        return x, ops.linear(ops.gated(h, layer.gate_up), layer.down)
 
     def attention(self, lengths: Sequence[int], prefixes: Sequence[int | None]) -> Attention:
         """For packed sequences: in one kernel where the device has one."""

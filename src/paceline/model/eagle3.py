@@ -102,7 +102,7 @@ class Eagle3Head(nn.Module):
         # Detached: whoever trains a head, the target's embedding gets no gradient.
         e = ops.embed(tokens_T, embed).detach() if self.embed is None else ops.embed(tokens_T, self.embed)
         both = ops.beside(e.to(x_TD.dtype), layer.input_norm, x_TD, self.hidden_norm, c.norm_eps)
-        residual = both[:, c.hidden_size :].contiguous() if self.config.norm_before_residual else x_TD
+        residual = ops.norm(x_TD, self.hidden_norm, c.norm_eps) if self.config.norm_before_residual else x_TD
         h = ops.attend(both, layer, c, positions_T, self.rope.tables(self.norm), attention, 0)
         if wanted is not None:  # all have left their keys and values behind
             h, residual = h[wanted], residual[wanted]

@@ -11,10 +11,27 @@ from torch import Tensor, nn
 from paceline.model.config import ModelConfig
 from paceline.model.lora import Lora
 
+FLOAT8 = torch.float8_e4m3fn  # 4 significant bits, from 2^-6 to 448; fewer down to 2^-9
+
+
+class Rounded:
+    """A matrix in 8 bits: all of it by one scale, since what counts in a float is its relative error."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = torch.empty(weight.shape, dtype=FLOAT8, device=weight.device)
+        self.scale = torch.empty((), device=weight.device)
+        self.follow(weight)
+
+    def follow(self, weight: Tensor) -> None:
+        """In place: who computes by graphs knows where it lies."""
+        weight = weight.detach()
+        self.scale.copy_(weight.abs().max().float().clamp_min(1e-12) / torch.finfo(FLOAT8).max)
+        self.weight.copy_(weight / self.scale)
+
 
 class Linear(nn.Module):
     """y = x W^T + b. Holds W as `weight` [N, K]; a CPU engine replaces it by `panels`, its packed twin.
-    A learner may add a trainable difference to W, `lora`."""
+    A learner may add a trainable difference to W, `lora`; a head that drafts on a GPU may compute with W `rounded`."""
 
     def __init__(self, num_in: int, num_out: int, bias: bool = False) -> None:
         super().__init__()
@@ -23,6 +40,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_out)) if bias else None
         self.panels: Tensor | None = None
         self.lora: Lora | None = None
+        self.rounded: Rounded | None = None
 
 
 class Layer(nn.Module):

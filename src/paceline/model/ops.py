@@ -60,6 +60,14 @@ class Ops(Protocol):
         """What layer i's queries find among its keys and values: [T, H * E]."""
         ...
 
+    def layer(
+        self, layer: Layer, config: ModelConfig, x_TD: Tensor, y_TD: Tensor | None, positions_T: Tensor,
+        rope: tuple[Tensor, Tensor], attention: Attention, i: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Through layer i: the residual stream x, and y that is to be added to it, which the next norm does in the same
+        stroke. So a layer needs no parameters but its own. May reuse the memory of x and y."""
+        ...
+
 
 class Composed:
     """What can be made of the others."""
@@ -78,6 +86,16 @@ class Composed:
         attention: Attention, i: int,
     ) -> Tensor:  # fmt: skip
         return attention(i, *self.qkv(h_TD, layer, config, positions_T, rope))
+
+    def layer(
+        self: Ops, layer: Layer, config: ModelConfig, x_TD: Tensor, y_TD: Tensor | None, positions_T: Tensor,
+        rope: tuple[Tensor, Tensor], attention: Attention, i: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        x, norm, eps = x_TD, layer.input_norm, config.norm_eps
+        x, h = (x, self.norm(x, norm, eps)) if y_TD is None else self.add_norm(x, y_TD, norm, eps)
+        h = self.linear(self.attend(h, layer, config, positions_T, rope, attention, i), layer.o)
+        x, h = self.add_norm(x, h, layer.post_norm, eps)
+        return x, self.linear(self.gated(h, layer.gate_up), layer.down)
 
 
 def wide(x: Tensor) -> Tensor:

@@ -180,6 +180,8 @@ def _write(home: Home, fetch: Fetch) -> None:
     plain = _read(holder)
     for (name, _), view in zip(home.parts, plain.split([rows for _, rows in home.parts]), strict=True):
         view.copy_(fetch(name))
+    if isinstance(holder, Linear) and holder.rounded is not None:
+        holder.rounded.follow(plain)
 
 
 def init(

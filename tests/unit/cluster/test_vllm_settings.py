@@ -30,6 +30,7 @@ DRAFT = "speculation.rule=rejection"
         (["speculation.policy=auto"], r"policy = \"auto\": .*schedules by itself"),
         (["speculation.method=ngram", DRAFT, "speculation.num_speculative_tokens={8 = 2}"], "takes one draft length"),
         (["speculation.method=ngram", DRAFT, "speculation.num_speculative_tokens=0"], "takes one draft length above 0"),
+        (["speculation.head_dtype=float8"], 'head_dtype = "float8": .*computes a head as the model'),
         (["speculation.min_confidence=0.5"], "min_confidence = 0.5: .*verifies drafts whole"),
         (["speculation.method=draft_model", "speculation.draft_model='layers:1'", DRAFT], "loads a draft model from"),
         (["speculation.method=suffix", DRAFT, "sampling.min_p=0.1"], "min_p = 0.1: .*does not know min_p with drafts"),

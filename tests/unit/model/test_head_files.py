@@ -18,7 +18,7 @@ import paceline
 from paceline.model import head_files, kernels
 from paceline.model.eagle3 import Eagle3Head, HeadConfig, head_config, init_head
 from paceline.model.head_files import assign_head, head_checksum, head_state, load_head, resolve_head, save_head
-from paceline.model.layer import Linear
+from paceline.model.layer import Linear, Rounded
 from paceline.model.provenance import Provenance, read_provenance
 from paceline.model.weights import ModelError, checkpoint_checksum, init, save
 from paceline.native import NativeUnavailable
@@ -93,6 +93,20 @@ def test_assign_is_in_place_and_takes_streams() -> None:
     assert places == [parameter.data_ptr() for parameter in (*old.parameters(), old.draft_ids)]
     assert all(torch.equal(tensor, state(new)[name].to(tensor.dtype)) for name, tensor in head_state(old))
     assert torch.equal(old.draft_ids, new.draft_ids) and old.draft_ids[-1] == 59
+
+
+def test_what_is_rounded_follows_in_place() -> None:
+    one, other = head(0), head(1)
+    rounded = one.lm_head.rounded = Rounded(one.lm_head.weight)
+    place = rounded.weight.data_ptr(), rounded.scale.data_ptr()
+    for source in (one, other):
+        if source is other:
+            assign_head(one, head_state(other))
+        given = source.lm_head.weight.float()
+        assert rounded.weight.float().abs().max() == 448  # nothing is cut off, and the range is used
+        found = rounded.weight.float() * rounded.scale
+        assert ((found - given).abs() <= given.abs() / 16 + given.abs().max() / 448 / 2**10).all()
+    assert place == (rounded.weight.data_ptr(), rounded.scale.data_ptr())
 
 
 def test_panels_are_the_same_tensors_to_everybody_outside() -> None:

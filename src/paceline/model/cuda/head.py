@@ -47,7 +47,8 @@ class DeviceHead:
 
     def __init__(self, head: Eagle3Head, embed: Linear, kv: PagedKV, slots: Slots) -> None:
         self.head, self.embed, self.kv, self.slots = head, embed, kv, slots
-        head.ops = CudaOps()
+        if not isinstance(head.ops, CudaOps):
+            head.ops = CudaOps()
         config = head.config
         self.ids = head.draft_ids if config.draft_vocab_size < config.layer.vocab_size else None
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.model.attention import Attention
 from paceline.model.config import ModelConfig
+from paceline.model.cuda import few
 from paceline.model.cuda.attention import CudaPagedAttention, Turn, turned
 from paceline.model.cuda.early import early, wait
 from paceline.model.cuda.gated import gated, pays
@@ -26,6 +27,10 @@ SILU = 1024, 4  # values of a program, warps
 
 class CudaOps(TorchOps):
     is_cuda = True
+    narrow: torch.dtype | None = None  # what goes into a head's large products, if that is not as precise as the model
+
+    def linear(self, x_TK: Tensor, linear: Linear) -> Tensor:
+        return few.product(x_TK, linear)[1] if few.pays(x_TK, linear) else super().linear(x_TK, linear)
 
     def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         out = torch.empty(x_TD.shape, dtype=weight_D.dtype, device=x_TD.device)
@@ -34,11 +39,12 @@ class CudaOps(TorchOps):
 
     def add_norm(self, x_TD: Tensor, y_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """x grows by y in place; the norm takes y's memory."""
-        _norm[(len(x_TD),)](x_TD, y_TD, weight_D, y_TD, eps, **_sizes(x_TD), ADDS=True)
-        return x_TD, y_TD
+        out = y_TD if self.narrow is None else torch.empty_like(y_TD, dtype=self.narrow)
+        _norm[(len(x_TD),)](x_TD, y_TD, weight_D, out, eps, **_sizes(x_TD), ADDS=True)
+        return x_TD, out
 
     def beside(self, x_TD: Tensor, x_norm_D: Tensor, y_TD: Tensor, y_norm_D: Tensor, eps: float) -> Tensor:
-        out = x_TD.new_empty(len(x_TD), 2 * x_TD.shape[1])
+        out = x_TD.new_empty(len(x_TD), 2 * x_TD.shape[1], dtype=self.narrow or x_TD.dtype)
         _beside[(len(x_TD), 2)](x_TD, y_TD, x_norm_D, y_norm_D, out, eps, **_sizes(x_TD))
         return out
 
@@ -47,7 +53,7 @@ class CudaOps(TorchOps):
 
     def silu_mul(self, gate_up_TI: Tensor) -> Tensor:
         num_tokens, size = gate_up_TI.shape[0], gate_up_TI.shape[1] // 2
-        out = gate_up_TI.new_empty(num_tokens, size)
+        out = gate_up_TI.new_empty(num_tokens, size, dtype=self.narrow or gate_up_TI.dtype)
         block, warps = SILU
         _silu_mul[(num_tokens, triton.cdiv(size, block))](
             gate_up_TI, out, size, BLOCK=block, num_warps=warps, **early(out.device)
@@ -55,6 +61,8 @@ class CudaOps(TorchOps):
         return out
 
     def gated(self, h_TD: Tensor, gate_up: Linear) -> Tensor:
+        if few.pays(h_TD, gate_up):
+            return few.product(h_TD, gate_up, gated=True)[1]
         weight = gate_up.weight
         if weight is None or gate_up.bias is not None or gate_up.lora is not None or not pays(h_TD, weight):
             return super().gated(h_TD, gate_up)
@@ -75,10 +83,27 @@ class CudaOps(TorchOps):
             return super().attend(h_TD, layer, config, positions_T, rope, attention, i)
         return attention(i, *self._project(h_TD, layer, config), _turn(layer, config, rope))
 
+    def layer(
+        self, layer: Layer, config: ModelConfig, x_TD: Tensor, y_TD: Tensor | None, positions_T: Tensor,
+        rope: tuple[Tensor, Tensor], attention: Attention, i: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if not isinstance(attention, CudaPagedAttention) or not few.pays(x_TD, layer.gate_up):
+            return super().layer(layer, config, x_TD, y_TD, positions_T, rope, attention, i)
+        x, heads = few.product(x_TD, layer.qkv, few.Norm(layer.input_norm, config.norm_eps, y_TD))
+        h = self.linear(attention(i, *_parts(heads, config), _turn(layer, config, rope)), layer.o)
+        x, h = few.product(x, layer.gate_up, few.Norm(layer.post_norm, config.norm_eps, h), gated=True)
+        return x, self.linear(h, layer.down)
+
     def _project(self, h_TD: Tensor, layer: Layer, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
-        num_q, num_kv = config.num_heads, config.num_kv_heads
-        heads = self.linear(h_TD, layer.qkv).view(-1, num_q + 2 * num_kv, config.head_dim)
-        return tuple(heads.split([num_q, num_kv, num_kv], 1))
+        return _parts(self.linear(h_TD, layer.qkv), config)
+
+
+def _parts(heads_TN: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, by heads."""
+    num_q, num_kv = config.num_heads, config.num_kv_heads
+    heads = heads_TN.view(-1, num_q + 2 * num_kv, config.head_dim)
+    q, k, v = heads.split([num_q, num_kv, num_kv], 1)
+    return q, k, v
 
 
 def _turn(layer: Layer, config: ModelConfig, rope: tuple[Tensor, Tensor]) -> Turn:
@@ -134,7 +159,7 @@ def _beside(x, y, x_weight, y_weight, out, eps, D: tl.constexpr, WIDTH: tl.const
     wide = value.to(tl.float32)
     factor = tl.rsqrt(tl.sum(wide * wide) / D + eps)
     normed = wide * factor * scale.to(tl.float32)
-    tl.store(out + (2 * row + side) * D + at, normed.to(value.dtype), mask=at < D)
+    tl.store(out + (2 * row + side) * D + at, normed.to(out.dtype.element_ty), mask=at < D)
 
 
 @triton.jit
@@ -147,7 +172,7 @@ def _silu_mul(gate_up, out, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     up = tl.load(gate_up + row * 2 * size + size + at, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
     activated = wide / (1 + tl.exp(-wide)) * up.to(tl.float32)
-    tl.store(out + row * size + at, activated.to(gate.dtype), mask=inside)
+    tl.store(out + row * size + at, activated.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

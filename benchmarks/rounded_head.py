@@ -1,0 +1,106 @@
+"""What a head guesses worse in 8 bits (speculation.head_dtype = "float8", which GPUs compute): the same prompts and the
+same noise on a CPU, once as it is and once rounded as there. What is emitted is the same; what stands of the drafts is
+counted.
+
+    python benchmarks/rounded_head.py prompts.jsonl [--temperature 1.0] [--num 64]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.build.drafter import drafting_head
+from paceline.build.engine import build_engine
+from paceline.config import Config
+from paceline.model.eagle3 import Eagle3Head
+from paceline.model.head_files import assign_head, head_state
+from paceline.model.kernels import NativeOps
+from paceline.model.layer import FLOAT8
+from paceline.model.store import load_tokenizer, resolve
+from paceline.speculation.batch import Commits
+from paceline.types import Request, SamplingParams, noise_key
+
+LARGEST = torch.finfo(FLOAT8).max
+ROUNDED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj", "lm_head")  # as model/cuda/float8.py
+
+
+def rounded(x: Tensor, scale: float = 1.0) -> Tensor:
+    return (x / scale).clamp(-LARGEST, LARGEST).to(FLOAT8).to(x.dtype) * scale
+
+
+class Rounding(NativeOps):
+    def beside(self, *args: Any) -> Tensor:
+        return rounded(super().beside(*args))
+
+    def add_norm(self, *args: Any) -> tuple[Tensor, Tensor]:
+        x, h = super().add_norm(*args)
+        return x, rounded(h)
+
+    def silu_mul(self, gate_up_TI: Tensor) -> Tensor:
+        return rounded(super().silu_mul(gate_up_TI))
+
+
+def round_products(head: Eagle3Head) -> None:
+    pairs = [(name, tensor.clone()) for name, tensor in head_state(head)]
+    for name, tensor in pairs:
+        if any(part in name for part in ROUNDED):
+            tensor.copy_(rounded(tensor, float(tensor.abs().max()) / LARGEST))
+    assign_head(head, pairs)
+    head.ops = Rounding()
+
+
+def standing(requests: list[Request], k: int, rounds: bool) -> tuple[float, list[float]]:
+    """Tokens that a row emits in a step, and what stands of the drafted ones, by how far they are."""
+    config = Config.model_validate(
+        {"engine": {"max_num_seqs": 32}, "speculation": {"method": "eagle3", "num_speculative_tokens": k}}
+    )
+    engine = build_engine(config)
+    head, drafter = drafting_head(config, engine.drafter), engine.drafter
+    assert head is not None and drafter is not None
+    if rounds:
+        round_products(head)
+    seen = np.zeros((k, 2))
+    hear = drafter.observe
+
+    def observe(commits: Commits) -> None:
+        hear(commits)
+        for drafted, accepted in zip(commits.num_drafted, commits.num_accepted, strict=True):
+            if drafted == k:  # all of it was tried as far as it stood
+                seen[: accepted + 1, 0] += 1
+                seen[:accepted, 1] += 1
+
+    drafter.observe = observe  # type: ignore[method-assign]
+    engine.generate(requests)
+    stands = seen[:, 1] / seen[:, 0].clip(1)
+    return 1 + float(np.cumprod(stands).sum()), stands.round(3).tolist()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--num", type=int, default=64)
+    parser.add_argument("--k", type=int, default=5)
+    given = parser.parse_args()
+    tokenizer = load_tokenizer(resolve("smollm2-135m"))
+    lines = given.prompts.read_text().splitlines()[: given.num]
+    sampling = SamplingParams(temperature=given.temperature, max_tokens=64)
+    requests = []
+    for i, line in enumerate(lines):
+        chat = [{"role": "user", "content": json.loads(line)["question"]}]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        requests.append(Request(i, tuple(prompt), sampling, noise_key("rounded head", i), f"{i}"))
+    for name, rounds in {"float32": False, "float8": True}.items():
+        length, stands = standing(requests, given.k, rounds)
+        print(f"{name} {length:.3f} tokens a step; of those tried stand {stands}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
