@@ -169,6 +169,14 @@ def test_requests_share_nothing(tiny: ModelConfig) -> None:
     assert all(len(r.prompt_ids) == 20 and r.sampling.ignore_eos and r.sampling.max_tokens == 40 for r in requests)
 
 
+def test_each_step_counts_as_the_median_of_its_size() -> None:
+    def took(num_tokens: int, num_guessed: int, *seconds: float) -> list[SimpleNamespace]:
+        return [SimpleNamespace(num_query_tokens=num_tokens, num_guessed=num_guessed, total_s=s) for s in seconds]
+
+    steps = [*took(4, 3, 1.0, 1.0, 1.1, 90.0), *took(4, 0, 0.5), *took(2, 3, 0.2, 0.3, 0.7)]
+    assert step._typical_s(steps) == pytest.approx(4 * 1.05 + 0.5 + 3 * 0.3)
+
+
 @pytest.mark.parametrize("plain_torch", [False, True])
 def test_an_eagle3_head_on_a_cpu(tiny: ModelConfig, plain_torch: bool) -> None:
     seen: list[str] = []

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -462,10 +463,17 @@ def _figures(subject: Subject, steps: list[StepTrace], batch: int, k: int) -> di
         "context": context,
         "mean_acceptance_length": 1 + sum(t.num_accepted_tokens for t in steps) / num_drafts if num_drafts else 1.0,
         "verified": statistics.mean(t.num_draft_tokens for t in steps) / batch,
-        "tokens_per_s": sum(t.num_emitted for t in steps) / sum(t.total_s for t in steps)
-        if subject.settings.policy == "auto"
-        else statistics.mean(t.num_emitted for t in steps) / total_s,
+        "tokens_per_s": sum(t.num_emitted for t in steps) / _typical_s(steps),
     }
+
+
+def _typical_s(steps: list[StepTrace]) -> float:
+    """What they took together, were each the median of those of its size: `auto` has several. What a busy host or a hot
+    card did to one of them is left out, as it is from a step's time."""
+    sizes = defaultdict[tuple[int, int], list[float]](list)
+    for t in steps:
+        sizes[t.num_query_tokens, t.num_guessed].append(t.total_s)
+    return sum(len(each) * statistics.median(each) for each in sizes.values())
 
 
 # ---- memory ----
