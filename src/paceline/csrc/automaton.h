@@ -208,6 +208,7 @@ static void count(Automaton *a, int32_t last, int32_t token, int32_t now) {
         if (states[states[v].link].length > states[u].length) {
             v = states[v].link;
             states[v].count++;
+            __builtin_prefetch(&states[states[v].best]); /* for the next token, or a draft */
         }
         states[u].num_next++;
         if (states[u].best != v && states[v].count >= states[states[u].best].count) promote(a, u, token);

@@ -43,6 +43,8 @@ class HybridDrafter:
         self._ids = np.zeros(0, np.int64)
         self._from_head = np.zeros(0, bool)
         self._bins = np.zeros((0, 0), np.int64)  # of history's own confidence, by its calibration
+        # Commits, and of their rows the bins, which had history's drafts and which the head's: not learned from yet.
+        self._heard: tuple[Commits, np.ndarray, np.ndarray, np.ndarray] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -109,28 +111,37 @@ class HybridDrafter:
         return DraftBatch(tokens, num, confidence, q, names, from_head.astype(np.uint8), match)
 
     def observe(self, commits: Commits) -> None:
-        from_head = self._learn(commits)
+        self._hear(commits)
+        self._learn()
+
+    def _hear(self, commits: Commits) -> None:
+        """Both are told; what there is to learn of it waits."""
+        self._learn()  # what waits already
+        drafted = commits.num_drafted > 0
+        bins, from_head = self._bins, self._from_head
+        if not len(self._ids):
+            from_head = np.zeros(len(drafted), bool)
+        elif not are_same(commits.request_ids, self._ids):
+            place, is_there = look_up(commits.request_ids, self._ids)
+            bins, from_head, drafted = bins[place], from_head[place], drafted & is_there
+        from_head = from_head & drafted
         for drafter, own in ((self.history, ~from_head), (self.head, from_head)):
             drafter.observe(
                 Commits(
                     commits.request_ids, commits.tokens, commits.num, commits.num_drafted * own, commits.num_accepted
                 )
             )
+        if len(self._ids):
+            self._heard = commits, bins, drafted & ~from_head, from_head
 
-    def _learn(self, commits: Commits) -> np.ndarray:
-        """What stood of which drafts; returns whose were the head's: bool [B]."""
-        drafted = commits.num_drafted > 0
-        if not len(self._ids) or not drafted.any():
-            return np.zeros(len(drafted), bool)
-        bins, from_head = self._bins, self._from_head
-        if not are_same(commits.request_ids, self._ids):
-            place, is_there = look_up(commits.request_ids, self._ids)
-            bins, from_head, drafted = bins[place], from_head[place], drafted & is_there
-        from_head = from_head & drafted
+    def _learn(self) -> None:
+        """What stood of which drafts."""
+        if self._heard is None:
+            return
+        (commits, bins, from_history, from_head), self._heard = self._heard, None
         positions = np.broadcast_to(np.minimum(np.arange(bins.shape[1]), MAX_POSITIONS - 1), bins.shape)
-        for name, words, own in (("history", bins, drafted & ~from_head), ("positions", positions, from_head)):
+        for name, words, own in (("history", bins, from_history), ("positions", positions, from_head)):
             self.calibrations[name].observe_bins(words, commits.num_accepted * own, commits.num_known * own)
-        return from_head
 
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Receipt:
         receipt = self.head.update(weights, version)
@@ -138,6 +149,7 @@ class HybridDrafter:
         return receipt
 
     def state(self) -> dict[str, np.ndarray]:
+        self._learn()
         parts = {"history": self.history.state(), "head": self.head.state()}
         parts["calibration"] = {name: calibration.counts.copy() for name, calibration in self.calibrations.items()}
         parts["calibration"]["policy_version"] = np.array([self._policy_version])
@@ -153,6 +165,7 @@ class HybridDrafter:
                 f"not a state of the hybrid drafter: it holds {sorted(state) or 'nothing'}; was speculation.method "
                 "changed?"
             )
+        self._heard = None
         self.history.restore(parts["history"])
         self.head.restore(parts["head"])
         for name, calibration in self.calibrations.items():
@@ -162,7 +175,8 @@ class HybridDrafter:
 
 class HybridAhead(HybridDrafter):
     """With a head that has drafted already (`drafters/ahead.py`), for rows where history then speaks instead too. It is
-    not blind, since history listens."""
+    not blind, since history listens. What it observed it learns from when it is asked for more: by then the next step
+    may fly, and the device need not wait for it."""
 
     head: Eagle3Ahead
 
@@ -170,7 +184,11 @@ class HybridAhead(HybridDrafter):
     def listens(self) -> bool:
         return isinstance(self.history, Listener) and self.history.listens
 
+    def observe(self, commits: Commits) -> None:
+        self._hear(commits)
+
     def ask(self, rows: Rows, caps: np.ndarray) -> int:
+        self._learn()
         return self.head.ask(rows, caps)
 
 

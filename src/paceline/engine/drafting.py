@@ -27,9 +27,13 @@ class Drafts:
 
     decision: Decision = field(default_factory=Decision)
     num_planned: int = 0
-    num_proposed: int = 0
+    proposed: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # [B], to each row that decides
     num_slots: int | None = None  # drafted tokens to be verified, the best; None: all that the rows have
     q: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_proposed(self) -> int:
+        return int(self.proposed.sum())
 
 
 @dataclass(slots=True)
@@ -166,9 +170,8 @@ class Drafting:
             return found
         assert self.drafter is not None and plan.view is not None
         drafts = self.drafter.propose(plan.view, plan.caps)
-        assert (drafts.num <= plan.caps).all()
         lengths = self.policy.select(drafts)
-        found.decision, found.num_proposed = self.policy.decision, int(drafts.num.sum())
+        found.decision, found.proposed = self.policy.decision, drafts.num
         if chooses:
             found.num_slots = int(lengths.sum())
             lengths = drafts.num if found.num_slots else lengths
@@ -178,11 +181,11 @@ class Drafting:
             found.q = {ids[i]: drafts.q[i, : lengths[i]] for i in np.flatnonzero(lengths).tolist()}
         return found
 
-    def _numbers(self, rows: Lineup, drafts: DraftBatch) -> np.ndarray:
-        """Whose drafts they are, by the numbers of the rows' seats: uint8 [B]."""
+    def _numbers(self, rows: Lineup, drafts: DraftBatch) -> np.ndarray | int:
+        """Whose drafts they are, by the numbers of the rows' seats: uint8 [B], or one for all."""
         assert self.drafter is not None
         if drafts.sources is None:
-            return np.full(len(drafts.num), rows.seats.number_of(self.drafter.name), np.uint8)
+            return rows.seats.number_of(self.drafter.name)
         return np.array([rows.seats.number_of(name) for name in drafts.names], np.uint8)[drafts.sources]
 
     def hear(self, commits: Commits) -> None:

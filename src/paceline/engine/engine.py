@@ -230,7 +230,7 @@ class LocalEngine:
                 return self._launch()
             finally:
                 self._book(taken)
-        heard = self._commits(self._flying[0].rows, landed.verdict, landed.verdict.num_accepted + 1)
+        heard = self._commits(self._flying[0].rows, landed.verdict)
         self.drafting.hear(heard)
         drafting = time.perf_counter()
         try:
@@ -257,7 +257,7 @@ class LocalEngine:
         if len(rows) != len(at):
             return None  # someone may be done
         plan = self.drafting.plan(rows, self.version)
-        rows.num_draft = plan.caps.astype(np.int64)
+        rows.num_draft = plan.caps
         if scheduler.reserve(rows, politely=True) is None:
             return None
         self.runner.prepare(rows)
@@ -265,17 +265,20 @@ class LocalEngine:
 
     def _halts(self, verdict: Verdict) -> bool:
         """Whether a sequence ends with what was emitted."""
-        found = self.scheduler.seats.stops(verdict.tokens)
-        return bool(found.any()) and bool((found & verdict.emitted).any())
+        seats = self.scheduler.seats
+        if seats.stop_ids.isdisjoint(verdict.tokens.ravel().tolist()):  # the device waits: sooner said than by arrays
+            return False
+        return bool((seats.stops(verdict.tokens) & verdict.emitted).any())
 
-    def _commits(self, deciding: Lineup, verdict: Verdict, num: np.ndarray) -> Commits:
-        return Commits(
-            request_ids=deciding.seats.request_ids(deciding.at),
-            tokens=verdict.tokens,
-            num=num.astype(np.int32),
-            num_drafted=deciding.num_draft.astype(np.int32),
-            num_accepted=np.minimum(num, verdict.num_accepted).astype(np.int32),
-        )
+    def _commits(self, deciding: Lineup, verdict: Verdict, num: np.ndarray | None = None) -> Commits:
+        """`num`: how much of what each row emitted was taken, if not all of it."""
+        num_accepted, num_drafted = verdict.num_accepted, deciding.num_draft.astype(np.int32, copy=False)
+        if num is None:
+            num = num_accepted + 1
+        else:
+            num = num.astype(np.int32)
+            num_accepted = np.minimum(num, num_accepted)
+        return Commits(deciding.seats.request_ids(deciding.at), verdict.tokens, num, num_drafted, num_accepted)
 
     def _land(self) -> None:
         """The oldest step that flies comes down: tokens are taken, and who is done leaves."""

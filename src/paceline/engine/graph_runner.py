@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from paceline.drafters.ahead import Eagle3Ahead
     from paceline.drafters.hybrid import HybridAhead
 
+Places = tuple[np.ndarray, np.ndarray]
 FLYING = 3  # steps whose words may be on their way between host and device
 ALL = 2**31 - 1  # drafted tokens: as many as there are
-ALL_FIT = np.ones(1, bool)  # as was found when they were prepared
 
 
 class _Mail:
@@ -61,7 +61,7 @@ class _Flight:
 
     mail: _Mail | None
     rest: Landed | None
-    places: tuple[np.ndarray, np.ndarray]
+    places: Places
     tell: Callable[[_Mail], None] | None = None  # who wants to know what was guessed for the next step
     size: Size | None = None  # of the graph, …
     seconds: dict[Size, float] = field(default_factory=dict)  # … and who wants to know what it took
@@ -99,6 +99,18 @@ class _Flight:
         return Landed(both, device_s + self.rest.forward_s, self.rest.sample_s, num_verified, num_guessed)
 
 
+@dataclass(slots=True)
+class _Orders:
+    """A step's, in its mail: written but for the drafts, for which there is room."""
+
+    words: np.ndarray  # int32, all of them; …
+    num_draft: np.ndarray  # … of these [R], …
+    drafts: np.ndarray  # … and [R, MAX_DRAFT]
+    here: Tensor  # the same words, …
+    there: Tensor  # … and where they go
+    cuts: bool
+
+
 class GraphRunner:
     """For the rule `coupled`. `eager`: the same kernels without graphs.
     `imposed`: for timing alone, chances that drafted tokens are taken for right: nothing but `bench step` has them."""
@@ -124,14 +136,14 @@ class GraphRunner:
         self._known, self._changes = np.full(max_num_seqs, VACANT), np.zeros(max_num_seqs, np.int64)
         self._sent: list[list[int]] = [[] for _ in range(max_num_seqs)]  # the pages that each slot knows, or will: …
         self._pages: dict[tuple[int, int], int] = {}  # … by slot and index, what no step was told yet
-        self._addressed: Seq[Row] | None = None  # whose orders are in the next mail, but for their drafts
+        self._prepared: tuple[Lineup, Places, _Orders] | None = None  # for the next launch, in the next mail
 
     @property
     def num_captured(self) -> int:
         return sum(graphs.num_captured for graphs in self._graphs.values())
 
     def equip(self, drafter: Drafter | None) -> None:
-        self.ahead = None
+        self.ahead = self._prepared = None
         if isinstance(drafter, Ahead):
             head = drafter if isinstance(drafter, Blind) else cast("HybridAhead", drafter).head
             self.ahead = cast("Eagle3Ahead", head)
@@ -145,37 +157,42 @@ class GraphRunner:
             self.ahead.num_asked = num
 
     def prepare(self, rows: Seq[Row]) -> None:
-        self._addressed = None
-        line = Lineup.of(rows)
-        if _fit(line).all():
-            self._address(line, self._mail[0].array)
-            self._addressed = line
+        self._prepared = None
+        mine, rest, places = self._divide(Lineup.of(rows))
+        if rest is None:
+            self._prepared = mine, places, self._address(self._ready(), mine, self._mail[0])
 
     def launch(self, rows: Seq[Row], q: dict[int, Tensor], num_slots: int | None = None) -> _Flight:
-        graphs, line = self._ready(), Lineup.of(rows)
-        mine, rest, none = line, None, np.zeros(0, np.int64)
-        fits = _fit(line) if line is not self._addressed else ALL_FIT
-        if self.paged.taps and self.ahead is None:  # someone on the host reads features, which graphs keep
-            fits = np.zeros(len(line), bool)
-        places = np.arange(len(line)), none
-        if not fits.all():
-            mine, rest = line.pick(fits), line.pick(~fits)
-            deciding = fits[line.decides]
-            places = np.flatnonzero(deciding), np.flatnonzero(~deciding)
+        graphs, prepared, self._prepared = self._ready(), self._prepared, None
+        rest = orders = None
+        if prepared is not None and prepared[0] is rows:
+            mine, places, orders = prepared
+        else:
+            mine, rest, places = self._divide(Lineup.of(rows))
         chosen = num_slots is not None
         if num_slots is not None and len(mine) > MAX_AUCTION:
             _share(mine, num_slots)
             num_slots = None
-        mail, size = self._run(graphs, mine, num_slots, chosen) if len(mine) else (None, None)
+        mail, size = self._run(graphs, mine, orders, num_slots, chosen) if len(mine) else (None, None)
         landed = self.others.launch(rest, q).land() if rest is not None else None
         if rest is not None and landed is not None and graphs.head is not None:
             self._take_in(graphs.head, rest, landed)
         tell = None
         if self.ahead is not None and mail is not None:
-            ids, k = line.seats.request_ids(mine.at), self.ahead.num_asked
+            ids, k = mine.seats.request_ids(mine.at), self.ahead.num_asked
             self.ahead.made(ids, k)
             tell = partial(self._tell, ids, k)
         return _Flight(mail, landed, places, tell, size, graphs.seconds)
+
+    def _divide(self, line: Lineup) -> tuple[Lineup, Lineup | None, Places]:
+        """The graph's rows, the others if there are any, and their places."""
+        fits = _fit(line)
+        if self.paged.taps and self.ahead is None:  # someone on the host reads features, which graphs keep
+            fits = np.zeros(len(line), bool)
+        if fits.all():
+            return line, None, (np.arange(len(line)), np.zeros(0, np.int64))
+        deciding = fits[line.decides]
+        return line.pick(fits), line.pick(~fits), (np.flatnonzero(deciding), np.flatnonzero(~deciding))
 
     def _tell(self, ids: np.ndarray, k: int, mail: _Mail) -> None:
         assert self.ahead is not None
@@ -226,30 +243,30 @@ class GraphRunner:
 
     def forget(self) -> None:
         self._graphs.clear()
+        self._prepared = None
 
-    def _run(self, graphs: Graphs, line: Lineup, num_slots: int | None, chosen: bool) -> tuple[_Mail, Size]:
+    def _run(
+        self, graphs: Graphs, line: Lineup, orders: _Orders | None, num_slots: int | None, chosen: bool
+    ) -> tuple[_Mail, Size]:
         """`chosen`: by somebody who looks at the clock, so that no two runs have the same sizes."""
         mail = self._mail.pop(0)
         self._mail.append(mail)
-        num, num_tokens = len(line), len(line) + int(line.num_draft.sum())
+        orders = orders or self._address(graphs, line, mail)
+        num, lengths = len(line), line.num_draft.tolist()
+        num_tokens = num + sum(lengths)
         num_guesses, most_guesses = (self.ahead.num_asked, self.ahead.most_asked) if self.ahead is not None else (0, 0)
-        cuts = bool(line.seats.truncates[line.at].any())
         auctions = num_slots is not None and num + num_slots < num_tokens
         if auctions:
             num_tokens = num + (num_slots or 0)
-        size = Size(num, num_tokens, 1 + int(line.num_draft.max()), num_guesses, cuts, auctions).rounded_up()
+        size = _size(num, num_tokens, 1 + max(lengths), num_guesses, orders.cuts, auctions)
         if chosen:
             size = graphs.fit(size, most_guesses)
-        if line is not self._addressed:
-            self._address(line, mail.array)
-        self._addressed = None
         self._pages.clear()
-        orders = mail.array[: num * ORDER].reshape(num, ORDER)
-        orders[:, 1] = line.num_draft
-        drafts = line.drafts[:, :MAX_DRAFT]
-        orders[:, HEADER : HEADER + drafts.shape[1]] = drafts
-        mail.array[size.num_words - 1] = size.num_tokens - num  # places that would be padding are let too
-        graphs.words[: size.num_words].copy_(mail.words[: size.num_words], non_blocking=True)
+        orders.num_draft[:] = line.num_draft
+        orders.drafts[:, : line.drafts.shape[1]] = line.drafts[:, :MAX_DRAFT]
+        if size.auctions:
+            orders.words[-1] = size.num_tokens - num  # places that would be padding are let too
+        orders.there.copy_(orders.here, non_blocking=True)
         graphs.prepare(size)
         mail.started.record()
         graphs.run(size)
@@ -257,11 +274,11 @@ class GraphRunner:
         mail.done.record()
         return mail, size
 
-    def _address(self, line: Lineup, words: np.ndarray) -> None:
-        """The orders of a step, without its drafts."""
-        num, size = len(line), Size(len(line), len(line), 1).rounded_up()
+    def _address(self, graphs: Graphs, line: Lineup, mail: _Mail) -> _Orders:
+        num, size = len(line), _size(len(line), len(line), 1)
+        words = mail.array[: size.num_words]
         orders = words[: size.num_order_words].reshape(-1, ORDER)
-        pages = words[size.num_order_words : size.num_words - 1].reshape(-1, 3)
+        pages = words[size.num_order_words : -1].reshape(-1, 3)
         seats, at = line.seats, line.at
         self._enter(seats, at[self._known[at] != line.arrivals])
         self._turn_pages(seats, at[self._changes[at] != seats.changes[at]])
@@ -275,6 +292,10 @@ class GraphRunner:
         assert len(new) <= len(pages)
         pages[: len(new)] = np.array(new, np.int32).reshape(-1, 3)
         pages[len(new) :, 0] = -1
+        return _Orders(
+            words, orders[:num, 1], orders[:num, HEADER : HEADER + MAX_DRAFT],
+            mail.words[: size.num_words], graphs.words[: size.num_words], bool(seats.truncates[at].any()),
+        )  # fmt: skip
 
     def _turn_pages(self, seats: Seats, slots: np.ndarray) -> None:
         """These tables have changed: what is new in them is to be told."""
@@ -311,6 +332,12 @@ class GraphRunner:
     def _over(self, values: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
         """On the device, without waiting for the step that flies."""
         return torch.as_tensor(values, dtype=dtype).to(self._device, non_blocking=True)
+
+
+@cache
+def _size(num_rows: int, num_tokens: int, num_queries: int, num_guesses: int = 0, *more: bool) -> Size:
+    """Of a graph for so much."""
+    return Size(num_rows, num_tokens, num_queries, num_guesses, *more).rounded_up()
 
 
 def _share(line: Lineup, num_slots: int) -> None:

@@ -64,7 +64,7 @@ class Lineup(Seq[Row]):
     arrivals: np.ndarray  # int64 [R], … and who sat there when the step was made up
     num_query: np.ndarray  # int64 [R]
     decides: np.ndarray  # bool [R]
-    num_draft: np.ndarray  # int64 [R]
+    num_draft: np.ndarray  # int32 [R]
     drafts: np.ndarray  # int32 [R, K]
     drafters: np.ndarray  # uint8 [R], whose draft it is: a number in seats.drafters
     all_decide: bool
@@ -76,7 +76,7 @@ class Lineup(Seq[Row]):
         num = len(at)
         return Lineup(
             seats, at, seats.arrival[at], num_query, decides,
-            np.zeros(num, np.int64), np.empty((num, 0), np.int32), np.zeros(num, np.uint8), bool(decides.all()),
+            np.zeros(num, np.int32), np.empty((num, 0), np.int32), np.zeros(num, np.uint8), bool(decides.all()),
             seats.num_risen,
         )  # fmt: skip
 
@@ -91,7 +91,7 @@ class Lineup(Seq[Row]):
             seats, np.array([row.sequence.seat for row in rows]), np.array([row.num_query for row in rows]),
             np.array([row.decides for row in rows]),
         )  # fmt: skip
-        made.num_draft = np.array([len(row.draft) for row in rows])
+        made.num_draft = np.array([len(row.draft) for row in rows], np.int32)
         made.drafts = np.zeros((len(rows), int(made.num_draft.max())), np.int32)
         for i, row in enumerate(rows):
             made.drafts[i, : len(row.draft)] = row.draft
@@ -126,13 +126,15 @@ class Lineup(Seq[Row]):
     def deciding(self) -> Lineup:
         return self if self.all_decide else self.pick(self.decides)
 
-    def give(self, drafts: np.ndarray, num_draft: np.ndarray, drafters: np.ndarray) -> None:
+    def give(self, drafts: np.ndarray, num_draft: np.ndarray, drafters: np.ndarray | int) -> None:
         """Drafts, for the rows that decide."""
-        if not self.all_decide:
-            place, mine = self.decides, (drafts, num_draft, drafters)
-            drafts, num_draft, drafters = (np.zeros((len(self), *part.shape[1:]), part.dtype) for part in mine)
-            drafts[place], num_draft[place], drafters[place] = mine
-        self.drafts, self.num_draft, self.drafters = drafts, num_draft.astype(np.int64), drafters
+        if self.all_decide:
+            self.drafts, self.num_draft, self.drafters[:] = drafts, num_draft.astype(np.int32), drafters
+            return
+        self.drafts = np.zeros((len(self), drafts.shape[1]), np.int32)
+        self.num_draft = np.zeros(len(self), np.int32)
+        for mine, given in ((self.drafts, drafts), (self.num_draft, num_draft), (self.drafters, drafters)):
+            mine[self.decides] = given
 
     def cut(self, num_draft: np.ndarray) -> None:
         """No more than so many drafted tokens, for the rows that decide."""

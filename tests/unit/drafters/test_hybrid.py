@@ -8,7 +8,7 @@ import torch
 from support import tiny_decoder, tiny_head
 
 from paceline.drafters.eagle3 import Eagle3Drafter
-from paceline.drafters.hybrid import HybridDrafter
+from paceline.drafters.hybrid import HybridAhead, HybridDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import LocalEngine
 from paceline.model.paged import PagedDecoder
@@ -123,6 +123,37 @@ def test_history_that_lies_loses_its_say() -> None:
     assert history.seen[0] == [K]  # each source hears of its own drafts only
     assert head.seen[0] == [0]
     assert [K] in head.seen
+
+
+def test_ahead_it_learns_of_a_step_when_it_is_asked_for_more() -> None:
+    class Asked(Scripted):
+        def ask(self, rows: Rows, caps: np.ndarray) -> int:
+            return K
+
+    caps, stood = np.full(2, K, np.int32), commits([3, 3], [2, 1])
+    parts = [(Scripted("history", [3, 0], 0.9, 1), Asked("head", [3, 3], 0.5, 2)) for _ in range(3)]
+    at_once, waits, fresh = hybrid(*parts[0]), HybridAhead(*parts[1], 0.1), hybrid(*parts[2])  # type: ignore[arg-type]
+
+    def learned(drafter: HybridDrafter) -> list[list[list[float]]]:
+        return [calibration.counts.tolist() for calibration in drafter.calibrations.values()]
+
+    for drafter in (at_once, waits):
+        drafter.propose(rows(2), caps)
+        drafter.observe(stood)
+    assert learned(waits) == learned(fresh) != learned(at_once)
+    parts[1][0].num = [0, 3]  # the step that is drafted for meanwhile, the other way round
+    waits.propose(rows(2), caps)
+    waits.ask(rows(2), caps)
+    assert learned(waits) == learned(at_once)
+    waits.ask(rows(2), caps)
+    assert learned(waits) == learned(at_once)
+
+    parts[0][0].num = [0, 3]
+    at_once.propose(rows(2), caps)
+    for drafter in (at_once, waits):
+        drafter.observe(stood)
+    for key, array in at_once.state().items():  # what waits is part of it
+        assert (waits.state()[key] == array).all(), key
 
 
 def test_after_seeing_both_it_takes_the_better_one_for_its_cost() -> None:

@@ -276,10 +276,11 @@ def test_what_the_device_is_not_told_is_missed(cuda: SimpleNamespace) -> None:
             pass
 
     class Hasty(base):  # type: ignore[misc]
-        def _address(self, line: Any, words: np.ndarray) -> None:
+        def _address(self, graphs: Any, line: Any, mail: Any) -> Any:
             flying, line.seats.num_flying = line.seats.num_flying, np.zeros_like(line.seats.num_flying)
-            super()._address(line, words)
+            orders = super()._address(graphs, line, mail)
             line.seats.num_flying = flying
+            return orders
 
     for broken in (NoPages, NoStrangers, Hasty):
         assert tokens(run(make(cuda, "none", broken=broken))) != naive(), broken
@@ -478,6 +479,7 @@ def test_a_launch_that_fails_when_the_device_is_off(cuda: SimpleNamespace, kind:
 def test_longer_drafts_than_a_slot_has_room_for_are_refused(cuda: SimpleNamespace, given: str) -> None:
     head = SimpleNamespace(config=SimpleNamespace(taps=(0,)))
     for length, refused in ((given, True), ("15", False)):
-        config = load_config(None, ["speculation.method=eagle3", f"speculation.num_speculative_tokens={length}"])
+        wishes = ["method=eagle3", f"num_speculative_tokens={length}", "head_dtype=model"]
+        config = load_config(None, [f"speculation.{wish}" for wish in wishes])
         with pytest.raises(ValueError, match="at most 15; lower it") if refused else nullcontext():
             _ahead(config, None, head)  # type: ignore[arg-type]
