@@ -46,17 +46,21 @@ def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
 
 @torch.inference_mode()
 def transformers_greedy(
-    directory: Any, prompts: Sequence[Sequence[int]], max_tokens: int, progress: Callable[[int], None] | None = None
+    directory: Any,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    progress: Callable[[int], None] | None = None,
+    device: torch.device | str = "cpu",
 ) -> list[list[int]]:
     """What Hugging Face's generate says, prompt by prompt (no padding, so no doubt about it), float32."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # our own progress is enough
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()
     outs = []
     for i, prompt in enumerate(prompts):
-        ids = torch.tensor([list(prompt)])
+        ids = torch.tensor([list(prompt)], device=device)
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),

@@ -326,6 +326,7 @@ class _Ladder:
             self.prompts,
             self.size.max_tokens,
             lambda done: self.progress(f"4 greedy identity with transformers: {done}/{total}"),
+            self.decoder.device,
         )
         differences = identity.first_differences(expected, found)
         return {
