@@ -12,6 +12,7 @@ from paceline.model.config import ModelConfig
 from paceline.model.lora import Lora
 
 FLOAT8 = torch.float8_e4m3fn  # 4 significant bits, from 2^-6 to 448; fewer down to 2^-9
+ROWS = 4096  # of a matrix, rounded at once: meanwhile they lie in memory in float32
 
 
 class Rounded:
@@ -26,7 +27,8 @@ class Rounded:
         """In place: who computes by graphs knows where it lies."""
         weight = weight.detach()
         self.scale.copy_(weight.abs().max().float().clamp_min(1e-12) / torch.finfo(FLOAT8).max)
-        self.weight.copy_(weight / self.scale)
+        for mine, rows in zip(self.weight.split(ROWS), weight.split(ROWS), strict=True):
+            mine.copy_(rows.float() / self.scale)
 
 
 class Linear(nn.Module):
