@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 HALVINGS = 52  # of the interval that holds N: as fine as float64 is
+SAME = 1e-12  # lengths that differ by less, relatively, are one kink: halving does not tell them apart
 LEAST = 1e-15  # of what drafts can bring a row, that they leave it; so no budget is infinite, even of free tokens
 
 
@@ -142,8 +143,8 @@ def _prices(l_B: np.ndarray, num_steps: float, c_base: float, c_tok: float, slop
     """Rows beyond N: c_tok · |dp_i/dN|. Where N is a row's own length, no tokens are bought for it yet: it has what
     the others leave of c_base, for one step less would need it to be shorter too. Rows that share a kink share that
     in proportion to the price at which drafting would begin."""
-    prices_B = np.where(l_B > num_steps, c_tok * slopes_B, 0.0)
-    at_kink = (l_B == num_steps) & (l_B > 0)
+    at_kink = (np.abs(l_B - num_steps) <= SAME * num_steps) & (l_B > 0)
+    prices_B = np.where((l_B > num_steps) & ~at_kink, c_tok * slopes_B, 0.0)
     if at_kink.any():
         limits = slopes_B[at_kink]
         shares = np.isinf(limits) if np.isinf(limits).any() else limits

@@ -300,7 +300,9 @@ def test_resolve_a_directory(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("name", ["smollm3", "./nowhere", "/nowhere/at/all", "a/b/c", "", "../x"])
-def test_resolve_nothing(name: str) -> None:
+def test_resolve_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(ModelError, match=r"not a directory, not a known name \(smollm2-135m\) and not a hub id"):
         store.resolve(name)
 

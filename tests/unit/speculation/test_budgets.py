@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.speculation.budgets import Solver, accepted, cost_s, printed, solve
@@ -79,6 +79,7 @@ def test_it_is_the_optimum(instance: Instance) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(instances(max_rows=40))
+@example(([1000.0, 999.9999999999999], [2.0, 1.0], [1.0, 1.0], 1.0, 1.0))
 def test_the_prices_prove_it(instance: Instance) -> None:
     """Prices μ ≥ 0 that add up to c_base bound every cost from below: by Σ_i min_p μ_i (l_i − A_i(p)) + c_tok p. Here
     the bound is met. The least p of a term is where μ_i A_i'(p) = c_tok, or 0."""
