@@ -1,6 +1,6 @@
 """What a head guesses worse in 8 bits (speculation.head_dtype = "float8", which GPUs compute): the same prompts and the
-same noise on a CPU, once as it is and once rounded as there. What is emitted is the same; what stands of the drafts is
-counted.
+same noise on a CPU, once as it is and once rounded as there, but for scales, of which each matrix has its own here.
+What is emitted is the same; what stands of the drafts is counted.
 
     python benchmarks/rounded_head.py prompts.jsonl [--temperature 1.0] [--num 64]
 """

@@ -127,6 +127,8 @@ class Settings:
             self._check_kernels()
         elif self.eager:
             raise ValueError("--eager: leaves the CUDA graphs out, and without a GPU's kernels there are none")
+        if self.head_dtype == "float8" and not self.has_kernels:
+            raise ValueError("--head-dtype float8: only the GPU kernels compute in it; use auto or model")
         if self.imposed_acceptance is not None:
             self._check_imposed(self.imposed_acceptance)
 
@@ -304,6 +306,12 @@ class Subject:
                 pack_for_inference(head)
         return decoder, head
 
+    @property
+    def head_dtype(self) -> torch.dtype:
+        """Of its large products."""
+        rounded = self.head.lm_head.rounded if self.head is not None else None
+        return self.dtype if rounded is None else rounded.weight.dtype
+
     def steps(self, batch: int, k: int) -> list[StepTrace]:
         """Those of one cell, in which all rows decode with drafts of k tokens, without the first few."""
         requests = self._requests(batch)
@@ -436,6 +444,7 @@ def _row(subject: Subject, batch: int, k: int) -> dict[str, Any]:
         "batch": batch,
         "num_speculative_tokens": k,
         "imposed_acceptance": s.imposed_acceptance if k else None,
+        "head_dtype": str(subject.head_dtype).removeprefix("torch.") if k and subject.head is not None else None,
         "memory_gib": memory_gib,
         "num_steps": len(steps),
         "note": note,
@@ -459,7 +468,7 @@ def _figures(subject: Subject, steps: list[StepTrace], batch: int, k: int) -> di
         "device_ms": device_s * 1e3,
         "host_ms": max(0.0, total_s - device_s) * 1e3,
         "draft_ms": statistics.median(t.draft_s for t in steps) * 1e3,
-        "roofline_ms": step_s(subject.config, load, subject.settings.rates, head) * 1e3,
+        "roofline_ms": step_s(subject.config, load, subject.settings.rates, head, subject.head_dtype.itemsize) * 1e3,
         "context": context,
         "mean_acceptance_length": 1 + sum(t.num_accepted_tokens for t in steps) / num_drafts if num_drafts else 1.0,
         "verified": statistics.mean(t.num_draft_tokens for t in steps) / batch,

@@ -167,7 +167,8 @@ def head_cost(head: Eagle3Head, target: ModelConfig) -> float:
     or on a GPU with few rows."""
     c = head.config.layer
     own = c.hidden_size * c.head_dim * (3 * c.num_heads + 4 * c.num_kv_heads) + 3 * c.hidden_size * c.intermediate_size
-    return (own + head.config.draft_vocab_size * c.hidden_size) / _weights(target)
+    share = 1.0 if head.lm_head.rounded is None else 1 / head.dtype.itemsize  # of the bytes
+    return share * (own + head.config.draft_vocab_size * c.hidden_size) / _weights(target)
 
 
 def _weights(model: ModelConfig) -> int:

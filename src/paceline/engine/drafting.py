@@ -170,6 +170,7 @@ class Drafting:
             return found
         assert self.drafter is not None and plan.view is not None
         drafts = self.drafter.propose(plan.view, plan.caps)
+        assert (drafts.num <= plan.caps).all()  # there are no pages for more
         lengths = self.policy.select(drafts)
         found.decision, found.proposed = self.policy.decision, drafts.num
         if chooses:

@@ -335,9 +335,11 @@ class GraphRunner:
 
 
 @cache
-def _size(num_rows: int, num_tokens: int, num_queries: int, num_guesses: int = 0, *more: bool) -> Size:
+def _size(
+    num_rows: int, num_tokens: int, num_queries: int, num_guesses: int = 0, cuts: bool = False, auctions: bool = False
+) -> Size:
     """Of a graph for so much."""
-    return Size(num_rows, num_tokens, num_queries, num_guesses, *more).rounded_up()
+    return Size(num_rows, num_tokens, num_queries, num_guesses, cuts, auctions).rounded_up()
 
 
 def _share(line: Lineup, num_slots: int) -> None:

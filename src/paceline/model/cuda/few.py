@@ -48,7 +48,7 @@ def pays(x_TK: Tensor, linear: Linear) -> bool:
 def product(x_TK: Tensor, linear: Linear, norm: Norm | None = None, gated: bool = False) -> tuple[Tensor, Tensor]:
     """x, grown by what the norm adds, and the product [T, N]; or silu(gate) · up of its two halves, [T, N / 2]."""
     weight = linear.weight
-    assert weight is not None
+    assert weight is not None and linear.bias is None and linear.lora is None
     num_tokens, depth = x_TK.shape
     num_out = len(weight) // 2 if gated else len(weight)
     more = None if norm is None else norm.more

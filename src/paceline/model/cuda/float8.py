@@ -1,8 +1,10 @@
 """A head's large products in 8 bits, on devices that multiply those twice as fast (Ada, Hopper, and later).
 
 What a head guesses is verified: a rounding costs a guess now and then, and never changes what is sampled. Rounded are
-the products of its layer but the smallest, and its LM head's. What goes into them is of the order of one, by the norm
-before it, so that it needs no scale: the kernel that makes it writes 8 bits, and nothing else is to be done.
+the products of its layer but the smallest, and its LM head's. What goes into them comes from a norm, or in `down` from
+what a norm's product makes, and is given no scale: the kernel that makes it writes 8 bits, and nothing else is to be
+done. (Gates times ups are often small, where these have fewer bits; times a factor, the large ones are cut off, which
+costs more guesses.)
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ def _reason_against(head: Eagle3Head) -> str | None:
     for linear in _rounded(head):
         if linear.num_in % TILE or linear.num_out % TILE:
             return f"a product of {linear.num_in} by {linear.num_out}, which {TILE} does not divide"
+        if linear.bias is not None and linear.bias.itemsize > 2:
+            return "it has a bias, which such products take in 16 bits only"
     return None
 
 

@@ -1,5 +1,5 @@
-"""A decoder's arithmetic on a CUDA device: matrix products by the framework (all but one, see `gated.py`), the rest
-fused. No gradients.
+"""A decoder's arithmetic on a CUDA device: matrix products by the framework, but for large ones of gates
+(`gated.py`) and small ones of few tokens (`few.py`), the rest fused. No gradients.
 
 Each kernel rounds where `ops.TorchOps` rounds, so that the two differ by the order of a sum at most.
 """
@@ -15,10 +15,9 @@ from torch import Tensor
 
 from paceline.model.attention import Attention
 from paceline.model.config import ModelConfig
-from paceline.model.cuda import few
+from paceline.model.cuda import few, gated
 from paceline.model.cuda.attention import CudaPagedAttention, Turn, turned
 from paceline.model.cuda.early import early, wait
-from paceline.model.cuda.gated import gated, pays
 from paceline.model.layer import Layer, Linear
 from paceline.model.ops import TorchOps
 
@@ -38,7 +37,7 @@ class CudaOps(TorchOps):
         return out
 
     def add_norm(self, x_TD: Tensor, y_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x grows by y in place; the norm takes y's memory."""
+        """x grows by y in place; the norm takes y's memory, unless it is to be narrow."""
         out = y_TD if self.narrow is None else torch.empty_like(y_TD, dtype=self.narrow)
         _norm[(len(x_TD),)](x_TD, y_TD, weight_D, out, eps, **_sizes(x_TD), ADDS=True)
         return x_TD, out
@@ -64,9 +63,9 @@ class CudaOps(TorchOps):
         if few.pays(h_TD, gate_up):
             return few.product(h_TD, gate_up, gated=True)[1]
         weight = gate_up.weight
-        if weight is None or gate_up.bias is not None or gate_up.lora is not None or not pays(h_TD, weight):
+        if weight is None or gate_up.bias is not None or gate_up.lora is not None or not gated.pays(h_TD, weight):
             return super().gated(h_TD, gate_up)
-        return gated(h_TD, weight)
+        return gated.gated(h_TD, weight)
 
     def qkv(
         self, h_TD: Tensor, layer: Layer, config: ModelConfig, positions_T: Tensor, rope: tuple[Tensor, Tensor]
@@ -87,7 +86,9 @@ class CudaOps(TorchOps):
         self, layer: Layer, config: ModelConfig, x_TD: Tensor, y_TD: Tensor | None, positions_T: Tensor,
         rope: tuple[Tensor, Tensor], attention: Attention, i: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        if not isinstance(attention, CudaPagedAttention) or not few.pays(x_TD, layer.gate_up):
+        if not isinstance(attention, CudaPagedAttention) or not (
+            few.pays(x_TD, layer.qkv) and few.pays(x_TD, layer.gate_up)
+        ):
             return super().layer(layer, config, x_TD, y_TD, positions_T, rope, attention, i)
         x, heads = few.product(x_TD, layer.qkv, few.Norm(layer.input_norm, config.norm_eps, y_TD))
         h = self.linear(attention(i, *_parts(heads, config), _turn(layer, config, rope)), layer.o)

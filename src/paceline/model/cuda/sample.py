@@ -213,9 +213,6 @@ def _race(
     left. A lane forgets where its second group was: if that one might be first, for all; if it might be second, its
     bound is taken for an arrival."""
     at, part = tl.program_id(0), tl.program_id(1)
-    key, position = tl.load(keys + at), tl.load(positions + at)
-    temperature = tl.load(temperatures + at)
-    scale = tl.where(temperature == 0, 1.0, 1.0 / temperature).to(tl.float32) * LOG2E  # for powers of two
     row = logits + at.to(tl.int64) * stride
     begin = part * PART
     end = tl.minimum(begin + PART, vocab)
@@ -228,6 +225,9 @@ def _race(
     second = tl.full([LANES], float("inf"), tl.float32)
     place = tl.zeros([LANES], tl.int32)
     wait(EARLY)
+    key, position = tl.load(keys + at), tl.load(positions + at)
+    temperature = tl.load(temperatures + at)
+    scale = tl.where(temperature == 0, 1.0, 1.0 / temperature).to(tl.float32) * LOG2E  # for powers of two
     for start in range(begin, whole, CHUNK):
         top, total, plain, best, second, place = _look(
             top, total, plain, best, second, place, start, row, ids, vocab, key, position, stream, scale, at,
