@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -334,7 +334,7 @@ class GraphRunner:
         return torch.as_tensor(values, dtype=dtype).to(self._device, non_blocking=True)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _size(
     num_rows: int, num_tokens: int, num_queries: int, num_guesses: int = 0, cuts: bool = False, auctions: bool = False
 ) -> Size:
