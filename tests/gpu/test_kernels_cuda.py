@@ -222,6 +222,24 @@ def test_paged_attention_equals_sdpa(dtype: torch.dtype, num_query: list[int]) -
         assert torch.equal(slow.k, gathered.k) and torch.equal(slow.v, gathered.v)
 
 
+@pytest.mark.parametrize("num_query", QUERIES)
+def test_rows_without_a_context_find_nothing_and_leave_nothing(num_query: list[int]) -> None:
+    from paceline.model.cuda.attention import CudaPagedAttention
+
+    _, rows, (seen, some, before) = paged_rows(num_query, torch.bfloat16)
+    noise = torch.Generator(CUDA).manual_seed(2)
+    q, k, v = torch.randn(sum(num_query), 12, 32, generator=noise, device=CUDA).bfloat16().split([8, 2, 2], 1)
+    wanted = CudaPagedAttention(seen, rows, max(num_query))(1, q, k, v)
+    looks = torch.arange(rows.num, device=CUDA) % 3 != 1
+    rows.context = torch.where(looks, rows.context, 0)
+    found = CudaPagedAttention(some, rows, max(num_query))(1, q, k, v)
+    of_token = looks.repeat_interleave(torch.tensor(num_query, device=CUDA))
+    assert torch.equal(found[of_token], wanted[of_token]) and not found[~of_token].any() and wanted[~of_token].any()
+    pages = rows.tables[~looks].unique().long()
+    pages = pages[~torch.isin(pages, rows.tables[looks].unique())]  # those behind a row's last are 0
+    assert torch.equal(some.k[:, pages], before.k[:, pages]) and not torch.equal(some.k, seen.k)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("num_query", QUERIES[1:4])
@@ -528,7 +546,7 @@ def test_an_auction_keeps_what_is_worth_most(num_rows: int, num_queries: int) ->
 
     dice = np.random.default_rng(num_rows)
     slots = Slots(32, 1, CUDA)
-    worth = np.cumprod(dice.choice([0.9, 0.5, 1.0, 1e-20], (32, MAX_DRAFT)), 1).astype(np.float32)  # with many equals
+    worth = np.cumprod(dice.choice([0.9, 0.5, 1.0, 1e-20, 0], (32, MAX_DRAFT)), 1).astype(np.float32)  # many equals
     slots.worth.copy_(torch.from_numpy(worth))
     for wanted in (0, 1, num_rows, 3 * num_rows, 10**4):
         orders = np.full((num_rows + 2, ORDER), -1, np.int32)  # two rows of padding
@@ -537,9 +555,41 @@ def test_an_auction_keeps_what_is_worth_most(num_rows: int, num_queries: int) ->
         on_device = torch.from_numpy(orders).to(CUDA)
         slots.auction(on_device, torch.tensor([wanted], dtype=torch.int32, device=CUDA), num_queries)
         bids = [(-float(worth[orders[r, 0], j]), r, j) for r in range(num_rows) for j in range(num[r])]
-        kept = np.bincount([r for _, r, _ in sorted(bids)[:wanted]], minlength=num_rows)
-        assert on_device[:num_rows, 1].tolist() == kept.tolist()
+        kept = sorted(bid for bid in bids if bid[0] < 0)[:wanted]
+        assert on_device[:num_rows, 1].tolist() == np.bincount([r for _, r, _ in kept], minlength=num_rows).tolist()
+        if wanted:
+            assert slots.least.item() == (-kept[-1][0] if len(kept) == wanted else 0)
         assert (on_device.cpu().numpy()[:, 2:] == orders[:, 2:]).all()
+
+
+def test_who_cannot_win_an_auction_does_not_look_at_its_context() -> None:
+    """Rows 0 and 2 are sure of their first guesses, row 1 is not of its second, and row 3 is nobody's."""
+    from paceline.model.cuda.attention import Rows
+    from paceline.model.cuda.head import DeviceHead
+    from paceline.model.cuda.sample import Draws
+    from paceline.model.cuda.slots import MAX_DRAFT, Slots
+
+    decoder = tiny_decoder(torch.float32, **SHAPE)
+    slots, kv = Slots(8, 1, CUDA), PagedKV(decoder.config, 1, torch.float32, CUDA)
+    device_head = DeviceHead(tiny_head(decoder).to(CUDA), decoder.embed, kv, slots)
+    places = torch.tensor([5, 1, 3, -1], dtype=torch.int32, device=CUDA)
+    slots.length.fill_(9)
+    slots.limit.fill_(99)
+    rows = Rows(torch.arange(5, dtype=torch.int32, device=CUDA), places, places, slots.tables)
+    for auctions in (True, False):
+        course, told = device_head._course(rows, 3), torch.zeros(4, MAX_DRAFT, dtype=torch.float64, device=CUDA)
+        slots.least.fill_(0.5)
+        for i, leads in enumerate(([9.0, 9, 9, 9], [9.0, -9, 9, 9], [9.0, 9, 9, 9])):
+            leads = torch.tensor(leads, device=CUDA)
+            zeros = torch.zeros(4, dtype=torch.float64, device=CUDA)
+            draws = Draws(torch.full_like(places, i), zeros, zeros, leads)
+            device_head._keep(draws, places, course, i, auctions, told, None)
+        assert course.context.tolist()[:2] == [[8, 8, 8, 1], [9, 9, 9, 2]]
+        assert course.context[2].tolist()[:3] == [10, 0 if auctions else 10, 10]
+        worth = slots.worth[places[:3].long()].cpu()
+        assert (worth[[0, 2], 2] > 0.9).all() and (worth[1, :2] > torch.tensor([0.9, 0])).all() and worth[1, 1] < 0.1
+        assert (worth[1, 2] == 0) == auctions
+        assert (told[1, 2] == told[1, 1]) == auctions and told[1, 1] < 0.1 < 0.9 < told[1, 0]
 
 
 @pytest.mark.parametrize("kind", ["eager", "graph"])

@@ -27,7 +27,8 @@ LEAST = 16  # lines of a warp's product, at least
 
 @dataclass(slots=True)
 class Rows:
-    """R rows as the kernels read them: int32 on the device. A row without queries is skipped."""
+    """R rows as the kernels read them: int32 on the device. A row without queries is skipped; one without a context
+    does not look, and finds nothing: zeros."""
 
     query_start: Tensor  # [R + 1]
     context: Tensor  # [R], the row's queries included
@@ -238,6 +239,12 @@ def _attend(
     pages = tl.load(table + ahead // PAGE, mask=ahead < end, other=0)
     wait(EARLY)
     if (num == 0) | (num > QUERIES):
+        return
+    if old < 0:
+        of = tl.arange(0, SIZE)
+        at = (first + of // GROUP).to(tl.int64) * out_stride + (head * GROUP + of % GROUP) * DIM
+        nothing = tl.zeros([SIZE, DIM], out.dtype.element_ty)
+        tl.store(out + at[:, None] + tl.arange(0, DIM)[None, :], nothing, mask=(of // GROUP < num)[:, None])
         return
     given = (
         q, k_new, v_new, out, sums, stats, done, k_pages, v_pages, cos, sin, q_norm, k_norm, eps, table, scale,

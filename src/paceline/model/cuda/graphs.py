@@ -210,7 +210,7 @@ class Graphs:
         if self.head is not None:
             features = torch.cat([out.taps[i] for i in taps], -1)
             self.head.draft(
-                inputs, size.num_queries, features, draws.tokens, ends, size.num_guesses, size.cuts,
+                inputs, size.num_queries, features, draws.tokens, ends, size.num_guesses, size.cuts, size.auctions,
                 self.letter.chances, self.imposed,
             )  # fmt: skip
 

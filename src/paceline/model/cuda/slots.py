@@ -48,6 +48,7 @@ class Slots:
         self.last, self.length, self.limit = zeros(num_slots), zeros(num_slots), zeros(num_slots)
         self.drafts = zeros(num_slots, MAX_DRAFT)
         self.worth = zeros(num_slots, MAX_DRAFT, dtype=torch.float32)  # of each, by the head: that all up to it stand
+        self.least = zeros(1, dtype=torch.float32)  # worth that the last auction kept
         self.key, self.temperature = zeros(num_slots, dtype=torch.int64), zeros(num_slots, dtype=torch.float64)
         self.top_k, self.top_p = zeros(num_slots), zeros(num_slots, dtype=torch.float64)
         self.min_p = zeros(num_slots, dtype=torch.float64)
@@ -55,12 +56,12 @@ class Slots:
 
     def auction(self, orders: Tensor, num_slots: Tensor, num_queries: int) -> None:
         """Of all drafted tokens that the orders speak of, which are the slots' own, keep num_slots int32 [1], those
-        that are worth most: the orders' numbers of drafted tokens become those that are left. num_queries: a power of
-        two, of which every row has fewer."""
+        that are worth most: the orders' numbers of drafted tokens become those that are left. What is worth nothing is
+        not kept. num_queries: a power of two, of which every row has fewer."""
         num_rows = len(orders)
         assert num_rows <= MAX_AUCTION
         _auction[(1,)](
-            orders, num_slots, self.worth, num_rows, ORDER=ORDER, MAX_DRAFT=MAX_DRAFT, QUERIES=num_queries,
+            orders, num_slots, self.worth, self.least, num_rows, ORDER=ORDER, MAX_DRAFT=MAX_DRAFT, QUERIES=num_queries,
             ROWS=triton.next_power_of_2(num_rows), num_warps=8,
         )  # fmt: skip
 
@@ -114,7 +115,7 @@ def imposed_chance(chances, slot, position, NUM: tl.constexpr):
 # Sizes of steps are many, and none is special: a kernel for each kind of them would be compiled in the midst of a run.
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["num_slots"])
 def _auction(
-    orders, num_slots, worth, num_rows,
+    orders, num_slots, worth, least_kept, num_rows,
     ORDER: tl.constexpr, MAX_DRAFT: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program. The least worth that is kept is found bit by bit (a positive float's bits grow with it); of equals
@@ -124,8 +125,8 @@ def _auction(
     r, j = i // QUERIES, i % QUERIES
     slot = tl.load(orders + r * ORDER, mask=r < num_rows, other=-1)
     num_draft = tl.load(orders + r * ORDER + 1, mask=slot >= 0, other=0)
-    bids = j < num_draft
-    key = tl.load(worth + slot * MAX_DRAFT + j, mask=bids, other=0.0).to(tl.int32, bitcast=True)
+    key = tl.load(worth + slot * MAX_DRAFT + j, mask=j < num_draft, other=0.0).to(tl.int32, bitcast=True)
+    bids = key > 0
     least = tl.zeros([], tl.int32)
     bit = tl.full([], 1 << 30, tl.int32)
     while bit > 0:
@@ -139,6 +140,7 @@ def _auction(
     num = tl.sum(tl.reshape(keeps.to(tl.int32), [ROWS, QUERIES]), 1)
     row = tl.arange(0, ROWS)
     tl.store(orders + row * ORDER + 1, num, mask=row < num_rows)
+    tl.store(least_kept, least.to(tl.float32, bitcast=True))  # 0 if there was room for more, NaN if there was none
 
 
 @triton.jit(
