@@ -28,7 +28,8 @@ from paceline.speculation.batch import Commits
 from paceline.types import Request, SamplingParams, noise_key
 
 LARGEST = torch.finfo(FLOAT8).max
-ROUNDED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj", "lm_head")  # as model/cuda/float8.py
+# As model/cuda/float8.py.
+ROUNDED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 
 
 def rounded(x: Tensor, scale: float = 1.0) -> Tensor:
@@ -38,6 +39,9 @@ def rounded(x: Tensor, scale: float = 1.0) -> Tensor:
 class Rounding(NativeOps):
     def beside(self, *args: Any) -> Tensor:
         return rounded(super().beside(*args))
+
+    def attend(self, *args: Any) -> Tensor:
+        return rounded(super().attend(*args))
 
     def add_norm(self, *args: Any) -> tuple[Tensor, Tensor]:
         x, h = super().add_norm(*args)

@@ -143,6 +143,10 @@ def test_a_head_in_eight_bits_computes_what_rounding_makes_of_it() -> None:
             # The device sums 8 bits' products to 14 bits, and rounds to 8.
             assert off(head.ops.linear(h, linear), h.float() @ weight.T) < 1e-2
             assert off(head.ops.linear(h, linear), wanted @ linear.weight.float().T) < 0.1
+        x = torch.randn(7, head.layer.o.num_in, generator=dice, device=CUDA).bfloat16()
+        x[0, 0] = 1000
+        narrow = x.clamp(-448, 448).to(FLOAT8)  # as the attention of a decoded token leaves it; a prompt's does not
+        assert torch.equal(head.ops.linear(x, head.layer.o), head.ops.linear(narrow, head.layer.o))
 
 
 def paged_rows(num_query: list[int], dtype: torch.dtype) -> tuple[BatchPlan, Any, list[PagedKV]]:
@@ -318,7 +322,7 @@ def are_leads(found: torch.Tensor | None, wanted: np.ndarray | None, cold: np.nd
 
 @pytest.mark.parametrize("vocab", [61, 9000])
 def test_a_heads_draws_and_leads_are_the_plain_samplers(vocab: int) -> None:
-    """Of some ids, warm and cold."""
+    """Of some ids, warm and cold; and where not all count, of those that do."""
     from paceline.model.cuda.sample import draw
 
     dice, num = np.random.default_rng(vocab), 64
@@ -326,8 +330,13 @@ def test_a_heads_draws_and_leads_are_the_plain_samplers(vocab: int) -> None:
     temperature = dice.choice([0.0, 1e-5, 0.01, 0.3, 1.0, 2.0], num)
     ids = np.sort(dice.permutation(4 * vocab)[:vocab])
     logits = 3 * torch.randn(num, vocab, generator=torch.Generator(CUDA).manual_seed(0), device=CUDA)
-    given = (torch.as_tensor(x, device=CUDA) for x in (keys.view(np.int64), at, temperature))
+    given = [torch.as_tensor(x, device=CUDA) for x in (keys.view(np.int64), at, temperature)]
     found = draw(logits, *given, 0, torch.as_tensor(ids, device=CUDA), leads=True)
+    counts = torch.as_tensor(dice.integers(0, 3, num, np.int32), device=CUDA)
+    some = draw(logits, *given, 0, torch.as_tensor(ids, device=CUDA), leads=True, counts_P=counts)
+    assert torch.equal(some.tokens, found.tokens * (counts > 0)) and torch.equal(
+        some.leads[counts > 0], found.leads[counts > 0]
+    )
     spread = torch.full((num, 4 * vocab), -torch.inf, device=CUDA)
     spread[:, torch.as_tensor(ids, device=CUDA)] = logits
     none = np.zeros(num)

@@ -67,13 +67,17 @@ class CudaPagedAttention:
         self.parts = num_parts(rows.num, num_kv)
         self.done = torch.zeros(rows.num * num_kv if self.parts > 1 else 0, dtype=torch.int32, device=kv.k.device)
 
-    def __call__(self, layer: int, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, turn: Turn | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, turn: Turn | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`dtype`: of what is found, if that is not the queries'."""
         num_tokens, num_heads, dim = q_THE.shape
         num_kv = k_TGE.shape[1]
         group = num_heads // num_kv
         size = tile(q_THE.dtype, self.max_queries * group)
         parts = self.parts
-        out = q_THE.new_empty(num_tokens, num_heads * dim)
+        out = q_THE.new_empty(num_tokens, num_heads * dim, dtype=dtype)
         sums = stats = out
         if parts > 1:
             sums = q_THE.new_empty(self.rows.num, num_kv, parts, size, dim, dtype=torch.float32)
@@ -189,7 +193,7 @@ def _attend_row(
         greatest = now
     if not SPLITS:
         out_at = (first + query).to(tl.int64)[:, None] * out_stride + (head * GROUP + of % GROUP)[:, None] * DIM
-        tl.store(out + out_at + e[None, :], (acc / total[:, None]).to(qs.dtype), mask=real[:, None])
+        tl.store(out + out_at + e[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
     else:
         mine = (row * NUM_KV + head).to(tl.int64) * parts
         tl.store(sums + (mine + part) * SIZE * DIM + of[:, None] * DIM + e[None, :], acc)
@@ -210,7 +214,7 @@ def _attend_row(
                 part_acc = sums + (mine + i) * SIZE * DIM + of[:, None] * DIM + e[None, :]
                 acc += fade[:, None] * tl.load(part_acc, cache_modifier=".cg")
             out_at = (first + query).to(tl.int64)[:, None] * out_stride + (head * GROUP + of % GROUP)[:, None] * DIM
-            tl.store(out + out_at + e[None, :], (acc / total[:, None]).to(qs.dtype), mask=real[:, None])
+            tl.store(out + out_at + e[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
 
 
 @triton.jit

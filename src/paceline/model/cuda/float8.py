@@ -1,10 +1,10 @@
 """A head's large products in 8 bits, on devices that multiply those twice as fast (Ada, Hopper, and later).
 
 What a head guesses is verified: a rounding costs a guess now and then, and never changes what is sampled. Rounded are
-the products of its layer but the smallest, and its LM head's. What goes into them comes from a norm, or in `down` from
-what a norm's product makes, and is given no scale: the kernel that makes it writes 8 bits, and nothing else is to be
-done. (Gates times ups are often small, where these have fewer bits; times a factor, the large ones are cut off, which
-costs more guesses.)
+the products of its layer, and its LM head's. What goes into them comes from a norm, or from what a norm's product makes
+(in `down`, and by way of attention in `o`), and is given no scale: the kernel that makes it writes 8 bits, and nothing
+else is to be done. (Gates times ups are often small, where these have fewer bits; times a factor, the large ones are
+cut off, which costs more guesses.)
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from paceline.model.layer import FLOAT8, Linear, Rounded
 
 PAYS = 2048  # hidden size from which a head's time is that of its products
 TILE = 16  # what sizes must be divisible by
+LARGEST = torch.finfo(FLOAT8).max
 
 
 def settle_dtype(head: Eagle3Head, dtype: str) -> None:
@@ -49,7 +50,7 @@ def _reason_against(head: Eagle3Head) -> str | None:
 
 
 def _rounded(head: Eagle3Head) -> tuple[Linear, ...]:
-    return head.layer.qkv, head.layer.gate_up, head.layer.down, head.lm_head
+    return head.layer.qkv, head.layer.o, head.layer.gate_up, head.layer.down, head.lm_head
 
 
 class Float8Ops(CudaOps):
@@ -63,6 +64,8 @@ class Float8Ops(CudaOps):
         if rounded is None:
             return super().linear(x_TK, linear)
         assert linear.weight is not None
+        if x_TK.dtype != FLOAT8:  # what a prompt's attention found
+            x_TK = x_TK.clamp(-LARGEST, LARGEST).to(FLOAT8)
         return torch._scaled_mm(
             x_TK, rounded.weight.T, self._one, rounded.scale, linear.bias, out_dtype=linear.weight.dtype,
             use_fast_accum=True,

@@ -6,7 +6,7 @@ same pages as the target's, so that it needs no tables of its own and shares wha
 for tokens that do not stand lies behind a row's end, where the next step overwrites it.
 
 Where drafted tokens are chosen by an auction, a row whose last guess was worth less than what the last one kept will
-hardly be given more: it does not look at its context any more, which is half of a guess's time.
+hardly be given more: it neither looks at its context any more, which is half of a guess's time, nor draws.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class DeviceHead:
             limits = cut(logits, rows.places, self.slots) if cuts else None
             draws = draw(
                 logits, course.keys, course.emitted_at[i], course.temperature, Stream.SAMPLE, self.ids, limits,
-                leads=True,
+                leads=True, counts_P=course.context[i] if auctions else None,
             )  # fmt: skip
             self._keep(draws, rows.places, course, i, auctions, chances_out, imposed)
             if i + 1 < k:
@@ -147,8 +147,8 @@ def _keep(
     width, MAX_DRAFT: tl.constexpr, ROWS: tl.constexpr, AUCTIONS: tl.constexpr, IMPOSED: tl.constexpr,
     START: tl.constexpr, BY_LEAD: tl.constexpr, BY_LOGPROB: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """How sure they are: see `model/surety.py`. A token that was guessed without looking is worth nothing, and taken
-    to be as sure as the one before it."""
+    """How sure they are: see `model/surety.py`. A token for which it did not look is worth nothing, and taken to be as
+    sure as the one before it."""
     r = tl.arange(0, ROWS)
     given = r < num_rows
     slot = tl.load(places + r, mask=given, other=-1)

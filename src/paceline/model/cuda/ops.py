@@ -48,7 +48,9 @@ class CudaOps(TorchOps):
         return out
 
     def rounded_sum(self, x_TD: Tensor, y_TD: Tensor) -> Tensor:
-        return torch.add(x_TD, y_TD, out=torch.empty_like(y_TD))
+        out = torch.empty_like(y_TD)
+        _rounded_sum[(len(x_TD),)](x_TD, y_TD, out, **_sizes(x_TD))
+        return out
 
     def silu_mul(self, gate_up_TI: Tensor) -> Tensor:
         num_tokens, size = gate_up_TI.shape[0], gate_up_TI.shape[1] // 2
@@ -80,7 +82,7 @@ class CudaOps(TorchOps):
     ) -> Tensor:  # fmt: skip
         if not isinstance(attention, CudaPagedAttention):
             return super().attend(h_TD, layer, config, positions_T, rope, attention, i)
-        return attention(i, *self._project(h_TD, layer, config), _turn(layer, config, rope))
+        return attention(i, *self._project(h_TD, layer, config), _turn(layer, config, rope), self.narrow)
 
     def layer(
         self, layer: Layer, config: ModelConfig, x_TD: Tensor, y_TD: Tensor | None, positions_T: Tensor,
@@ -146,6 +148,17 @@ def _norm(
     factor = tl.rsqrt(tl.sum(wide * wide) / D + eps)
     normed = wide * factor * scale.to(tl.float32)
     tl.store(out + row + at, normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rounded_sum(x, y, out, D: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * D
+    at = tl.arange(0, WIDTH)
+    inside = at < D
+    wait(EARLY)
+    value = tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(y + row + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row + at, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -47,9 +47,11 @@ def draw(
     ids_V: Tensor | None = None,
     cut: Cut | None = None,
     leads: bool = False,
+    counts_P: Tensor | None = None,
 ) -> Draws:
     """keys and positions int64; temperature float64, 0: the likeliest token. `ids`: which tokens the logits are of,
-    ascending, if not of all: the noise is that of the tokens. `leads`: tell them too."""
+    ascending, if not of all: the noise is that of the tokens. `leads`: tell them too. `counts`: int32, 0 where nothing
+    need be drawn: the token there is 0, and of the rest nothing is said."""
     num, vocab = logits_PV.shape
     warps = 1 if vocab < MANY else 2
     parts = triton.cdiv(vocab, PART * warps)
@@ -64,16 +66,17 @@ def draw(
     )
     ids = first if ids_V is None else ids_V
     limits = (first, first) if cut is None else (cut.logit, cut.place)
+    counts = first if counts_P is None else counts_P
     _race[(num, parts)](
-        logits_PV, ids, keys_P, positions_P, temperature_P, *limits, found, first, logits_PV.stride(0), vocab, stream,
-        PART=PART * warps, CHUNK=CHUNK * warps, LANES=32 * warps, SOME=ids_V is not None, CUT=cut is not None,
-        LEADS=leads, num_warps=warps, **early(device),
+        logits_PV, ids, keys_P, positions_P, temperature_P, *limits, counts, found, first, logits_PV.stride(0), vocab,
+        stream, PART=PART * warps, CHUNK=CHUNK * warps, LANES=32 * warps, SOME=ids_V is not None, CUT=cut is not None,
+        LEADS=leads, NOT_ALL=counts_P is not None, num_warps=warps, **early(device),
     )  # fmt: skip
     _finish[(num,)](
-        logits_PV, ids, keys_P, positions_P, temperature_P, found, first, draws.tokens, draws.logprobs,
+        logits_PV, ids, keys_P, positions_P, temperature_P, counts, found, first, draws.tokens, draws.logprobs,
         draws.raw_logprobs, found if draws.leads is None else draws.leads, logits_PV.stride(0), vocab, parts, stream,
-        WIDTH=triton.next_power_of_2(parts), PART=PART * warps, SOME=ids_V is not None, LEADS=leads, num_warps=1,
-        **early(device),
+        WIDTH=triton.next_power_of_2(parts), PART=PART * warps, SOME=ids_V is not None, LEADS=leads,
+        NOT_ALL=counts_P is not None, num_warps=1, **early(device),
     )  # fmt: skip
     return draws
 
@@ -204,9 +207,9 @@ def _first_of(
 
 @triton.jit
 def _race(
-    logits, ids, keys, positions, temperatures, cut_logit, cut_place, found, first, stride, vocab, stream,
+    logits, ids, keys, positions, temperatures, cut_logit, cut_place, counts, found, first, stride, vocab, stream,
     PART: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, SOME: tl.constexpr, CUT: tl.constexpr,
-    LEADS: tl.constexpr, EARLY: tl.constexpr,
+    LEADS: tl.constexpr, NOT_ALL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """With -log(1 - u) > u a token cannot arrive before u / w, which needs few instructions. Arrivals are computed for
     the groups with the least such bounds, until one (with LEADS two) comes before the bound of every group that is
@@ -225,6 +228,8 @@ def _race(
     second = tl.full([LANES], float("inf"), tl.float32)
     place = tl.zeros([LANES], tl.int32)
     wait(EARLY)
+    if NOT_ALL and tl.load(counts + at) == 0:
+        return
     key, position = tl.load(keys + at), tl.load(positions + at)
     temperature = tl.load(temperatures + at)
     scale = tl.where(temperature == 0, 1.0, 1.0 / temperature).to(tl.float32) * LOG2E  # for powers of two
@@ -298,9 +303,9 @@ def _race(
 
 @triton.jit
 def _finish(
-    logits, ids, keys, positions, temperatures, found, first, tokens, logprobs, raw_logprobs, leads, stride, vocab,
-    parts, stream, WIDTH: tl.constexpr, PART: tl.constexpr, SOME: tl.constexpr, LEADS: tl.constexpr,
-    EARLY: tl.constexpr,
+    logits, ids, keys, positions, temperatures, counts, found, first, tokens, logprobs, raw_logprobs, leads, stride,
+    vocab, parts, stream, WIDTH: tl.constexpr, PART: tl.constexpr, SOME: tl.constexpr, LEADS: tl.constexpr,
+    NOT_ALL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of the parts' first the very first, in float64. Its lead is over the first of all others, unless none came (the
     rest is cut away) or it is so cold that logits alone decide: then over the greatest other logit."""
@@ -313,6 +318,9 @@ def _finish(
     inside = i < parts
     mine = found + (at * parts + i) * 4
     wait(EARLY)
+    if NOT_ALL and tl.load(counts + at) == 0:
+        tl.store(tokens + at, 0)
+        return
     peaks = tl.load(mine, mask=inside, other=-float("inf")).to(tl.float64)
     sums = tl.load(mine + 1, mask=inside, other=0.0).to(tl.float64)
     raw_sums = tl.load(mine + 2, mask=inside, other=0.0).to(tl.float64)
