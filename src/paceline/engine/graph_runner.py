@@ -137,6 +137,7 @@ class GraphRunner:
         self._sent: list[list[int]] = [[] for _ in range(max_num_seqs)]  # the pages that each slot knows, or will: …
         self._pages: dict[tuple[int, int], int] = {}  # … by slot and index, what no step was told yet
         self._prepared: tuple[Lineup, Places, _Orders] | None = None  # for the next launch, in the next mail
+        self._looked_away = False  # of what was drafted last not all is worth verifying: the device knows what is not
 
     @property
     def num_captured(self) -> int:
@@ -255,12 +256,13 @@ class GraphRunner:
         num, lengths = len(line), line.num_draft.tolist()
         num_tokens = num + sum(lengths)
         num_guesses, most_guesses = (self.ahead.num_asked, self.ahead.most_asked) if self.ahead is not None else (0, 0)
-        auctions = num_slots is not None and num + num_slots < num_tokens
-        if auctions:
-            num_tokens = num + (num_slots or 0)
+        auctions = False
+        if num_slots and (num + num_slots < num_tokens or self._looked_away):
+            auctions, num_tokens = True, num + num_slots
         size = _size(num, num_tokens, 1 + max(lengths), num_guesses, orders.cuts, auctions)
         if chosen:
             size = graphs.fit(size, most_guesses)
+        self._looked_away = size.looks_away
         self._pages.clear()
         orders.num_draft[:] = line.num_draft
         orders.drafts[:, : line.drafts.shape[1]] = line.drafts[:, :MAX_DRAFT]

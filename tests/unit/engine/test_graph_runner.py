@@ -84,7 +84,8 @@ class Device:
         self.cuda, self.paged, self.slots, self.guess = cuda, paged, slots, guess
         self.words, self.letter = torch.zeros(4096, dtype=torch.int32), cuda.graphs.Letter(16)
         self.truth: dict[int, list[int]] = {}  # by noise key: prompt and what will be emitted
-        self.num_told = self.num_auctions = self.num_fitted = 0
+        self.num_told = self.num_auctions = self.num_fitted = self.num_away = 0
+        self.away: set[int] = set()  # slots whose drafts are none: it did not look
         self.seconds: dict[Any, float] = {}
         self.dice = np.random.default_rng(0)
 
@@ -104,6 +105,7 @@ class Device:
                 self.num_told += 1
         if size.auctions:
             self._auction(orders, words[size.num_words - 1])
+        assert not any(slot in self.away for slot, num in orders[:, :2].tolist() if num > 0)
         spans, at = [], []
         for slot, num, last, length, *drafted in orders.tolist():
             if slot < 0:
@@ -117,10 +119,14 @@ class Device:
             spans.append(Span(np.array([last, *guessed], np.int32), length - 1, table, 1 + num))
             at.append(slot)
         self._settle(at, spans, header, size.num_guesses)
+        away = {slot for slot in at if self.dice.random() < 0.3} if size.looks_away else set()
+        self.away = (self.away - set(at)) | away
+        self.num_away += len(away)
 
     def _auction(self, orders: np.ndarray, num_slots: int) -> None:
         self.num_auctions += 1
-        bids = [(r, j) for r, order in enumerate(orders) if order[0] >= 0 for j in range(order[1])]
+        takes_part = [order[0] >= 0 and order[0] not in self.away for order in orders]
+        bids = [(r, j) for r, order in enumerate(orders) if takes_part[r] for j in range(order[1])]
         kept = sorted(bids, key=lambda bid: bid[1])[: int(num_slots)]
         orders[:, 1] = np.bincount([r for r, _ in kept], minlength=len(orders))
 
@@ -234,6 +240,24 @@ class Half(StaticPolicy):
 
     def select(self, drafts: DraftBatch) -> np.ndarray:
         return drafts.num // 2
+
+
+def test_what_was_not_looked_for_is_not_verified(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that at times takes all: there is an auction then too, if the head has looked away."""
+    monkeypatch.setattr(cuda.graphs, "CROWD", 3)
+
+    class Moody(Half):
+        num_chosen = 0
+
+        def select(self, drafts: DraftBatch) -> np.ndarray:
+            self.num_chosen += 1
+            return drafts.num // 2 if self.num_chosen % 3 else drafts.num
+
+    policy = Moody(K)
+    policy.reads_drafts = True
+    engine = make(cuda, "ahead", policy=policy)
+    assert tokens(run(engine)) == naive()
+    assert engine.runner.device.num_away > 20
 
 
 @pytest.mark.parametrize("num_blocks", [64, 9])

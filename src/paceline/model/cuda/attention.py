@@ -28,7 +28,7 @@ LEAST = 16  # lines of a warp's product, at least
 @dataclass(slots=True)
 class Rows:
     """R rows as the kernels read them: int32 on the device. A row without queries is skipped; one without a context
-    does not look, and finds nothing: zeros."""
+    does not look, and finds nothing (zeros) and leaves nothing behind."""
 
     query_start: Tensor  # [R + 1]
     context: Tensor  # [R], the row's queries included

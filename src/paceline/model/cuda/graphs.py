@@ -38,6 +38,7 @@ SIZES = (
 )  # fmt: skip
 QUERIES = (1, 2, 4, 8, MAX_QUERIES)
 PAGES = 2  # new ones of a row in a step, at most
+CROWD = 32  # rows from which one auction says what the next will keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,11 @@ class Size:
     def work(self) -> float:
         """In tokens: those that go through the model or the head, and a little for attention of more queries."""
         return self.num_tokens + self.num_rows * (self.num_guesses + self.num_queries / 16)
+
+    @property
+    def looks_away(self) -> bool:
+        """Whether the head leaves rows out that could hardly win the next auction: that one must be held then."""
+        return self.auctions and self.num_rows >= CROWD and self.num_guesses > 0
 
     @property
     def num_order_words(self) -> int:
@@ -210,7 +216,7 @@ class Graphs:
         if self.head is not None:
             features = torch.cat([out.taps[i] for i in taps], -1)
             self.head.draft(
-                inputs, size.num_queries, features, draws.tokens, ends, size.num_guesses, size.cuts, size.auctions,
+                inputs, size.num_queries, features, draws.tokens, ends, size.num_guesses, size.cuts, size.looks_away,
                 self.letter.chances, self.imposed,
             )  # fmt: skip
 

@@ -5,8 +5,8 @@ there), then guesses k tokens one after another, from the place where each row n
 same pages as the target's, so that it needs no tables of its own and shares what the target shares. What it computes
 for tokens that do not stand lies behind a row's end, where the next step overwrites it.
 
-Where drafted tokens are chosen by an auction, a row whose last guess was worth less than what the last one kept will
-hardly be given more: it neither looks at its context any more, which is half of a guess's time, nor draws.
+Where drafted tokens of many rows are chosen by auctions, a row whose last guess is worth less than what the last one
+kept will hardly be given more: it neither looks at its context any more, which is half of a guess's time, nor draws.
 """
 
 from __future__ import annotations
@@ -58,11 +58,12 @@ class DeviceHead:
 
     def draft(
         self, inputs: Inputs, max_queries: int, features_TF: Tensor, drawn_T: Tensor, ends_R: Tensor, k: int,
-        cuts: bool, auctions: bool, chances_out: Tensor, imposed: Tensor | None = None,
+        cuts: bool, looks_away: bool, chances_out: Tensor, imposed: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Take the step in, and guess k tokens for each row, as the target would draw them: into its slot, and how sure
-        they are, for the host too: chances_out float64 [R, MAX_DRAFT]. `auctions`: there was one in this step, so there
-        will be one of these. `imposed`: see Slots.settle; then it knows."""
+        they are, for the host too: chances_out float64 [R, MAX_DRAFT]. `looks_away`: there was an auction in this step,
+        and there will be one of these, in which rows take no part that were not looked at. `imposed`: see Slots.settle;
+        then it knows."""
         rows = inputs.rows
         seen = CudaPagedAttention(self.kv, rows, max_queries)
         x, h = self.head(self.head.fuse(features_TF), drawn_T, inputs.positions, seen, self.embed, ends_R)
@@ -74,9 +75,9 @@ class DeviceHead:
             limits = cut(logits, rows.places, self.slots) if cuts else None
             draws = draw(
                 logits, course.keys, course.emitted_at[i], course.temperature, Stream.SAMPLE, self.ids, limits,
-                leads=True, counts_P=course.context[i] if auctions else None,
+                leads=True, counts_P=course.context[i] if looks_away else None,
             )  # fmt: skip
-            self._keep(draws, rows.places, course, i, auctions, chances_out, imposed)
+            self._keep(draws, rows.places, course, i, looks_away, chances_out, imposed)
             if i + 1 < k:
                 ahead = Rows(course.query_start, course.context[i + 1], rows.places, rows.tables)
                 seen = CudaPagedAttention(self.kv, ahead, 1)
@@ -102,14 +103,14 @@ class DeviceHead:
         return course
 
     def _keep(
-        self, draws: Draws, places: Tensor, course: _Course, i: int, auctions: bool, chances_out: Tensor,
+        self, draws: Draws, places: Tensor, course: _Course, i: int, looks_away: bool, chances_out: Tensor,
         imposed: Tensor | None,
     ) -> None:  # fmt: skip
         num, slots = len(places), self.slots
         _keep[(1,)](
             draws.tokens, draws.raw_logprobs, draws.leads, places, slots.drafts, slots.worth, slots.length, slots.least,
             course.context, chances_out, slots.worth if imposed is None else imposed, i, num, len(course.context),
-            course.context.stride(0), MAX_DRAFT=MAX_DRAFT, ROWS=triton.next_power_of_2(num), AUCTIONS=auctions,
+            course.context.stride(0), MAX_DRAFT=MAX_DRAFT, ROWS=triton.next_power_of_2(num), LOOKS_AWAY=looks_away,
             IMPOSED=0 if imposed is None else len(imposed), START=START, BY_LEAD=BY_LEAD, BY_LOGPROB=BY_LOGPROB,
             num_warps=4, **early(places.device),
         )  # fmt: skip
@@ -144,11 +145,12 @@ def _lead(
 @triton.jit(do_not_specialize=["i", "num_rows", "k"])
 def _keep(
     tokens, raw_logprobs, leads, places, drafts, worth, length, least, context, chances_out, imposed, i, num_rows, k,
-    width, MAX_DRAFT: tl.constexpr, ROWS: tl.constexpr, AUCTIONS: tl.constexpr, IMPOSED: tl.constexpr,
+    width, MAX_DRAFT: tl.constexpr, ROWS: tl.constexpr, LOOKS_AWAY: tl.constexpr, IMPOSED: tl.constexpr,
     START: tl.constexpr, BY_LEAD: tl.constexpr, BY_LOGPROB: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """How sure they are: see `model/surety.py`. A token for which it did not look is worth nothing, and taken to be as
-    sure as the one before it."""
+    sure as the one before it. (Attention reads the contexts before it waits: kernels that do not begin early lie
+    between, that of the embedding and others.)"""
     r = tl.arange(0, ROWS)
     given = r < num_rows
     slot = tl.load(places + r, mask=given, other=-1)
@@ -163,7 +165,7 @@ def _keep(
         lead = tl.load(leads + r, mask=given, other=0.0)
         chance = tl.sigmoid(START + BY_LEAD * lead + BY_LOGPROB * logprob)
     now = chance * tl.load(worth + slot * MAX_DRAFT + i - 1, mask=(slot >= 0) & (i > 0), other=1.0)
-    if AUCTIONS:
+    if LOOKS_AWAY:
         blind = tl.load(context + i * width + r, mask=given, other=1) == 0
         before = tl.load(chances_out + r * MAX_DRAFT + i - 1, mask=given & (i > 0), other=0.0)
         chance, now = tl.where(blind, before.to(tl.float32), chance), tl.where(blind, 0.0, now)

@@ -48,7 +48,7 @@ class Slots:
         self.last, self.length, self.limit = zeros(num_slots), zeros(num_slots), zeros(num_slots)
         self.drafts = zeros(num_slots, MAX_DRAFT)
         self.worth = zeros(num_slots, MAX_DRAFT, dtype=torch.float32)  # of each, by the head: that all up to it stand
-        self.least = zeros(1, dtype=torch.float32)  # worth that the last auction kept
+        self.least = zeros(1, dtype=torch.float32)  # worth that the last auction kept; 0 if nobody lost
         self.key, self.temperature = zeros(num_slots, dtype=torch.int64), zeros(num_slots, dtype=torch.float64)
         self.top_k, self.top_p = zeros(num_slots), zeros(num_slots, dtype=torch.float64)
         self.min_p = zeros(num_slots, dtype=torch.float64)
@@ -142,7 +142,8 @@ def _auction(
     num = tl.sum(tl.reshape(keeps.to(tl.int32), [ROWS, QUERIES]), 1)
     row = tl.arange(0, ROWS)
     tl.store(orders + row * ORDER + 1, num, mask=row < num_rows)
-    tl.store(least_kept, least.to(tl.float32, bitcast=True))  # 0 if there was room for more, NaN if there was none
+    loses = (wanted > 0) & (tl.sum(bids.to(tl.int32)) > wanted)
+    tl.store(least_kept, tl.where(loses, least.to(tl.float32, bitcast=True), 0.0))
 
 
 @triton.jit(
