@@ -1,0 +1,92 @@
+"""RL on one GPU, plain and with drafts: `rl.toml` three times, one run after another, and the table of their stages.
+
+    python benchmarks/gpu/rl.py --out runs/gpu [--modes plain,k3,auto] [--steps 8] [A.B=C …]
+
+Stages are seconds a step, the mean of all steps but the first two, in which most graphs are captured. An audit
+generates a step's tokens again with drafts and without; that of the whole step has the same rest beside both. A run
+that is finished is not made again: what was interrupted goes on with the same command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+CONFIG = Path(__file__).with_name("rl.toml")
+MODES = {
+    "plain": ("speculation.method=none", "speculation.audit_every=0"),
+    "k3": ("speculation.method=eagle3", "speculation.policy=static"),
+    "auto": ("speculation.method=eagle3", "speculation.policy=auto"),
+}
+STAGES = ("data", "sync", "generation", "reward", "training", "total")
+NUM_SKIPPED = 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs, one a mode")
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("settings", nargs="*", metavar="A.B=C", help="for all of them")
+    given = parser.parse_args()
+    modes = given.modes.split(",")
+    if unknown := set(modes) - set(MODES):
+        parser.error(f"--modes {', '.join(sorted(unknown))}: not one of {', '.join(MODES)}")
+    if given.steps <= NUM_SKIPPED:
+        parser.error(f"--steps {given.steps}: the first {NUM_SKIPPED} are not counted, so at least {NUM_SKIPPED + 1}")
+    for mode in modes:
+        train(given.out / mode, [f"train.num_steps={given.steps}", *given.settings, *MODES[mode]])
+    runs = {mode: steps_of(given.out / mode) for mode in modes}
+    print(table(runs))
+    for mode, steps in runs.items():
+        print(f"{mode}: {words(steps)}")
+
+
+def train(folder: Path, settings: list[str]) -> None:
+    """Made, gone on with, or left as it is."""
+    if (folder / "summary.json").exists():
+        return
+    how = ["--resume", str(folder)] if folder.exists() else ["--run", str(folder), str(CONFIG), *settings]
+    subprocess.run([sys.executable, "-m", "paceline.cli", "train", *how], check=True)
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+
+
+def table(runs: dict[str, list[dict[str, Any]]]) -> str:
+    lines = [f"| | {' | '.join(STAGES)} | tokens/s generated | tokens/s of the step |", "|---" + "|---:" * 8 + "|"]
+    for mode, steps in runs.items():
+        late = steps[NUM_SKIPPED:]
+        tokens, seconds = sum(step["tokens"] for step in late), {key: total(late, key) for key in STAGES}
+        figures = [f"{seconds[key] / len(late):.2f}" for key in STAGES]
+        figures += [f"{tokens / seconds[key]:.0f}" for key in ("generation", "total")]
+        lines.append(f"| {mode} | {' | '.join(figures)} |")
+    return "\n".join(lines)
+
+
+def total(steps: list[dict[str, Any]], stage: str) -> float:
+    return sum(step["stages"][stage] for step in steps)
+
+
+def words(steps: list[dict[str, Any]]) -> str:
+    found = ["reward " + ", ".join(f"{step['reward_mean']:.3f}" for step in steps)]
+    found.append(f"mismatch {mean(step['mismatch_mean'] for step in steps):.4f}")
+    found.append(f"{max(step['memory_gib'] for step in steps):.0f} GiB")
+    if lengths := [step["mean_acceptance_length"] for step in steps if step["mean_acceptance_length"]]:
+        found.append(f"acceptance length {lengths[0]:.2f} at first, {lengths[-1]:.2f} at last")
+    for step in steps:
+        if audit := step.get("audit"):
+            rest = step["stages"]["total"] - step["stages"]["exposed"]
+            whole = (rest + audit["plain_s"]) / (rest + audit["speculative_s"])
+            found.append(f"audited in step {step['step'] + 1}: {audit['speedup']:.2f}x, the whole step {whole:.2f}x")
+    return "; ".join(found)
+
+
+if __name__ == "__main__":
+    main()
