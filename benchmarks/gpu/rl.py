@@ -40,7 +40,8 @@ def main() -> None:
     if given.steps <= NUM_SKIPPED:
         parser.error(f"--steps {given.steps}: the first {NUM_SKIPPED} are not counted, so at least {NUM_SKIPPED + 1}")
     for mode in modes:
-        train(given.out / mode, [f"train.num_steps={given.steps}", *given.settings, *MODES[mode]])
+        if len(steps_of(given.out / mode)) < given.steps:
+            train(given.out / mode, [f"train.num_steps={given.steps}", *given.settings, *MODES[mode]])
     runs = {mode: steps_of(given.out / mode) for mode in modes}
     print(table(runs))
     for mode, steps in runs.items():
@@ -48,15 +49,14 @@ def main() -> None:
 
 
 def train(folder: Path, settings: list[str]) -> None:
-    """Made, gone on with, or left as it is."""
-    if (folder / "summary.json").exists():
-        return
+    """A new run, or one that was interrupted."""
     how = ["--resume", str(folder)] if folder.exists() else ["--run", str(folder), str(CONFIG), *settings]
     subprocess.run([sys.executable, "-m", "paceline.cli", "train", *how], check=True)
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+    metrics = folder / "metrics.jsonl"
+    return [json.loads(line) for line in metrics.read_text("utf-8").splitlines()] if metrics.exists() else []
 
 
 def table(runs: dict[str, list[dict[str, Any]]]) -> str:
@@ -78,7 +78,7 @@ def words(steps: list[dict[str, Any]]) -> str:
     found = ["reward " + ", ".join(f"{step['reward_mean']:.3f}" for step in steps)]
     found.append(f"mismatch {mean(step['mismatch_mean'] for step in steps):.4f}")
     found.append(f"{max(step['memory_gib'] for step in steps):.0f} GiB")
-    if lengths := [step["mean_acceptance_length"] for step in steps if step["mean_acceptance_length"]]:
+    if lengths := [step["mean_acceptance_length"] for step in steps if step["num_drafts"]]:
         found.append(f"acceptance length {lengths[0]:.2f} at first, {lengths[-1]:.2f} at last")
     for step in steps:
         if audit := step.get("audit"):
