@@ -4,7 +4,7 @@
 
 Stages are seconds a step, the mean of all steps but the first two, in which most graphs are captured. An audit
 generates a step's tokens again with drafts and without; that of the whole step has the same rest beside both. A run
-that is finished is not made again: what was interrupted goes on with the same command.
+that is finished is not made again, and one that was stopped (Ctrl-C, SIGTERM) goes on with the same command.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ def main() -> None:
 
 
 def train(folder: Path, settings: list[str]) -> None:
-    """A new run, or one that was interrupted."""
+    """A new run, or one that was stopped. Why it ends early, if it does, it says itself."""
     how = ["--resume", str(folder)] if folder.exists() else ["--run", str(folder), str(CONFIG), *settings]
-    subprocess.run([sys.executable, "-m", "paceline.cli", "train", *how], check=True)
+    if code := subprocess.run([sys.executable, "-m", "paceline.cli", "train", *how]).returncode:
+        sys.exit(code)
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ same pages as the target's, so that it needs no tables of its own and shares wha
 for tokens that do not stand lies behind a row's end, where the next step overwrites it.
 
 Where drafted tokens of many rows are chosen by auctions, a row whose last guess is worth less than what the last one
-kept will hardly be given more: it neither looks at its context any more, which is half of a guess's time, nor draws.
+kept will hardly be given more: it neither looks at its context any more nor draws, nearly half of a guess's time.
 """
 
 from __future__ import annotations

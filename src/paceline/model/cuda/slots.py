@@ -60,7 +60,7 @@ class Slots:
         not kept. num_queries: a power of two, of which every row has fewer."""
         num_rows = len(orders)
         assert num_rows <= MAX_AUCTION
-        # A warp adds up faster alone than with others; but has only so many registers.
+        # A warp alone adds up without waiting for others; but it has only so many registers.
         warps = min(8, triton.cdiv(triton.next_power_of_2(num_rows) * num_queries, 1024))
         _auction[(1,)](
             orders, num_slots, self.worth, self.least, num_rows, ORDER=ORDER, MAX_DRAFT=MAX_DRAFT, QUERIES=num_queries,
