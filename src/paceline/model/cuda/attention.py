@@ -22,7 +22,6 @@ from paceline.model.kv import BLOCK, PagedKV
 MAX_QUERIES = 16  # of a row; longer spans are a prefill's
 PROGRAMS = 256  # two per multiprocessor of a large device: enough to keep its memory busy
 MAX_PARTS = 16
-LEAST = 16  # lines of a warp's product, at least
 
 
 @dataclass(slots=True)
@@ -92,14 +91,14 @@ class CudaPagedAttention:
             q_THE.stride(0), k_TGE.stride(0), v_TGE.stride(0), out.stride(0), rows.tables.stride(0),
             NUM_KV=num_kv, GROUP=group, DIM=dim, QUERIES=self.max_queries, SIZE=size, SPLITS=parts > 1, PAGE=BLOCK,
             NEW=max(16, triton.next_power_of_2(self.max_queries)), TURNS=turn is not None, NORMS=has_norm,
-            LEAST=LEAST, **tuning(q_THE.dtype, rows.num * num_kv), **early(out.device),
+            **tuning(q_THE.dtype, rows.num * num_kv), **early(out.device),
         )  # fmt: skip
         return out
 
 
 def tile(dtype: torch.dtype, num: int) -> int:
     """Lines that a program has for so many queries and heads: the least of a warp's product, or else of four warps'."""
-    return max(LEAST if num <= LEAST or dtype == torch.float32 else 64, triton.next_power_of_2(num))
+    return max(16 if num <= 16 or dtype == torch.float32 else 64, triton.next_power_of_2(num))
 
 
 def tuning(dtype: torch.dtype, num_programs: int) -> dict[str, int]:
@@ -140,17 +139,39 @@ def _heads(
 
 
 @triton.jit
-def _attend_row(
-    q, k_new, v_new, out, sums, stats, done, k_pages, v_pages, cos, sin, q_norm, k_norm, eps, table, scale,
-    q_stride, k_stride, v_stride, out_stride, row, head, part, parts, first, num, old, begin, end, pages,
-    SIZE: tl.constexpr, NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
-    PAGE: tl.constexpr, NEW: tl.constexpr, TURNS: tl.constexpr, NORMS: tl.constexpr, TOKENS: tl.constexpr,
+def _attend(
+    q, k_new, v_new, out, sums, stats, done, k_pages, v_pages, cos, sin, q_norm, k_norm, eps,
+    tables, places, query_start, context, scale,
+    q_stride, k_stride, v_stride, out_stride, table_stride,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr,
+    SPLITS: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr, TURNS: tl.constexpr, NORMS: tl.constexpr,
+    TOKENS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A part of a row, whose queries and heads are SIZE lines at most."""
+    """How many parts there are is not compiled in: for small batches it is another number with each of their sizes, and
+    a kernel takes seconds to compile. That queries are few is: a third of the instructions is left away for it."""
+    row, head, part, parts = tl.program_id(0), tl.program_id(1), tl.program_id(2), 1
+    if SPLITS:
+        parts = tl.num_programs(2)
+    first = tl.load(query_start + row)
+    num = tl.load(query_start + row + 1) - first
+    old = tl.where(num > 0, tl.load(context + row) - num, 0)  # tokens that are in the pages already
+    table = tables + tl.load(places + row).to(tl.int64) * table_stride
+    share = tl.cdiv(tl.cdiv(old, TOKENS), parts) * TOKENS
+    begin = part * share
+    end = tl.minimum(old, begin + share)
+    ahead = begin + tl.arange(0, TOKENS)
+    pages = tl.load(table + ahead // PAGE, mask=ahead < end, other=0)
+    wait(EARLY)
+    if (num == 0) | (num > QUERIES):
+        return
     of = tl.arange(0, SIZE)  # (query, head of the group), queries first
     query = of // GROUP
     real = query < num
     e = tl.arange(0, DIM)
+    if old < 0:
+        out_at = (first + query).to(tl.int64)[:, None] * out_stride + (head * GROUP + of % GROUP)[:, None] * DIM
+        tl.store(out + out_at + e[None, :], tl.zeros([SIZE, DIM], out.dtype.element_ty), mask=real[:, None])
+        return
     q_at = (first + query).to(tl.int64) * q_stride + (head * GROUP + of % GROUP) * DIM
     qs = _heads(q, q_at, real, q_norm, cos, sin, old + query, eps, SIZE, DIM, TURNS, NORMS)
     greatest = tl.full([SIZE], -float("inf"), tl.float32)
@@ -215,49 +236,3 @@ def _attend_row(
                 acc += fade[:, None] * tl.load(part_acc, cache_modifier=".cg")
             out_at = (first + query).to(tl.int64)[:, None] * out_stride + (head * GROUP + of % GROUP)[:, None] * DIM
             tl.store(out + out_at + e[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
-
-
-@triton.jit
-def _attend(
-    q, k_new, v_new, out, sums, stats, done, k_pages, v_pages, cos, sin, q_norm, k_norm, eps,
-    tables, places, query_start, context, scale,
-    q_stride, k_stride, v_stride, out_stride, table_stride,
-    NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr,
-    SPLITS: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr, TURNS: tl.constexpr, NORMS: tl.constexpr,
-    TOKENS: tl.constexpr, LEAST: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """How many parts there are is not compiled in: for small batches it is another number with each of their sizes, and
-    a kernel takes seconds to compile. That queries are few is: a third of the instructions is left away for it. Where
-    some rows have more, those that have few still take LEAST lines."""
-    row, head, part, parts = tl.program_id(0), tl.program_id(1), tl.program_id(2), 1
-    if SPLITS:
-        parts = tl.num_programs(2)
-    first = tl.load(query_start + row)
-    num = tl.load(query_start + row + 1) - first
-    old = tl.where(num > 0, tl.load(context + row) - num, 0)  # tokens that are in the pages already
-    table = tables + tl.load(places + row).to(tl.int64) * table_stride
-    share = tl.cdiv(tl.cdiv(old, TOKENS), parts) * TOKENS
-    begin = part * share
-    end = tl.minimum(old, begin + share)
-    ahead = begin + tl.arange(0, TOKENS)
-    pages = tl.load(table + ahead // PAGE, mask=ahead < end, other=0)
-    wait(EARLY)
-    if (num == 0) | (num > QUERIES):
-        return
-    if old < 0:
-        of = tl.arange(0, SIZE)
-        at = (first + of // GROUP).to(tl.int64) * out_stride + (head * GROUP + of % GROUP) * DIM
-        nothing = tl.zeros([SIZE, DIM], out.dtype.element_ty)
-        tl.store(out + at[:, None] + tl.arange(0, DIM)[None, :], nothing, mask=(of // GROUP < num)[:, None])
-        return
-    given = (
-        q, k_new, v_new, out, sums, stats, done, k_pages, v_pages, cos, sin, q_norm, k_norm, eps, table, scale,
-        q_stride, k_stride, v_stride, out_stride, row, head, part, parts, first, num, old, begin, end, pages,
-    )  # fmt: skip
-    if SIZE > LEAST and not SPLITS:
-        if num * GROUP <= LEAST:
-            _attend_row(*given, LEAST, NUM_KV, GROUP, DIM, SPLITS, PAGE, NEW, TURNS, NORMS, TOKENS)
-        else:
-            _attend_row(*given, SIZE, NUM_KV, GROUP, DIM, SPLITS, PAGE, NEW, TURNS, NORMS, TOKENS)
-    else:
-        _attend_row(*given, SIZE, NUM_KV, GROUP, DIM, SPLITS, PAGE, NEW, TURNS, NORMS, TOKENS)
