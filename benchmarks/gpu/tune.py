@@ -32,10 +32,11 @@ CONFIG = SHAPES["qwen3-8b"]
 DEVICE = torch.device("cuda")
 CONTEXT = 640
 BYTES_PER_S = 4.2e12
-# (rows, queries of each) and what programs may be: tokens at a time, warps, stages.
+# (rows, queries of each) and what programs may be: tokens at a time, warps, stages, registers (0: as many as wanted).
 STEPS = [(1, 1), (1, 4), (8, 1), (8, 4), (32, 1), (32, 4), (64, 1), (128, 1), (128, 4), (128, 8), (256, 1), (256, 4)]
 PROGRAMS = [
-    (32, 4, 2), (32, 4, 3), (32, 4, 4), (32, 2, 3), (16, 2, 4), (64, 4, 2), (64, 4, 3),
+    (32, 4, 2, 0), (32, 4, 2, 64), (32, 4, 3, 0), (32, 4, 4, 0), (32, 2, 3, 0), (16, 2, 4, 0),
+    (64, 4, 2, 0), (64, 4, 2, 128), (64, 4, 3, 0),
 ]  # fmt: skip
 # Tokens of a warp, how many of them at once, warps.
 DRAWS = [(2048, 256, 1), (4096, 256, 1), (2048, 512, 1), (1024, 256, 2), (2048, 256, 2), (4096, 256, 2)]
@@ -99,14 +100,14 @@ class Step:
         return lambda i: paged(i % self.num_layers, turned(q), turned(k), v)
 
 
-def as_program(tokens: int, warps: int, stages: int) -> Any:
-    def tuning(*_: object) -> dict[str, int]:
-        return {"TOKENS": tokens, "num_warps": warps, "num_stages": stages}
+def as_program(tokens: int, warps: int, stages: int, registers: int) -> Any:
+    def tuning(*_: object) -> dict[str, int | None]:
+        return {"TOKENS": tokens, "num_warps": warps, "num_stages": stages, "maxnreg": registers or None}
 
     return mock.patch.object(attention, "tuning", tuning)
 
 
-def compile_attention(step: tuple[int, int], program: tuple[int, int, int]) -> None:
+def compile_attention(step: tuple[int, int], program: tuple[int, int, int, int]) -> None:
     with as_program(*program):
         Step(*step, context=40, num_layers=1).call(True)(0)
     torch.cuda.synchronize()
@@ -126,11 +127,12 @@ def time_attention() -> Iterator[dict[str, Any]]:
         row["before, as it is"] = time_us(step.call(False), 36)
         row["as it is"] = time_us(step.call(True), 36)
         for program in PROGRAMS:
+            name = "{} tokens {} warps {} stages {} registers".format(*program)
             with as_program(*program):
                 try:
-                    row["{} tokens {} warps {} stages".format(*program)] = time_us(step.call(True), 36)
+                    row[name] = time_us(step.call(True), 36)
                 except Exception as error:  # too much of something for one program
-                    row["{} tokens {} warps {} stages".format(*program)] = f"{type(error).__name__}"
+                    row[name] = f"{type(error).__name__}"
         yield row
         del step
         torch.cuda.empty_cache()

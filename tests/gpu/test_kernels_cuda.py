@@ -28,6 +28,7 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPE = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 32}
+QWEN3_8B = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 
 
 def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -149,11 +150,13 @@ def test_a_head_in_eight_bits_computes_what_rounding_makes_of_it() -> None:
         assert torch.equal(head.ops.linear(x, head.layer.o), head.ops.linear(narrow, head.layer.o))
 
 
-def paged_rows(num_query: list[int], dtype: torch.dtype) -> tuple[BatchPlan, Any, list[PagedKV]]:
+def paged_rows(
+    num_query: list[int], dtype: torch.dtype, shape: dict[str, int] = SHAPE
+) -> tuple[BatchPlan, Any, list[PagedKV]]:
     """Rows over pages of noise: as PagedAttention's plan and as the kernel's Rows, and three times the same pages."""
     from paceline.model.cuda.attention import Rows
 
-    config, dice = tiny_config(**SHAPE), np.random.default_rng(len(num_query))
+    config, dice = tiny_config(**shape), np.random.default_rng(len(num_query))
     num_rows = len(num_query)
     context = np.maximum(dice.integers(1, 500, num_rows), num_query).astype(np.int32)
     context[0] = num_query[0]  # nothing before them
@@ -175,8 +178,8 @@ def paged_rows(num_query: list[int], dtype: torch.dtype) -> tuple[BatchPlan, Any
     return plan, Rows(*(torch.as_tensor(x, device=CUDA) for x in arrays)), kvs
 
 
-# The last: too many rows to be split, of which some have few queries and some have many.
-QUERIES = [[1] * 5, [1, 3, 4, 2, 1], [4, 16, 1, 9, 8], [2] * 70, [1] * 300, [1, 2, 16, 4, 9] * 26]
+# The last three: so many programs that four share a multiprocessor; rows of few queries beside rows of many.
+QUERIES = [[1] * 5, [1, 3, 4, 2, 1], [4, 16, 1, 9, 8], [2] * 70, [1] * 300, [1, 2, 6, 4, 8] * 52, [1, 2, 16, 4, 9] * 52]
 
 
 @pytest.mark.parametrize("qkv_bias", [False, True])
@@ -252,14 +255,22 @@ def test_rows_without_a_context_find_nothing_and_leave_nothing(num_query: list[i
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("num_query", QUERIES[1:4])
-def test_queries_turned_inside_the_attention(dtype: torch.dtype, family: str, num_query: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("num_query", "shape"),
+    [
+        *((n, SHAPE) for n in QUERIES[1:4]),
+        *((n * 14, QWEN3_8B) for n in ([1, 2, 4, 3, 4], [1, 2, 6, 4, 8], [1, 2, 16, 4, 9])),
+    ],
+)
+def test_queries_turned_inside_the_attention(
+    dtype: torch.dtype, family: str, num_query: list[int], shape: dict[str, int]
+) -> None:
     """Normed and rotated in its kernel, or before it: the same keys in the pages, and the same found."""
     from paceline.model.cuda.attention import CudaPagedAttention
     from paceline.model.cuda.ops import CudaOps
 
-    plan, rows, (slow, fast, _) = paged_rows(num_query, dtype)
-    decoder = tiny_decoder(dtype, family=family, qk_norm=family == "qwen3", max_positions=512, **SHAPE).to(CUDA)
+    plan, rows, (slow, fast, _) = paged_rows(num_query, dtype, shape)
+    decoder = tiny_decoder(dtype, family=family, qk_norm=family == "qwen3", max_positions=512, **shape).to(CUDA)
     config, layer, dice = decoder.config, decoder.layers[0], torch.Generator(CUDA).manual_seed(1)
     for norm in (layer.q_norm, layer.k_norm):
         if norm is not None:

@@ -74,7 +74,7 @@ class CudaPagedAttention:
         num_tokens, num_heads, dim = q_THE.shape
         num_kv = k_TGE.shape[1]
         group = num_heads // num_kv
-        size = tile(q_THE.dtype, self.max_queries * group)
+        size = max(16, triton.next_power_of_2(self.max_queries * group))  # 16: the least of a product
         parts = self.parts
         out = q_THE.new_empty(num_tokens, num_heads * dim, dtype=dtype)
         sums = stats = out
@@ -91,21 +91,21 @@ class CudaPagedAttention:
             q_THE.stride(0), k_TGE.stride(0), v_TGE.stride(0), out.stride(0), rows.tables.stride(0),
             NUM_KV=num_kv, GROUP=group, DIM=dim, QUERIES=self.max_queries, SIZE=size, SPLITS=parts > 1, PAGE=BLOCK,
             NEW=max(16, triton.next_power_of_2(self.max_queries)), TURNS=turn is not None, NORMS=has_norm,
-            **tuning(q_THE.dtype, rows.num * num_kv), **early(out.device),
+            **tuning(q_THE.dtype, rows.num * num_kv, size), **early(out.device),
         )  # fmt: skip
         return out
 
 
-def tile(dtype: torch.dtype, num: int) -> int:
-    """Lines that a program has for so many queries and heads: the least of a warp's product, or else of four warps'."""
-    return max(16 if num <= 16 or dtype == torch.float32 else 64, triton.next_power_of_2(num))
-
-
-def tuning(dtype: torch.dtype, num_programs: int) -> dict[str, int]:
-    """As measured on an H200, 640 tokens of context (benchmarks/gpu/tune.py): short strides where programs are many."""
+def tuning(dtype: torch.dtype, num_programs: int, size: int) -> dict[str, int]:
+    """As measured on an H200, 640 tokens of context (benchmarks/gpu/tune.py). Where programs are many, four share a
+    multiprocessor: registers, and what is on its way, are bounded so that they fit."""
     if dtype == torch.float32:
         return {"TOKENS": 32, "num_warps": 4, "num_stages": 2}
-    return {"TOKENS": 32 if num_programs >= 2 * PROGRAMS else 64, "num_warps": 4, "num_stages": 3}
+    if num_programs < 2 * PROGRAMS:
+        return {"TOKENS": 64, "num_warps": 4, "num_stages": 3}
+    if size <= 32:
+        return {"TOKENS": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 128}
+    return {"TOKENS": 32, "num_warps": 4, "num_stages": 3}
 
 
 @triton.jit
@@ -159,8 +159,9 @@ def _attend(
     share = tl.cdiv(tl.cdiv(old, TOKENS), parts) * TOKENS
     begin = part * share
     end = tl.minimum(old, begin + share)
-    ahead = begin + tl.arange(0, TOKENS)
-    pages = tl.load(table + ahead // PAGE, mask=ahead < end, other=0)
+    # Strides begin where a page does: which page of a stride a token is in, and where in it, never changes.
+    t = tl.arange(0, TOKENS)
+    pages = tl.load(table + begin // PAGE + t // PAGE, mask=begin + t < end, other=0)
     wait(EARLY)
     if (num == 0) | (num > QUERIES):
         return
@@ -173,26 +174,29 @@ def _attend(
         tl.store(out + out_at + e[None, :], tl.zeros([SIZE, DIM], out.dtype.element_ty), mask=real[:, None])
         return
     q_at = (first + query).to(tl.int64) * q_stride + (head * GROUP + of % GROUP) * DIM
-    qs = _heads(q, q_at, real, q_norm, cos, sin, old + query, eps, SIZE, DIM, TURNS, NORMS)
+    qs = tl.zeros([SIZE, DIM], q.dtype.element_ty)
+    if num > 0:  # as ever; but what comes out of a branch is not known to be joined, whose products load piecemeal
+        qs = _heads(q, q_at, real, q_norm, cos, sin, old + query, eps, SIZE, DIM, TURNS, NORMS)
     greatest = tl.full([SIZE], -float("inf"), tl.float32)
-    total = tl.zeros([SIZE], tl.float32)
+    totals = tl.zeros([SIZE, TOKENS], tl.float32)  # summed at the end: a sum over warps is what a turn waits for
     acc = tl.zeros([SIZE, DIM], tl.float32)
+    of_page = ((head * PAGE + t % PAGE) * DIM)[:, None] + e[None, :]
     for start in range(begin, end, TOKENS):
-        at = start + tl.arange(0, TOKENS)
-        inside = at < end
-        base = ((pages.to(tl.int64) * NUM_KV + head) * PAGE + at % PAGE) * DIM
+        inside = start + t < end
+        at = (pages.to(tl.int64) * (NUM_KV * PAGE * DIM))[:, None] + of_page
         # A turn ahead: then loads of keys and values wait for nothing, and several turns' are on their way at once.
-        pages = tl.load(table + (at + TOKENS) // PAGE, mask=at + TOKENS < end, other=0)
-        k = tl.load(k_pages + base[:, None] + e[None, :], mask=inside[:, None], other=0.0)
-        v = tl.load(v_pages + base[:, None] + e[None, :], mask=inside[:, None], other=0.0)
-        scores = tl.dot(qs, tl.trans(k), input_precision="ieee") * scale
+        pages = tl.load(table + (start + TOKENS) // PAGE + t // PAGE, mask=start + TOKENS + t < end, other=0)
+        k = tl.load(k_pages + at, mask=inside[:, None], other=0.0)
+        v = tl.load(v_pages + at, mask=inside[:, None], other=0.0)
+        scores = tl.dot(qs, tl.trans(k), input_precision="ieee")
         scores = tl.where(inside[None, :], scores, -float("inf"))
-        now = tl.maximum(greatest, tl.max(scores, 1))
+        now = tl.maximum(greatest, tl.max(scores, 1) * scale)
         fade = tl.exp2(greatest - now)
-        chance = tl.exp2(scores - now[:, None])
-        total = total * fade + tl.sum(chance, 1)
+        chance = tl.exp2(scores * scale - now[:, None])
+        totals = totals * fade[:, None] + chance
         acc = acc * fade[:, None] + tl.dot(chance.to(v.dtype), v, input_precision="ieee")
         greatest = now
+    total = tl.sum(totals, 1)
     if part == parts - 1:
         j = tl.arange(0, NEW)
         fresh = j < num
@@ -204,11 +208,11 @@ def _attend(
         base = ((page * NUM_KV + head) * PAGE + at % PAGE) * DIM
         tl.store(k_pages + base[:, None] + e[None, :], k, mask=fresh[:, None])
         tl.store(v_pages + base[:, None] + e[None, :], v, mask=fresh[:, None])
-        scores = tl.dot(qs, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(qs, tl.trans(k), input_precision="ieee")
         scores = tl.where(fresh[None, :] & (j[None, :] <= query[:, None]), scores, -float("inf"))
-        now = tl.maximum(greatest, tl.max(scores, 1))
+        now = tl.maximum(greatest, tl.max(scores, 1) * scale)
         fade = tl.exp2(greatest - now)
-        chance = tl.exp2(scores - now[:, None])
+        chance = tl.exp2(scores * scale - now[:, None])
         total = total * fade + tl.sum(chance, 1)
         acc = acc * fade[:, None] + tl.dot(chance.to(v.dtype), v, input_precision="ieee")
         greatest = now
