@@ -20,7 +20,7 @@ from paceline.model.cuda.cut import Cut
 from paceline.model.cuda.early import early, wait
 
 PART = 2048  # tokens that a warp looks at; two do so together where they are many
-CHUNK = 256  # of them at once; a multiple of 128: each lane has all words of a noise counter
+EACH = tl.constexpr(8)  # of them that a lane looks at together: two noise counters' words
 MANY = 65536
 COLD = tl.constexpr(0.05)  # a temperature at which noise is worth little, and weights beyond some logits are none
 LATEST = tl.constexpr(127.0)  # log2 of an arrival that float32 can hold
@@ -69,7 +69,7 @@ def draw(
     counts = first if counts_P is None else counts_P
     _race[(num, parts)](
         logits_PV, ids, keys_P, positions_P, temperature_P, *limits, counts, found, first, logits_PV.stride(0), vocab,
-        stream, PART=PART * warps, CHUNK=CHUNK * warps, LANES=32 * warps, SOME=ids_V is not None, CUT=cut is not None,
+        stream, PART=PART * warps, LANES=32 * warps, SOME=ids_V is not None, CUT=cut is not None,
         LEADS=leads, NOT_ALL=counts_P is not None, num_warps=warps, **early(device),
     )  # fmt: skip
     _finish[(num,)](
@@ -126,6 +126,14 @@ def _words(key, position, stream, counter):
 
 
 @triton.jit
+def _in_a_row(key, position, stream, counter):
+    """The words of each counter's four tokens: [counters, 4]."""
+    w0, w1, w2, w3 = _words(key, position, stream, counter.to(tl.uint32))
+    pairs = tl.permute(tl.join(tl.join(w0, w1), tl.join(w2, w3)), (0, 2, 1))
+    return tl.reshape(pairs, [counter.shape[0], 4])
+
+
+@triton.jit
 def _words_of(key, position, stream, token):
     """Each token's own word."""
     w0, w1, w2, w3 = _words(key, position, stream, (token >> 2).to(tl.uint32))
@@ -140,46 +148,43 @@ def _stays(logit, v, at, cut_logit, cut_place):
 
 
 @triton.jit
-def _load(pointer, start, i, end, other, WHOLE: tl.constexpr):
-    """What is at start + i, if that is before the end, as with WHOLE all are."""
+def _load(pointer, i, end, other, WHOLE: tl.constexpr):
+    """What is at i, if that is before the end, as with WHOLE all are."""
     if WHOLE:
-        return tl.load(pointer + start + i)
-    return tl.load(pointer + start + i, mask=start + i < end, other=other)
-
-
-@triton.jit
-def _by_lane(x, LANES: tl.constexpr):
-    """As [LANES, what the lane holds], which is four in a row and again four: nothing moves."""
-    ROWS: tl.constexpr = x.shape[0] // LANES // 4
-    return tl.reshape(tl.permute(tl.reshape(x, [ROWS, LANES, 4]), (1, 0, 2)), [LANES, ROWS * 4])
+        return tl.load(pointer + i)
+    return tl.load(pointer + i, mask=i < end, other=other)
 
 
 @triton.jit
 def _look(
     top, total, plain, best, second, place, start, row, ids, vocab, key, position, stream, scale, at, cut_logit,
-    cut_place, LANES: tl.constexpr, CHUNK: tl.constexpr, SOME: tl.constexpr, CUT: tl.constexpr, WHOLE: tl.constexpr,
+    cut_place, LANES: tl.constexpr, SOME: tl.constexpr, CUT: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """A lane's tokens of one chunk are a group. Of each lane, so far: its greatest logit, the sums of its weights
     relative to that, the least and the second least bound of its groups (log2 of u 2^32 / exp(logit / temperature),
     the least of the group's) and where the chunk of the least starts."""
-    i = tl.arange(0, CHUNK)
-    raw = _load(row, start, i, vocab, -float("inf"), WHOLE).to(tl.float32)
+    # [LANES, 4, 2]: four in a row and again four. Put together so, all of it stays in a lane's own registers.
+    lane = tl.arange(0, LANES)
+    low = start + lane[:, None] * 4 + tl.arange(0, 4)[None, :]
+    high = low + 4 * LANES
+    raw = tl.join(_load(row, low, vocab, -float("inf"), WHOLE), _load(row, high, vocab, -float("inf"), WHOLE))
+    raw = raw.to(tl.float32)
     if SOME:
-        words = _words_of(key, position, stream, _load(ids, start, i, vocab, 0, WHOLE).to(tl.int32))
+        tokens = tl.join(_load(ids, low, vocab, 0, WHOLE), _load(ids, high, vocab, 0, WHOLE)).to(tl.int32)
+        words = _words_of(key, position, stream, tokens)
     else:
-        counter = start // 4 + tl.arange(0, CHUNK // 4)
-        w0, w1, w2, w3 = _words(key, position, stream, counter.to(tl.uint32))
-        words = tl.reshape(tl.permute(tl.join(tl.join(w0, w1), tl.join(w2, w3)), (0, 2, 1)), [CHUNK])
-    raw, words = _by_lane(raw, LANES), _by_lane(words, LANES)
+        counter = start // 4 + lane
+        words = tl.join(_in_a_row(key, position, stream, counter), _in_a_row(key, position, stream, counter + LANES))
     before = top
-    top = tl.maximum(top, tl.max(raw, 1))
-    z = (raw - top[:, None]) * scale
+    top = tl.maximum(top, tl.max(tl.max(raw, 2), 1))
+    z = (raw - top[:, None, None]) * scale
     if CUT:
-        z = tl.where(_stays(raw, start + _by_lane(i, LANES), at, cut_logit, cut_place), z, -float("inf"))
-    total = total * tl.exp2((before - top) * scale) + tl.sum(tl.exp2(z), 1)
+        z = tl.where(_stays(raw, tl.join(low, high), at, cut_logit, cut_place), z, -float("inf"))
+    total = total * tl.exp2((before - top) * scale) + tl.sum(tl.sum(tl.exp2(z), 2), 1)
     if CUT or scale != LOG2E:
-        plain = plain * tl.exp2((before - top) * LOG2E) + tl.sum(tl.exp2((raw - top[:, None]) * LOG2E), 1)
-    bound = tl.min(libdevice.fast_log2f(words.to(tl.float32) + 0.5) - z, 1) - top * scale
+        chances = tl.exp2((raw - top[:, None, None]) * LOG2E)
+        plain = plain * tl.exp2((before - top) * LOG2E) + tl.sum(tl.sum(chances, 2), 1)
+    bound = tl.min(tl.min(libdevice.fast_log2f(words.to(tl.float32) + 0.5) - z, 2), 1) - top * scale
     place = tl.where(bound < best, start, place)
     second = tl.minimum(second, tl.maximum(best, bound))
     best = tl.minimum(best, bound)
@@ -208,13 +213,14 @@ def _first_of(
 @triton.jit
 def _race(
     logits, ids, keys, positions, temperatures, cut_logit, cut_place, counts, found, first, stride, vocab, stream,
-    PART: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, SOME: tl.constexpr, CUT: tl.constexpr,
+    PART: tl.constexpr, LANES: tl.constexpr, SOME: tl.constexpr, CUT: tl.constexpr,
     LEADS: tl.constexpr, NOT_ALL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """With -log(1 - u) > u a token cannot arrive before u / w, which needs few instructions. Arrivals are computed for
     the groups with the least such bounds, until one (with LEADS two) comes before the bound of every group that is
     left. A lane forgets where its second group was: if that one might be first, for all; if it might be second, its
     bound is taken for an arrival."""
+    CHUNK: tl.constexpr = EACH * LANES
     at, part = tl.program_id(0), tl.program_id(1)
     row = logits + at.to(tl.int64) * stride
     begin = part * PART
@@ -236,12 +242,12 @@ def _race(
     for start in range(begin, whole, CHUNK):
         top, total, plain, best, second, place = _look(
             top, total, plain, best, second, place, start, row, ids, vocab, key, position, stream, scale, at,
-            cut_logit, cut_place, LANES, CHUNK, SOME, CUT, True,
+            cut_logit, cut_place, LANES, SOME, CUT, True,
         )  # fmt: skip
     if whole < end:
         top, total, plain, best, second, place = _look(
             top, total, plain, best, second, place, whole, row, ids, vocab, key, position, stream, scale, at,
-            cut_logit, cut_place, LANES, CHUNK, SOME, CUT, False,
+            cut_logit, cut_place, LANES, SOME, CUT, False,
         )  # fmt: skip
     peak = tl.max(top)
     winner = -1
@@ -251,9 +257,9 @@ def _race(
         if peak > LOWEST:
             winner = vocab
             for start in range(begin, end, CHUNK):
-                i = tl.arange(0, CHUNK)
-                raw = _load(row, start, i, vocab, -float("inf"), False).to(tl.float32)
-                winner = tl.minimum(winner, tl.min(tl.where(raw == peak, start + i, vocab)))
+                v = start + tl.arange(0, CHUNK)
+                raw = _load(row, v, vocab, -float("inf"), False).to(tl.float32)
+                winner = tl.minimum(winner, tl.min(tl.where(raw == peak, v, vocab)))
     else:
         offset = peak * scale - 32
         sure = 1 - (1e-4 + 4e-7 * tl.abs(offset))  # roundings are less than that
@@ -262,7 +268,7 @@ def _race(
         last = LATEST - offset if LEADS else float("inf")
         while (bound < last) & ((runner_up if LEADS else arrival) >= tl.exp2(bound + offset) * sure):
             its = tl.min(tl.where(best == bound, lane, LANES))
-            i = tl.arange(0, CHUNK // LANES)
+            i = tl.arange(0, EACH)
             group = tl.sum(tl.where(lane == its, place, 0)) + its * 4 + (i // 4) * (4 * LANES) + i % 4
             here, who, then = _first_of(
                 group, row, ids, vocab, key, position, stream, peak, scale, at, cut_logit, cut_place, SOME, CUT
