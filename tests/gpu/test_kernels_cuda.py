@@ -29,6 +29,7 @@ CUDA = torch.device("cuda")
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPE = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 32}
 QWEN3_8B = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+SMOLLM2 = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
 
 
 def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -178,8 +179,11 @@ def paged_rows(
     return plan, Rows(*(torch.as_tensor(x, device=CUDA) for x in arrays)), kvs
 
 
-# The last three: so many programs that four share a multiprocessor; rows of few queries beside rows of many.
-QUERIES = [[1] * 5, [1, 3, 4, 2, 1], [4, 16, 1, 9, 8], [2] * 70, [1] * 300, [1, 2, 6, 4, 8] * 52, [1, 2, 16, 4, 9] * 52]
+# The last three: so many programs that several share a multiprocessor; rows of few queries beside rows of many.
+QUERIES = [
+    [1] * 5, [1, 3, 4, 2, 1], [1, 5, 8, 3, 6], [4, 16, 1, 9, 8], [2] * 70,
+    [1] * 300, [1, 2, 6, 4, 8] * 52, [1, 2, 16, 4, 9] * 52,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("qkv_bias", [False, True])
@@ -258,7 +262,8 @@ def test_rows_without_a_context_find_nothing_and_leave_nothing(num_query: list[i
 @pytest.mark.parametrize(
     ("num_query", "shape"),
     [
-        *((n, SHAPE) for n in QUERIES[1:4]),
+        *((n, SHAPE) for n in QUERIES[1:5]),
+        *((n, SMOLLM2) for n in QUERIES[1:3]),
         *((n * 14, QWEN3_8B) for n in ([1, 2, 4, 3, 4], [1, 2, 6, 4, 8], [1, 2, 16, 4, 9])),
     ],
 )

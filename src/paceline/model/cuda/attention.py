@@ -88,21 +88,23 @@ class CudaPagedAttention:
             q_THE, k_TGE, v_TGE, out, sums, stats, self.done, self.kv.k[layer], self.kv.v[layer],
             to.cos, to.sin, to.q_norm if has_norm else out, to.k_norm if has_norm else out, to.eps,
             rows.tables, rows.places, rows.query_start, rows.context, dim**-0.5 * 1.4426950408889634,
-            q_THE.stride(0), k_TGE.stride(0), v_TGE.stride(0), out.stride(0), rows.tables.stride(0),
-            NUM_KV=num_kv, GROUP=group, DIM=dim, QUERIES=self.max_queries, SIZE=size, SPLITS=parts > 1, PAGE=BLOCK,
-            NEW=max(16, triton.next_power_of_2(self.max_queries)), TURNS=turn is not None, NORMS=has_norm,
-            **tuning(q_THE.dtype, rows.num * num_kv, size), **early(out.device),
+            q_THE.stride(0), k_TGE.stride(0), v_TGE.stride(0), out.stride(0), rows.tables.stride(0), self.max_queries,
+            NUM_KV=num_kv, GROUP=group, DIM=dim, SIZE=size, SPLITS=parts > 1, PAGE=BLOCK, NEW=MAX_QUERIES,
+            TURNS=turn is not None, NORMS=has_norm, **tuning(q_THE.dtype, rows.num * num_kv, size),
+            **early(out.device),
         )  # fmt: skip
         return out
 
 
 def tuning(dtype: torch.dtype, num_programs: int, size: int) -> dict[str, int]:
-    """As measured on an H200, 640 tokens of context (benchmarks/gpu/tune.py). Where programs are many, four share a
-    multiprocessor: registers, and what is on its way, are bounded so that they fit."""
+    """As measured on an H200, 640 tokens of context (benchmarks/gpu/tune.py). Where programs are many, four of up to 32
+    lines share a multiprocessor: what is on its way, and with 32 lines registers, are bounded so that they fit."""
     if dtype == torch.float32:
         return {"TOKENS": 32, "num_warps": 4, "num_stages": 2}
     if num_programs < 2 * PROGRAMS:
         return {"TOKENS": 64, "num_warps": 4, "num_stages": 3}
+    if size <= 16:
+        return {"TOKENS": 64, "num_warps": 4, "num_stages": 2}
     if size <= 32:
         return {"TOKENS": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 128}
     return {"TOKENS": 32, "num_warps": 4, "num_stages": 3}
@@ -138,17 +140,17 @@ def _heads(
     return tl.load(heads + at[:, None] + tl.arange(0, DIM)[None, :], mask=real[:, None], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_queries"])
 def _attend(
     q, k_new, v_new, out, sums, stats, done, k_pages, v_pages, cos, sin, q_norm, k_norm, eps,
     tables, places, query_start, context, scale,
-    q_stride, k_stride, v_stride, out_stride, table_stride,
-    NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr,
-    SPLITS: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr, TURNS: tl.constexpr, NORMS: tl.constexpr,
-    TOKENS: tl.constexpr, EARLY: tl.constexpr,
+    q_stride, k_stride, v_stride, out_stride, table_stride, max_queries,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr,
+    PAGE: tl.constexpr, NEW: tl.constexpr, TURNS: tl.constexpr, NORMS: tl.constexpr, TOKENS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """How many parts there are is not compiled in: for small batches it is another number with each of their sizes, and
-    a kernel takes seconds to compile. That queries are few is: a third of the instructions is left away for it."""
+    """How many parts there are is not compiled in, nor how many queries a row has at most, but for the lines they take:
+    for small batches these are other numbers with each of their sizes, and a kernel takes seconds to compile."""
     row, head, part, parts = tl.program_id(0), tl.program_id(1), tl.program_id(2), 1
     if SPLITS:
         parts = tl.num_programs(2)
@@ -163,7 +165,7 @@ def _attend(
     t = tl.arange(0, TOKENS)
     pages = tl.load(table + begin // PAGE + t // PAGE, mask=begin + t < end, other=0)
     wait(EARLY)
-    if (num == 0) | (num > QUERIES):
+    if (num == 0) | (num > max_queries):
         return
     of = tl.arange(0, SIZE)  # (query, head of the group), queries first
     query = of // GROUP
