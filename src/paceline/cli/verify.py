@@ -65,7 +65,13 @@ def verify(
     ids = [encode(tokenizer, prompt) for prompt in asked]
     named = comma_list(drafters) if drafters is not None else dict.fromkeys((*available_drafters(cfg), "draft_model"))
     with err.status("verifying") as status:
-        certificate = run_ladder(cfg, ids, tuple(named), quick, lambda what: status.update(f"rung {what}"))
+
+        def tell(what: str) -> None:
+            status.update(f"rung {what}")
+            if not err.is_terminal:  # then nobody sees a status, and a log shows how far it came
+                err.print(f"rung {what}")
+
+        certificate = run_ladder(cfg, ids, tuple(named), quick, tell)
     rows = [
         {
             "rung": rung["name"],

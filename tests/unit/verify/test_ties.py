@@ -216,3 +216,15 @@ def test_the_widest_ties_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert shown.count("7 8") == min(num, 10)
     assert ("2 narrower ones" in shown and "-0.012" in shown and "-0.002" not in shown) == (num == 12)
     assert len(json.loads((tmp_path / "all.json").read_text())["rungs"][0]["near_ties"]) == num
+
+
+def test_a_log_shows_how_far_the_ladder_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def climb(*args: Any) -> dict[str, Any]:
+        args[-1]("1 enumeration")
+        args[-1]("4 greedy identity with transformers: 3/6")
+        raise ValueError("the machine was taken away")
+
+    monkeypatch.setattr(ladder, "run_ladder", climb)
+    write_model(tmp_path / "model")
+    told = CliRunner().invoke(app, ["verify", "--model", str(tmp_path / "model")]).stderr
+    assert told.splitlines()[:2] == ["rung 1 enumeration", "rung 4 greedy identity with transformers: 3/6"]
