@@ -177,7 +177,7 @@ def _attend(
         return
     q_at = (first + query).to(tl.int64) * q_stride + (head * GROUP + of % GROUP) * DIM
     qs = tl.zeros([SIZE, DIM], q.dtype.element_ty)
-    if num > 0:  # as ever; but what comes out of a branch is not known to be joined, whose products load piecemeal
+    if num > 0:  # always; but Triton does not see that what a branch gives was joined, and loads what was piecemeal
         qs = _heads(q, q_at, real, q_norm, cos, sin, old + query, eps, SIZE, DIM, TURNS, NORMS)
     greatest = tl.full([SIZE], -float("inf"), tl.float32)
     totals = tl.zeros([SIZE, TOKENS], tl.float32)  # summed at the end: a sum over warps is what a turn waits for
