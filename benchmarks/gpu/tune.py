@@ -142,8 +142,9 @@ def time_attention() -> Iterator[dict[str, Any]]:
 
 
 def draw_call(num: int, vocab: int, some: bool) -> Call:
+    """Of the model's logits, which are in float32, or of some tokens': a head's."""
     dice = np.random.default_rng(0)
-    logits = torch.randn(4, num, vocab, device=DEVICE).bfloat16()
+    logits = torch.randn(4, num, vocab, device=DEVICE).to(torch.bfloat16 if some else torch.float32)
     keys, at = (torch.as_tensor(dice.integers(0, 2**40, num), device=DEVICE) for _ in range(2))
     one = torch.ones(num, dtype=torch.float64, device=DEVICE)
     ids = torch.arange(0, 4 * vocab, 4, device=DEVICE) if some else None
