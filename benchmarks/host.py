@@ -84,7 +84,7 @@ class Clock:
 
 
 class Event:
-    def record(self) -> None:
+    def record(self, stream: None) -> None:
         pass
 
     def synchronize(self) -> None:
@@ -106,7 +106,7 @@ class Mail:
 class Device:
     """In the place of `Graphs`. It draws lots beforehand: what it says to a step is one of a few."""
 
-    head = None
+    head = stream = None
 
     def __init__(self, num_rows: int, dice: np.random.Generator) -> None:
         most = Size(num_rows, num_rows, 1).rounded_up().num_rows
@@ -151,7 +151,7 @@ class Lottery(GraphRunner):
 class Prompts(EagerRunner):
     def launch(self, rows: Any, q: Any, num_slots: int | None = None) -> Over:
         num = sum(row.decides for row in rows)
-        return Over(Landed(Verdict.empty(num, 1), 0.0, 0.0))
+        return Over(Landed(Verdict.empty(num, 1)), 0.0, 0.0)
 
 
 def engine_of(kind: str, num_rows: int, length: int, clock: Clock) -> LocalEngine:

@@ -325,12 +325,13 @@ class LocalEngine:
             self.drafting.hear(commits)
             hearing_s = 0.0 if self.drafting.overlaps else time.perf_counter() - observing
         started, self._landed_at = max(step.started, self._landed_at), time.perf_counter()
+        forward_s, sample_s = step.flight.took()
         figures = {
             "start_s": started,
             "total_s": self._landed_at - started,
             "draft_s": step.draft_s + hearing_s,
-            "forward_s": landed.forward_s,
-            "sample_s": landed.sample_s,
+            "forward_s": forward_s,
+            "sample_s": sample_s,
             "num_rows": len(rows),
             "num_query_tokens": num_query,
             "num_context_tokens": int(before.sum()) + num_query,

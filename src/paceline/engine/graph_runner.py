@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.engine.accept import Verdict
 from paceline.engine.lineup import Lineup, Row
-from paceline.engine.runner import EagerRunner, Landed
+from paceline.engine.runner import EagerRunner, Landed, Over
 from paceline.engine.seats import VACANT, Seats
 from paceline.engine.sequence import Sequence
 from paceline.model.attention import Attention, GatheredAttention, PagedAttention, has_varlen
@@ -60,7 +60,7 @@ class _Flight:
     """`places`: of the graph's rows and of the others, where they are among the deciding ones."""
 
     mail: _Mail | None
-    rest: Landed | None
+    rest: Over | None
     places: Places
     tell: Callable[[_Mail], None] | None = None  # who wants to know what was guessed for the next step
     size: Size | None = None  # of the graph, …
@@ -73,30 +73,34 @@ class _Flight:
     def land(self) -> Landed:
         if self.mail is None:
             assert self.rest is not None
-            return self.rest
+            return self.rest.landed
         mail, (mine, others) = self.mail, self.places
         mail.done.synchronize()
         if self.tell is not None:
             self.tell(mail)
-        device_s = mail.started.elapsed_time(mail.done) / 1e3
-        num_guessed = 0
-        if self.size is not None:
-            self.seconds[self.size], num_guessed = device_s, self.size.num_guesses
-        num = len(mine)
+        num, num_guessed = len(mine), self.size.num_guesses if self.size is not None else 0
         tokens = mail.tokens[:num].copy()
-        width = int(tokens[:, 0].max())
+        width = max(tokens[:, 0].tolist())
         logprobs = mail.logprobs[:num, :, :width].copy()
         found = Verdict(tokens[:, 2 : 2 + width], tokens[:, 0] - 1, logprobs[:, 0], logprobs[:, 1])
         if self.rest is None:
-            return Landed(found, device_s, 0.0, tokens[:, 1], num_guessed)
-        both = Verdict.empty(num + len(others), max(width, self.rest.verdict.tokens.shape[1]))
-        for place, part in ((mine, found), (others, self.rest.verdict)):
+            return Landed(found, tokens[:, 1], num_guessed)
+        rest = self.rest.landed.verdict
+        both = Verdict.empty(num + len(others), max(width, rest.tokens.shape[1]))
+        for place, part in ((mine, found), (others, rest)):
             both.num_accepted[place] = part.num_accepted
             for name in ("tokens", "logprobs", "raw_logprobs"):
                 getattr(both, name)[place, : part.tokens.shape[1]] = getattr(part, name)
         num_verified = np.full(len(both.tokens), ALL)
         num_verified[mine] = tokens[:, 1]
-        return Landed(both, device_s + self.rest.forward_s, self.rest.sample_s, num_verified, num_guessed)
+        return Landed(both, num_verified, num_guessed)
+
+    def took(self) -> tuple[float, float]:
+        device_s = 0.0
+        if self.mail is not None and self.size is not None:
+            device_s = self.seconds[self.size] = self.mail.started.elapsed_time(self.mail.done) / 1e3
+        forward_s, sample_s = self.rest.took() if self.rest is not None else (0.0, 0.0)
+        return device_s + forward_s, sample_s
 
 
 @dataclass(slots=True)
@@ -108,6 +112,7 @@ class _Orders:
     drafts: np.ndarray  # … and [R, MAX_DRAFT]
     here: Tensor  # the same words, …
     there: Tensor  # … and where they go
+    stream: torch.cuda.Stream  # by which all of it goes: to ask torch for it takes as long as to launch a graph
     cuts: bool
 
 
@@ -175,15 +180,15 @@ class GraphRunner:
             _share(mine, num_slots)
             num_slots = None
         mail, size = self._run(graphs, mine, orders, num_slots, chosen) if len(mine) else (None, None)
-        landed = self.others.launch(rest, q).land() if rest is not None else None
-        if rest is not None and landed is not None and graphs.head is not None:
-            self._take_in(graphs.head, rest, landed)
+        over = self.others.launch(rest, q) if rest is not None else None
+        if rest is not None and over is not None and graphs.head is not None:
+            self._take_in(graphs.head, rest, over.landed)
         tell = None
         if self.ahead is not None and mail is not None:
             ids, k = mine.seats.request_ids(mine.at), self.ahead.num_asked
             self.ahead.made(ids, k)
             tell = partial(self._tell, ids, k)
-        return _Flight(mail, landed, places, tell, size, graphs.seconds)
+        return _Flight(mail, over, places, tell, size, graphs.seconds)
 
     def _divide(self, line: Lineup) -> tuple[Lineup, Lineup | None, Places]:
         """The graph's rows, the others if there are any, and their places."""
@@ -270,10 +275,10 @@ class GraphRunner:
             orders.words[-1] = size.num_tokens - num  # places that would be padding are let too
         orders.there.copy_(orders.here, non_blocking=True)
         graphs.prepare(size)
-        mail.started.record()
+        mail.started.record(orders.stream)
         graphs.run(size)
         mail.letter.whole.copy_(graphs.letter.whole, non_blocking=True)
-        mail.done.record()
+        mail.done.record(orders.stream)
         return mail, size
 
     def _address(self, graphs: Graphs, line: Lineup, mail: _Mail) -> _Orders:
@@ -296,7 +301,8 @@ class GraphRunner:
         pages[len(new) :, 0] = -1
         return _Orders(
             words, orders[:num, 1], orders[:num, HEADER : HEADER + MAX_DRAFT],
-            mail.words[: size.num_words], graphs.words[: size.num_words], bool(seats.truncates[at].any()),
+            mail.words[: size.num_words], graphs.words[: size.num_words], graphs.stream,
+            bool(seats.truncates[at].any()),
         )  # fmt: skip
 
     def _turn_pages(self, seats: Seats, slots: np.ndarray) -> None:

@@ -27,8 +27,6 @@ class Landed:
     """What became of a step: of its deciding rows, in their order."""
 
     verdict: Verdict
-    forward_s: float
-    sample_s: float
     num_verified: np.ndarray | None = None  # int [B], drafted tokens; None: all that were there
     num_guessed: int = 0  # tokens that a head drafted for each row at its end
 
@@ -38,6 +36,10 @@ class Flight(Protocol):
     def may_wait(self) -> bool: ...  # whether the next step may be launched before this one lands
 
     def land(self) -> Landed: ...
+
+    def took(self) -> tuple[float, float]:
+        """Seconds of its forward and of its draws. It has landed."""
+        ...
 
 
 class Runner(Protocol):
@@ -78,10 +80,15 @@ class Over:
     """A step that was over when it was launched."""
 
     landed: Landed
+    forward_s: float
+    sample_s: float
     may_wait: bool = False
 
     def land(self) -> Landed:
         return self.landed
+
+    def took(self) -> tuple[float, float]:
+        return self.forward_s, self.sample_s
 
 
 class EagerRunner:
@@ -100,7 +107,7 @@ class EagerRunner:
         forwarded = time.perf_counter()
         deciding = [row for row in rows if row.decides]
         verdict = self._accept(deciding, q, logits_PV) if deciding else Verdict.empty(0, 1)
-        return Over(Landed(verdict, forwarded - started, time.perf_counter() - forwarded))
+        return Over(Landed(verdict), forwarded - started, time.perf_counter() - forwarded)
 
     def _accept(self, rows: list[Row], q: dict[int, Tensor], logits_PV: Tensor) -> Verdict:
         sizes = np.array([1 + len(row.draft) for row in rows])

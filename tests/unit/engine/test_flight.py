@@ -37,6 +37,9 @@ class Late:
             raise KeyboardInterrupt
         return self.landed
 
+    def took(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
 
 class FlyingRunner(EagerRunner):
     """A sequence's tokens up to the last launch, by arrival, whether the host has heard of them or not."""
@@ -69,7 +72,7 @@ class FlyingRunner(EagerRunner):
             self.known[row.sequence.arrival] += tokens[: num + 1].tolist()
         may_wait = all(row.num_query == 1 and row.decides for row in rows)
         self.num_launched += 1
-        return Late(Landed(verdict, 0.0, 0.0), may_wait, self.num_launched in self.interrupts)
+        return Late(Landed(verdict), may_wait, self.num_launched in self.interrupts)
 
     def _judge(self, rows: list[Row], logits: Tensor) -> Verdict:
         sizes = np.array([1 + len(row.draft) for row in rows])

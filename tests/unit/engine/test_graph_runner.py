@@ -61,7 +61,7 @@ def cuda() -> Iterator[SimpleNamespace]:
 
 
 class Event:
-    def record(self) -> None:
+    def record(self, stream: None) -> None:
         pass
 
     def synchronize(self) -> None:
@@ -78,7 +78,7 @@ class Decoder(TableDecoder):
 class Device:
     """In the place of `Graphs`. As its head it guesses k tokens, of which most are right: it looks them up."""
 
-    head = None
+    head = stream = None
 
     def __init__(self, cuda: SimpleNamespace, paged: Decoder, slots: Any, guess: Callable[[int], int]) -> None:
         self.cuda, self.paged, self.slots, self.guess = cuda, paged, slots, guess

@@ -156,6 +156,11 @@ class Graphs:
     def num_captured(self) -> int:
         return len(self._captured)
 
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """The one on which a step runs that is launched now."""
+        return torch.cuda.current_stream(self.words.device)
+
     def fit(self, size: Size, most_guesses: int) -> Size:
         """The size by which a step of this one goes for now; orders are not there yet. `most_guesses`: what others may
         ask for, and for how many there are pages."""
