@@ -10,8 +10,9 @@ it becomes the same automaton.
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,8 +172,8 @@ class SuffixDrafter:
         self._slots_of.clear()
         self._shelf.clear()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_slots_of"):
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if hasattr(self, "_slots_of") and not is_finalizing():  # then modules are half gone, and so is all memory soon
             self.close()
 
     def _slots(self, request_ids: np.ndarray) -> np.ndarray:

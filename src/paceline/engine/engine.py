@@ -168,8 +168,8 @@ class LocalEngine:
         """One forward for all rows; returns what finished. Where the runner flies, the forward that is launched here
         lands in the next call: after that one's launch where nobody on the host need know its tokens before; else its
         tokens are taken, the next one is launched, and all else that is to be done about them is done meanwhile."""
-        while len(self._flying) > (0 if self._lost else 1):  # where the call before was interrupted
-            self._land()
+        while self._flying and (self._lost or len(self._flying) > 1 or not self._flying[0].flight.may_wait):
+            self._land()  # where the call before was interrupted
         self._lost = False
         launched = self._hand_over() if self._flying and not self.drafting.overlaps else self._launch()
         keep = 1 if launched and self._flying[-1].flight.may_wait else 0
@@ -287,10 +287,11 @@ class LocalEngine:
     def _learn(self, landed: Landed | None = None, heard: Commits | None = None, hearing_s: float = 0.0) -> Taken:
         """What the oldest step that flies has emitted. Interrupted while it is waited for, it flies on; if what it
         brought can't be taken, sequences go on from what is known of them. `heard`: what the drafter was told."""
-        landed = landed or self._flying[0].flight.land()
+        flight = self._flying[0].flight
+        landed, took = landed or flight.land(), flight.took()
         step = self._ground()
         try:
-            return self._take(step, landed, heard, hearing_s)
+            return self._take(step, landed, took, heard, hearing_s)
         except BaseException:
             while self._flying:
                 self._ground()
@@ -307,7 +308,9 @@ class LocalEngine:
         step.fly(-1)
         return step
 
-    def _take(self, step: Step, landed: Landed, heard: Commits | None, hearing_s: float) -> Taken:
+    def _take(
+        self, step: Step, landed: Landed, took: tuple[float, float], heard: Commits | None, hearing_s: float
+    ) -> Taken:
         rows, verdict = self._still_running(step.rows, landed)
         deciding, seats = rows.deciding, rows.seats
         self._check_finite(deciding, verdict)
@@ -325,13 +328,12 @@ class LocalEngine:
             self.drafting.hear(commits)
             hearing_s = 0.0 if self.drafting.overlaps else time.perf_counter() - observing
         started, self._landed_at = max(step.started, self._landed_at), time.perf_counter()
-        forward_s, sample_s = step.flight.took()
         figures = {
             "start_s": started,
             "total_s": self._landed_at - started,
             "draft_s": step.draft_s + hearing_s,
-            "forward_s": forward_s,
-            "sample_s": sample_s,
+            "forward_s": took[0],
+            "sample_s": took[1],
             "num_rows": len(rows),
             "num_query_tokens": num_query,
             "num_context_tokens": int(before.sum()) + num_query,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from history_world import HISTORIES, commits_of, drafts_of, rows_of
@@ -353,3 +356,17 @@ def test_falls_back_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(history_module, "load", unavailable)
     assert not SuffixDrafter().is_native
+
+
+def test_one_that_is_left_when_modules_are_emptied_goes_quietly() -> None:
+    script = """
+import sys, torch
+from paceline.drafters.suffix import SuffixDrafter
+from paceline.types import Request
+
+drafter = SuffixDrafter()
+drafter.begin(Request(0, (1, 2), problem="a"))
+torch._kept = sys._kept = drafter
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and not ended.stderr

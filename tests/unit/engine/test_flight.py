@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -22,6 +24,8 @@ from paceline.model.weights import hf_state
 from paceline.speculation.policy import StaticPolicy
 from paceline.types import Completion, Request, SamplingParams
 
+TOOK = 0.25, 0.5  # seconds: a forward, and its draws
+
 
 @dataclass
 class Late:
@@ -29,16 +33,20 @@ class Late:
 
     landed: Landed
     may_wait: bool
-    interrupted: bool = False
+    interrupted: str = ""  # in which of its calls, once
 
     def land(self) -> Landed:
-        if self.interrupted:
-            self.interrupted = False
-            raise KeyboardInterrupt
+        self._interrupt("land")
         return self.landed
 
     def took(self) -> tuple[float, float]:
-        return 0.0, 0.0
+        self._interrupt("took")
+        return TOOK
+
+    def _interrupt(self, call: str) -> None:
+        if self.interrupted == call:
+            self.interrupted = ""
+            raise KeyboardInterrupt
 
 
 class FlyingRunner(EagerRunner):
@@ -47,7 +55,7 @@ class FlyingRunner(EagerRunner):
     def __init__(self, paged: PagedDecoder) -> None:
         super().__init__(paged, Sampler(), RULES["coupled"])
         self.known: dict[int, list[int]] = {}
-        self.interrupts: set[int] = set()  # launches whose landing is interrupted once
+        self.interrupts: dict[int, str] = {}  # launches of which a call is interrupted once, and which
         self.num_launched = self.num_blind = self.num_handed_over = 0
 
     def launch(self, rows: list[Row], q: dict[int, Tensor], num_slots: int | None = None) -> Late:  # type: ignore[override]
@@ -72,7 +80,7 @@ class FlyingRunner(EagerRunner):
             self.known[row.sequence.arrival] += tokens[: num + 1].tolist()
         may_wait = all(row.num_query == 1 and row.decides for row in rows)
         self.num_launched += 1
-        return Late(Landed(verdict), may_wait, self.num_launched in self.interrupts)
+        return Late(Landed(verdict), may_wait, self.interrupts.get(self.num_launched, ""))
 
     def _judge(self, rows: list[Row], logits: Tensor) -> Verdict:
         sizes = np.array([1 + len(row.draft) for row in rows])
@@ -123,12 +131,17 @@ def said(completions: list[Completion]) -> list[tuple[list[int], str, float]]:
     return [(c.token_ids.tolist(), c.finish_reason, round(float(c.logprobs.sum()), 9)) for c in completions]
 
 
+@cache
+def plain() -> list[tuple[list[int], str, float]]:
+    return said(engine(False).generate(requests()))
+
+
 @pytest.mark.parametrize("num_blocks", [64, 9])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_tokens_are_those_of_steps_that_do_not_fly(num_blocks: int, drafts: bool) -> None:
-    plain, flying = engine(False), engine(True, num_blocks, drafts)
+    flying = engine(True, num_blocks, drafts)
     completions = flying.generate(requests())
-    assert said(completions) == said(plain.generate(requests()))
+    assert said(completions) == plain()
     assert not flying.has_work and flying.paged.pool.num_free == num_blocks
     check_blocks(flying)
     traces = flying.drain_trace()
@@ -178,19 +191,29 @@ def test_closed_in_mid_flight_all_are_done(drafts: bool) -> None:
         assert all(handle.done for handle in handles) and running.paged.pool.num_free == 64
 
 
+@pytest.mark.parametrize("launches", [(3, 4, 9, 14), range(1, 999), range(1, 999, 5)])
+@pytest.mark.parametrize("call", ["land", "took"])
 @pytest.mark.parametrize("drafts", [False, True])
-def test_an_interrupt_while_waiting_loses_nothing(drafts: bool) -> None:
-    wanted = said(engine(False).generate(requests()))
+def test_an_interrupt_while_waiting_loses_nothing(drafts: bool, call: str, launches: Iterable[int]) -> None:
+    """Whatever flies: rows that decode, prompts, both."""
     running = engine(True, drafts=drafts)
-    running.runner.interrupts = {3, 4, 9, 14}
+    running.runner.interrupts = dict.fromkeys(launches, call)
     handles = [running.submit(request) for request in requests()]
     num_interrupts = 0
-    while running.has_work:
-        try:
-            running.step()
-        except KeyboardInterrupt:
-            num_interrupts += 1
-    assert num_interrupts == 4 and said([h.completion for h in handles if h.completion is not None]) == wanted
+    for _ in range(500):
+        if running.has_work:
+            try:
+                running.step()
+            except KeyboardInterrupt:
+                num_interrupts += 1
+    assert not running.has_work, "who is over goes on"
+    assert num_interrupts >= 4 and said([h.completion for h in handles if h.completion is not None]) == plain()
+
+
+def test_a_trace_has_what_its_step_took() -> None:
+    running = engine(True)
+    running.generate(requests()[:3])
+    assert {(t.forward_s, t.sample_s) for t in running.drain_trace()} == {TOOK}
 
 
 def test_after_weights_that_diverged_good_ones_go_on() -> None:
@@ -206,8 +229,8 @@ def test_after_weights_that_diverged_good_ones_go_on() -> None:
     running.update_weights(good, 2, "recompute")
     while running.has_work:
         running.step()
-    plain = engine(False).generate([handle.request])
-    assert handle.completion is not None and handle.completion.token_ids.tolist() == plain[0].token_ids.tolist()
+    alone = engine(False).generate([handle.request])
+    assert handle.completion is not None and handle.completion.token_ids.tolist() == alone[0].token_ids.tolist()
 
 
 @pytest.mark.parametrize("flies", [False, True])
@@ -218,4 +241,4 @@ def test_asleep_it_says_so(flies: bool) -> None:
         with pytest.raises(ValueError, match="wake it"):
             running.generate(requests())
     running.wake()
-    assert said(running.generate(requests())) == said(engine(False).generate(requests()))
+    assert said(running.generate(requests())) == plain()

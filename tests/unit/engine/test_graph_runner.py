@@ -61,14 +61,21 @@ def cuda() -> Iterator[SimpleNamespace]:
 
 
 class Event:
-    def record(self, stream: None) -> None:
-        pass
+    """A thousand seconds a launch, so that a time says whose it is."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.num_runs, self.is_over = device, -1, False
+
+    def record(self, stream: int) -> None:
+        assert stream == self.device.stream, "not where the step runs"
+        self.num_runs, self.is_over = self.device.num_runs, False
 
     def synchronize(self) -> None:
-        pass
+        self.is_over = True
 
-    def elapsed_time(self, other: Event) -> float:
-        return 0.0
+    def elapsed_time(self, done: Event) -> float:
+        assert done.is_over and self.num_runs + 1 == done.num_runs, "another step's"
+        return 1e6 * done.num_runs
 
 
 class Decoder(TableDecoder):
@@ -78,13 +85,14 @@ class Decoder(TableDecoder):
 class Device:
     """In the place of `Graphs`. As its head it guesses k tokens, of which most are right: it looks them up."""
 
-    head = stream = None
+    head = None
 
     def __init__(self, cuda: SimpleNamespace, paged: Decoder, slots: Any, guess: Callable[[int], int]) -> None:
         self.cuda, self.paged, self.slots, self.guess = cuda, paged, slots, guess
         self.words, self.letter = torch.zeros(4096, dtype=torch.int32), cuda.graphs.Letter(16)
         self.truth: dict[int, list[int]] = {}  # by noise key: prompt and what will be emitted
-        self.num_told = self.num_auctions = self.num_fitted = self.num_away = 0
+        self.num_told = self.num_auctions = self.num_fitted = self.num_away = self.num_runs = 0
+        self.stream = 1
         self.away: set[int] = set()  # slots whose drafts are none: it did not look
         self.seconds: dict[Any, float] = {}
         self.dice = np.random.default_rng(0)
@@ -97,6 +105,7 @@ class Device:
         pass
 
     def run(self, size: Any) -> None:
+        self.num_runs += 1
         words, slots, header = self.words.numpy(), self.slots, self.cuda.slots.HEADER
         orders = words[: size.num_order_words].reshape(-1, self.cuda.slots.ORDER)
         for slot, index, page in words[size.num_order_words : size.num_words - 1].reshape(-1, 3):
@@ -184,7 +193,14 @@ def make(
         letter, words = cuda.graphs.Letter(16), torch.zeros_like(runner.device.words)
         parts = {name: getattr(letter, name).numpy() for name in ("tokens", "logprobs", "chances")}
         runner._mail.append(
-            SimpleNamespace(words=words, array=words.numpy(), letter=letter, started=Event(), done=Event(), **parts)
+            SimpleNamespace(
+                words=words,
+                array=words.numpy(),
+                letter=letter,
+                started=Event(runner.device),
+                done=Event(runner.device),
+                **parts,
+            )
         )
     head: Any = SimpleNamespace(config=SimpleNamespace(taps=(0,)))
     drafters: dict[str, Any] = {
@@ -223,6 +239,7 @@ def run(engine: LocalEngine) -> list[Completion]:
         engine.runner.device.truth[request.noise_key] = [*request.prompt_ids, *said]
     handles = [engine.submit(request) for request in wanted]
     while engine.has_work:
+        engine.runner.device.stream += 1
         engine.step()
         check_blocks(engine)
     assert not any(engine.paged.pool.references)
@@ -269,9 +286,10 @@ def test_tokens_are_the_naive_twins(cuda: SimpleNamespace, kind: str, num_blocks
     engine = make(cuda, "ahead" if kind == "auction" else kind, num_blocks, policy)
     found = run(engine)
     assert tokens(found) == naive()
-    traces = engine.drain_trace()
+    traces, device = engine.drain_trace(), engine.runner.device
     assert sum(trace.num_emitted for trace in traces) == sum(len(c.token_ids) for c in found)
-    device = engine.runner.device
+    launches = [launch for trace in traces if (launch := round(trace.forward_s / 1e3))]
+    assert launches == list(range(1, device.num_runs + 1)) and launches[-1] * 1e3 in device.seconds.values()
     assert device.num_told > 8 and bool(device.num_auctions) == bool(device.num_fitted) == (kind == "auction")
     assert (sum(trace.num_preempted for trace in traces) > 0) == (num_blocks == 9)
     if kind == "suffix":
