@@ -323,9 +323,14 @@ class LocalEngine:
         # What was computed for tokens that stand; a deciding row's last token is new.
         seats.num_computed[rows.at] = np.minimum(reached, seats.num_tokens[rows.at] - 1)
         commits = heard or self._commits(deciding, verdict, num)
+        finished = seats.of(deciding.at[over])
         if heard is None and self.drafter is not None and len(deciding):
             observing = time.perf_counter()
-            self.drafting.hear(commits)
+            try:
+                self.drafting.hear(commits)
+            except BaseException:
+                self._dismiss(finished)
+                raise
             hearing_s = 0.0 if self.drafting.overlaps else time.perf_counter() - observing
         started, self._landed_at = max(step.started, self._landed_at), time.perf_counter()
         figures = {
@@ -342,7 +347,6 @@ class LocalEngine:
             "num_captured": step.num_captured,
             "num_guessed": landed.num_guessed,
         }
-        finished = seats.of(deciding.at[over])
         for sequence in finished:
             self._retire(sequence)
         return Taken(rows, before, deciding, commits, step.drafts, finished, figures)
@@ -371,6 +375,11 @@ class LocalEngine:
         """Its memory and its place in the runner are another's from here on."""
         self.scheduler.finish(sequence)
         self.runner.leave(sequence)
+
+    def _dismiss(self, finished: list[Sequence]) -> None:
+        for sequence in finished:
+            self._retire(sequence)
+            self._finished.append(self._complete(sequence))
 
     def _book(self, taken: Taken) -> None:
         trace = taken.trace(self._num_steps, self.version, self.drafting)

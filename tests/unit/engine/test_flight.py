@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,6 +22,7 @@ from paceline.engine.sequence import Sequence
 from paceline.model.paged import PagedDecoder, Span
 from paceline.model.sample import Sampler, SamplingArrays
 from paceline.model.weights import hf_state
+from paceline.speculation.batch import Commits
 from paceline.speculation.policy import StaticPolicy
 from paceline.types import Completion, Request, SamplingParams
 
@@ -208,6 +210,28 @@ def test_an_interrupt_while_waiting_loses_nothing(drafts: bool, call: str, launc
                 num_interrupts += 1
     assert not running.has_work, "who is over goes on"
     assert num_interrupts >= 4 and said([h.completion for h in handles if h.completion is not None]) == plain()
+
+
+@pytest.mark.parametrize("flies", [False, True])
+def test_whoever_is_over_ends_though_the_drafter_raises(flies: bool) -> None:
+    class Rude(SuffixDrafter):
+        num_heard = 0
+
+        def observe(self, commits: Commits) -> None:
+            self.num_heard += 1
+            if self.num_heard % 2:
+                raise KeyboardInterrupt
+            super().observe(commits)
+
+    running = engine(flies, drafts=True)
+    running.set_drafter(Rude())
+    handles = [running.submit(request) for request in requests()]
+    for _ in range(500):
+        if running.has_work:
+            with contextlib.suppress(KeyboardInterrupt):
+                running.step()
+    assert not running.has_work and not running._handles
+    assert said([h.completion for h in handles if h.completion is not None]) == plain()
 
 
 def test_a_trace_has_what_its_step_took() -> None:
