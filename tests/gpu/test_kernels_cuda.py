@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import tiny_config, tiny_decoder, tiny_head
 
+from paceline.drafters.ahead import HistoryAhead
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.accept import RULES
 from paceline.engine.engine import LocalEngine
@@ -20,6 +21,7 @@ from paceline.model.ops import TorchOps
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler, SamplingArrays, Stream, philox_words
 from paceline.speculation.batch import DraftBatch
+from paceline.speculation.library import Library
 from paceline.speculation.policy import StaticPolicy
 from paceline.types import Completion, Request, SamplingParams
 from paceline.verify.drafters import AdversarialDrafter
@@ -419,7 +421,9 @@ def engine(kind: str, dtype: torch.dtype, drafter: str = "none", num_blocks: int
     if kind != "plain":
         decoder.ops = CudaOps()
         runner = GraphRunner(paged, runner, max_num_seqs, eager=kind == "eager")
-    drafters = {"none": None, "suffix": SuffixDrafter(), "random": AdversarialDrafter(61)}
+    drafters = {
+        "none": None, "suffix": SuffixDrafter(), "random": AdversarialDrafter(61), "history": HistoryAhead(Library()),
+    }  # fmt: skip
     return LocalEngine(
         paged, sampler=sampler, runner=runner, drafter=drafters[drafter], policy=StaticPolicy(5),
         max_num_seqs=max_num_seqs, **options,
@@ -442,7 +446,7 @@ def said(completions: list[Completion]) -> list[list[int]]:
     return [c.token_ids.tolist() for c in completions]
 
 
-@pytest.mark.parametrize("drafter", ["none", "suffix", "random"])
+@pytest.mark.parametrize("drafter", ["none", "suffix", "random", "history"])
 def test_graphs_emit_the_plain_engines_tokens(drafter: str) -> None:
     """float32, where two tokens of a tiny model do not come close enough to change places."""
     wanted = engine("plain", torch.float32).generate(requests())
@@ -456,7 +460,7 @@ def test_graphs_emit_the_plain_engines_tokens(drafter: str) -> None:
         assert not running.has_work and running.paged.pool.num_free == 256
 
 
-@pytest.mark.parametrize("drafter", ["none", "suffix"])
+@pytest.mark.parametrize("drafter", ["none", "suffix", "history"])
 def test_graphs_equal_eager_bit_for_bit(drafter: str) -> None:
     eager, graph = (engine(kind, torch.bfloat16, drafter).generate(requests()) for kind in ("eager", "graph"))
     assert said(eager) == said(graph)

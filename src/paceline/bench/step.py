@@ -389,6 +389,11 @@ class Subject:
         return CostTable("bench step", points, drafts)
 
     def _drafter(self, sampler: Sampler, num_blocks: int) -> Drafter:
+        if self.head is None and self.settings.has_kernels:
+            from paceline.drafters.ahead import HistoryAhead
+            from paceline.speculation.library import Library
+
+            return HistoryAhead(Library())
         if self.head is None:
             from paceline.drafters.suffix import SuffixDrafter
 

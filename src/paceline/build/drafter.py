@@ -39,6 +39,8 @@ def build_drafter(config: Config, target: Decoder, tokenizer: Any, head: Eagle3H
     """A drafter for this target. `head`: an EAGLE-3 head that is already there, packed as the target is, instead of
     the one on disk."""
     speculation = config.speculation
+    if speculation.method == "suffix" and target.ops.is_cuda and speculation.rule == "coupled":
+        return _history_ahead(config)
     if speculation.method in MODEL_FREE:
         return build_model_free(config)
     if speculation.method == "draft_model":
@@ -80,20 +82,33 @@ def _ahead(config: Config, target: Decoder, head: Eagle3Head) -> Drafter:
     from paceline.drafters.ahead import Eagle3Ahead
     from paceline.drafters.hybrid import HybridAhead
     from paceline.model.cuda.float8 import settle_dtype
-    from paceline.model.cuda.slots import MAX_DRAFT
 
-    lengths = config.speculation.num_speculative_tokens
-    longest = lengths if isinstance(lengths, int) else max(lengths.values())
-    if longest > MAX_DRAFT:
-        raise ValueError(
-            f"speculation.num_speculative_tokens = {longest}: a head on a GPU drafts at most {MAX_DRAFT}; lower it"
-        )
+    _check_length(config)
     settle_dtype(head, config.speculation.head_dtype)
     eagle3 = Eagle3Ahead(head)
     if config.speculation.method == "eagle3":
         return eagle3
     cost = head_cost(head, target.config)
     return HybridAhead(build_history(config), eagle3, cost, config.speculation.hybrid_choice)
+
+
+def _history_ahead(config: Config) -> Drafter:
+    """There history is read on the device as well."""
+    from paceline.drafters.ahead import HistoryAhead
+    from paceline.speculation.library import Library
+
+    _check_length(config)
+    s = config.speculation
+    return HistoryAhead(Library(s.suffix_max_versions, s.suffix_max_bytes), s.suffix_recency)
+
+
+def _check_length(config: Config) -> None:
+    from paceline.model.cuda.slots import MAX_DRAFT
+
+    lengths = config.speculation.num_speculative_tokens
+    longest = lengths if isinstance(lengths, int) else max(lengths.values())
+    if longest > MAX_DRAFT:
+        raise ValueError(f"speculation.num_speculative_tokens = {longest}: a GPU drafts at most {MAX_DRAFT}; lower it")
 
 
 def build_model_free(config: Config) -> Drafter | None:

@@ -1,6 +1,6 @@
-"""An EAGLE-3 head that has drafted already: on the device, at the end of the step before.
+"""Drafters that have drafted already: on the device, at the end of the step before. An EAGLE-3 head, and history.
 
-The engine's runner has the head compute (`engine/graph_runner.py`); here stands what the host knows of it: for whom
+The engine's runner has them compute (`engine/graph_runner.py`); here stands what the host knows of it: for whom
 there are drafts, how long they are, and, once the step has landed, how sure their tokens are. What they are it need
 not know: a drafted token of -1 means the one that the device has. Where steps overlap, what it says in `propose` is of
 the drafts before: those that are meant are still in the making.
@@ -9,7 +9,7 @@ the drafts before: those that are meant are still in the making.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from torch import Tensor
@@ -19,6 +19,8 @@ from paceline.model.eagle3 import Eagle3Head
 from paceline.model.head_files import assign_head, head_state
 from paceline.model.paged import receipt_of
 from paceline.speculation.batch import Commits, DraftBatch, Rows, are_same, look_up
+from paceline.speculation.calibration import of_probabilities
+from paceline.speculation.library import Library
 from paceline.types import Receipt, Request
 
 
@@ -50,15 +52,11 @@ NOTHING = _Told(np.zeros(0, np.int64), np.zeros((0, 0)), np.zeros((0, 0), np.int
 NOBODY_YET = np.zeros(0, np.int64), 0
 
 
-class Eagle3Ahead(Calibrated):
-    name = "eagle3"
-    num_bytes = 0  # keeps nothing of ended requests
+class DraftsAhead(Calibrated):
     reads_drafts = False
 
-    def __init__(self, head: Eagle3Head, version: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.head, self.version = head, version
-        self.wants_hidden = head.config.taps
         self.num_asked = self.most_asked = 0  # tokens that the next step drafts, and the most so far
         self._made: dict[int, int] = {}  # by request: how many tokens are drafted for it
         self._made_last = NOBODY_YET  # for whom, and how many, by the step that was launched last
@@ -100,9 +98,6 @@ class Eagle3Ahead(Calibrated):
         self.most_asked = max(self.most_asked, self.num_asked)
         return self.most_asked if self.num_asked else 0
 
-    def begin(self, request: Request, version: int = 0) -> None:
-        pass
-
     def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch:
         if rows.version != self._policy_version:
             if self._policy_version >= 0:
@@ -133,8 +128,64 @@ class Eagle3Ahead(Calibrated):
     def end(self, request_id: int) -> None:
         self.forget(request_id)
 
+
+class Eagle3Ahead(DraftsAhead):
+    name = "eagle3"
+    num_bytes = 0  # keeps nothing of ended requests
+
+    def __init__(self, head: Eagle3Head, version: int = 0) -> None:
+        super().__init__()
+        self.head, self.version = head, version
+        self.wants_hidden = head.config.taps
+
+    def begin(self, request: Request, version: int = 0) -> None:
+        pass
+
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Receipt:
         started = time.perf_counter()
         assign_head(self.head, weights)
         self.version = version
         return receipt_of(head_state(self.head), version, started)
+
+
+class HistoryAhead(DraftsAhead):
+    """`library` has what was said; what a device makes of it is in `model/cuda/recall.py`."""
+
+    name = "suffix"
+    version = 0
+    wants_hidden: tuple[int, ...] = ()
+
+    def __init__(self, library: Library, recency: float = 0.8) -> None:
+        super().__init__()
+        self.calibration = of_probabilities()
+        self.library, self.recency = library, recency
+
+    @property
+    def num_bytes(self) -> int:
+        return self.library.num_bytes
+
+    def ask(self, rows: Rows, caps: np.ndarray) -> int:
+        super().ask(rows, caps)
+        return 0  # it writes nothing behind a row's end
+
+    def begin(self, request: Request, version: int = 0) -> None:
+        self.library.begin(request, version)
+
+    def observe(self, commits: Commits) -> None:
+        super().observe(commits)
+        self.library.hear(commits)
+
+    def end(self, request_id: int) -> None:
+        super().end(request_id)
+        self.library.end(request_id)
+
+    def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Receipt:
+        raise ValueError("the suffix drafter has no weights to update; it learns from what it observes")
+
+    def state(self) -> dict[str, np.ndarray]:
+        return self.library.state() | super().state()
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        own = {name: state[name] for name in state if name in ("calibration", "policy_version")}
+        self.library.restore({name: array for name, array in state.items() if name not in own})
+        super().restore(own)

@@ -28,16 +28,19 @@ from paceline.model.attention import Attention, GatheredAttention, PagedAttentio
 from paceline.model.cuda.attention import MAX_QUERIES
 from paceline.model.cuda.graphs import Graphs, Letter, Size
 from paceline.model.cuda.head import DeviceHead
+from paceline.model.cuda.recall import DeviceHistory, Entry
 from paceline.model.cuda.slots import HEADER, MAX_AUCTION, MAX_DRAFT, ORDER, Slots
 from paceline.model.kv import BLOCK, BatchPlan, PagedKV
 from paceline.model.paged import PagedDecoder, Span, make_plan
 from paceline.speculation.batch import Ahead, Blind, Drafter
+from paceline.speculation.library import Historian
 
 if TYPE_CHECKING:
-    from paceline.drafters.ahead import Eagle3Ahead
+    from paceline.drafters.ahead import DraftsAhead, Eagle3Ahead
     from paceline.drafters.hybrid import HybridAhead
 
 Places = tuple[np.ndarray, np.ndarray]
+MAX_TOLD = 1 << 24  # tokens of history on a device
 FLYING = 3  # steps whose words may be on their way between host and device
 ALL = 2**31 - 1  # drafted tokens: as many as there are
 
@@ -129,13 +132,13 @@ class GraphRunner:
         imposed: np.ndarray | None = None,
     ) -> None:
         self.paged, self.others, self.max_num_seqs = paged, others, max_num_seqs
-        self.ahead: Eagle3Ahead | None = None  # whose head drafts on the device
+        self.ahead: DraftsAhead | None = None  # who drafts on the device
         self._device = paged.decoder.device
         self.eager = eager
         self.imposed = None if imposed is None else self._over(imposed, torch.float32)
         num_pages = -(-paged.decoder.config.max_positions // BLOCK)
         self.slots = Slots(max_num_seqs, num_pages, self._device)
-        self._graphs: dict[int | None, Graphs] = {}  # by head
+        self._graphs: dict[int, Graphs] = {}  # by who drafts
         self._mail: list[_Mail] = []
         # A sequence's slot is its seat. Of each slot: whose it is by arrival, and which state of its table it knows.
         self._known, self._changes = np.full(max_num_seqs, VACANT), np.zeros(max_num_seqs, np.int64)
@@ -150,9 +153,10 @@ class GraphRunner:
 
     def equip(self, drafter: Drafter | None) -> None:
         self.ahead = self._prepared = None
+        self._known[:] = VACANT  # whoever drafts now is told of all
         if isinstance(drafter, Ahead):
             head = drafter if isinstance(drafter, Blind) else cast("HybridAhead", drafter).head
-            self.ahead = cast("Eagle3Ahead", head)
+            self.ahead = cast("DraftsAhead", head)
 
     @property
     def has_head(self) -> bool:
@@ -181,7 +185,7 @@ class GraphRunner:
             num_slots = None
         mail, size = self._run(graphs, mine, orders, num_slots, chosen) if len(mine) else (None, None)
         over = self.others.launch(rest, q) if rest is not None else None
-        if rest is not None and over is not None and graphs.head is not None:
+        if rest is not None and over is not None and isinstance(graphs.head, DeviceHead):
             self._take_in(graphs.head, rest, over.landed)
         tell = None
         if self.ahead is not None and mail is not None:
@@ -226,15 +230,18 @@ class GraphRunner:
         return (GatheredAttention if in_one_kernel else PagedAttention)(head.kv, plan)
 
     def _ready(self) -> Graphs:
-        key = id(self.ahead.head) if self.ahead is not None else None
+        ahead = self.ahead
+        model = None if ahead is None or isinstance(ahead, Historian) else cast("Eagle3Ahead", ahead).head
+        key = id(model or ahead)
         if key not in self._graphs:
-            kv, head = self.paged.kv, None
+            kv, head = self.paged.kv, cast(DeviceHead | DeviceHistory | None, None)
             assert kv is not None, "asleep"
-            if self.ahead is not None:
-                layer = self.ahead.head.config.layer
+            if model is not None:
                 if kv.beside is None:
-                    kv.beside = PagedKV(layer, self.paged.pool.num_blocks, self.ahead.head.dtype, self._device)
-                head = DeviceHead(self.ahead.head, self.paged.decoder.embed, kv.beside, self.slots)
+                    kv.beside = PagedKV(model.config.layer, self.paged.pool.num_blocks, model.dtype, self._device)
+                head = DeviceHead(model, self.paged.decoder.embed, kv.beside, self.slots)
+            elif isinstance(ahead, Historian):
+                head = DeviceHistory(self.slots, self.max_num_seqs, MAX_TOLD, ahead.recency, self._device)
             graphs = Graphs(self.paged.decoder, kv, self.slots, self.max_num_seqs, head, self.eager, self.imposed)
             self._graphs[key] = graphs
             self._mail = self._mail or [_Mail(graphs) for _ in range(FLYING)]
@@ -262,6 +269,8 @@ class GraphRunner:
         num_tokens = num + sum(lengths)
         num_guesses, most_guesses = (self.ahead.num_asked, self.ahead.most_asked) if self.ahead is not None else (0, 0)
         auctions = False
+        if num_slots is None and isinstance(self.ahead, Historian) and num <= MAX_AUCTION:
+            num_slots, self._looked_away = num_tokens - num, True  # it does not always find something
         if num_slots and (num + num_slots < num_tokens or self._looked_away):
             auctions, num_tokens = True, num + num_slots
         size = _size(num, num_tokens, 1 + max(lengths), num_guesses, orders.cuts, auctions)
@@ -332,6 +341,13 @@ class GraphRunner:
             table[: len(sequence.table.blocks)] = sequence.table.blocks
             self._sent[slot] = list(sequence.table.blocks)
         self.slots.tables[at, : tables.shape[1]] = self._over(tables)
+        head = self._ready().head
+        if isinstance(head, DeviceHistory) and isinstance(self.ahead, Historian):
+            requests, library = [sequence.request for sequence in sequences], self.ahead.library
+            head.enter(
+                Entry(slot, library.live[r.request_id], r.problem, library.texts(r.problem) if r.problem else [])
+                for slot, r in zip(slots.tolist(), requests, strict=True)
+            )
 
     def _put(self, name: str, at: Tensor, values: np.ndarray) -> None:
         column: Tensor = getattr(self.slots, name)

@@ -24,6 +24,7 @@ from torch import Tensor
 from paceline.model.cuda.attention import MAX_QUERIES, CudaPagedAttention
 from paceline.model.cuda.cut import cut
 from paceline.model.cuda.head import DeviceHead
+from paceline.model.cuda.recall import DeviceHistory
 from paceline.model.cuda.sample import draw
 from paceline.model.cuda.slots import MAX_AUCTION, MAX_DRAFT, ORDER, Slots
 from paceline.model.decoder import Decoder
@@ -135,7 +136,7 @@ class Graphs:
         kv: PagedKV,
         slots: Slots,
         max_rows: int,
-        head: DeviceHead | None = None,
+        head: DeviceHead | DeviceHistory | None = None,  # who drafts
         eager: bool = False,
         imposed: Tensor | None = None,  # see Slots.settle
     ) -> None:
@@ -212,13 +213,15 @@ class Graphs:
             self.slots.auction(orders, self.words[size.num_words - 1 : size.num_words], size.num_queries)
         inputs = self.slots.lay_out(orders, pages, size.num_tokens, size.num_queries)
         attention = CudaPagedAttention(self.kv, inputs.rows, size.num_queries)
-        taps = self.head.head.config.taps if self.head is not None else ()
+        taps = self.head.taps if self.head is not None else ()
         out = self.decoder(inputs.tokens, inputs.positions, attention, taps)
         logits = self.decoder.logits(out.hidden)
         limits = cut(logits, inputs.places, self.slots) if size.cuts else None
         draws = draw(logits, inputs.keys, inputs.emitted_at, inputs.temperature, Stream.SAMPLE, cut=limits)
         ends = self.slots.settle(inputs, draws, self.letter.tokens, self.letter.logprobs, self.imposed)
-        if self.head is not None:
+        if isinstance(self.head, DeviceHistory):
+            self.head.draft(inputs, self.letter.tokens, size.num_guesses, self.letter.chances)
+        elif self.head is not None:
             features = torch.cat([out.taps[i] for i in taps], -1)
             self.head.draft(
                 inputs, size.num_queries, features, draws.tokens, ends, size.num_guesses, size.cuts, size.looks_away,

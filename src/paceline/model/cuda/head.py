@@ -54,6 +54,7 @@ class DeviceHead:
         if not isinstance(head.ops, CudaOps):
             head.ops = CudaOps()
         config = head.config
+        self.taps = config.taps
         self.ids = head.draft_ids if config.draft_vocab_size < config.layer.vocab_size else None
 
     def draft(
