@@ -72,7 +72,7 @@ def test_fused_operations_equal_the_plain_ones(dtype: torch.dtype, family: str) 
             given = y, layer.input_norm, 1e-6
             wanted = slow.add_norm(residual, *given)
             assert [part.dtype for part in wanted] == [residual.dtype, dtype]
-            assert off(fast.rounded_sum(residual, y), slow.rounded_sum(residual, y)) == 0
+            assert off(fast.rounded_sum(residual, y, dtype), slow.rounded_sum(residual, y, dtype)) == 0
             for mine, theirs in zip(fast.add_norm(residual.clone(), y.clone(), *given[1:]), wanted, strict=True):
                 assert mine.dtype == theirs.dtype and off(mine, theirs) <= most
 
@@ -118,6 +118,33 @@ def test_few_tokens_products_equal_the_plain_ones(num: tuple[int, int], size: in
     ):
         # Sums of float32 in another order, rounded to 8 bits: now and then the neighbour.
         assert torch.equal(got_x, want_x) and off(got, want) <= 2e-3 and (got == want).float().mean() > 0.97
+
+
+@pytest.mark.parametrize("num", [1, 37, 128])
+def test_halves_of_a_product_are_summed_where_they_are_added(num: int) -> None:
+    """Each half is a product of its own; what is made of both is what their rounded sum makes, bit for bit."""
+    from paceline.model.cuda.halves import halves, pays
+    from paceline.model.cuda.ops import CudaOps
+
+    def noise(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=dice, device=CUDA)
+
+    dice, fast, slow, linear = torch.Generator(CUDA).manual_seed(5), CudaOps(), TorchOps(), Linear(4096, 2048)
+    linear.weight = torch.nn.Parameter((0.1 * noise(2048, 4096)).bfloat16(), requires_grad=False)
+    x, residual, weight = noise(num, 4096).bfloat16(), 3 * noise(num, 2048), (1 + 0.2 * noise(2048)).bfloat16()
+    assert pays(x, linear) and not any(pays(x.new_zeros(many, 4096), linear) for many in (64, 2000))
+    found = fast.summand(x, linear)
+    assert torch.equal(found, halves(x, linear)) and found.dtype == torch.float32
+    for half, mine in zip(found, (slice(2048), slice(2048, 4096)), strict=True):
+        # A tensor core sums in a few bits less than float32 has: 2e-6 on an H200.
+        assert off(half, x[:, mine].double() @ linear.weight[:, mine].double().T) <= 1e-5
+    y = found.sum(0).bfloat16()
+    assert torch.equal(fast.rounded_sum(residual, found, torch.bfloat16), slow.rounded_sum(residual, y, torch.bfloat16))
+    wanted = slow.add_norm(residual, y, weight, 1e-5)
+    for mine, theirs in zip(fast.add_norm(residual.clone(), found, weight, 1e-5), wanted, strict=True):
+        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    linear.bias = torch.nn.Parameter(noise(2048).bfloat16())
+    assert not pays(x, linear) and fast.summand(x, linear).shape == (num, 2048)
 
 
 def test_a_head_in_eight_bits_computes_what_rounding_makes_of_it() -> None:

@@ -57,7 +57,7 @@ class Decoder(nn.Module):
             args = (self.ops.layer, self.config, x, y, positions_T, rope, attention, i)
             x, y = keep(layer, *args) if keeps else layer(*args)
             if i in taps:
-                tapped[i] = self.ops.rounded_sum(x, y)
+                tapped[i] = self.ops.rounded_sum(x, y, self.dtype)
         assert y is not None
         _, h = self.ops.add_norm(x, y, self.norm, self.config.norm_eps)
         return Output(h, tapped)

@@ -30,6 +30,11 @@ class Ops(Protocol):
         ...
 
     def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor: ...
+    def summand(self, x_TK: Tensor, linear: Linear) -> Tensor:
+        """A product that is to be added to the residual stream. It is for `add_norm` and `rounded_sum` alone: an Ops
+        may leave its last sum to them."""
+        ...
+
     def add_norm(self, x_TD: Tensor, y_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """x + y and its norm. May reuse the memory of x and y."""
         ...
@@ -38,8 +43,8 @@ class Ops(Protocol):
         """The norms of x and y: [T, 2 D]."""
         ...
 
-    def rounded_sum(self, x_TD: Tensor, y_TD: Tensor) -> Tensor:
-        """x + y, in as many bits as y has."""
+    def rounded_sum(self, x_TD: Tensor, y_TD: Tensor, dtype: torch.dtype) -> Tensor:
+        """x + y, in the dtype of the weights."""
         ...
 
     def silu_mul(self, gate_up_TI: Tensor) -> Tensor: ...
@@ -72,11 +77,14 @@ class Ops(Protocol):
 class Composed:
     """What can be made of the others."""
 
+    def summand(self: Ops, x_TK: Tensor, linear: Linear) -> Tensor:
+        return self.linear(x_TK, linear)
+
     def beside(self: Ops, x_TD: Tensor, x_norm_D: Tensor, y_TD: Tensor, y_norm_D: Tensor, eps: float) -> Tensor:
         return torch.cat([self.norm(x_TD, x_norm_D, eps), self.norm(y_TD, y_norm_D, eps)], -1)
 
-    def rounded_sum(self, x_TD: Tensor, y_TD: Tensor) -> Tensor:
-        return (x_TD + y_TD).to(y_TD.dtype)
+    def rounded_sum(self, x_TD: Tensor, y_TD: Tensor, dtype: torch.dtype) -> Tensor:
+        return (x_TD + y_TD).to(dtype)
 
     def gated(self: Ops, h_TD: Tensor, gate_up: Linear) -> Tensor:
         return self.silu_mul(self.linear(h_TD, gate_up))
@@ -93,9 +101,9 @@ class Composed:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x, norm, eps = x_TD, layer.input_norm, config.norm_eps
         x, h = (x, self.norm(x, norm, eps)) if y_TD is None else self.add_norm(x, y_TD, norm, eps)
-        h = self.linear(self.attend(h, layer, config, positions_T, rope, attention, i), layer.o)
+        h = self.summand(self.attend(h, layer, config, positions_T, rope, attention, i), layer.o)
         x, h = self.add_norm(x, h, layer.post_norm, eps)
-        return x, self.linear(self.gated(h, layer.gate_up), layer.down)
+        return x, self.summand(self.gated(h, layer.gate_up), layer.down)
 
 
 def wide(x: Tensor) -> Tensor:

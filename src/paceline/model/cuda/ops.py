@@ -1,5 +1,6 @@
 """A decoder's arithmetic on a CUDA device: matrix products by the framework, but for large ones of gates
-(`gated.py`) and small ones of few tokens (`few.py`), the rest fused. No gradients.
+(`gated.py`) and small ones of few tokens (`few.py`), the rest fused. No gradients. What is to be added to the residual
+stream may come in parts, float32 [P, T, D], as `halves.py` makes them: their sum is rounded where it is added.
 
 Each kernel rounds where `ops.TorchOps` rounds, so that the two differ by the order of a sum at most.
 """
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from paceline.model.attention import Attention
 from paceline.model.config import ModelConfig
-from paceline.model.cuda import few, gated
+from paceline.model.cuda import few, gated, halves
 from paceline.model.cuda.attention import CudaPagedAttention, Turn, turned
 from paceline.model.cuda.early import early, wait
 from paceline.model.layer import Layer, Linear
@@ -33,13 +34,17 @@ class CudaOps(TorchOps):
 
     def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         out = torch.empty(x_TD.shape, dtype=weight_D.dtype, device=x_TD.device)
-        _norm[(len(x_TD),)](x_TD, x_TD, weight_D, out, eps, **_sizes(x_TD), ADDS=False)
+        _norm[(len(x_TD),)](x_TD, x_TD, weight_D, out, eps, 0, **_sizes(x_TD), PARTS=0)
         return out
 
+    def summand(self, x_TK: Tensor, linear: Linear) -> Tensor:
+        return halves.halves(x_TK, linear) if halves.pays(x_TK, linear) else self.linear(x_TK, linear)
+
     def add_norm(self, x_TD: Tensor, y_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x grows by y in place; the norm takes y's memory, unless it is to be narrow."""
-        out = y_TD if self.narrow is None else torch.empty_like(y_TD, dtype=self.narrow)
-        _norm[(len(x_TD),)](x_TD, y_TD, weight_D, out, eps, **_sizes(x_TD), ADDS=True)
+        """x grows by y in place; the norm takes y's memory where it may."""
+        dtype = self.narrow or weight_D.dtype
+        out = y_TD if y_TD.shape == x_TD.shape and y_TD.dtype == dtype else torch.empty_like(x_TD, dtype=dtype)
+        _norm[(len(x_TD),)](x_TD, y_TD, weight_D, out, eps, x_TD.numel(), **_sizes(x_TD), PARTS=_num_parts(y_TD))
         return x_TD, out
 
     def beside(self, x_TD: Tensor, x_norm_D: Tensor, y_TD: Tensor, y_norm_D: Tensor, eps: float) -> Tensor:
@@ -47,9 +52,9 @@ class CudaOps(TorchOps):
         _beside[(len(x_TD), 2)](x_TD, y_TD, x_norm_D, y_norm_D, out, eps, **_sizes(x_TD))
         return out
 
-    def rounded_sum(self, x_TD: Tensor, y_TD: Tensor) -> Tensor:
-        out = torch.empty_like(y_TD)
-        _rounded_sum[(len(x_TD),)](x_TD, y_TD, out, **_sizes(x_TD))
+    def rounded_sum(self, x_TD: Tensor, y_TD: Tensor, dtype: torch.dtype) -> Tensor:
+        out = torch.empty_like(x_TD, dtype=dtype)
+        _rounded_sum[(len(x_TD),)](x_TD, y_TD, out, x_TD.numel(), **_sizes(x_TD), PARTS=_num_parts(y_TD))
         return out
 
     def silu_mul(self, gate_up_TI: Tensor) -> Tensor:
@@ -124,6 +129,10 @@ def _turned(x_THE: Tensor, positions_T: Tensor, turn: Turn, norm: Tensor | None)
     return out
 
 
+def _num_parts(y: Tensor) -> int:
+    return len(y) if y.dim() == 3 else 1
+
+
 def _sizes(x_TD: Tensor) -> dict[str, Any]:
     width = triton.next_power_of_2(x_TD.shape[1])
     return {"D": x_TD.shape[1], "WIDTH": width, "num_warps": 8 if width >= 4096 else 4, **early(x_TD.device)}
@@ -131,18 +140,18 @@ def _sizes(x_TD: Tensor) -> dict[str, Any]:
 
 @triton.jit
 def _norm(
-    x, y, weight, out, eps, D: tl.constexpr, WIDTH: tl.constexpr, ADDS: tl.constexpr, EARLY: tl.constexpr
+    x, y, weight, out, eps, part, D: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """out = norm(x) · weight, a row per program; with ADDS, x += y before that."""
+    """out = norm(x) · weight, a row per program; with PARTS, x += y before that."""
     row = tl.program_id(0).to(tl.int64) * D
     at = tl.arange(0, WIDTH)
     inside = at < D
     scale = tl.load(weight + at, mask=inside, other=0.0)
     wait(EARLY)
     value = tl.load(x + row + at, mask=inside, other=0.0)
-    if ADDS:
-        more = tl.load(y + row + at, mask=inside, other=0.0)
-        value = (value.to(tl.float32) + more.to(tl.float32)).to(value.dtype)
+    if PARTS > 0:
+        more = _summed(y + row + at, inside, part, scale.dtype, PARTS)
+        value = (value.to(tl.float32) + more).to(value.dtype)
         tl.store(x + row + at, value, mask=inside)
     wide = value.to(tl.float32)
     factor = tl.rsqrt(tl.sum(wide * wide) / D + eps)
@@ -151,13 +160,26 @@ def _norm(
 
 
 @triton.jit
-def _rounded_sum(x, y, out, D: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr):
+def _summed(at, inside, part, dtype: tl.constexpr, PARTS: tl.constexpr):
+    """In float32, rounded as a product of the weights' dtype is."""
+    found = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, PARTS):
+        found += tl.load(at + i * part, mask=inside, other=0.0)
+    if PARTS > 1:
+        found = found.to(dtype).to(tl.float32)
+    return found
+
+
+@triton.jit
+def _rounded_sum(
+    x, y, out, part, D: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * D
     at = tl.arange(0, WIDTH)
     inside = at < D
     wait(EARLY)
     value = tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
-    value += tl.load(y + row + at, mask=inside, other=0.0).to(tl.float32)
+    value += _summed(y + row + at, inside, part, out.dtype.element_ty, PARTS)
     tl.store(out + row + at, value.to(out.dtype.element_ty), mask=inside)
 
 
