@@ -11,6 +11,8 @@ from tiny_run import Quiet, make, policy, settings, write_model
 
 from paceline.build import build_loop, export_policy
 from paceline.config import load_config
+from paceline.drafters.ahead import HistoryAhead
+from paceline.speculation.library import Library
 
 
 @pytest.fixture
@@ -163,6 +165,19 @@ def test_a_step_that_is_given_up_is_no_history(tmp_path: Path) -> None:
     assert found is not None and expected is not None and found.step == expected.step == 1
     drafter = expected.tensors("drafter")
     assert drafter and all(torch.equal(drafter[name], tensor) for name, tensor in found.tensors("drafter").items())
+
+
+def test_a_drafter_of_another_kind_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a run goes on on a GPU, where history is read in another way."""
+    suffix = "speculation.method=suffix", "train.checkpoint_every=1"
+    one = make(tmp_path, "run", *suffix, "train.num_steps=1")
+    one.run()
+    one.close()
+    monkeypatch.setattr("paceline.build.drafter.build_history", lambda config: HistoryAhead(Library()))
+    two = make(tmp_path, "run", *suffix, "train.num_steps=2", resume=True)
+    assert two.step == 1 and any("of another kind" in note for note in two.watcher.notes)
+    assert two.run()["steps"] == 2 and two.engine.drafter.num_bytes > 0
+    two.close()
 
 
 def test_a_finished_run_keeps_its_settings(folder: Path) -> None:

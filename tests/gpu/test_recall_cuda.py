@@ -44,9 +44,10 @@ def longest(recall: Any, texts: Sequence[Sequence[int]], context: Sequence[int])
 
 
 def slow(
-    recall: Any, texts: Sequence[Sequence[int]], weights: Sequence[float], context: Sequence[int], k: int
+    recall: Any, texts: Sequence[Sequence[int]], weights: Sequence[float], context: Sequence[int], k: int, least: int
 ) -> tuple[list[int], list[float]]:
     voters, drafted, chances = longest(recall, texts, context), list[int](), list[float]()
+    voters = [(number, at) for number, at in voters if match(texts[number], at, context, recall.MATCH) >= least]
     for j in range(1, k + 1):
         voters = [(number, at) for number, at in voters if at + j < len(texts[number])]
         votes: dict[int, float] = {}
@@ -67,12 +68,15 @@ def test_drafts_are_a_slow_readers(seed: int, max_tokens: int, monkeypatch: pyte
 
     for name, value in {"BLOCK": 16, "PARTS": 2, "EACH": 4, "MAX_TEXTS": 12}.items():
         monkeypatch.setattr(recall, name, value)
-    device, dice = torch.device("cuda"), np.random.default_rng(seed)
+    device, dice, min_match = torch.device("cuda"), np.random.default_rng(seed), 1 + 2 * (seed % 2)
     slots: Any = SimpleNamespace(
         drafts=torch.zeros(NUM_SLOTS, 15, dtype=torch.int32, device=device),
         worth=torch.zeros(NUM_SLOTS, 15, device=device),
     )
-    history, library = recall.DeviceHistory(slots, NUM_SLOTS, max_tokens, 0.8, device), Library(max_versions=2)
+    history, library = (
+        recall.DeviceHistory(slots, NUM_SLOTS, max_tokens, recall.Reading(0.8, min_match), device),
+        Library(max_versions=2),
+    )
     seated: dict[int, int] = {}
     num_requests = num_drafts = 0
     for step in range(40):
@@ -86,7 +90,7 @@ def test_drafts_are_a_slow_readers(seed: int, max_tokens: int, monkeypatch: pyte
             entries.append((slot, library.begin(request, step // 10), problem))
             seated[slot], num_requests = num_requests, num_requests + 1
         if entries:
-            history.enter(recall.Entry(*entry, library.texts(entry[2]) if entry[2] else []) for entry in entries)
+            history.enter(recall.Entry(*entry, library.texts(entry[2])) for entry in entries)
         if not seated:
             continue
         places, k = [*seated, -1], int(dice.integers(1, 5))
@@ -106,15 +110,14 @@ def test_drafts_are_a_slow_readers(seed: int, max_tokens: int, monkeypatch: pyte
                 continue
             assert known[mine] is library.live[request_id] and int(history.lengths[mine]) == known[mine].num
             texts, weights = [known[n].said.tolist() for n in numbers], history.weights[numbers].tolist()
-            drafted, sure = slow(recall, texts, weights, known[mine].said.tolist(), k)
+            drafted, sure = slow(recall, texts, weights, known[mine].said.tolist(), k, min_match)
             assert slots.drafts[slot, :k].tolist() == drafted
             assert chances[row, :k].tolist() == pytest.approx(sure, abs=1e-6)
             num_drafts += any(sure)
     assert num_drafts > 40
 
 
-def test_what_was_said_before_is_drafted() -> None:
-    """The same requests again: nearly all that is drafted stands, and nobody on the host had a part in it."""
+def make_engine(policy: Any = None) -> Any:
     from support import tiny_decoder
 
     from paceline.drafters.ahead import HistoryAhead
@@ -131,14 +134,58 @@ def test_what_was_said_before_is_drafted() -> None:
     decoder.ops = CudaOps()
     paged = PagedDecoder(decoder, 256)
     runner = GraphRunner(paged, EagerRunner(paged, Sampler(), RULES["coupled"]), 8)
-    engine = LocalEngine(
-        paged, runner=runner, drafter=HistoryAhead(Library()), policy=StaticPolicy(3), max_num_seqs=8,
-    )  # fmt: skip
+    drafter = HistoryAhead(Library())
+    runner.equip(drafter)
+    made = StaticPolicy(3) if policy is None else policy(paged, runner)
+    return LocalEngine(paged, runner=runner, drafter=drafter, policy=made, max_num_seqs=8)
+
+
+def requests() -> list[Request]:
     sampling = SamplingParams(max_tokens=48, ignore_eos=True)
-    wanted = [Request(i, (1, 2, 3 + i), sampling, 7 * i, str(i % 4)) for i in range(16)]
+    return [Request(i, (1, 2, 3 + i), sampling, 7 * i, str(i % 4)) for i in range(16)]
+
+
+def test_what_was_said_before_is_drafted() -> None:
+    """The same requests again: nearly all that is drafted stands, and nobody on the host had a part in it. Also when
+    the device has forgotten it all meanwhile, and when another drafted in between."""
+    engine, wanted = make_engine(), requests()
     first = [c.token_ids.tolist() for c in engine.generate(wanted)]
-    engine.drain_trace()
-    again = engine.generate(wanted)
-    assert [c.token_ids.tolist() for c in again] == first and engine.drafting.overlaps
-    verified, stood = (sum(getattr(c, f"num_{what}_tokens") for c in again) for what in ("draft", "accepted"))
-    assert verified > 300 and stood > 0.8 * verified
+    for between in (lambda: None, engine.sleep, lambda: engine.set_drafter(None)):
+        history = engine.drafter
+        between()
+        if engine.drafter is None:
+            assert [c.token_ids.tolist() for c in engine.generate(wanted)] == first
+            engine.set_drafter(history)
+        engine.wake()
+        engine.drain_trace()
+        again = engine.generate(wanted)
+        assert [c.token_ids.tolist() for c in again] == first and engine.drafting.overlaps
+        verified, stood = (sum(getattr(c, f"num_{what}_tokens") for c in again) for what in ("draft", "accepted"))
+        assert verified > 300 and stood > 0.8 * verified
+
+
+@pytest.mark.parametrize("kind", ["auto", "das"])
+def test_policies_that_go_by_the_clock(kind: str) -> None:
+    """They are told what a step takes by rows of which nobody takes anything down."""
+    from paceline.build.cost import measure_drafts, time_step
+    from paceline.speculation.auto import AutoPolicy
+    from paceline.speculation.cost import CostTable, Point
+    from paceline.speculation.das import DasPolicy
+
+    def by_clock(paged: Any, runner: Any) -> Any:
+        def timer(*step: int) -> float:
+            return time_step(paged, runner, *step)
+
+        points = [Point(rows, rows * q, rows * (16 + q), timer(rows, q, 16)) for rows in (1, 8) for q in (1, 4)]
+        drafts = measure_drafts(timer, lambda rows: 64, [1, 8], 3)
+        assert len(drafts) == 4 and all(seconds < 1e-3 for _, _, seconds in drafts)
+        costs = CostTable("here", points, {"suffix": drafts})
+        return AutoPolicy(costs, 3, "suffix") if kind == "auto" else DasPolicy(costs, 3)
+
+    plain, engine, wanted = make_engine(), make_engine(by_clock), requests()
+    plain.set_drafter(None)
+    first = [c.token_ids.tolist() for c in plain.generate(wanted)]
+    for _ in range(3):
+        again = engine.generate(wanted)
+        assert [c.token_ids.tolist() for c in again] == first
+    assert sum(c.num_accepted_tokens for c in again) > 0

@@ -250,7 +250,7 @@ def notes(settings: Settings) -> list[str]:
     rates = settings.rates
     found = [
         "times in ms; step: the engine's whole step; host: what of it is not forward and draws; draft: what "
-        "drafting keeps the host from launching the next step, nothing with eagle3 on a GPU",
+        "drafting keeps the host from launching the next step, nothing on a GPU",
         f"roof: the least it could be, at {rates.bytes_per_s / 1e12:g} TB/s (--copy-rate) and "
         f"{rates.flops_per_s / 1e12:g} TFLOP/s (--matmul-rate)",
         "cost and speed-up: over the plain step (k = 0) of the same batch size; weights are random, so what is "
@@ -355,9 +355,7 @@ class Subject:
         if k and s.policy == "auto":
             paged.tap(drafter.wants_hidden if drafter is not None else ())
             runner.equip(drafter)
-            policy = AutoPolicy(
-                self._costs(paged, runner, batch, k), k, "eagle3" if self.head is not None else "suffix"
-            )
+            policy = AutoPolicy(self._costs(paged, runner, batch, k), k, self._method)
         return LocalEngine(
             paged,
             sampler=sampler,
@@ -368,6 +366,10 @@ class Subject:
             max_num_batched_tokens=max(PREFILL, batch * (1 + k)),
             prefix_sharing=False,
         )
+
+    @property
+    def _method(self) -> str:
+        return "eagle3" if self.head is not None else "suffix"
 
     def _costs(self, paged: PagedDecoder, runner: Runner, batch: int, k: int) -> CostTable:
         """Of steps with all rows and up to k tokens each, as an engine measures them when it is built."""
@@ -382,10 +384,10 @@ class Subject:
         drafts = {}
         if self.head is not None:
             each_s = head_cost(self.head, self.config) * points[0].seconds
-            guessed = [(batch, depth, depth * each_s) for depth in (1, 8)]
+            drafts[self._method] = [(batch, depth, depth * each_s) for depth in (1, 8)]
+        if runner.has_head:
             room = self.settings.prompt_tokens + self.settings.max_tokens
-            measured = measure_drafts(timer, lambda rows: room, [batch], k) if runner.has_head else []
-            drafts["eagle3"] = measured or guessed
+            drafts[self._method] = measure_drafts(timer, lambda rows: room, [batch], k)
         return CostTable("bench step", points, drafts)
 
     def _drafter(self, sampler: Sampler, num_blocks: int) -> Drafter:

@@ -99,7 +99,7 @@ def _history_ahead(config: Config) -> Drafter:
 
     _check_length(config)
     s = config.speculation
-    return HistoryAhead(Library(s.suffix_max_versions, s.suffix_max_bytes), s.suffix_recency)
+    return HistoryAhead(Library(s.suffix_max_versions, s.suffix_max_bytes), s.suffix_recency, s.suffix_min_match)
 
 
 def _check_length(config: Config) -> None:

@@ -45,9 +45,9 @@ def build_engine(config: Config) -> LocalEngine:
     paged.tap(drafter.wants_hidden if drafter is not None else ())  # what is measured is what will run
     runner = build_runner(config, paged, sampler)
     runner.equip(drafter)
-    heads: dict[str, float] = {}
-    if cost := drafting_cost(config, drafter, decoder.config):
-        heads[HEADS[config.speculation.method]] = cost
+    heads, method = dict[str, float](), config.speculation.method
+    if (cost := drafting_cost(config, drafter, decoder.config)) or runner.has_head:
+        heads[HEADS.get(method, method)] = cost
     return LocalEngine(
         paged,
         sampler=sampler,

@@ -50,6 +50,7 @@ class _Told:
 
 NOTHING = _Told(np.zeros(0, np.int64), np.zeros((0, 0)), np.zeros((0, 0), np.int64))
 NOBODY_YET = np.zeros(0, np.int64), 0
+MOST = 15  # drafted tokens of a row that a device has room for, as `model/cuda/slots.py` has it
 
 
 class DraftsAhead(Calibrated):
@@ -94,7 +95,7 @@ class DraftsAhead(Calibrated):
     def ask(self, rows: Rows, caps: np.ndarray) -> int:
         """The policy's wish for this step is what the device drafts at its end; or more, up to the most so far, where
         its graph can no less."""
-        self.num_asked = int((caps if rows.head_caps is None else rows.head_caps).max(initial=0))
+        self.num_asked = min(MOST, int((caps if rows.head_caps is None else rows.head_caps).max(initial=0)))
         self.most_asked = max(self.most_asked, self.num_asked)
         return self.most_asked if self.num_asked else 0
 
@@ -155,10 +156,10 @@ class HistoryAhead(DraftsAhead):
     version = 0
     wants_hidden: tuple[int, ...] = ()
 
-    def __init__(self, library: Library, recency: float = 0.8) -> None:
+    def __init__(self, library: Library, recency: float = 0.8, min_match: int = 1) -> None:
         super().__init__()
         self.calibration = of_probabilities()
-        self.library, self.recency = library, recency
+        self.library, self.recency, self.min_match = library, recency, min_match
 
     @property
     def num_bytes(self) -> int:

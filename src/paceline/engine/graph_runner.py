@@ -9,7 +9,7 @@ anew; where a step is still flying, the device knows better.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -28,7 +28,7 @@ from paceline.model.attention import Attention, GatheredAttention, PagedAttentio
 from paceline.model.cuda.attention import MAX_QUERIES
 from paceline.model.cuda.graphs import Graphs, Letter, Size
 from paceline.model.cuda.head import DeviceHead
-from paceline.model.cuda.recall import DeviceHistory, Entry
+from paceline.model.cuda.recall import DeviceHistory, Entry, Reading
 from paceline.model.cuda.slots import HEADER, MAX_AUCTION, MAX_DRAFT, ORDER, Slots
 from paceline.model.kv import BLOCK, BatchPlan, PagedKV
 from paceline.model.paged import PagedDecoder, Span, make_plan
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from paceline.drafters.hybrid import HybridAhead
 
 Places = tuple[np.ndarray, np.ndarray]
-MAX_TOLD = 1 << 24  # tokens of history on a device
+LEAST_TOLD, MOST_TOLD = 1 << 24, 1 << 26  # tokens of history on a device, of 4 bytes each
 FLYING = 3  # steps whose words may be on their way between host and device
 ALL = 2**31 - 1  # drafted tokens: as many as there are
 
@@ -138,7 +138,7 @@ class GraphRunner:
         self.imposed = None if imposed is None else self._over(imposed, torch.float32)
         num_pages = -(-paged.decoder.config.max_positions // BLOCK)
         self.slots = Slots(max_num_seqs, num_pages, self._device)
-        self._graphs: dict[int, Graphs] = {}  # by who drafts
+        self._graphs: dict[Hashable, Graphs] = {}  # by who drafts
         self._mail: list[_Mail] = []
         # A sequence's slot is its seat. Of each slot: whose it is by arrival, and which state of its table it knows.
         self._known, self._changes = np.full(max_num_seqs, VACANT), np.zeros(max_num_seqs, np.int64)
@@ -154,6 +154,7 @@ class GraphRunner:
     def equip(self, drafter: Drafter | None) -> None:
         self.ahead = self._prepared = None
         self._known[:] = VACANT  # whoever drafts now is told of all
+        self._pages.clear()
         if isinstance(drafter, Ahead):
             head = drafter if isinstance(drafter, Blind) else cast("HybridAhead", drafter).head
             self.ahead = cast("DraftsAhead", head)
@@ -232,7 +233,7 @@ class GraphRunner:
     def _ready(self) -> Graphs:
         ahead = self.ahead
         model = None if ahead is None or isinstance(ahead, Historian) else cast("Eagle3Ahead", ahead).head
-        key = id(model or ahead)
+        key = ("history", ahead.recency, ahead.min_match) if isinstance(ahead, Historian) else id(model)
         if key not in self._graphs:
             kv, head = self.paged.kv, cast(DeviceHead | DeviceHistory | None, None)
             assert kv is not None, "asleep"
@@ -241,7 +242,10 @@ class GraphRunner:
                     kv.beside = PagedKV(model.config.layer, self.paged.pool.num_blocks, model.dtype, self._device)
                 head = DeviceHead(model, self.paged.decoder.embed, kv.beside, self.slots)
             elif isinstance(ahead, Historian):
-                head = DeviceHistory(self.slots, self.max_num_seqs, MAX_TOLD, ahead.recency, self._device)
+                longest = self.paged.decoder.config.max_positions
+                size = min(max(LEAST_TOLD, 2 * self.max_num_seqs * longest), MOST_TOLD)
+                reading = Reading(ahead.recency, ahead.min_match, longest)
+                head = DeviceHistory(self.slots, self.max_num_seqs, size, reading, self._device)
             graphs = Graphs(self.paged.decoder, kv, self.slots, self.max_num_seqs, head, self.eager, self.imposed)
             self._graphs[key] = graphs
             self._mail = self._mail or [_Mail(graphs) for _ in range(FLYING)]
@@ -257,6 +261,7 @@ class GraphRunner:
     def forget(self) -> None:
         self._graphs.clear()
         self._prepared = None
+        self._known[:] = VACANT
 
     def _run(
         self, graphs: Graphs, line: Lineup, orders: _Orders | None, num_slots: int | None, chosen: bool
@@ -269,8 +274,9 @@ class GraphRunner:
         num_tokens = num + sum(lengths)
         num_guesses, most_guesses = (self.ahead.num_asked, self.ahead.most_asked) if self.ahead is not None else (0, 0)
         auctions = False
-        if num_slots is None and isinstance(self.ahead, Historian) and num <= MAX_AUCTION:
-            num_slots, self._looked_away = num_tokens - num, True  # it does not always find something
+        if isinstance(self.ahead, Historian) and num_slots != 0 and num <= MAX_AUCTION and (line.drafts < 0).any():
+            # It does not always find something; what is worth nothing does not win.
+            num_slots, self._looked_away = num_tokens - num if num_slots is None else num_slots, True
         if num_slots and (num + num_slots < num_tokens or self._looked_away):
             auctions, num_tokens = True, num + num_slots
         size = _size(num, num_tokens, 1 + max(lengths), num_guesses, orders.cuts, auctions)
@@ -343,10 +349,10 @@ class GraphRunner:
         self.slots.tables[at, : tables.shape[1]] = self._over(tables)
         head = self._ready().head
         if isinstance(head, DeviceHistory) and isinstance(self.ahead, Historian):
-            requests, library = [sequence.request for sequence in sequences], self.ahead.library
+            library = self.ahead.library
+            seated = [(slot, sequence.request) for slot, sequence in zip(slots.tolist(), sequences, strict=True)]
             head.enter(
-                Entry(slot, library.live[r.request_id], r.problem, library.texts(r.problem) if r.problem else [])
-                for slot, r in zip(slots.tolist(), requests, strict=True)
+                Entry(slot, library.live.get(r.request_id), r.problem, library.texts(r.problem)) for slot, r in seated
             )
 
     def _put(self, name: str, at: Tensor, values: np.ndarray) -> None:

@@ -401,7 +401,12 @@ class Loop:
             useless.add("policy")
         # Where there are several engines, the further ones' parts bear a number: drafter, drafter-1, …
         parts = [part for part in state["learned"] if part.partition("-")[0] not in useless]
-        self.engine.teach({part: _arrays(checkpoint.tensors(part)) for part in parts})
+        learned, mine = {part: _arrays(checkpoint.tensors(part)) for part in parts}, self.engine.learned()
+        strange = [part for part in learned if part in mine and learned[part].keys() != mine[part].keys()]
+        if any(part.partition("-")[0] == "drafter" for part in strange):
+            self.watcher.note("the drafter is of another kind on this device: it begins without what the old one knew")
+            learned = {part: arrays for part, arrays in learned.items() if part.partition("-")[0] != "drafter"}
+        self.engine.teach(learned)
         groups = unpack_groups(checkpoint.tensors("buffer"), state["buffer"]["labels"])
         batches = []
         for step, count, position in state["buffer"]["batches"]:

@@ -82,6 +82,7 @@ class _Step:
     drafted_k: int = 0
     draft_s: float = 0.0
     probing: bool = False
+    has_free_slot: bool = False  # one that is paid for, whether it seems to be worth it or not
     is_fair: bool = True  # no slots were left out for being on probation
     # With 0, 1, … drafted tokens, as far as it was asked for; as `load_s` from when the step was planned.
     steps_s: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -126,7 +127,7 @@ class AutoPolicy:
         self._step = _Step(Load(), np.zeros(0, np.int64), 0.0)  # the one planned last
         self._credit_s = 0.0  # for probes
         self._num_probes = 0
-        self._is_half_probed = False  # a head that drafts for the next step is probed in two
+        self._is_half_probed = False  # who drafts for the next step is probed in two
 
     def begin(self, request: Request) -> None:
         pass
@@ -170,7 +171,17 @@ class AutoPolicy:
         brings, num_slots = found  # per row
         num_taken = round(num_slots * num_rows)
         seconds = draft_s + (float(self.costs.steps_s(self._step.load, num_taken)[-1]) if num_taken else plain_s)
-        return (1 + brings) / seconds >= margin(num_rows) / plain_s or self._pay(draft_s)
+        if (1 + brings) / seconds >= margin(num_rows) / plain_s:
+            self._is_half_probed = False
+            return True
+        price_s = draft_s + float(self.costs.steps_s(self._step.load, 1)[1]) - plain_s  # or nothing would be learned
+        if self._is_half_probed:  # what was drafted at the end of the step before can be verified now
+            self._credit_s -= price_s
+        elif not self._pay(price_s):
+            return False
+        self._is_half_probed = self._step.is_ahead and not self._is_half_probed
+        self._step.has_free_slot = True
+        return True
 
     def _head_caps(self, num_rows: int, plain_s: float) -> np.ndarray:
         """One draft length for all rows: argmax_k max_b (1 + G_k(b)) · rows / (T_draft(k) + T(rows + b)), G_k(b) the
@@ -235,7 +246,7 @@ class AutoPolicy:
         step.is_fair = not best or len(order) == num_drafted
         if step.probing:
             best, verb = max(best, min(PROBE_DEPTH, len(order))), "probes"
-        elif not best and len(order) and (self._is_due(order[:1]) or self._pay(float(seconds[1] - seconds[0]))):
+        elif not best and len(order) and self._may_try(order[:1], float(seconds[1] - seconds[0])):
             best, verb = 1, "probes"
         self.decision = _decision(verb, best, len(order), float(gain[best]), float(seconds[best]), step)
         if best == num_drafted:
@@ -283,6 +294,10 @@ class AutoPolicy:
             return order
         unknown = self.chances.num_seen(self._step.cells.ravel()[order]) < PROBATION
         return order[~unknown | (np.cumsum(unknown) <= max(1, num_rows // 16))]
+
+    def _may_try(self, slot: np.ndarray, price_s: float) -> bool:
+        """One that does not seem to be worth it."""
+        return self._step.has_free_slot or self._is_due(slot) or self._pay(price_s)
 
     def _is_due(self, slot: np.ndarray) -> bool:
         """Whether a head was asked of which next to nothing is known: where a step's first slot costs most, those that

@@ -70,13 +70,13 @@ class Library:
 
     def end(self, request_id: int) -> None:
         text = self.live.pop(request_id)
-        text.is_live = False
+        text.is_live, text.words = False, text.said.copy()
         if text.problem is not None:
             self._fit(text.problem)
 
-    def texts(self, problem: str) -> list[Text]:
-        """The newest first."""
-        return self.problems.get(problem, [])[::-1]
+    def texts(self, problem: str | None) -> list[Text]:
+        """The newest first; of no problem none."""
+        return [] if problem is None else self.problems.get(problem, [])[::-1]
 
     def remove(self, version: int) -> int:
         """Forget what was said under a policy version, but by those who still speak; how many texts that were."""
@@ -96,11 +96,15 @@ class Library:
         versions = sorted({text.version for text in texts}, reverse=True)[: self.max_versions]
         for text in [text for text in texts if text.version not in versions and not text.is_live]:
             self._drop(text)
-        if self.num_bytes > self.max_bytes:
-            for text in [text for text in self._order if not text.is_live]:
-                self._drop(text)
-                if self.num_bytes <= self.max_bytes:
+        gone, num_bytes = [], self.num_bytes
+        for text in self._order if num_bytes > self.max_bytes else ():
+            if not text.is_live:
+                gone.append(text)
+                num_bytes -= 4 * text.num
+                if num_bytes <= self.max_bytes:
                     break
+        for text in gone:
+            self._drop(text)
 
     def _drop(self, text: Text) -> None:
         assert text.problem is not None
@@ -116,7 +120,7 @@ class Library:
         number, encoded = {name: i for i, name in enumerate(names)}, [name.encode() for name in names]
         texts = list(self._order)
         return {
-            "names": np.frombuffer(b"".join(encoded), np.uint8),
+            "names": np.frombuffer(b"".join(encoded), np.uint8).copy(),
             "name_ends": np.cumsum([len(name) for name in encoded], dtype=np.int64),
             "problems": np.array([number[text.problem or ""] for text in texts], np.int64),
             "versions": np.array([text.version for text in texts], np.int64),
@@ -146,8 +150,9 @@ class Library:
 
 @runtime_checkable
 class Historian(Protocol):
-    """A drafter whose drafts a device makes of what the library has. Of two versions the newer's texts count as much as
-    the older's divided by `recency`."""
+    """A drafter whose drafts a device makes of what the library has, where at least `min_match` tokens are alike. Of
+    two versions the newer's texts count as much as the older's divided by `recency`."""
 
     library: Library
     recency: float
+    min_match: int

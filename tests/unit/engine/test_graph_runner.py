@@ -28,7 +28,7 @@ from support import check_blocks, naive_table
 from paceline.build.cost import time_step
 from paceline.build.drafter import _ahead
 from paceline.config import load_config
-from paceline.drafters.ahead import Eagle3Ahead, HistoryAhead
+from paceline.drafters.ahead import MOST, Eagle3Ahead, HistoryAhead
 from paceline.drafters.hybrid import HybridAhead
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.accept import RULES
@@ -55,7 +55,7 @@ def cuda() -> Iterator[SimpleNamespace]:
     missing = [] if find_spec("triton") else names
     sys.modules.update({f"triton{name}": MagicMock() for name in missing})
     before = set(sys.modules)
-    rooms = {"runner": "engine.graph_runner", "graphs": "model.cuda.graphs", "slots": "model.cuda.slots"}
+    rooms = {"runner": "engine.graph_runner"} | {name: f"model.cuda.{name}" for name in ("graphs", "slots", "recall")}
     yield SimpleNamespace(**{name: import_module(f"paceline.{path}") for name, path in rooms.items()})
     for name in [*(set(sys.modules) - before if missing else ()), *(f"triton{name}" for name in missing)]:
         sys.modules.pop(name)
@@ -86,13 +86,13 @@ class Decoder(TableDecoder):
 class Device:
     """In the place of `Graphs`. As its head it guesses k tokens, of which most are right: it looks them up."""
 
-    head = None
+    head: Any = None  # but for a history, which is one's own on a CPU too: it is only read by kernels
 
     def __init__(self, cuda: SimpleNamespace, paged: Decoder, slots: Any, guess: Callable[[int], int]) -> None:
         self.cuda, self.paged, self.slots, self.guess = cuda, paged, slots, guess
         self.words, self.letter = torch.zeros(4096, dtype=torch.int32), cuda.graphs.Letter(16)
         self.truth: dict[int, list[int]] = {}  # by noise key: prompt and what will be emitted
-        self.num_told = self.num_auctions = self.num_fitted = self.num_away = self.num_runs = 0
+        self.num_told = self.num_auctions = self.num_fitted = self.num_away = self.num_runs = self.num_taken_down = 0
         self.stream = 1
         self.away: set[int] = set()  # slots whose drafts are none: it did not look
         self.seconds: dict[Any, float] = {}
@@ -161,8 +161,26 @@ class Device:
             letter.logprobs[row, 0, :num] = torch.from_numpy(draws.logprobs[begin : begin + num])
             letter.logprobs[row, 1, :num] = torch.from_numpy(draws.raw_logprobs[begin : begin + num])
             slots.last[slot], slots.length[slot] = int(found[num - 1]), span.start + 1 + num
+            if self.head is not None:
+                self._take_down(slot, found[:num])
             self._draft(slot, num_guesses)
             letter.chances[row] = 0.7
+
+    def _take_down(self, slot: int, said: np.ndarray) -> None:
+        """What a text has must be what its row said, wherever it comes from and whoever was there before."""
+        history, text = self.head, int(self.head.text_of[slot])
+        if text < 0:
+            return
+        start, length = int(history.starts[text]), int(history.lengths[text]) + len(said)
+        assert start + length <= int(history.ends[text])
+        history.words[start + length - len(said) : start + length] = torch.from_numpy(said)
+        history.lengths[text] = length
+        whole = self.truth.get(int(self.slots.key[slot]))
+        if whole is not None:  # a row may have flown past its end
+            end = int(self.slots.length[slot])
+            known = whole[max(0, end - length) : end]
+            assert history.words[start : start + len(known)].tolist() == known
+            self.num_taken_down += 1
 
     def _draft(self, slot: int, k: int) -> None:
         whole = self.truth.get(int(self.slots.key[slot]), [])
@@ -190,6 +208,9 @@ def make(
 
     runner = Runner(paged, EagerRunner(paged, Sampler(), RULES["coupled"]), 6)
     runner.device = Device(cuda, paged, runner.slots, lambda right: right if dice.random() < 0.7 else 0)
+    if drafter == "history":
+        recall = cuda.recall
+        runner.device.head = recall.DeviceHistory(runner.slots, 6, 1 << 12, recall.Reading(), Decoder.device)
     for _ in range(cuda.runner.FLYING):
         letter, words = cuda.graphs.Letter(16), torch.zeros_like(runner.device.words)
         parts = {name: getattr(letter, name).numpy() for name in ("tokens", "logprobs", "chances")}
@@ -299,6 +320,7 @@ def test_tokens_are_the_naive_twins(cuda: SimpleNamespace, kind: str, num_blocks
     if kind == "history":
         library = engine.drafter.library
         assert not library.live and [len(text.said) for text in library.texts("0")]
+        assert device.num_taken_down > 100
     if kind in ("ahead", "hybrid", "auction", "history"):
         assert engine.runner.has_head
         num, stood = (sum(getattr(c, f"num_{what}_tokens") for c in found) for what in ("draft", "accepted"))
@@ -473,7 +495,7 @@ def test_whoever_comes_again_has_no_drafts_yet(cuda: SimpleNamespace) -> None:
     assert tokens([first]) == tokens([again]) == [naive()[1]] and again.num_drafts > 3
 
 
-@pytest.mark.parametrize("kind", ["none", "ahead"])
+@pytest.mark.parametrize("kind", ["none", "ahead", "history"])
 def test_steps_are_timed_with_what_a_head_drafts_and_nobody_remembers_them(cuda: SimpleNamespace, kind: str) -> None:
     engine = make(cuda, kind)
     paged, runner, guessed = engine.paged, engine.runner, list[int]()
@@ -481,8 +503,9 @@ def test_steps_are_timed_with_what_a_head_drafts_and_nobody_remembers_them(cuda:
     runner.device._draft = lambda slot, k: guessed.append(k) or draft(slot, k)
     for num in (0, 3, 0):
         assert time_step(paged, runner, 2, 1, 16, num) > 0
-    wanted = 3 if kind == "ahead" else 0
+    wanted = 0 if kind == "none" else 3
     assert guessed == [0, 0, wanted, wanted, 0, 0] and not any(paged.pool.references)
+    assert time_step(paged, runner, 2, 1 + K, 16) > 0 and not runner.device.num_auctions  # these drafts are the host's
     assert (runner._known == cuda.runner.VACANT).all()
     assert tokens(run(engine)) == naive()
 
@@ -520,6 +543,31 @@ def test_a_launch_that_fails_when_the_device_is_off(cuda: SimpleNamespace, kind:
         except MemoryError:
             failed += 1
     assert failed == 1 and tokens([handle.completion for handle in handles]) == naive()
+
+
+def test_a_policy_that_wishes_for_more_than_there_is_room_for(cuda: SimpleNamespace) -> None:
+    assert MOST == cuda.slots.MAX_DRAFT
+    engine = make(cuda, "ahead", policy=StaticPolicy(MOST + 5))
+    asked = list[int]()
+    draft = engine.runner.device._draft
+    engine.runner.device._draft = lambda slot, k: asked.append(k) or draft(slot, k)
+    assert tokens(run(engine)) == naive() and max(asked) == MOST
+
+
+def test_whose_history_it_is_makes_no_graphs_anew(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Audits bring a drafter of their own each time; and one that is gone leaves its address to the next."""
+    monkeypatch.setattr(cuda.runner, "Graphs", lambda *args: SimpleNamespace(head=args[4]))
+    monkeypatch.setattr(cuda.runner, "_Mail", lambda graphs: None)
+    monkeypatch.setattr(cuda.runner, "LEAST_TOLD", 1 << 12)
+    paged = Decoder(TABLE, 16, max_positions=128, eos_token_ids=(EOS,))
+    paged.decoder, paged.kv = SimpleNamespace(device=Decoder.device, config=SimpleNamespace(max_positions=128)), "kv"
+    runner, found = cuda.runner.GraphRunner(paged, None, 2), []
+    for recency in (0.8, 0.8, 0.5, 0.8):
+        runner.equip(HistoryAhead(Library(), recency))
+        found.append(runner._ready())
+    assert found[0] is found[1] is found[3] is not found[2] and found[2].head.reading.recency == 0.5
+    runner.equip(None)
+    assert runner._ready().head is None
 
 
 @pytest.mark.parametrize("given", ["16", "{ 1 = 16, 8 = 2 }"])

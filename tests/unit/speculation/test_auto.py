@@ -382,6 +382,26 @@ def test_history_that_takes_too_long_is_left_alone_but_for_probes() -> None:
     assert 2 <= asked <= 60
 
 
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_history_that_was_useless_is_found_out_to_be_so_no_more(is_ahead: bool) -> None:
+    """On a device what it drafts at the end of a step is verified in the next, and a probe takes two."""
+    policy = AutoPolicy(Line(draft=0.02, token=0.1), K, "ngram")  # type: ignore[arg-type]
+    asked, drafted = list[bool](), False
+    for step in range(4000):
+        batch = rows(2)
+        batch.is_ahead = is_ahead
+        wants = bool(policy.plan(batch).any())
+        drafts = offered(np.full((2, K if wants and (drafted or not is_ahead) else 0), 0.35))
+        lengths = policy.select(drafts)
+        stood = np.minimum(lengths, K if step > 2000 else 0).astype(np.int32)
+        commits = Commits(np.arange(2), np.zeros((2, K + 1), np.int32), stood + 1, lengths, stood)
+        trace: Any = SimpleNamespace(num_guessed=K if wants else 0, num_rows=2, total_s=10.0)
+        policy.observe(commits, trace, policy.decision)
+        asked.append(wants)
+        drafted = wants
+    assert 2 <= sum(asked[1000:2000]) < 100 and all(asked[3000:])
+
+
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_head_whose_guesses_are_refused_is_not_asked_on_and_on(comes: bool) -> None:
     """It would be paid for at every step, and nothing learned of it: not even where nothing comes at all."""

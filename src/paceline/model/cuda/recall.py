@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +30,7 @@ EACH = 8  # matches that one of them keeps
 BLOCK = 1024  # places that it compares at a time
 MAX_TEXTS = 128  # of a problem, the newest
 ALIGNED = 32  # tokens: where texts begin
+LEAST = 64  # tokens of a text's place
 WIDE = 64  # tokens that a row may say after its last, by steps that fly: they are not to be found
 DOUBT = 0.5  # of a vote
 
@@ -47,12 +48,23 @@ class Text(Protocol):
     def __hash__(self) -> int: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What counts, and how much: a version's texts, compared to the next one's; how many tokens must be alike; how many
+    a text may come to, whatever it says."""
+
+    recency: float = 0.8
+    min_match: int = 1
+    longest: int = 1 << 30
+
+
 @dataclass(slots=True)
 class Entry:
-    """A sequence that sits down, its text, its problem if it has one, and that one's texts, the newest first."""
+    """A sequence that sits down, its text (None: nobody takes it down, and nothing is drafted), its problem if it has
+    one, and that one's texts, the newest first."""
 
     slot: int
-    text: Text
+    text: Text | None
     problem: Hashable
     texts: Sequence[Text]
 
@@ -69,7 +81,7 @@ class Rack:
 
     def place(self, text: Text, room: int) -> list[Text] | None:
         """A place for it; who had to go for that. None: there is none."""
-        start, has_turned, gone = self._next, False, list[Text]()
+        start, has_turned = self._next, False
         while True:
             if start + room > self.size:
                 if has_turned or room > self.size:
@@ -83,10 +95,9 @@ class Rack:
             start = self.places[speaking[-1]][1]
         for other in blocking:
             self.remove(other)
-            gone.append(other)
         self.places[text], self._at[start], self._next = (start, start + room), text, start + room
         insort(self._starts, start)
-        return gone
+        return blocking
 
     def remove(self, text: Text) -> None:
         start, _ = self.places.pop(text)
@@ -96,13 +107,8 @@ class Rack:
     def _between(self, start: int, end: int) -> list[Text]:
         """Who lies there, in order."""
         first = max(0, bisect_left(self._starts, start) - 1)
-        found = []
-        for at in self._starts[first:]:
-            if at >= end:
-                break
-            if self.places[self._at[at]][1] > start:
-                found.append(self._at[at])
-        return found
+        some = [self._at[at] for at in self._starts[first : bisect_left(self._starts, end)]]
+        return [text for text in some if self.places[text][1] > start]
 
 
 class DeviceHistory:
@@ -110,12 +116,12 @@ class DeviceHistory:
 
     taps: tuple[int, ...] = ()
 
-    def __init__(self, slots: Slots, num_slots: int, max_tokens: int, recency: float, device: torch.device) -> None:
+    def __init__(self, slots: Slots, num_slots: int, max_tokens: int, reading: Reading, device: torch.device) -> None:
         def full(*size: int, value: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full(size, value, dtype=dtype, device=device)
 
-        self.slots, self.recency, self.max_tokens = slots, recency, max_tokens
-        num_texts = num_slots * MAX_TEXTS
+        self.slots, self.reading = slots, reading
+        num_texts = 1 + max_tokens // LEAST  # more never lie there
         self.words = full(max_tokens)
         self.starts, self.ends = full(num_texts, dtype=torch.int64), full(num_texts, dtype=torch.int64)
         self.lengths, self.weights = full(num_texts), full(num_texts, dtype=torch.float32)
@@ -128,31 +134,41 @@ class DeviceHistory:
         self._ended: set[Text] = set()  # whose length the device knows to be final
         self._shelf: dict[Hashable, tuple[int, set[int]]] = {}  # by problem: its shelf, and the slots that read there
         self._free_shelves = list(range(num_slots))
+        self._too_large = 0  # tokens for which there was no place a moment ago
         self._reads: dict[int, Hashable] = {}  # by slot: which problem's
 
     # -- by the host ------------------------------------------------------------------------------------------------
 
     def enter(self, entries: Iterable[Entry]) -> None:
         """These sequences sit down, of which nothing flies; what they and others said to their problems is told."""
-        entries, told, problems = list(entries), dict[Text, None](), dict[Hashable, Entry]()
+        entries, told, gone = list(entries), dict[Text, None](), list[int]()
+        self._too_large = self.rack.size + 1
+        shelved, others = dict[int, list[Text]](), dict[int, Sequence[Text]]()
         for entry in entries:
             self.leave(entry.slot)
+            if entry.text is None:
+                continue
             problem = entry.problem if entry.problem is not None else ("alone", entry.slot)
             if problem not in self._shelf:
                 self._shelf[problem] = self._free_shelves.pop(), set()
-            self._shelf[problem][1].add(entry.slot)
+            shelf, readers = self._shelf[problem]
+            readers.add(entry.slot)
             self._reads[entry.slot] = problem
-            problems[problem] = entry
-            if self._place(entry.text):
+            shelved[shelf] = [*shelved.get(shelf, ()), entry.text]
+            others[shelf] = entry.texts
+            if self._place(entry.text, gone):
                 told[entry.text] = None
-        for problem, entry in problems.items():
-            self._arrange(self._shelf[problem][0], entry.texts or [entry.text], told)
+        for shelf, texts in shelved.items():  # their own first, whoever else there may be
+            shelved[shelf] = self._chosen(dict.fromkeys([*texts, *others[shelf]]), told, gone)
+        self._put((self.lengths,), gone, [0] * len(gone))
         self._tell(told)
+        self._arrange(shelved)
+        problems = [self._reads.get(entry.slot) for entry in entries]
         self._put(
             (self.text_of, self.shelf_of),
             [entry.slot for entry in entries],
-            [self._numbers.get(entry.text, -1) for entry in entries],
-            [self._shelf[self._reads[entry.slot]][0] for entry in entries],
+            [-1 if entry.text is None else self._numbers.get(entry.text, -1) for entry in entries],
+            [0 if problem is None else self._shelf[problem][0] for problem in problems],
         )
 
     def leave(self, slot: int) -> None:
@@ -165,37 +181,53 @@ class DeviceHistory:
             del self._shelf[problem]
             self._free_shelves.append(shelf)
 
-    def _place(self, text: Text) -> bool:
+    def _place(self, text: Text, gone: list[int]) -> bool:
+        """Whether there is one. `gone`: the numbers of those who had to go for it."""
         if text in self._numbers:
             return True
-        room = -(-(max(text.room, len(text.said)) + WIDE) // ALIGNED) * ALIGNED
-        gone = self.rack.place(text, room)
-        if gone is None:
+        room = max(min(text.room, self.reading.longest), len(text.said)) + WIDE if text.is_live else len(text.said)
+        room = max(LEAST, -(-room // ALIGNED) * ALIGNED)
+        others = self.rack.place(text, room) if room < self._too_large else None
+        if others is None:
+            self._too_large = min(room, self._too_large)
             return False
-        numbers = [self._numbers.pop(other) for other in gone]
-        if numbers:
-            self._put((self.lengths,), numbers, [0] * len(numbers))
+        numbers = [self._numbers.pop(other) for other in others]
+        gone += numbers
         self._free += numbers
-        self._ended -= set(gone)
+        self._ended -= set(others)
         self._numbers[text] = self._free.popleft()
         return True
 
-    def _arrange(self, shelf: int, texts: Sequence[Text], told: dict[Text, None]) -> None:
-        """A shelf's texts; of these, those that are new here are to be told."""
-        kept = []
-        for text in texts[:MAX_TEXTS]:
+    def _chosen(self, texts: Iterable[Text], told: dict[Text, None], gone: list[int]) -> list[Text]:
+        """Those that come on the shelf; of these, those that are new here are to be told."""
+        kept = list[Text]()
+        for text in texts:
+            if len(kept) == MAX_TEXTS:
+                break
             is_new = text not in self._numbers
-            if is_new and (text.is_live or not self._place(text)):
-                continue  # a live one that found no place when it entered is not written down
+            if is_new and (text.is_live or not self._place(text, gone)):
+                continue  # a live one that waits, or found no place when it entered, is not written down
             if is_new or (not text.is_live and text not in self._ended):
                 told[text] = None
             kept.append(text)
-        kept = [text for text in kept if text in self._numbers]  # nobody went for another's sake
-        ages = {version: age for age, version in enumerate(sorted({text.version for text in kept}, reverse=True))}
-        numbers = [self._numbers[text] for text in kept]
-        self.shelves[shelf, : len(numbers)] = self._over(np.array(numbers, np.int32))
-        self._put((self.num_on,), [shelf], [len(numbers)])
-        self._put((self.weights,), numbers, [self.recency ** ages[text.version] for text in kept])
+        return kept
+
+    def _arrange(self, shelved: Mapping[int, Sequence[Text]]) -> None:
+        if not shelved:
+            return
+        # Nobody went for another's sake.
+        kept = [[text for text in texts if text in self._numbers] for texts in shelved.values()]
+        rows = np.zeros((len(kept), max(1, *(len(texts) for texts in kept))), np.int32)
+        numbers, weights = list[int](), list[float]()
+        for row, texts in zip(rows, kept, strict=True):
+            versions = sorted({text.version for text in texts}, reverse=True)
+            age = {version: age for age, version in enumerate(versions)}
+            row[: len(texts)] = mine = [self._numbers[text] for text in texts]
+            numbers += mine
+            weights += [self.reading.recency ** age[text.version] for text in texts]
+        self.shelves[self._over(np.array([*shelved], np.int64)), : rows.shape[1]] = self._over(rows)
+        self._put((self.num_on,), [*shelved], [len(texts) for texts in kept])
+        self._put((self.weights,), numbers, weights)
 
     def _tell(self, texts: Iterable[Text]) -> None:
         texts = [text for text in texts if text in self._numbers]
@@ -212,6 +244,8 @@ class DeviceHistory:
         )  # fmt: skip
 
     def _put(self, columns: tuple[Tensor, ...], at: Sequence[int], *values: Sequence[float]) -> None:
+        if not at:
+            return
         where = self._over(np.array(at, np.int64))
         for column, each in zip(columns, values, strict=True):
             column[where] = self._over(np.array(each)).to(column.dtype)
@@ -241,7 +275,8 @@ class DeviceHistory:
         )  # fmt: skip
         _vote[(num,)](
             places, self.words, self.starts, self.lengths, self.weights, found, tops, self.slots.drafts,
-            self.slots.worth, chances_out, k, DOUBT, MAX_DRAFT=MAX_DRAFT, PARTS=PARTS, EACH=EACH, num_warps=4,
+            self.slots.worth, chances_out, k, self.reading.min_match, DOUBT,
+            MAX_DRAFT=MAX_DRAFT, PARTS=PARTS, EACH=EACH, num_warps=4,
         )  # fmt: skip
 
 
@@ -305,19 +340,19 @@ def _recall(
     tl.store(tops + (row * PARTS + part) * 2 + 1, count)
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=["k", "min_match"])
 def _vote(
-    places, words, starts, lengths, weights, found, tops, drafts, worth, chances_out, k, doubt,
+    places, words, starts, lengths, weights, found, tops, drafts, worth, chances_out, k, min_match, doubt,
     MAX_DRAFT: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """Token by token: who agrees with the most goes on to the next. Of equals the newest text's counts."""
+    """Token by token: who agrees with the most goes on to the next. Of equals the one that was found first counts."""
     row = tl.program_id(0)
     slot = tl.load(places + row)
     if slot >= 0:
         i = tl.arange(0, PARTS * EACH)
         of_part = tops + (row * PARTS + i // EACH) * 2
         length = tl.load(of_part)
-        alive = (length == tl.max(length)) & (i % EACH < tl.load(of_part + 1))
+        alive = (length == tl.max(length)) & (length >= min_match) & (i % EACH < tl.load(of_part + 1))
         at = tl.load(found + (row * PARTS * EACH + i) * 2, mask=alive, other=0)
         text = tl.load(found + (row * PARTS * EACH + i) * 2 + 1, mask=alive, other=0)
         end = tl.load(starts + text, mask=alive, other=0) + tl.load(lengths + text, mask=alive, other=0)
