@@ -42,6 +42,10 @@ PARTS = {
     "k5": Part((1, 8, 32, 128), 5, 4.44, vllm_ms={1: 6.65, 8: 7.16, 32: 9.50, 128: 26.47}),
     "k7": Part((1, 8, 32, 128), 7, 5.28, vllm_ms={1: 7.35, 8: 7.69, 32: 10.68, 128: 31.88}),
     "history": Part((1, 8, 16, 32), 3, drafter="history", vllm_ms={1: 7.72, 8: 8.33, 32: 10.68}),
+    # Other steps of up to 128 tokens.
+    "history1": Part((64,), 1, drafter="history"),
+    "history7": Part((1, 8, 16), 7, drafter="history"),
+    "history15": Part((1, 8), 15, drafter="history"),
     "auto": Part((1, 8, 32, 128, 256, 512), 3, 3.32, policy="auto"),
     # The same head, asked for up to five tokens; and one that does not know which of its tokens will stand.
     "auto5": Part((32, 128, 256), 5, 4.44, policy="auto"),

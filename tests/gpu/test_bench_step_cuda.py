@@ -54,10 +54,11 @@ def test_eagle3(how: dict) -> None:
 
 @pytest.mark.parametrize("how", [{}, {"eager": True}, {"plain_torch": True}], ids=["graphs", "eager", "plain torch"])
 def test_history_stands(how: dict) -> None:
+    """By kernels it is read on the device; else the host's time for it is told."""
     rows = rows_of(drafter="history", **how)
     for row in rows:
         if row["num_speculative_tokens"]:
-            assert row["mean_acceptance_length"] > 3.9 and row["draft_ms"] > 0
+            assert row["mean_acceptance_length"] > 3.9 and (row["draft_ms"] > 0) == ("plain_torch" in how)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3])

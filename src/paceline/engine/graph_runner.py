@@ -132,7 +132,8 @@ class GraphRunner:
         imposed: np.ndarray | None = None,
     ) -> None:
         self.paged, self.others, self.max_num_seqs = paged, others, max_num_seqs
-        self.ahead: DraftsAhead | None = None  # who drafts on the device
+        self.ahead: DraftsAhead | None = None  # who drafts on the device, …
+        self._historian: Historian | None = None  # … if it is by what was said
         self._device = paged.decoder.device
         self.eager = eager
         self.imposed = None if imposed is None else self._over(imposed, torch.float32)
@@ -158,6 +159,7 @@ class GraphRunner:
         if isinstance(drafter, Ahead):
             head = drafter if isinstance(drafter, Blind) else cast("HybridAhead", drafter).head
             self.ahead = cast("DraftsAhead", head)
+        self._historian = self.ahead if isinstance(self.ahead, Historian) else None
 
     @property
     def has_head(self) -> bool:
@@ -231,9 +233,9 @@ class GraphRunner:
         return (GatheredAttention if in_one_kernel else PagedAttention)(head.kv, plan)
 
     def _ready(self) -> Graphs:
-        ahead = self.ahead
-        model = None if ahead is None or isinstance(ahead, Historian) else cast("Eagle3Ahead", ahead).head
-        key = ("history", ahead.recency, ahead.min_match) if isinstance(ahead, Historian) else id(model)
+        ahead, history = self.ahead, self._historian
+        model = None if ahead is None or history is not None else cast("Eagle3Ahead", ahead).head
+        key = ("history", history.recency, history.min_match) if history is not None else id(model)
         if key not in self._graphs:
             kv, head = self.paged.kv, cast(DeviceHead | DeviceHistory | None, None)
             assert kv is not None, "asleep"
@@ -241,10 +243,10 @@ class GraphRunner:
                 if kv.beside is None:
                     kv.beside = PagedKV(model.config.layer, self.paged.pool.num_blocks, model.dtype, self._device)
                 head = DeviceHead(model, self.paged.decoder.embed, kv.beside, self.slots)
-            elif isinstance(ahead, Historian):
+            elif history is not None:
                 longest = self.paged.decoder.config.max_positions
                 size = min(max(LEAST_TOLD, 2 * self.max_num_seqs * longest), MOST_TOLD)
-                reading = Reading(ahead.recency, ahead.min_match, longest)
+                reading = Reading(history.recency, history.min_match, longest)
                 head = DeviceHistory(self.slots, self.max_num_seqs, size, reading, self._device)
             graphs = Graphs(self.paged.decoder, kv, self.slots, self.max_num_seqs, head, self.eager, self.imposed)
             self._graphs[key] = graphs
@@ -274,7 +276,7 @@ class GraphRunner:
         num_tokens = num + sum(lengths)
         num_guesses, most_guesses = (self.ahead.num_asked, self.ahead.most_asked) if self.ahead is not None else (0, 0)
         auctions = False
-        if isinstance(self.ahead, Historian) and num_slots != 0 and num <= MAX_AUCTION and (line.drafts < 0).any():
+        if self._historian is not None and num_slots != 0 and num <= MAX_AUCTION and (line.drafts < 0).any():
             # It does not always find something; what is worth nothing does not win.
             num_slots, self._looked_away = num_tokens - num if num_slots is None else num_slots, True
         if num_slots and (num + num_slots < num_tokens or self._looked_away):
@@ -348,8 +350,8 @@ class GraphRunner:
             self._sent[slot] = list(sequence.table.blocks)
         self.slots.tables[at, : tables.shape[1]] = self._over(tables)
         head = self._ready().head
-        if isinstance(head, DeviceHistory) and isinstance(self.ahead, Historian):
-            library = self.ahead.library
+        if isinstance(head, DeviceHistory) and self._historian is not None:
+            library = self._historian.library
             seated = [(slot, sequence.request) for slot, sequence in zip(slots.tolist(), sequences, strict=True)]
             head.enter(
                 Entry(slot, library.live.get(r.request_id), r.problem, library.texts(r.problem)) for slot, r in seated
