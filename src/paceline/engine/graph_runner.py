@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, cast
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 Places = tuple[np.ndarray, np.ndarray]
 LEAST_TOLD, MOST_TOLD = 1 << 24, 1 << 26  # tokens of history on a device, of 4 bytes each
+FEW = 256  # tokens, of which one more costs little: their time is that of the weights
 FLYING = 3  # steps whose words may be on their way between host and device
 ALL = 2**31 - 1  # drafted tokens: as many as there are
 
@@ -281,7 +282,7 @@ class GraphRunner:
             num_slots, self._looked_away = num_tokens - num if num_slots is None else num_slots, True
         if num_slots and (num + num_slots < num_tokens or self._looked_away):
             auctions, num_tokens = True, num + num_slots
-        size = _size(num, num_tokens, 1 + max(lengths), num_guesses, orders.cuts, auctions)
+        size = _size(num, num_tokens, 1 + max(lengths), num_guesses, orders.cuts, auctions, not chosen)
         if chosen:
             size = graphs.fit(size, most_guesses)
         self._looked_away = size.looks_away
@@ -368,10 +369,15 @@ class GraphRunner:
 
 @lru_cache(maxsize=4096)
 def _size(
-    num_rows: int, num_tokens: int, num_queries: int, num_guesses: int = 0, cuts: bool = False, auctions: bool = False
-) -> Size:
-    """Of a graph for so much."""
-    return Size(num_rows, num_tokens, num_queries, num_guesses, cuts, auctions).rounded_up()
+    num_rows: int, num_tokens: int, num_queries: int, num_guesses: int = 0, cuts: bool = False, auctions: bool = False,
+    fills: bool = False,
+) -> Size:  # fmt: skip
+    """Of a graph for so much. `fills`: where two thirds of what the rows might have is there, or half of a few, it has
+    room for all of it. How many lack something, at their beginning or end, differs from step to step."""
+    size = Size(num_rows, num_tokens, num_queries, num_guesses, cuts, auctions).rounded_up()
+    full = size.num_rows * num_queries
+    is_near = full <= (2 if full <= FEW else 1.5) * num_tokens
+    return replace(size, num_tokens=full).rounded_up() if fills and is_near else size
 
 
 def _share(line: Lineup, num_slots: int) -> None:

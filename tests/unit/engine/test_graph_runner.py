@@ -554,6 +554,18 @@ def test_a_policy_that_wishes_for_more_than_there_is_room_for(cuda: SimpleNamesp
     assert tokens(run(engine)) == naive() and max(asked) == MOST
 
 
+def test_rows_without_drafts_here_and_there_need_no_graph_of_their_own(cuda: SimpleNamespace) -> None:
+    def size(rows: int, tokens: int, fills: bool = True) -> tuple[int, int]:
+        found = cuda.runner._size(rows, tokens, 4, 3, fills=fills)
+        return found.num_rows, found.num_tokens
+
+    assert {size(rows, 4 * rows - lacks) for rows in (100, 110, 128) for lacks in (0, 6, 40)} == {(128, 512)}
+    assert {size(rows, 4 * rows - lacks) for rows in (13, 16) for lacks in (0, 5, 20)} == {(16, 64)}
+    assert size(128, 300) == (128, 384) and size(16, 30) == (16, 32)  # most have none: that would be too much
+    assert size(100, 360, fills=False) == (128, 384) and size(13, 40, fills=False) == (16, 48)
+    assert cuda.runner._size(100, 100, 1, fills=True).num_tokens == 128
+
+
 def test_whose_history_it_is_makes_no_graphs_anew(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Audits bring a drafter of their own each time; and one that is gone leaves its address to the next."""
     monkeypatch.setattr(cuda.runner, "Graphs", lambda *args: SimpleNamespace(head=args[4]))
