@@ -250,7 +250,7 @@ def notes(settings: Settings) -> list[str]:
     rates = settings.rates
     found = [
         "times in ms; step: the engine's whole step; host: what of it is not forward and draws; draft: what "
-        "drafting keeps the host from launching the next step, nothing on a GPU",
+        "drafting keeps the host from launching the next step, nothing where a GPU's kernels draft",
         f"roof: the least it could be, at {rates.bytes_per_s / 1e12:g} TB/s (--copy-rate) and "
         f"{rates.flops_per_s / 1e12:g} TFLOP/s (--matmul-rate)",
         "cost and speed-up: over the plain step (k = 0) of the same batch size; weights are random, so what is "

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, cast
 
@@ -374,10 +374,10 @@ def _size(
 ) -> Size:  # fmt: skip
     """Of a graph for so much. `fills`: where two thirds of what the rows might have is there, or half of a few, it has
     room for all of it. How many lack something, at their beginning or end, differs from step to step."""
-    size = Size(num_rows, num_tokens, num_queries, num_guesses, cuts, auctions).rounded_up()
-    full = size.num_rows * num_queries
-    is_near = full <= (2 if full <= FEW else 1.5) * num_tokens
-    return replace(size, num_tokens=full).rounded_up() if fills and is_near else size
+    full = num_rows * num_queries
+    if fills and full <= (2 if full <= FEW else 1.5) * num_tokens:
+        num_tokens = full
+    return Size(num_rows, num_tokens, num_queries, num_guesses, cuts, auctions).rounded_up()
 
 
 def _share(line: Lineup, num_slots: int) -> None:

@@ -127,7 +127,7 @@ class AutoPolicy:
         self._step = _Step(Load(), np.zeros(0, np.int64), 0.0)  # the one planned last
         self._credit_s = 0.0  # for probes
         self._num_probes = 0
-        self._is_half_probed = False  # who drafts for the next step is probed in two
+        self._probe_left = 0  # steps that a probe still takes
 
     def begin(self, request: Request) -> None:
         pass
@@ -172,16 +172,11 @@ class AutoPolicy:
         num_taken = round(num_slots * num_rows)
         seconds = draft_s + (float(self.costs.steps_s(self._step.load, num_taken)[-1]) if num_taken else plain_s)
         if (1 + brings) / seconds >= margin(num_rows) / plain_s:
-            self._is_half_probed = False
+            self._probe_left = 0
             return True
         price_s = draft_s + float(self.costs.steps_s(self._step.load, 1)[1]) - plain_s  # or nothing would be learned
-        if self._is_half_probed:  # what was drafted at the end of the step before can be verified now
-            self._credit_s -= price_s
-        elif not self._pay(price_s):
-            return False
-        self._is_half_probed = self._step.is_ahead and not self._is_half_probed
         self._step.has_free_slot = True
-        return True
+        return self._goes_on(price_s, 2 if self._step.is_ahead else 0)
 
     def _head_caps(self, num_rows: int, plain_s: float) -> np.ndarray:
         """One draft length for all rows: argmax_k max_b (1 + G_k(b)) · rows / (T_draft(k) + T(rows + b)), G_k(b) the
@@ -195,7 +190,7 @@ class AutoPolicy:
         best = int(rates.argmax())
         caps = np.zeros(num_rows, np.int32)
         if rates.flat[best] >= margin(num_rows) / plain_s:
-            self._is_half_probed = False
+            self._probe_left = 0
             k = best // rates.shape[1] + 1
             caps[:] = step.drafted_k = k
             step.draft_s = draft_s[k - 1]
@@ -203,16 +198,24 @@ class AutoPolicy:
         k = min(PROBE_DEPTH, k_max)
         draft_once_s = self.costs.draft_s(self.costly, num_rows if step.is_ahead else 1, k)
         price_s = draft_once_s + float(self.costs.steps_s(step.load, k)[k]) - plain_s
-        if self._is_half_probed:
-            self._credit_s -= price_s  # a debt, if need be
-        elif self._pay(price_s):
-            self._num_probes += 1
-        else:
+        if not self._goes_on(price_s, 1 if step.is_ahead else 0):
             return caps
-        self._is_half_probed = step.is_ahead and not self._is_half_probed
         caps[self._num_probes % num_rows] = step.drafted_k = k
         step.draft_s, step.probing = draft_once_s, True
         return caps
+
+    def _goes_on(self, price_s: float, num_more: int) -> bool:
+        """A probe, or another one if there is credit. Who drafts on a device, at the end of a step, is verified in the
+        next, and what it is sure of is known in the one after that: so it takes some more steps."""
+        if self._probe_left:
+            self._probe_left -= 1
+            self._credit_s -= price_s  # a debt, if need be
+            return True
+        if not self._pay(price_s):
+            return False
+        self._num_probes += 1
+        self._probe_left = num_more
+        return True
 
     def _pay(self, price_s: float) -> bool:
         if self._credit_s < price_s:
@@ -247,7 +250,7 @@ class AutoPolicy:
         if step.probing:
             best, verb = max(best, min(PROBE_DEPTH, len(order))), "probes"
         elif not best and len(order) and self._may_try(order[:1], float(seconds[1] - seconds[0])):
-            best, verb = 1, "probes"
+            best, verb, step.is_fair = 1, "probes", False  # one of many is no auction
         self.decision = _decision(verb, best, len(order), float(gain[best]), float(seconds[best]), step)
         if best == num_drafted:
             return drafts.num
@@ -332,7 +335,7 @@ class AutoPolicy:
     def _account(self, commits: Commits, step: _Step, decision: Decision) -> None:
         num = len(commits.num)
         brings = int(commits.num_accepted.sum()) / num
-        if step.is_fair and not step.probing:
+        if (step.is_fair or not commits.num_drafted.any()) and not step.probing:
             self.yields.observe(num, brings, int(commits.num_drafted.sum()) / num)
         saved_s = step.load_s * (1 + brings) - decision.expected_s
         self._credit_s += max(0.0, REINVESTED * saved_s)

@@ -563,7 +563,9 @@ def test_rows_without_drafts_here_and_there_need_no_graph_of_their_own(cuda: Sim
     assert {size(rows, 4 * rows - lacks) for rows in (13, 16) for lacks in (0, 5, 20)} == {(16, 64)}
     assert size(128, 300) == (128, 384) and size(16, 30) == (16, 32)  # most have none: that would be too much
     assert size(100, 360, fills=False) == (128, 384) and size(13, 40, fills=False) == (16, 48)
-    assert cuda.runner._size(100, 100, 1, fills=True).num_tokens == 128
+    # What rounding up the rows adds is not filled: nobody is there who might have it.
+    for rows, queries, wanted in ((100, 1, 128), (600, 1, 640), (140, 4, 640), (40, 6, 256), (140, 6, 896)):
+        assert cuda.runner._size(rows, rows * queries, queries, fills=True).num_tokens == wanted
 
 
 def test_whose_history_it_is_makes_no_graphs_anew(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.drafters.ahead import HistoryAhead
 from paceline.speculation.auto import PROBATION, PROBES, AutoPolicy, margin
 from paceline.speculation.batch import Commits, DraftBatch, Load, Rows
+from paceline.speculation.library import Library
 from paceline.types import SamplingParams
 
 K = 4
@@ -382,24 +384,49 @@ def test_history_that_takes_too_long_is_left_alone_but_for_probes() -> None:
     assert 2 <= asked <= 60
 
 
-@pytest.mark.parametrize("is_ahead", [True, False])
-def test_history_that_was_useless_is_found_out_to_be_so_no_more(is_ahead: bool) -> None:
-    """On a device what it drafts at the end of a step is verified in the next, and a probe takes two."""
+def test_history_that_was_useless_is_found_out_to_be_so_no_more() -> None:
     policy = AutoPolicy(Line(draft=0.02, token=0.1), K, "ngram")  # type: ignore[arg-type]
-    asked, drafted = list[bool](), False
+    asked = list[bool]()
     for step in range(4000):
-        batch = rows(2)
-        batch.is_ahead = is_ahead
-        wants = bool(policy.plan(batch).any())
-        drafts = offered(np.full((2, K if wants and (drafted or not is_ahead) else 0), 0.35))
-        lengths = policy.select(drafts)
-        stood = np.minimum(lengths, K if step > 2000 else 0).astype(np.int32)
-        commits = Commits(np.arange(2), np.zeros((2, K + 1), np.int32), stood + 1, lengths, stood)
-        trace: Any = SimpleNamespace(num_guessed=K if wants else 0, num_rows=2, total_s=10.0)
-        policy.observe(commits, trace, policy.decision)
-        asked.append(wants)
-        drafted = wants
+        asked.append(bool(policy.plan(rows(2)).any()))
+        drafts = offered(np.full((2, K if asked[-1] else 0), 0.35))
+        told(policy, drafts, policy.select(drafts), np.full(2, K if step > 2000 else 0))
     assert 2 <= sum(asked[1000:2000]) < 100 and all(asked[3000:])
+
+
+@pytest.mark.parametrize("num", [1, 2, 16])
+def test_so_it_is_on_a_device(num: int) -> None:
+    """What it drafts at the end of a step is verified in the next, and what it is sure of known in the one after that:
+    a probe takes three. Steps overlap: one is planned before the outcome of the one before it is heard."""
+    policy = AutoPolicy(Line(draft=0.01, token=0.05), K, "ngram")  # type: ignore[arg-type]
+    drafter, ids = HistoryAhead(Library()), np.arange(num)
+    found, flying = np.zeros((num, 0)), list[tuple[Any, ...]]()
+    asked, verified = list[bool](), list[int]()
+    for step in range(3000):
+        batch = rows(num)
+        batch.is_ahead = True
+        caps = policy.plan(batch)
+        drafter.ask(batch, caps)
+        drafts = drafter.propose(batch, caps)
+        lengths = policy.select(drafts)
+        worth = found.cumprod(1) * (np.arange(found.shape[1]) < drafts.num[:, None])  # an auction on the device
+        best = (-worth.ravel()).argsort(kind="stable")[: min(int(lengths.sum()), int((worth > 0).sum()))]
+        taken = np.bincount(best // max(1, found.shape[1]), minlength=num).astype(np.int32)
+        k, stood = drafter.num_asked, taken if step > 2000 else 0 * taken
+        found = np.full((num, k), 0.6 if step > 2000 else 0.0)
+        drafter.made(ids, k)
+        flying.append((taken, stood, found, policy.decision))
+        asked.append(k > 0)
+        verified.append(int(taken.sum()))
+        if len(flying) > 1:
+            taken, stood, chances, decision = flying.pop(0)
+            drafter.told(ids, chances)
+            commits = Commits(ids, np.zeros((num, K + 1), np.int32), stood + 1, taken, stood)
+            commits.drafts = drafter.verified(ids)
+            trace: Any = SimpleNamespace(num_guessed=chances.shape[1], num_rows=num, total_s=10.0)
+            policy.observe(commits, trace, decision)
+    assert 2 <= sum(asked[1000:2000]) < 200 and not any(verified[:2000])
+    assert all(asked[2700:]) and np.mean(verified[2700:]) > 0.9 * num * K
 
 
 @pytest.mark.parametrize("comes", [True, False])

@@ -33,6 +33,7 @@ ALIGNED = 32  # tokens: where texts begin
 LEAST = 64  # tokens of a text's place
 WIDE = 64  # tokens that a row may say after its last, by steps that fly: they are not to be found
 DOUBT = 0.5  # of a vote
+PIECE = 1 << 20  # tokens that are told at a time
 
 
 class Text(Protocol):
@@ -200,13 +201,14 @@ class DeviceHistory:
 
     def _chosen(self, texts: Iterable[Text], told: dict[Text, None], gone: list[int]) -> list[Text]:
         """Those that come on the shelf; of these, those that are new here are to be told."""
-        kept = list[Text]()
+        kept, left = list[Text](), self.rack.size // (2 * len(self._shelf))  # or a problem would drive out its own
         for text in texts:
-            if len(kept) == MAX_TEXTS:
+            if len(kept) == MAX_TEXTS or left <= 0:
                 break
             is_new = text not in self._numbers
             if is_new and (text.is_live or not self._place(text, gone)):
                 continue  # a live one that waits, or found no place when it entered, is not written down
+            left -= len(text.said) if is_new else 0
             if is_new or (not text.is_live and text not in self._ended):
                 told[text] = None
             kept.append(text)
@@ -236,7 +238,9 @@ class DeviceHistory:
         self._ended |= {text for text in texts if not text.is_live}
         places, said = [self.rack.places[text] for text in texts], [text.said for text in texts]
         at = np.concatenate([np.arange(start, start + len(x)) for (start, _), x in zip(places, said, strict=True)])
-        self.words[self._over(at)] = self._over(np.concatenate(said))
+        words = np.concatenate(said)
+        for i in range(0, len(at), PIECE):
+            self.words[self._over(at[i : i + PIECE])] = self._over(words[i : i + PIECE])
         self._put(
             (self.starts, self.ends, self.lengths),
             [self._numbers[text] for text in texts],
@@ -275,7 +279,7 @@ class DeviceHistory:
         )  # fmt: skip
         _vote[(num,)](
             places, self.words, self.starts, self.lengths, self.weights, found, tops, self.slots.drafts,
-            self.slots.worth, chances_out, k, self.reading.min_match, DOUBT,
+            self.slots.worth, chances_out, k, min(self.reading.min_match, MATCH), DOUBT,
             MAX_DRAFT=MAX_DRAFT, PARTS=PARTS, EACH=EACH, num_warps=4,
         )  # fmt: skip
 
