@@ -36,7 +36,7 @@ PROBES = 0.001  # share of the time that may go into trying what does not seem t
 REINVESTED = 0.02  # … and of the time that was saved
 PROBATION = 16  # outcomes before a drafter's drafts are taken at their estimated worth; a slot at a time until then
 NEGLIGIBLE = 0.002  # of a step: drafting that takes less is not worth a thought
-MEMORY = 32  # auctions that are remembered, about
+MEMORY, PATIENCE = 32, 16  # auctions that are remembered, about, and that are held before they are judged by
 PROBE_DEPTH = 2  # positions that a head's probe tries
 MAX_POSITIONS = 16  # further ones are taken for the last
 HEAD_PRIOR = 0.6  # a head's acceptance before any was seen
@@ -50,19 +50,14 @@ def margin(num_rows: int) -> float:
 
 class Yields:
     """What auctions brought, per row: tokens that stood, and slots that were taken for them. By powers of two of rows;
-    where none was held, as with the nearest number of rows."""
+    None until some were held: at first, when little was said yet, they bring less than they will."""
 
     def __init__(self) -> None:
         self.figures = np.zeros((32, 3))  # by bit length of rows: tokens, slots, and how many auctions they are of
 
     def at(self, num_rows: int) -> tuple[float, float] | None:
-        wanted = num_rows.bit_length()
-        if not self.figures[wanted, 2]:
-            known = np.flatnonzero(self.figures[:, 2])
-            if not len(known):
-                return None
-            wanted = known[np.abs(known - wanted).argmin()]
-        return float(self.figures[wanted, 0]), float(self.figures[wanted, 1])
+        brought, taken, num = self.figures[num_rows.bit_length()].tolist()
+        return (brought, taken) if num >= PATIENCE else None
 
     def observe(self, num_rows: int, brings: float, num_slots: float) -> None:
         mine = self.figures[num_rows.bit_length()]
@@ -171,7 +166,7 @@ class AutoPolicy:
         brings, num_slots = found  # per row
         num_taken = round(num_slots * num_rows)
         seconds = draft_s + (float(self.costs.steps_s(self._step.load, num_taken)[-1]) if num_taken else plain_s)
-        if (1 + brings) / seconds >= margin(num_rows) / plain_s:
+        if (1 + brings) / seconds >= 1 / plain_s:  # what is taken of it then must look faster by a margin
             self._probe_left = 0
             return True
         price_s = draft_s + float(self.costs.steps_s(self._step.load, 1)[1]) - plain_s  # or nothing would be learned

@@ -394,6 +394,17 @@ def test_history_that_was_useless_is_found_out_to_be_so_no_more() -> None:
     assert 2 <= sum(asked[1000:2000]) < 100 and all(asked[3000:])
 
 
+def test_history_that_is_cold_is_not_given_up_at_once() -> None:
+    """When little was said yet, few rows find something. Later nearly all do."""
+    policy = AutoPolicy(Line(draft=0.1, token=0.05), K, "ngram")  # type: ignore[arg-type]
+    known(policy)
+    for step in range(200):
+        assert policy.plan(rows(16)).any()
+        some = np.arange(16) < 1 if step < 10 else np.arange(16) < 14
+        drafts = offered(np.full((16, K), 0.9), np.where(some, 1 if step < 10 else K, 0))
+        told(policy, drafts, policy.select(drafts), np.full(16, K))
+
+
 @pytest.mark.parametrize("num", [1, 2, 16])
 def test_so_it_is_on_a_device(num: int) -> None:
     """What it drafts at the end of a step is verified in the next, and what it is sure of known in the one after that:
