@@ -119,7 +119,7 @@ class SpeculationSection(Section):
         if self.method == "draft_model" and self.draft_model is None:
             raise ValueError(
                 'speculation.draft_model is not set, but speculation.method = "draft_model"; '
-                "give a model name, directory or hub id"
+                "give a model name, directory or hub id, or layers:8 for the model's own first eight layers"
             )
         if self.policy != "static" and not isinstance(self.num_speculative_tokens, int):
             raise ValueError(
