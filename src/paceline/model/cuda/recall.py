@@ -217,7 +217,7 @@ class DeviceHistory:
     def _arrange(self, shelved: Mapping[int, Sequence[Text]]) -> None:
         if not shelved:
             return
-        # Nobody went for another's sake.
+        # But for those who went for another's sake meanwhile.
         kept = [[text for text in texts if text in self._numbers] for texts in shelved.values()]
         rows = np.zeros((len(kept), max(1, *(len(texts) for texts in kept))), np.int32)
         numbers, weights = list[int](), list[float]()
