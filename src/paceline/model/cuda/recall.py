@@ -27,7 +27,7 @@ from paceline.model.cuda.slots import MAX_DRAFT, Inputs, Slots
 MATCH = 8  # tokens of context that count
 PARTS = 8  # programs of a row
 EACH = 8  # matches that one of them keeps
-BLOCK = 1024  # places that it compares at a time
+BLOCK = 512  # places that it compares at a time: those without the last token are passed over together
 MAX_TEXTS = 128  # of a problem, the newest
 ALIGNED = 32  # tokens: where texts begin
 LEAST = 64  # tokens of a text's place
@@ -280,7 +280,7 @@ class DeviceHistory:
         _vote[(num,)](
             places, self.words, self.starts, self.lengths, self.weights, found, tops, self.slots.drafts,
             self.slots.worth, chances_out, k, min(self.reading.min_match, MATCH), DOUBT,
-            MAX_DRAFT=MAX_DRAFT, PARTS=PARTS, EACH=EACH, num_warps=4,
+            MAX_DRAFT=MAX_DRAFT, PARTS=PARTS, EACH=EACH, num_warps=1,  # no sum waits for other warps
         )  # fmt: skip
 
 
