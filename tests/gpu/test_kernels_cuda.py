@@ -77,17 +77,19 @@ def test_fused_operations_equal_the_plain_ones(dtype: torch.dtype, family: str) 
                 assert mine.dtype == theirs.dtype and off(mine, theirs) <= most
 
 
-@pytest.mark.parametrize("num", [512, 470])
-def test_gates_of_one_product_equal_those_of_two_steps(num: int) -> None:
-    """Of the projection and what is made of it; and few tokens, or what fills no device, go by the two."""
+@pytest.mark.parametrize(("num", "share", "too_few"), [(512, 1 / 2, 300), (470, 1 / 2, 300), (128, 3 / 4, 127)])
+def test_gates_of_one_product_equal_those_of_two_steps(num: int, share: float, too_few: int) -> None:
+    """Of the projection and what is made of it; and few tokens, or what fills no device, go by the two. A tile of
+    tokens takes a share of the multiprocessors: four of half of them twice what runs at once."""
     from paceline.model.cuda.gated import num_processors, pays
     from paceline.model.cuda.ops import CudaOps
 
-    gate_up = Linear(320, 2 * 128 * (num_processors(CUDA) // 2))  # four tiles of tokens: twice what runs at once
+    gate_up = Linear(320, 2 * 128 * int(share * num_processors(CUDA)))
     dice = torch.Generator(CUDA).manual_seed(3)
     gate_up.weight = torch.nn.Parameter(0.1 * torch.randn(gate_up.weight.shape, generator=dice, device=CUDA).bfloat16())
     h = torch.randn(num, 320, generator=dice, device=CUDA).bfloat16()
-    assert pays(h, gate_up.weight) and not pays(h[:300], gate_up.weight) and not pays(h.float(), gate_up.weight.float())
+    assert pays(h, gate_up.weight) and not pays(h.float(), gate_up.weight.float())
+    assert not pays(h[:too_few], gate_up.weight)
     with torch.no_grad():
         found, wanted = CudaOps().gated(h, gate_up), TorchOps().gated(h, gate_up)
     # Sums of float32 in another order, rounded to 8 bits: now and then the neighbour.
@@ -181,14 +183,14 @@ def test_a_head_in_eight_bits_computes_what_rounding_makes_of_it() -> None:
 
 
 def paged_rows(
-    num_query: list[int], dtype: torch.dtype, shape: dict[str, int] = SHAPE
+    num_query: list[int], dtype: torch.dtype, shape: dict[str, int] = SHAPE, longest: int = 500
 ) -> tuple[BatchPlan, Any, list[PagedKV]]:
     """Rows over pages of noise: as PagedAttention's plan and as the kernel's Rows, and three times the same pages."""
     from paceline.model.cuda.attention import Rows
 
     config, dice = tiny_config(**shape), np.random.default_rng(len(num_query))
     num_rows = len(num_query)
-    context = np.maximum(dice.integers(1, 500, num_rows), num_query).astype(np.int32)
+    context = np.maximum(dice.integers(1, longest, num_rows), num_query).astype(np.int32)
     context[0] = num_query[0]  # nothing before them
     sizes = -(-context // BLOCK)
     tables = np.zeros((num_rows, sizes.max()), np.int32)
@@ -245,11 +247,14 @@ def test_a_layer_of_few_tokens_equals_the_plain_one(qkv_bias: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_query", QUERIES)
-def test_paged_attention_equals_sdpa(dtype: torch.dtype, num_query: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("num_query", "longest"),
+    [*((n, 500) for n in QUERIES), *((n, 9000) for n in QUERIES[:4])],  # the last: in as many parts as there may be
+)
+def test_paged_attention_equals_sdpa(dtype: torch.dtype, num_query: list[int], longest: int) -> None:
     from paceline.model.cuda.attention import CudaPagedAttention
 
-    plan, rows, (slow, fast, gathered) = paged_rows(num_query, dtype)
+    plan, rows, (slow, fast, gathered) = paged_rows(num_query, dtype, longest=longest)
     noise = torch.Generator(CUDA).manual_seed(2)
     heads = torch.randn(sum(num_query), 12, 32, generator=noise, device=CUDA).to(dtype)
     q, k, v = heads.split([8, 2, 2], 1)
@@ -293,6 +298,7 @@ def test_rows_without_a_context_find_nothing_and_leave_nothing(num_query: list[i
     [
         *((n, SHAPE) for n in QUERIES[1:5]),
         *((n, SMOLLM2) for n in QUERIES[1:3]),
+        ([1, 5, 8, 3, 6] * 5, QWEN3_8B),
         *((n * 14, QWEN3_8B) for n in ([1, 2, 4, 3, 4], [1, 2, 6, 4, 8], [1, 2, 16, 4, 9])),
     ],
 )

@@ -20,8 +20,9 @@ from paceline.model.cuda.early import early, wait
 from paceline.model.kv import BLOCK, PagedKV
 
 MAX_QUERIES = 16  # of a row; longer spans are a prefill's
-PROGRAMS = 256  # two per multiprocessor of a large device: enough to keep its memory busy
+PROGRAMS = 128  # one per multiprocessor of a large device: enough to keep its memory busy
 MAX_PARTS = 16
+CROWDED = 512  # programs, from which on several share a multiprocessor
 
 
 @dataclass(slots=True)
@@ -51,9 +52,8 @@ class Turn:
 
 
 def num_parts(num_rows: int, num_kv_heads: int) -> int:
-    """A power of two, so that few programs exist."""
-    wanted = max(1, PROGRAMS // (num_rows * num_kv_heads))
-    return min(MAX_PARTS, 1 << (wanted.bit_length() - 1))
+    """That a row may have: a power of two, so that few programs exist."""
+    return min(MAX_PARTS, triton.next_power_of_2(triton.cdiv(PROGRAMS, num_rows * num_kv_heads)))
 
 
 class CudaPagedAttention:
@@ -74,8 +74,10 @@ class CudaPagedAttention:
         num_tokens, num_heads, dim = q_THE.shape
         num_kv = k_TGE.shape[1]
         group = num_heads // num_kv
+        parts, num_programs = self.parts, self.rows.num * num_kv
         size = max(16, triton.next_power_of_2(self.max_queries * group))  # 16: the least of a product
-        parts = self.parts
+        if size == 32 and dim == 128 and q_THE.itemsize == 2 and parts == 1 and num_programs < CROWDED:
+            size = 64  # lines for which Hopper has products of its own
         out = q_THE.new_empty(num_tokens, num_heads * dim, dtype=dtype)
         sums = stats = out
         if parts > 1:
@@ -90,7 +92,7 @@ class CudaPagedAttention:
             rows.tables, rows.places, rows.query_start, rows.context, dim**-0.5 * 1.4426950408889634,
             q_THE.stride(0), k_TGE.stride(0), v_TGE.stride(0), out.stride(0), rows.tables.stride(0), self.max_queries,
             NUM_KV=num_kv, GROUP=group, DIM=dim, SIZE=size, SPLITS=parts > 1, PAGE=BLOCK, NEW=MAX_QUERIES,
-            TURNS=turn is not None, NORMS=has_norm, **tuning(q_THE.dtype, rows.num * num_kv, size),
+            TURNS=turn is not None, NORMS=has_norm, **tuning(q_THE.dtype, num_programs, size),
             **early(out.device),
         )  # fmt: skip
         return out
@@ -101,7 +103,7 @@ def tuning(dtype: torch.dtype, num_programs: int, size: int) -> dict[str, int]:
     lines share a multiprocessor: what is on its way, and with 32 lines registers, are bounded so that they fit."""
     if dtype == torch.float32:
         return {"TOKENS": 32, "num_warps": 4, "num_stages": 2}
-    if num_programs < 2 * PROGRAMS:
+    if num_programs < CROWDED:
         return {"TOKENS": 64, "num_warps": 4, "num_stages": 3}
     if size <= 16:
         return {"TOKENS": 64, "num_warps": 4, "num_stages": 2}
@@ -149,23 +151,27 @@ def _attend(
     PAGE: tl.constexpr, NEW: tl.constexpr, TURNS: tl.constexpr, NORMS: tl.constexpr, TOKENS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """How many parts there are is not compiled in, nor how many queries a row has at most, but for the lines they take:
-    for small batches these are other numbers with each of their sizes, and a kernel takes seconds to compile."""
+    """How many parts there may be is not compiled in, nor how many queries a row has at most but for the lines they
+    take: for small batches these are other numbers with each of their sizes, and a kernel takes seconds to compile."""
     row, head, part, parts = tl.program_id(0), tl.program_id(1), tl.program_id(2), 1
-    if SPLITS:
-        parts = tl.num_programs(2)
     first = tl.load(query_start + row)
     num = tl.load(query_start + row + 1) - first
     old = tl.where(num > 0, tl.load(context + row) - num, 0)  # tokens that are in the pages already
     table = tables + tl.load(places + row).to(tl.int64) * table_stride
-    share = tl.cdiv(tl.cdiv(old, TOKENS), parts) * TOKENS
+    strides = tl.cdiv(old, TOKENS)
+    if SPLITS:
+        # The last part waits for its strides and for each other part, which takes as long as a stride: so their sum is
+        # to be small.
+        parts = tl.ceil(tl.sqrt_rn(tl.maximum(strides, 1).to(tl.float32))).to(tl.int32)
+        parts = tl.minimum(parts, tl.num_programs(2))
+    share = tl.cdiv(strides, parts) * TOKENS
     begin = part * share
     end = tl.minimum(old, begin + share)
     # Strides begin where a page does: which page of a stride a token is in, and where in it, never changes.
     t = tl.arange(0, TOKENS)
     pages = tl.load(table + begin // PAGE + t // PAGE, mask=begin + t < end, other=0)
     wait(EARLY)
-    if (num == 0) | (num > max_queries):
+    if (num == 0) | (num > max_queries) | (part >= parts):
         return
     of = tl.arange(0, SIZE)  # (query, head of the group), queries first
     query = of // GROUP
@@ -222,7 +228,7 @@ def _attend(
         out_at = (first + query).to(tl.int64)[:, None] * out_stride + (head * GROUP + of % GROUP)[:, None] * DIM
         tl.store(out + out_at + e[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
     else:
-        mine = (row * NUM_KV + head).to(tl.int64) * parts
+        mine = (row * NUM_KV + head).to(tl.int64) * tl.num_programs(2)
         tl.store(sums + (mine + part) * SIZE * DIM + of[:, None] * DIM + e[None, :], acc)
         tl.store(stats + (mine + part) * 2 * SIZE + of, greatest)
         tl.store(stats + (mine + part) * 2 * SIZE + SIZE + of, total)

@@ -1,8 +1,8 @@
 """silu(gate) · up straight from the product that makes both: neither is written to memory.
 
 A program computes a tile of both, so that they meet in its registers. The framework's product is as fast by itself, and
-takes smaller tiles where few programs would leave multiprocessors idle: so only where tiles of this size fill them, and
-for as many tokens as were measured.
+takes smaller tiles where few programs would leave multiprocessors idle: so only where tiles of this size fill them, or
+most of them at once where memory is what all wait for, and for as many tokens as were measured.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from paceline.model.cuda.early import early, wait
 
 TOKENS, SIZE, DEPTH = 128, 128, 64  # a tile: of tokens, of gates (and as many ups), and what is summed at once
-STAGES, WARPS = 3, 8  # as measured on an H200
+WARPS = 8  # as measured on an H200
 FULL = 0.95  # of the programs that could run when the last ones do
+MOST_OF = 0.7  # of the multiprocessors, by one tile of tokens
 MOST = 1024  # tokens
 
 
@@ -30,7 +31,9 @@ def pays(x_TD: Tensor, weight_ID: Tensor) -> bool:
         return False
     num = triton.cdiv(len(x_TD), TOKENS) * (width // (2 * SIZE))
     processors = num_processors(x_TD.device)
-    return num >= FULL * processors * triton.cdiv(num, processors) and num > processors
+    if num <= processors:
+        return len(x_TD) == TOKENS and num >= MOST_OF * processors
+    return num >= FULL * processors * triton.cdiv(num, processors)
 
 
 @cache
@@ -50,7 +53,8 @@ def gated(x_TD: Tensor, weight_ID: Tensor) -> Tensor:
         TensorDescriptor.from_tensor(x_TD, [TOKENS, DEPTH]),
         TensorDescriptor.from_tensor(weight_ID.view(2, size, depth), [2, SIZE, DEPTH]),
         TensorDescriptor.from_tensor(out, [TOKENS, SIZE]),
-        triton.cdiv(num, TOKENS), D=depth, TOKENS=TOKENS, SIZE=SIZE, DEPTH=DEPTH, num_warps=WARPS, num_stages=STAGES,
+        triton.cdiv(num, TOKENS), D=depth, TOKENS=TOKENS, SIZE=SIZE, DEPTH=DEPTH, num_warps=WARPS,
+        num_stages=4 if num <= TOKENS else 3,  # as many as are on their way when memory is waited for
         **early(out.device),
     )  # fmt: skip
     return out
