@@ -193,12 +193,11 @@ class Scheduler:
         short = num_blocks > num_held
         if not short.any():
             return rows, []
-        at, need, num_blocks = at[short], need[short], num_blocks[short]
-        if (num_blocks - num_held[short]).sum() > self.pool.num_free:
+        at, num_more = at[short], (num_blocks - num_held)[short].tolist()
+        if sum(num_more) > self.pool.num_free:
             return None if politely else self._squeeze(rows, reach)
-        for sequence, num in zip(seats.of(at), need.tolist(), strict=True):
-            self.pool.reserve(sequence.table, num)
-        seats.note(at, num_blocks)
+        self.pool.extend([sequence.table for sequence in seats.of(at)], num_more)
+        seats.note(at, num_blocks[short])
         return rows, []
 
     def _squeeze(self, rows: Lineup, reach: np.ndarray) -> tuple[Lineup, list[Sequence]]:

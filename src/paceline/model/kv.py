@@ -7,7 +7,9 @@ Two models decode here (the policy and, where there is one, the draft model); ea
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import torch
@@ -150,6 +152,12 @@ class BlockPool:
         if need > 0:
             table.blocks += self._take(need)
         return True
+
+    def extend(self, tables: Sequence[BlockTable], nums: Sequence[int]) -> None:
+        """Give each table so many blocks more, for which there is room."""
+        taken = iter(self._take(sum(nums)))
+        for table, num in zip(tables, nums, strict=True):
+            table.blocks += islice(taken, num)
 
     def truncate(self, table: BlockTable, num_tokens: int) -> None:
         """Give back the blocks past num_tokens (0 gives back all of them)."""

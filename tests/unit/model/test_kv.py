@@ -30,6 +30,23 @@ def test_reserve_takes_all_or_nothing() -> None:
     assert pool.num_free == 2
 
 
+def test_many_tables_get_what_they_would_one_after_another() -> None:
+    """Also where the free blocks do not suffice, and content is forgotten for the rest."""
+    found = []
+    for at_once in (True, False):
+        pool = BlockPool(8)
+        pool.truncate(filled(pool, TOKENS[:48]), 0)
+        tables = [filled(pool, TOKENS[50:60]), BlockTable(), BlockTable()]
+        nums = [1, 2, 3]
+        if at_once:
+            pool.extend(tables, nums)
+        else:
+            assert all(pool.reserve(t, (len(t.blocks) + n) * BLOCK) for t, n in zip(tables, nums, strict=True))
+        found.append(([t.blocks for t in tables], pool.references, pool.num_free))
+    assert found[0] == found[1]
+    assert [len(blocks) for blocks in found[0][0]] == [2, 2, 3] and found[0][2] == 1
+
+
 def test_whole_blocks_are_shared_and_parts_are_offered() -> None:
     pool = BlockPool(8)
     first = filled(pool, TOKENS[:40])
