@@ -172,7 +172,7 @@ def engine_of(kind: str, num_rows: int, length: int, clock: Clock) -> LocalEngin
     clock.times("propose", engine.drafting, "propose")
     clock.times("launch", engine.runner, "launch")
     clock.times("learn", engine, "_learn")
-    clock.times("book", engine, "_book")
+    clock.times("book", engine, "_account", "_close")
     clock.times("(observe)", engine.policy, "observe")
     return engine
 

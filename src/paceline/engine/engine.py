@@ -166,17 +166,34 @@ class LocalEngine:
 
     def step(self) -> list[Completion]:
         """One forward for all rows; returns what finished. Where the runner flies, the forward that is launched here
-        lands in the next call: after that one's launch where nobody on the host need know its tokens before; else its
-        tokens are taken, the next one is launched, and all else that is to be done about them is done meanwhile."""
-        while self._flying and (self._lost or len(self._flying) > 1 or not self._flying[0].flight.may_wait):
+        lands in a later call: in the next one, or, where nobody on the host need know its tokens before, in the one
+        after it, so that two are always on their way. When one lands its tokens are taken, the next one is launched,
+        and all else that is to be done about them, here and by the caller, is done meanwhile."""
+        overlaps = self.drafting.overlaps
+        while self._flying and (
+            self._lost or len(self._flying) > 1 + overlaps or not self._flying[0].flight.may_wait
+        ):  # fmt: skip
             self._land()  # where the call before was interrupted
         self._lost = False
-        launched = self._hand_over() if self._flying and not self.drafting.overlaps else self._launch()
-        keep = 1 if launched and self._flying[-1].flight.may_wait else 0
-        while len(self._flying) > keep:
-            self._land()
+        if self._flying and not overlaps:
+            launched = self._hand_over()
+        else:
+            launched = len(self._flying) > 1 or self._launch()
+            if launched and len(self._flying) > 1 and self._flying[-1].flight.may_wait:
+                launched = self._relay()
+        if not launched or not self._flying[-1].flight.may_wait:
+            self._land_all()
         finished, self._finished = self._finished, []
         return finished
+
+    def _relay(self) -> bool:
+        """The oldest step comes down, and another one follows that which still flies; what can wait is done then."""
+        taken = self._learn()
+        try:
+            self._account(taken)
+            return self._launch()
+        finally:
+            self._close(taken)
 
     def _launch(self) -> bool:
         """Whether there was anything to launch."""
@@ -382,11 +399,18 @@ class LocalEngine:
             self._finished.append(self._complete(sequence))
 
     def _book(self, taken: Taken) -> None:
+        self._account(taken)
+        self._close(taken)
+
+    def _account(self, taken: Taken) -> None:
         trace = taken.trace(self._num_steps, self.version, self.drafting)
         self._num_steps += 1
         self._traces.append(trace)
         if self.drafter is not None and len(taken.deciding):
             self.policy.observe(taken.commits, trace, taken.drafts.decision)
+
+    def _close(self, taken: Taken) -> None:
+        """Memory goes back, and who is done is told."""
         rows, before, left = taken.rows, taken.before, taken.rows.left
         self.scheduler.settle(*(rows, before) if left is None else (rows.pick(~left), before[~left]))
         for sequence in taken.finished:
