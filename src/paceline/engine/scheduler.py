@@ -193,11 +193,11 @@ class Scheduler:
         short = num_blocks > num_held
         if not short.any():
             return rows, []
-        at, num_more = at[short], (num_blocks - num_held)[short].tolist()
-        if sum(num_more) > self.pool.num_free:
+        at, num_blocks, num_more = at[short], num_blocks[short], (num_blocks - num_held)[short]
+        if num_more.sum() > self.pool.num_free:
             return None if politely else self._squeeze(rows, reach)
-        self.pool.extend([sequence.table for sequence in seats.of(at)], num_more)
-        seats.note(at, num_blocks[short])
+        self.pool.extend([sequence.table for sequence in seats.of(at)], num_blocks.tolist())
+        seats.note(at, num_blocks)
         return rows, []
 
     def _squeeze(self, rows: Lineup, reach: np.ndarray) -> tuple[Lineup, list[Sequence]]:

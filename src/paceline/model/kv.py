@@ -154,10 +154,16 @@ class BlockPool:
         return True
 
     def extend(self, tables: Sequence[BlockTable], nums: Sequence[int]) -> None:
-        """Give each table so many blocks more, for which there is room."""
-        taken = iter(self._take(sum(nums)))
-        for table, num in zip(tables, nums, strict=True):
-            table.blocks += islice(taken, num)
+        """Make each table so many blocks long, if it is not; there is room. Interrupted, it can be done again."""
+        wanted = [max(0, num - len(table.blocks)) for table, num in zip(tables, nums, strict=True)]
+        taken = iter(self._take(sum(wanted)))
+        try:
+            for table, num in zip(tables, wanted, strict=True):
+                table.blocks += islice(taken, num)
+        except BaseException:
+            for block in taken:
+                self.release(block)
+            raise
 
     def truncate(self, table: BlockTable, num_tokens: int) -> None:
         """Give back the blocks past num_tokens (0 gives back all of them)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -37,14 +39,29 @@ def test_many_tables_get_what_they_would_one_after_another() -> None:
         pool = BlockPool(8)
         pool.truncate(filled(pool, TOKENS[:48]), 0)
         tables = [filled(pool, TOKENS[50:60]), BlockTable(), BlockTable()]
-        nums = [1, 2, 3]
+        nums = [2, 2, 3]
         if at_once:
             pool.extend(tables, nums)
         else:
-            assert all(pool.reserve(t, (len(t.blocks) + n) * BLOCK) for t, n in zip(tables, nums, strict=True))
+            assert all(pool.reserve(table, num * BLOCK) for table, num in zip(tables, nums, strict=True))
         found.append(([t.blocks for t in tables], pool.references, pool.num_free))
     assert found[0] == found[1]
     assert [len(blocks) for blocks in found[0][0]] == [2, 2, 3] and found[0][2] == 1
+
+
+def test_tables_that_were_to_be_extended_when_an_interrupt_came_can_be_again() -> None:
+    class Interrupted(list[int]):
+        def __iadd__(self, more: object) -> Any:
+            raise KeyboardInterrupt
+
+    pool = BlockPool(8)
+    tables = [BlockTable(), BlockTable(Interrupted()), BlockTable()]
+    with pytest.raises(KeyboardInterrupt):
+        pool.extend(tables, [1, 2, 3])
+    assert [len(table.blocks) for table in tables] == [1, 0, 0] and pool.num_free == 7
+    tables[1].blocks = []
+    pool.extend(tables, [1, 2, 3])
+    assert [len(table.blocks) for table in tables] == [1, 2, 3] and pool.num_free == 2
 
 
 def test_whole_blocks_are_shared_and_parts_are_offered() -> None:
