@@ -160,7 +160,8 @@ class _Run:
             between(total - len(left), total)
             started = time.perf_counter()
             if self.running:
-                over.extend((self.running.pop(c.request.request_id), c) for c in self.engine.step())
+                done = self.engine.step()  # perhaps also of a run that was given up, which nobody asks for
+                over.extend((e, c) for c in done if (e := self.running.pop(c.request.request_id, None)) is not None)
             elif not over:
                 time.sleep(0.005)
             # When many end at once a fast device waits for the host: what nobody waits for is done bit by bit.

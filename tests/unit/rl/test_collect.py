@@ -192,6 +192,31 @@ def test_an_error_is_not_hidden_by_what_comes_of_giving_up() -> None:
     assert not engine.waiting
 
 
+def test_what_was_given_up_and_is_told_of_later_is_nobodys() -> None:
+    """As by an engine whose steps land when something is aborted: what ended then is returned by its next step."""
+
+    class Late(ScriptedEngine):
+        kept: tuple[Completion, ...] = ()
+
+        def step(self) -> list[Completion]:
+            done, self.kept = [*self.kept, *super().step()], ()
+            return done
+
+        def abort(self, request_id: int) -> None:
+            self.kept = (*self.kept, *super().step())
+
+    def stop(done: int, total: int) -> None:
+        if done == 1:
+            raise KeyError("mine")
+
+    it = collector(Late())
+    with pytest.raises(KeyError, match="mine"):
+        it.collect(0, problems(2), 2, 0, between=stop)
+    assert it.engine.kept
+    found = it.collect(1, problems(2), 2, 1)
+    assert [len(group.scored) for group in found.groups] == [2, 2] and len(found.completions) == 4
+
+
 @pytest.mark.parametrize("has_env", [False, True])
 def test_of_many_that_end_at_once_some_wait_for_the_next_step_unless_an_environment_waits(
     has_env: bool, monkeypatch: pytest.MonkeyPatch
