@@ -306,12 +306,11 @@ class LocalEngine:
         brought can't be taken, sequences go on from what is known of them. `heard`: what the drafter was told."""
         flight = self._flying[0].flight
         landed, took = landed or flight.land(), flight.took()
-        step = self._ground()
         try:
-            return self._take(step, landed, took, heard, hearing_s)
+            return self._take(self._ground(), landed, took, heard, hearing_s)
         except BaseException:
-            while self._flying:
-                self._ground()
+            self._flying.clear()
+            self.scheduler.seats.num_flying[:] = 0
             for sequence in self.scheduler.running:
                 self.runner.leave(sequence)
             raise

@@ -19,6 +19,7 @@ from paceline.engine.engine import LocalEngine
 from paceline.engine.runner import EagerRunner, Landed
 from paceline.engine.scheduler import Row
 from paceline.engine.sequence import Sequence
+from paceline.engine.step import Step
 from paceline.model.paged import PagedDecoder, Span
 from paceline.model.sample import Sampler, SamplingArrays
 from paceline.model.weights import hf_state
@@ -210,6 +211,34 @@ def test_an_interrupt_while_waiting_loses_nothing(drafts: bool, call: str, launc
                 num_interrupts += 1
     assert not running.has_work, "who is over goes on"
     assert num_interrupts == sum(launch <= running.runner.num_launched for launch in launches) >= 4
+    assert said([h.completion for h in handles if h.completion is not None]) == plain()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_an_interrupt_while_a_step_comes_down_loses_nothing(
+    drafts: bool, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody takes the next step's tokens for its own."""
+    running, fly, num_landed = engine(True, drafts=drafts), Step.fly, 0
+
+    def interrupted(step: Step, sign: int = 1) -> None:
+        nonlocal num_landed
+        num_landed += sign < 0
+        interrupts = sign < 0 and num_landed % 3 == 0
+        if interrupts and when == "before":
+            raise KeyboardInterrupt
+        fly(step, sign)
+        if interrupts:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Step, "fly", interrupted)
+    handles = [running.submit(request) for request in requests()]
+    for _ in range(500):
+        if running.has_work:
+            with contextlib.suppress(KeyboardInterrupt):
+                running.step()
+    assert not running.has_work and num_landed > 30
     assert said([h.completion for h in handles if h.completion is not None]) == plain()
 
 
