@@ -169,19 +169,17 @@ class LocalEngine:
         lands in a later call: in the next one, or, where nobody on the host need know its tokens before, in the one
         after it, so that two are always on their way. When one lands its tokens are taken, the next one is launched,
         and all else that is to be done about them, here and by the caller, is done meanwhile."""
-        overlaps = self.drafting.overlaps
-        while self._flying and (
-            self._lost or len(self._flying) > 1 + overlaps or not self._flying[0].flight.may_wait
-        ):  # fmt: skip
+        overlaps, flying = self.drafting.overlaps, self._flying
+        while flying and (self._lost or len(flying) > 1 + overlaps or not flying[0].flight.may_wait):
             self._land()  # where the call before was interrupted
         self._lost = False
-        if self._flying and not overlaps:
+        if flying and not overlaps:
             launched = self._hand_over()
         else:
-            launched = len(self._flying) > 1 or self._launch()
-            if launched and len(self._flying) > 1 and self._flying[-1].flight.may_wait:
+            launched = len(flying) > 1 or self._launch()
+            if launched and len(flying) > 1 and flying[-1].flight.may_wait:
                 launched = self._relay()
-        if not launched or not self._flying[-1].flight.may_wait:
+        if not launched or not flying[-1].flight.may_wait:
             self._land_all()
         finished, self._finished = self._finished, []
         return finished

@@ -38,7 +38,7 @@ def pays(x_TD: Tensor, weight_ID: Tensor) -> bool:
 
 @cache
 def num_processors(device: torch.device) -> int:
-    """Of a device that loads tiles by itself and has memory for three (Hopper, and Blackwell's large ones); else more
+    """Of a device that loads tiles by itself and has memory for four (Hopper, and Blackwell's large ones); else more
     than there ever are."""
     properties = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count if properties.major in (9, 10) else 1 << 30
