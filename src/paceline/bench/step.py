@@ -47,7 +47,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 # What the graphs can take: model/cuda/attention.py's MAX_QUERIES less one, the last of model/cuda/graphs.py's SIZES.
 MAX_DRAFT, MAX_TOKENS = 15, 8192
 PREFILL = 8192  # prompt tokens in a step
-NUM_SKIPPED = 8  # steps at the beginning, in which graphs are captured and caches filled
+NUM_SKIPPED = 8  # tokens of each row at the beginning, while caches fill
 # So hot that the noise alone decides, and a rounding never does: a second run then says what the first one said.
 HOT = 1e4
 # What a head says of what will stand: its share of the variance (`model/surety.py`). The shipped head of SmolLM2-135M
@@ -257,7 +257,7 @@ def notes(settings: Settings) -> list[str]:
         "accepted says nothing about a trained model",
     ]
     if settings.drafter == "history" and any(settings.draft_lengths):
-        found.append("history: it has heard these very completions once, so nearly all that it drafts stands")
+        found.append("history: it has heard these very completions, so nearly all that it drafts stands")
     return found
 
 
@@ -316,13 +316,13 @@ class Subject:
         """Those of one cell, in which all rows decode with drafts of k tokens, without the first few."""
         requests = self._requests(batch)
         engine = self._engine(batch, k)
-        if k and self.settings.drafter == "history":  # it hears all of it, once
+        if k and self.settings.drafter == "history":  # it hears all of it
             policy = engine.policy
             engine.set_drafter(engine.drafter, StaticPolicy(0))
             engine.generate(requests)
             engine.set_drafter(engine.drafter, policy)
             engine.drain_trace()
-        if k and self.head is not None:  # sizes near the end are captured; `auto` learns what its drafter is worth
+        if k:  # graphs are captured, those of sizes near the end too; `auto` learns what its drafter is worth
             engine.generate(requests)
             engine.drain_trace()
         engine.generate(requests)
@@ -424,10 +424,12 @@ class Subject:
 
 
 def steady(traces: Sequence[StepTrace], batch: int, k: int | None) -> list[StepTrace]:
-    """k None: however many they verify."""
+    """From each row's ninth token on: so contexts are the same, however many tokens a step brings. k None: however many
+    they verify."""
     whole = [t for t in traces if t.num_rows == batch and t.num_query_tokens == batch + t.num_draft_tokens]
     found = [t for t in whole if k is None or t.num_draft_tokens == batch * k]
-    return found[min(NUM_SKIPPED, len(found) // 2) :]
+    later = [t for t in found if t.num_context_tokens >= whole[0].num_context_tokens + batch * NUM_SKIPPED]
+    return later or found[len(found) // 2 :]
 
 
 def _row(subject: Subject, batch: int, k: int) -> dict[str, Any]:

@@ -100,16 +100,17 @@ class CudaPagedAttention:
 
 def tuning(dtype: torch.dtype, num_programs: int, size: int) -> dict[str, int]:
     """As measured on an H200, 640 tokens of context (benchmarks/gpu/tune.py). Where programs are many, four of up to 32
-    lines share a multiprocessor: what is on its way, and with 32 lines registers, are bounded so that they fit."""
+    lines share a multiprocessor: what is on its way, and with 32 lines registers, are bounded so that they fit. A row's
+    own tokens come first where that saves registers, or where their product would be the last to be waited for."""
     if dtype == torch.float32:
-        return {"TOKENS": 32, "num_warps": 4, "num_stages": 2}
+        return {"TOKENS": 32, "num_warps": 4, "num_stages": 2, "OWN_FIRST": False}
     if num_programs < CROWDED:
-        return {"TOKENS": 64, "num_warps": 4, "num_stages": 3}
+        return {"TOKENS": 64, "num_warps": 4, "num_stages": 3, "OWN_FIRST": num_programs >= PROGRAMS and size == 64}
     if size <= 16:
-        return {"TOKENS": 64, "num_warps": 4, "num_stages": 2}
+        return {"TOKENS": 64, "num_warps": 4, "num_stages": 2, "OWN_FIRST": True}
     if size <= 32:
-        return {"TOKENS": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 128}
-    return {"TOKENS": 32, "num_warps": 4, "num_stages": 3}
+        return {"TOKENS": 64, "num_warps": 4, "num_stages": 2, "OWN_FIRST": True, "maxnreg": 128}
+    return {"TOKENS": 32, "num_warps": 4, "num_stages": 3, "OWN_FIRST": False}
 
 
 @triton.jit
@@ -149,7 +150,7 @@ def _attend(
     q_stride, k_stride, v_stride, out_stride, table_stride, max_queries,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr,
     PAGE: tl.constexpr, NEW: tl.constexpr, TURNS: tl.constexpr, NORMS: tl.constexpr, TOKENS: tl.constexpr,
-    EARLY: tl.constexpr,
+    OWN_FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """How many parts there may be is not compiled in, nor how many queries a row has at most but for the lines they
     take: for small batches these are other numbers with each of their sizes, and a kernel takes seconds to compile."""
@@ -189,41 +190,47 @@ def _attend(
     totals = tl.zeros([SIZE, TOKENS], tl.float32)  # summed at the end: a sum over warps is what a turn waits for
     acc = tl.zeros([SIZE, DIM], tl.float32)
     of_page = ((head * PAGE + t % PAGE) * DIM)[:, None] + e[None, :]
-    for start in range(begin, end, TOKENS):
-        inside = start + t < end
-        at = (pages.to(tl.int64) * (NUM_KV * PAGE * DIM))[:, None] + of_page
-        # A turn ahead: then loads of keys and values wait for nothing, and several turns' are on their way at once.
-        pages = tl.load(table + (start + TOKENS) // PAGE + t // PAGE, mask=start + TOKENS + t < end, other=0)
-        k = tl.load(k_pages + at, mask=inside[:, None], other=0.0)
-        v = tl.load(v_pages + at, mask=inside[:, None], other=0.0)
-        scores = tl.dot(qs, tl.trans(k), input_precision="ieee")
-        scores = tl.where(inside[None, :], scores, -float("inf"))
-        now = tl.maximum(greatest, tl.max(scores, 1) * scale)
-        fade = tl.exp2(greatest - now)
-        chance = tl.exp2(scores * scale - now[:, None])
-        totals = totals * fade[:, None] + chance
-        acc = acc * fade[:, None] + tl.dot(chance.to(v.dtype), v, input_precision="ieee")
-        greatest = now
-    total = tl.sum(totals, 1)
-    if part == parts - 1:
-        j = tl.arange(0, NEW)
-        fresh = j < num
-        new = (first + j).to(tl.int64)
-        at = old + j
-        k = _heads(k_new, new * k_stride + head * DIM, fresh, k_norm, cos, sin, at, eps, NEW, DIM, TURNS, NORMS)
-        v = tl.load(v_new + new[:, None] * v_stride + head * DIM + e[None, :], mask=fresh[:, None], other=0.0)
-        page = tl.load(table + at // PAGE, mask=fresh, other=0).to(tl.int64)
-        base = ((page * NUM_KV + head) * PAGE + at % PAGE) * DIM
-        tl.store(k_pages + base[:, None] + e[None, :], k, mask=fresh[:, None])
-        tl.store(v_pages + base[:, None] + e[None, :], v, mask=fresh[:, None])
-        scores = tl.dot(qs, tl.trans(k), input_precision="ieee")
-        scores = tl.where(fresh[None, :] & (j[None, :] <= query[:, None]), scores, -float("inf"))
-        now = tl.maximum(greatest, tl.max(scores, 1) * scale)
-        fade = tl.exp2(greatest - now)
-        chance = tl.exp2(scores * scale - now[:, None])
-        total = total * fade + tl.sum(chance, 1)
-        acc = acc * fade[:, None] + tl.dot(chance.to(v.dtype), v, input_precision="ieee")
-        greatest = now
+    total = tl.zeros([SIZE], tl.float32)
+    for turn in tl.static_range(2):  # the row's own tokens and those of the pages, in either order
+        if (turn == 0) == OWN_FIRST:
+            if part == parts - 1:
+                j = tl.arange(0, NEW)
+                fresh = j < num
+                new = (first + j).to(tl.int64)
+                at = old + j
+                k = _heads(k_new, new * k_stride + head * DIM, fresh, k_norm, cos, sin, at, eps, NEW, DIM, TURNS, NORMS)
+                v = tl.load(v_new + new[:, None] * v_stride + head * DIM + e[None, :], mask=fresh[:, None], other=0.0)
+                page = tl.load(table + at // PAGE, mask=fresh, other=0).to(tl.int64)
+                base = ((page * NUM_KV + head) * PAGE + at % PAGE) * DIM
+                tl.store(k_pages + base[:, None] + e[None, :], k, mask=fresh[:, None])
+                tl.store(v_pages + base[:, None] + e[None, :], v, mask=fresh[:, None])
+                scores = tl.dot(qs, tl.trans(k), input_precision="ieee")
+                scores = tl.where(fresh[None, :] & (j[None, :] <= query[:, None]), scores, -float("inf"))
+                now = tl.maximum(greatest, tl.max(scores, 1) * scale)
+                fade = tl.exp2(greatest - now)
+                chance = tl.exp2(scores * scale - now[:, None])
+                total = total * fade + tl.sum(chance, 1)
+                acc = acc * fade[:, None] + tl.dot(chance.to(v.dtype), v, input_precision="ieee")
+                greatest = now
+        else:
+            for start in range(begin, end, TOKENS):
+                inside = start + t < end
+                at = (pages.to(tl.int64) * (NUM_KV * PAGE * DIM))[:, None] + of_page
+                # A turn ahead: then loads of keys and values wait for nothing, and several turns' are on their way.
+                pages = tl.load(table + (start + TOKENS) // PAGE + t // PAGE, mask=start + TOKENS + t < end, other=0)
+                k = tl.load(k_pages + at, mask=inside[:, None], other=0.0)
+                v = tl.load(v_pages + at, mask=inside[:, None], other=0.0)
+                scores = tl.dot(qs, tl.trans(k), input_precision="ieee")
+                scores = tl.where(inside[None, :], scores, -float("inf"))
+                now = tl.maximum(greatest, tl.max(scores, 1) * scale)
+                fade = tl.exp2(greatest - now)
+                chance = tl.exp2(scores * scale - now[:, None])
+                totals = totals * fade[:, None] + chance
+                if OWN_FIRST:
+                    total = total * fade
+                acc = acc * fade[:, None] + tl.dot(chance.to(v.dtype), v, input_precision="ieee")
+                greatest = now
+            total += tl.sum(totals, 1)
     if not SPLITS:
         out_at = (first + query).to(tl.int64)[:, None] * out_stride + (head * GROUP + of % GROUP)[:, None] * DIM
         tl.store(out + out_at + e[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
