@@ -101,8 +101,11 @@ class Step:
 
 
 def as_program(tokens: int, warps: int, stages: int, registers: int) -> Any:
-    def tuning(*_: object) -> dict[str, int | None]:
-        return {"TOKENS": tokens, "num_warps": warps, "num_stages": stages, "maxnreg": registers or None}
+    chosen = attention.tuning
+
+    def tuning(*of: Any) -> dict[str, int | None]:
+        program = {"TOKENS": tokens, "num_warps": warps, "num_stages": stages, "maxnreg": registers or None}
+        return {"OWN_FIRST": chosen(*of)["OWN_FIRST"], **program}
 
     return mock.patch.object(attention, "tuning", tuning)
 
@@ -248,7 +251,8 @@ def compile_all(wanted: list[str], processes: int) -> None:
         jobs = []
         if "attention" in wanted:
             kinds = {
-                (attention.num_parts(rows, CONFIG.num_kv_heads), queries): (rows, queries) for rows, queries in STEPS
+                (attention.num_parts(rows, CONFIG.num_kv_heads, queries), queries): (rows, queries)
+                for rows, queries in STEPS
             }
             jobs += [pool.submit(compile_attention, step, program) for step in kinds.values() for program in PROGRAMS]
         if "draw" in wanted:

@@ -22,6 +22,7 @@ from paceline.model.kv import BLOCK, PagedKV
 MAX_QUERIES = 16  # of a row; longer spans are a prefill's
 PROGRAMS = 128  # one per multiprocessor of a large device: enough to keep its memory busy
 MAX_PARTS = 16
+FEW_QUERIES = 4  # of a row
 CROWDED = 512  # programs, from which on several share a multiprocessor
 
 
@@ -51,9 +52,13 @@ class Turn:
     eps: float
 
 
-def num_parts(num_rows: int, num_kv_heads: int) -> int:
-    """That a row may have: a power of two, so that few programs exist."""
-    return min(MAX_PARTS, triton.next_power_of_2(triton.cdiv(PROGRAMS, num_rows * num_kv_heads)))
+def num_parts(num_rows: int, num_kv_heads: int, max_queries: int) -> int:
+    """That a row may have: a power of two, so that few kernels exist. Programs of few queries get along on one
+    multiprocessor, so there are rather more than PROGRAMS; of many they do not: rather fewer."""
+    num_programs = num_rows * num_kv_heads
+    if max_queries > FEW_QUERIES:
+        return min(MAX_PARTS, 1 << max(1, PROGRAMS // num_programs).bit_length() - 1)
+    return min(MAX_PARTS, triton.next_power_of_2(triton.cdiv(PROGRAMS, num_programs)))
 
 
 class CudaPagedAttention:
@@ -63,7 +68,7 @@ class CudaPagedAttention:
         assert 1 <= max_queries <= MAX_QUERIES
         self.kv, self.rows, self.max_queries = kv, rows, max_queries
         num_kv = kv.k.shape[2]
-        self.parts = num_parts(rows.num, num_kv)
+        self.parts = num_parts(rows.num, num_kv, max_queries)
         self.done = torch.zeros(rows.num * num_kv if self.parts > 1 else 0, dtype=torch.int32, device=kv.k.device)
 
     def __call__(
@@ -92,20 +97,20 @@ class CudaPagedAttention:
             rows.tables, rows.places, rows.query_start, rows.context, dim**-0.5 * 1.4426950408889634,
             q_THE.stride(0), k_TGE.stride(0), v_TGE.stride(0), out.stride(0), rows.tables.stride(0), self.max_queries,
             NUM_KV=num_kv, GROUP=group, DIM=dim, SIZE=size, SPLITS=parts > 1, PAGE=BLOCK, NEW=MAX_QUERIES,
-            TURNS=turn is not None, NORMS=has_norm, **tuning(q_THE.dtype, num_programs, size),
+            TURNS=turn is not None, NORMS=has_norm, **tuning(q_THE.dtype, num_programs, size, parts),
             **early(out.device),
         )  # fmt: skip
         return out
 
 
-def tuning(dtype: torch.dtype, num_programs: int, size: int) -> dict[str, int]:
+def tuning(dtype: torch.dtype, num_programs: int, size: int, parts: int) -> dict[str, int]:
     """As measured on an H200, 640 tokens of context (benchmarks/gpu/tune.py). Where programs are many, four of up to 32
     lines share a multiprocessor: what is on its way, and with 32 lines registers, are bounded so that they fit. A row's
     own tokens come first where that saves registers, or where their product would be the last to be waited for."""
     if dtype == torch.float32:
         return {"TOKENS": 32, "num_warps": 4, "num_stages": 2, "OWN_FIRST": False}
     if num_programs < CROWDED:
-        return {"TOKENS": 64, "num_warps": 4, "num_stages": 3, "OWN_FIRST": num_programs >= PROGRAMS and size == 64}
+        return {"TOKENS": 64, "num_warps": 4, "num_stages": 3, "OWN_FIRST": parts == 1 and size == 64}
     if size <= 16:
         return {"TOKENS": 64, "num_warps": 4, "num_stages": 2, "OWN_FIRST": True}
     if size <= 32:
