@@ -35,17 +35,29 @@ class Part:
 
 PARTS = {
     "plain": Part(
-        (1, 8, 16, 32, 64, 128, 256, 512), vllm_ms={1: 5.24, 8: 5.63, 32: 6.17, 64: 7.13, 128: 9.54, 256: 15.53}
+        (1, 8, 9, 10, 12, 16, 18, 21, 32, 42, 64, 128, 256, 512),
+        vllm_ms={1: 5.24, 8: 5.63, 32: 6.17, 64: 7.13, 128: 9.54, 256: 15.53},
     ),
     "k1": Part((1, 8, 32, 128), 1, 1.87, vllm_ms={1: 5.57, 8: 5.82, 32: 6.67, 128: 12.49}),
     "k3": Part((1, 8, 32, 128), 3, 3.32, vllm_ms={1: 6.16, 8: 6.51, 32: 7.77, 128: 18.55}),
     "k5": Part((1, 8, 32, 128), 5, 4.44, vllm_ms={1: 6.65, 8: 7.16, 32: 9.50, 128: 26.47}),
     "k7": Part((1, 8, 32, 128), 7, 5.28, vllm_ms={1: 7.35, 8: 7.69, 32: 10.68, 128: 31.88}),
     "history": Part((1, 8, 16, 32), 3, drafter="history", vllm_ms={1: 7.72, 8: 8.33, 32: 10.68}),
-    # Other steps of up to 128 tokens.
-    "history1": Part((64,), 1, drafter="history"),
-    "history7": Part((1, 8, 16), 7, drafter="history"),
-    "history15": Part((1, 8), 15, drafter="history"),
+    # Other lengths, with as many rows as make 128 tokens or nearly so.
+    **{
+        f"history{k}": Part(batches, k, drafter="history")
+        for k, batches in {
+            1: (64,),
+            2: (42,),
+            5: (21,),
+            6: (18,),
+            7: (1, 8, 16),
+            9: (12,),
+            11: (10,),
+            13: (9,),
+            15: (1, 8),
+        }.items()
+    },
     "auto": Part((1, 8, 32, 128, 256, 512), 3, 3.32, policy="auto"),
     # The same head, asked for up to five tokens; and one that does not know which of its tokens will stand.
     "auto5": Part((32, 128, 256), 5, 4.44, policy="auto"),

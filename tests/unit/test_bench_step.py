@@ -148,18 +148,23 @@ def test_weights_are_filled_and_draft_ids_ascend() -> None:
     assert (ids.diff() > 0).all() and ids[0] >= 0 and ids[-1] < config.vocab_size
 
 
-def test_only_whole_steps_count_and_not_the_first() -> None:
-    def trace(num_rows: int, num_query: int, number: int = 0, num_drafted: int | None = None) -> SimpleNamespace:
+def test_only_whole_steps_count_and_those_of_the_middle(tiny: ModelConfig) -> None:
+    def trace(num_rows: int, num_query: int, context: int = 0, num_drafted: int | None = None) -> SimpleNamespace:
         drafted = num_query - num_rows if num_drafted is None else num_drafted
-        return SimpleNamespace(num_rows=num_rows, num_query_tokens=num_query, num_draft_tokens=drafted, number=number)
+        return SimpleNamespace(
+            num_rows=num_rows, num_query_tokens=num_query, num_draft_tokens=drafted,
+            num_context_tokens=num_rows * (20 + context),
+        )  # fmt: skip
 
+    settings = on_cpu()  # 20 + 40 tokens
     # A prompt, short drafts, a row gone, none.
-    others = [trace(4, 2048, num_drafted=0), trace(4, 15), trace(3, 12), trace(4, 4)]
-    found = step.steady([*others, *(trace(4, 16, i) for i in range(40)), *others], 4, 3)
-    assert [t.number for t in found] == list(range(step.NUM_SKIPPED, 40))
-    assert len(step.steady([trace(4, 16)] * 3, 4, 3)) == 2, "of a few, some are left"
-    assert step.steady(others, 4, 3) == []
-    assert [t.num_query_tokens for t in step.steady([*others, *others], 4, None)] == [15, 4], "as a policy chose"
+    others = [trace(4, 2048, 20, 0), trace(4, 15, 20), trace(3, 12, 20), trace(4, 4, 20)]
+    found = step.steady([*others, *(trace(4, 16, i) for i in range(40)), *others], settings, 4, 3)
+    assert [t.num_context_tokens for t in found] == [4 * (20 + i) for i in range(10, 31)]
+    assert len(step.steady([trace(4, 16)] * 3, settings, 4, 3)) == 2, "of a few, some are left"
+    assert step.steady(others, settings, 4, 3) == []
+    chosen = step.steady([*others, *others], replace(settings, policy="auto"), 4, 3)
+    assert [t.num_query_tokens for t in chosen] == [15, 4, 15, 4], "as a policy chose"
 
 
 def test_requests_share_nothing(tiny: ModelConfig) -> None:

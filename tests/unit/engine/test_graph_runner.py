@@ -51,13 +51,15 @@ TABLE = Table(VOCAB, seed=5)
 @pytest.fixture(scope="module")
 def cuda() -> Iterator[SimpleNamespace]:
     """The rooms that define kernels, whether there is a compiler for them or not."""
-    names = ["", ".language", ".language.extra", ".language.extra.cuda", ".tools", ".tools.tensor_descriptor"]
-    missing = [] if find_spec("triton") else names
-    sys.modules.update({f"triton{name}": MagicMock() for name in missing})
+    rooms = ["language.extra.cuda", "experimental.gluon.language.nvidia.hopper", "experimental.gluon.nvidia.hopper"]
+    paths = [f"triton.{room}".split(".") for room in rooms]
+    names = {".".join(path[: end + 1]) for path in paths for end in range(len(path))}
+    missing = set() if find_spec("triton") else names
+    sys.modules.update({name: MagicMock() for name in missing})
     before = set(sys.modules)
     rooms = {"runner": "engine.graph_runner"} | {name: f"model.cuda.{name}" for name in ("graphs", "slots", "recall")}
     yield SimpleNamespace(**{name: import_module(f"paceline.{path}") for name, path in rooms.items()})
-    for name in [*(set(sys.modules) - before if missing else ()), *(f"triton{name}" for name in missing)]:
+    for name in [*(set(sys.modules) - before if missing else ()), *missing]:
         sys.modules.pop(name)
 
 

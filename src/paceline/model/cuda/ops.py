@@ -18,7 +18,7 @@ from paceline.model.attention import Attention
 from paceline.model.config import ModelConfig
 from paceline.model.cuda import few, gated, halves
 from paceline.model.cuda.attention import CudaPagedAttention, Turn, turned
-from paceline.model.cuda.early import early, wait
+from paceline.model.cuda.early import begin_next, early, wait
 from paceline.model.layer import Layer, Linear
 from paceline.model.ops import TorchOps
 
@@ -34,7 +34,7 @@ class CudaOps(TorchOps):
 
     def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         out = torch.empty(x_TD.shape, dtype=weight_D.dtype, device=x_TD.device)
-        _norm[(len(x_TD),)](x_TD, x_TD, weight_D, out, eps, 0, **_sizes(x_TD), PARTS=0)
+        _norm[(len(x_TD),)](x_TD, x_TD, weight_D, out, eps, 0, **_sizes(x_TD), PARTS=0, NEXT=False)
         return out
 
     def summand(self, x_TK: Tensor, linear: Linear) -> Tensor:
@@ -44,7 +44,10 @@ class CudaOps(TorchOps):
         """x grows by y in place; the norm takes y's memory where it may."""
         dtype = self.narrow or weight_D.dtype
         out = y_TD if y_TD.shape == x_TD.shape and y_TD.dtype == dtype else torch.empty_like(x_TD, dtype=dtype)
-        _norm[(len(x_TD),)](x_TD, y_TD, weight_D, out, eps, x_TD.numel(), **_sizes(x_TD), PARTS=_num_parts(y_TD))
+        _norm[(len(x_TD),)](
+            x_TD, y_TD, weight_D, out, eps, x_TD.numel(), **_sizes(x_TD), PARTS=_num_parts(y_TD),
+            NEXT=len(x_TD) == gated.TOKENS,  # whose gates load weights meanwhile
+        )  # fmt: skip
         return x_TD, out
 
     def beside(self, x_TD: Tensor, x_norm_D: Tensor, y_TD: Tensor, y_norm_D: Tensor, eps: float) -> Tensor:
@@ -140,9 +143,12 @@ def _sizes(x_TD: Tensor) -> dict[str, Any]:
 
 @triton.jit
 def _norm(
-    x, y, weight, out, eps, part, D: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr, PARTS: tl.constexpr
+    x, y, weight, out, eps, part, D: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr, PARTS: tl.constexpr,
+    NEXT: tl.constexpr,
 ):  # fmt: skip
     """out = norm(x) · weight, a row per program; with PARTS, x += y before that."""
+    if NEXT:
+        begin_next(EARLY)
     row = tl.program_id(0).to(tl.int64) * D
     at = tl.arange(0, WIDTH)
     inside = at < D
