@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import torch
@@ -107,3 +114,15 @@ def tiny_head(decoder: Decoder, draft_vocab_size: int = 41, seed: int = 3, **cha
     if decoder.embed.panels is not None:
         pack_for_inference(head)
     return head
+
+
+@contextmanager
+def kernel_rooms(**paths: str) -> Iterator[SimpleNamespace]:
+    """Modules that define kernels, by their paths in the package, whether there is a compiler for them or not."""
+    names = ("triton", "triton.language", "triton.language.extra", "triton.language.extra.cuda")
+    missing = () if find_spec("triton") else names
+    sys.modules.update({name: MagicMock() for name in missing})
+    before = set(sys.modules)
+    yield SimpleNamespace(**{name: import_module(f"paceline.{path}") for name, path in paths.items()})
+    for name in [*(set(sys.modules) - before if missing else ()), *missing]:
+        sys.modules.pop(name)

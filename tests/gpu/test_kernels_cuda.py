@@ -77,14 +77,18 @@ def test_fused_operations_equal_the_plain_ones(dtype: torch.dtype, family: str) 
                 assert mine.dtype == theirs.dtype and off(mine, theirs) <= most
 
 
-@pytest.mark.parametrize(("num", "share", "too_few"), [(512, 1 / 2, 300), (470, 1 / 2, 300), (128, 3 / 4, 127)])
-def test_gates_of_one_product_equal_those_of_two_steps(num: int, share: float, too_few: int) -> None:
+@pytest.mark.parametrize(("num", "tile", "share", "too_few"), [
+    (512, 128, 1 / 2, 300), (470, 128, 1 / 2, 300), (128, 96, 1, 127)
+])  # fmt: skip
+def test_gates_of_one_product_equal_those_of_two_steps(num: int, tile: int, share: float, too_few: int) -> None:
     """Of the projection and what is made of it; and few tokens, or what fills no device, go by the two. A tile of
     tokens takes a share of the multiprocessors: four of half of them twice what runs at once."""
     from paceline.model.cuda.gated import num_processors, pays
     from paceline.model.cuda.ops import CudaOps
 
-    gate_up = Linear(320, 2 * 128 * int(share * num_processors(CUDA)))
+    if num_processors(CUDA) >= 1 << 30:
+        pytest.skip("no such product on this device")
+    gate_up = Linear(320, 2 * tile * int(share * num_processors(CUDA)))
     dice = torch.Generator(CUDA).manual_seed(3)
     gate_up.weight = torch.nn.Parameter(0.1 * torch.randn(gate_up.weight.shape, generator=dice, device=CUDA).bfloat16())
     h = torch.randn(num, 320, generator=dice, device=CUDA).bfloat16()

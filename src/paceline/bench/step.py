@@ -430,7 +430,7 @@ class Subject:
 
 def steady(traces: Sequence[StepTrace], s: Settings, batch: int, k: int) -> list[StepTrace]:
     """Of the middle half of what is generated: so contexts are the same however many tokens a step brings, and what
-    reading prompts did to clocks and caches is over."""
+    reading prompts did to clocks and caches is over, or mostly so where a step brings many."""
     whole = [t for t in traces if t.num_rows == batch and t.num_query_tokens == batch + t.num_draft_tokens]
     found = [t for t in whole if (k and s.policy == "auto") or t.num_draft_tokens == batch * k]
     least, most = (batch * (s.prompt_tokens + s.max_tokens * share) for share in (1 / 4, 3 / 4))

@@ -7,23 +7,19 @@ a page that was not told, or of another sequence, gives other tokens than the na
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
-from support import check_blocks, naive_table
+from support import check_blocks, kernel_rooms, naive_table
 
 from paceline.build.cost import time_step
 from paceline.build.drafter import _ahead
@@ -51,16 +47,9 @@ TABLE = Table(VOCAB, seed=5)
 @pytest.fixture(scope="module")
 def cuda() -> Iterator[SimpleNamespace]:
     """The rooms that define kernels, whether there is a compiler for them or not."""
-    rooms = ["language.extra.cuda", "experimental.gluon.language.nvidia.hopper", "experimental.gluon.nvidia.hopper"]
-    paths = [f"triton.{room}".split(".") for room in rooms]
-    names = {".".join(path[: end + 1]) for path in paths for end in range(len(path))}
-    missing = set() if find_spec("triton") else names
-    sys.modules.update({name: MagicMock() for name in missing})
-    before = set(sys.modules)
-    rooms = {"runner": "engine.graph_runner"} | {name: f"model.cuda.{name}" for name in ("graphs", "slots", "recall")}
-    yield SimpleNamespace(**{name: import_module(f"paceline.{path}") for name, path in rooms.items()})
-    for name in [*(set(sys.modules) - before if missing else ()), *missing]:
-        sys.modules.pop(name)
+    paths = {name: f"model.cuda.{name}" for name in ("graphs", "slots", "recall")}
+    with kernel_rooms(runner="engine.graph_runner", **paths) as rooms:
+        yield rooms
 
 
 class Event:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
+from support import kernel_rooms
 
 from paceline.speculation.batch import Commits
 from paceline.speculation.library import Library, Text
@@ -24,13 +21,8 @@ NUM_SLOTS = 5
 @pytest.fixture(scope="module")
 def recall() -> Iterator[Any]:
     """With or without a compiler for its kernels."""
-    names = ["", ".language", ".language.extra", ".language.extra.cuda"]
-    missing = [] if find_spec("triton") else names
-    sys.modules.update({f"triton{name}": MagicMock() for name in missing})
-    before = set(sys.modules)
-    yield import_module("paceline.model.cuda.recall")
-    for name in [*(set(sys.modules) - before if missing else ()), *(f"triton{name}" for name in missing)]:
-        sys.modules.pop(name)
+    with kernel_rooms(recall="model.cuda.recall") as rooms:
+        yield rooms.recall
 
 
 def reading(recall: Any, longest: int = 1000) -> Any:
