@@ -33,6 +33,9 @@ class Part:
     spread: float = SPREAD
 
 
+# Tokens of a history step: were all to stand, as all could, a run would be over before clocks have recovered from its
+# prompts, and what they did would be taken for what a step costs.
+HEARD = 2.0
 PARTS = {
     "plain": Part(
         (1, 8, 9, 10, 12, 16, 18, 21, 32, 42, 64, 128, 256, 512),
@@ -42,10 +45,10 @@ PARTS = {
     "k3": Part((1, 8, 32, 128), 3, 3.32, vllm_ms={1: 6.16, 8: 6.51, 32: 7.77, 128: 18.55}),
     "k5": Part((1, 8, 32, 128), 5, 4.44, vllm_ms={1: 6.65, 8: 7.16, 32: 9.50, 128: 26.47}),
     "k7": Part((1, 8, 32, 128), 7, 5.28, vllm_ms={1: 7.35, 8: 7.69, 32: 10.68, 128: 31.88}),
-    "history": Part((1, 8, 16, 32), 3, drafter="history", vllm_ms={1: 7.72, 8: 8.33, 32: 10.68}),
+    "history": Part((1, 8, 16, 32), 3, HEARD, "history", vllm_ms={1: 7.72, 8: 8.33, 32: 10.68}),
     # Other lengths, with as many rows as make 128 tokens or nearly so.
     **{
-        f"history{k}": Part(batches, k, drafter="history")
+        f"history{k}": Part(batches, k, HEARD, "history")
         for k, batches in {
             1: (64,),
             2: (42,),

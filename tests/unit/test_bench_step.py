@@ -218,6 +218,17 @@ def test_history_has_heard_it_all(tiny: ModelConfig) -> None:
     assert 1 + sum(t.num_accepted_tokens for t in found) / sum(t.num_drafts for t in found) < 2.5
 
 
+def test_history_runs_that_are_over_soon_are_told_of_where_clocks_matter(tiny: ModelConfig) -> None:
+    def told(settings: Settings) -> bool:
+        return any("--imposed-acceptance 2" in note for note in step.notes(settings))
+
+    on_gpu = Settings("qwen3-8b", drafter="history")
+    assert told(on_gpu)
+    assert not told(replace(on_gpu, imposed_acceptance=2.0))
+    assert not told(replace(on_gpu, drafter="eagle3"))
+    assert not told(on_cpu(drafter="history"))
+
+
 def test_without_plain_steps_nothing_is_compared(tiny: ModelConfig) -> None:
     (row,) = measure(on_cpu(batches=(1,), draft_lengths=(2,)))
     assert row["step_ms"] and row["step_cost"] is None and row["speedup"] is None

@@ -257,7 +257,10 @@ def notes(settings: Settings) -> list[str]:
         "accepted says nothing about a trained model",
     ]
     if settings.drafter == "history" and any(settings.draft_lengths):
-        found.append("history: it has heard these very completions, so nearly all that it drafts stands")
+        heard = "history: it has heard these very completions, so nearly all that it drafts stands"
+        if settings.has_kernels and settings.imposed_acceptance is None:
+            heard += ", and it may be done before clocks recover from prompts: --imposed-acceptance 2 makes runs longer"
+        found.append(heard)
     return found
 
 
