@@ -227,6 +227,8 @@ def test_history_runs_that_are_over_soon_are_told_of_where_clocks_matter(tiny: M
     assert not told(replace(on_gpu, imposed_acceptance=2.0))
     assert not told(replace(on_gpu, drafter="eagle3"))
     assert not told(on_cpu(drafter="history"))
+    assert any("nearly all" in note for note in step.notes(on_gpu))
+    assert not any("nearly all" in note for note in step.notes(replace(on_gpu, imposed_acceptance=2.0)))
 
 
 def test_without_plain_steps_nothing_is_compared(tiny: ModelConfig) -> None:

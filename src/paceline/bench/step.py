@@ -257,10 +257,13 @@ def notes(settings: Settings) -> list[str]:
         "accepted says nothing about a trained model",
     ]
     if settings.drafter == "history" and any(settings.draft_lengths):
-        heard = "history: it has heard these very completions, so nearly all that it drafts stands"
-        if settings.has_kernels and settings.imposed_acceptance is None:
-            heard += ", and it may be done before clocks recover from prompts: --imposed-acceptance 2 makes runs longer"
-        found.append(heard)
+        free = settings.imposed_acceptance is None
+        stands = "nearly all that it drafts stands" if free else "it drafts as much as it may"
+        found.append(f"history: it has heard these very completions, so {stands}")
+        if free and settings.has_kernels:
+            found.append(
+                "runs may be over before clocks recover from prompts: --imposed-acceptance 2 makes them longer"
+            )
     return found
 
 
@@ -433,7 +436,7 @@ class Subject:
 
 def steady(traces: Sequence[StepTrace], s: Settings, batch: int, k: int) -> list[StepTrace]:
     """Of the middle half of what is generated: so contexts are the same however many tokens a step brings, and what
-    reading prompts did to clocks and caches is over, or mostly so where a step brings many."""
+    reading prompts did to clocks and caches is over, but where steps bring so many that a run is."""
     whole = [t for t in traces if t.num_rows == batch and t.num_query_tokens == batch + t.num_draft_tokens]
     found = [t for t in whole if (k and s.policy == "auto") or t.num_draft_tokens == batch * k]
     least, most = (batch * (s.prompt_tokens + s.max_tokens * share) for share in (1 / 4, 3 / 4))

@@ -153,7 +153,7 @@ def step(
 
     - `paceline bench step --model qwen3-8b --batch 1,8,32,64,128,256 --k 0`
     - `paceline bench step --batch 1,8,32,128 --k 0,3 --imposed-acceptance 3.32 --json out.json --plot out.html`
-    - `paceline bench step --batch 1,8,32 --k 0,3 --drafter history`
+    - `paceline bench step --batch 1,8,32 --k 0,3 --drafter history --imposed-acceptance 2`
     - `paceline bench step --model smollm2-135m --device cpu --dtype float32 --batch 1,4 --prompt-tokens 64`
     """
     from paceline.bench import step as steps
