@@ -4,9 +4,8 @@
 
 Each row is `paceline bench step` with the acceptance length that the published heads reach at that draft length, or of
 two tokens where history drafts; costs and speed-ups are over the plain steps of the same run, so name that part first
-where only some are wanted. The figures
-of vLLM 0.25.1 (CUDA graphs, FlashAttention 3, async scheduling) were measured on an H200 too: 512 + 256 tokens, T=1,
-mean decode step in ms.
+where only some are wanted. The figures of vLLM 0.25.1 (CUDA graphs, FlashAttention 3, async scheduling) were measured
+on an H200 too: 512 + 256 tokens, T=1, mean decode step in ms.
 """
 
 from __future__ import annotations
