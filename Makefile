@@ -5,6 +5,7 @@
 #   make test-vllm    the tests against the real vLLM, in their own environment
 #   make test-cluster the tests against the real Ray, in their own environment
 #   make test-trl     our losses against TRL's, in their own environment
+#   make soak         the long versions: many kills, many calls, many random inputs
 #
 # PYTHON        interpreter that makes the environments (3.11 or newer)
 # TORCH         what to install as torch, before all else
@@ -26,7 +27,7 @@ TRL_STAMP := .venv-trl/.made
 CLUSTER_BIN := .venv-cluster/bin
 CLUSTER_STAMP := .venv-cluster/.made
 
-.PHONY: help setup setup-vllm setup-cluster quickstart test lint types unit test-vllm test-cluster test-trl clean
+.PHONY: help setup setup-vllm setup-cluster quickstart test lint types unit test-vllm test-cluster test-trl soak clean
 .DELETE_ON_ERROR:
 
 help:
@@ -88,6 +89,9 @@ $(TRL_STAMP): pyproject.toml
 
 test-trl: $(TRL_STAMP)
 	OMP_NUM_THREADS=1 $(TRL_BIN)/pytest -m trl tests/trl $(PYTEST_ARGS)
+
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) -m soak $(PYTEST_ARGS)
 
 quickstart: $(STAMP)
 	$(BIN)/paceline pull smollm2-135m
