@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import numpy as np
@@ -62,19 +62,43 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sample to generate. `noise_key` alone decides its randomness, never its place in a batch or its
-    arrival. `problem` names what it is a sample of: siblings and earlier rollouts with the same problem
-    feed the history drafter."""
+    """One sample to generate. `noise_key` alone decides its randomness, never its place in a batch. Where none is
+    given the engine derives one from its seed and the order of submission (`with_noise_key`), so that two requests for
+    one prompt are two samples. `problem` names what it is a sample of: siblings and earlier rollouts with the same
+    problem feed the history drafter."""
 
     request_id: int
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    noise_key: int = 0
+    noise_key: int | None = None  # 64 bits
     problem: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.prompt_ids:
-            raise ValueError(f"request {self.request_id}: prompt_ids is empty; a prompt needs at least one token")
+        name = f"request {self.request_id}"
+        if not _is_integer(self.request_id):
+            raise ValueError(f"{name}: request_id must be an integer")
+        if not len(self.prompt_ids):
+            raise ValueError(f"{name}: prompt_ids is empty; a prompt needs at least one token")
+        if not (set(map(type, self.prompt_ids)) <= {int} or all(map(_is_integer, self.prompt_ids))):
+            wrong = next(token for token in self.prompt_ids if not _is_integer(token))
+            raise ValueError(f"{name}: prompt_ids holds {wrong!r}; token ids are integers")
+        if self.noise_key is not None and not (_is_integer(self.noise_key) and 0 <= self.noise_key < 2**64):
+            raise ValueError(
+                f"{name}: noise_key = {self.noise_key!r}: must be an integer from 0 to 2**64 - 1, as "
+                "paceline.types.noise_key(seed, ...) makes them; leave it out to have the engine derive one"
+            )
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def with_noise_key(request: Request, seed: int, num_submitted: int) -> Request:
+    """The request with a noise key: its own, or one from an engine's seed and the number of requests that were
+    submitted to it before."""
+    if request.noise_key is not None:
+        return request
+    return replace(request, noise_key=noise_key(seed, "submitted", num_submitted))
 
 
 class Provenance(IntEnum):

@@ -220,7 +220,7 @@ def time_step(
     from paceline.engine.sequence import Sequence
     from paceline.types import Request, SamplingParams
 
-    request = Request(-1, (0,) * (context + 1), SamplingParams(max_tokens=num_queries))
+    request = Request(-1, (0,) * (context + 1), SamplingParams(max_tokens=num_queries), noise_key=0)
     room = context + num_queries + num_guesses
     rows = []
     for i in range(num_rows):

@@ -60,6 +60,7 @@ def build_engine(config: Config) -> LocalEngine:
         prefix_sharing=config.engine.prefix_sharing,
         order=config.engine.order,
         tokenizer=tokenizer,
+        seed=config.sampling.seed,
     )
 
 

@@ -24,7 +24,8 @@ from paceline.cluster.ray_calls import LOST, answer, answer_at_last, patient
 from paceline.cluster.ray_engine_actor import Greeting, Progress
 from paceline.config import ClusterSection
 from paceline.engine.interface import Handle, Learned, Weights
-from paceline.types import Completion, Receipt, Request, StepTrace
+from paceline.engine.trace_log import TraceLog
+from paceline.types import Completion, Receipt, Request, StepTrace, with_noise_key
 
 PATIENCE_S = 0.1  # an engine works so long before it looks up, if nothing is finished earlier
 CROWDED = 1.25  # times the mean number of requests: an engine that has more takes no further problem, even one it knows
@@ -69,10 +70,11 @@ class RayEngine:
         self._handles: dict[int, Handle] = {}
         self._welcome: set[tuple[object, ...]] = set()  # prompts and sampling that were taken; siblings' will be too
         self._finished: list[Completion] = []
-        self._traces: list[StepTrace] = []
+        self._traces = TraceLog()
         self._deliveries: dict[str, _Delivery] = {}
         self._channel: Channel | None = None  # to all of them
         self._asleep = False
+        self._num_submitted = 0
 
     def _greet(self, actor: Any) -> ray.ObjectRef:
         return patient(actor.greet).remote(self._session)
@@ -95,6 +97,8 @@ class RayEngine:
         call."""
         if request.request_id in self._handles:
             raise ValueError(f"request {request.request_id}: a request with this id is still running")
+        request = with_noise_key(request, 0, self._num_submitted)  # here, where submissions have one order
+        self._num_submitted += 1
         seat = self._choose(request)
         kind = request.prompt_ids, request.sampling
         if kind not in self._welcome:
@@ -151,7 +155,7 @@ class RayEngine:
         except LOST:
             self._revive(seat)
             return
-        self._traces += progress.traces
+        self._traces.add(progress.traces)
         for completion in progress.completions:
             request_id = completion.request.request_id
             if seat.live.pop(request_id, None) is not None:
@@ -327,8 +331,7 @@ class RayEngine:
             self._ask(seat, "call", "teach", seat.learned)
 
     def drain_trace(self) -> list[StepTrace]:
-        traces, self._traces = self._traces, []
-        return traces
+        return self._traces.drain()
 
     def close(self) -> None:
         """The engines stay, for the next learner."""

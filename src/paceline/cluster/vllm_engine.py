@@ -33,7 +33,8 @@ from paceline.cluster.vllm_provenance import provenance
 from paceline.cluster.vllm_shared import MAX_BYTES, parcels
 from paceline.engine.interface import Handle, Learned, Weights
 from paceline.engine.sequence import NOBODY, Sequence
-from paceline.types import Completion, Provenance, Receipt, Request, StepTrace
+from paceline.engine.trace_log import TraceLog
+from paceline.types import Completion, Provenance, Receipt, Request, StepTrace, with_noise_key
 
 SEED_MASK = (1 << 63) - 1
 
@@ -70,7 +71,7 @@ class VllmEngine:
         self.drafter_version = 0
         self._eos, self._drafter, self._kv_tokens = eos_token_ids, drafter, kv_tokens
         self._live: dict[int, _Live] = {}
-        self._traces: list[StepTrace] = []
+        self._traces = TraceLog()
         self._num_steps = self._num_submitted = 0
         self._call("paceline_leave_signals", os.getpid())
         speculative = self._config.speculative_config
@@ -104,6 +105,8 @@ class VllmEngine:
 
     def submit(self, request: Request) -> Handle:
         self._check(request)
+        request = with_noise_key(request, 0, self._num_submitted)
+        assert request.noise_key is not None
         sampling = request.sampling
         max_length, vocab_size = self._config.model_config.max_model_len, self._config.model_config.get_vocab_size()
         stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos)}
@@ -240,33 +243,32 @@ class VllmEngine:
         num_prompt = iteration.num_prompt_tokens if iteration is not None else 0
         num_begun = len(iteration.time_to_first_tokens_iter) if iteration is not None else 0
         num_blocks = self._config.cache_config.num_gpu_blocks or 0
-        self._traces.append(
-            StepTrace(
-                step=self._num_steps,
-                start_s=started,
-                num_rows=num_rows,
-                num_query_tokens=num_prompt + num_rows - num_begun + num_drafted,
-                num_context_tokens=num_context,
-                num_emitted=num_emitted,
-                num_drafts=drafts.num_drafts if drafts is not None else 0,
-                num_draft_tokens=num_drafted,
-                num_accepted_tokens=num_accepted,
-                accepted_per_position=tuple(drafts.num_accepted_tokens_per_pos[:depth]) if drafts is not None else (),
-                drafted_per_position=tuple(drafts.num_draft_tokens_per_pos[:depth]) if drafts is not None else (),
-                num_preempted=iteration.num_preempted_reqs if iteration is not None else 0,
-                num_free_blocks=round(num_blocks * (1 - scheduler.kv_cache_usage)) if scheduler is not None else 0,
-                draft_s=0.0,  # vLLM does not part a step's time
-                forward_s=0.0,
-                sample_s=0.0,
-                total_s=time.perf_counter() - started,
-                version=self.version,
-                drafter_version=self.drafter_version,
-                drafter=self._drafter,
-                num_planned=num_drafted,
-                num_proposed=num_drafted,
-                sources=((self._drafter, num_drafted, num_accepted),) if num_drafted else (),
-            )
+        trace = StepTrace(
+            step=self._num_steps,
+            start_s=started,
+            num_rows=num_rows,
+            num_query_tokens=num_prompt + num_rows - num_begun + num_drafted,
+            num_context_tokens=num_context,
+            num_emitted=num_emitted,
+            num_drafts=drafts.num_drafts if drafts is not None else 0,
+            num_draft_tokens=num_drafted,
+            num_accepted_tokens=num_accepted,
+            accepted_per_position=tuple(drafts.num_accepted_tokens_per_pos[:depth]) if drafts is not None else (),
+            drafted_per_position=tuple(drafts.num_draft_tokens_per_pos[:depth]) if drafts is not None else (),
+            num_preempted=iteration.num_preempted_reqs if iteration is not None else 0,
+            num_free_blocks=round(num_blocks * (1 - scheduler.kv_cache_usage)) if scheduler is not None else 0,
+            draft_s=0.0,  # vLLM does not part a step's time
+            forward_s=0.0,
+            sample_s=0.0,
+            total_s=time.perf_counter() - started,
+            version=self.version,
+            drafter_version=self.drafter_version,
+            drafter=self._drafter,
+            num_planned=num_drafted,
+            num_proposed=num_drafted,
+            sources=((self._drafter, num_drafted, num_accepted),) if num_drafted else (),
         )
+        self._traces.add([trace])
         self._num_steps += 1
 
     # -- weights ----------------------------------------------------------------------------------------------------
@@ -344,8 +346,7 @@ class VllmEngine:
             self._vllm.wake_up()
 
     def drain_trace(self) -> list[StepTrace]:
-        traces, self._traces = self._traces, []
-        return traces
+        return self._traces.drain()
 
     def close(self) -> None:
         for request_id in list(self._live):

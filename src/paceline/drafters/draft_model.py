@@ -3,6 +3,9 @@
 Under `coupled` it draws with the target's own noise (so it guesses what the target will draw, not merely what is
 likely); under the rejection rules it draws with noise of its own and hands over q. Its KV is its own; what it
 computed for drafts that fell is overwritten.
+
+Where it is the target's own first layers (`first_layers`), every policy update changes its weights too: it drops its
+KV when the policy version changes, and refuses weights of its own.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ class DraftModelDrafter:
 
     def __init__(self, paged: PagedDecoder, sampler: Sampler, coupled: bool = True, version: int = 0) -> None:
         self.paged, self.sampler, self.coupled, self.version = paged, sampler, coupled, version
+        self._policy_version: int | None = None  # that the KV was computed under, where weights are the policy's
         self._states: dict[int, _State] = {}
 
     def begin(self, request: Request, version: int = 0) -> None:
@@ -54,6 +58,9 @@ class DraftModelDrafter:
             state.length += num
 
     def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch:
+        if self.paged.decoder.shares_weights and rows.version != self._policy_version:
+            self._drop_kv()
+            self._policy_version = rows.version
         states = [self._states[i] for i in rows.request_ids.tolist()]
         limit = self.paged.decoder.config.max_positions
         active: list[int] = []
@@ -111,12 +118,22 @@ class DraftModelDrafter:
         return out
 
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Receipt:
+        if self.paged.decoder.shares_weights:
+            raise ValueError(
+                "update_drafter: speculation.draft_model = 'layers:N' drafts with the policy's own layers, which "
+                "update_weights updates; a draft model with weights of its own is a model name or directory"
+            )
         receipt = self.paged.update(weights, version)
-        for state in self._states.values():  # start again from nothing under the new weights
-            self.paged.pool.truncate(state.table, 0)
-            state.num_computed = 0
+        self._drop_kv()
         self.version = version
         return receipt
+
+    def _drop_kv(self) -> None:
+        """After a change of weights: what the old ones computed is neither used nor shared any more."""
+        self.paged.pool.forget_all()
+        for state in self._states.values():
+            self.paged.pool.truncate(state.table, 0)
+            state.num_computed = 0
 
     def state(self) -> dict[str, np.ndarray]:
         return {}  # its weights come from where they came from; its KV is computed again

@@ -103,18 +103,18 @@ class Drafting:
         self.policy.end(request_id)
         self.lengths.end(request_id, len(completion.token_ids), whole=completion.finish_reason != "abort")
 
-    def exchange(
-        self, drafter: Drafter | None, policy: SpeculationPolicy | None, live: list[Sequence], version: int
-    ) -> None:
-        """Another drafter, and policy if one is given, for those that live, who are told what was emitted so far."""
+    def set_policy(self, policy: SpeculationPolicy, live: list[Sequence]) -> None:
+        """Another policy for all requests, the live ones included."""
         for sequence in live:
-            request_id = sequence.request.request_id
-            if self.drafter is not None:
-                self.drafter.end(request_id)
-            if policy is not None:
-                self.policy.end(request_id)
-                policy.begin(sequence.request)
-        self.policy = policy or self.policy
+            self.policy.end(sequence.request.request_id)
+            policy.begin(sequence.request)
+        self.policy = policy
+
+    def set_drafter(self, drafter: Drafter | None, live: list[Sequence], version: int) -> None:
+        """Another drafter for all requests; it observes what the live ones have emitted so far."""
+        for sequence in live if self.drafter is not None else ():
+            assert self.drafter is not None
+            self.drafter.end(sequence.request.request_id)
         self._equip(drafter)
         self.scheduler.lookahead = 0
         for sequence in live if drafter is not None else ():
@@ -141,6 +141,8 @@ class Drafting:
             sampling=Each(len(at), lambda i: seats[at[i]].request.sampling),
             version=version,
             load=Load(len(rows), num_query, num_query + int(seats.num_computed[rows.at].sum())),
+            draft_budget=max(0, self.scheduler.max_num_batched_tokens - num_query),
+            draft_limits=(seats.limit[at] - num_tokens - 1 - seats.num_flying[at]).astype(np.int32),
             is_ahead=self._ahead is not None,
             num_computed=seats.num_computed[at],
             features=lambda spans: self.paged.features([(seats[at[i]].table, start, end) for i, start, end in spans]),
@@ -152,13 +154,8 @@ class Drafting:
             self.scheduler.lookahead = self._ahead.ask(view, caps)
         if not caps.any():
             return Plan(rows, view, none, Drafts(self.policy.decision))
-        most = seats.limit[at] - num_tokens - 1 - seats.num_flying[at]
-        caps = np.minimum(caps, most).astype(np.int32)
-        num_planned, budget = int(caps.sum()), self.scheduler.max_num_batched_tokens - num_query
-        if num_planned > budget:
-            caps = np.minimum(caps, np.maximum(0, budget - (np.cumsum(caps) - caps))).astype(np.int32)
-            num_planned = int(caps.sum())
-        return Plan(rows, view, caps, Drafts(self.policy.decision, num_planned=num_planned))
+        caps = view.limited(caps)
+        return Plan(rows, view, caps, Drafts(self.policy.decision, num_planned=int(caps.sum())))
 
     def propose(self, plan: Plan) -> Drafts:
         """Put drafts on the rows."""
@@ -172,6 +169,7 @@ class Drafting:
         drafts = self.drafter.propose(plan.view, plan.caps)
         assert (drafts.num <= plan.caps).all()  # there are no pages for more
         lengths = self.policy.select(drafts)
+        assert int(lengths.sum()) <= plan.view.draft_budget
         found.decision, found.proposed = self.policy.decision, drafts.num
         if chooses:
             found.num_slots = int(lengths.sum())

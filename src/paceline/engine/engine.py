@@ -22,13 +22,14 @@ from paceline.engine.runner import EagerRunner, Landed, Runner
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Detokenize, Sequence
 from paceline.engine.step import Step, Taken
+from paceline.engine.trace_log import TraceLog
 from paceline.model.kv import BLOCK
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
 from paceline.speculation.batch import Commits, Drafter
 from paceline.speculation.lengths import LengthModel
 from paceline.speculation.policy import SpeculationPolicy, StaticPolicy
-from paceline.types import Completion, Receipt, Request, StepTrace
+from paceline.types import Completion, Receipt, Request, StepTrace, with_noise_key
 
 
 class LocalEngine:
@@ -50,8 +51,13 @@ class LocalEngine:
         order: str = "arrival",
         tokenizer: Any = None,
         version: int = 0,
+        seed: int = 0,  # of requests without a noise key
     ) -> None:
-        self.paged = paged
+        if max_num_batched_tokens < 1:
+            raise ValueError(f"engine.max_num_batched_tokens = {max_num_batched_tokens}: must be >= 1 token a step")
+        if max_num_seqs < 1:
+            raise ValueError(f"engine.max_num_seqs = {max_num_seqs}: must be >= 1 sequence")
+        self.paged, self.seed = paged, seed
         self.model_config = paged.decoder.config
         self.sampler = sampler or Sampler()
         if rule not in RULES:
@@ -68,7 +74,7 @@ class LocalEngine:
         self.detokenize: Detokenize | None = tokenizer.decode if tokenizer is not None else None
         self.version = version
         self._handles: dict[int, Handle] = {}
-        self._traces: list[StepTrace] = []
+        self._traces = TraceLog()
         self._num_steps = self._num_submitted = 0
         self._flying: list[Step] = []  # the oldest first
         self._lost = False  # whether a step may fly of which nobody knows: then all land, and the runner is told anew
@@ -85,12 +91,16 @@ class LocalEngine:
 
     @policy.setter
     def policy(self, policy: SpeculationPolicy) -> None:
-        self.drafting.policy = policy
+        """Another policy from here on. Steps in flight finish first: they carry the old policy's decisions."""
+        self.drafting.check(self.drafter, policy)
+        self._land_all()
+        self.drafting.set_policy(policy, self.scheduler.everybody())
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> Handle:
         self._check(request)
+        request = with_noise_key(request, self.seed, self._num_submitted)
         config = self.model_config
         sequence = Sequence(request, self._num_submitted, config.max_positions, config.eos_token_ids)
         self._num_submitted += 1
@@ -220,6 +230,8 @@ class LocalEngine:
             flight = self.runner.launch(rows, drafts.q, drafts.num_slots)
             reach = (rows.num_query + rows.num_draft) * rows.decides
             step = Step(flight, rows, drafts, started, draft_s, num_preempted, reach)
+            if self.drafter is not None and rows.decides.any():
+                self.policy.commit(drafts.decision)
             step.fly()
             self._flying.append(step)
             for held_up in self._flying:
@@ -402,7 +414,7 @@ class LocalEngine:
     def _account(self, taken: Taken) -> None:
         trace = taken.trace(self._num_steps, self.version, self.drafting)
         self._num_steps += 1
-        self._traces.append(trace)
+        self._traces.add([trace])
         if self.drafter is not None and len(taken.deciding):
             self.policy.observe(taken.commits, trace, taken.drafts.decision)
 
@@ -454,7 +466,10 @@ class LocalEngine:
         if wanted and wanted != self.paged.taps:
             self._send_back()
         self.paged.tap(wanted)
-        self.drafting.exchange(drafter, policy, [*self.scheduler.running, *self.scheduler.waiting], self.version)
+        live = self.scheduler.everybody()
+        if policy is not None:
+            self.drafting.set_policy(policy, live)
+        self.drafting.set_drafter(drafter, live, self.version)
         self.runner.equip(drafter)
 
     def learned(self) -> Learned:
@@ -490,8 +505,7 @@ class LocalEngine:
         self.paged.wake()
 
     def drain_trace(self) -> list[StepTrace]:
-        traces, self._traces = self._traces, []
-        return traces
+        return self._traces.drain()
 
     def close(self) -> None:
         for handle in list(self._handles.values()):

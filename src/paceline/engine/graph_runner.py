@@ -43,6 +43,7 @@ Places = tuple[np.ndarray, np.ndarray]
 LEAST_TOLD, MOST_TOLD = 1 << 24, 1 << 26  # tokens of history on a device, of 4 bytes each
 FEW = 256  # tokens, of which one more costs little: their time is that of the weights
 FLYING = 3  # steps whose words may be on their way between host and device
+MAX_DRAFTERS = 4  # whose graphs are kept; then those of the one that came first go
 ALL = 2**31 - 1  # drafted tokens: as many as there are
 
 
@@ -140,7 +141,8 @@ class GraphRunner:
         self.imposed = None if imposed is None else self._over(imposed, torch.float32)
         num_pages = -(-paged.decoder.config.max_positions // BLOCK)
         self.slots = Slots(max_num_seqs, num_pages, self._device)
-        self._graphs: dict[Hashable, Graphs] = {}  # by who drafts
+        self._graphs: dict[Hashable, Graphs] = {}  # by drafter
+        self._num_dropped = 0  # captured sizes of graphs that are gone
         self._mail: list[_Mail] = []
         # A sequence's slot is its seat. Of each slot: whose it is by arrival, and which state of its table it knows.
         self._known, self._changes = np.full(max_num_seqs, VACANT), np.zeros(max_num_seqs, np.int64)
@@ -151,7 +153,7 @@ class GraphRunner:
 
     @property
     def num_captured(self) -> int:
-        return sum(graphs.num_captured for graphs in self._graphs.values())
+        return self._num_dropped + sum(graphs.num_captured for graphs in self._graphs.values())
 
     def equip(self, drafter: Drafter | None) -> None:
         self.ahead = self._prepared = None
@@ -214,16 +216,20 @@ class GraphRunner:
 
     @torch.inference_mode()
     def _take_in(self, head: DeviceHead, rows: Seq[Row], landed: Landed) -> None:
-        """Prompts for the head: their features, each with the token after it."""
-        firsts = iter(landed.verdict.tokens[:, 0].tolist())
-        spans, wanted = [], []
+        """Rows outside of the graph for the head: their features, each with the token after it. A row that decides
+        may have verified a draft; the tokens that were accepted count as its own."""
+        verdict, spans, wanted = landed.verdict, [], []
+        deciding = iter(range(len(verdict.tokens)))
         for row in rows:
             sequence, start = row.sequence, row.sequence.num_computed
             end = start + row.num_query
-            after = next(firsts) if row.decides else int(sequence.tokens[end])
-            tokens = np.append(sequence.tokens[start + 1 : end], after).astype(np.int32)
+            after = sequence.tokens[end : end + 1]
+            if row.decides:
+                i = next(deciding)
+                after = verdict.tokens[i, : verdict.num_accepted[i] + 1]
+            tokens = np.concatenate([sequence.tokens[start + 1 : end], after]).astype(np.int32)
             spans.append(Span(tokens, start, sequence.table, 1))
-            wanted.append((sequence.table, start, end))
+            wanted.append((sequence.table, start, start + len(tokens)))
         plan = make_plan(spans)
         x = head.head.fuse(self.paged.features(wanted))
         after_T, positions_T = (torch.as_tensor(a, device=self._device) for a in (plan.tokens, plan.positions))
@@ -250,6 +256,8 @@ class GraphRunner:
                 reading = Reading(history.recency, history.min_match, longest)
                 head = DeviceHistory(self.slots, self.max_num_seqs, size, reading, self._device)
             graphs = Graphs(self.paged.decoder, kv, self.slots, self.max_num_seqs, head, self.eager, self.imposed)
+            if len(self._graphs) == MAX_DRAFTERS:
+                self._drop(next(iter(self._graphs)))
             self._graphs[key] = graphs
             self._mail = self._mail or [_Mail(graphs) for _ in range(FLYING)]
         return self._graphs[key]
@@ -261,8 +269,12 @@ class GraphRunner:
         if self.ahead is not None:
             self.ahead.forget(sequence.request.request_id)
 
+    def _drop(self, key: Hashable) -> None:
+        self._num_dropped += self._graphs.pop(key).num_captured
+
     def forget(self) -> None:
-        self._graphs.clear()
+        for key in list(self._graphs):
+            self._drop(key)
         self._prepared = None
         self._known[:] = VACANT
 

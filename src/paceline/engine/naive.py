@@ -12,7 +12,7 @@ from paceline.engine.sequence import Detokenize, Sequence
 from paceline.model.attention import PackedAttention
 from paceline.model.decoder import Decoder
 from paceline.model.sample import Sampler, SamplingArrays
-from paceline.types import Completion, Request
+from paceline.types import Completion, Request, with_noise_key
 
 
 @torch.inference_mode()
@@ -21,7 +21,8 @@ def generate(
 ) -> list[Completion]:
     sampler = sampler or Sampler()
     completions = []
-    for request in requests:
+    for number, request in enumerate(requests):
+        request = with_noise_key(request, 0, number)
         sequence = Sequence(request, 0, decoder.config.max_positions, decoder.config.eos_token_ids)
         key = np.array([request.noise_key], np.uint64)
         while sequence.finish_reason is None:

@@ -164,10 +164,11 @@ class Sequence:
         stops = self.request.sampling.stop
         if not stops and self.stop_ids.isdisjoint(tokens):
             return len(tokens)
-        emitted = self.tokens[self.num_prompt :].tolist() if stops else []
         # Every token is checked as it comes, so a new match must end in the newest token: a tail that holds the
         # longest stop is enough, and a token is at least one byte.
         window = max((len(stop.encode()) for stop in stops), default=0) + 16
+        tail = self.record.tokens[max(self.num_prompt, self.num_tokens - window) : self.num_tokens]
+        emitted = tail.tolist() if stops else []
         for i, token in enumerate(tokens):
             if token in self.stop_ids:
                 self.finish_reason, self.stop_reason = "stop", token

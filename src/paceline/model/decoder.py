@@ -42,6 +42,7 @@ class Decoder(nn.Module):
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
         self.checkpointing = False  # recompute each layer in the backward pass instead of keeping its insides
         self.rope = Rope(config)
+        self.shares_weights = False  # whether another decoder owns them and updates them: `first_layers`
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, attention: Attention, taps: tuple[int, ...] = ()
@@ -88,4 +89,5 @@ def first_layers(decoder: Decoder, num_layers: int) -> Decoder:
     for name in ("ops", "embed", "norm", "lm_head"):
         setattr(shallow, name, getattr(decoder, name))
     shallow.layers = decoder.layers[:num_layers]
+    shallow.shares_weights = True
     return shallow

@@ -25,8 +25,11 @@ class Deciding:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def view(self, version: int, load: Load) -> Rows:
-        return Rows(self.ids, self.texts, self.noise_keys, self.sampling, version, load)
+    def view(self, version: int, load: Load, draft_budget: int) -> Rows:
+        return Rows(
+            self.ids, self.texts, self.noise_keys, self.sampling, version, load,
+            draft_budget=draft_budget, draft_limits=self.left,
+        )  # fmt: skip
 
     def advance(self, num: np.ndarray, num_all: int) -> None:
         """Row i emitted num[i] tokens, num_all in all."""

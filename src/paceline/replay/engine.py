@@ -221,22 +221,21 @@ class Replay:
     def _draft(self, drafter: Drafter, step: _Step) -> np.ndarray:
         """How many of each row's drafted tokens are right."""
         deciding, tape = step.deciding, self.tape
-        view = deciding.view(self.version, step.load)
+        view = deciding.view(self.version, step.load, max(0, self.max_num_batched_tokens - step.num_query))
         if self.policy.reads_lengths:
             view.expected_left = self.lengths.expected_left(
                 deciding.ids, deciding.place - tape.prompt_end[deciding.requests]
             )
-        caps = np.minimum(self.policy.plan(view), deciding.left)
+        caps = view.limited(self.policy.plan(view))
         step.num_planned = int(caps.sum())
-        budget = self.max_num_batched_tokens - step.num_query
-        if step.num_planned > budget:
-            caps = np.minimum(caps, np.maximum(0, budget - (np.cumsum(caps) - caps))).astype(np.int32)
-            step.num_planned = int(caps.sum())
         if not step.num_planned:
+            self.policy.commit(self.policy.decision)
             return deciding.nothing
         step.drafts = drafts = drafter.propose(view, caps)
         assert (drafts.num <= caps).all()
         step.num_drafted = self.policy.select(drafts)
+        assert int(step.num_drafted.sum()) <= view.draft_budget
+        self.policy.commit(self.policy.decision)
         step.draft_s = self._draft_s(drafter, drafts, caps)
         num_rows, k = drafts.tokens.shape
         step.ahead = tape.ahead(deciding.place, k + 1)

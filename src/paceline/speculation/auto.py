@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.speculation.batch import Commits, DraftBatch, Load, Rows, are_same, places_of
+from paceline.speculation.batch import NO_LIMIT, Commits, DraftBatch, Load, Rows, are_same, places_of
 from paceline.speculation.chances import Chances
 from paceline.speculation.cost import CostTable
 from paceline.speculation.depths import Depths
@@ -74,6 +74,11 @@ class _Step:
     ids: np.ndarray
     load_s: float  # of the step without drafts
     is_ahead: bool = False  # as of the rows
+    budget: int = NO_LIMIT  # draft tokens that may be verified, over all rows
+    # What `commit` makes the policy's own once the step is launched.
+    credit_s: float = 0.0  # for probes: what the step earns, less what it spends
+    num_probes: int = 0
+    probe_left: int = 0
     drafted_k: int = 0
     draft_s: float = 0.0
     probing: bool = False
@@ -141,20 +146,32 @@ class AutoPolicy:
             self._version = rows.version
         num_rows = len(rows)
         plain_s = self.costs.step_s(rows.load)
-        self._step = step = _Step(rows.load, rows.request_ids, plain_s, rows.is_ahead)
-        self._credit_s = min(self._credit_s + PROBES * plain_s, 10 * plain_s)
+        credit_s = min(PROBES * plain_s, 10 * plain_s - self._credit_s)
+        self._step = step = _Step(
+            rows.load, rows.request_ids, plain_s, rows.is_ahead, rows.draft_budget,
+            credit_s, self._num_probes, self._probe_left,
+        )  # fmt: skip
         caps = np.zeros(num_rows, np.int32)
-        if self.head is None:
-            step.asked = np.zeros(num_rows, bool)
-            if self._history_pays(num_rows, plain_s):
-                caps[:] = step.drafted_k = self.max_tokens
+        step.asked = np.zeros(num_rows, bool)
+        if not step.budget:
+            reason = "no room for drafts: engine.max_num_batched_tokens"
         else:
-            rows.head_caps = head_caps = self._head_caps(num_rows, plain_s)
-            step.asked = head_caps > 0
-            caps = np.maximum(caps, self.max_tokens) if self.has_history else head_caps
-        reason = "nothing was drafted" if step.drafted_k else f"{self.costly} would not pay at {num_rows} rows"
+            if self.head is None:
+                if self._history_pays(num_rows, plain_s):
+                    caps[:] = step.drafted_k = self.max_tokens
+            else:
+                rows.head_caps = head_caps = self._head_caps(num_rows, plain_s)
+                step.asked = head_caps > 0
+                caps = np.maximum(caps, self.max_tokens) if self.has_history else head_caps
+            reason = "nothing was drafted" if step.drafted_k else f"{self.costly} would not pay at {num_rows} rows"
         self.decision = Decision(reason, 0.0, plain_s, step)
-        return caps
+        return rows.limited(caps)
+
+    def commit(self, decision: Decision) -> None:
+        step: _Step = decision.about
+        self._credit_s += step.credit_s
+        self._num_probes, self._probe_left = step.num_probes, step.probe_left
+        self.worth.grow_older()
 
     def _history_pays(self, num_rows: int, plain_s: float) -> bool:
         """Looking into history takes time too, where a fast GPU waits for it: is what auctions brought so far worth
@@ -164,10 +181,10 @@ class AutoPolicy:
         if draft_s < NEGLIGIBLE * plain_s or found is None:
             return True
         brings, num_slots = found  # per row
-        num_taken = round(num_slots * num_rows)
+        num_taken = min(round(num_slots * num_rows), self._step.budget)
         seconds = draft_s + (float(self.costs.steps_s(self._step.load, num_taken)[-1]) if num_taken else plain_s)
         if (1 + brings) / seconds >= 1 / plain_s:  # what is taken of it then must look faster by a margin
-            self._probe_left = 0
+            self._step.probe_left = 0
             return True
         price_s = draft_s + float(self.costs.steps_s(self._step.load, 1)[1]) - plain_s  # or nothing would be learned
         self._step.has_free_slot = True
@@ -179,43 +196,45 @@ class AutoPolicy:
         k_max, step = self.max_tokens, self._step
         step.steps_s = self.costs.steps_s(step.load, num_rows * k_max)
         draft_s = [self.costs.draft_s(self.costly, num_rows, k) for k in range(1, 1 + k_max)]
-        seconds = np.array(draft_s)[:, None] + step.steps_s[self.worth.slots(num_rows)]
+        slots = self.worth.slots(num_rows)
+        seconds = np.array(draft_s)[:, None] + step.steps_s[slots]
         step.curves = self.worth(self.depths)
-        rates = step.curves / seconds
+        rates = np.where(slots <= step.budget, step.curves / seconds, 0.0)
         best = int(rates.argmax())
         caps = np.zeros(num_rows, np.int32)
         if rates.flat[best] >= margin(num_rows) / plain_s:
-            self._probe_left = 0
+            step.probe_left = 0
             k = best // rates.shape[1] + 1
             caps[:] = step.drafted_k = k
             step.draft_s = draft_s[k - 1]
             return caps
-        k = min(PROBE_DEPTH, k_max)
+        k = min(PROBE_DEPTH, k_max, step.budget)
         draft_once_s = self.costs.draft_s(self.costly, num_rows if step.is_ahead else 1, k)
         price_s = draft_once_s + float(self.costs.steps_s(step.load, k)[k]) - plain_s
         if not self._goes_on(price_s, 1 if step.is_ahead else 0):
             return caps
-        caps[self._num_probes % num_rows] = step.drafted_k = k
+        caps[step.num_probes % num_rows] = step.drafted_k = k
         step.draft_s, step.probing = draft_once_s, True
         return caps
 
     def _goes_on(self, price_s: float, num_more: int) -> bool:
         """A probe, or another one if there is credit. Who drafts on a device, at the end of a step, is verified in the
         next, and what it is sure of is known in the one after that: so it takes some more steps."""
-        if self._probe_left:
-            self._probe_left -= 1
-            self._credit_s -= price_s  # a debt, if need be
+        step = self._step
+        if step.probe_left:
+            step.probe_left -= 1
+            step.credit_s -= price_s  # a debt, if need be
             return True
         if not self._pay(price_s):
             return False
-        self._num_probes += 1
-        self._probe_left = num_more
+        step.num_probes += 1
+        step.probe_left = num_more
         return True
 
     def _pay(self, price_s: float) -> bool:
-        if self._credit_s < price_s:
+        if self._credit_s + self._step.credit_s < price_s:
             return False
-        self._credit_s -= price_s
+        self._step.credit_s -= price_s
         return True
 
     # -- after drafting ---------------------------------------------------------------------------------------------
@@ -232,6 +251,7 @@ class AutoPolicy:
         step.chances = chances
         survival = chances.cumprod(axis=1).ravel()
         order = self._admitted((-survival).argsort(kind="stable")[:num_drafted], num_rows)
+        is_whole, order = len(order) == num_drafted, order[: step.budget]
         gain = np.zeros(len(order) + 1)
         survival[order].cumsum(out=gain[1:])
         if len(step.steps_s) <= len(order):
@@ -241,7 +261,7 @@ class AutoPolicy:
         best, verb = int(rates.argmax()), "takes"
         if rates[best] < margin(num_rows) * rates[0]:
             best = 0
-        step.is_fair = not best or len(order) == num_drafted
+        step.is_fair = not best or is_whole
         if step.probing:
             best, verb = max(best, min(PROBE_DEPTH, len(order))), "probes"
         elif not best and len(order) and self._may_try(order[:1], float(seconds[1] - seconds[0])):
@@ -259,9 +279,10 @@ class AutoPolicy:
         """The same, by what auctions of such drafts bring. Which slots are the best is known where they lie; here they
         are shared evenly."""
         step, num_rows, num_drafting = self._step, len(num), int(np.count_nonzero(num))
-        slots = self.worth.slots(num_drafting)
-        slots = np.minimum(slots[: max(1, int(slots.searchsorted(num_drafted, "right")))], num_drafted)
+        points, most = self.worth.slots(num_drafting), min(num_drafted, step.budget)
+        slots = np.minimum(points[: max(1, int(points.searchsorted(most, "right")))], most)
         gain = (step.curves[int(num.max()) - 1, : len(slots)] - 1) * num_drafting
+        gain[0] *= slots[0] / points[0]  # where there are fewer than the first point of the curve
         seconds = step.draft_s + step.steps_s[slots]
         rates = (num_rows + gain) / seconds
         at, verb = int(rates.argmax()), "takes"

@@ -13,6 +13,8 @@ import numpy as np
 
 from paceline.types import Receipt, Request, SamplingParams
 
+NO_LIMIT = 2**31 - 1  # draft tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -39,6 +41,10 @@ class Rows:
     # What drafts that take a model's forward may have at most, where a policy holds them shorter than the caps of
     # `propose`; None: the same.
     head_caps: np.ndarray | None = None  # int32 [B]
+    # Draft tokens that the step has room for beside `load` (engine.max_num_batched_tokens), over all rows; and those
+    # that each row can use: one less than it may still emit.
+    draft_budget: int = NO_LIMIT
+    draft_limits: np.ndarray | None = None  # int32 [B]; None: no limit
     is_ahead: bool = False  # whether a model's drafts are made at the end of a step, for the next one
     # For drafters with `wants_hidden`: the target has computed the first num_computed[i] tokens of row i, and
     # features([(i, start, end), …]) gives those layers' outputs, side by side, of rows' tokens start … end-1: [T, F].
@@ -47,6 +53,10 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.request_ids)
+
+    def limited(self, caps: np.ndarray) -> np.ndarray:
+        """No more than each row can use: [B]."""
+        return caps if self.draft_limits is None else np.minimum(caps, self.draft_limits)
 
 
 @dataclass(slots=True)

@@ -12,13 +12,14 @@ used. The same inputs give the same caps.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from paceline.speculation import budgets
 from paceline.speculation.batch import Commits, DraftBatch, Load, Rows, places_of
 from paceline.speculation.cost import CostTable
-from paceline.speculation.policy import Decision
+from paceline.speculation.policy import Decision, level
 from paceline.types import Request, StepTrace
 
 EVERY = 16  # steps between two solutions
@@ -74,6 +75,26 @@ def fit(standing: np.ndarray, filled: np.ndarray) -> tuple[np.ndarray, np.ndarra
         x = x - (1 - np.exp(-x) - rho * x) / np.minimum(np.exp(-x) - rho, -1e-12)
     k = np.clip(worth * takes / (1 + brings) / np.maximum(x, 1e-9), 1e-6, 1.0)
     return worth / k, k
+
+
+@dataclass(frozen=True, slots=True)
+class _Spread:
+    """Budgets of some rows, spread over their steps."""
+
+    depths: np.ndarray  # float64 [B], positions per step, parts included
+    standing: np.ndarray  # float64 [B, K], see `shares`
+    filled: np.ndarray
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What a step was planned with."""
+
+    request_ids: np.ndarray
+    caps: np.ndarray  # int32 [B]
+    carried: np.ndarray  # float64 [B], parts of a token that are left for the next step
+    solved: _Spread | None  # where budgets were solved anew for it
 
 
 class DasPolicy:
@@ -143,24 +164,37 @@ class DasPolicy:
             self._version, self._num_steps = rows.version, EVERY
         slots = self._slots_of(rows.request_ids)
         changed = not np.array_equal(rows.request_ids, self._solved_for)
-        if self._num_steps >= (CHANGED if changed else EVERY):
-            self._spread(rows, slots)
-            self._num_steps, self._solved_for = 0, rows.request_ids.copy()
-        self._num_steps += 1
-        wanted = self._depths[slots] + self._carried[slots]
+        solved = self._spread(rows, slots) if self._num_steps >= (CHANGED if changed else EVERY) else None
+        spread = solved or _Spread(self._depths[slots], self._standing[slots], self._filled[slots], self._why)
+        depths = rows.limited(spread.depths)
+        if (total := float(depths.sum())) > rows.draft_budget:
+            depths = depths * (rows.draft_budget / total)  # shares stay: the longest rows keep the longest drafts
+        wanted = rows.limited(depths + self._carried[slots])
         caps = wanted.astype(np.int32)
-        self._carried[slots] = wanted - caps
+        if int(caps.sum()) > rows.draft_budget:  # many carried parts came to a token at once
+            caps = level(caps, rows.draft_budget)
         reached = np.arange(self.max_tokens) < caps[:, None]
-        num_extra = round(float((self._filled[slots] * reached).sum()))
+        num_extra = round(float((spread.filled * reached).sum()))
         self.decision = Decision(
-            f"{caps.sum()} for {(caps > 0).sum()} of {len(rows)} rows; {self._why}",
-            float((self._standing[slots] * reached).sum()),
+            f"{caps.sum()} for {(caps > 0).sum()} of {len(rows)} rows; {spread.why}",
+            float((spread.standing * reached).sum()),
             float(self.costs.steps_s(rows.load, num_extra)[num_extra]) + self._draft_s(caps),
-            (rows.request_ids, caps),
+            _Planned(rows.request_ids, caps, np.minimum(wanted - caps, 1.0), solved),
         )
         return caps
 
-    def _spread(self, rows: Rows, slots: np.ndarray) -> None:
+    def commit(self, decision: Decision) -> None:
+        planned: _Planned = decision.about
+        slots, solved = self._slots_of(planned.request_ids), planned.solved
+        self._carried[slots] = planned.carried
+        if solved is not None:
+            self._depths[slots], self._standing[slots], self._filled[slots] = (
+                solved.depths, solved.standing, solved.filled
+            )  # fmt: skip
+            self._why, self._num_steps, self._solved_for = solved.why, 0, planned.request_ids.copy()
+        self._num_steps += 1
+
+    def _spread(self, rows: Rows, slots: np.ndarray) -> _Spread:
         """Solve, and spread each row's budget over its steps. A token's price is what all tokens of a step add to it,
         shared out, and so depends on how many there are; start from all that might be, and look again until price and
         use agree."""
@@ -191,12 +225,11 @@ class DasPolicy:
             draft_s = self._draft_s(depths) if used else draft_s
             low, high = (num_extra, high) if used >= num_extra else (low, num_extra)
             num_extra = used if low < used < high else (low + high) // 2
-        self._depths[slots] = depths
-        self._standing[slots], self._filled[slots] = standing, filled
-        self._why = (
+        why = (
             f"{num_steps:.0f} steps to go instead of {lengths.max(initial=0):.0f}, "
             f"a token costs {price / float(seconds[0]):.1%} of a step"
         )
+        return _Spread(depths, standing, filled, why)
 
     def _draft_s(self, depths: np.ndarray) -> float:
         return self.costs.draft_s(self._drafter, int((depths > 0).sum()), int(np.ceil(depths.max(initial=0))))
@@ -207,8 +240,8 @@ class DasPolicy:
     def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
         self._drafter = trace.drafter
         slots = self._slots_of(commits.request_ids)
-        request_ids, caps = decision.about
-        offered = caps[places_of(commits.request_ids, request_ids)]
+        planned: _Planned = decision.about
+        offered = planned.caps[places_of(commits.request_ids, planned.request_ids)]
         self.costs.observe(trace, int(offered.max(initial=0)))
         position = np.arange(self.max_tokens)
         beyond = np.stack(

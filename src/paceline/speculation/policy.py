@@ -24,12 +24,17 @@ class Decision:
 
 class SpeculationPolicy(Protocol):
     """`plan` caps every row's draft before anything is drafted; `select` then says how much of each draft is worth
-    verifying, and is not asked where nothing was. `reads_drafts` tells whether `select` looks at what was drafted:
-    harmless under `coupled`, a bias under the rejection rules, which therefore refuse it. `takes_best` tells that it
-    takes the likeliest of all: who knows better by then which these are may take others, as many. After every step that
-    was planned `observe` learns what stood and what it took; fewer tokens than selected may have been verified, where
-    memory was short, and further steps may have been planned meanwhile. `begin` and `end` bracket a request's life, as
-    for a drafter."""
+    verifying, and is not asked where nothing was. What it selects adds up to at most `Rows.draft_budget`: the policy,
+    which sees all rows, shares the budget out.
+
+    The engine may discard a step after `plan` or `select` and plan again. So these two change nothing that a later
+    plan depends on: `commit` does, and is called once for every step that is launched, with its decision.
+
+    `reads_drafts` tells whether `select` looks at what was drafted: harmless under `coupled`, a bias under the
+    rejection rules, which therefore refuse it. `takes_best` tells that it takes the likeliest of all: who knows better
+    by then which these are may take others, as many. After every step that was launched `observe` learns what stood and
+    what it took; fewer tokens than selected may have been verified, where memory was short, and further steps may have
+    been launched meanwhile. `begin` and `end` bracket a request's life, as for a drafter."""
 
     name: str
     reads_drafts: bool
@@ -40,6 +45,7 @@ class SpeculationPolicy(Protocol):
     def begin(self, request: Request) -> None: ...
     def plan(self, rows: Rows) -> np.ndarray: ...  # int32 [B]
     def select(self, drafts: DraftBatch) -> np.ndarray: ...  # int32 [B], at most drafts.num
+    def commit(self, decision: Decision) -> None: ...  # the step with this decision was launched
     def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None: ...
     def end(self, request_id: int) -> None: ...
     def state(self) -> dict[str, np.ndarray]: ...  # what it learned, for a checkpoint
@@ -74,8 +80,13 @@ class StaticPolicy:
 
     def plan(self, rows: Rows) -> np.ndarray:
         k = next((k for bound, k in self.buckets if len(rows) <= bound), 0)
-        self.decision = Decision(f"{k} for {len(rows)} rows")
-        return np.full(len(rows), k, np.int32)
+        caps = rows.limited(np.full(len(rows), k, np.int32))
+        reason = f"{k} for {len(rows)} rows"
+        if int(caps.sum()) > rows.draft_budget:
+            caps = level(caps, rows.draft_budget)
+            reason += f", shortened to {rows.draft_budget} tokens: engine.max_num_batched_tokens"
+        self.decision = Decision(reason)
+        return caps
 
     def select(self, drafts: DraftBatch) -> np.ndarray:
         if self.min_confidence == 0:
@@ -83,6 +94,9 @@ class StaticPolicy:
         survival = drafts.confidence.cumprod(1, np.float64)  # P(positions 0..j are all accepted), [B, K]
         likely = np.logical_and.accumulate(survival >= self.min_confidence, axis=1)
         return np.minimum(drafts.num, likely.sum(1, dtype=np.int32))
+
+    def commit(self, decision: Decision) -> None:
+        pass
 
     def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
         pass
@@ -98,3 +112,15 @@ class StaticPolicy:
             raise ValueError(
                 f"not a state of the static policy: it holds {sorted(state)}; was speculation.policy changed?"
             )
+
+
+def level(caps: np.ndarray, budget: int) -> np.ndarray:
+    """Caps shortened so that they add up to `budget`, the longest ones first: all rows keep min(cap, level), and what
+    is left of the budget gives one token more to the first of those that were shortened. int32 [B]."""
+    assert 0 <= budget < caps.sum()
+    # sums[n]: what the rows use at level n.
+    sums = np.minimum(caps[:, None], np.arange(int(caps.max()) + 1)).sum(0)
+    height = int(sums.searchsorted(budget, "right")) - 1
+    leveled = np.minimum(caps, height)
+    leveled[np.flatnonzero(caps > height)[: budget - int(sums[height])]] += 1
+    return leveled.astype(np.int32)

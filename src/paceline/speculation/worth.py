@@ -37,11 +37,14 @@ class Worth:
 
     def __call__(self, depths: Depths) -> np.ndarray:
         """Tokens that a row emits with drafts of 1, 2, … positions, by `slots`: float64 [num, P]."""
-        self._age += 1
         if not self._due or (self._num_new and self._age >= self._due):
             self._curves = self._auctions(self._survival(depths))
             self._age, self._due, self._num_new = 0, min(self._due + 1, SELDOM), 0
         return self._curves
+
+    def grow_older(self) -> None:
+        """Curves served one more step."""
+        self._age += 1
 
     def renew(self) -> None:
         """Depths are others."""

@@ -77,7 +77,8 @@ class TableDecoder(PagedDecoder):
             max_positions=max_positions,
             eos_token_ids=eos_token_ids,
         )
-        self.decoder: Any = self  # what an engine asks of a decoder is its config
+        self.decoder: Any = self  # what an engine asks of a decoder is its config, and whose weights it has
+        self.shares_weights = False
         self.pool = BlockPool(num_blocks)
         self.taps = ()
         self.kv = None

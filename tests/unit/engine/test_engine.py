@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,13 +16,13 @@ from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import LocalEngine
 from paceline.engine.sequence import Sequence
 from paceline.model.attention import PackedAttention
-from paceline.model.decoder import first_layers
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
 from paceline.model.weights import checksum, hf_state
+from paceline.speculation.batch import Commits, Rows
 from paceline.speculation.metrics import summarise
-from paceline.speculation.policy import StaticPolicy
-from paceline.types import Provenance, Request, SamplingParams
+from paceline.speculation.policy import Decision, StaticPolicy
+from paceline.types import Provenance, Request, SamplingParams, StepTrace
 from paceline.verify.table import Table, TableDecoder
 
 VOCAB = 6
@@ -301,13 +304,12 @@ def test_a_transfer_with_a_missing_tensor_changes_nothing() -> None:
 def test_drafter_weights_and_drafters_are_swapped_between_steps() -> None:
     wanted = [Request(i, (1, 2, 3), SamplingParams(max_tokens=24, ignore_eos=True), i, "p") for i in range(3)]
     plain = LocalEngine(PagedDecoder(tiny_decoder(), 64)).generate(wanted)
-    draft = first_layers(tiny_decoder(), 1)
-    drafter = DraftModelDrafter(PagedDecoder(draft, 64), Sampler())
+    drafter = DraftModelDrafter(PagedDecoder(tiny_decoder(num_layers=1), 64), Sampler())
     running = LocalEngine(PagedDecoder(tiny_decoder(), 64), drafter=drafter, policy=StaticPolicy(3))
     handles = [running.submit(r) for r in wanted]
     for _ in range(3):
         running.step()
-    update = list(hf_state(first_layers(tiny_decoder(seed=9), 1)))
+    update = list(hf_state(tiny_decoder(seed=9, num_layers=1)))
     receipt = running.update_drafter(update, 7)
     assert (receipt.version, receipt.checksum) == (7, checksum(update))
     for _ in range(2):
@@ -399,3 +401,78 @@ def test_features_of_the_wrong_layer_are_caught(monkeypatch: pytest.MonkeyPatch)
     running, drafter = asking_engine(tiny_decoder())
     running.generate([Request(0, (1, 2, 3), SamplingParams(max_tokens=8, ignore_eos=True), 5)])
     assert drafter.wrong > 0
+
+
+def test_a_stop_string_is_looked_for_in_the_tail_alone() -> None:
+    """A step's cost must not grow with the completion: a list of all of its 200 000 tokens takes 1.6 MB."""
+    sampling = SamplingParams(max_tokens=200_100, stop=("xyz",))
+    sequence = Sequence(Request(0, (1, 2), sampling, 0), 0, 300_000, ())
+    sequence.record.tokens[2:200_000] = 3
+    sequence.num_tokens = 200_000
+    seen: list[int] = []
+
+    def decode(ids: list[int]) -> str:
+        seen.append(len(ids))
+        return LetterTokenizer().decode(ids)
+
+    tracemalloc.start()
+    sequence.take([4, 5], decode)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100_000 and max(seen) <= len("xyz") + 16
+    assert sequence.take([23, 24], decode) == 2 and sequence.take([25, 4], decode) == 1
+    assert sequence.stop_reason == "xyz"
+
+
+class Lengthy(StaticPolicy):
+    """One that keeps something of every request, as `das` does."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__(num)
+        self.live: set[int] = set()
+        self.committed: list[object] = []
+        self.observed: list[object] = []
+
+    def begin(self, request: Request) -> None:
+        self.live.add(request.request_id)
+
+    def end(self, request_id: int) -> None:
+        self.live.remove(request_id)
+
+    def plan(self, rows: Rows) -> np.ndarray:
+        assert self.live >= set(rows.request_ids.tolist())
+        caps = super().plan(rows)
+        self.decision = replace(self.decision, about=self)
+        return caps
+
+    def commit(self, decision: Decision) -> None:
+        self.committed.append(decision)
+
+    def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
+        assert decision.about is self, "another policy's decision"
+        self.observed.append(decision)
+
+
+def test_a_policy_is_replaced_while_requests_run() -> None:
+    wanted = requests(3, max_tokens=20, ignore_eos=True)
+    running, second = engine(2, 3, wanted), Lengthy(2)
+    first = Lengthy(3)
+    running.policy = first
+    handles = [running.submit(request) for request in wanted]
+    for _ in range(3):
+        running.step()
+    running.policy = second
+    assert not first.live and second.live == {0, 1, 2}
+    while running.has_work:
+        running.step()
+    assert not second.live and first.observed == first.committed and second.observed == second.committed
+    assert len(first.observed) == 3 and second.observed
+    assert [h.completion.token_ids.tolist() for h in handles] == naive_table(TABLE, wanted, EOS)
+
+
+def test_a_policy_that_a_rule_does_not_bear_is_refused_later_too() -> None:
+    running = LocalEngine(TableDecoder(TABLE), drafter=NgramDrafter(), policy=StaticPolicy(2), rule="rejection")
+    before = running.policy
+    with pytest.raises(ValueError, match="rule = 'rejection' is biased by a policy"):
+        running.policy = StaticPolicy(2, min_confidence=0.5)
+    assert running.policy is before

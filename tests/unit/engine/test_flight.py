@@ -23,9 +23,9 @@ from paceline.engine.step import Step
 from paceline.model.paged import PagedDecoder, Span
 from paceline.model.sample import Sampler, SamplingArrays
 from paceline.model.weights import hf_state
-from paceline.speculation.batch import Commits
-from paceline.speculation.policy import StaticPolicy
-from paceline.types import Completion, Request, SamplingParams
+from paceline.speculation.batch import Commits, Rows
+from paceline.speculation.policy import Decision, StaticPolicy
+from paceline.types import Completion, Request, SamplingParams, StepTrace
 
 TOOK = 0.25, 0.5  # seconds: a forward, and its draws
 
@@ -296,3 +296,51 @@ def test_asleep_it_says_so(flies: bool) -> None:
             running.generate(requests())
     running.wake()
     assert said(running.generate(requests())) == plain()
+
+
+class Counting(StaticPolicy):
+    """Counts plans, and which of them were launched."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.planned: list[Decision] = []
+        self.committed: list[Decision] = []
+        self.observed: list[Decision] = []
+
+    def plan(self, rows: Rows) -> np.ndarray:
+        caps = super().plan(rows)
+        self.decision = replace(self.decision, about=len(self.planned))
+        self.planned.append(self.decision)
+        return caps
+
+    def commit(self, decision: Decision) -> None:
+        self.committed.append(decision)
+
+    def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
+        self.observed.append(decision)
+
+
+@pytest.mark.parametrize("num_blocks", [64, 9])
+def test_a_policy_commits_the_steps_that_are_launched_and_no_others(num_blocks: int) -> None:
+    flying, policy = engine(True, num_blocks, drafts=True), Counting()
+    flying.policy = policy
+    assert said(flying.generate(requests())) == plain()
+    assert [d.about for d in policy.committed] == [d.about for d in policy.observed]
+    assert len(policy.committed) == len({d.about for d in policy.committed})
+    assert num_blocks > 9 or len(policy.planned) > len(policy.committed), "or no plan was ever discarded"
+
+
+def test_a_policy_is_replaced_between_steps_in_flight() -> None:
+    """Those in flight are finished first: their decisions are the old policy's."""
+    flying, first, second = engine(True, drafts=True), Counting(), Counting()
+    flying.policy = first
+    wanted = requests()
+    handles = [flying.submit(request) for request in wanted]
+    while not flying._flying:
+        flying.step()
+    flying.policy = second
+    assert not flying._flying and len(first.observed) == len(first.committed)
+    while flying.has_work:
+        flying.step()
+    assert len(second.observed) == len(second.committed) > 10
+    assert said([handle.completion for handle in handles]) == plain()

@@ -7,7 +7,7 @@ a page that was not told, or of another sequence, gives other tokens than the na
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import check_blocks, kernel_rooms, naive_table
+from support import check_blocks, kernel_rooms, naive_table, tiny_decoder, tiny_head
 
 from paceline.build.cost import time_step
 from paceline.build.drafter import _ahead
@@ -27,15 +27,18 @@ from paceline.config import load_config
 from paceline.drafters.ahead import MOST, Eagle3Ahead, HistoryAhead
 from paceline.drafters.hybrid import HybridAhead
 from paceline.drafters.suffix import SuffixDrafter
+from paceline.engine import naive as one_by_one
 from paceline.engine.accept import RULES
 from paceline.engine.engine import LocalEngine
+from paceline.engine.lineup import Row
 from paceline.engine.runner import EagerRunner
-from paceline.model.kv import BLOCK, BlockTable
-from paceline.model.paged import Span
+from paceline.engine.sequence import Sequence
+from paceline.model.kv import BLOCK, BlockTable, PagedKV
+from paceline.model.paged import PagedDecoder, Span
 from paceline.model.sample import Sampler, SamplingArrays
 from paceline.speculation.batch import DraftBatch
 from paceline.speculation.library import Library
-from paceline.speculation.policy import StaticPolicy
+from paceline.speculation.policy import StaticPolicy, level
 from paceline.types import Completion, Provenance, Request, SamplingParams
 from paceline.verify.drafters import AdversarialDrafter
 from paceline.verify.table import Table, TableDecoder
@@ -351,7 +354,8 @@ def graphs(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Capturing one takes a second."""
     made = object.__new__(cuda.graphs.Graphs)
     made.eager = made._is_tight = False
-    made._paid_s, made._captured, made.seconds, made._price_s = Counter(), {}, {}, math.inf
+    made.num_captured = 0
+    made._paid_s, made._captured, made.seconds, made._price_s = Counter(), OrderedDict(), {}, math.inf
     made._capture, now = (lambda size: lambda: None), count()
     monkeypatch.setattr(cuda.graphs, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     return made
@@ -415,6 +419,7 @@ class Wild(StaticPolicy):
 
     def plan(self, rows: Any) -> np.ndarray:
         super().plan(rows)
+        self.budget = rows.draft_budget
         if self.num_steps % 3 == 0:
             self.k = int(self.dice.integers(self.most + 1))
         self.num_steps += 1
@@ -424,7 +429,8 @@ class Wild(StaticPolicy):
         return caps
 
     def select(self, drafts: DraftBatch) -> np.ndarray:
-        return (drafts.num * self.dice.random()).astype(np.int32)
+        lengths = (drafts.num * self.dice.random()).astype(np.int32)
+        return lengths if lengths.sum() <= self.budget else level(lengths, self.budget)
 
 
 @pytest.mark.parametrize("num_blocks", [64, 12])
@@ -583,3 +589,77 @@ def test_longer_drafts_than_a_slot_has_room_for_are_refused(cuda: SimpleNamespac
         config = load_config(None, [f"speculation.{wish}" for wish in wishes])
         with pytest.raises(ValueError, match="at most 15; lower it") if refused else nullcontext():
             _ahead(config, None, head)  # type: ignore[arg-type]
+
+
+def head_kv(cuda: SimpleNamespace, prompt: tuple[int, ...], draft: list[int]) -> tuple[torch.Tensor, ...]:
+    """A prefill row with this draft goes by the eager runner; what the device's head then has of it, by position, and
+    how many positions that are."""
+    decoder = tiny_decoder()
+    head, paged = tiny_head(decoder), PagedDecoder(decoder, 16)
+    paged.tap(head.config.taps)
+    sequence = Sequence(Request(0, prompt, SamplingParams(max_tokens=30, ignore_eos=True), 5), 0, 256, ())
+    assert paged.pool.reserve(sequence.table, len(prompt) + len(draft) + 1)
+    eager = EagerRunner(paged, Sampler(), RULES["coupled"])
+    rows = [Row(sequence, len(prompt), True, np.array(draft, np.int32))]
+    landed = eager.launch(rows, {}).land()
+    runner: Any = object.__new__(cuda.runner.GraphRunner)
+    runner.paged, runner._device = paged, torch.device("cpu")
+    kv = PagedKV(head.config.layer, 16, decoder.dtype, "cpu")
+    runner._take_in(SimpleNamespace(head=head, embed=decoder.embed, kv=kv), rows, landed)
+    emitted = landed.verdict.tokens[0, : landed.verdict.num_accepted[0] + 1]
+    num = len(prompt) + len(emitted) - 1
+    return (*kv.read(0, torch.tensor(sequence.table.blocks), num), torch.from_numpy(emitted.copy()))
+
+
+@pytest.mark.parametrize("num_right", [0, 2, 3])
+def test_a_head_has_no_holes_where_a_prefill_row_verified_a_draft(cuda: SimpleNamespace, num_right: int) -> None:
+    """What was accepted behind a prompt is in the head's KV, as if it had been part of the prompt."""
+    prompt = tuple(range(1, 21))
+    plain = one_by_one.generate(
+        tiny_decoder(), [Request(0, prompt, SamplingParams(max_tokens=4, ignore_eos=True), 5)]
+    )[0].token_ids.tolist()  # fmt: skip
+    draft = [*plain[:num_right], *((token + 1) % 60 for token in plain[num_right:3])]
+    keys, values, emitted = head_kv(cuda, prompt, draft)
+    assert emitted.tolist() == plain[: num_right + 1] and len(keys) == 20 + num_right
+    whole_keys, whole_values, last = head_kv(cuda, (*prompt, *plain[:num_right]), [])
+    assert last.tolist() == plain[num_right : num_right + 1]
+    torch.testing.assert_close(keys, whole_keys)
+    torch.testing.assert_close(values, whole_values)
+    assert keys.abs().amin(0).max() > 0 and (keys.abs().sum((1, 2)) > 0).all(), "a position that was never written"
+
+
+def test_the_number_of_captured_graphs_is_bounded(
+    graphs: Any, cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that was not used for longest goes, and is captured again when it is needed."""
+    monkeypatch.setattr(cuda.graphs, "MAX_GRAPHS", 3)
+    sizes = [cuda.graphs.Size(1, n, n) for n in range(1, 6)]
+    for size in sizes[:3]:
+        graphs.prepare(size)
+        graphs.seconds[size] = 1.0
+    graphs.run(sizes[0])
+    graphs.prepare(sizes[3])
+    assert list(graphs._captured) == [sizes[2], sizes[0], sizes[3]] and sizes[1] not in graphs.seconds
+    graphs.prepare(sizes[1])
+    assert graphs.num_captured == 5 and list(graphs._captured) == [sizes[0], sizes[3], sizes[1]]
+
+
+def test_graphs_of_the_last_drafters_are_kept(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def make_graphs(*parts: Any) -> Any:
+        made.append(SimpleNamespace(num_captured=2, head=parts[4]))
+        return made[-1]
+
+    monkeypatch.setattr(cuda.runner, "Graphs", make_graphs)
+    monkeypatch.setattr(cuda.runner, "DeviceHistory", type("None", (), {"__init__": lambda self, *parts: None}))
+    runner: Any = object.__new__(cuda.runner.GraphRunner)
+    decoder = SimpleNamespace(config=SimpleNamespace(max_positions=64), device="cpu")
+    runner.paged = SimpleNamespace(kv=object(), decoder=decoder)
+    runner.slots = runner.imposed = None
+    runner.max_num_seqs, runner._num_dropped, runner.eager, runner._device = 4, 0, False, "cpu"
+    runner._graphs, runner._mail, runner.ahead = {}, [object()], object()
+    for i in range(6):
+        runner._historian = SimpleNamespace(recency=0.1 * i, min_match=1)
+        assert runner._ready() is made[-1] and runner._ready() is made[-1]
+    assert len(made) == 6 and len(runner._graphs) == cuda.runner.MAX_DRAFTERS and runner.num_captured == 12

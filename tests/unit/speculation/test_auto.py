@@ -58,7 +58,9 @@ def told(policy: AutoPolicy, drafts: DraftBatch, lengths: np.ndarray, accepted: 
     accepted = np.minimum(accepted, lengths).astype(np.int32)
     num_rows = len(lengths)
     commits = Commits(np.arange(num_rows), np.zeros((num_rows, K + 1), np.int32), accepted + 1, lengths, accepted)
-    policy.observe(commits, None, policy.decision)  # type: ignore[arg-type]
+    policy.commit(policy.decision)
+    trace: Any = SimpleNamespace(total_s=10.0, num_guessed=0)
+    policy.observe(commits, trace, policy.decision)
 
 
 def known(policy: AutoPolicy) -> None:
@@ -68,6 +70,47 @@ def known(policy: AutoPolicy) -> None:
         said = rng.random((100, K))
         stood = np.cumprod(rng.random((100, K)) < said, axis=1).sum(1)
         policy.chances.observe(policy.chances.cells(offered(said)), stood, np.minimum(stood + 1, K))
+
+
+@pytest.mark.parametrize("method", ["suffix", "ngram", "eagle3", "hybrid"])
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_discarded_step_changes_no_later_one(method: str, is_ahead: bool) -> None:
+    """Neither planned nor selected: credit for probes is spent on steps that run."""
+    line = Line(draft=3.0, token=0.1) if method in ("eagle3", "hybrid") else Line(draft=0.5, token=0.1)
+    once, often = (AutoPolicy(line, K, method) for _ in range(2))  # type: ignore[arg-type]
+    num_probed = 0
+    for step in range(400):
+        drafts = []
+        for policy, times in ((once, 1), (often, 3)):
+            for _ in range(times):
+                batch = replace(rows(3), is_ahead=is_ahead)
+                caps = policy.plan(batch)
+                made = offered(np.full((3, int(caps.max())), 0.1), caps)
+                lengths = policy.select(made) if caps.any() else caps
+            head_caps = None if batch.head_caps is None else batch.head_caps.tolist()
+            drafts.append((caps.tolist(), head_caps, lengths.tolist(), policy.decision.reason))
+            told(policy, made, lengths, np.full(3, step % 2))
+            assert policy._step.credit_s <= 0.1
+        assert drafts[0] == drafts[1]
+        num_probed += "probes" in drafts[0][3]
+    assert num_probed, "or there was nothing to spend"
+
+
+@pytest.mark.parametrize("method", ["suffix", "eagle3"])
+def test_the_best_slots_of_all_rows_are_taken_within_the_budget(method: str) -> None:
+    """The last rows' drafts are the surest; there is room for six tokens."""
+    policy = AutoPolicy(Line(token=0.01, draft=0.01), K, method)  # type: ignore[arg-type]
+    known(policy)
+    batch = rows(8)
+    batch.draft_budget, batch.draft_limits = 6, np.full(8, 9, np.int32)
+    caps = policy.plan(batch)
+    said = np.where(np.arange(8) >= 6, 0.95, 0.35)[:, None].repeat(K, 1)
+    lengths = policy.select(offered(said[:, : caps.max()], caps))
+    assert lengths.sum() == 6 and lengths[6:].tolist() == [min(3, caps[-1])] * 2
+    batch.draft_budget = 0
+    assert not policy.plan(batch).any() and "max_num_batched_tokens" in policy.decision.reason
+    batch.draft_budget, batch.draft_limits = 100, np.array([0, 1] * 4, np.int32)
+    assert (policy.plan(batch) <= batch.draft_limits).all()
 
 
 def brute_force(policy: AutoPolicy, drafts: DraftBatch) -> float:
@@ -171,6 +214,7 @@ def test_a_head_that_does_not_pay_is_probed_on_credit_and_history_goes_on_beside
         assert batch.head_caps is not None
         assert sorted(batch.head_caps.tolist()) in ([0, 0, 0], [0, 0, 2])
         probes += int(batch.head_caps.any())
+        policy.commit(policy.decision)
     assert 0 < probes * 20 <= PROBES * 3000 * 10 + 22
 
 
@@ -190,6 +234,7 @@ def ahead(
         batch.request_ids, np.zeros((num_rows, K + 1), np.int32), accepted + 1, lengths.astype(np.int32), accepted,
         offered(np.full((num_rows, width), 0.5) * (made > 0)[:, None], made),
     )  # fmt: skip
+    policy.commit(policy.decision)
     policy.observe(commits, SimpleNamespace(total_s=10.0, num_guessed=0), policy.decision)  # type: ignore[arg-type]
     return np.full(num_rows, caps.max()), int(lengths.sum())
 
@@ -426,6 +471,7 @@ def test_so_it_is_on_a_device(num: int) -> None:
         k, stood = drafter.num_asked, taken if step > 2000 else 0 * taken
         found = np.full((num, k), 0.6 if step > 2000 else 0.0)
         drafter.made(ids, k)
+        policy.commit(policy.decision)
         flying.append((taken, stood, found, policy.decision))
         asked.append(k > 0)
         verified.append(int(taken.sum()))
@@ -483,6 +529,7 @@ def drafted(policy: AutoPolicy, spread: float, num_steps: int, blind: bool = Fal
         stood = np.minimum((dice.random((128, k)) < chances[:, :k]).cumprod(1).sum(1), lengths).astype(np.int32)
         commits = Commits(np.arange(128), np.zeros((128, 1), np.int32), stood + 1, lengths, stood)
         commits.drafts = drafts if blind else None
+        policy.commit(policy.decision)
         policy.observe(commits, Trace(20.0, 0.0), policy.decision)  # type: ignore[arg-type]
         found.append((k, int(lengths.sum())))
         before = chances

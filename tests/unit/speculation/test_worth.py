@@ -91,10 +91,12 @@ def test_curves_serve_for_a_while_and_follow_then() -> None:
     for _ in range(SELDOM * SELDOM):
         worth.hear(np.full((1, NUM), 0.5))
         worth(depths)
+        worth.grow_older()
     before, other = worth(depths), known((0.1, 0.1, 0.1, 0.1))
     worth.hear(np.full((1, NUM), 0.5))
     num_served = 0
     while worth(other) is before:
+        worth.grow_older()
         num_served += 1
     assert 1 <= num_served <= SELDOM
     assert worth(depths) is worth(depths)  # nothing new was heard

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +39,7 @@ SIZES = (
 )  # fmt: skip
 QUERIES = (1, 2, 4, 8, MAX_QUERIES)
 PAGES = 2  # new ones of a row in a step, at most
+MAX_GRAPHS = 256  # captured sizes; the one that was not used for longest goes first
 CROWD = 32  # rows from which one auction says what the next will keep
 
 
@@ -147,15 +148,12 @@ class Graphs:
         self.words = torch.empty(Size(most, most, 1).num_words, dtype=torch.int32, device=device)
         self.letter = Letter(most, device=device)
         self.seconds: dict[Size, float] = {}  # what the last step took that went by it
-        self._captured: dict[Size, Callable[[], None]] = {}
+        self._captured: OrderedDict[Size, Callable[[], None]] = OrderedDict()  # the last used at the end
+        self.num_captured = 0  # graphs so far, those that were dropped included
         self._price_s = math.inf  # of a graph
         self._is_tight = False  # there was no memory for a wide one
         self._paid_s: defaultdict[Size, float] = defaultdict(float)  # for padding, by those that are not captured
         self._pool: Any = None  # torch's handle of it
-
-    @property
-    def num_captured(self) -> int:
-        return len(self._captured)
 
     @property
     def stream(self) -> torch.cuda.Stream:
@@ -192,6 +190,10 @@ class Graphs:
         started = time.perf_counter()
         try:
             self._captured[size] = self._capture(size)
+            self.num_captured += 1
+            if len(self._captured) > MAX_GRAPHS:  # not in use: capturing waits for the device
+                oldest, _ = self._captured.popitem(last=False)
+                self.seconds.pop(oldest, None)
         except torch.cuda.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info()
             raise ValueError(
@@ -203,6 +205,7 @@ class Graphs:
 
     def run(self, size: Size) -> None:
         """A step by the orders in `words`, which are laid out for this size. It was prepared."""
+        self._captured.move_to_end(size)
         self._captured[size]()
 
     @torch.inference_mode()
@@ -241,7 +244,8 @@ class Graphs:
                 self._step(size)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # Only this thread's calls can spoil the capture: a learner in another thread may allocate meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._step(size)
         finally:
             words.copy_(given)
