@@ -20,7 +20,7 @@ from paceline.model.paged import PagedDecoder
 from paceline.model.sample import PhiloxNoise, Sampler, Stream, philox_words
 from paceline.model.weights import checksum, hf_state
 from paceline.speculation.policy import StaticPolicy
-from paceline.types import Request, SamplingParams
+from paceline.types import Completion, Request, SamplingParams
 from paceline.verify.ladder import run_ladder
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +41,7 @@ def requests() -> list[Request]:
     ]
 
 
-def generate(device: str, dtype: torch.dtype, drafter: str | None = None, rule: str = "coupled") -> list[list[int]]:
+def generate(device: str, dtype: torch.dtype, drafter: str | None = None, rule: str = "coupled") -> list[Completion]:
     decoder = tiny_decoder(dtype).to(device)
     sampler = Sampler()
     drafters = {
@@ -54,7 +54,15 @@ def generate(device: str, dtype: torch.dtype, drafter: str | None = None, rule: 
     engine = LocalEngine(
         PagedDecoder(decoder, 64), sampler=sampler, drafter=drafters[drafter](), policy=StaticPolicy(3), rule=rule
     )
-    return [c.token_ids.tolist() for c in engine.generate(requests())]
+    return engine.generate(requests())
+
+
+def said(completions: list[Completion]) -> list[list[int]]:
+    return [c.token_ids.tolist() for c in completions]
+
+
+def num_accepted(completions: list[Completion]) -> int:
+    return sum(c.num_accepted_tokens for c in completions)
 
 
 def test_noise_words_are_the_same_on_both_devices() -> None:
@@ -68,16 +76,30 @@ def test_noise_words_are_the_same_on_both_devices() -> None:
 
 @pytest.mark.parametrize("drafter", [None, "suffix", "draft_model"])
 def test_float64_tokens_equal_the_cpus(drafter: str | None) -> None:
-    assert generate("cuda", torch.float64, drafter) == generate("cpu", torch.float64)
+    found = generate("cuda", torch.float64, drafter)
+    assert said(found) == said(generate("cpu", torch.float64))
+    assert (num_accepted(found) > 10) == (drafter is not None)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_rejection_rules_run(rule: str) -> None:
-    assert all(generate("cuda", torch.float32, "draft_model", rule))
+def test_rejection_rules_emit_the_cpus_tokens(rule: str) -> None:
+    """The same noise, coins and residuals: the same decisions."""
+    here, there = (generate(device, torch.float64, "draft_model", rule) for device in ("cuda", "cpu"))
+    assert said(here) == said(there) and num_accepted(here) == num_accepted(there) > 10
+    for mine, theirs in zip(here, there, strict=True):
+        np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-9)
 
 
-def test_bfloat16_runs() -> None:
-    assert len(generate("cuda", torch.bfloat16, "suffix")) == 12
+@pytest.mark.parametrize("drafter", [None, "suffix"])
+def test_bfloat16_logprobs_are_those_of_the_tokens_emitted(drafter: str | None) -> None:
+    """Whatever was rounded on the way: near what float64 says of the same tokens. Other tokens' would be nats away."""
+    found, decoder, gaps = generate("cuda", torch.bfloat16, drafter), tiny_decoder(torch.bfloat16).double(), []
+    for c in found:
+        ids = torch.tensor([*c.request.prompt_ids, *c.token_ids.tolist()])
+        logits = decoder.logits(decoder(ids, torch.arange(len(ids)), PackedAttention([len(ids)])).hidden)
+        logprobs = logits.log_softmax(-1)[len(c.request.prompt_ids) - 1 : -1].gather(1, ids[-len(c.token_ids) :, None])
+        gaps.append(np.abs(logprobs[:, 0].numpy() - c.raw_logprobs))
+    assert np.concatenate(gaps).mean() < 0.1 and (num_accepted(found) > 10) == (drafter is not None)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

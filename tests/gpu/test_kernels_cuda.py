@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,10 +22,11 @@ from paceline.model.layer import Linear
 from paceline.model.ops import TorchOps
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler, SamplingArrays, Stream, philox_words
+from paceline.model.weights import hf_state
 from paceline.speculation.batch import DraftBatch
 from paceline.speculation.library import Library
 from paceline.speculation.policy import StaticPolicy
-from paceline.types import Completion, Request, SamplingParams
+from paceline.types import Completion, Provenance, Request, SamplingParams
 from paceline.verify.drafters import AdversarialDrafter
 
 pytestmark = pytest.mark.gpu
@@ -495,6 +498,8 @@ def test_graphs_emit_the_plain_engines_tokens(drafter: str) -> None:
             assert abs(mine.logprobs - theirs.logprobs).max() < 1e-4
             assert (mine.finish_reason, mine.stop_reason) == (theirs.finish_reason, theirs.stop_reason)
         assert not running.has_work and running.paged.pool.num_free == 256
+        assert (sum(c.num_draft_tokens for c in found) > 100) == (drafter != "none")
+        assert drafter in ("none", "random") or sum(c.num_accepted_tokens for c in found) > 20
 
 
 @pytest.mark.parametrize("drafter", ["none", "suffix", "history"])
@@ -502,10 +507,11 @@ def test_graphs_equal_eager_bit_for_bit(drafter: str) -> None:
     eager, graph = (engine(kind, torch.bfloat16, drafter).generate(requests()) for kind in ("eager", "graph"))
     assert said(eager) == said(graph)
     assert all((a.logprobs == b.logprobs).all() for a, b in zip(eager, graph, strict=True))
+    assert drafter == "none" or sum(c.num_accepted_tokens for c in graph) > 20
 
 
-def test_sent_back_and_slept_and_taught_anew_in_mid_flight() -> None:
-    """Little memory, so that sequences are preempted; new weights while they run; sleep between."""
+def test_preempted_and_slept_in_between() -> None:
+    """Little memory, so that sequences are preempted; sleep between."""
     wanted = requests()
     plain, graph = (engine(kind, torch.float32, num_blocks=16, max_num_seqs=6) for kind in ("plain", "graph"))
     found = []
@@ -700,3 +706,131 @@ def test_a_head_on_the_device_in_little_memory() -> None:
     running = eagle3_engine("graph", torch.float32, 3, num_blocks=16)
     assert said(running.generate(requests())) == said(wanted)
     assert sum(t.num_preempted for t in running.drain_trace()) > 0
+
+
+DRAFTERS = ["none", "suffix", "history", "eagle3", "hybrid"]
+
+
+def drafting_engine(drafter: str) -> LocalEngine:
+    from paceline.drafters.hybrid import HybridAhead
+
+    if drafter not in ("eagle3", "hybrid"):
+        return engine("graph", torch.float32, drafter)
+    running = eagle3_engine("graph", torch.float32, 3)
+    if drafter == "hybrid":
+        running.set_drafter(HybridAhead(SuffixDrafter(), running.drafter, 0.05), StaticPolicy(3))
+    return running
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_weights_that_change_while_requests_run(drafter: str) -> None:
+    """Before the change the old weights' tokens, after it those that the new weights emit after the same prefix, with
+    steps in flight; and drafts are accepted as often as by an engine that never had other weights."""
+    new = list(hf_state(tiny_decoder(torch.float32, seed=9, **SHAPE)))
+    wanted = [replace(r, sampling=SamplingParams(max_tokens=64, ignore_eos=True)) for r in requests()[:6]]
+    old = said(engine("plain", torch.float32).generate(wanted))
+    running = drafting_engine(drafter)
+    handles = [running.submit(request) for request in wanted]
+    for _ in range(8):
+        running.step()
+    assert running._flying or not running.drafting.overlaps, "or nothing was in flight"
+    running.update_weights(new, 1, "recompute")
+    running.drain_trace()
+    while running.has_work:
+        running.step()
+    after = running.drain_trace()
+    fresh = engine("plain", torch.float32)
+    fresh.update_weights(new, 1)
+    continued = []
+    for handle, before in zip(handles, old, strict=True):
+        completion = handle.completion
+        num = int((completion.versions == 0).sum())
+        assert 0 < num < 64 and (completion.versions[num:] == 1).all()
+        assert completion.token_ids[:num].tolist() == before[:num]
+        request = handle.request
+        prompt = (*request.prompt_ids, *before[:num])
+        sampling = SamplingParams(max_tokens=64 - num, ignore_eos=True)
+        continued.append(replace(request, prompt_ids=prompt, sampling=sampling))
+        assert completion.token_ids[num:].tolist() == said(fresh.generate([continued[-1]]))[0]
+    if drafter in ("eagle3", "hybrid"):
+        other = eagle3_engine("graph", torch.float32, 3)
+        other.update_weights(new, 1)
+        other.generate(continued)
+        rates = []
+        for traces in (after, other.drain_trace()):
+            heads = [(num, stood) for t in traces for who, num, stood in t.sources if who == "eagle3"]
+            rates.append(sum(stood for _, stood in heads) / sum(num for num, _ in heads))
+        assert abs(rates[0] - rates[1]) < 0.05, rates
+    elif drafter != "none":
+        assert sum(t.num_accepted_tokens for t in after) > 0
+
+
+class Once(SuffixDrafter):
+    """Drafts what it was told for the first step of a request, and nothing later."""
+
+    def __init__(self, drafts: dict[int, list[int]]) -> None:
+        super().__init__()
+        self.drafts, self.lengths = drafts, dict[int, int]()
+
+    def propose(self, rows: Any, caps: np.ndarray) -> DraftBatch:
+        drafts = DraftBatch.empty(len(rows), int(caps.max(initial=0)))
+        drafts.confidence[:] = 0.99
+        drafts.match = np.zeros(len(rows), np.int32)
+        for i, (request_id, tokens) in enumerate(zip(rows.request_ids.tolist(), rows.tokens, strict=True)):
+            if self.lengths.setdefault(request_id, len(tokens)) == len(tokens):
+                told = self.drafts[request_id][: caps[i]]
+                drafts.tokens[i, : len(told)], drafts.num[i] = told, len(told)
+        return drafts
+
+
+def test_a_head_goes_on_after_a_prefill_that_verified_a_draft() -> None:
+    """As if what was accepted there had been part of the prompt: the same drafts, and as many accepted."""
+    from paceline.drafters.hybrid import HybridAhead
+
+    some = [replace(r, sampling=SamplingParams(max_tokens=64, ignore_eos=True)) for r in requests()[:6]]
+    plain = said(engine("plain", torch.float32).generate(some))
+    hybrid = eagle3_engine("graph", torch.float32, 3)
+    history = Once({r.request_id: text[:3] for r, text in zip(some, plain, strict=True)})
+    hybrid.set_drafter(HybridAhead(history, hybrid.drafter, 0.05), StaticPolicy(3))
+    found = []
+    for request, text in zip(some, plain, strict=True):
+        completion = hybrid.generate([request])[0]
+        assert completion.token_ids.tolist() == text
+        assert completion.provenance[:3].tolist() == [Provenance.ACCEPTED] * 3 and completion.sources[0] == 0
+        found.append([(t.num_draft_tokens, t.num_accepted_tokens) for t in hybrid.drain_trace()][1:])
+    alone = eagle3_engine("graph", torch.float32, 3)
+    for request, text, steps in zip(some, plain, found, strict=True):
+        # A draft of three that is accepted whole emits four tokens.
+        sampling = SamplingParams(max_tokens=61, ignore_eos=True)
+        alone.generate([replace(request, prompt_ids=(*request.prompt_ids, *text[:3]), sampling=sampling)])
+        assert [(t.num_draft_tokens, t.num_accepted_tokens) for t in alone.drain_trace()][1:] == steps
+    assert sum(num for steps in found for _, num in steps) > 20
+
+
+def test_graphs_are_captured_while_another_thread_allocates() -> None:
+    """As a learner does beside a rollout of the next batch (max_staleness > 0, one GPU)."""
+    wanted = engine("plain", torch.float32).generate(requests())
+    stop, failures, num_allocated = threading.Event(), list[BaseException](), 0
+
+    def allocate() -> None:
+        nonlocal num_allocated
+        try:
+            while not stop.is_set():
+                some = [torch.empty(1 << 26, dtype=torch.uint8, device=CUDA) for _ in range(2)]
+                some[0].fill_(1)
+                del some
+                torch.cuda.empty_cache()
+                num_allocated += 1
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    try:
+        running = engine("graph", torch.float32)
+        found = running.generate(requests())
+    finally:
+        stop.set()
+        thread.join()
+    assert not failures and num_allocated > 10 and running.runner.num_captured > 3
+    assert said(found) == said(wanted)
