@@ -48,6 +48,12 @@ class ScriptedEngine:
     def drain_trace(self) -> list[Any]:
         return []
 
+    def forget(self) -> None:
+        pass
+
+    def learned(self) -> dict[str, Any]:
+        return {}
+
 
 class Bytes:
     chat_template = None

@@ -83,8 +83,8 @@ def test_surplus_of_rounds_is_used_next() -> None:
     made.surplus = producer()._produce(0).groups[:1]
     made.position = 2
     batch = made._produce(0)
-    assert [g.index for g in batch.groups] == [0, 2] and [g.index for g in batch.surplus] == [3]
-    assert made.surplus == batch.surplus and batch.position == 4
+    assert [g.index for g in batch.groups] == [0, 2] and [g.index for g in made.surplus] == [3]
+    assert batch.position == made.position == 4
 
 
 def test_what_is_too_old_is_dropped_and_counted() -> None:
@@ -120,13 +120,13 @@ def test_too_many_failures() -> None:
 def test_stopped_though_a_batch_is_ready() -> None:
     made = producer(max_staleness=2)
     made.start(0)
-    while not made.pending():
+    while not made.state().batches:
         pass
     made.stop()
     with pytest.raises(Stopped):
         made.next(0)
     made.close()
-    assert made.pending()[0].step == 0, "what is ready is kept for a checkpoint"
+    assert made.state().batches[0].step == 0, "what is ready is kept for a checkpoint"
 
 
 def test_an_error_in_the_thread_reaches_the_learner() -> None:
