@@ -373,6 +373,7 @@ class Loop:
             },
             best=best,
         )
+        self.folder.record_checkpoint(self.step)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """What can be refused is refused before anything in the folder is touched."""
