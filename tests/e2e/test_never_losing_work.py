@@ -147,15 +147,20 @@ def test_a_run_that_is_not_the_same_is_told_apart(folder: Path, drive: Drive, wh
 def test_overlapped_runs_go_on(folder: Path, drive: Drive, inflight: str) -> None:
     overrides = [*BASE, "train.max_staleness=1", f"train.inflight={inflight}", "train.num_steps=8"]
     name = f"overlapped {inflight}"
+    slow = ["step", 0.01]  # so that new weights arrive while requests run
     for attempt, at in enumerate((30, 10)):
-        end = drive(name=name, overrides=overrides, resume=attempt > 0, at_write=at)
+        end = drive(name=name, overrides=overrides, resume=attempt > 0, at_write=at, slow=slow)
         assert end["status"] == -signal.SIGKILL, end["said"]
-    end = drive(name=name, overrides=overrides, resume=True)
+    end = drive(name=name, overrides=overrides, resume=True, slow=slow)
     assert end["status"] == 0, end["said"]
     each_once(folder / name, 8)
     metrics = lines(folder / name, "metrics")
     assert max(m["lag_max"] for m in metrics) == 1
-    groups = [r["group"] for r in lines(folder / name, "rollouts")]
+    rollouts = lines(folder / name, "rollouts")
+    assert any(len(r["versions"]) > 1 for r in rollouts) == (inflight == "keep"), (
+        "no weights arrived while it generated"
+    )
+    groups = [r["group"] for r in rollouts]
     assert groups == sorted(groups) and set(groups) == set(range(16)), "a problem was left out or came twice"
 
 
