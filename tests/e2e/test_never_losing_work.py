@@ -76,8 +76,8 @@ def whole(folder: Path, drive: Drive) -> Callable[[str], tuple[Path, dict[str, A
 
 def random_kills() -> list[Any]:
     """Four per flavour: at an instant of a checkpoint's writing, an engine step, an update, and any time in the run's
-    life, each as a share of all that there is. Ten take turns in the default suite, one per flavour and two more; all
-    32 are in `make soak`. KILL_SEED=n gives other instants."""
+    life, each as a share of all that there is. Ten run in the default suite, one per flavour and two more; the
+    other 22 in `make soak`. KILL_SEED=n gives other instants."""
     cases = []
     for i, flavour in enumerate(FLAVOURS):
         for j, kind in enumerate(("at_write", "step", "update", "after_s")):
@@ -121,18 +121,20 @@ def test_killed_at_a_random_instant(
 
 
 @pytest.mark.slow
-def test_killed_again_and_again(folder: Path, drive: Drive, whole: Any) -> None:
+@pytest.mark.parametrize(
+    "flavour", ["adamw, validated", pytest.param("staleness 2, dapo, resampled", marks=pytest.mark.soak)]
+)
+def test_killed_again_and_again(folder: Path, drive: Drive, whole: Any, flavour: str) -> None:
     """Inside of every checkpoint, the resumed runs' too."""
-    flavour = "adamw, validated"
     uninterrupted, _ = whole(flavour)
     overrides = [*BASE, *FLAVOURS[flavour]]
     for attempt, at in enumerate((0, 4, 14, 20, 9, 1)):
-        end = drive(name="often", overrides=overrides, resume=attempt > 0, at_write=at)
+        end = drive(name=f"often {flavour}", overrides=overrides, resume=attempt > 0, at_write=at)
         assert end["status"] == -signal.SIGKILL, end["said"]
-    end = drive(name="often", overrides=overrides, resume=True)
+    end = drive(name=f"often {flavour}", overrides=overrides, resume=True)
     assert end["status"] == 0, end["said"]
-    each_once(folder / "often", 6)
-    assert outcome(folder / "often") == outcome(uninterrupted)
+    each_once(folder / f"often {flavour}", 6)
+    assert outcome(folder / f"often {flavour}") == outcome(uninterrupted)
 
 
 def test_a_run_that_is_not_the_same_is_told_apart(folder: Path, drive: Drive, whole: Any) -> None:
