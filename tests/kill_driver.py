@@ -3,7 +3,8 @@
     python tests/kill_driver.py FOLDER
 
 reads one JSON object a line and answers each with one: how the process ended (minus the signal, or its exit code),
-what it said (a command its output, else a JSON object). Nothing here starts a thread before it forks.
+what it said (a command its output, else a JSON object: how long the run took, and how many instants of each kind there
+were). Nothing here starts a thread before it forks.
 
     name        of the run, in FOLDER
     overrides   settings
@@ -13,6 +14,7 @@ what it said (a command its output, else a JSON object). Nothing here starts a t
     at_write    SIGKILL at the n-th instant of writing a checkpoint: before, in the middle of and after every file,
                 before and after every rename, before every folder that is deleted
     signal      [where, n, signal]: at the n-th "step" of the engine or "update" of the learner
+    slow        ["step" or "update", seconds]: each of them takes so much longer
 """
 
 from __future__ import annotations
@@ -26,7 +28,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -75,23 +76,33 @@ class Instants:
         shutil.rmtree = self.around(shutil.rmtree)  # type: ignore[assignment]
 
 
-def signal_at(where: str, n: int, signum: int) -> None:
-    owner: Any = {"step": LocalEngine, "update": Learner}[where]
-    function, calls = getattr(owner, where), count()
+class Calls:
+    """Counts the calls of a method; sends this process a signal at one of them, and makes all of them slower."""
 
-    def called(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) == n:
-            os.kill(os.getpid(), signum)
-        return function(*args, **kwargs)
+    def __init__(self, owner: Any, name: str) -> None:
+        self.count, self.at, self.signum, self.slow_s = 0, -1, signal.SIGKILL, 0.0
+        function = getattr(owner, name)
 
-    setattr(owner, where, called)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if self.count == self.at:
+                os.kill(os.getpid(), self.signum)
+            self.count += 1
+            time.sleep(self.slow_s)
+            return function(*args, **kwargs)
+
+        setattr(owner, name, called)
 
 
 def child(folder: Path, job: dict[str, Any], report: int) -> None:
     instants = Instants(job.get("at_write"))
     instants.install()
+    calls = {"step": Calls(LocalEngine, "step"), "update": Calls(Learner, "update")}
     if "signal" in job:
-        signal_at(*job["signal"])
+        where, n, signum = job["signal"]
+        calls[where].at, calls[where].signum = n, signum
+    if "slow" in job:
+        where, seconds = job["slow"]
+        calls[where].slow_s = seconds
     if (seconds := job.get("after_s")) is not None:
         threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
     if "words" in job:
@@ -102,7 +113,12 @@ def child(folder: Path, job: dict[str, Any], report: int) -> None:
     started = time.perf_counter()
     summary = loop.run()
     loop.close()
-    answer = {"count": instants.count, "seconds": time.perf_counter() - started, "finished": summary["finished"]}
+    answer = {
+        "at_write": instants.count,
+        "after_s": time.perf_counter() - started,
+        **{where: each.count for where, each in calls.items()},
+        "finished": summary["finished"],
+    }
     os.write(report, json.dumps(answer).encode())
     os._exit(0)
 

@@ -19,6 +19,7 @@ class ScriptedEngine:
         self.waiting: list[Request] = []
         self.submitted: list[Request] = []
         self.aborted: list[int] = []
+        self.updates: list[tuple[int, str, int]] = []  # version, inflight, and how many requests waited then
 
     def submit(self, request: Request) -> None:
         if len(request.prompt_ids) > 200:
@@ -43,10 +44,17 @@ class ScriptedEngine:
 
     def update_weights(self, weights: Iterable[Any], version: int, inflight: str) -> Receipt:
         self.version = version
+        self.updates.append((version, inflight, len(self.waiting)))
         return Receipt(version, str(version), 0, 0, 0.0)
 
     def drain_trace(self) -> list[Any]:
         return []
+
+    def forget(self) -> None:
+        pass
+
+    def learned(self) -> dict[str, Any]:
+        return {}
 
 
 class Bytes:

@@ -18,6 +18,7 @@ from paceline.model.layer import Linear
 from paceline.model.ops import TorchOps
 from paceline.model.provenance import Provenance
 from paceline.model.weights import init, save
+from paceline.rl.checkpoint import Checkpoints
 from paceline.rl.loop import Loop
 
 SCALE = 14.0  # of the weights: larger is surer of its next token
@@ -119,3 +120,47 @@ def policy(loop: Loop) -> dict[str, torch.Tensor]:
 def lines(run: Path, stream: str) -> list[dict[str, Any]]:
     """A stream's records."""
     return [json.loads(line) for line in (run / f"{stream}.jsonl").read_text().splitlines()]
+
+
+# ---- what a run left ----
+
+TIMES = ("stages", "tokens_per_s", "draft_s", "memory_gib")
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """All that a run came to, times apart: every tensor of its last checkpoint by hash, every record."""
+    last = Checkpoints(run / "checkpoints", 2).latest()
+    assert last is not None
+    written = json.loads((last.path / "state.json").read_text())
+    state = written["state"]
+    return {
+        "files": {name: file["sha256"] for name, file in written["files"].items()},
+        "state": {key: state[key] for key in ("step", "position", "best", "first_eval", "last_eval", "surplus")},
+        "totals": {key: value for key, value in state["totals"].items() if key != "wall_s"},
+        "metrics": [{key: value for key, value in m.items() if key not in TIMES} for m in lines(run, "metrics")],
+        "rollouts": lines(run, "rollouts"),
+        # An engine counts its steps from its own beginning.
+        "trace": [{k: v for k, v in t.items() if k != "step" and k[-2:] != "_s"} for t in lines(run, "trace")],
+    }
+
+
+def each_once(run: Path, num_steps: int) -> None:
+    """Every step is recorded once, and so is every rollout that was generated, with the engine's steps that did it."""
+    metrics, rollouts, trace = (lines(run, stream) for stream in ("metrics", "rollouts", "trace"))
+    assert [m["step"] for m in metrics] == list(range(num_steps))
+    samples = [(r["group"], r["sample"]) for r in rollouts]
+    assert len(samples) == len(set(samples)) > 0
+    last = Checkpoints(run / "checkpoints", 2).latest()
+    assert last is not None and last.step == num_steps
+    surplus = last.state["surplus"]
+    num_stale = sum(m["groups_stale"] for m in metrics)  # generated, dropped, and not recorded
+    groups = {group for group, _ in samples} | {group["index"] for group in surplus}
+    assert len(groups) + num_stale == last.state["position"], "a problem was left out or came twice"
+    num_emitted = sum(t["num_emitted"] for t in trace)
+    num_tokens = sum(len(r["token_ids"]) for r in rollouts)
+    num_tokens += sum(rollout["num_tokens"] for group in surplus for rollout in group["rollouts"])
+    assert num_emitted == num_tokens or (num_stale and num_emitted > num_tokens), "traces are missing, or came twice"
+    for m in metrics:
+        of_step = [r for r in rollouts if r["step"] == m["step"]]
+        assert m["num_samples"] == len(of_step) and m["tokens"] == sum(len(r["token_ids"]) for r in of_step)
+        assert m["num_groups"] + m["groups_filtered"] == len({r["group"] for r in of_step})

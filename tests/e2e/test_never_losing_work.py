@@ -13,19 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import SETTINGS, lines, make, settings
-
-from paceline.rl.checkpoint import Checkpoints
+from tiny_run import SETTINGS, each_once, lines, make, outcome, settings
 
 TESTS = Path(__file__).parents[1]
 BASE = ("speculation.method=suffix", "train.num_steps=6", "train.checkpoint_every=2")
+STALE = ("train.max_staleness=2", "train.checkpoint_every=1")
+DAPO = ("algorithm.name=dapo", 'reward.functions=["reward_functions:sometimes_alike"]')
 FLAVOURS = {
     "adamw, validated": ("train.eval_every=3",),
     "muon, minibatches": ("learner.optimizer=muon", "learner.num_minibatches=2", "learner.schedule=cosine"),
     "lora, reference": ("learner.lora_rank=4", "algorithm.beta=0.1", "learner.warmup_steps=3"),
-    "dapo, resampled": ("algorithm.name=dapo", 'reward.functions=["reward_functions:sometimes_alike"]'),
+    "dapo, resampled": DAPO,
+    "staleness 2": (*STALE, "algorithm.correction=token_tis"),
+    "staleness 2, dapo, resampled": (*STALE, *DAPO, "train.groups_per_step=3"),
+    "staleness 2, keep": (*STALE, "train.inflight=keep"),
+    "staleness 2, keep, dapo, resampled": (*STALE, *DAPO, "train.inflight=keep"),
 }
-TIMES = ("stages", "tokens_per_s", "draft_s", "memory_gib")
+SEED = int(os.environ.get("KILL_SEED", "5"))  # of the random instants
 Drive = Callable[..., dict[str, Any]]
 
 
@@ -70,72 +74,67 @@ def whole(folder: Path, drive: Drive) -> Callable[[str], tuple[Path, dict[str, A
     return run
 
 
-def outcome(run: Path) -> dict[str, Any]:
-    """All that a run came to, times apart: every tensor of its last checkpoint by hash, every record."""
-    last = Checkpoints(run / "checkpoints", 2).latest()
-    assert last is not None
-    written = json.loads((last.path / "state.json").read_text())
-    state = written["state"]
-    return {
-        "files": {name: file["sha256"] for name, file in written["files"].items()},
-        "state": {key: state[key] for key in ("step", "position", "best", "first_eval", "last_eval", "surplus")},
-        "totals": {key: value for key, value in state["totals"].items() if key != "wall_s"},
-        "metrics": [{key: value for key, value in m.items() if key not in TIMES} for m in lines(run, "metrics")],
-        "rollouts": lines(run, "rollouts"),
-        # An engine counts its steps from its own beginning.
-        "trace": [{k: v for k, v in t.items() if k != "step" and k[-2:] != "_s"} for t in lines(run, "trace")],
-    }
-
-
-def each_once(run: Path, num_steps: int) -> None:
-    assert [m["step"] for m in lines(run, "metrics")] == list(range(num_steps))
-    samples = [(r["group"], r["sample"]) for r in lines(run, "rollouts")]
-    assert len(samples) == len(set(samples)) > 0
-
-
-def random_kills() -> Iterator[tuple[str, int, str, float]]:
-    """Twenty: for every flavour two instants inside of a checkpoint's writing and three anywhere in the run's life,
-    each as a share of all that there is."""
-    chance = random.Random(5)
-    for flavour in FLAVOURS:
-        for i in range(5):
-            yield flavour, i, "at_write" if i < 2 else "after_s", chance.random()
+def random_kills() -> list[Any]:
+    """Four per flavour: at an instant of a checkpoint's writing, an engine step, an update, and any time in the run's
+    life, each as a share of all that there is. Ten run in the default suite, one per flavour and two more; the
+    other 22 in `make soak`. KILL_SEED=n gives other instants."""
+    cases = []
+    for i, flavour in enumerate(FLAVOURS):
+        for j, kind in enumerate(("at_write", "step", "update", "after_s")):
+            share = random.Random(f"{SEED} {flavour} {kind}").random()
+            in_short = j == i % 4 or (j == 0 and "keep" in flavour)
+            marks = [] if in_short else [pytest.mark.soak]
+            cases.append(pytest.param(flavour, kind, share, marks=marks, id=f"seed {SEED}, {flavour}, {kind}"))
+    return cases
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("flavour", "i", "kind", "share"), random_kills())
+@pytest.mark.parametrize(("flavour", "kind", "share"), random_kills())
 def test_killed_at_a_random_instant(
-    folder: Path, drive: Drive, whole: Any, flavour: str, i: int, kind: str, share: float
+    folder: Path, drive: Drive, whole: Any, flavour: str, kind: str, share: float
 ) -> None:
+    """With drain, to the bit; with keep, where arrival times decide, each rollout exactly once."""
     uninterrupted, figures = whole(flavour)
-    name, overrides = f"{flavour} {i}", [*BASE, *FLAVOURS[flavour]]
-    # A process takes a quarter of a second to come to its first step.
-    at = int(share * figures["count"]) if kind == "at_write" else 0.2 + share * figures["seconds"]
-    end = drive(name=name, overrides=overrides, **{kind: at})
-    if kind == "at_write":
-        assert end["status"] == -signal.SIGKILL, end["said"]
+    name, overrides = f"{flavour} {kind}", [*BASE, *FLAVOURS[flavour]]
+    at = share * figures[kind]
+    job: dict[str, Any] = {"name": name, "overrides": overrides}
+    if "staleness" in flavour:  # a slow engine: batches not generated yet; a slow learner: batches that wait for it
+        job["slow"] = ["step", 0.005] if share < 0.5 else ["update", 0.1]
+    if kind == "after_s":
+        job[kind] = 0.2 + at  # a process takes a quarter of a second to come to its first step
+    elif kind == "at_write":
+        job[kind] = int(at)
     else:
-        assert end["status"] in (-signal.SIGKILL, 0), end["said"]  # a quick machine may be done by then
+        job["signal"] = [kind, int(at), signal.SIGKILL]
+    print(f"KILL_SEED={SEED}", job)
+    end = drive(**job)
+    if kind == "after_s" or "keep" in flavour:
+        assert end["status"] in (-signal.SIGKILL, 0), end["said"]  # it may be done by then
+    else:
+        assert end["status"] == -signal.SIGKILL, end["said"]
     begun = (folder / name / "config.toml").exists()
     end = drive(name=name, overrides=overrides, resume=begun)
     assert end["status"] == 0, end["said"]
     each_once(folder / name, 6)
-    assert outcome(folder / name) == outcome(uninterrupted)
+    if "keep" not in flavour:
+        assert outcome(folder / name) == outcome(uninterrupted)
 
 
 @pytest.mark.slow
-def test_killed_again_and_again(folder: Path, drive: Drive, whole: Any) -> None:
+@pytest.mark.parametrize(
+    "flavour", ["adamw, validated", pytest.param("staleness 2, dapo, resampled", marks=pytest.mark.soak)]
+)
+def test_killed_again_and_again(folder: Path, drive: Drive, whole: Any, flavour: str) -> None:
     """Inside of every checkpoint, the resumed runs' too."""
-    flavour = "adamw, validated"
     uninterrupted, _ = whole(flavour)
     overrides = [*BASE, *FLAVOURS[flavour]]
     for attempt, at in enumerate((0, 4, 14, 20, 9, 1)):
-        end = drive(name="often", overrides=overrides, resume=attempt > 0, at_write=at)
+        end = drive(name=f"often {flavour}", overrides=overrides, resume=attempt > 0, at_write=at)
         assert end["status"] == -signal.SIGKILL, end["said"]
-    end = drive(name="often", overrides=overrides, resume=True)
+    end = drive(name=f"often {flavour}", overrides=overrides, resume=True)
     assert end["status"] == 0, end["said"]
-    each_once(folder / "often", 6)
-    assert outcome(folder / "often") == outcome(uninterrupted)
+    each_once(folder / f"often {flavour}", 6)
+    assert outcome(folder / f"often {flavour}") == outcome(uninterrupted)
 
 
 def test_a_run_that_is_not_the_same_is_told_apart(folder: Path, drive: Drive, whole: Any) -> None:
@@ -150,15 +149,20 @@ def test_a_run_that_is_not_the_same_is_told_apart(folder: Path, drive: Drive, wh
 def test_overlapped_runs_go_on(folder: Path, drive: Drive, inflight: str) -> None:
     overrides = [*BASE, "train.max_staleness=1", f"train.inflight={inflight}", "train.num_steps=8"]
     name = f"overlapped {inflight}"
+    slow = ["step", 0.01]  # so that new weights arrive while requests run
     for attempt, at in enumerate((30, 10)):
-        end = drive(name=name, overrides=overrides, resume=attempt > 0, at_write=at)
+        end = drive(name=name, overrides=overrides, resume=attempt > 0, at_write=at, slow=slow)
         assert end["status"] == -signal.SIGKILL, end["said"]
-    end = drive(name=name, overrides=overrides, resume=True)
+    end = drive(name=name, overrides=overrides, resume=True, slow=slow)
     assert end["status"] == 0, end["said"]
     each_once(folder / name, 8)
     metrics = lines(folder / name, "metrics")
     assert max(m["lag_max"] for m in metrics) == 1
-    groups = [r["group"] for r in lines(folder / name, "rollouts")]
+    rollouts = lines(folder / name, "rollouts")
+    assert any(len(r["versions"]) > 1 for r in rollouts) == (inflight == "keep"), (
+        "no weights arrived while it generated"
+    )
+    groups = [r["group"] for r in rollouts]
     assert groups == sorted(groups) and set(groups) == set(range(16)), "a problem was left out or came twice"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from overlap import Overlap, assert_overlapped
 from tiny_run import Quiet, lines, make, write_head, write_model, write_task
 
 pytest.importorskip("vllm.v1", reason="these tests run where vLLM is", exc_type=ImportError)
@@ -154,8 +155,10 @@ def test_it_resumes_and_overlaps(folder: Path) -> None:
     """Generation in a thread beside training; the history comes back with the checkpoint."""
     settings = [*VLLM, *METHODS["suffix"], "train.max_staleness=1", "train.inflight=recompute"]
     first = make(folder, "resumed", *settings, "train.num_steps=2")
+    overlap = Overlap(first)
     try:
         first.run()
+        assert_overlapped(folder / "resumed", overlap, 1, "recompute", 2)
         known = first.engine.learned()["drafter"]["logs"]
     finally:
         first.close()

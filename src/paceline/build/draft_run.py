@@ -41,6 +41,7 @@ def build_draft_trainer(
     from paceline.model.weights import checkpoint_checksum
     from paceline.rl.checkpoint import Checkpoints
     from paceline.rl.folder import RunFolder
+    from paceline.rl.resume import find_checkpoint
 
     check_device(config)
     config = with_absolute_paths(config)
@@ -73,9 +74,11 @@ def build_draft_trainer(
         folder = RunFolder.open(resume)
     try:
         checkpoints = Checkpoints(folder.checkpoints, config.train.keep_checkpoints)
-        checkpoint = checkpoints.latest() if resume is not None else None
+        checkpoint = None
+        if resume is not None:
+            checkpoint = find_checkpoint(folder, checkpoints, watcher.note, keep=("rollouts",))
         if resume is not None and checkpoint is None:
-            folder.truncate({"rollouts": whole_lines(folder)})  # it never came to a checkpoint: anew, but for these
+            folder.truncate({"rollouts": whole_lines(folder)})  # the rollouts that are there are not generated again
         if requests is not None:
 
             def between(done: int, total: int) -> None:

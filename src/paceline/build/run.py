@@ -127,7 +127,7 @@ def build_loop(
     from paceline.rl.checkpoint import Checkpoints
     from paceline.rl.folder import RunFolder
     from paceline.rl.loop import Loop
-    from paceline.rl.resume import changes
+    from paceline.rl.resume import changes, find_checkpoint
 
     config = with_absolute_paths(config)
     if resume is not None:
@@ -153,7 +153,11 @@ def build_loop(
     else:
         folder = RunFolder.open(resume)
     checkpoints = Checkpoints(folder.checkpoints, config.train.keep_checkpoints)
-    checkpoint = checkpoints.latest() if resume is not None else None
+    try:
+        checkpoint = find_checkpoint(folder, checkpoints, watcher.note) if resume is not None else None
+    except BaseException:
+        folder.close()
+        raise
     if adapter is None and checkpoint is not None and checkpoint.state["head"] is not None:
         if config.speculation.method in ADAPTABLE:  # its head does not learn any more, but keeps what it has learned
             adapter = build_adapter(config, learner)
@@ -176,8 +180,6 @@ def build_loop(
     )
     if checkpoint is not None:
         loop.restore(checkpoint)
-    elif resume is not None:
-        folder.truncate({})  # it never came to a checkpoint: from the start
     if resume is not None and loop.step >= config.train.num_steps:
         watcher.note(f"{resume} is finished: {loop.step} steps; to go on, raise train.num_steps")
     elif resume is not None:

@@ -161,6 +161,7 @@ class DraftTrainer:
             "streams": self.folder.offsets(),
         }
         self.checkpoints.save(self.step, {"head": self.learner.state()}, state)
+        self.folder.record_checkpoint(self.step)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state

@@ -114,7 +114,7 @@ def of_engines(batch: Batch, num_engines: int) -> dict[str, Any]:
     """How busy each engine was while the step's rollouts were generated, and the share of all their time that was
     idle."""
     generation_s = batch.watch.seconds["generation"]
-    if not generation_s:  # before a checkpoint, in another process
+    if not generation_s:  # all of its groups were left over from earlier steps
         return {}
     busy_s = [0.0] * num_engines
     for trace in batch.traces:

@@ -1,4 +1,5 @@
-"""A run is a folder: config.toml, run.json, the streams metrics, rollouts and trace (.jsonl), checkpoints/.
+"""A run is a folder: config.toml, run.json, the streams metrics, rollouts and trace (.jsonl), checkpoints/, and
+checkpoint.json, which says which checkpoint was saved last.
 
 What always holds: one process at a time writes here (an flock on `.lock`, gone with the process however it ends);
 streams only grow, but for a resume, which cuts them back to where its checkpoint knew them; every other file is there
@@ -15,7 +16,7 @@ import re
 import tomllib
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -24,7 +25,8 @@ from typing import IO, Any
 from paceline.report.table import write_bytes, write_json
 
 STREAMS = ("metrics", "rollouts", "trace")
-CONFIG, INFO, LOCK = "config.toml", "run.json", ".lock"
+CONFIG, INFO, LAST, LOCK = "config.toml", "run.json", "checkpoint.json", ".lock"
+DERIVED = ("summary.json", "report.html", "tensorboard")  # made of the streams' records
 
 
 class RunFolder:
@@ -115,7 +117,35 @@ class RunFolder:
             self._streams[name] = (self.path / f"{name}.jsonl").open("ab", buffering=0)
         return self._streams[name]
 
+    def set_aside(self, keep: Sequence[str] = ()) -> Path | None:
+        """Move all streams but those to keep, and what was made of them, to a folder of their own, interrupted-N, and
+        return it. None: no stream has a record yet."""
+        streams = [self.path / f"{name}.jsonl" for name in STREAMS if name not in keep]
+        if not any(path.exists() and path.stat().st_size for path in streams):
+            return None
+        number = next(n for n in count(1) if not (self.path / f"interrupted-{n}").exists())
+        aside = self.path / f"interrupted-{number}"
+        aside.mkdir()
+        for path in [*streams, *(self.path / name for name in DERIVED)]:
+            if path.exists():
+                path.rename(aside / path.name)
+        return aside
+
     # ---- files ----
+
+    def record_checkpoint(self, step: int) -> None:
+        """A checkpoint of this step stands. Said beside the checkpoints, so that a resume notices if they are gone."""
+        self.write_json(LAST, {"step": step})
+
+    def last_checkpoint(self) -> int | None:
+        """The step of the checkpoint that was saved last; None: none was saved yet."""
+        path = self.path / LAST
+        if not path.exists():
+            return None
+        try:
+            return int(json.loads(path.read_bytes())["step"])
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f'{path} is damaged; write the last checkpoint\'s step there, as {{"step": 10}}') from None
 
     def write_config(self, config_toml: str) -> None:
         """The settings from here on."""

@@ -34,7 +34,8 @@ from paceline.rl.evaluate import evaluate
 from paceline.rl.folder import RunFolder
 from paceline.rl.learner import Learner
 from paceline.rl.logs import Sink
-from paceline.rl.produce import Batch, Producer, Published, Stopped
+from paceline.rl.pending import pack_batches, unpack_batches
+from paceline.rl.produce import Batch, Producer, ProducerState, Published, Stopped
 from paceline.rl.records import pack_groups, rollout_record, unpack_groups
 from paceline.rl.stopwatch import Stopwatch
 from paceline.tasks.task import Task
@@ -92,9 +93,6 @@ class Loop:
             in_thread=lambda: torch.set_num_threads(self.engine_threads),
         )
         self.step = 0  # the next one
-        self._ready: list[Batch] = []  # from a checkpoint
-        self._last: Batch | None = None
-        self._learned_before: Learned | None = None  # by the engine, before the step under way
         self._saved = -1
         self._base = checksum(learner.weights())  # of what the run began with
         self._whole = True  # whether the learner is between two steps
@@ -138,7 +136,7 @@ class Loop:
             self._publish()
             if self.step == 0 and self.first_eval is None and train.eval_every:
                 self.first_eval = self.last_eval = self._evaluate()
-            self.producer.start(self.step, self._ready)
+            self.producer.start(self.step)
             with threads(self.learner_threads), settled():
                 while self.step < train.num_steps:
                     self._one_step()
@@ -154,8 +152,7 @@ class Loop:
     def _one_step(self) -> None:
         step, train = self.step, self.config.train
         started = time.perf_counter()
-        if not self.overlaps:  # a step that is given up is no history
-            self._learned_before = self.engine.learned()
+        learned_before = self.producer.learned
         audit_every = self.config.speculation.audit_every
         audited = self.auditor is not None and audit_every > 0 and (step + 1) % audit_every == 0
         batch = self.producer.next(step)
@@ -167,7 +164,7 @@ class Loop:
         with asleep(self.engine) if self.sleeps else nullcontext():
             metrics |= self._train(batch, watch)
         trained_at = time.perf_counter()
-        self.step, self._last = step + 1, batch
+        self.step = step + 1
         self._publish()
         publishing_s = time.perf_counter() - trained_at
         metrics |= {"version": self.learner.version, **figures.of_rollouts(batch)}
@@ -183,20 +180,20 @@ class Loop:
         best = False
         try:
             if audited:
-                self._audit(batch, metrics)
+                self._audit(batch, learned_before, metrics)
             if train.eval_every and (self.step % train.eval_every == 0 or self.step == train.num_steps):
                 best = self._validate(metrics)
         finally:  # whatever happens there, the step itself is not lost
             self._record(batch, metrics)
-            self._whole, self._learned_before = True, None
+            self._whole = True
         if best or (train.checkpoint_every and self.step % train.checkpoint_every == 0):
             self.save(best)
         self.watcher.step(metrics)
 
-    def _audit(self, batch: Batch, metrics: dict[str, Any]) -> None:
+    def _audit(self, batch: Batch, learned_before: Learned, metrics: dict[str, Any]) -> None:
         self.watcher.progress("audit", 0, 1)
-        assert self.auditor is not None and self._learned_before is not None, "audits are for runs that do not overlap"
-        audit = self.auditor.audit(batch.rounds, self._learned_before)
+        assert self.auditor is not None and not self.overlaps, "audits are for runs that do not overlap"
+        audit = self.auditor.audit(batch.rounds, learned_before)
         if audit is not None:
             metrics["audit"] = audit
             self.audits.append(audit)
@@ -284,8 +281,6 @@ class Loop:
                 self.step,
             )
             self.engine.drain_trace()
-            # A resumed run comes here without the prompts that validation left in memory: nor may this one know them.
-            self.engine.forget()
         if result["failures"]:
             self.watcher.note(
                 f"validation: {result['failures']} samples could not be scored; the first: {result['first_failure']}"
@@ -312,8 +307,8 @@ class Loop:
 
         if not self.overlaps:
             return Published(version, cast, checksum(cast()), head)
-        copy = [(name, tensor.clone()) for name, tensor in cast()]  # the learner goes on while the engine reads
-        return Published(version, lambda: copy, checksum(copy), head)
+        # A copy: the learner goes on while the engine reads.
+        return _copied(version, {name: tensor.clone() for name, tensor in cast()}, head)
 
     # -- the folder ---------------------------------------------------------------------------------------------------
 
@@ -341,34 +336,32 @@ class Loop:
             return
         self._saved = self.step
         self.watcher.progress("checkpoint", 0, 1)
-        with self.producer.engine_lock:
-            learned = self.engine.learned() if self._learned_before is None else self._learned_before
-            ready = self.producer.pending()
-            position, surplus = self.producer.position, self.producer.surplus
-        if self.overlaps:  # what is being generated now is generated again
-            last = ready[-1] if ready else self._last
-            position, surplus = (last.position, last.surplus) if last is not None else (position, surplus)
-        buffer, labels = pack_groups([group for batch in ready for group in batch.groups])
-        surplus_tensors, surplus_labels = pack_groups(surplus)
+        producer = self.producer.state()
+        buffer, batches = pack_batches(producer.batches)
+        surplus, surplus_labels = pack_groups(producer.surplus)
+        heads = {each.head.version: each.head for each in producer.published if each.head is not None}
         self.checkpoints.save(
             self.step,
             {
                 "learner": self.learner.save,
-                **{name: _tensors(state) for name, state in learned.items()},
+                **{name: _tensors(state) for name, state in producer.learned.items()},
                 "buffer": buffer,
-                "surplus": surplus_tensors,
+                "surplus": surplus,
+                **{f"weights-{each.version}": dict(each.weights()) for each in producer.published},
+                **{f"head-{version}": dict(head.weights()) for version, head in heads.items()},
                 **({"head": self.adapter.state()} if self.adapter is not None else {}),
             },
             {
                 "step": self.step,
                 "base": self._base,
-                "position": position,
+                "position": producer.position,
                 "offsets": self.folder.offsets(),
-                "buffer": {"labels": labels, "batches": [[b.step, len(b.groups), b.position] for b in ready]},
+                "buffer": batches,
                 "surplus": surplus_labels,
+                "published": [[each.version, each.head and each.head.version] for each in producer.published],
                 "head": self.adapter.labels() if self.adapter is not None else None,
                 "alarms": self.alarms.state(),
-                "learned": list(learned),
+                "learned": list(producer.learned),
                 "method": self.config.speculation.method,
                 "policy": self.config.speculation.policy,
                 "best": self.best,
@@ -380,6 +373,7 @@ class Loop:
             },
             best=best,
         )
+        self.folder.record_checkpoint(self.step)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """What can be refused is refused before anything in the folder is touched."""
@@ -407,20 +401,29 @@ class Loop:
             self.watcher.note("the drafter is of another kind on this device: it begins without what the old one knew")
             learned = {part: arrays for part, arrays in learned.items() if part.partition("-")[0] != "drafter"}
         self.engine.teach(learned)
-        groups = unpack_groups(checkpoint.tensors("buffer"), state["buffer"]["labels"])
-        batches = []
-        for step, count, position in state["buffer"]["batches"]:
-            batches.append(Batch(step, groups[:count], Stopwatch(), position=position))
-            groups = groups[count:]
-        surplus = unpack_groups(checkpoint.tensors("surplus"), state["surplus"])
-        if batches:
-            batches[-1].surplus = surplus
-        self._ready = batches
+        self.producer.restore(
+            ProducerState(
+                unpack_batches(checkpoint.tensors("buffer"), state["buffer"]),
+                state["position"],
+                unpack_groups(checkpoint.tensors("surplus"), state["surplus"]),
+                self.engine.learned(),
+                self._older_versions(checkpoint),
+            )
+        )
         self.step = self.learner.version = self._saved = state["step"]
-        self.producer.position, self.producer.surplus = state["position"], surplus
         self.best, self.first_eval, self.last_eval = state["best"], state["first_eval"], state["last_eval"]
         self.audits, self.totals, self.stages = state["audits"], state["totals"], state["stages"]
         self.folder.truncate(state["offsets"])
+
+    def _older_versions(self, checkpoint: Checkpoint) -> list[Published]:
+        """Of the policy, as they were published: batches that were not generated yet begin with them."""
+        found = []
+        for version, head_version in checkpoint.state["published"]:
+            head = None
+            if self.adapter is not None and head_version is not None:
+                head = _copied(head_version, checkpoint.tensors(f"head-{head_version}"))
+            found.append(_copied(version, checkpoint.tensors(f"weights-{version}"), head))
+        return found
 
     def close(self) -> None:
         for sink in self.sinks:
@@ -469,6 +472,10 @@ def asleep(engine: Engine) -> Iterator[None]:
     engine.sleep()
     yield
     engine.wake()
+
+
+def _copied(version: int, weights: Mapping[str, Tensor], head: Published | None = None) -> Published:
+    return Published(version, weights.items, checksum(weights.items()), head)
 
 
 def _tensors(state: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:

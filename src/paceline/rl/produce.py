@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from paceline.engine.interface import Learned
 from paceline.rl.algorithms import Algorithm
 from paceline.rl.collect import Collected, Collector
 from paceline.rl.order import DataOrder
@@ -44,7 +45,6 @@ class Batch:
     num_stale: int = 0
     rounds: list[Collected] = field(default_factory=list)
     position: int = 0  # of the data, after it
-    surplus: list[Group] = field(default_factory=list)  # beyond what the step needs; the next ones may use them
 
 
 @dataclass(slots=True)
@@ -53,6 +53,18 @@ class Published:
     weights: Callable[[], Weights]
     checksum: str
     head: Published | None = None  # the drafter's, where it follows the policy: the newest, changed or not
+
+
+@dataclass(slots=True)
+class ProducerState:
+    """What generation continues from, as it was after the last finished batch. A batch that is being generated is no
+    part of it: a resumed run generates that batch again, from the same state and so to the same tokens."""
+
+    batches: list[Batch]  # finished and not trained on yet, in order
+    position: int  # of the data
+    surplus: list[Group]
+    learned: Learned
+    published: list[Published]  # versions before the newest that batches to come begin with, oldest first
 
 
 class Producer:
@@ -80,8 +92,11 @@ class Producer:
         self.seed, self.max_failures = seed, max_failures
         self.on_progress, self.in_thread = on_progress, in_thread
         self.order = DataOrder(len(task.train), seed)
+        # These four change together, when a batch is finished.
         self.position = 0
-        self.surplus: list[Group] = []
+        self.surplus: list[Group] = []  # groups beyond what a step needs; the next steps may use them
+        self.learned: Learned = self.engine.learned()  # validations after the batch included
+        self._next_step = 0
         self.stopping = False
         self._published: dict[int, Published] = {}
         self._engine_version = self._head_version = -1
@@ -90,16 +105,14 @@ class Producer:
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._idle, self._pausing = True, False
-        self.engine_lock = threading.Lock()  # held while the engine is at work; between two of its steps it is free
 
     # -- the learner's side -----------------------------------------------------------------------------------------
 
-    def start(self, step: int, ready: Iterable[Batch] = ()) -> None:
-        """Begin with this step. `ready` are batches that a checkpoint kept."""
-        self._ready = {batch.step: batch for batch in ready}
+    def start(self, step: int) -> None:
+        """Begin with this step, or after the batches that `restore` brought."""
+        self._next_step = max(self._ready, default=step - 1) + 1
         if self.max_staleness:
-            first = max(self._ready, default=step - 1) + 1
-            self._thread = threading.Thread(target=self._run, args=(first,), daemon=True, name="rollouts")
+            self._thread = threading.Thread(target=self._run, args=(self._next_step,), daemon=True, name="rollouts")
             self._thread.start()
 
     def publish(self, published: Published) -> None:
@@ -111,24 +124,36 @@ class Producer:
 
     def next(self, step: int) -> Batch:
         """The batch of this step; waits for it."""
-        if not self.max_staleness:
+        if not self.max_staleness and step not in self._ready:
             try:
-                return self._produce(step)
+                self._produce(step)
             finally:
                 self._idle = True
         with self._changed:
             self._wait(lambda: self.stopping or step in self._ready or self._error is not None)
-            if self.stopping:  # what is ready stays so, for a checkpoint
+            if self.stopping and self.max_staleness:  # what is ready stays so, for a checkpoint
                 raise Stopped
             if step in self._ready:
                 return self._ready.pop(step)
             assert self._error is not None
             raise self._error
 
-    def pending(self) -> list[Batch]:
-        """Finished batches that nobody has trained on yet, in order."""
+    def state(self) -> ProducerState:
+        """For a checkpoint, at any time between two updates of the learner."""
         with self._changed:
-            return [self._ready[step] for step in sorted(self._ready)]
+            batches = [self._ready[step] for step in sorted(self._ready)]
+            published: list[Published] = []
+            if self.inflight == "drain":  # else every batch begins with the newest version
+                first, newest = self._next_step - self.max_staleness, max(self._published, default=0)
+                published = [self._published[v] for v in sorted(self._published) if first <= v < newest]
+            return ProducerState(batches, self.position, self.surplus, self.learned, published)
+
+    def restore(self, state: ProducerState) -> None:
+        """Before `start`."""
+        self.position, self.surplus, self.learned = state.position, state.surplus, state.learned
+        self._ready = {batch.step: batch for batch in state.batches}
+        for published in state.published:
+            self.publish(published)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -139,6 +164,8 @@ class Producer:
         try:
             self._take(max(self._published), Stopwatch(), "recompute")
             yield
+            if self._error is None:  # else the engine has seen part of a batch that is generated again
+                self.learned = self.engine.learned()
         finally:
             with self._changed:
                 self._pausing = False
@@ -161,10 +188,7 @@ class Producer:
         try:
             self.in_thread()
             for n in range(step, self.num_steps):
-                batch = self._produce(n)
-                with self._changed:
-                    self._ready[n] = batch
-                    self._changed.notify_all()
+                self._produce(n)
             with self._changed:
                 self._idle = True
                 self._changed.notify_all()
@@ -176,8 +200,10 @@ class Producer:
     def _produce(self, step: int) -> Batch:
         batch = Batch(step, [], Stopwatch())
         wanted = self._await_version(step)
-        with self.engine_lock:
-            self._take(wanted, batch.watch, "recompute")  # nothing is in flight
+        if not self._take(wanted, batch.watch, "recompute"):  # nothing is in flight
+            # New weights clear the prefix cache. Without them it is cleared here: a resumed run begins this batch with
+            # an empty one, and counts of computed tokens must be the same.
+            self.engine.forget()
         batch.groups, batch.num_stale = self._fresh(self.surplus, step)
         batch.position = self.position
         for _ in range(self.max_sampling_rounds):
@@ -192,41 +218,36 @@ class Producer:
                 useful = len(group.scored) > 1 and self.algorithm.keeps([r.reward for r in group.scored])
                 (batch.groups if useful else batch.dropped).append(group)
         # Only a whole batch moves the data on: what is given up is generated again.
-        self.position, self.surplus = batch.position, batch.groups[self.groups_per_step :]
-        batch.groups, batch.surplus = batch.groups[: self.groups_per_step], self.surplus
-        with self.engine_lock:
-            batch.traces = self.engine.drain_trace()
+        batch.groups, surplus = batch.groups[: self.groups_per_step], batch.groups[self.groups_per_step :]
+        batch.traces, learned = self.engine.drain_trace(), self.engine.learned()
+        with self._changed:
+            self.position, self.surplus, self.learned, self._next_step = batch.position, surplus, learned, step + 1
+            self._ready[step] = batch
+            self._changed.notify_all()
         return batch
 
     def _collect(self, batch: Batch, num_groups: int) -> Collected:
         problems = []
         for position in range(batch.position, batch.position + num_groups):
             problems.append((position, self.task.train[self.order[position]]))
-        self.engine_lock.acquire()
-        try:
-            return self.collector.collect(
-                batch.step,
-                problems,
-                self.num_generations,
-                self.seed,
-                watch=batch.watch,
-                between=lambda done, total: self._between(batch, done, total),
-            )
-        finally:
-            self.engine_lock.release()
-            batch.position += num_groups
+        batch.position += num_groups
+        return self.collector.collect(
+            batch.step,
+            problems,
+            self.num_generations,
+            self.seed,
+            watch=batch.watch,
+            between=lambda done, total: self._between(batch, done, total),
+        )
 
     def _between(self, batch: Batch, done: int, total: int) -> None:
-        """Before every engine step: is there a reason to stop, does somebody want a look, are there new weights?"""
+        """Before every engine step: is there a reason to stop, are there new weights?"""
         if self.stopping:
             raise Stopped
-        if self.max_staleness:
-            self.engine_lock.release()
-            self.engine_lock.acquire()
-            if self.inflight != "drain":
-                with self._changed:
-                    newest = max(self._published)
-                self._take(newest, batch.watch, self.inflight)
+        if self.max_staleness and self.inflight != "drain":
+            with self._changed:
+                newest = max(self._published)
+            self._take(newest, batch.watch, self.inflight)
         self.on_progress(done, total)
 
     def _await_version(self, step: int) -> int:
@@ -248,9 +269,10 @@ class Producer:
         while not self._changed.wait_for(happened, timeout=0.2):
             pass
 
-    def _take(self, version: int, watch: Stopwatch, inflight: str) -> None:
+    def _take(self, version: int, watch: Stopwatch, inflight: str) -> bool:
+        """Give the engine this version; False: it has it."""
         if version == self._engine_version:
-            return
+            return False
         with watch.stage("sync"):
             published = self._published[version]
             receipt = self.engine.update_weights(published.weights(), version, inflight)
@@ -260,6 +282,7 @@ class Producer:
             if head is not None and head.version != self._head_version:
                 _compare("the drafter's weights", head, self.engine.update_drafter(head.weights(), head.version))
                 self._head_version = head.version
+        return True
 
     def _fresh(self, groups: list[Group], step: int) -> tuple[list[Group], int]:
         fresh = [group for group in groups if step - group.oldest_version <= self.max_staleness]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 
 class Stopwatch:
     """Seconds by stage. Within another stage, a stage's seconds are its own alone."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
+    def __init__(self, seconds: Mapping[str, float] | None = None) -> None:
+        """`seconds`: that were counted before, in another process."""
+        self.seconds: dict[str, float] = defaultdict(float, seconds or {})
         self._counted = 0.0  # in all stages so far
 
     @contextmanager

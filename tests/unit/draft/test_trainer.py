@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,11 +170,24 @@ def test_a_death_at_any_step(
             train(folder, name)
     assert not (folder / name / "head").exists()
     monkeypatch.setattr(build, "build_engine", lambda config: pytest.fail("generated again"))
+    recorded = lines(folder / name, "metrics") if at else []
     trainer = make(folder, name, resume=True)
     assert trainer.step == at // 3 * 3
+    if 0 < at < 3:  # before the first checkpoint: the records are moved aside
+        assert lines(folder / name / "interrupted-1", "metrics") == recorded != []
     trainer.run()
     trainer.close()
     assert outcome(folder / name) == outcome(whole[0])
+
+
+def test_checkpoints_that_are_gone_end_the_resume(folder: Path) -> None:
+    train(folder, "gone")
+    run = folder / "gone"
+    shutil.rmtree(run / "checkpoints")
+    before = {path: path.read_bytes() for path in run.glob("*.json*")}
+    with pytest.raises(ValueError, match=f"{run / 'checkpoints'}: no checkpoint is there, but this run saved one"):
+        make(folder, "gone", resume=True)
+    assert {path: path.read_bytes() for path in run.glob("*.json*")} == before
 
 
 def test_asked_to_stop(folder: Path, whole: tuple[Path, dict[str, Any]]) -> None:

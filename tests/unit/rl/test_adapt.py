@@ -343,6 +343,9 @@ class Engine:
     def __init__(self, spoil: Any) -> None:
         self.head, self.spoil, self.taken = tiny_head(tiny_decoder(), seed=9), spoil, list[int]()
 
+    def learned(self) -> dict[str, Any]:
+        return {}
+
     def update_weights(self, weights: Any, version: int, inflight: str) -> Receipt:
         return Receipt(version, "policy", 0, 0, 0.0)
 

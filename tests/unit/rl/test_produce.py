@@ -60,6 +60,69 @@ def test_runs_ahead_as_far_as_it_may(max_staleness: int) -> None:
     made.close()
 
 
+def arriving(inflight: str, **changes: Any) -> Producer:
+    """Batch 0 is there, of version 0; version 1 arrives when two of the four samples of batch 1 are done."""
+    made = producer(max_staleness=1, inflight=inflight, **changes)
+    made._produce(0)
+    made.on_progress = lambda done, total: publish(made, 1) if done == 2 else None
+    made._produce(1)
+    return made
+
+
+def versions(made: Producer, step: int) -> list[int]:
+    batch = made._ready[step]
+    return sorted(int(version) for group in batch.groups for r in group.rollouts for version in set(r.versions))
+
+
+@pytest.mark.parametrize("inflight", ["keep", "recompute"])
+def test_new_weights_arrive_while_a_batch_is_generated(inflight: str) -> None:
+    made = arriving(inflight)
+    assert made.engine.updates == [(0, "recompute", 0), (1, inflight, 1)], "before the last sample"
+    assert versions(made, 1) == [0, 0, 0, 1]
+
+
+def test_drain_waits_for_the_end_of_a_batch() -> None:
+    made = arriving("drain")
+    assert made.engine.updates == [(0, "recompute", 0)] and versions(made, 1) == [0, 0, 0, 0]
+    made.on_progress = lambda done, total: None
+    made._produce(2)
+    assert made.engine.updates[1:] == [(1, "recompute", 0)] and versions(made, 2) == [1, 1, 1, 1]
+
+
+def test_the_state_is_that_after_the_last_finished_batch() -> None:
+    """Asked for in the middle of a batch: nothing of that batch is in it, nor of what the engine learned from it."""
+    found = []
+    made = producer(max_staleness=2)
+    made.engine.learned = lambda: {"drafter": {"seen": len(made.engine.submitted)}}
+    made._produce(0)
+    made._produce(1)
+    publish(made, 1)
+    made.on_progress = lambda done, total: found.append(made.state()) if done == 2 else None
+    made._produce(2)
+    (state,) = found
+    assert [batch.step for batch in state.batches] == [0, 1] and state.position == 4
+    assert state.learned == {"drafter": {"seen": 8}} and len(made.engine.submitted) == 12
+    # Batch 2 begins with version 0, which the learner has left behind.
+    assert [published.version for published in state.published] == [0]
+    assert [batch.step for batch in made.state().batches] == [0, 1, 2] and made.state().published == []
+
+
+@pytest.mark.parametrize("inflight", ["keep", "recompute"])
+def test_no_older_version_is_kept_where_batches_begin_with_the_newest(inflight: str) -> None:
+    made = producer(max_staleness=2, inflight=inflight)
+    publish(made, 1)
+    assert made.state().published == []
+
+
+def test_a_batch_that_begins_with_the_same_weights_shares_no_prompts_with_the_one_before() -> None:
+    """After a resume nothing is in the prefix cache; so nothing of an earlier batch may be there without one."""
+    made, forgotten = producer(max_staleness=2), []
+    made.engine.forget = lambda: forgotten.append(made._next_step)
+    for step in range(3):
+        made._produce(step)
+    assert forgotten == [1, 2], "batch 0 had new weights"
+
+
 def test_a_step_given_up_is_generated_again() -> None:
     """Stopped in its second round, it has moved nothing on."""
     judged: list[list[float]] = []
@@ -83,8 +146,8 @@ def test_surplus_of_rounds_is_used_next() -> None:
     made.surplus = producer()._produce(0).groups[:1]
     made.position = 2
     batch = made._produce(0)
-    assert [g.index for g in batch.groups] == [0, 2] and [g.index for g in batch.surplus] == [3]
-    assert made.surplus == batch.surplus and batch.position == 4
+    assert [g.index for g in batch.groups] == [0, 2] and [g.index for g in made.surplus] == [3]
+    assert batch.position == made.position == 4
 
 
 def test_what_is_too_old_is_dropped_and_counted() -> None:
@@ -120,13 +183,13 @@ def test_too_many_failures() -> None:
 def test_stopped_though_a_batch_is_ready() -> None:
     made = producer(max_staleness=2)
     made.start(0)
-    while not made.pending():
+    while not made.state().batches:
         pass
     made.stop()
     with pytest.raises(Stopped):
         made.next(0)
     made.close()
-    assert made.pending()[0].step == 0, "what is ready is kept for a checkpoint"
+    assert made.state().batches[0].step == 0, "what is ready is kept for a checkpoint"
 
 
 def test_an_error_in_the_thread_reaches_the_learner() -> None:
