@@ -147,7 +147,7 @@ CODE = "Here:\n```python\nold = 1\n```\nbetter:\n```python\ndef double(x):\n    
     ],
 )
 def test_code(completion: str, tests: Any, reward: float) -> None:
-    assert checks.program(1, 256, 20.0)(completion, {"tests": tests}) == reward
+    assert checks.program(1, 256, 20.0, "namespaces")(completion, {"tests": tests}) == reward
 
 
 ALWAYS_EQUAL = "class Yes:\n    def __eq__(self, other): return True\ndef double(x): return Yes()"
@@ -179,8 +179,8 @@ os._exit(0)
 )
 def test_a_program_can_not_make_up_a_value_that_is_asked_for(completion: str) -> None:
     tests = ["assert double(2) == 4", "assert double(3) == 6"]
-    assert checks.program(1, 256, 20.0)(CODE, {"tests": tests}) == 1
-    assert checks.program(1, 256, 20.0)(completion, {"tests": tests}) == 0
+    assert checks.program(1, 256, 20.0, "namespaces")(CODE, {"tests": tests}) == 1
+    assert checks.program(1, 256, 20.0, "namespaces")(completion, {"tests": tests}) == 0
 
 
 def test_tests_that_are_no_python_are_named() -> None:

@@ -150,7 +150,7 @@ def _ray(here: bool) -> Any:
         raise ValueError('cluster.kind = "ray", but Ray is not installed; pip install -e ".[ray]"') from None
     if here and tuple(int(part) for part in ray.__version__.split(".")[:2]) < TOKENS_SINCE:
         raise ValueError(
-            f'cluster.kind = "ray": Ray {ray.__version__} can\'t be started with a token; pip install -e ".[ray]" brings a '
-            "newer one"
+            f'cluster.kind = "ray": Ray {ray.__version__} can\'t be started with a token; '
+            'pip install -e ".[ray]" brings a newer one'
         )
     return ray

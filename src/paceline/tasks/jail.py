@@ -2,8 +2,8 @@
 
 It is a process of its own because namespaces, limits and user ids are set between fork and exec, and a trainer with
 threads must not run Python there. It starts the program, watches its time and the memory of its whole process tree, and
-reports how it ended through a pipe that the program never has. Always: when this process ends by itself, nothing of the
-program is alive. What can't be set up is refused; the program is then not run.
+reports how it ended through a socket that the program never has. Always: when this process ends by itself, nothing of
+the program is alive. What can't be set up is refused; the program is then not run.
 
 With spec["sandbox"] = "namespaces" the program has its own file system, network, process table and shared memory. With
 "process" it has none of these: Landlock (where the kernel has it) bars files and other processes' memory, and the

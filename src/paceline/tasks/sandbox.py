@@ -86,14 +86,15 @@ class Program:
 
     def _launch(self, stdin: str | socket.socket) -> None:
         limits = self._limits
-        self._status, status = os.pipe()
+        # A socket, not a pipe: nobody can open it a second time by way of /proc.
+        self._status, status = socket.socketpair()
         spec = {
             "sandbox": self._kind,
             "python": str(Path(getattr(sys, "_base_executable", sys.executable)).resolve()),
             "prefix": sys.base_prefix,
             "box": str(self._box),
             "parent": os.getpid(),
-            "status_fd": status,
+            "status_fd": status.fileno(),
             "cpu_s": limits.cpu_s,
             "memory_mb": limits.memory_mb,
             "wall_s": limits.wall_s,
@@ -103,7 +104,7 @@ class Program:
             "num_files": limits.num_files,
         }
         with contextlib.ExitStack() as stack:
-            stack.callback(os.close, status)
+            stack.enter_context(status)
             # Input and output are files: nobody waits for a pipe.
             out, err = (stack.enter_context((self._box / name).open("wb")) for name in ("stdout", "stderr"))
             if isinstance(stdin, str):
@@ -119,7 +120,7 @@ class Program:
                 stderr=err,
                 cwd=self._box,
                 env={},
-                pass_fds=[status],
+                pass_fds=[status.fileno()],
                 start_new_session=True,
             )
         self._deadline_s = time.monotonic() + limits.wall_s + SETUP_S
@@ -152,7 +153,7 @@ class Program:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        with os.fdopen(self._status, "rb") as status:
+        with self._status, self._status.makefile("rb") as status:
             said = status.read()
         self._folder.cleanup()
         told = dict(json.loads(said)) if said else {"returncode": None, "stopped": "stopped", "gaps": []}
