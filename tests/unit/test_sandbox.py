@@ -321,19 +321,27 @@ def test_the_isolation_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- memory ----
 
 
-def test_a_cgroup_beside_or_below(tmp_path: Path) -> None:
-    """Files alone: no machine is sure to have cgroups that we may write."""
+def test_a_cgroup_below_the_own_one(tmp_path: Path) -> None:
+    """With plain files in place of the kernel's: no machine is sure to have cgroups that we may write."""
     own, top = tmp_path / "self", tmp_path / "cgroup"
-    (top / "slice" / "scope").mkdir(parents=True)
+    scope = top / "slice" / "scope"
+    scope.mkdir(parents=True)
     own.write_text("4:memory:/elsewhere\n0::/slice/scope\n")
-    (top / "slice" / "scope" / "cgroup.subtree_control").write_text("")
-    (top / "slice" / "cgroup.subtree_control").write_text("cpu memory pids\n")
-    assert memory.Cgroup.make(1 << 20, top, own) is None  # it was made, but has no cgroup.procs: mkdir makes none here
-    assert (top / "slice" / f"paceline-{os.getpid()}" / "memory.max").read_text() == str(1 << 20)
-    (top / "slice" / "cgroup.subtree_control").write_text("cpu\n")
     assert memory.Cgroup.make(1 << 20, top, own) is None
-    own.write_text("4:memory:/elsewhere\n")
+    (scope / "cgroup.subtree_control").write_text("cpu\n")
     assert memory.Cgroup.make(1 << 20, top, own) is None
+    (scope / "cgroup.subtree_control").write_text("cpu memory pids\n")
+    made = memory.Cgroup.make(1 << 20, top, own)
+    assert made is not None and made.folder.parent == scope
+    made.enter()
+    assert (made.folder / "memory.max").read_text() == str(1 << 20)
+    assert (made.folder / "cgroup.procs").read_text() == "0"
+    assert not made.was_exceeded()
+    (made.folder / "memory.events").write_text("low 0\nmax 7\noom 1\noom_kill 2\n")
+    assert made.was_exceeded()
+    for outside in ("4:memory:/elsewhere\n", "0::/../other\n"):
+        own.write_text(outside)
+        assert memory.Cgroup.make(1 << 20, top, own) is None
 
 
 def test_memory_of_processes_is_found() -> None:

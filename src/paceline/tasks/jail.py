@@ -107,7 +107,7 @@ def build_root(root: Path, python: str, prefix: str, size_mb: int) -> None:
         if Path(path).exists() and not any(path == top or path.startswith(top + "/") for top in seen):
             bind(path, root)
             seen.append(path)
-    (root / "tmp").mkdir()
+    (root / "tmp").mkdir(exist_ok=True)  # the interpreter may lie in /tmp itself
 
 
 def limit(kind: int, soft: int, hard: int) -> None:

@@ -73,33 +73,23 @@ class Cgroup:
     def make(
         limit_bytes: int, top: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
     ) -> Cgroup | None:
-        """Below this process's own cgroup or beside it, whichever has the memory controller and may be written. None
-        where neither may: the caller must watch the tree itself."""
-        try:
-            lines = own.read_text().splitlines()
-        except OSError:
-            return None
-        path = next((line[3:] for line in lines if line.startswith("0::")), None)
-        if path is None or ".." in path:
-            return None
-        here = top / path.strip("/")
-        for parent in dict.fromkeys((here, here.parent if here != top else here)):
-            folder = parent / f"paceline-{os.getpid()}"
+        """Below this process's own cgroup, so that the program stays within its limits too. None where the memory
+        controller is not enabled there, or it may not be written: the caller must watch the tree itself."""
+        with contextlib.suppress(OSError):
+            path = next((line[3:] for line in own.read_text().splitlines() if line.startswith("0::")), "..")
+            parent = top / path.strip("/")
+            if ".." in path or "memory" not in (parent / "cgroup.subtree_control").read_text().split():
+                return None
+            group = Cgroup(parent / f"paceline-{os.getpid()}")
+            group.folder.mkdir()
             try:
-                if "memory" not in (parent / "cgroup.subtree_control").read_text().split():
-                    continue
-                folder.mkdir()
-                try:
-                    (folder / "memory.max").write_text(str(limit_bytes))
-                    (folder / "memory.oom.group").write_text("1")
-                    if (folder / "memory.swap.max").exists():
-                        (folder / "memory.swap.max").write_text("0")
-                    os.close(os.open(folder / "cgroup.procs", os.O_WRONLY))
-                    return Cgroup(folder)
-                except OSError:
-                    folder.rmdir()
+                (group.folder / "memory.max").write_text(str(limit_bytes))
+                (group.folder / "memory.oom.group").write_text("1")
+                if (group.folder / "memory.swap.max").exists():
+                    (group.folder / "memory.swap.max").write_text("0")
+                return group
             except OSError:
-                continue
+                group.remove()
         return None
 
     def enter(self) -> None:

@@ -108,6 +108,15 @@ class Worker:
             del self.incoming[:end]
         return None if data == b"" and not messages else messages
 
+    def has_more_to_say(self) -> bool:
+        """Though its call has ended, or it has hung up: it can't be used again."""
+        try:
+            return bool(self.incoming) or self.wire.recv(1, socket.MSG_PEEK) is not None
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def kill(self) -> None:
         """The worker and what it started in its session; idempotent."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -167,8 +176,8 @@ class Pool:
         atexit.unregister(self.close)
 
     def _idle(self, num_wanted: int) -> list[Worker]:
-        dead = [worker for worker in self._workers if worker.index < 0 and worker.process.poll() is not None]
-        self._discard(dead)
+        idle = [worker for worker in self._workers if worker.index < 0]
+        self._discard([worker for worker in idle if worker.process.poll() is not None or worker.has_more_to_say()])
         idle = [worker for worker in self._workers if worker.index < 0]
         while len(idle) < num_wanted and len(self._workers) < self._num_workers:
             self._workers.append(Worker())
