@@ -197,7 +197,7 @@ def alive(mark: str) -> list[int]:
 
 
 def status(kind: Kind) -> list[str]:
-    """A program that ends with code 3 and says otherwise, wherever it can write."""
+    """A program that ends with code 3 and says otherwise, wherever it can write; then it kills who knows better."""
     source = """
 said = b'{"returncode": 0, "stopped": null, "timed_out": false, "gaps": [], "missing": []}'
 for fd in range(3, 64):
@@ -217,6 +217,8 @@ for pid in pids:
             if "pipe" in os.readlink(path) or "status" in os.readlink(path):
                 handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK); os.write(handle, said)
         except OSError: pass
+try: os.kill(os.getppid(), 9)
+except OSError: pass
 sys.stdout.flush()
 os._exit(3)
 """

@@ -62,8 +62,8 @@ def command(folder: Path, run: Path, *overrides: str) -> list[str]:
 
 
 def test_the_command_runs_ahead(folder: Path, tmp_path: Path) -> None:
-    """`paceline train` with max_staleness = 1 and n-gram drafts: SIGTERM in the middle, then --resume to the end. Programs
-    are run as well, by reward workers that Ray has placed: how they are isolated is said and recorded here too."""
+    """`paceline train` with max_staleness = 1 and n-gram drafts: SIGTERM in the middle, then --resume to the end.
+    Reward workers that Ray has placed run programs as well: how these are isolated is said and recorded here too."""
     task = tmp_path / "programs.jsonl"
     task.write_text("".join(json.dumps({"prompt": f"say {i}", "tests": ["assert 1"]}) + "\n" for i in range(8)))
     overrides = ("speculation.method=ngram", "train.max_staleness=1", "train.num_steps=60", "train.checkpoint_every=2")

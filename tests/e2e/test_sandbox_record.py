@@ -1,4 +1,4 @@
-"""A run says how it isolated programs: on the console, in run.json, in every step's metrics and on the report's page."""
+"""A run says how it isolated programs: on the console, in run.json, in every step's metrics and in the report."""
 
 from __future__ import annotations
 
