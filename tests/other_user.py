@@ -19,7 +19,7 @@ sys.path.append(str(SOURCE))
 
 from paceline.tasks import seccomp  # noqa: E402
 
-USER = 54321
+USER = 50_000 + os.getpid() % 10_000  # of its own, as tests run side by side and limits count a user's processes
 NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 
 

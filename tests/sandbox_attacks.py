@@ -170,7 +170,9 @@ print("started")
 
 def hopping(kind: Kind) -> list[str]:
     """A process that forks and ends, again and again: whoever looks for it comes too late."""
-    source = """
+    name = f"hop{time.monotonic_ns() % 10**12}"  # children have it too, unlike anything else they could be known by
+    source = f"""
+system("prctl", 15, {name.encode()!r}, 0, 0, 0)
 print("started", flush=True)
 if os.fork() == 0:
     end = time.monotonic() + 30
@@ -181,13 +183,13 @@ if os.fork() == 0:
 """
     found = achieved(source, kind, wall_s=10.0)
     time.sleep(0.2)
-    return [*found, *(["survivor"] if alive("paceline-box-") or alive("/tmp/program.py") else [])]
+    return [*found, *(["survivor"] if alive(name, "comm") else [])]
 
 
-def alive(mark: str) -> list[int]:
+def alive(mark: str, where: str = "cmdline") -> list[int]:
     """Processes with `mark` on their command line, but this one, whose own may have it too."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for path in Path("/proc").glob(f"[0-9]*/{where}"):
         try:
             if mark.encode() in path.read_bytes() and int(path.parent.name) not in (os.getpid(), os.getppid()):
                 found.append(int(path.parent.name))
