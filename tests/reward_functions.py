@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
+import struct
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 NOT_A_FUNCTION = 1
@@ -126,3 +129,42 @@ def nan_on_held_out(prompts, completions, completion_ids, **columns):
         return float("nan") if prompt in json.loads(Path(prompt.split()[0]).read_text()) else float(len(prompt))
 
     return [reward(prompt) for prompt in prompts]
+
+
+class Bomb:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path(self.path),)
+
+
+def hostile(completions: list[str], bomb: list[str], **columns: Any) -> list[float]:
+    """A worker that was taken over: writes to its parent what no worker would."""
+    wire = int(sys.argv[1])
+
+    def send(data: bytes, length: int | None = None) -> None:
+        os.write(wire, struct.pack("<Q", len(data) if length is None else length) + data)
+
+    for text in completions:
+        if text == "pickle":
+            send(pickle.dumps(("result", Bomb(bomb[0]))))
+        elif text == "length":
+            send(b"", 1 << 62)
+        elif text == "nested":
+            send(b"[" * 1_000_000)
+        elif text == "shape":
+            send(b'{"result": 1}')
+        elif text == "again":
+            send(b'["loaded", null]')
+        elif text == "twice":
+            send(b'["result", [1.0]]')
+        elif text == "object":
+            send(b'["result", [{"reward": 1}]]')
+        elif text == "huge":
+            send(b'["result", [1' + b"0" * 400 + b"]]")
+        elif text == "many":
+            send(b'["result", [1, 2, 3]]')
+    return [1.0 for _ in completions]

@@ -71,6 +71,7 @@ class Judge:
     """A rewarder: `judges(sample)` is its reward, or a text that says why there is none."""
 
     num_parallel = 1
+    sandbox = None
 
     def __init__(self, judges: Callable[[Sample], float | str] = lambda sample: 1.0) -> None:
         self.judges = judges

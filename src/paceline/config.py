@@ -207,8 +207,11 @@ class RewardSection(Section):
     model: str | None = None  # `model`: a sequence classifier's directory or hub id
     timeout_s: Seconds = 10.0  # per sample; what takes longer costs that sample, not the run
     workers: Positive = 2  # processes for math, code and functions of your own
-    code_memory_mb: Positive = 512
+    code_memory_mb: Positive = 512  # of all processes of a program together
     code_cpu_s: Positive = 5
+    # How `code` isolates programs. "namespaces": a file system, network and process table of their own; a machine that
+    # does not allow it is refused. "process": limits and system call filters alone (docs/training.md).
+    sandbox: Literal["namespaces", "process"] = "namespaces"
     max_failures: Annotated[float, Field(ge=0, le=1)] = 0.5  # a larger share of failed samples in a step ends the run
 
     @model_validator(mode="after")

@@ -62,8 +62,12 @@ def command(folder: Path, run: Path, *overrides: str) -> list[str]:
 
 
 def test_the_command_runs_ahead(folder: Path, tmp_path: Path) -> None:
-    """`paceline train` with max_staleness = 1 and n-gram drafts: SIGTERM in the middle, then --resume to the end."""
+    """`paceline train` with max_staleness = 1 and n-gram drafts: SIGTERM in the middle, then --resume to the end.
+    Reward workers that Ray has placed run programs as well: how these are isolated is said and recorded here too."""
+    task = tmp_path / "programs.jsonl"
+    task.write_text("".join(json.dumps({"prompt": f"say {i}", "tests": ["assert 1"]}) + "\n" for i in range(8)))
     overrides = ("speculation.method=ngram", "train.max_staleness=1", "train.num_steps=60", "train.checkpoint_every=2")
+    overrides += (f"task.name={str(task)!r}", 'reward.functions=["reward_functions:many_a", "code"]')
     run, pipe = tmp_path / "run", subprocess.PIPE
     process = subprocess.Popen(command(folder, run, *overrides), stdout=pipe, stderr=pipe, text=True)
     while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_bytes().count(b"\n") < 3:
@@ -75,6 +79,9 @@ def test_the_command_runs_ahead(folder: Path, tmp_path: Path) -> None:
     steps = json.loads((run / "summary.json").read_text())["steps"]
     assert 3 <= steps < 60 and f"stopped after {steps} of 60 steps" in said[1] and (run / "report.html").exists()
     assert "step 2/60" in said[1], "who looks on saw nothing"
+    assert "programs run in sandbox: namespaces" in said[1]
+    assert json.loads((run / "run.json").read_text())["sandbox"] == "namespaces"
+    assert {metrics["sandbox"] for metrics in lines(run, "metrics")} == {"namespaces"}
     assert load_config(run / "config.toml").cluster.num_engines == 2
     resumed = [sys.executable, "-m", "paceline.cli", "train", "--resume", str(run), f"train.num_steps={steps + 4}"]
     done = subprocess.run(resumed, capture_output=True, text=True, timeout=300)

@@ -144,20 +144,54 @@ CODE = "Here:\n```python\nold = 1\n```\nbetter:\n```python\ndef double(x):\n    
         ("def f(): return (1,)", ["assert f() == [1]"], 0),
         ("def f():\n    x = []\n    x.append(x)\n    return x", ["assert f() == []"], 0),
         ("def f(): return 'x' * 10**7", ["assert f() == 'x'"], 0),
+        # Test code of every form runs in another process than the program.
+        (CODE, ["def check(f):\n    assert f(2) == 4\n    assert f(3) == 7", "check(double)"], 0),
+        ("def double(x): x += x", ["x = [[1], {2: 3}]\ndouble(x)\nassert x == [[1], {2: 3}, [1], {2: 3}]"], 1),
+        ("def apply(f, x): return f(f(x))", ["assert apply(lambda x: x + 1, 3) == 5", "assert apply(len, []) == 1"], 0),
+        ("def apply(f, x): return f(f(x))", ["def inc(x): return apply(abs, x) + 1", "assert apply(inc, -3) == 5"], 1),
+        (
+            "class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)\n"
+            "    def __len__(self): return len(self.items)\n    def __iter__(self): return iter(self.items)\n"
+            "    def __getitem__(self, i): return self.items[i]",
+            ["s = Stack()\nassert not s\ns.push(1)\ns.push('a')\nassert len(s) == 2 and s[1] == 'a' and 1 in s",
+             "assert [x for x in s] == [1, 'a'] and s.items == [1, 'a'] and next(iter(s)) == 1"],
+            1,
+        ),
+        (
+            "class V:\n    def __init__(self, x): self.x = x\n    def __add__(self, o): return V(self.x + o.x)",
+            ["assert (V(1) + V(2)).x == 3"],
+            1,
+        ),
+        (
+            "class Odd(ValueError): pass\ndef f(x):\n    if x % 2: raise Odd('odd')\n    if x > 9: raise KeyError(x)",
+            ["for x, kind in ((1, Odd), (3, ValueError), (10, KeyError)):\n    try: f(x)\n    except kind: pass\n"
+             "    else: raise AssertionError"],
+            1,
+        ),
+        ("def f(n):\n    for i in range(n): yield i", ["assert list(f(3)) == [0, 1, 2]", "assert next(f(1)) == 0"], 1),
+        ("def sum(a, b): return a * b", ["assert sum(10, 15) == 150"], 1),  # named as one of Python's own
+        ("import math\ndef f(n): return math.factorial(n)", ["assert f(2000) == math.factorial(2000)"], 1),
+        (
+            "from fractions import *\nfrom decimal import *\nfrom collections import deque\n"
+            "def f(): return [Fraction(1, 3), Decimal('0.1'), deque([1]), range(3), float('inf')]",
+            ["from fractions import *\nfrom decimal import *\nfrom collections import deque",
+             "assert f() == [Fraction(1, 3), Decimal('0.1'), deque([1]), range(3), float('inf')]"],
+            1,
+        ),
     ],
-)
+)  # fmt: skip
 def test_code(completion: str, tests: Any, reward: float) -> None:
-    assert checks.program(1, 256, 20.0)(completion, {"tests": tests}) == reward
+    assert checks.program(1, 256, 20.0, "namespaces")(completion, {"tests": tests}) == reward
 
 
-ALWAYS_EQUAL = "class Yes:\n    def __eq__(self, other): return True\ndef double(x): return Yes()"
+# A program that finds its own end of the wire and answers in place of its functions. It knows what it is asked for,
+# which is no secret, and nothing of what would be right.
 FRAMES = """
 import json, os, sys
-frame = sys._getframe()
-while frame.f_back is not None:
-    frame = frame.f_back
-seen = frame.f_globals["job"]
-os.write(1, (seen["token"] + {said}).encode())
+wire = sys._getframe(1).f_locals["self"]._wire
+wire.send(["names", {{"double": {{"object": 0}}}}])
+asked = wire.receive()
+{said}
 os._exit(0)
 """
 
@@ -165,22 +199,35 @@ os._exit(0)
 @pytest.mark.parametrize(
     "completion",
     [
-        ALWAYS_EQUAL,
+        "class Yes:\n    def __eq__(self, other): return True\ndef double(x): return Yes()",
         "class Yes(int):\n    def __eq__(self, other): return True\ndef double(x): return Yes(7)",
-        FRAMES.format(said="''"),
-        FRAMES.format(said="json.dumps(['True'] * 2)"),  # in the form that is waited for
-        FRAMES.format(said="json.dumps([str(value) for value in seen['steps']])"),
-        """import os\nprint('["4", "6"]', flush=True)\nos._exit(0)""",  # right, but without the token
-        FRAMES.format(said="json.dumps(['4'])"),
-        FRAMES.format(said="'5'"),
-        FRAMES.format(said="'[[], {}]'"),
-        FRAMES.format(said="json.dumps(['(' * 10**5, '{[]}'])"),
+        FRAMES.format(said=""),
+        FRAMES.format(said='wire.send(["value", True, {}])'),
+        FRAMES.format(said='wire.send(["value", {"object": 0}, {}])'),
+        FRAMES.format(said='wire.send(["value", {"list": {"object": 0}}, {}])'),
+        FRAMES.format(said='wire.send(["value", {"dict": [[{"list": []}, 1]]}, {}])'),
+        FRAMES.format(said='wire.send(["value", 7, {"9": 1}])'),
+        FRAMES.format(said='wire.send(["callback", 0, [], {}])'),
+        FRAMES.format(said='wire.send(["raise", ["SystemExit"], "0"])'),
+        FRAMES.format(said='wire.send({"value": 4})'),
+        FRAMES.format(said='wire._file.write(b"[" * 10**6 + b"\\n"); wire._file.flush()'),
     ],
 )
 def test_a_program_can_not_make_up_a_value_that_is_asked_for(completion: str) -> None:
     tests = ["assert double(2) == 4", "assert double(3) == 6"]
-    assert checks.program(1, 256, 20.0)(CODE, {"tests": tests}) == 1
-    assert checks.program(1, 256, 20.0)(completion, {"tests": tests}) == 0
+    assert checks.program(1, 256, 20.0, "namespaces")(completion, {"tests": tests}) == 0
+
+
+def test_a_program_that_answers_by_itself_is_asked_at_all() -> None:
+    """The twin of the test above: what it says is heard, so a right value is right."""
+    honest = FRAMES.format(said='wire.send(["value", 4, {}])')
+    assert checks.program(1, 256, 20.0, "namespaces")(honest, {"tests": ["assert double(2) == 4"]}) == 1
+
+
+def test_tests_that_pass_more_than_plain_data_are_named() -> None:
+    tests = ["class Node: pass", "assert double(Node()) is None"]
+    scores = score(["code"], [sample(CODE, name="odd", tests=tests)])
+    assert "column 'tests': tests pass a Node to the solution, which takes plain data only" in (scores[0].failure or "")
 
 
 def test_tests_that_are_no_python_are_named() -> None:
@@ -360,6 +407,42 @@ def test_what_can_not_be_sent_fails_alone(workers: Pool) -> None:
     replies = workers.map(checks.exact, (None,), [("1", {"answer": "1"}), ("1", {"answer": lambda: 1})], 20.0)
     assert replies[0] == 1.0
     assert isinstance(replies[1], Failed) and "can't be sent" in replies[1].reason
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("pickle", "sent something else than an answer"),
+        ("length", "sent something else than an answer"),
+        ("nested", "sent something else than an answer"),
+        ("shape", "sent something else than an answer"),
+        ("again", "sent 'loaded' out of turn"),
+        ("object", ""),
+        ("huge", ""),
+        ("many", ""),
+    ],
+)
+def test_a_worker_that_was_taken_over_costs_its_sample(text: str, reason: str, tmp_path: Path) -> None:
+    """It says what it likes to the process that trains; nothing of that runs there, and the run goes on."""
+    bomb = tmp_path / "bomb"
+    bad, good = sample(text, name="bad", bomb=str(bomb)), sample("good", bomb=str(bomb))
+    rewarder = Rewarder(RewardSection(functions=["reward_functions:hostile"], workers=1, timeout_s=20.0))
+    try:
+        assert f"bad: reward reward_functions:hostile {reason}" in (rewarder.score([bad])[0].failure or "")
+        assert rewarder.score([good]) == [Score(1.0, {"reward_functions:hostile": 1.0})]
+    finally:
+        rewarder.close()
+    assert not bomb.exists()
+
+
+def test_an_answer_too_many_is_not_taken_for_another_call() -> None:
+    """At worst the worker answers the next call wrongly, which it could in any case; no other call is touched."""
+    rewarder = Rewarder(RewardSection(functions=["reward_functions:hostile"], workers=1, timeout_s=20.0))
+    try:
+        scores = [rewarder.score([sample(text, bomb="")])[0] for text in ("good", "twice", "good", "good")]
+    finally:
+        rewarder.close()
+    assert all(s.reward == 1.0 or s.failure is not None for s in scores) and scores[-1].reward == 1.0
 
 
 def test_workers_are_lazy_reused_light_and_gone_after_close() -> None:

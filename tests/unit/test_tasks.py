@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from conftest import write_tokenizer
 
-from paceline.config import TaskSection
+from paceline.config import Config, TaskSection, dump_config, load_config
 from paceline.model.store import load_tokenizer
 from paceline.tasks.calculator import Calculator, calculate
 from paceline.tasks.episodes import EnvTask
@@ -209,6 +209,14 @@ GOOD = {"prompt": "1+1?", "answer": "2"}
 def test_a_broken_line_is_named(tmp_path, row, message):
     with pytest.raises(ValueError, match=rf"(?s)t\.jsonl, line 3: .*{message}"):
         table(tmp_path / "t.jsonl", [GOOD, "", row, {"prompt": "y", "answer": "1"}])
+
+
+def test_a_table_without_answers_can_be_resumed(tmp_path):
+    """A run's config.toml names every setting, `answer_column` too."""
+    (tmp_path / "t.jsonl").write_text('{"prompt": "x", "tests": []}\n')
+    config = Config(task=TaskSection(kind="jsonl", name=str(tmp_path / "t.jsonl"), held_out=0))
+    (tmp_path / "config.toml").write_text(dump_config(config))
+    assert len(TableTask(load_config(tmp_path / "config.toml").task).train) == 1
 
 
 def test_broken_files_and_settings(tmp_path):

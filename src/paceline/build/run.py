@@ -141,6 +141,8 @@ def build_loop(
     if config.train.eval_every and not task.held_out:
         raise ValueError("train.eval_every needs held-out problems, but task.held_out = 0; raise it or don't validate")
     rewarder = rewarder or build_rewarder(config)
+    if rewarder.sandbox is not None:
+        watcher.note(f"programs run in sandbox: {rewarder.sandbox}")
     directory = resolve(config.model.name)
     engine = engine or build_rollout_engine(config)
     learner = (make_learner or build_learner)(config, directory)
@@ -148,7 +150,10 @@ def build_loop(
     check_prompts(config, task, engine.tokenizer)
     if resume is None:
         folder = RunFolder.create(
-            run, dump_config(config), describe_run(config, f"{config.algorithm.name} on {task.name}", task.name)
+            run,
+            dump_config(config),
+            describe_run(config, f"{config.algorithm.name} on {task.name}", task.name)
+            | ({"sandbox": rewarder.sandbox} if rewarder.sandbox is not None else {}),
         )
     else:
         folder = RunFolder.open(resume)

@@ -169,6 +169,10 @@ def show_plan(config: Config) -> None:
         "first prompt": f"{len(ids)} tokens",
         "its own answer scores": score_own_answer(config, problem, tokenizer),
     }
+    if "code" in config.reward.functions:
+        from paceline.tasks.sandbox import isolation
+
+        rows["programs run in sandbox"] = str(isolation(config.reward.sandbox))
     out.print(render([{"what": k, "is": v} for k, v in rows.items()], {"what": "plan", "is": ""}))
     out.print(Text(tokenizer.decode(list(ids))), soft_wrap=True)
     err.print("dry run: nothing was trained", style="dim")

@@ -1,11 +1,13 @@
 """Ray itself: started on this machine or joined where it runs, and the places on it for the processes of a run.
 
-A Ray that is started here listens on the loopback address alone, has no dashboard and reports to nobody.
+A Ray that is started here listens on the loopback address alone, has no dashboard and reports to nobody. It asks for a
+token, which only this process and those it starts know: whoever can reach its ports could run code as this user.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from paceline.config import ClusterSection
 
 PLACING_S = 60.0  # a running cluster may be busy, or may have to grow first
 REWARD_CPUS = 1
+TOKENS_SINCE = (2, 52)  # the first version of Ray that has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +141,16 @@ def _ray(here: bool) -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if here:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # its only switch for "loopback alone"
+        os.environ["RAY_AUTH_MODE"] = "token"
+        if not (os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")):
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     try:
         import ray
     except ImportError:
         raise ValueError('cluster.kind = "ray", but Ray is not installed; pip install -e ".[ray]"') from None
+    if here and tuple(int(part) for part in ray.__version__.split(".")[:2]) < TOKENS_SINCE:
+        raise ValueError(
+            f'cluster.kind = "ray": Ray {ray.__version__} can\'t be started with a token; '
+            'pip install -e ".[ray]" brings a newer one'
+        )
     return ray

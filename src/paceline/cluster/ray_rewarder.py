@@ -22,8 +22,10 @@ class RewardActor:
         self._make = make
         self._rewarder: Judge | None = None
 
-    def open(self) -> None:
+    def open(self) -> str | None:
+        """How programs are isolated where this worker runs."""
         self._rewarder = self._rewarder or self._make()
+        return self._rewarder.sandbox
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         self.open()
@@ -36,11 +38,16 @@ class RayRewarder:
         self.num_restarts = 0
         self._max_restarts, self._note = section.max_restarts, note
         self._idle: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+        self._sandboxes: dict[int, str | None] = {}  # by worker, which may be on different machines
         self.num_parallel = len(actors)
         opened = [patient(actor.open).remote() for actor in actors]
         for i, reference in enumerate(opened):
             self._wait(i, reference)
             self._idle.put((i, actors[i]))
+
+    @property
+    def sandbox(self) -> str | None:
+        return "; ".join(sorted({kind for kind in self._sandboxes.values() if kind is not None})) or None
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         while True:
@@ -58,4 +65,4 @@ class RayRewarder:
         """The workers stay, for the next learner."""
 
     def _wait(self, number: int, reference: Any) -> None:
-        answer_at_last(reference, f"reward worker {number}", self._max_restarts)
+        self._sandboxes[number] = answer_at_last(reference, f"reward worker {number}", self._max_restarts)

@@ -196,18 +196,16 @@ def _vllm() -> Iterable[Finding]:
 
 
 def _sandbox() -> Iterable[Finding]:
-    from paceline.tasks.sandbox import isolation
+    from paceline.tasks.sandbox import Refused, isolation
 
     try:
-        missing = isolation()
-    except (ValueError, OSError) as error:
-        yield Finding("code sandbox", MISSING, str(error).splitlines()[0], "the reward `code` can't be used here")
-        return
-    if missing:
-        remedy = "the reward `code` runs untrusted programs with less around them: use a container"
-        yield Finding("code sandbox", DEGRADED, f"can't isolate {', '.join(missing)}", remedy)
-    else:
-        yield Finding("code sandbox", OK, "programs run without network, files, or other processes in sight")
+        yield Finding("code sandbox", OK, f"{isolation('namespaces')}: programs have no network, files or processes")
+    except Refused as refused:
+        try:
+            detail = f"no namespaces; {isolation('process')} is possible"
+            yield Finding("code sandbox", DEGRADED, detail, str(refused).partition("; ")[2])
+        except Refused as error:
+            yield Finding("code sandbox", MISSING, str(error).splitlines()[0], "the reward `code` can't be used here")
 
 
 def _extras() -> Iterable[Finding]:

@@ -27,6 +27,8 @@ LOOPBACK = "127.0.0.1"
 
 def examine_run(config: Config) -> list[Finding]:
     findings = [*_device(config), *_model(config)]
+    if "code" in config.reward.functions:
+        findings.append(_sandbox(config))
     if config.engine.kind == "vllm":
         findings += [*_vllm(config), *_shared_memory(config)]
     host = LOOPBACK
@@ -137,6 +139,20 @@ def _sizes(config: Config, directory: Path) -> list[int]:
     itemsize = getattr(torch, config.model.dtype).itemsize
     with tensors_in(directory) as (shapes, _):
         return [math.prod(shape) * itemsize for shape in shapes.values()]
+
+
+def _sandbox(config: Config) -> Finding:
+    """On this machine; reward workers on another one look for themselves when the run begins."""
+    from paceline.tasks.sandbox import Refused, isolation
+
+    try:
+        found = isolation(config.reward.sandbox)
+    except Refused as error:
+        return _problem("code sandbox", error)
+    if found.gaps:
+        remedy = 'reward.sandbox = "namespaces" isolates more, where a machine allows it'
+        return Finding("run: code sandbox", DEGRADED, str(found), remedy)
+    return _good("code sandbox", str(found))
 
 
 def _vllm(config: Config) -> Iterable[Finding]:

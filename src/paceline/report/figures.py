@@ -68,6 +68,10 @@ def warnings(run: Run) -> list[str]:
     ):
         if raised := [str(r["step"]) for r in run.steps if r.get(alarm) is True]:
             found.append(f"{what} {_steps(raised)}.")
+    sandboxes = {str(r["step"]): str(r["sandbox"]) for r in run.steps if r.get("sandbox") not in (None, "namespaces")}
+    if sandboxes:
+        kinds = ", ".join(sorted(set(sandboxes.values())))
+        found.append(f"Programs ran without namespaces, as {kinds}, at {_steps(list(sandboxes))}.")
     if failures := int(sum(value or 0 for value in run.series("failures"))):
         where = _steps([str(r["step"]) for r in run.steps if (number(r, "failures") or 0) > 0])
         samples = "1 sample" if failures == 1 else f"{failures} samples"

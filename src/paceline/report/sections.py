@@ -91,7 +91,7 @@ def seconds(value: float | None) -> str:
 
 
 def heading(run: Run) -> str:
-    labels = ("task", "model", "device", "seed", "started", "paceline", "torch")
+    labels = ("task", "model", "device", "seed", "sandbox", "started", "paceline", "torch")
     facts = "".join(
         f"<div><dt>{name}</dt><dd>{escape(str(run.info[name]))}</dd></div>" for name in labels if name in run.info
     )

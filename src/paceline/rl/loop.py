@@ -173,6 +173,8 @@ class Loop:
         )
         metrics["tokens_per_s"] = metrics["tokens"] / metrics["stages"]["total"]
         metrics["memory_gib"] = figures.memory_gib(self.learner.decoder.device)
+        if (sandbox := self.collector.rewarder.sandbox) is not None:
+            metrics["sandbox"] = sandbox
         if self.restarts is not None:
             metrics["cluster"] = figures.of_engines(batch, self.config.cluster.num_engines) | dict(self.restarts())
         if step == 0 and self.first_eval is not None:

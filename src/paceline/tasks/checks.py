@@ -11,19 +11,19 @@ import asyncio
 import contextlib
 import importlib
 import inspect
-import json
 import logging
 import math
 import re
 import resource
-import secrets
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.tasks.sandbox import run_program
+from paceline.tasks import remote
+from paceline.tasks.sandbox import Kind, Limits, Program, forbid_inspection, run_program
 
 Check = Callable[[str, dict[str, Any]], float]
 MEMORY_BYTES = 8 << 30  # address space of a worker while a symbolic check runs: 9**9**9**9 must not take the machine
@@ -118,52 +118,15 @@ def memory_limit() -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-# Runs in the sandbox. It says what the steps of the tests gave, each as a Python literal; whether that is right is
-# decided outside, and what would be right is not known in here. The token comes by standard input and goes out before
-# the values, to tell them from what the solution printed. Functions are tested, so `if __name__ == "__main__"` of the
-# solution does not run.
-_DRIVER = """
-import collections.abc, json, os, sys
-job = json.load(sys.stdin)
-
-def literal(value):
-    for kind in (bool, int, float, complex, str, bytes, type(None)):
-        if isinstance(value, kind):
-            return kind.__repr__(value)  # an IntEnum is an int
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{literal(key)}: {literal(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(literal, value)) + "]"
-    if isinstance(value, tuple):
-        return "(" + "".join(literal(item) + ", " for item in value) + ")"
-    if isinstance(value, collections.abc.Set):
-        return "{" + ", ".join(map(literal, value)) + "}" if value else "set()"
-    raise TypeError(f"{type(value).__name__} is not plain data")
-
-names = {"__name__": "solution"}
-try:
-    exec(compile(job.pop("solution"), "solution.py", "exec"), names)
-except SystemExit:
-    pass
-names["__name__"] = "__main__"
-values = [literal(eval(compile(source, "test.py", mode), names)) for mode, source in job["steps"]]
-sys.stdout.flush()
-os.write(1, (job["token"] + json.dumps(values)).encode())
-os._exit(0)
-"""
-
-Step = tuple[str, str, Callable[[Any], bool]]  # compile's mode, source, whether the value it gives is right
-
-
-def program(cpu_s: int, memory_mb: int, timeout_s: float) -> Check:
+def program(cpu_s: int, memory_mb: int, timeout_s: float, kind: Kind) -> Check:
     """1 if the completion's program passes all of the column `tests`, else 0: all or nothing, as a program that is
     right on most inputs is wrong. `tests` is a list of asserts, one text of test code, or a list of
     {"input": …, "output": …}, compared line by line but for white space at the ends. All tests share `timeout_s`.
 
-    The right side of `assert f(2) == 4` stays out of the sandbox, as outputs do: there a program must find the value,
-    which must be plain data. What can't be helped: a program that reads its interpreter's frames can answer in its
-    place, so it may pass tests of other forms, whose right answer is plain (that something is true, that test code
-    raises nothing)."""
+    Test code runs in another process than the program (`remote`), and outputs are compared here: what would be right is
+    never in the program's reach."""
+    if kind == "process":
+        forbid_inspection()  # programs run as the same user, and this process hears how they ended
 
     def check(completion: str, columns: dict[str, Any]) -> float:
         tests = column(columns, "tests")
@@ -172,62 +135,44 @@ def program(cpu_s: int, memory_mb: int, timeout_s: float) -> Check:
         source = blocks[-1] if blocks else completion
         end_s = time.monotonic() + timeout_s
 
-        def run(program: str, stdin: str) -> str | None:
-            """What it printed, or None if it failed."""
-            left_s = end_s - time.monotonic()
-            if left_s <= 0:
-                return None
-            outcome = run_program(program, stdin, cpu_s=cpu_s, memory_mb=memory_mb, wall_s=left_s)
+        def limits() -> Limits:
+            return Limits(cpu_s=cpu_s, memory_mb=memory_mb, wall_s=max(0.0, end_s - time.monotonic()))
+
+        def printed(stdin: str) -> str | None:
+            """What the program printed, or None if it failed."""
+            outcome = run_program(source, stdin, limits(), kind)
             return outcome.stdout if outcome.ok else None
 
         if tests and all(isinstance(test, str) for test in tests):
-            token = secrets.token_hex(16)
-            steps = [step for test in tests for step in _steps(test)]
-            job = {"solution": source, "steps": [(mode, text) for mode, text, _ in steps], "token": token}
-            printed = run(_DRIVER, json.dumps(job))
-            return float(printed is not None and _holds(steps, printed.rpartition(token)))
+            return float(_passes(source, tests, limits(), kind))
         if tests and all(isinstance(test, dict) and {"input", "output"} <= test.keys() for test in tests):
-            return float(all(_same(run(source, str(test["input"])), str(test["output"])) for test in tests))
+            return float(all(_same(printed(str(test["input"])), str(test["output"])) for test in tests))
         raise ValueError('column \'tests\' must hold asserts, test code, or {"input", "output"} pairs')
 
     return check
 
 
-def _steps(test: str) -> Iterator[Step]:
-    """Test code taken apart: a top-level assert asks for a value, anything else is run as it is."""
-    try:
-        body = ast.parse(test).body
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"column 'tests': not Python: {error}") from None
-    for node in body:
-        if isinstance(node, ast.Assert):
-            yield _asked(node.test)
-        else:
-            yield "exec", ast.unparse(node), lambda value: value is None
-
-
-def _asked(asserted: ast.expr) -> Step:
-    """What to evaluate in the sandbox, and what the assertion then says of it. `x` and `not x` look alike in there."""
-    match asserted:
-        case ast.Compare(left, [ast.Eq()], [right]):
-            with contextlib.suppress(ValueError, TypeError):  # not a literal
-                wanted = ast.literal_eval(right)
-                return "eval", ast.unparse(left), lambda value: bool(value == wanted)
-        case ast.Compare(left, [ast.Is()], [ast.Constant(None | True | False as single)]):
-            return "eval", ast.unparse(left), lambda value: value is single
-        case ast.UnaryOp(ast.Not(), operand):
-            return "eval", f"not ({ast.unparse(operand)})", lambda value: value is True
-    return "eval", f"not ({ast.unparse(asserted)})", lambda value: value is False
-
-
-def _holds(steps: list[Step], printed: tuple[str, str, str]) -> bool:
-    """Whether the values after the token are there and right. Anything may stand there."""
-    _, token, said = printed
-    try:
-        values = [ast.literal_eval(text) for text in json.loads(said)]
-        return bool(token) and all([is_right(v) for (_, _, is_right), v in zip(steps, values, strict=True)])
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        return False
+def _passes(solution: str, tests: list[str], limits: Limits, kind: Kind) -> bool:
+    """Whether test code passes, as the process says in which it runs; the solution runs in another one."""
+    for test in tests:
+        try:
+            ast.parse(test)
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"column 'tests': not Python: {error}") from None
+    code = Path(remote.__file__).read_text(encoding="utf-8")
+    ends = socket.socketpair()
+    with ends[0], ends[1]:
+        server = Program(f"{code}\n\nserve_solution({solution!r})\n", ends[0], limits, kind)
+        try:
+            judge = Program(f"{code}\n\nrun_tests({tests!r})\n", ends[1], limits, kind)
+            for end in ends:
+                end.close()  # so that each of the two notices when the other is gone
+            outcome = judge.wait()
+        finally:
+            server.stop()
+    if outcome.returncode == remote.UNSUPPORTED:
+        raise ValueError(f"column 'tests': {outcome.stderr}")
+    return outcome.ok
 
 
 def _same(printed: str | None, wanted: str) -> bool:

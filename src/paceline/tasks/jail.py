@@ -1,9 +1,13 @@
-"""The launcher of one untrusted program: run as a script by `sandbox.run_program`, never imported.
+"""The supervisor of one untrusted program: run as a script by `sandbox.Program`, never imported.
 
 It is a process of its own because namespaces, limits and user ids are set between fork and exec, and a trainer with
-threads must not run Python there. Three processes: this one watches the clock; in a fresh PID namespace an init whose
-death takes every descendant with it; and the program. Always: when this process ends, none of the others is alive.
-Only the standard library is at hand, and little of it, as it starts once per program.
+threads must not run Python there. It starts the program, watches its time and the memory of its whole process tree, and
+reports how it ended through a socket that the program never has. Always: when this process ends by itself, nothing of
+the program is alive. What can't be set up is refused; the program is then not run.
+
+With spec["sandbox"] = "namespaces" the program has its own file system, network, process table and shared memory. With
+"process" it has none of these: Landlock (where the kernel has it) bars files and other processes' memory, and the
+system call filter bars sockets, signals to others and leaving the process group.
 """
 
 from __future__ import annotations
@@ -21,18 +25,30 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-LINUX = sys.platform == "linux"
+if (
+    __name__ == "__main__"
+):  # an isolated interpreter knows no packages; behind the standard library, so as to hide nothing
+    sys.path.append(str(Path(__file__).parents[2]))
+
+from paceline.tasks import landlock, memory, seccomp
+
 NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE, MS_RELATIME = (
     0x1, 0x2, 0x4, 0x20, 0x1000, 0x4000, 0x40000, 0x200000,
 )  # fmt: skip
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 NOBODY = 65534
 # What an interpreter needs to start, besides its own prefix. World-readable on any machine.
 SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/nix/store", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+MEMORY_CHECK_S = 0.02  # how often the tree's memory is summed
+MEMORY_CHECK_SHARE = 0.1  # of this process's time, at most
 
 libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Refused(Exception):
+    """The program can't be run as asked for; the text reads on from 'programs can't be …'."""
 
 
 def call(name: str, *args: object) -> None:
@@ -42,31 +58,20 @@ def call(name: str, *args: object) -> None:
 
 
 def prctl(option: int, value: int) -> None:
-    if LINUX:
-        call("prctl", option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+    call("prctl", option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
 
 
-def enter_namespaces() -> set[str]:
-    """Which of "files", "network" and "processes" are ours alone from here on."""
-    if not LINUX:
-        return set()
-    kinds = {"files": NEWNS, "network": NEWNET, "processes": NEWPID, "shared memory": NEWIPC}
-    entered = set()
+def enter_namespaces() -> None:
+    """All of them, or OSError."""
+    kinds = NEWNS | NEWNET | NEWPID | NEWIPC
     if os.geteuid() == 0:
-        for name, flag in kinds.items():
-            with contextlib.suppress(OSError):
-                call("unshare", flag)
-                entered.add(name)
-        return entered
+        call("unshare", kinds)
+        return
     uid, gid = os.getuid(), os.getgid()
-    try:  # a user namespace gives the rights for the others; all or nothing
-        call("unshare", NEWUSER | sum(kinds.values()))
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{NOBODY} {uid} 1")  # not 0: exec then drops every capability
-        Path("/proc/self/gid_map").write_text(f"{NOBODY} {gid} 1")
-    except OSError:
-        return set()
-    return set(kinds)
+    call("unshare", NEWUSER | kinds)  # a user namespace gives the rights for the others
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{NOBODY} {uid} 1")  # not 0: exec then drops every capability
+    Path("/proc/self/gid_map").write_text(f"{NOBODY} {gid} 1")
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
@@ -102,56 +107,104 @@ def build_root(root: Path, python: str, prefix: str, size_mb: int) -> None:
         if Path(path).exists() and not any(path == top or path.startswith(top + "/") for top in seen):
             bind(path, root)
             seen.append(path)
-    (root / "tmp").mkdir()
+    (root / "tmp").mkdir(exist_ok=True)  # the interpreter may lie in /tmp itself
 
 
 def limit(kind: int, soft: int, hard: int) -> None:
     ceiling = resource.getrlimit(kind)[1]
     if ceiling != resource.RLIM_INFINITY:
         soft, hard = min(soft, ceiling), min(hard, ceiling)
-    try:
-        resource.setrlimit(kind, (soft, hard))
-    except (OSError, ValueError):
-        if LINUX:
-            raise
+    resource.setrlimit(kind, (soft, hard))
 
 
-def become_program(spec: dict[str, Any], root: Path | None, work: str, uid: int | None) -> NoReturn:
+class Place:
+    """Where the program runs and as whom; made before it starts."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.spec = spec
+        box = Path(spec["box"])
+        self.uid = unprivileged_uid() if os.geteuid() == 0 else None  # None: as the user who asked
+        self.root: Path | None = None
+        self.has_namespaces = spec["sandbox"] == "namespaces"
+        if self.has_namespaces:
+            try:
+                enter_namespaces()
+                build_root(box / "root", spec["python"], spec["prefix"], spec["disk_mb"])
+            except OSError as error:
+                raise Refused(f"isolated by namespaces on this machine ({error})") from None
+            self.root = box / "root"
+        elif self.uid is not None and not readable_by_all(spec["python"]):
+            raise Refused(f"run as another user than root, since only root can read {spec['python']}")
+        self.has_landlock = not self.has_namespaces and landlock.version() > 0
+        prctl(PR_SET_DUMPABLE, 0)  # no process of the same user may look into this one
+        self.work = "/tmp" if self.root is not None else str(box / "work")
+        inside = self.root / "tmp" if self.root is not None else box / "work"
+        shutil.copyfile(box / "program.py", inside / "program.py")
+        for path in (inside, inside / "program.py"):
+            if self.uid is not None:
+                os.chown(path, self.uid, self.uid)
+        self.num_processes = spec["num_processes"]
+        if not self.has_namespaces and self.uid is None:  # the limit counts what the user has already, too
+            self.num_processes += memory.num_tasks(os.getuid())
+
+    @property
+    def gaps(self) -> list[str]:
+        """What the program can reach all the same."""
+        if self.has_namespaces:
+            return []
+        if self.has_landlock:
+            return ["names and sizes of files", "disk space"]
+        if self.uid is not None:
+            return ["files that everyone may read", "disk space"]
+        return ["the user's files", "memory of the user's processes", "disk space"]
+
+
+def become_program(place: Place, cgroup: memory.Cgroup | None, error_fd: int) -> NoReturn:
+    spec = place.spec
     try:
         os.setsid()
-        if root is not None:
-            os.chroot(root)
-        os.chdir(work)
+        with contextlib.suppress(OSError):  # short of memory, the kernel ends this program first
+            Path("/proc/self/oom_score_adj").write_text("1000")
+        if cgroup is not None:
+            cgroup.enter()
+        if place.root is not None:
+            os.chroot(place.root)
+        os.chdir(place.work)
         os.umask(0o077)
         limit(resource.RLIMIT_CPU, spec["cpu_s"], spec["cpu_s"] + 1)
         limit(resource.RLIMIT_AS, spec["memory_mb"] << 20, spec["memory_mb"] << 20)
         limit(resource.RLIMIT_FSIZE, spec["file_kb"] << 10, spec["file_kb"] << 10)
         limit(resource.RLIMIT_NOFILE, spec["num_files"], spec["num_files"])
-        limit(resource.RLIMIT_NPROC, spec["num_processes"], spec["num_processes"])
+        limit(resource.RLIMIT_NPROC, place.num_processes, place.num_processes)
         limit(resource.RLIMIT_CORE, 0, 0)
-        if uid is not None:
+        if place.uid is not None:
             os.setgroups([])
-            os.setgid(uid)
-            os.setuid(uid)
-        prctl(PR_SET_NO_NEW_PRIVS, 1)
+            os.setgid(place.uid)
+            os.setuid(place.uid)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        seccomp.install(seccomp.program_filter(None if place.has_namespaces else os.getpid()))
+        if place.has_landlock:
+            landlock.restrict((*SYSTEM, *DEVICES, spec["prefix"], spec["python"]), (place.work, "/dev/null"))
         # As -I, but with the hash seed that makes a program's behaviour repeat.
         flags = ["-s", "-S", "-P", "-X", "utf8"]
-        env = {"PATH": "/usr/bin:/bin", "HOME": work, "TMPDIR": work, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-        os.execve(spec["python"], [spec["python"], *flags, f"{work}/program.py"], env)
+        env = {"PATH": "/usr/bin:/bin", "HOME": place.work, "TMPDIR": place.work, "LANG": "C.UTF-8"}
+        arguments = [spec["python"], *flags, f"{place.work}/program.py"]
+        os.execve(spec["python"], arguments, {**env, "PYTHONHASHSEED": "0"})
     except BaseException as error:
-        os.write(2, f"the program could not be started: {error}\n".encode())
+        os.write(error_fd, f"started ({error})".encode())  # the descriptor closes at exec: the program never has it
     os._exit(127)
 
 
-def become_init(spec: dict[str, Any], root: Path | None, work: str, uid: int | None, report_fd: int) -> NoReturn:
+def become_init(place: Place, cgroup: memory.Cgroup | None, report_fd: int, error_fd: int) -> NoReturn:
     """Process 1 of the namespace: when it ends, the kernel kills all that the program left behind."""
     try:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         program = os.fork()
         if program == 0:
-            become_program(spec, root, work, uid)
+            become_program(place, cgroup, error_fd)
+        os.close(error_fd)
         while True:
             pid, status = os.wait()
             if pid == program:
@@ -161,22 +214,46 @@ def become_init(spec: dict[str, Any], root: Path | None, work: str, uid: int | N
         os._exit(0)
 
 
-def children() -> list[int]:
-    """This process's children, also those it inherited; all are the program's descendants."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                found.append(int(path.parent.name))
-    return found
+class Watch:
+    """Waits for the program to end, for its time or memory to be used up, or for a reason to stop it."""
+
+    def __init__(self, child: int, place: Place) -> None:
+        self.child, self.spec = child, place.spec
+        self.own = {child} if place.has_namespaces else set()  # the namespace's init is ours, not the program's
+
+    def wait(self) -> tuple[int | None, str | None]:
+        """(wait status of the child, why it must be stopped): one of the two is None."""
+        start_s, nap_s, next_check_s = time.monotonic(), 0.001, 0.0
+        # SIGTERM is blocked and only ever looked at here: it must not end this process before the program.
+        while os.getppid() == self.spec["parent"] and signal.SIGTERM not in signal.sigpending():
+            pid, status = os.waitpid(self.child, os.WNOHANG)
+            if pid:
+                return status, None
+            now_s = time.monotonic()
+            if now_s - start_s > self.spec["wall_s"]:
+                return None, "time"
+            if now_s > next_check_s:
+                if self._over_memory():
+                    return None, "memory"
+                next_check_s = now_s + max(MEMORY_CHECK_S, (time.monotonic() - now_s) / MEMORY_CHECK_SHARE)
+            time.sleep(nap_s)
+            nap_s = min(0.02, nap_s * 1.3)
+        return None, "stopped"
+
+    def _over_memory(self) -> bool:
+        programs = [pid for pid in memory.descendants() if pid not in self.own]
+        if len(programs) < 2:  # a single process is held by its own limit
+            return False
+        return sum(map(memory.used_bytes, programs)) > self.spec["memory_mb"] << 20
 
 
 def sweep(child: int) -> None:
-    """Kill what is left. With a PID namespace `child` is its init; otherwise orphans come to us one by one."""
+    """Kill what is left. In a PID namespace `child` is the init, whose end takes all others along; without one all are
+    in `child`'s process group, which they can't leave. Orphans come to this process, which is a subreaper."""
     with contextlib.suppress(OSError):
-        os.killpg(child, signal.SIGKILL)  # a program without a namespace leads a group of its own
+        os.killpg(child, signal.SIGKILL)
     while True:
-        for pid in {*children(), child} if LINUX else {child}:
+        for pid in {*memory.descendants(), child}:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         try:
@@ -185,20 +262,6 @@ def sweep(child: int) -> None:
         except ChildProcessError:
             return
         time.sleep(0.001)
-
-
-def watch(child: int, wall_s: float) -> tuple[int | None, bool]:
-    """(wait status, timed out); also ends when whoever asked for the program is gone."""
-    parent, start_s, nap_s = os.getppid(), time.monotonic(), 0.001
-    while os.getppid() == parent:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return status, False
-        if time.monotonic() - start_s > wall_s:
-            return None, True
-        time.sleep(nap_s)
-        nap_s = min(0.02, nap_s * 1.3)
-    return None, False
 
 
 def unprivileged_uid() -> int:
@@ -216,52 +279,48 @@ def readable_by_all(python: str) -> bool:
     return all(path.stat().st_mode & stat.S_IXOTH for path in (Path(python), *Path(python).parents))
 
 
+def supervise(spec: dict[str, Any]) -> dict[str, Any]:
+    if sys.platform != "linux":
+        raise Refused(f"isolated on {sys.platform}: that needs Linux")
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    cgroup = memory.Cgroup.make(spec["memory_mb"] << 20)
+    try:
+        place = Place(spec)
+        report_read, report_write = os.pipe()
+        error_read, error_write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            if place.has_namespaces:
+                become_init(place, cgroup, report_write, error_write)
+            become_program(place, cgroup, error_write)
+        os.close(report_write)
+        os.close(error_write)
+        status, stopped = Watch(child, place).wait()
+        sweep(child)
+        if error := os.read(error_read, 1000):
+            raise Refused(error.decode(errors="replace"))
+        if place.has_namespaces and stopped is None:
+            report = os.read(report_read, 32)
+            status = int(report) if report else None
+        if cgroup is not None and cgroup.was_exceeded():
+            stopped = "memory"
+    finally:
+        if cgroup is not None:
+            cgroup.remove()
+    code = os.waitstatus_to_exitcode(status) if status is not None else None
+    return {"returncode": code, "stopped": stopped, "gaps": place.gaps}
+
+
 def main() -> None:
     spec = json.loads(sys.argv[1])
-    status_fd, box = spec["status_fd"], Path(spec["box"])
-    os.set_inheritable(status_fd, False)
+    os.set_inheritable(spec["status_fd"], False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    uid = unprivileged_uid() if os.geteuid() == 0 else None
-    own = enter_namespaces()
-    root = None
-    if "files" in own:
-        try:
-            build_root(box / "root", spec["python"], spec["prefix"], spec["disk_mb"])
-            root = box / "root"
-        except OSError:
-            own.discard("files")
-    if uid is not None and root is None and not readable_by_all(spec["python"]):
-        refusal = f"root without namespaces may run it only as another user, who can't read {spec['python']}"
-        os.write(status_fd, json.dumps({"refused": refusal}).encode())
-        return
-    missing = [name for name in ("network", "files", "processes") if name not in own]
-    if uid is not None and "files" in missing:
-        missing[missing.index("files")] = "files that everyone may read"
-    if not LINUX:
-        missing.append("memory")
-    work = Path("/tmp") if root is not None else box / "work"
-    inside = root / "tmp" if root is not None else work
-    shutil.copyfile(box / "program.py", inside / "program.py")
-    for path in (inside, inside / "program.py"):
-        if uid is not None:
-            os.chown(path, uid, uid)
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-    prctl(PR_SET_DUMPABLE, 0)  # the program may not look into this process
-
-    read_fd, write_fd = os.pipe()
-    child = os.fork()
-    if child == 0:
-        if "processes" in own:
-            become_init(spec, root, str(work), uid, write_fd)
-        become_program(spec, root, str(work), uid)
-    os.close(write_fd)
-    status, timed_out = watch(child, spec["wall_s"])
-    sweep(child)
-    if "processes" in own and not timed_out:
-        report = os.read(read_fd, 32)
-        status = int(report) if report else None
-    code = os.waitstatus_to_exitcode(status) if status is not None else None
-    os.write(status_fd, json.dumps({"returncode": code, "timed_out": timed_out, "missing": missing}).encode())
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        said = supervise(spec)
+    except (Refused, OSError) as error:
+        said = {"refused": str(error)}
+    os.write(spec["status_fd"], json.dumps(said).encode())
 
 
 if __name__ == "__main__":

@@ -5,6 +5,9 @@ patience of its own), what it returns is called with a timeout. Always: results 
 that fails costs its own result only; `map` ends. Workers are fresh interpreters, not forks (the parent has threads)
 and not multiprocessing's (which would run the user's main script again). They have their own session, so that Ctrl-C
 reaches the parent alone, and end when the parent does.
+
+Calls go to a worker as pickles, answers come back as JSON: what runs in a worker may have been taken over, and the
+parent must not run what it says. A message that is not an answer costs the call and the worker.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from typing import Any
 
 LOAD_S = 180.0  # for a worker to start and load: imports from a cold disk take their time
 TICK_S = 0.5  # how often a silent worker is looked at
+MAX_REPLY_BYTES = 64 << 20  # a worker that announces more is not waited for
 HOPELESS = 16  # so many calls hung or died and none succeeded: it is the function, not the samples
 
 Make = Callable[..., Callable[..., Any]]
@@ -68,11 +72,12 @@ class Worker:
         self.index = -1  # the call it is busy with; -1: idle
         self.deadline_s = 0.0
         self.is_loading = False
+        self.has_begun = False  # the function is loaded, and called
 
     def start(self, index: int, job: bytes, frame: bytes, timeout_s: float) -> None:
         assert self.index == -1 and not self.outgoing
         self.index = index
-        self.is_loading = job not in self.loaded
+        self.is_loading, self.has_begun = job not in self.loaded, False
         self.loaded.add(job)
         self.deadline_s = time.monotonic() + (LOAD_S if self.is_loading else timeout_s)
         self.outgoing += frame
@@ -83,7 +88,7 @@ class Worker:
             del self.outgoing[:sent]
 
     def pull(self) -> list[tuple[str, Any]] | None:
-        """The messages that have come; None: the worker is gone."""
+        """The messages that have come; None: the worker is gone. ValueError: what came is no message of a worker's."""
         try:
             data = self.wire.recv(1 << 16)
         except BlockingIOError:
@@ -95,11 +100,22 @@ class Worker:
         messages = []
         while len(self.incoming) >= _HEADER.size:
             end = _HEADER.size + _HEADER.unpack_from(self.incoming)[0]
+            if end > MAX_REPLY_BYTES:
+                raise ValueError(f"a message of {end} bytes")
             if len(self.incoming) < end:
                 break
-            messages.append(pickle.loads(self.incoming[_HEADER.size : end]))
+            messages.append(_parse(bytes(self.incoming[_HEADER.size : end])))
             del self.incoming[:end]
         return None if data == b"" and not messages else messages
+
+    def has_more_to_say(self) -> bool:
+        """Though its call has ended, or it has hung up: it can't be used again."""
+        try:
+            return bool(self.incoming) or self.wire.recv(1, socket.MSG_PEEK) is not None
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def kill(self) -> None:
         """The worker and what it started in its session; idempotent."""
@@ -137,7 +153,7 @@ class Pool:
                 for worker in self._idle(len(waiting)):
                     index = waiting.popleft()
                     try:
-                        frame = _frame((job, calls[index]))
+                        frame = _frame(pickle.dumps((job, calls[index])))
                     except Exception as error:  # pickle raises what it likes
                         results[index] = Failed(f"can't be sent to a worker: {describe(error)}")
                         continue
@@ -160,8 +176,8 @@ class Pool:
         atexit.unregister(self.close)
 
     def _idle(self, num_wanted: int) -> list[Worker]:
-        dead = [worker for worker in self._workers if worker.index < 0 and worker.process.poll() is not None]
-        self._discard(dead)
+        idle = [worker for worker in self._workers if worker.index < 0]
+        self._discard([worker for worker in idle if worker.process.poll() is not None or worker.has_more_to_say()])
         idle = [worker for worker in self._workers if worker.index < 0]
         while len(idle) < num_wanted and len(self._workers) < self._num_workers:
             self._workers.append(Worker())
@@ -204,15 +220,23 @@ class Pool:
         return ended
 
     def _read(self, worker: Worker, timeout_s: float) -> list[tuple[int, Any]]:
-        messages = worker.pull()
+        try:
+            messages = worker.pull()
+        except ValueError as error:
+            return [self._lose(worker, f"sent something else than an answer: {describe(error)}")]
         if messages is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(TICK_S)
             return [self._lose(worker, _death(worker.process))]
         ended: list[tuple[int, Any]] = []
         for kind, value in messages:
+            if worker.index < 0:  # its call has ended already
+                self._discard([worker])
+                break
+            if kind != "error" and (kind == "loaded") == worker.has_begun:
+                return [self._lose(worker, f"sent {kind!r} out of turn")]
             if kind == "loaded":
-                worker.is_loading = False
+                worker.is_loading, worker.has_begun = False, True
                 worker.deadline_s = time.monotonic() + timeout_s
             else:
                 ended.append((worker.index, value if kind == "result" else Failed(value)))
@@ -238,9 +262,20 @@ def _death(process: subprocess.Popen[bytes]) -> str:
     return f"killed its process (signal {-code})" if code < 0 else f"ended its process (exit code {code})"
 
 
-def _frame(message: Any) -> bytes:
-    data = pickle.dumps(message)
+def _frame(data: bytes) -> bytes:
     return _HEADER.pack(len(data)) + data
+
+
+def _parse(data: bytes) -> tuple[str, Any]:
+    """A worker's message: ("loaded", None), ("result", plain data) or ("error", text)."""
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"no JSON ({error})") from None
+    match message:
+        case ["loaded", None] | ["result", _] | ["error", str()]:
+            return message[0], message[1]
+    raise ValueError("no message of a worker's")
 
 
 def serve(fd: int) -> None:
@@ -257,20 +292,18 @@ def serve(fd: int) -> None:
     while True:
         header = _receive(wire, _HEADER.size)
         job, args = pickle.loads(_receive(wire, _HEADER.unpack(header)[0]))
-        kind = "result"
         try:
             if job not in made:
                 make, setup = pickle.loads(job)
                 made[job] = make(*setup)
-            wire.sendall(_frame(("loaded", None)))
-            value = made[job](*args)
-            reply = _frame((kind, value))
+            wire.sendall(_frame(json.dumps(["loaded", None]).encode()))
+            reply = json.dumps(["result", made[job](*args)])
         except BaseException as error:  # SystemExit too: it must not end the worker
-            kind = "could not be loaded: " if job not in made else "raised "
-            reply = _frame(("error", f"{kind}{describe(error)}"))
+            what = "could not be loaded: " if job not in made else "raised "
+            reply = json.dumps(["error", f"{what}{describe(error)}"])
         if os.getpid() != pid:
             os._exit(1)  # a fork that came back from the function has nothing to say here
-        wire.sendall(reply)
+        wire.sendall(_frame(reply.encode()))
 
 
 def _end_with(parent: int) -> None:

@@ -9,7 +9,6 @@ lives here.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -52,6 +51,8 @@ class Judge(Protocol):
 
     @property
     def num_parallel(self) -> int: ...  # calls of `score` that may be under way at a time
+    @property
+    def sandbox(self) -> str | None: ...  # how programs are isolated; None: none are run
     def score(self, samples: Sequence[Sample]) -> list[Score]: ...
     def close(self) -> None: ...
 
@@ -62,6 +63,7 @@ class Rewarder:
     def __init__(self, section: RewardSection, task: TaskSection | None = None) -> None:
         self._section = section
         self._task = task
+        self.sandbox: str | None = None
         self._pool = Pool(section.workers)
         self._weights = section.weights or [1.0] * len(section.functions)
         try:
@@ -115,9 +117,8 @@ class Rewarder:
                 )
             return self._each(checks.gym, (self._task.name, self._task.params, pattern))
         if name == "code":
-            if missing := sandbox.isolation():
-                print(f"code: this machine can't isolate: {', '.join(missing)}", file=sys.stderr)
-            limits = (section.code_cpu_s, section.code_memory_mb, section.timeout_s)
+            self.sandbox = str(sandbox.isolation(section.sandbox))
+            limits = (section.code_cpu_s, section.code_memory_mb, section.timeout_s, section.sandbox)
             # A program too slow is a wrong program: the check sees to that itself, the pool only to what is stuck.
             return self._each(checks.program, limits, section.timeout_s + 2 * sandbox.SETUP_S)
         if name == "model":
@@ -138,9 +139,12 @@ class Rewarder:
     def _each(self, make: Make, setup: tuple[Any, ...], timeout_s: float | None = None) -> Scorer:
         """One call per sample."""
         patience_s = timeout_s or self._section.timeout_s
-        return lambda samples: self._pool.map(
-            make, setup, [(sample.completion, sample.columns) for sample in samples], patience_s
-        )
+
+        def score(samples: Sequence[Sample]) -> list[Value]:
+            calls = [(sample.completion, sample.columns) for sample in samples]
+            return [_value(reply) for reply in self._pool.map(make, setup, calls, patience_s)]
+
+        return score
 
     @staticmethod
     def _judge(model: RewardModel, samples: Sequence[Sample]) -> list[Value]:
@@ -169,15 +173,28 @@ class Rewarder:
         largest = max(len(batch) for batch in batches)
         timeout_s = self._section.timeout_s * min(largest, BATCH_PATIENCE)
         replies = self._pool.map(checks.batch, (path,), [(_arguments(batch),) for batch in batches], timeout_s)
-        return [_values(reply) for reply in replies]
+        return [_values(reply, len(batch)) for reply, batch in zip(replies, batches, strict=True)]
 
 
-def _values(reply: list[float | str | None] | str | Failed) -> list[Value] | Failed:
-    if isinstance(reply, Failed):
+def _value(reply: Any) -> Value:
+    """A worker's answer about one sample. Workers are not trusted: it may be any JSON."""
+    if reply is None or isinstance(reply, Failed):
         return reply
     if isinstance(reply, str):
         return Failed(reply)
-    return [Failed(value) if isinstance(value, str) else value for value in reply]
+    try:
+        return float(reply)
+    except (TypeError, OverflowError):
+        return Failed(f"returned a {type(reply).__name__} that is no reward")
+
+
+def _values(reply: Any, num_samples: int) -> list[Value] | Failed:
+    """And about a batch."""
+    if isinstance(reply, Failed):
+        return reply
+    if isinstance(reply, list) and len(reply) == num_samples:
+        return [_value(value) for value in reply]
+    return Failed(reply if isinstance(reply, str) else f"returned no list of {num_samples} values")
 
 
 def _arguments(samples: Sequence[Sample]) -> dict[str, list[Any]]:

@@ -74,8 +74,9 @@ def _problems(section: TaskSection, stem: str) -> Iterator[Problem]:
             some_answered = True
             columns |= _answer(row[section.answer_column], columns, where)
         yield Problem(f"{stem}/{index}", dress(prompt, section), columns)
-    # A table without any answers is fine: not every reward wants one.
-    if unanswered and (some_answered or "answer_column" in section.model_fields_set):
+    # A table without any answers is fine: not every reward wants one. A run's config.toml names every setting, so that
+    # the default must count as not given.
+    if unanswered and (some_answered or section.answer_column != TaskSection().answer_column):
         raise ValueError(f"{unanswered}. Mend or remove it, or name the column by task.answer_column")
 
 
