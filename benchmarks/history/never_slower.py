@@ -1,10 +1,14 @@
-"""Is `auto` ever slower than plain decoding? With a drafter that guesses at random and says that it is sure.
+"""Is `auto` ever slower than plain decoding?
 
-    python benchmarks/history/never_slower.py [--batch 1,4,16,64] [--tokens 64] [--rounds 5] [--json FILE]
+    python benchmarks/history/never_slower.py [--drafters useless,ngram,suffix,eagle3,hybrid] [--batch 1,4,16,64]
+        [--tokens 64] [--rounds 6] [--json FILE]
 
-One engine, the same requests, the same tokens: plain and `auto` in turn, round by round; the figure is the median of
-the rounds' ratios. Below 1: slower than plain. The policy begins each round knowing nothing of the drafter. `static` (4
-tokens, always) is what the same drafter costs without it.
+SmolLM2-135M at temperature 1. Every round has prompts of its own (GSM8K questions), so that history knows nothing of
+them but what the round itself has said. The same requests, the same tokens: plain decoding and every drafter under
+`auto` take turns, round by round; the figure is the median of the rounds' ratios. Below 1: slower than plain.
+
+`useless` guesses at random and says that it is sure; its policy begins each round knowing nothing of it. The others
+are engines as `paceline train` builds them, and keep what they learn.
 """
 
 from __future__ import annotations
@@ -13,83 +17,113 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
+from live import prompts
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
-from paceline.bench.prompts import BUILTIN
 from paceline.build import build_engine
 from paceline.build.cost import measured_costs
-from paceline.config import load_config
+from paceline.config import Config, load_config
 from paceline.engine.engine import LocalEngine
 from paceline.speculation.auto import AutoPolicy
-from paceline.speculation.policy import StaticPolicy
-from paceline.tasks.prompt import encode
-from paceline.types import Request, SamplingParams
+from paceline.types import Request, SamplingParams, StepTrace, noise_key
 from paceline.verify.drafters import AdversarialDrafter
 
 K = 4
+DRAFTERS = ("useless", "ngram", "suffix", "eagle3", "hybrid")
 
 
-def timed(engine: LocalEngine, requests: list[Request]) -> tuple[float, list[list[int]], float]:
-    """Seconds, the tokens, and the share of verified drafts per emitted token."""
-    engine.paged.pool.forget_all()
+def settings(drafter: str, max_num_seqs: int) -> Config:
+    if drafter in ("plain", "useless"):
+        return load_config(None, [f"engine.max_num_seqs={max_num_seqs}", "speculation.method=none"])
+    chosen = f"speculation.method={drafter}", "speculation.policy=auto", f"speculation.num_speculative_tokens={K}"
+    return load_config(None, [f"engine.max_num_seqs={max_num_seqs}", *chosen])
+
+
+def timed(engine: LocalEngine, requests: list[Request]) -> tuple[float, list[list[int]], list[StepTrace]]:
+    engine.forget()
     engine.drain_trace()
     started = time.perf_counter()
     found = engine.generate(requests)
-    seconds = time.perf_counter() - started
-    traces = engine.drain_trace()
-    drafted = sum(t.num_draft_tokens for t in traces) / sum(t.num_emitted for t in traces)
-    return seconds, [c.token_ids.tolist() for c in found], drafted
+    return time.perf_counter() - started, [c.token_ids.tolist() for c in found], engine.drain_trace()
+
+
+def measure(
+    engines: dict[str, LocalEngine], rounds: Iterator[list[Request]], num_rounds: int, batch: int
+) -> list[dict[str, Any]]:
+    """A row of figures per drafter."""
+    for engine in engines.values():
+        timed(engine, next(rounds))  # warm
+    ratios: dict[str, list[float]] = {name: [] for name in engines}
+    traces: dict[str, list[StepTrace]] = {name: [] for name in engines}
+    for turn in track(range(num_rounds), f"batch {batch}", transient=True):
+        requests, seconds, tokens = next(rounds), {}, {}
+        if "useless" in engines:
+            engine, config = engines["useless"], settings("useless", batch)
+            costs = measured_costs(engine.paged, engine.runner, config)
+            engine.set_drafter(AdversarialDrafter(engine.model_config.vocab_size), AutoPolicy(costs, K))
+        for name in engines if turn % 2 == 0 else reversed(engines):
+            seconds[name], tokens[name], found = timed(engines[name], requests)
+            traces[name] += found
+        assert all(said == tokens["plain"] for said in tokens.values()), "speculation changed a token"
+        for name in engines:
+            ratios[name].append(seconds["plain"] / seconds[name])
+    return [
+        {
+            "batch": batch,
+            "drafter": name,
+            "ratio": statistics.median(ratios[name]),
+            "rounds": ratios[name],
+            "verified_per_token": sum(t.num_draft_tokens for t in of) / sum(t.num_emitted for t in of),
+            "accepted_per_token": sum(t.num_accepted_tokens for t in of) / sum(t.num_emitted for t in of),
+            "draft_share": sum(t.draft_s for t in of) / sum(t.total_s for t in of),
+        }
+        for name, of in traces.items()
+        if name != "plain"
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drafters", default=",".join(DRAFTERS))
     parser.add_argument("--batch", default="1,4,16,64")
     parser.add_argument("--tokens", type=int, default=64, help="per sequence")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    batches = [int(size) for size in args.batch.split(",")]
-    config = load_config(None, [f"engine.max_num_seqs={max(batches)}"])
-    engine = build_engine(config)
-    prompts = [encode(engine.tokenizer, BUILTIN[i % len(BUILTIN)]) for i in range(max(batches))]
+    drafters, batches = args.drafters.split(","), [int(size) for size in args.batch.split(",")]
+    if unknown := set(drafters) - set(DRAFTERS):
+        parser.error(f"--drafters: {', '.join(sorted(unknown))}: choose from {', '.join(DRAFTERS)}")
     sampling = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
-    vocab = engine.model_config.vocab_size
-    table = Table(title=f"A useless drafter, {args.rounds} rounds: plain time / time")
-    for name in ("batch", "auto", "auto, all rounds", "verified per token", "static"):
-        table.add_column(name, justify="right")
+    known = list(prompts(10**9).items())
     results = []
     for batch in batches:
-        requests = [Request(i, tuple(prompt), sampling, i) for i, prompt in enumerate(prompts[:batch])]
-        ratios: dict[str, list[float]] = {"auto": [], "static": []}
-        drafted = 0.0
-        engine.set_drafter(None)
-        timed(engine, requests)  # warm
-        for turn in range(args.rounds):
-            costs = measured_costs(engine.paged, engine.runner, config)
-            arms = {"plain": (None, StaticPolicy(0)), "auto": (AdversarialDrafter(vocab), AutoPolicy(costs, K))}
-            if turn == 0:
-                arms["static"] = AdversarialDrafter(vocab), StaticPolicy(K)
-            seconds, tokens = {}, {}
-            for name in arms if turn % 2 == 0 else reversed(arms):
-                engine.set_drafter(*arms[name])
-                seconds[name], tokens[name], share = timed(engine, requests)
-                drafted = share if name == "auto" else drafted
-            assert all(said == tokens["plain"] for said in tokens.values()), "speculation changed a token"
-            for name in ratios:
-                if name in seconds:
-                    ratios[name].append(seconds["plain"] / seconds[name])
-        median = statistics.median(ratios["auto"])
-        results.append({"batch": batch, "auto": median, "rounds": ratios["auto"], "static": ratios["static"][0]})
-        table.add_row(
-            str(batch),
-            f"{median:.3f}",
-            " ".join(f"{ratio:.3f}" for ratio in ratios["auto"]),
-            f"{drafted:.3f}",
-            f"{ratios['static'][0]:.3f}",
-        )
+
+        def rounds(batch: int = batch) -> Iterator[list[Request]]:
+            """The recorded run has some hundred prompts; then they come again, with other noise."""
+            for turn in range(10**9):
+                some = [(batch * turn + i) % len(known) for i in range(batch)]
+                keys = [noise_key("never slower", turn, i) for i in some]
+                yield [
+                    Request(i, known[at][1], sampling, key, f"{turn} {known[at][0]}")
+                    for i, (at, key) in enumerate(zip(some, keys, strict=True))
+                ]
+
+        engines = {name: build_engine(settings(name, batch)) for name in ("plain", *drafters)}
+        results += measure(engines, rounds(), args.rounds, batch)
+    table = Table(title=f"plain time / time under auto, {args.rounds} rounds")
+    for name in ("batch", "drafter", "median", "all rounds", "verified per token", "accepted", "time in drafting"):
+        table.add_column(name, justify="right")
+    for row in results:
+        each = " ".join(f"{ratio:.2f}" for ratio in islice(row["rounds"], 12))
+        shares = (f"{row[key]:.3f}" for key in ("verified_per_token", "accepted_per_token", "draft_share"))
+        table.add_row(str(row["batch"]), row["drafter"], f"{row['ratio']:.3f}", each, *shares)
     Console().print(table)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
