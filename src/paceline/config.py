@@ -552,6 +552,11 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
     for override in overrides:
         apply_override(tree, override)
+    return make_config(tree)
+
+
+def make_config(tree: Mapping[str, Any]) -> Config:
+    """The config of a tree of sections, keys and values, checked."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
