@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from paceline.config import Config, load_config
+from paceline.console import SafeConsole
 from paceline.native import NativeUnavailable
 
 app = typer.Typer(
@@ -28,8 +28,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+out = SafeConsole()
+err = SafeConsole(stderr=True)
 Command = TypeVar("Command", bound=Callable[..., None])
 
 Model = Annotated[str | None, typer.Option("--model", help="Known name, Hugging Face directory, or hub id.")]

@@ -222,7 +222,7 @@ def run_bench(bench: Bench) -> None:
     """With a bar on a terminal, else a line per round. The bar moves twice a second: more would cost the engines."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=err, transient=True, refresh_per_second=2, disable=not err.is_terminal) as bars:
         task = bars.add_task("starting", total=bench.num_rounds)
 

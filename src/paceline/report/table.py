@@ -38,13 +38,15 @@ def render(rows: Sequence[Row], columns: Columns, title: str | None = None) -> T
     from rich.table import Table
     from rich.text import Text
 
+    from paceline.console import escape_controls  # here too, so that a column is as wide as what it shows
+
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, collapse_padding=True)
     for key, heading in columns.items():
         numeric = any(is_number(row.get(key)) for row in rows)
         short = all(len(cell(row.get(key))) <= 20 for row in rows)
         table.add_column(heading, justify="right" if numeric else "left", no_wrap=short)
     for row in rows:
-        table.add_row(*(Text(cell(row.get(key))) for key in columns))
+        table.add_row(*(Text(escape_controls(cell(row.get(key)))) for key in columns))
     return table
 
 
