@@ -550,6 +550,8 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             raise ConfigError(f"config file {path} does not exist") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
+        except RecursionError:
+            raise ConfigError(f"config file {path} is not valid TOML: nested too deep") from None
     for override in overrides:
         apply_override(tree, override)
     return make_config(tree)
@@ -579,7 +581,7 @@ def _parse(key: str, text: str) -> Any:
     """A TOML value, or a bare word as a string: `model.name=smollm2-135m` needs no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         if text and text[0] not in "[{\"'" and "\n" not in text:
             return text
         raise ConfigError(f"{key} = {text}: not a TOML value; write strings as {key}='\"text\"'") from None

@@ -30,13 +30,15 @@ BAD_ARCHIVE = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The content of a JSON text. ValueError says what is wrong, but not where."""
+    """The content of a JSON text; bytes may begin with a byte order mark. ValueError says what is wrong, not where."""
     try:
-        return json.loads(text)
+        return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
     except RecursionError:
-        raise ValueError("nested too deep") from None
+        raise ValueError("not valid JSON (nested too deep)") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 text: {error.reason}") from None
+        raise ValueError(f"not UTF-8 text ({error.reason})") from None
+    except ValueError as error:
+        raise ValueError(f"not valid JSON ({error})") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -61,32 +63,40 @@ def _object_in(file: IO[bytes], path: Path) -> dict[str, Any]:
     try:
         content = parse_json(text)
     except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON ({error})") from None
+        raise ValueError(f"{path}: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")
     return content
 
 
-def open_run_file(path: Path) -> BinaryIO:
+def open_run_file(path: Path) -> IO[bytes]:
     """A file of a run's folder, for reading. A link is refused, wherever it leads: a folder that came from elsewhere
     could have private files read into a report. So is what would block or never end (a pipe, a device)."""
-    # Without O_NONBLOCK opening a pipe would wait for a writer.
+    return _open_unlinked(path, "rb")
+
+
+def open_run_stream(path: Path) -> IO[bytes]:
+    """A file of a run's folder to append to, unbuffered; made where it is not there. A link is refused."""
+    return _open_unlinked(path, "ab+", buffering=0)
+
+
+def _open_unlinked(path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
+    # Without O_NONBLOCK opening a pipe would wait for the other end.
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
+        file: IO[bytes] = open(path, mode, buffering, opener=opener)  # noqa: SIM115
+    except OSError:
         if path.is_symlink():
-            raise ValueError(link_refused(path)) from None
-        raise ValueError(f"{path}: can't be read ({error.strerror})") from None
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
+            raise ValueError(
+                f"{path}: a link; links in a run's folder are not followed: put the file itself there"
+            ) from None
+        raise
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
         raise ValueError(f"{path}: not a plain file")
-    return os.fdopen(handle, "rb")
-
-
-def link_refused(path: Path) -> str:
-    return f"{path}: a link; links in a run's folder are not followed: put the file itself there"
+    return file
 
 
 def open_maybe_packed(file: BinaryIO, name: str) -> IO[bytes]:
@@ -140,20 +150,6 @@ def replace_file(path: Path, content: bytes) -> None:
     except BaseException:
         Path(scratch).unlink(missing_ok=True)
         raise
-
-
-def open_run_stream(path: Path) -> IO[bytes]:
-    """A file of a run's folder to append to, unbuffered; made where it is not there. A link is refused."""
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    except OSError:
-        if path.is_symlink():
-            raise ValueError(link_refused(path)) from None
-        raise
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise ValueError(f"{path}: not a plain file")
-    return os.fdopen(handle, "ab+", buffering=0)
 
 
 def is_plain_name(name: object) -> bool:

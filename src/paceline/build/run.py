@@ -154,7 +154,7 @@ def build_loop(
         folder = RunFolder.open(resume)
     checkpoints = Checkpoints(folder.checkpoints, config.train.keep_checkpoints)
     checkpoint = checkpoints.latest() if resume is not None else None
-    if adapter is None and checkpoint is not None and checkpoint.state["head"] is not None:
+    if adapter is None and checkpoint is not None and checkpoint.state.get("head") is not None:
         if config.speculation.method in ADAPTABLE:  # its head does not learn any more, but keeps what it has learned
             adapter = build_adapter(config, learner)
         else:
@@ -175,7 +175,8 @@ def build_loop(
         restarts=restarts,
     )
     if checkpoint is not None:
-        loop.restore(checkpoint)
+        with checkpoint.complete():
+            loop.restore(checkpoint)
     elif resume is not None:
         folder.truncate({})  # it never came to a checkpoint: from the start
     if resume is not None and loop.step >= config.train.num_steps:

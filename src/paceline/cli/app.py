@@ -17,6 +17,7 @@ from rich.text import Text
 
 from paceline.config import Config, load_config
 from paceline.console import SafeConsole
+from paceline.files import read_run_json
 from paceline.native import NativeUnavailable
 
 app = typer.Typer(
@@ -124,8 +125,10 @@ def comma_floats(option: str, text: str) -> tuple[float, ...]:
 
 def made_by(run: Path) -> str:
     """The command that a run's folder is of."""
-    info = run / "run.json"
-    return str(json.loads(info.read_bytes()).get("command", "train")) if info.exists() else "train"
+    try:
+        return str(read_run_json(run / "run.json").get("command", "train"))
+    except (FileNotFoundError, NotADirectoryError):
+        return "train"
 
 
 def check_resumable(run: Path, command: str) -> None:
