@@ -7,6 +7,7 @@ refused early, every mistake is a ValueError that names the file, and no link in
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import lzma
 import os
@@ -21,7 +22,7 @@ MAX_JSON = 64 << 20  # bytes of one JSON document
 MAX_LINE = 64 << 20  # bytes of one line of jsonl
 # An archive is a bomb where it has expanded to more than BOMB_BYTES, and that is more than BOMB_RATIO times what was
 # read of it. Real jsonl is at 5 to 50.
-BOMB_BYTES, BOMB_RATIO = 16 << 20, 200
+BOMB_BYTES, BOMB_RATIO = 4 << 20, 200
 ENDINGS = (".gz", ".xz")
 BAD_ARCHIVE = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 
@@ -108,10 +109,10 @@ def open_maybe_packed(file: BinaryIO, name: str) -> IO[bytes]:
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """(number, line) of the lines of a file, plain or packed, that are not blank. The number counts from 1."""
-    num_unpacked = 0
     with path.open("rb") as raw:
-        file = open_maybe_packed(raw, path.name)
-        is_packed = path.name.endswith(ENDINGS)
+        file: IO[bytes] = raw
+        if path.name.endswith(ENDINGS):
+            file = io.BufferedReader(_Unpacked(raw, path), 2 * BOMB_BYTES)
         number = 0
         while True:
             number += 1
@@ -121,16 +122,34 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 raise ValueError(f"{path}: the archive is damaged or cut off ({error})") from None
             if not line:
                 return
-            num_unpacked += len(line)
-            if is_packed and num_unpacked > BOMB_BYTES and num_unpacked > BOMB_RATIO * raw.tell():
-                raise ValueError(
-                    f"{path}: the archive unpacks to more than {BOMB_RATIO} times its size, which no true data does; "
-                    "unpack it yourself if you trust it"
-                )
             if len(line) > MAX_LINE:
                 raise ValueError(f"{path}, line {number}: longer than {MAX_LINE >> 20} MB; is it jsonl?")
             if not line.isspace():
                 yield number, line
+
+
+class _Unpacked(io.RawIOBase):
+    """What is in an archive; ValueError where that is a bomb. Read in blocks of more than BOMB_BYTES, so that one is
+    found before anything is made of it."""
+
+    def __init__(self, raw: BinaryIO, path: Path) -> None:
+        self._raw, self._path = raw, path
+        self._file = open_maybe_packed(raw, path.name)
+        self._num_bytes = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        block = self._file.read(len(buffer))
+        buffer[: len(block)] = block
+        self._num_bytes += len(block)
+        if self._num_bytes > max(BOMB_BYTES, BOMB_RATIO * self._raw.tell()):
+            raise ValueError(
+                f"{self._path}: the archive unpacks to more than {BOMB_RATIO} times its size, which no true data does; "
+                "unpack it yourself if you trust it"
+            )
+        return len(block)
 
 
 # ---- writing ----

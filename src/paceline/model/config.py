@@ -70,9 +70,9 @@ class ModelConfig:
             )
         if self.rope_scaling is not None:
             kind = self.rope_scaling.get("rope_type")
-            if kind not in ROPE_KEYS:
+            if not isinstance(kind, str) or kind not in ROPE_KEYS:
                 raise ValueError(
-                    f"rope_type = {kind!r} is not supported; supported are {', '.join(['default', *ROPE_KEYS])}"
+                    f"rope_type = {_short(kind)} is not supported; supported are {', '.join(['default', *ROPE_KEYS])}"
                 )
             for key in ROPE_KEYS[kind]:
                 _value(self.rope_scaling, key, float, of=f"the {kind} rope parameters")
@@ -194,8 +194,8 @@ def _family(hf: Mapping[str, Any]) -> str:
             return str(hf["model_type"])
         raise ValueError(f"config.json: architectures is missing, so the model is unknown; supported are {supported}")
     name = names[0] if isinstance(names, list) else names
-    if name not in FAMILIES:
-        raise ValueError(f"architecture {name} is not supported; supported are {supported}")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ValueError(f"config.json: architecture {_short(name)} is not supported; supported are {supported}")
     return FAMILIES[name]
 
 
@@ -203,10 +203,12 @@ def _refuse_sliding_window(hf: Mapping[str, Any]) -> None:
     num_layers = _value(hf, "num_hidden_layers", int)
     kinds = hf.get("layer_types")
     if kinds is not None:
+        if not isinstance(kinds, list):
+            raise ValueError(f"config.json: layer_types = {_short(kinds)}: must be a list")
         sliding = any(kind != "full_attention" for kind in kinds)
     else:
         on = hf.get("use_sliding_window", False) and hf.get("sliding_window") is not None
-        sliding = on and hf.get("max_window_layers", 28) < num_layers
+        sliding = on and (hf.get("max_window_layers") == 0 or _value(hf, "max_window_layers", int, 28) < num_layers)
     if sliding:
         raise ValueError(
             f"config.json: sliding window attention (sliding_window = {hf.get('sliding_window')!r}) is not supported; "
@@ -226,6 +228,8 @@ def _rope(hf: Mapping[str, Any], max_positions: int) -> tuple[float, dict[str, A
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "default":
         return theta, None
+    if not isinstance(kind, str):
+        raise ValueError(f"config.json: rope_type = {_short(kind)}: must be a string")
     keys = (*ROPE_KEYS.get(kind, ()), *ROPE_OPTIONS.get(kind, ()))
     scaling = {"rope_type": kind} | {key: given[key] for key in keys if given.get(key) is not None}
     if "original_max_position_embeddings" in keys:

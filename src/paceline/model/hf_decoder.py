@@ -138,6 +138,10 @@ def _check_stored(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Non
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
         check_sizes(config)
+        num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+        numbers = (int(word) for name in shapes for word in name.split(".") if word.isdecimal() and len(word) < 10)
+        if num_layers > (stored := 1 + max(numbers, default=-1)):  # to build so many would take long
+            raise ValueError(f"config.json: num_hidden_layers = {num_layers}, but {stored} layers are stored")
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # transformers and its validators raise all sorts

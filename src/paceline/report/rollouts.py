@@ -138,8 +138,8 @@ def _compact(record: dict[str, Any], key: Key) -> tuple[dict[str, Any], str]:
     if mask and not all(mask):
         compact["mask"] = "".join("1" if chosen else "0" for chosen in mask)
     if logprobs:
-        numeric = (value if isinstance(value, int | float) else math.nan for value in logprobs)
-        compact["logprobs"] = [round(value, 4) if math.isfinite(value) else None for value in numeric]
+        numeric = map(_number, logprobs)
+        compact["logprobs"] = [round(value, 4) if value is not None else None for value in numeric]
     if provenance:
         compact["provenance"] = "".join(str(value) if value in (0, 1, 2, 3) else "0" for value in provenance)
     if sources:  # one character: the drafter's number, "-" for nobody
@@ -148,7 +148,8 @@ def _compact(record: dict[str, Any], key: Key) -> tuple[dict[str, Any], str]:
 
 
 def _number(value: Any) -> float | None:
-    return value if isinstance(value, int | float) else None
+    """None for what is no number, or is beyond all measure."""
+    return value if isinstance(value, int | float) and abs(value) < 1e100 else None
 
 
 def _is_span(value: Any) -> bool:

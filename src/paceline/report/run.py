@@ -100,7 +100,7 @@ def read_run(folder: Path) -> Run:
     run = Run(folder)
     run.info = _read_json(folder / "run.json", run.notes)
     run.config, run.settings = _read_config(folder / "config.toml", run.notes)
-    by_step = {r["step"]: r for r in read_lines(folder / "metrics.jsonl", run.notes) if isinstance(r.get("step"), int)}
+    by_step = {r["step"]: r for r in read_lines(folder / "metrics.jsonl", run.notes) if _is_step(r.get("step"))}
     run.steps = [by_step[step] for step in sorted(by_step)]  # of a step written twice, the later one counts
     run.engine = _read_trace(folder / "trace.jsonl", run.notes)
     places = list(_places(folder / "rollouts.jsonl", run.notes))
@@ -120,6 +120,10 @@ def _read_json(path: Path, notes: list[str]) -> Record:
     except ValueError as error:
         notes.append(_left_out(path, error))
     return {}
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and abs(value) < 2**53
 
 
 def _left_out(path: Path, error: ValueError) -> str:
