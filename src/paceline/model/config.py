@@ -195,7 +195,7 @@ def _family(hf: Mapping[str, Any]) -> str:
         raise ValueError(f"config.json: architectures is missing, so the model is unknown; supported are {supported}")
     name = names[0] if isinstance(names, list) else names
     if not isinstance(name, str) or name not in FAMILIES:
-        raise ValueError(f"config.json: architecture {_short(name)} is not supported; supported are {supported}")
+        raise ValueError(f"config.json: architecture {str(name)[:60]} is not supported; supported are {supported}")
     return FAMILIES[name]
 
 
