@@ -232,6 +232,9 @@ class RewardSection(Section):
         return self
 
 
+KL_IN_REWARD = ("rloo", "reinforce_pp")  # algorithms with kl = "k1" and kl_in = "reward" by default; others: loss
+
+
 class AlgorithmSection(Section):
     """None means: what the algorithm's paper says."""
 
@@ -252,6 +255,20 @@ class AlgorithmSection(Section):
     correction: Literal["none", "token_tis", "sequence_tis", "icepop"] = "none"  # for the engine's own logprobs
     correction_cap: Annotated[float, Field(gt=0)] = 2.0  # TIS: ratios are cut here; IcePop: upper bound
     correction_floor: Annotated[float, Field(ge=0)] = 0.5  # IcePop: tokens with a lower ratio are masked
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AlgorithmSection:
+        in_reward = self.name in KL_IN_REWARD
+        kl = self.kl or ("k1" if in_reward else None)
+        kl_in = self.kl_in or ("reward" if in_reward else "loss")
+        if kl == "k1" and kl_in == "loss":
+            # The gradient of k1 = log π - log π_ref is ∇log π, whose expectation under π is zero.
+            raise ValueError(
+                'algorithm.kl = "k1" with algorithm.kl_in = "loss": the expected gradient of k1 is zero, so the KL '
+                'would hold nothing back, whatever algorithm.beta is; use kl = "k2" (its expected gradient is that of '
+                'the KL) or "k3" in the loss, or kl_in = "reward"'
+            )
+        return self
 
 
 class OptimizerSection(Section):
@@ -536,8 +553,15 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             raise ConfigError(f"config file {path} does not exist") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
+        except RecursionError:
+            raise ConfigError(f"config file {path} is not valid TOML: nested too deep") from None
     for override in overrides:
         apply_override(tree, override)
+    return make_config(tree)
+
+
+def make_config(tree: Mapping[str, Any]) -> Config:
+    """The config of a tree of sections, keys and values, checked."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -560,7 +584,7 @@ def _parse(key: str, text: str) -> Any:
     """A TOML value, or a bare word as a string: `model.name=smollm2-135m` needs no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         if text and text[0] not in "[{\"'" and "\n" not in text:
             return text
         raise ConfigError(f"{key} = {text}: not a TOML value; write strings as {key}='\"text\"'") from None

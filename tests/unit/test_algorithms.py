@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.config import AlgorithmSection
+from paceline.config import AlgorithmSection, ConfigError, load_config
 from paceline.rl import algorithms, naive
 from paceline.rl.algorithms import ALGORITHMS, Algorithm, make_algorithm
 from paceline.rl.batch import TokenBatch
@@ -79,6 +79,13 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
+def allowed(name: str, said: dict[str, Any]) -> AlgorithmSection:
+    """These settings; with k2 for k1 where it would be in the loss, which the config refuses."""
+    composed = replace(ALGORITHMS[name], **{key: said[key] for key in ("kl", "kl_in") if key in said})
+    refused = (composed.kl, composed.kl_in) == ("k1", "loss")
+    return AlgorithmSection(name=name, **said | ({"kl": "k2"} if refused else {}))
+
+
 def value_and_gradient(loss: Any, logprobs_T: Tensor) -> tuple[Tensor, Tensor]:
     leaf_T = logprobs_T.clone().requires_grad_()
     value = loss(leaf_T)
@@ -113,7 +120,7 @@ def check_against_twin(section: AlgorithmSection, batch: TokenBatch, logprobs_T:
 @settings(max_examples=40, deadline=None)
 @given(case=BATCHES, said=SETTINGS)
 def test_equals_twin(name: str, case: tuple[TokenBatch, Tensor], said: dict[str, Any]) -> None:
-    check_against_twin(AlgorithmSection(name=name, **said), *case)
+    check_against_twin(allowed(name, said), *case)
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
@@ -151,7 +158,7 @@ def test_a_broken_algorithm_is_caught(name: str, monkeypatch: pytest.MonkeyPatch
 @given(case=BATCHES, said=SETTINGS, cuts=st.lists(st.integers(0, 12), max_size=3))
 def test_microbatches_add_up(name: str, case: tuple[TokenBatch, Tensor], said: dict[str, Any], cuts: list[int]) -> None:
     batch, logprobs_T = case
-    algorithm = make_algorithm(AlgorithmSection(name=name, **said), MAX_TOKENS)
+    algorithm = make_algorithm(allowed(name, said), MAX_TOKENS)
     algorithm.prepare(batch)
     whole = algorithm.loss(batch, logprobs_T)
     edges = sorted({0, batch.num_sequences, *(c for c in cuts if c < batch.num_sequences)})
@@ -170,7 +177,7 @@ def test_microbatches_add_up(name: str, case: tuple[TokenBatch, Tensor], said: d
 @given(case=BATCHES, said=SETTINGS)
 def test_masked_tokens_contribute_nothing(name: str, case: tuple[TokenBatch, Tensor], said: dict[str, Any]) -> None:
     batch, logprobs_T = case
-    algorithm = make_algorithm(AlgorithmSection(name=name, **said), MAX_TOKENS)
+    algorithm = make_algorithm(allowed(name, said), MAX_TOKENS)
     before = run(algorithm, batch, logprobs_T)
     assert (before[1][~batch.mask_T] == 0).all()
     assert batch.old_logprobs_T is not None and batch.ref_logprobs_T is not None
@@ -244,7 +251,7 @@ def test_stats_count_what_happened() -> None:
     batch.old_logprobs_T = torch.full((4,), -1.0, dtype=torch.float64)
     batch.engine_logprobs_T = torch.tensor([-1.0, -3.0, -1.0, -1.0], dtype=torch.float64)
     batch.ref_logprobs_T = torch.full((4,), -1.0, dtype=torch.float64)
-    section = AlgorithmSection(correction="token_tis", beta=0.1, kl="k1")
+    section = AlgorithmSection(correction="token_tis", beta=0.1, kl="k2")
     algorithm = make_algorithm(section, MAX_TOKENS)
     algorithm.prepare(batch)
     up_and_down_T = torch.tensor([-0.5, -1.0, -0.5, -1.5], dtype=torch.float64)
@@ -257,7 +264,7 @@ def test_stats_count_what_happened() -> None:
             "clipped": 2,
             "correction": 1 + 2 + 1 + 1,
             "correction_clipped": 1,
-            "kl": 0.5,
+            "kl": 0.5 * (0.5**2 + 0.5**2 + 0.5**2),
         }
     )
 
@@ -343,6 +350,48 @@ def test_what_is_said_replaces_the_papers() -> None:
 def test_impossible_settings_name_their_key(said: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=key):
         make_algorithm(AlgorithmSection(**said), MAX_TOKENS)
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+@pytest.mark.parametrize("kl", [None, "k1", "k2", "k3"])
+@pytest.mark.parametrize("kl_in", [None, "loss", "reward"])
+def test_k1_in_the_loss_is_refused_however_it_is_reached(name: str, kl: str | None, kl_in: str | None) -> None:
+    published = ALGORITHMS[name]
+    composed = (kl or published.kl, kl_in or published.kl_in)
+    text = [
+        f"algorithm.name={name}",
+        *([f"algorithm.kl={kl}"] if kl else []),
+        *([f"algorithm.kl_in={kl_in}"] * bool(kl_in)),
+    ]
+    if composed == ("k1", "loss"):
+        with pytest.raises(ConfigError, match=r'algorithm\.kl = "k1".*expected gradient.*zero.*kl = "k2".*"reward"'):
+            load_config(None, text)
+    else:
+        algorithm = make_algorithm(load_config(None, text).algorithm, MAX_TOKENS)
+        assert (algorithm.kl, algorithm.kl_in) == composed
+
+
+def test_expected_gradient_of_the_kl_in_the_loss() -> None:
+    """Over all tokens of a small vocabulary, weighted by the policy's own probabilities: k1 pulls nowhere, k2 as the KL
+    itself does, k3 towards the reference too, but with another gradient (that of KL(reference, policy))."""
+    g = torch.Generator().manual_seed(0)
+    logits_V, ref_V = (torch.randn(8, generator=g, dtype=torch.float64) for _ in range(2))
+    leaf_V = logits_V.clone().requires_grad_()
+    log_p_V, log_r_V = leaf_V.log_softmax(0), ref_V.log_softmax(0)
+    (true_V,) = torch.autograd.grad((log_p_V.exp() * (log_p_V - log_r_V)).sum(), leaf_V)
+
+    def expected(kind: str) -> Tensor:
+        batch = flat_batch(rewards=[1.0] * 8, lengths=[1] * 8)  # rewards all alike: there is nothing but the KL
+        batch.ref_logprobs_T = log_r_V
+        algorithm = replace(ALGORITHMS["grpo"], beta=1.0, kl=kind)
+        algorithm.prepare(batch)
+        batch.weights_T = log_p_V.detach().exp()
+        return torch.autograd.grad(algorithm.loss(batch, leaf_V.log_softmax(0)).loss, leaf_V)[0]
+
+    torch.testing.assert_close(expected("k1"), torch.zeros(8, dtype=torch.float64), **TOLERANCE)
+    assert true_V.norm() > 0.1
+    torch.testing.assert_close(expected("k2"), true_V, **TOLERANCE)
+    torch.testing.assert_close(expected("k3"), log_p_V.detach().exp() - log_r_V.exp(), **TOLERANCE)
 
 
 # --- a new algorithm ---

@@ -7,9 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
+import torch
+from conftest import VOCAB_SIZE, write_tokenizer
+from support import tiny_decoder, tiny_head
 from typer.testing import CliRunner
 
 from paceline.bench import rollout
@@ -17,6 +21,7 @@ from paceline.bench.process import WorkerError, WorkerProcess
 from paceline.bench.rollout import Bench, Case, Settings
 from paceline.cli import app
 from paceline.cluster import vllm_python
+from paceline.config import load_config
 from paceline.report import plot
 from paceline.report.table import write_json
 
@@ -115,6 +120,7 @@ class Scripted(WorkerProcess):
         if self.engine == "paceline":
             drafts = {"num_drafts": 10, "num_draft_tokens": 40, "num_accepted_tokens": 15} if params["k"] else {}
             reply |= {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0} | drafts
+            reply["accepted_per_position"] = [9, 4, 2] if params["k"] else []
         return reply
 
     def close(self):
@@ -137,6 +143,7 @@ def test_rows_say_what_was_measured_and_why_not(scripted):
     assert fast["tokens_per_s"] == pytest.approx(200)
     assert fast["speedup"] == pytest.approx(2)
     assert fast["mean_acceptance_length"] == pytest.approx(2.5)
+    assert fast["acceptance_rate_per_position"] == pytest.approx([0.9, 0.4, 0.2])
     assert fast["step_cost"] == pytest.approx(0.75)
     assert fast["num_speculative_tokens"] == 4
     assert rows["paceline", "plain", 1]["num_speculative_tokens"] == 0
@@ -200,6 +207,78 @@ def test_groups_share_prompts_and_problems(monkeypatch, checkpoint):
         Settings(models=(model,), batches=(1, 4), num_generations=2)
 
 
+def test_modes_are_methods_with_or_without_a_policy(monkeypatch, checkpoint, tmp_path):
+    """The worker is told the method; the config that it builds its engine from has the policy."""
+    Scripted.log = []
+    monkeypatch.setattr(Bench, "_start", lambda self, engine: Scripted(engine))
+    monkeypatch.setattr(Scripted, "loaded", [], raising=False)
+    call = Scripted.call
+
+    def noting(self, cmd, **params):
+        if cmd == "load" and self.engine == "paceline":
+            speculation = params["config"]["speculation"]
+            self.loaded.append((speculation["method"], speculation["policy"], speculation["head"]))
+        return call(self, cmd, **params)
+
+    monkeypatch.setattr(Scripted, "call", noting)
+    head = tmp_path / "head"
+    head.mkdir()
+    modes = ("plain", "suffix", "suffix+auto", "hybrid+das", "eagle3")
+    config = load_config(None, [f"speculation.head={str(head)!r}"])
+    settings = Settings(models=(str(checkpoint("llama")),), modes=modes, batches=(1,), repeats=1, config=config)
+    bench = Bench(settings, ["a", "b"])
+    bench.run()
+    assert Scripted.loaded == [
+        ("none", "static", str(head)),
+        ("suffix", "static", str(head)),
+        ("suffix", "auto", str(head)),
+        ("hybrid", "das", str(head)),
+        ("eagle3", "static", str(head)),
+    ]
+    assert {params["mode"] for _, params in Scripted.log} == {"plain", "suffix", "hybrid", "eagle3"}
+    rows = {(row["engine"], row["mode"]): row for row in bench.rows()}
+    assert [rows["paceline", mode]["policy"] for mode in modes] == [None, "static", "auto", "das", "static"]
+    assert rows["paceline", "hybrid+das"]["mean_acceptance_length"] == pytest.approx(2.5)
+    assert rows["hf", "suffix+auto"]["note"] == "hf has no policies: it drafts the same length always"
+    assert rows["vllm", "hybrid+das"]["tokens_per_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "said", "told"),
+    [
+        ("auto", [], r"--modes 'auto': a policy needs a method, such as suffix\+auto"),
+        ("suffix+fast", [], "A mode is one of plain, ngram, suffix, draft_model, eagle3, hybrid"),
+        ("plain+auto", [], "all but plain"),
+        ("eagle", [], "A mode is one of"),
+        ("draft_model", [], "--modes draft_model: speculation.draft_model is not set"),
+        ("suffix+auto", ["speculation.rule=rejection"], r"--modes suffix\+auto: .*biases rule"),
+    ],
+)
+def test_a_mode_that_cannot_be_is_refused_before_any_work(checkpoint, mode, said, told):
+    with pytest.raises(ValueError, match=told):
+        Settings(models=(str(checkpoint("llama")),), modes=("plain", mode), config=load_config(None, said))
+
+
+@pytest.mark.parametrize("mode", ["eagle3", "hybrid", "hybrid+auto"])
+def test_a_mode_with_a_head_needs_one(monkeypatch, checkpoint, mode):
+    monkeypatch.setattr(Bench, "_start", lambda self, engine: pytest.fail("an engine was started"))
+    words = [
+        "bench",
+        "rollout",
+        "--engines",
+        "paceline",
+        "--modes",
+        f"plain,{mode}",
+        "--model",
+        str(checkpoint("llama")),
+        "--max-tokens",
+        "8",
+    ]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert f"--modes {mode}: no EAGLE-3 head" in result.output and "paceline train-draft" in result.output
+
+
 def test_vllm_is_found_or_its_absence_explained(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PACELINE_VLLM_PYTHON", raising=False)
@@ -252,6 +331,59 @@ def test_a_real_bench(checkpoint, tmp_path):
     assert "data:image/png;base64," in page.read_text()
     plot.save(report["rows"], rollout.COLUMNS, picture, "title")
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_real_bench_of_every_method_and_policy(tmp_path, monkeypatch):
+    """In this process, on a tiny model with a head. The cost table is made by `load`, so no round pays for it."""
+    from paceline.bench import paceline_worker
+    from paceline.model.head_files import save_head
+    from paceline.model.provenance import Provenance
+    from paceline.model.weights import save
+
+    class InProcess(Scripted):
+        def __init__(self, engine: str) -> None:
+            self.worker = paceline_worker.Worker()
+
+        def call(self, cmd, **params):
+            return getattr(self.worker, cmd)(**params)
+
+    monkeypatch.setattr("paceline.build.cost.native", SimpleNamespace(cache_dir=lambda: tmp_path))  # costs are measured
+    monkeypatch.setattr("paceline.build.cost.BUDGET_S", 0.1)
+    monkeypatch.setattr("paceline.build.cost.AGAIN_S", 0.1)
+    monkeypatch.setattr(Bench, "_start", lambda self, engine: InProcess(engine))
+    decoder = tiny_decoder(torch.float32, vocab_size=VOCAB_SIZE, eos_token_ids=(VOCAB_SIZE - 1,))
+    save(decoder, tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    head = tiny_head(decoder, VOCAB_SIZE)
+    save_head(head, tmp_path / "head", Provenance("tiny", None, "nothing", 0, 0, 0), dtype=torch.float32)
+    said = [f"speculation.head={str(tmp_path / 'head')!r}", "speculation.draft_model='layers:1'"]
+    methods = ("ngram", "suffix", "draft_model", "eagle3", "hybrid")
+    modes = [f"{method}{policy}" for method in methods for policy in ("", "+das", "+auto")]
+    settings = Settings(
+        models=(str(tmp_path / "model"),),
+        engines=("paceline",),
+        modes=("plain", *modes),
+        draft_lengths=(3,),
+        batches=(2,),
+        num_generations=2,
+        max_tokens=24,
+        repeats=1,
+        temperature=0.0,
+        threads=1,
+        config=load_config(None, said),
+    )
+    bench = Bench(settings, ["a b c a b c", "d e f d e f"])
+    bench.run()
+    rows = {row["mode"]: row for row in bench.rows()}
+    assert {mode: row["note"] for mode, row in rows.items() if row["note"]} == {}
+    for mode in ("plain", *modes):
+        assert rows[mode]["tokens_per_s"] > 0 and rows[mode]["mean_acceptance_length"] >= 1
+    for method in methods:  # static always drafts, so there is something to report
+        row = rows[method]
+        assert row["num_drafts"] > 0
+        rates = row["acceptance_rate_per_position"]
+        assert row["mean_acceptance_length"] == pytest.approx(1 + sum(rates)) and rates == sorted(rates, reverse=True)
+    json.dumps(list(rows.values()), allow_nan=False)
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ def test_prompts_from_stdin_and_files(run, tiny, tmp_path):
     path.write_text('{"prompt": "fine"}\n{"promt": "typo"}\n')
     assert "line 2: needs `prompt` or `question`" in run("generate", "--prompts", path, *common, code=2).stderr
     path.write_text("{\n")
-    assert "line 1: not JSON" in run("generate", "--prompts", path, *common, code=2).stderr
+    assert "line 1: not valid JSON" in run("generate", "--prompts", path, *common, code=2).stderr
 
 
 def test_a_prompt_longer_than_the_context(run, tiny):
@@ -157,7 +157,7 @@ def test_a_closed_pipe_is_no_error(tiny):
         ('{"prompt": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}', "both strings"),
         ('{"prompt": [{"role": 1, "content": "x"}]}', "both strings"),
         ('{"prompt": "\\ud800"}', "not valid Unicode"),
-        ("[" * 100_000, "not JSON"),
+        ("[" * 100_000, "nested too deep"),
     ],
 )
 def test_odd_prompts_are_mistakes_not_tracebacks(run, tiny, tmp_path, line, message):
@@ -171,7 +171,9 @@ def test_a_byte_order_mark_is_no_mistake_and_utf16_is(run, tiny, tmp_path):
     path.write_text('{"prompt": "hi"}\n', encoding="utf-8-sig")
     run("generate", "--prompts", path, "--model", tiny, "--max-tokens", 2)
     path.write_text('{"prompt": "hi"}\n', encoding="utf-16")
-    assert f"{path}: not UTF-8" in run("generate", "--prompts", path, "--model", tiny, code=2).stderr.replace("\n", "")
+    assert f"{path}, line 1: not UTF-8" in run("generate", "--prompts", path, "--model", tiny, code=2).stderr.replace(
+        "\n", ""
+    )
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,8 @@ def test_streams_are_valid_json(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "run", "", {}) as run:
-        (run.path / "trace.jsonl").symlink_to("/dev/full")
+        stream = run._stream("trace")
+        os.dup2(os.open("/dev/full", os.O_WRONLY), stream.fileno())
         with pytest.raises(OSError, match=r"trace\.jsonl: can't write \(No space left on device\)"):
             run.append("trace", [{"step": 1}])
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2] / "src" / "paceline"
 # A room may import rooms of lower floors, and those of its own floor that are named after it.
 FLOORS: dict[str, int] = {
-    "__init__": 0, "types": 0, "config": 0, "native": 0,
+    "__init__": 0, "types": 0, "config": 0, "native": 0, "console": 0, "files": 0,
     "model": 1, "speculation": 1, "report": 1,
     "drafters": 2, "engine": 2, "tasks": 2,
     "draft": 3, "replay": 3, "rl": 4, "cluster": 4, "sim": 4,

@@ -192,7 +192,7 @@ GOOD = {"prompt": "1+1?", "answer": "2"}
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ('{"prompt": "x"', "not JSON"),
+        ('{"prompt": "x"', "not valid JSON"),
         ("[1]", "must be an object"),
         ({"text": "x", "answer": "1"}, "needs `prompt` or `question`.*`text`.*task.prompt_column"),
         ({"prompt": " ", "answer": "1"}, "non-empty string"),
@@ -225,7 +225,9 @@ def test_broken_files_and_settings(tmp_path):
         TableTask(TaskSection(kind="jsonl", name=str(tmp_path / "b.jsonl")))
     whole = gzip.compress(json.dumps(GOOD).encode() * 1000)
     (tmp_path / "half.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    for name in ("half.jsonl.gz", "absent.jsonl", "."):
+    with pytest.raises(ValueError, match=r"half\.jsonl\.gz: the archive is damaged or cut off"):
+        TableTask(TaskSection(kind="jsonl", name=str(tmp_path / "half.jsonl.gz")))
+    for name in ("absent.jsonl", "."):
         with pytest.raises(ValueError, match=r"task\.name = "):
             TableTask(TaskSection(kind="jsonl", name=str(tmp_path / name)))
     rows = [GOOD, {"prompt": "x", "answer": "1"}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import zip_longest
 from typing import Any
 
 from paceline.build import build_engine
@@ -13,7 +14,7 @@ from paceline.types import Request, SamplingParams, StepTrace, noise_key
 
 class Worker:
     def load(self, config: dict[str, Any]) -> dict[str, Any]:
-        self.engine = build_engine(Config.model_validate(config))
+        self.engine = build_engine(Config.model_validate(config))  # measures the cost table that a policy needs
         return {}
 
     def run(
@@ -43,6 +44,9 @@ class Worker:
             "token_ids": [c.token_ids.tolist() for c in completions],
             "logprobs": [c.raw_logprobs.tolist() for c in completions],  # as vLLM's: before temperature
             **{name: metrics[name] for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")},
+            "accepted_per_position": [
+                sum(counts) for counts in zip_longest(*(t.accepted_per_position for t in traces), fillvalue=0)
+            ],
         }
 
 

@@ -5,33 +5,30 @@ A prompt is a string or a list of chat messages. In a jsonl file it stands under
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from paceline.files import parse_json, read_lines
 from paceline.tasks.prompt import NEEDED, is_prompt
 from paceline.tasks.task import Prompt
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
     """The prompts of a jsonl file."""
-    try:
-        with Path(path).open(encoding="utf-8-sig") as file:
-            return parse_prompts(file, str(path))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text ({error.reason})") from None
+    return parse_prompts(read_lines(Path(path)), str(path))
 
 
-def parse_prompts(lines: Iterable[str], name: str) -> list[Prompt]:
+def parse_prompts(lines: Iterable[tuple[int, str | bytes]], name: str) -> list[Prompt]:
+    """`lines`: with their numbers, from 1."""
     prompts: list[Prompt] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in lines:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{name}, line {number}: not JSON ({error})") from None
+            record = parse_json(line)
+        except ValueError as error:
+            raise ValueError(f"{name}, line {number}: {error}") from None
         prompts.append(_prompt(record, f"{name}, line {number}"))
     if not prompts:
         raise ValueError(f'{name}: no prompts in it; it needs lines like {{"prompt": "…"}}')

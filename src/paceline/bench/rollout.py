@@ -4,8 +4,9 @@ Every engine lives in a child process with the same number of threads, and all o
 at the same temperature, for exactly max_tokens tokens (EOS is ignored). A repeat visits every cell once, starting at
 another cell each time, so that a machine that slows down slows down everybody; the figure is the median over
 repeats, after one warm-up each. Prefix caching is off in every engine, and a new repeat takes new prompts: nobody gets
-a free prefill or a history to copy from. With num_generations > 1 a round holds groups of samples of one prompt, as in
-RL; samples then see their siblings (never an earlier round), and prompt sharing is on where an engine has it.
+a free prefill or a history to copy from. A policy's cost table is measured when an engine is loaded, before any round
+is timed. With num_generations > 1 a round holds groups of samples of one prompt, as in RL; samples then see their
+siblings (never an earlier round), and prompt sharing is on where an engine has it.
 """
 
 from __future__ import annotations
@@ -17,18 +18,24 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from paceline import __version__
 from paceline.bench.process import WorkerError, WorkerProcess
 from paceline.cluster import vllm_python
-from paceline.config import Config
+from paceline.config import ADAPTABLE, Config, SpeculationSection, make_config
 from paceline.tasks.prompt import encode
 from paceline.tasks.task import Prompt
 
 ENGINES = ("paceline", "hf", "vllm")
-MODES = ("plain", "ngram", "suffix", "draft_model")
+METHODS = (
+    "plain",
+    *(name for name in get_args(SpeculationSection.model_fields["method"].annotation) if name != "none"),
+)
+POLICIES: tuple[str, ...] = get_args(SpeculationSection.model_fields["policy"].annotation)
+WITH_HEAD = ADAPTABLE  # methods that need an EAGLE-3 head
 COLUMNS = {
     "model": "model",
     "engine": "engine",
@@ -59,10 +66,11 @@ class Settings:
     config: Config = field(default_factory=Config)  # dtype, device and paceline's own settings
 
     def __post_init__(self) -> None:
-        for name, given, known in (("engines", self.engines, ENGINES), ("modes", self.modes, MODES)):
-            for value in given:
-                if value not in known:
-                    raise ValueError(f"--{name} {value!r}: not one of {', '.join(known)}")
+        for engine in self.engines:
+            if engine not in ENGINES:
+                raise ValueError(f"--engines {engine!r}: not one of {', '.join(ENGINES)}")
+        for mode in self.modes:
+            _check_mode(mode)
         for name in ("models", "engines", "modes", "draft_lengths", "batches"):
             if not getattr(self, name):
                 raise ValueError(f"--{name}: give at least one")
@@ -79,15 +87,50 @@ class Settings:
             raise ValueError(
                 f"--num-generations {self.num_generations}: every batch size of {self.batches} must be a multiple of it"
             )
+        if "paceline" in self.engines:
+            for mode in self.modes:
+                self.with_mode(mode, self.draft_lengths[0])
+
+    def with_mode(self, mode: str, k: int) -> Config:
+        """The config of a mode. A mode that names no policy has the one of `config`."""
+        method, _, policy = mode.partition("+")
+        tree = self.config.model_dump()
+        tree["speculation"] |= {"method": "none" if method == "plain" else method, "num_speculative_tokens": k}
+        if policy:
+            tree["speculation"]["policy"] = policy
+        try:
+            return make_config(tree)
+        except ValueError as error:
+            raise ValueError(f"--modes {mode}: {error}") from None
+
+
+def _check_mode(mode: str) -> None:
+    method, plus, policy = mode.partition("+")
+    if method in METHODS and (not plus or (policy in POLICIES and method != "plain")):
+        return
+    example = f"a policy needs a method, such as suffix+{method}. " if method in POLICIES else ""
+    raise ValueError(
+        f"--modes {mode!r}: {example}A mode is one of {', '.join(METHODS)}; all but plain also with a policy of "
+        f"{', '.join(POLICIES)}, such as suffix+auto or hybrid+das"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     model: str
     engine: str
-    mode: str
+    mode: str  # a method, or "method+policy"
     k: int  # 0 in plain mode
     batch: int
+
+    @property
+    def method(self) -> str:
+        return self.mode.partition("+")[0]
+
+    @property
+    def policy(self) -> str:
+        """ "" where the mode names none."""
+        return self.mode.partition("+")[2]
 
 
 class Bench:
@@ -115,8 +158,8 @@ class Bench:
         return len(self.cases()) * (1 + self.settings.repeats)
 
     def run(self, progress: Callable[[Case, str], None] = lambda case, what: None) -> None:
-        for model in self.settings.models:
-            directory, ids = self._open(model)
+        opened = {model: self._open(model) for model in self.settings.models}  # mistakes are told before any work
+        for model, (directory, ids) in opened.items():
             mine = [case for case in self.cases() if case.model == model]
             for repeat in range(-1, self.settings.repeats):  # -1 is the warm-up
                 turn = max(repeat, 0) % len(mine)
@@ -139,7 +182,18 @@ class Bench:
                 f"--max-tokens {self.settings.max_tokens}: the longest prompt has {longest} tokens and the context of "
                 f"{model} is {context}; every engine must be able to emit that many"
             )
+        for case in self.cases():
+            if case.model == model and case.method in WITH_HEAD and case.engine != "hf":
+                self._head(case)
         return directory, ids
+
+    def _head(self, case: Case) -> Path:
+        from paceline.model.head_files import resolve_head
+
+        try:
+            return resolve_head(self.settings.config.speculation.head, case.model)
+        except ValueError as error:
+            raise ValueError(f"--modes {case.mode}: {error}") from None
 
     def _round(self, case: Case, repeat: int, directory: Path, ids: list[tuple[int, ...]]) -> None:
         s = self.settings
@@ -147,6 +201,7 @@ class Bench:
         first = (repeat + 1) * max(s.batches)
         chosen = [(first + i // group) % len(ids) for i in range(case.batch)]
         try:
+            _check_engine(case)
             worker = self._worker(case, directory, max(map(len, ids)))
             reply = worker.call(
                 "run",
@@ -155,7 +210,7 @@ class Bench:
                 max_tokens=s.max_tokens if repeat >= 0 else min(s.max_tokens, 8),
                 temperature=s.temperature,
                 seed=s.seed + repeat + 1,
-                mode=case.mode,
+                mode=case.method,
                 k=case.k,
             )
         except (WorkerError, ValueError) as error:
@@ -209,14 +264,16 @@ class Bench:
         if case.engine == "paceline":
             return {"config": self._paceline_config(case, directory).model_dump(mode="json")}
         speculation: dict[str, Any] = {}
-        if case.mode == "ngram":
+        if case.method == "ngram":
             chosen = s.config.speculation
             speculation = {"prompt_lookup_min": chosen.prompt_lookup_min, "prompt_lookup_max": chosen.prompt_lookup_max}
-        elif case.mode == "draft_model":
+        elif case.method == "draft_model":
             speculation = {"model": s.config.speculation.draft_model}
+        elif case.method == "eagle3":
+            speculation = {"model": str(self._head(case))}
         return {
             **common,
-            "mode": case.mode,
+            "mode": case.method,
             "k": case.k,
             "speculation": speculation,
             "max_num_seqs": max(s.batches),
@@ -226,15 +283,14 @@ class Bench:
         }
 
     def _paceline_config(self, case: Case, directory: Path) -> Config:
-        s, config = self.settings, self.settings.config
-        speculation = {"method": "none" if case.mode == "plain" else case.mode, "num_speculative_tokens": case.k}
+        s = self.settings
+        config = s.with_mode(case.mode, case.k)
         engine = {
             "max_num_seqs": max(s.batches),
             "threads": s.threads,
             "prefix_sharing": s.num_generations > 1,
         }
-        if case.mode == "draft_model" and config.speculation.draft_model is None:
-            raise ValueError("mode draft_model needs a model: --set speculation.draft_model=NAME (or layers:N)")
+        speculation = {"head": str(self._head(case))} if case.method in WITH_HEAD else {}
         return config.model_copy(
             update={
                 "model": config.model.model_copy(update={"name": str(directory)}),
@@ -287,27 +343,52 @@ class Bench:
             for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
         }
         acceptance = None
-        if rounds and case.mode == "plain":
-            acceptance = 1.0
-        elif counts["num_drafts"]:
+        if counts["num_drafts"]:
             acceptance = 1 + counts["num_accepted_tokens"] / counts["num_drafts"]
+        elif rounds and (case.method == "plain" or counts["num_drafts"] == 0):
+            acceptance = 1.0  # nothing was drafted
         median = statistics.median(rates) if rates else None
         return {
             "model": case.model,
             "engine": case.engine,
             "mode": case.mode,
+            "method": case.method,
+            "policy": self._policy(case),
             "batch": case.batch,
             "num_speculative_tokens": case.k,
             "tokens_per_s": median,
             "best_tokens_per_s": max(rates, default=None),
             "speedup": median / statistics.median(plain_rates) if median and plain_rates else None,
             "mean_acceptance_length": acceptance,
+            "acceptance_rate_per_position": _rate_per_position(rounds, counts["num_drafts"]),
             "step_ms": step * 1e3 if step else None,
             "step_cost": step / plain_step if step and plain_step else None,
             **counts,
             "num_rounds": len(rounds),
             "note": self.notes.get(case),
         }
+
+    def _policy(self, case: Case) -> str | None:
+        """Who decides how much is drafted; None where nothing is."""
+        if case.method == "plain":
+            return None
+        return case.policy or (self.settings.config.speculation.policy if case.engine == "paceline" else "static")
+
+
+def _check_engine(case: Case) -> None:
+    """Policies and `hybrid` are our own engine's. (Which methods transformers has, its worker says.)"""
+    if case.engine != "paceline" and case.policy not in ("", "static"):
+        raise ValueError(f"{case.engine} has no policies: it drafts the same length always")
+    if case.engine == "vllm" and case.method == "hybrid":
+        raise ValueError("vllm has no hybrid drafter")
+
+
+def _rate_per_position(rounds: Sequence[dict[str, Any]], num_drafts: int | None) -> list[float] | None:
+    """Of all drafts, the share that was accepted up to each position, as in vLLM; None where an engine does not say."""
+    if not num_drafts or "accepted_per_position" not in rounds[0]:
+        return None
+    counts = zip_longest(*(r["accepted_per_position"] for r in rounds), fillvalue=0)
+    return [sum(position) / num_drafts for position in counts]
 
 
 def median_step(rounds: Sequence[dict[str, Any]]) -> float | None:

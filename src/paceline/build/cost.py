@@ -110,9 +110,9 @@ def _kept(path: Path) -> CostTable | None:
 def _measure_and_keep(
     paged: PagedDecoder, runner: Runner, config: Config, identity: dict[str, Any], path: Path
 ) -> CostTable:
-    from rich.console import Console
+    from paceline.console import SafeConsole
 
-    console = Console(stderr=True, highlight=False)
+    console = SafeConsole(stderr=True)
     started = time.perf_counter()
     with console.status("measuring what a step takes on this machine (once; some ten seconds)"):
         points, per_context_token_s = measure(

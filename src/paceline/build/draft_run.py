@@ -108,7 +108,8 @@ def build_draft_trainer(
             watcher=watcher,
         )
         if checkpoint is not None:
-            trainer.restore(checkpoint)
+            with checkpoint.complete():
+                trainer.restore(checkpoint)
     except BaseException:
         folder.close()
         raise

@@ -31,10 +31,11 @@ def export_policy(config: Config, run: Path, directory: Path, best: bool, head: 
     for place in (directory, head):
         if place is not None and (place / "config.json").exists():
             raise ValueError(f"{place} already holds a model; give another directory")
-    if head is not None and checkpoint.state["head"] is None:
+    if head is not None and checkpoint.state.get("head") is None:
         raise ValueError(f"{run}: no head was adapted in it (draft.online); leave --head out")
     learner = build_learner(config, source)
-    learner.load(checkpoint.path / "learner")
+    with checkpoint.complete():
+        learner.load(checkpoint.path / "learner")
     load_tokenizer(source).save_pretrained(directory)
     if isinstance(learner.decoder, HFDecoder):
         learner.decoder.save(directory)
@@ -44,8 +45,10 @@ def export_policy(config: Config, run: Path, directory: Path, best: bool, head: 
         weights.save(merged, directory)
     if head is not None:
         adapter = build_adapter(config, learner)
-        adapter.restore(checkpoint.tensors("head"), checkpoint.state["head"])
-        save_adapted(config, adapter, head, directory, checkpoint.state["alarms"]["length"])
+        with checkpoint.complete():
+            adapter.restore(checkpoint.tensors("head"), checkpoint.state["head"])
+            length = checkpoint.state["alarms"]["length"]
+        save_adapted(config, adapter, head, directory, length)
 
 
 def save_adapted(config: Config, adapter: Adapter, directory: Path, target: Path, length: float | None) -> None:

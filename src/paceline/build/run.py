@@ -163,7 +163,7 @@ def build_loop(
     except BaseException:
         folder.close()
         raise
-    if adapter is None and checkpoint is not None and checkpoint.state["head"] is not None:
+    if adapter is None and checkpoint is not None and checkpoint.state.get("head") is not None:
         if config.speculation.method in ADAPTABLE:  # its head does not learn any more, but keeps what it has learned
             adapter = build_adapter(config, learner)
         else:
@@ -184,7 +184,8 @@ def build_loop(
         restarts=restarts,
     )
     if checkpoint is not None:
-        loop.restore(checkpoint)
+        with checkpoint.complete():
+            loop.restore(checkpoint)
     if resume is not None and loop.step >= config.train.num_steps:
         watcher.note(f"{resume} is finished: {loop.step} steps; to go on, raise train.num_steps")
     elif resume is not None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from paceline import __version__
 from paceline.cli import bench, draft, generate, replay, simulate, sweep, train, verify  # each adds its commands
 from paceline.cli.app import app, err, friendly, out
+from paceline.console import guard_stderr, show_traceback
 
 __all__ = ["app", "bench", "draft", "generate", "main", "replay", "simulate", "sweep", "train", "verify"]
 
@@ -36,4 +38,9 @@ def pull(
 
 
 def main() -> None:
-    app()
+    guard_stderr(err)
+    try:
+        app()
+    except Exception as error:  # a bug of ours, or PACELINE_DEBUG: its message may quote anything
+        show_traceback(err, type(error), error, error.__traceback__)
+        sys.exit(1)

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from paceline.config import Config, load_config
+from paceline.console import SafeConsole
+from paceline.files import read_run_json
 from paceline.native import NativeUnavailable
 
 app = typer.Typer(
@@ -28,8 +29,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+out = SafeConsole()
+err = SafeConsole(stderr=True)
 Command = TypeVar("Command", bound=Callable[..., None])
 
 Model = Annotated[str | None, typer.Option("--model", help="Known name, Hugging Face directory, or hub id.")]
@@ -124,8 +125,10 @@ def comma_floats(option: str, text: str) -> tuple[float, ...]:
 
 def made_by(run: Path) -> str:
     """The command that a run's folder is of."""
-    info = run / "run.json"
-    return str(json.loads(info.read_bytes()).get("command", "train")) if info.exists() else "train"
+    try:
+        return str(read_run_json(run / "run.json").get("command", "train"))
+    except (FileNotFoundError, NotADirectoryError):
+        return "train"
 
 
 def check_resumable(run: Path, command: str) -> None:

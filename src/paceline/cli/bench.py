@@ -36,7 +36,12 @@ app.add_typer(bench_app, name="bench")
 def rollout(
     model: Annotated[str, typer.Option(help="One or more models, separated by commas.")] = "smollm2-135m",
     engines: Annotated[str, typer.Option(help="Of paceline, hf, vllm.")] = "paceline,hf,vllm",
-    modes: Annotated[str, typer.Option(help="Of plain, ngram, suffix, draft_model.")] = "plain",
+    modes: Annotated[
+        str,
+        typer.Option(
+            help="Of plain, ngram, suffix, draft_model, eagle3, hybrid; with a policy: suffix+auto, hybrid+das."
+        ),
+    ] = "plain",
     k: Annotated[str, typer.Option("--k", help="Draft lengths of the modes that draft.")] = "4",
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,4,16",
     max_tokens: Annotated[int, typer.Option(help="Tokens per completion; EOS is ignored.")] = 64,
@@ -61,6 +66,7 @@ def rollout(
     - `paceline bench rollout --engines paceline,hf --modes plain,ngram,suffix`
     - `paceline bench rollout --engines paceline,vllm --batch 1,4,16 --json out.json --plot out.html`
     - `paceline bench rollout --engines paceline --modes plain,suffix --num-generations 8 --batch 16`
+    - `paceline bench rollout --engines paceline --modes plain,eagle3,eagle3+auto,hybrid+das --k 3 --json out.json`
     """
     from paceline.bench.prompts import BUILTIN, read_prompts
     from paceline.bench.rollout import COLUMNS, Bench, Settings
@@ -216,7 +222,7 @@ def run_bench(bench: Bench) -> None:
     """With a bar on a terminal, else a line per round. The bar moves twice a second: more would cost the engines."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=err, transient=True, refresh_per_second=2, disable=not err.is_terminal) as bars:
         task = bars.add_task("starting", total=bench.num_rounds)
 

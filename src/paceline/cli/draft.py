@@ -100,10 +100,10 @@ def show(summary: Mapping[str, Any]) -> None:
     }
     rows = [{"figure": name, "value": value} for name, value in figures.items() if value is not None]
     out.print(render(rows, {"figure": "figure", "value": "value"}))
-    out.print(f"run   {summary['run']}", soft_wrap=True, markup=False)
+    out.print(f"run   {summary['run']}", soft_wrap=True)
     if summary["head"] is not None:
         use = f'speculation.method = "eagle3"\nspeculation.head = {json.dumps(summary["head"], ensure_ascii=False)}'
-        out.print(f"head  {summary['head']}\nto draft with it:\n{use}", soft_wrap=True, markup=False)
+        out.print(f"head  {summary['head']}\nto draft with it:\n{use}", soft_wrap=True)
 
 
 def acceptance_table(summary: Mapping[str, Any]) -> Any:

@@ -131,7 +131,7 @@ def gather_prompts(words: Sequence[str], file: Path | None) -> list[Prompt]:
 
     asked: list[Prompt] = [sys.stdin.read() if word == "-" else word for word in words]
     if file is not None:
-        asked += parse_prompts(sys.stdin, "stdin") if str(file) == "-" else read_prompts(file)
+        asked += parse_prompts(enumerate(sys.stdin, 1), "stdin") if str(file) == "-" else read_prompts(file)
     if not asked:
         raise ValueError("no prompt; give one as an argument, `-` for stdin, or --prompts FILE")
     if not all(asked):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from paceline.cli.app import JsonFile, Overrides, app, comma_list, comma_numbers, err, friendly, out
 from paceline.report.table import check_writable, render, write_json
@@ -117,7 +116,7 @@ def replay(
     for size in batches:
         rows = [row for result in results if result.cell.batch == size for row in _rows(result, epochs)]
         named = [{**row, "setting": f"{row['drafter']} {row['policy']}"} for row in rows]
-        out.print(render(named, columns, escape(f"{', '.join(rollouts)}: batch {size}, {costs.name}")))
+        out.print(render(named, columns, f"{', '.join(rollouts)}: batch {size}, {costs.name}"))
     _notes(reader, costs, results)
     if json_file is not None:
         write_json(json_file, {
@@ -274,12 +273,12 @@ def _rows(result: Result, every_epoch: bool) -> list[dict[str, Any]]:
 
 
 def _notes(reader: Reader, costs: CostTable, results: Sequence[Result]) -> None:
-    out.print(f"Costs: {escape(costs.source or costs.name)}", style="dim", soft_wrap=True)
+    out.print(f"Costs: {costs.source or costs.name}", style="dim", soft_wrap=True)
     free = sorted({r.cell.drafter for r in results if r.cell.drafter != "hybrid"} - costs.drafts.keys())
     if free:
         out.print(f"The table does not know what drafting takes by {', '.join(free)}: taken for nothing.", style="dim")
     if reader.num_broken:
-        first = escape(reader.first_broken)
+        first = reader.first_broken
         err.print(f"{reader.num_broken} broken lines were left out; the first: {first}", style="yellow")
 
 
@@ -287,7 +286,7 @@ def _notes(reader: Reader, costs: CostTable, results: Sequence[Result]) -> None:
 def _bar(total: int | None, unit: str) -> Iterator[Callable[[str, int], None]]:
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
     with Progress(*columns, console=err, transient=True, refresh_per_second=2, disable=not err.is_terminal) as bars:
         task = bars.add_task(unit, total=total)
         yield lambda description, advance: bars.update(task, description=description, advance=advance)

@@ -153,7 +153,7 @@ def run_sweep(sweep: Sweep) -> None:
     """With a bar on a terminal, else a line per run. The bar moves twice a second: more would cost the engine."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=err, transient=True, refresh_per_second=2, disable=not err.is_terminal) as bars:
         task = bars.add_task("starting", total=None)
         announced = False

@@ -7,10 +7,7 @@ but for sequences too short to guess anything in, which are counted.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from paceline.draft.lesson import Example
+from paceline.files import parse_json, read_lines
 from paceline.tasks.prompt import NEEDED, continuation, encode, is_prompt, is_unicode
 from paceline.tasks.task import Message
 
@@ -53,28 +51,19 @@ class Reader:
 
     def read(self, path: Path) -> Iterator[Example]:
         try:
-            opened = gzip.open if path.suffix == ".gz" else open
-            with opened(path, "rt", encoding="utf-8-sig") as file:
-                yield from self.parse(file, str(path))
+            for number, line in read_lines(path):
+                where = f"{path}, line {number}"
+                try:
+                    record = parse_json(line)
+                except ValueError as error:
+                    raise ValueError(f"{where}: {error}; write one object a line, with {FORMS}") from None
+                yield self.example(record, where)
         except FileNotFoundError:
             raise ValueError(f'draft.data = "{path}": no such file; give a jsonl file, or "rollouts"') from None
-        except (OSError, EOFError, zlib.error) as error:
+        except OSError as error:
             raise ValueError(
                 f'draft.data = "{path}": can\'t be read ({error}); give a jsonl file, plain or .gz'
             ) from None
-        except UnicodeDecodeError as error:
-            raise ValueError(f'draft.data = "{path}": not UTF-8 text ({error.reason}); give a jsonl file') from None
-
-    def parse(self, lines: Iterable[str], name: str) -> Iterator[Example]:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{name}, line {number}"
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where}: not JSON ({error}); write one object a line, with {FORMS}") from None
-            yield self.example(record, where)
 
     def example(self, record: Any, where: str) -> Example:
         if not isinstance(record, dict):

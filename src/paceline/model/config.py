@@ -16,6 +16,19 @@ ROPE_KEYS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
+# No model is larger than this. A larger number is a mistake or an attack: it would take all memory before a tensor is
+# read.
+MAX_POSITIONS = 1 << 24
+LIMITS = {
+    "vocab_size": 10_000_000,
+    "hidden_size": 1_000_000,
+    "intermediate_size": 10_000_000,
+    "num_hidden_layers": 1000,
+    "num_attention_heads": 10_000,
+    "num_key_value_heads": 10_000,
+    "head_dim": 10_000,
+    "max_position_embeddings": MAX_POSITIONS,
+}
 ROPE_OPTIONS = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")}
 
 
@@ -50,11 +63,16 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim} must be even, as rotary positions turn pairs")
+        if self.max_positions > MAX_POSITIONS:
+            raise ValueError(
+                f"max_position_embeddings, with the factor of its rope scaling, is {self.max_positions}: must be at "
+                f"most {MAX_POSITIONS}"
+            )
         if self.rope_scaling is not None:
             kind = self.rope_scaling.get("rope_type")
-            if kind not in ROPE_KEYS:
+            if not isinstance(kind, str) or kind not in ROPE_KEYS:
                 raise ValueError(
-                    f"rope_type = {kind!r} is not supported; supported are {', '.join(['default', *ROPE_KEYS])}"
+                    f"rope_type = {_short(kind)} is not supported; supported are {', '.join(['default', *ROPE_KEYS])}"
                 )
             for key in ROPE_KEYS[kind]:
                 _value(self.rope_scaling, key, float, of=f"the {kind} rope parameters")
@@ -65,6 +83,7 @@ class ModelConfig:
     @staticmethod
     def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         """From the contents of a config.json, as transformers 4 or 5 writes it."""
+        check_limits(hf)
         family = _family(hf)
         _refuse_sliding_window(hf)
         if "quantization_config" in hf:
@@ -144,6 +163,20 @@ def with_yarn(config: ModelConfig, factor: float) -> ModelConfig:
     return replace(config, rope_scaling=scaling, max_positions=int(original * factor))
 
 
+def check_limits(hf: Mapping[str, Any]) -> None:
+    """Whether the sizes in a config.json are those of a model. Types are not looked at here."""
+    for key, most in LIMITS.items():
+        value = hf.get(key)
+        if isinstance(value, int) and value > most:
+            raise ValueError(f"config.json: {key} = {_short(value)}: must be at most {most}")
+
+
+def _short(value: object) -> str:
+    """A value as an error quotes it."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
 def token_ids(hf: Mapping[str, Any], key: str) -> tuple[int, ...]:
     """Hugging Face writes one token id, a list of them, or null."""
     ids = hf.get(key)
@@ -161,8 +194,8 @@ def _family(hf: Mapping[str, Any]) -> str:
             return str(hf["model_type"])
         raise ValueError(f"config.json: architectures is missing, so the model is unknown; supported are {supported}")
     name = names[0] if isinstance(names, list) else names
-    if name not in FAMILIES:
-        raise ValueError(f"architecture {name} is not supported; supported are {supported}")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ValueError(f"config.json: architecture {str(name)[:60]} is not supported; supported are {supported}")
     return FAMILIES[name]
 
 
@@ -170,10 +203,12 @@ def _refuse_sliding_window(hf: Mapping[str, Any]) -> None:
     num_layers = _value(hf, "num_hidden_layers", int)
     kinds = hf.get("layer_types")
     if kinds is not None:
+        if not isinstance(kinds, list):
+            raise ValueError(f"config.json: layer_types = {_short(kinds)}: must be a list")
         sliding = any(kind != "full_attention" for kind in kinds)
     else:
         on = hf.get("use_sliding_window", False) and hf.get("sliding_window") is not None
-        sliding = on and hf.get("max_window_layers", 28) < num_layers
+        sliding = on and (hf.get("max_window_layers") == 0 or _value(hf, "max_window_layers", int, 28) < num_layers)
     if sliding:
         raise ValueError(
             f"config.json: sliding window attention (sliding_window = {hf.get('sliding_window')!r}) is not supported; "
@@ -193,6 +228,8 @@ def _rope(hf: Mapping[str, Any], max_positions: int) -> tuple[float, dict[str, A
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "default":
         return theta, None
+    if not isinstance(kind, str):
+        raise ValueError(f"config.json: rope_type = {_short(kind)}: must be a string")
     keys = (*ROPE_KEYS.get(kind, ()), *ROPE_OPTIONS.get(kind, ()))
     scaling = {"rope_type": kind} | {key: given[key] for key in keys if given.get(key) is not None}
     if "original_max_position_embeddings" in keys:
@@ -220,5 +257,5 @@ def _value(source: Mapping[str, Any], key: str, kind: type, default: Any = _MISS
         ok = isinstance(value, numbers) and not isinstance(value, bool) and 0 < value < float("inf")
     if not ok:
         words = {int: "a positive integer", float: "a positive number", bool: "true or false"}[kind]
-        raise ValueError(f"{of}: {key} = {value!r}: must be {words}")
+        raise ValueError(f"{of}: {key} = {_short(value)}: must be {words}")
     return value

@@ -23,6 +23,7 @@ from paceline.model.weights import (
     Fetch,
     Home,
     ModelError,
+    check_homes,
     checksum,
     collect,
     fill_homes,
@@ -85,9 +86,12 @@ def _fill(head: Eagle3Head, shapes: Shapes, fetch: Fetch, source: object) -> Non
         tensor = fetch(name)
         return tensor[order.to(tensor.device)] if name == "lm_head.weight" else tensor
 
-    rest = {name: shape for name, shape in shapes.items() if name not in ("d2t", "t2d")}
-    fill_homes(_homes(head), rest, sorted_fetch, source)
+    fill_homes(_homes(head), _without_ids(shapes), sorted_fetch, source)
     head.draft_ids.copy_(ids[order])
+
+
+def _without_ids(shapes: Shapes) -> Shapes:
+    return {name: shape for name, shape in shapes.items() if name not in ("d2t", "t2d")}
 
 
 def _draft_ids(config: HeadConfig, shapes: Shapes, fetch: Fetch, source: object) -> Tensor:
@@ -181,6 +185,7 @@ def load_head(
             _check_target(directory, target_checksum)
         with torch.device("meta"):
             head = Eagle3Head(config)
+        check_homes(_homes(head), _without_ids(shapes), directory)  # before any memory is taken
         head = head.to(dtype).to_empty(device=device)
         _fill(head, shapes, fetch, directory)
     for name, parameter in head.named_parameters():

@@ -8,7 +8,7 @@ layers are as their authors meant them. T tokens laid end to end, S sequences of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.model.decoder import Output
+from paceline.model.hf_shape import check_sizes
 from paceline.model.weights import LM_HEAD, Home, ModelError, tensors_in
 
 PROBE = 5  # tokens that show whether logits are the LM head's alone
@@ -113,27 +114,47 @@ def load_hf(directory: Path, dtype: torch.dtype, device: torch.device | str) -> 
     from transformers.utils import logging
 
     with tensors_in(directory) as (shapes, _):  # refuses pickles
-        stored = set(shapes)
+        _check_stored(directory, shapes)
     shows = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, trust_remote_code=False, use_safetensors=True, local_files_only=True
         )
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError, KeyError, RuntimeError) as error:
         raise ModelError(f'{directory}: learner.model = "transformers" can\'t load it: {error}') from None
     finally:
         if shows:
             logging.enable_progress_bar()
     decoder = HFDecoder(model.to(device).requires_grad_(False))
-    named = {name for name, _ in model.named_parameters()}
-    if odd := sorted(named - stored - {LM_HEAD}):
+    _check_head(decoder, directory)
+    return decoder
+
+
+def _check_stored(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Before any memory is taken: whether the files hold what transformers makes of config.json, by the same names."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        check_sizes(config)
+        num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+        numbers = (int(word) for name in shapes for word in name.split(".") if word.isdecimal() and len(word) < 10)
+        if num_layers > (stored := 1 + max(numbers, default=-1)):  # to build so many would take long
+            raise ValueError(f"config.json: num_hidden_layers = {num_layers}, but {stored} layers are stored")
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # transformers and its validators raise all sorts
+        raise ModelError(f'{directory}: learner.model = "transformers" can\'t load it: {error}') from None
+    needed = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if odd := sorted(needed.keys() - shapes.keys() - {LM_HEAD}):
         raise ModelError(
             f"{directory}: transformers knows {odd[0]} and {len(odd) - 1} more tensors by names that the files do not "
             'have, so no engine would; learner.model = "transformers" can\'t train it'
         )
-    _check_head(decoder, directory)
-    return decoder
+    for name, shape in needed.items():
+        if shapes.get(name, shape) != shape:
+            raise ModelError(f"{directory}: {name} is {list(shapes[name])}, the config says {list(shape)}")
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.model.config import token_ids
+from paceline.model.config import LIMITS, check_limits, token_ids
 from paceline.model.weights import ModelError, read_json
 
 
@@ -19,6 +19,12 @@ class Shape:
     eos_token_ids: tuple[int, ...]
 
 
+def check_sizes(config: Any) -> None:
+    """Whether the sizes that transformers read in a config.json are those of a model."""
+    text = config.get_text_config()
+    check_limits({key: getattr(text, key, None) for key in LIMITS})
+
+
 def read_shape(directory: Path) -> Shape:
     """From a Hugging Face directory; code that comes with a model is never run."""
     from transformers import AutoConfig
@@ -26,6 +32,7 @@ def read_shape(directory: Path) -> Shape:
     try:
         config: Any = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
         text = config.get_text_config()
+        check_sizes(config)
         heads = text.num_attention_heads
         generation = directory / "generation_config.json"
         told = read_json(generation) if generation.exists() else {}
@@ -37,5 +44,5 @@ def read_shape(directory: Path) -> Shape:
             eos_token_ids=token_ids(told, "eos_token_id")
             or token_ids(read_json(directory / "config.json"), "eos_token_id"),
         )
-    except (ValueError, OSError, KeyError, AttributeError) as error:
+    except Exception as error:  # transformers and its validators raise all sorts
         raise ModelError(f"{directory}: its config.json can't be used: {error}") from None

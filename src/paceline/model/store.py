@@ -217,11 +217,12 @@ def _disk_full_in(text: str) -> bool:
 @contextmanager
 def _stages(console: Console | None) -> Iterator[Callable[[str, int], Tick]]:
     """stage(title, total) starts a bar and gives the function that moves it."""
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from paceline.console import SafeConsole
+
     columns = TextColumn("{task.description:<40}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console or Console(stderr=True)) as bars:
+    with Progress(*columns, console=console or SafeConsole(stderr=True)) as bars:
 
         def stage(title: str, total: int) -> Tick:
             for task in bars.tasks:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline import native
+from paceline import files, native
 from paceline.model.config import ModelConfig, token_ids, with_yarn
 from paceline.model.decoder import Decoder
 from paceline.model.layer import Layer, Linear
@@ -134,6 +135,14 @@ def _fill(decoder: Decoder, shapes: Mapping[str, tuple[int, ...]], fetch: Fetch,
 def fill_homes(homes: Iterable[Home], shapes: Mapping[str, tuple[int, ...]], fetch: Fetch, source: object) -> None:
     """Check all that is offered, then copy it tensor by tensor."""
     homes = list(homes)
+    check_homes(homes, shapes, source)
+    with torch.no_grad():
+        for home in homes:
+            _write(home, fetch)
+
+
+def check_homes(homes: Iterable[Home], shapes: Mapping[str, tuple[int, ...]], source: object) -> None:
+    """Whether what is offered is what is needed, tensor by tensor."""
     needed = dict(shape for home in homes for shape in home.shapes())
     if missing := [name for name in needed if name not in shapes]:
         raise ModelError(f"{source}: missing tensors the config asks for: {_listing(missing)}")
@@ -143,9 +152,6 @@ def fill_homes(homes: Iterable[Home], shapes: Mapping[str, tuple[int, ...]], fet
     spare = {name for name in shapes.keys() - needed.keys() if not name.endswith("rotary_emb.inv_freq")}
     if spare:
         raise ModelError(f"{source}: tensors that the config has no place for: {_listing(sorted(spare))}")
-    with torch.no_grad():
-        for home in homes:
-            _write(home, fetch)
 
 
 def _listing(items: list[str], most: int = 4) -> str:
@@ -241,9 +247,23 @@ def load(
     if yarn_factor is not None:
         config = with_yarn(config, yarn_factor)
     with tensors_in(directory) as (shapes, fetch):
+        _check_stored(config, shapes, directory)
         decoder = _empty(config, dtype, device)
         _fill(decoder, shapes, fetch, directory)
     return decoder
+
+
+def _check_stored(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], source: object) -> None:
+    """Before any memory is taken: are the tensors there that the config asks for, and as large? A config that asks for
+    more than the files hold would otherwise take memory for what does not exist. One layer more than is stored is
+    enough to find the first that is missing."""
+    stored = {found[1] for name in shapes if (found := re.match(r"model\.layers\.(\d+)\.", name))}
+    with torch.device("meta"):
+        decoder = Decoder(replace(config, num_layers=min(config.num_layers, len(stored) + 1)))
+    needed = dict(shape for home in decoder_homes(decoder) for shape in home.shapes())
+    if missing := [name for name in needed if name not in shapes]:
+        raise ModelError(f"{source}: missing tensors the config asks for: {_listing(missing)}")
+    check_homes(decoder_homes(decoder), {name: shapes[name] for name in needed}, source)
 
 
 @contextmanager
@@ -322,7 +342,13 @@ def _safetensors(directory: Path, convert: str) -> list[Path]:
         where = read_json(index).get("weight_map")
         if not isinstance(where, dict) or not where:
             raise ModelError(f"{index}: weight_map is missing; download it again")
-        paths = [directory / str(file) for file in sorted(set(where.values()))]
+        for file in where.values():
+            if not files.is_plain_name(file):
+                raise ModelError(
+                    f"{index}: weight_map names {file!r}, which is not a file of this directory; nothing outside of it "
+                    "is read: get the model from its source again"
+                )
+        paths = [directory / file for file in sorted(set(where.values()))]
         for path in paths:
             if not path.exists():
                 raise ModelError(f"{path}: missing, though {INDEX} names it; download the model again")
@@ -338,12 +364,9 @@ def _safetensors(directory: Path, convert: str) -> list[Path]:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: not valid JSON ({error}); download it again") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: expected a JSON object; download it again")
-    return content
+        return files.read_json(path)
+    except ValueError as error:
+        raise ModelError(f"{error}; download it again") from None
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.files import open_run_file, parse_json
 from paceline.replay.rounds import Round
 from paceline.replay.run import Result
 
@@ -82,9 +82,9 @@ def generation_share(metrics: Path) -> float | None:
     """Of a run's time, from its metrics.jsonl; None where it does not say."""
     generation_s = total_s = 0.0
     try:
-        with metrics.open(encoding="utf-8") as file:
+        with open_run_file(metrics) as file:
             for line in file:
-                stages = json.loads(line).get("stages", {})
+                stages = parse_json(line).get("stages", {})
                 generation_s += stages.get("generation", 0.0)
                 total_s += stages.get("total", 0.0)
     except (OSError, ValueError, AttributeError, TypeError):

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from paceline.replay.rounds import Record
+from paceline.tasks.prompt import render_chat
 
 Json = Mapping[str, Any]
 IDS = (("prompt_ids", "token_ids"), ("prompt_ids", "completion_ids"), ("prompt_token_ids", "token_ids"))
@@ -97,8 +98,7 @@ class Formats:
         if not isinstance(prompt, list):
             return self._encode(prompt, key)
         messages = [{"role": role, "content": content} for role, content, _ in map(_message, prompt)]
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return self._encode(text, key)
+        return self._encode(render_chat(self.tokenizer, messages, reply=True), key)
 
     def _said(self, completion: Any, key: str) -> tuple[np.ndarray, np.ndarray | None]:
         if not isinstance(completion, list):

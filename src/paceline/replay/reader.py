@@ -6,24 +6,19 @@ Mistakes are errors that name the file and the line; with `skip_broken` they are
 from __future__ import annotations
 
 import contextlib
-import gzip
 import io
-import json
-import lzma
 import re
 import sys
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, BinaryIO, cast
 
+from paceline.files import BAD_ARCHIVE, MAX_LINE, open_maybe_packed, parse_json
 from paceline.replay.formats import Formats
 from paceline.replay.rounds import Record
 
-MAX_LINE = 64 << 20  # bytes
 TOO_LONG = b"{}\n"
 ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.xz")
-BAD_ARCHIVE = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 
 
 class Reader:
@@ -116,9 +111,7 @@ def _opened(raw: BinaryIO, path: str) -> IO[bytes]:
         raise ValueError(
             f"{path} is empty, not even an archive of nothing: was it cut off, or is it still to be written?"
         )
-    if path.endswith(".gz"):
-        return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
-    return lzma.LZMAFile(raw) if path.endswith(".xz") else raw
+    return open_maybe_packed(raw, path)
 
 
 def _lines(raw: BinaryIO, path: str, name: str) -> Iterator[tuple[int, bytes]]:
@@ -134,9 +127,9 @@ def _lines(raw: BinaryIO, path: str, name: str) -> Iterator[tuple[int, bytes]]:
         if not line:
             return
         if len(line) > MAX_LINE:
+            yield number, TOO_LONG  # before the rest of it is read, which may be without end
             while len(line) > MAX_LINE and not line.endswith(b"\n"):
                 line = file.readline(MAX_LINE + 1)
-            yield number, TOO_LONG
         elif not line.isspace():
             yield number, line
 
@@ -144,14 +137,7 @@ def _lines(raw: BinaryIO, path: str, name: str) -> Iterator[tuple[int, bytes]]:
 def _parsed(line: bytes) -> dict[str, object]:
     if line is TOO_LONG:
         raise ValueError(f"longer than {MAX_LINE >> 20} MB; is it jsonl, one rollout a line?")
-    try:
-        found = json.loads(line)
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8 text") from None
-    except RecursionError:
-        raise ValueError("not JSON that can be read: nested too deep") from None
-    except ValueError as error:
-        raise ValueError(f"not valid JSON ({error})") from None
+    found = parse_json(line)
     if not isinstance(found, dict):
         raise ValueError("not a JSON object; expected one rollout a line")
     return found

@@ -12,6 +12,7 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
+from paceline.files import replace_file
 from paceline.report import sections
 from paceline.report.rollouts import encode
 from paceline.report.run import Run, read_run
@@ -20,11 +21,14 @@ from paceline.report.table import check_writable, write_bytes
 
 def write_report(run: Path, out: Path | None = None) -> Path:
     """The page of a run's folder, finished or not; beside its files unless `out` says where."""
-    out = out if out is not None else run / "report.html"
-    content = read_run(run)
-    check_writable(out)
-    write_bytes(out, render_page(content).encode("utf-8", errors="replace"))
-    return out
+    if out is not None:
+        check_writable(out)
+    page = render_page(read_run(run)).encode("utf-8", errors="replace")
+    if out is not None:
+        write_bytes(out, page)
+        return out
+    replace_file(run / "report.html", page)  # a link there is replaced, and its target left alone
+    return run / "report.html"
 
 
 def render_page(run: Run) -> str:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.files import MAX_LINE, open_run_file
+
 MAX_SAMPLES = 2000
 MAX_BYTES = 8_000_000
 
@@ -45,7 +47,7 @@ def choose(
     chosen: dict[Key, tuple[dict[str, Any], str]] = {}
     num_bytes = 0
     if queue:
-        with path.open("rb") as file:
+        with open_run_file(path) as file:
             for _, _, group in queue:
                 keys = groups[group]
                 if len(chosen) + len(keys) > max_samples:
@@ -100,7 +102,7 @@ def finite(value: Any) -> Any:
 
 def _line_at(file: Any, offset: int) -> dict[str, Any]:
     file.seek(offset)
-    return json.loads(file.readline().decode("utf-8", errors="replace"))
+    return json.loads(file.readline(MAX_LINE).decode("utf-8", errors="replace"))
 
 
 def _compact(record: dict[str, Any], key: Key) -> tuple[dict[str, Any], str]:
@@ -119,14 +121,14 @@ def _compact(record: dict[str, Any], key: Key) -> tuple[dict[str, Any], str]:
         "g": key[1],
         "i": key[2],
         "problem": str(record.get("problem") or ""),
-        "ids": token_ids,
-        "versions": [span for span in _list(record, "versions") if isinstance(span, list) and len(span) == 2],
+        "ids": [value if isinstance(value, int) else None for value in token_ids],
+        "versions": [span for span in _list(record, "versions") if _is_span(span)],
         "drafters": [str(name) for name in _list(record, "drafters")],
-        "reward": record.get("reward"),
-        "rewards": record.get("rewards") if isinstance(record.get("rewards"), dict) else {},
-        "advantage": record.get("advantage"),
+        "reward": _number(record.get("reward")),
+        "rewards": {str(name): _number(value) for name, value in _dict(record, "rewards").items()},
+        "advantage": _number(record.get("advantage")),
         "finish": str(record.get("finish_reason") or ""),
-        "turns": record.get("num_turns"),
+        "turns": _number(record.get("num_turns")),
         "failure": str(record["failure"]) if record.get("failure") else None,
     }
     if pieces:
@@ -136,13 +138,27 @@ def _compact(record: dict[str, Any], key: Key) -> tuple[dict[str, Any], str]:
     if mask and not all(mask):
         compact["mask"] = "".join("1" if chosen else "0" for chosen in mask)
     if logprobs:
-        numeric = (value if isinstance(value, int | float) else math.nan for value in logprobs)
-        compact["logprobs"] = [round(value, 4) if math.isfinite(value) else None for value in numeric]
+        numeric = map(_number, logprobs)
+        compact["logprobs"] = [round(value, 4) if value is not None else None for value in numeric]
     if provenance:
         compact["provenance"] = "".join(str(value) if value in (0, 1, 2, 3) else "0" for value in provenance)
     if sources:  # one character: the drafter's number, "-" for nobody
         compact["sources"] = "".join(str(value) if value in range(10) else "-" for value in sources)
     return compact, str(record.get("prompt") or "")
+
+
+def _number(value: Any) -> float | None:
+    """None for what is no number, or is beyond all measure."""
+    return value if isinstance(value, int | float) and abs(value) < 1e100 else None
+
+
+def _is_span(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(part, int) for part in value)
+
+
+def _dict(record: dict[str, Any], name: str) -> dict[str, Any]:
+    value = record.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _list(record: dict[str, Any], name: str) -> list[Any]:

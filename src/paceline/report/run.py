@@ -1,12 +1,13 @@
 """A run's folder, read into a small model for the report.
 
 Nothing here fails because a run is unfinished: a file that is missing or ends in the middle of a line costs what it
-would have held, and `notes` says so. Numbers that are no numbers (NaN, infinities) are read as absent.
+would have held, and `notes` says so. So does a link: it is not followed, for the page must not hold what is outside of
+the folder. Numbers that are no numbers (NaN, infinities) are read as absent.
 """
 
 from __future__ import annotations
 
-import json
+import os
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.files import MAX_LINE, open_run_file, parse_json, read_run_json
 from paceline.report.rollouts import Rollouts, choose
 
 Record = dict[str, Any]
 OUTCOMES = ("verified", "probe", "refused", "nothing found", "not asked")  # of drafting, in a step
+MAX_CONFIG = 1 << 20  # characters of config.toml
 ROW_BOUNDS = (1, 2, 4, 8, 16, 32, 64)  # engine steps are gathered by their number of rows, up to each of these
 
 
@@ -97,12 +100,12 @@ def read_run(folder: Path) -> Run:
     run = Run(folder)
     run.info = _read_json(folder / "run.json", run.notes)
     run.config, run.settings = _read_config(folder / "config.toml", run.notes)
-    by_step = {r["step"]: r for r in read_lines(folder / "metrics.jsonl", run.notes) if isinstance(r.get("step"), int)}
+    by_step = {r["step"]: r for r in read_lines(folder / "metrics.jsonl", run.notes) if _is_step(r.get("step"))}
     run.steps = [by_step[step] for step in sorted(by_step)]  # of a step written twice, the later one counts
     run.engine = _read_trace(folder / "trace.jsonl", run.notes)
     places = list(_places(folder / "rollouts.jsonl", run.notes))
     run.rollouts = choose(folder / "rollouts.jsonl", places)
-    if (folder / "summary.json").exists():
+    if os.path.lexists(folder / "summary.json"):
         run.summary = _read_json(folder / "summary.json", run.notes)
     else:
         run.notes.append("summary.json is not there: the run has not ended yet. Figures are of the steps so far.")
@@ -111,26 +114,40 @@ def read_run(folder: Path) -> Run:
 
 def _read_json(path: Path, notes: list[str]) -> Record:
     try:
-        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        return read_run_json(path)
     except FileNotFoundError:
         notes.append(f"{path.name} is missing.")
-        return {}
-    except ValueError:
-        notes.append(f"{path.name} can't be read: it is not whole JSON.")
-        return {}
-    return content if isinstance(content, dict) else {}
+    except ValueError as error:
+        notes.append(_left_out(path, error))
+    return {}
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and abs(value) < 2**53
+
+
+def _left_out(path: Path, error: ValueError) -> str:
+    """The error without the folder, which the page names already."""
+    return f"{path.name} is left out: {str(error).removeprefix(f'{path}: ')}."
 
 
 def _read_config(path: Path, notes: list[str]) -> tuple[str, Record]:
     """The text as it stands, and parsed without judging it: a report must also open for runs of other versions."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with open_run_file(path) as file:
+            text = file.read(MAX_CONFIG + 1).decode("utf-8", errors="replace")
     except FileNotFoundError:
         notes.append("config.toml is missing.")
         return "", {}
+    except ValueError as error:
+        notes.append(_left_out(path, error))
+        return "", {}
+    if len(text) > MAX_CONFIG:
+        notes.append(f"config.toml is left out: larger than {MAX_CONFIG >> 20} MB.")
+        return "", {}
     try:
         return text, tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         notes.append(f"config.toml can't be read: {error}.")
         return text, {}
 
@@ -141,14 +158,20 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[Record]:
 
 def _read_lines_at(path: Path, notes: list[str]) -> Iterator[tuple[int, Record]]:
     """(offset, record) of each whole line. Lines that are torn or broken are left out, and counted in a note."""
-    if not path.exists():
+    try:
+        opened = open_run_file(path)
+    except FileNotFoundError:
         notes.append(f"{path.name} is missing.")
         return
+    except ValueError as error:
+        notes.append(_left_out(path, error))
+        return
     offset, broken = 0, []
-    with path.open("rb") as file:
-        for count, line in enumerate(file, 1):
+    with opened as file:
+        # A line that is longer than MAX_LINE comes in pieces, which are broken lines.
+        for count, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), 1):
             try:
-                record = json.loads(line.decode("utf-8", errors="replace"))
+                record = parse_json(line.decode("utf-8", errors="replace"))
             except ValueError:
                 record = None
             if isinstance(record, dict):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import html
 import json
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from paceline.files import replace_file
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,13 +39,15 @@ def render(rows: Sequence[Row], columns: Columns, title: str | None = None) -> T
     from rich.table import Table
     from rich.text import Text
 
+    from paceline.console import escape_controls  # here too, so that a column is as wide as what it shows
+
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, collapse_padding=True)
     for key, heading in columns.items():
         numeric = any(is_number(row.get(key)) for row in rows)
         short = all(len(cell(row.get(key))) <= 20 for row in rows)
         table.add_column(heading, justify="right" if numeric else "left", no_wrap=short)
     for row in rows:
-        table.add_row(*(Text(cell(row.get(key))) for key in columns))
+        table.add_row(*(Text(escape_controls(cell(row.get(key)))) for key in columns))
     return table
 
 
@@ -69,25 +72,19 @@ def check_writable(path: Path | None) -> None:
         raise ValueError(f"{path}: can't write into the folder {folder} ({error.strerror})") from None
 
 
+def to_json(content: Any) -> bytes:
+    return (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
 def write_json(path: Path, content: Any) -> None:
-    write_bytes(path, (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    write_bytes(path, to_json(content))
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """All of it or nothing: written beside its place, then moved there. What is no plain file (a device, a pipe) is
-    written to, not replaced; a link keeps pointing where it points."""
+    """To where a user said: all of it or nothing. What is no plain file (a device, a pipe) is written to, not replaced;
+    a link keeps pointing where it points. (In a run's folder links are not followed: `files.replace_file`.)"""
     path = path.resolve()
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return
-    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.absolute().parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(scratch).chmod(0o666 & ~umask)  # mkstemp's own mode is for secrets
-        os.replace(scratch, path)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise
+    replace_file(path, content)

@@ -22,8 +22,9 @@ import struct
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -51,6 +52,19 @@ class Checkpoint:
         from safetensors.torch import load_file
 
         return load_file(self.path / f"{name}.safetensors")
+
+    @contextmanager
+    def complete(self) -> Iterator[None]:
+        """To restore within. What this checkpoint lacks is then an error that names it."""
+        from safetensors import SafetensorError
+
+        remedy = "go on from another checkpoint, or with the version of Paceline that wrote this one"
+        try:
+            yield
+        except KeyError as error:
+            raise ValueError(f"{self.path}: the checkpoint lacks {error.args[0]!r}; {remedy}") from error
+        except (FileNotFoundError, SafetensorError) as error:
+            raise ValueError(f"{self.path}: the checkpoint can't be read ({error}); {remedy}") from error
 
 
 class Checkpoints:
@@ -237,11 +251,18 @@ def _read(path: Path) -> Checkpoint:
     try:
         content = json.loads((path / STATE).read_bytes())
         intact = isinstance(content, dict) and content.pop("checksum", None) == _checksum(content)
-    except ValueError:  # not JSON at all
+    except (ValueError, RecursionError):  # not JSON at all
         intact = False
     if not intact:
         raise ValueError(f"{STATE} is not as it was written")
+    kinds = {"step": int, "files": dict, "state": dict}
+    if wrong := [key for key, kind in kinds.items() if not isinstance(content.get(key), kind)]:
+        raise ValueError(f"{STATE} lacks {wrong[0]!r}")
     for name, written in content["files"].items():
+        if name.startswith("/") or ".." in PurePosixPath(name).parts:
+            raise ValueError(f"{STATE} names {name!r}, which is outside of the checkpoint")
+        if not isinstance(written, dict) or not written.keys() >= {"num_bytes", "sha256"}:
+            raise ValueError(f"{STATE} does not say what {name} must be")
         with (path / name).open("rb") as file:
             if os.fstat(file.fileno()).st_size != written["num_bytes"]:
                 raise ValueError(f"{name} is not {written['num_bytes']} bytes long")

@@ -3,7 +3,8 @@ checkpoint.json, which says which checkpoint was saved last.
 
 What always holds: one process at a time writes here (an flock on `.lock`, gone with the process however it ends);
 streams only grow, but for a resume, which cuts them back to where its checkpoint knew them; every other file is there
-whole or not at all. Streams are valid JSON: what has no number (NaN, infinite) is null.
+whole or not at all; no link in the folder is followed. Streams are valid JSON: what has no number (NaN, infinite) is
+null.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
-from paceline.report.table import write_bytes, write_json
+from paceline.files import open_run_file, open_run_stream, parse_json, replace_file
+from paceline.report.table import to_json
 
 STREAMS = ("metrics", "rollouts", "trace")
 CONFIG, INFO, LAST, LOCK = "config.toml", "run.json", "checkpoint.json", ".lock"
@@ -48,7 +50,7 @@ class RunFolder:
         run = RunFolder(path)
         try:
             _check_unused(path)  # another process may have been quicker
-            write_bytes(path / CONFIG, config_toml.encode())
+            replace_file(path / CONFIG, config_toml.encode())
             run.write_json(INFO, info)
         except BaseException:
             run.close()
@@ -114,7 +116,7 @@ class RunFolder:
         assert name in STREAMS, f"no stream {name!r}; there are {STREAMS}"
         if name not in self._streams:
             # Appended to and unbuffered: what `append` wrote is in the file.
-            self._streams[name] = (self.path / f"{name}.jsonl").open("ab", buffering=0)
+            self._streams[name] = open_run_stream(self.path / f"{name}.jsonl")
         return self._streams[name]
 
     def set_aside(self, keep: Sequence[str] = ()) -> Path | None:
@@ -149,11 +151,11 @@ class RunFolder:
 
     def write_config(self, config_toml: str) -> None:
         """The settings from here on."""
-        write_bytes(self.path / CONFIG, config_toml.encode())
+        replace_file(self.path / CONFIG, config_toml.encode())
 
     def write_json(self, name: str, content: Any) -> None:
         """All of it or nothing."""
-        write_json(self.path / name, _finite(content))
+        replace_file(self.path / name, to_json(_finite(content)))
 
     def close(self) -> None:
         for stream in self._streams.values():
@@ -170,18 +172,22 @@ class RunFolder:
 
 def read_stream(path: Path, name: str) -> Iterator[dict[str, Any]]:
     """The records of a run's stream, which may be growing: a last line that is not whole yet is not there yet."""
+    place = path / f"{name}.jsonl"
     try:
-        with (path / f"{name}.jsonl").open("rb") as file:
-            for line in file:
+        with open_run_file(place) as file:
+            for number, line in enumerate(file, 1):
                 if line.endswith(b"\n"):
-                    yield json.loads(line)
+                    try:
+                        yield parse_json(line)
+                    except ValueError as error:
+                        raise ValueError(f"{place}, line {number}: {error}; mend it") from None
     except FileNotFoundError:
         return
 
 
 def _lock(path: Path) -> IO[bytes]:
     """Hold a file for this process, whose id it then says. Never deleted: another process may be waiting at it."""
-    file = path.open("ab+", buffering=0)
+    file = open_run_stream(path)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.report.table import write_bytes
+from paceline.files import replace_file
 
 
 class Sink(Protocol):
@@ -60,7 +60,7 @@ class WandbSink:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "wandb_id"
         if not path.exists():
-            write_bytes(path, secrets.token_hex(4).encode())
+            replace_file(path, secrets.token_hex(4).encode())
         self._run = wandb.init(
             project=project, name=name, config=dict(config), dir=str(folder), id=path.read_text(), resume="allow"
         )

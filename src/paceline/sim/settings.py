@@ -38,6 +38,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is not valid TOML: nested too deep") from None
 
 
 def of_tree(kind: type[T], tree: Mapping[str, Any], where: str = "") -> T:

@@ -7,7 +7,6 @@ fixed seed, are fitted on, and the other half is predicted: other batch sizes, d
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from paceline.config import ConfigError
+from paceline.files import parse_json
 from paceline.sim.cards import Efficiency, Hardware, Model, Software
 from paceline.sim.fit import Fit, Values, fit
 from paceline.sim.settings import limits
@@ -69,13 +69,13 @@ def read_trace(path: Path) -> list[Measured]:
     except UnicodeDecodeError:
         raise ConfigError(f"--fit {path}: neither JSON nor jsonl (not text)") from None
     try:
-        tree = json.loads(text)
+        tree = parse_json(text)
         rows = tree.get("rows", [tree])
     except (ValueError, AttributeError):
         try:
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            rows = [parse_json(line) for line in text.splitlines() if line.strip()]
         except ValueError as error:
-            raise ConfigError(f"--fit {path}: neither JSON nor jsonl ({error})") from None
+            raise ConfigError(f"--fit {path}: neither JSON nor jsonl: {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
         raise ConfigError(f"--fit {path}: holds no steps")
     try:

@@ -66,7 +66,7 @@ def encode(tokenizer: Any, prompt: Prompt, chat: bool = True) -> tuple[int, ...]
     if not is_unicode(prompt):
         raise ValueError(f"prompt {ascii(shown(prompt))[:60]}: not valid Unicode text")
     if chat and tokenizer.chat_template:
-        return _ids(tokenizer, _render(tokenizer, as_messages(prompt), reply=True))
+        return _ids(tokenizer, render_chat(tokenizer, as_messages(prompt), reply=True))
     if isinstance(prompt, str):
         return tuple(tokenizer.encode(prompt))
     why = "this model has no chat template" if chat else "the chat template is turned off"
@@ -88,10 +88,10 @@ def continuation(
     if not (chat and tokenizer.chat_template):
         return _ids(tokenizer, "".join(message["content"] for message in observation))
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
-    rest = _ids(tokenizer, _after_mark(_render(tokenizer, [*said, *observation], reply=True)))
+    rest = _ids(tokenizer, _after_mark(render_chat(tokenizer, [*said, *observation], reply=True)))
     # What the template puts after every assistant turn, such as <|im_end|> and a newline. The policy may have emitted
     # the first few of these itself (its end token); tokens are compared, so none is emitted twice or re-tokenised.
-    closing = _ids(tokenizer, _after_mark(_render(tokenizer, said, reply=False)))
+    closing = _ids(tokenizer, _after_mark(render_chat(tokenizer, said, reply=False)))
     for num_closed in range(min(len(closing), len(completion_ids)), 0, -1):
         if tuple(map(int, completion_ids[-num_closed:])) == closing[:num_closed] == rest[:num_closed]:
             return rest[num_closed:]
@@ -103,14 +103,15 @@ def shown(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
 
-def _render(tokenizer: Any, messages: Sequence[Message], reply: bool) -> str:
-    from jinja2 import TemplateError
-
+def render_chat(tokenizer: Any, messages: Sequence[Message], reply: bool) -> str:
+    """The messages as the model's chat template writes them; with `reply`, ready for an answer."""
     try:
-        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=reply, tokenize=False)
-    except TemplateError as error:
+        return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=reply, tokenize=False))
+    except Exception as error:  # a template is the model's own program: it may fail in any way
+        kind = "" if str(error) else type(error).__name__
         raise ValueError(
-            f"the model's chat template refuses this prompt: {error}; go without it: --raw, or task.chat = false"
+            f"{tokenizer.name_or_path}: the model's chat template refuses this prompt: {error}{kind}; go without it: "
+            "--raw, or task.chat = false"
         ) from None
 
 

@@ -6,14 +6,12 @@ the final answer, and where a row spells out the way to it (GSM8K's `#### 72`), 
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.config import TaskSection
+from paceline.files import parse_json, read_lines
 from paceline.tasks.prompt import NEEDED, dress, identity, is_prompt, is_unicode
 from paceline.tasks.split import split
 from paceline.tasks.task import Problem
@@ -101,24 +99,16 @@ def _rows(section: TaskSection) -> Iterator[Row]:
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
-    opened = gzip.open if path.suffix == ".gz" else open
     try:
-        with opened(path, "rb") as file:
-            for index, line in enumerate(file):
-                if not line.strip():
-                    continue
-                where = f"{path}, line {index + 1}"
-                try:
-                    row = json.loads(line.decode("utf-8-sig" if index == 0 else "utf-8"))
-                except UnicodeDecodeError as error:
-                    raise ValueError(f"{where}: not UTF-8 text ({error.reason}); mend or remove it") from None
-                except (ValueError, RecursionError) as error:
-                    raise ValueError(f"{where}: not JSON ({error}); mend or remove it") from None
-                if not isinstance(row, dict):
-                    raise ValueError(f'{where}: must be an object like {{"prompt": "…"}}; mend or remove it')
-                yield index, where, row
-    except (EOFError, zlib.error) as error:
-        raise ValueError(f"task.name = {str(path)!r}: not a whole gzip file ({error})") from None
+        for number, line in read_lines(path):
+            where = f"{path}, line {number}"
+            try:
+                row = parse_json(line)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}; mend or remove it") from None
+            if not isinstance(row, dict):
+                raise ValueError(f'{where}: must be an object like {{"prompt": "…"}}; mend or remove it')
+            yield number - 1, where, row
     except OSError as error:
         raise ValueError(f"task.name = {str(path)!r}: can't be read: {error.strerror or error}") from None
 

@@ -87,7 +87,7 @@ USER = [{"role": "user", "content": "A"}]
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "a"', r"line 2: not JSON \("),
+        ('{"text": "a"', r"line 2: not valid JSON \("),
         ("[1]", "line 2: not a JSON object; give one with `text`"),
         ('{"txt": "a"}', "line 2: has none of the keys that are known; give `text`; `prompt` and `completion`"),
         ('{"text": 3}', "line 2: `text`: give a string that is not empty"),
@@ -118,7 +118,7 @@ def test_files_that_are_none(reader: Reader, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"draft.data = .*no such file; give a jsonl file, or"):
         list(reader.read(tmp_path / "nowhere.jsonl"))
     (tmp_path / "latin").write_bytes(b'{"text": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"draft.data = .*not UTF-8"):
+    with pytest.raises(ValueError, match=r"latin, line 1: not UTF-8"):
         list(reader.read(tmp_path / "latin"))
     with pytest.raises(ValueError, match=r"draft.held_out = 1: .* has 0 sequences"):
         (tmp_path / "empty").write_text("\n\n")
@@ -179,7 +179,7 @@ def test_no_more_is_read_than_asked_for(reader: Reader, tmp_path: Path) -> None:
     path.write_text(path.read_text() + "not JSON\n")
     found = read_examples(path, reader, 10, 4, 512, 0)
     assert (len(found.train), len(found.held_out)) == (10, 4)
-    with pytest.raises(ValueError, match="line 21: not JSON"):
+    with pytest.raises(ValueError, match="line 21: not valid JSON"):
         read_examples(path, reader, 100, 4, 512, 0)
 
 

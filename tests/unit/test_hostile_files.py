@@ -1,0 +1,432 @@
+"""Files that others made: bombs, links, paths that lead elsewhere, JSON of another shape. Each is one error that names
+the file, within seconds, without a traceback and without much memory."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB_SIZE, write_tokenizer
+from fake_run import make_run
+from safetensors.torch import load_file, save_file
+from support import tiny_decoder, tiny_head
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from paceline.model.head_files import load_head, save_head
+from paceline.model.hf_decoder import load_hf
+from paceline.model.provenance import Provenance
+from paceline.model.weights import INDEX, SINGLE, ModelError, load, read_config
+from paceline.model.weights import save as save_model
+from paceline.report.html import write_report
+from paceline.rl.checkpoint import STATE, Checkpoints
+from paceline.rl.folder import RunFolder
+
+DEEP = "[" * 100_000
+SECONDS = 10.0  # generous: the machine may be busy
+
+
+@pytest.fixture(autouse=True)
+def within_seconds() -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < 6 * SECONDS
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    decoder = tiny_decoder(torch.float32, vocab_size=VOCAB_SIZE, eos_token_ids=(VOCAB_SIZE - 1,))
+    save_model(decoder, tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    save_head(tiny_head(decoder, VOCAB_SIZE), tmp_path / "head", Provenance("tiny", None, "none", 0, 0, 0))
+    return tmp_path / "model"
+
+
+def change(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def refused(*words: object) -> str:
+    """What a command says that exits with 2, without a traceback."""
+    start = time.monotonic()
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert time.monotonic() - start < SECONDS
+    return " ".join(result.output.split())
+
+
+# ---- models ----
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 10**9),
+        ("vocab_size", 10**12),
+        ("hidden_size", 10**12),
+        ("intermediate_size", 10**18),
+        ("num_attention_heads", 10**9),
+        ("head_dim", 10**9 * 2),
+        ("max_position_embeddings", 10**10),
+        ("vocab_size", 10**400),
+    ],
+)
+def test_a_model_of_an_impossible_size(model: Path, key: str, value: int) -> None:
+    change(model / "config.json", **{key: value})
+    with pytest.raises(ModelError, match=rf"model: config\.json: {key} = 10*….*|model: config\.json: {key} = "):
+        read_config(model)
+    with pytest.raises(ModelError, match=key):
+        load(model)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("num_hidden_layers", 999, r"missing tensors.*model\.layers\.3\."),
+        ("vocab_size", 9_000_000, r"wrong shapes.*embed_tokens"),
+        ("intermediate_size", 9_000_000, r"wrong shapes.*mlp"),
+    ],
+)
+def test_a_config_that_asks_for_more_than_is_stored(
+    model: Path, key: str, value: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Possible sizes, but not those of the files: found before memory is taken for them."""
+    monkeypatch.setattr("paceline.model.weights._empty", lambda *_: pytest.fail("memory was taken"))
+    change(model / "config.json", **{key: value})
+    with pytest.raises(ModelError, match=told):
+        load(model)
+    with pytest.raises(ModelError, match=r"model"):
+        load_hf(model, torch.float32, "cpu")
+
+
+def test_transformers_is_not_asked_to_build_a_billion_layers(model: Path) -> None:
+    change(model / "config.json", num_hidden_layers=10**9)
+    with pytest.raises(ModelError, match=r"model: .*num_hidden_layers = 1000000000: must be at most"):
+        load_hf(model, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("architectures", [[]]), ("rope_parameters", {"rope_type": {}}), ("layer_types", 5), ("vocab_size", [])],
+)
+def test_a_config_of_other_types(model: Path, key: str, value: object) -> None:
+    change(model / "config.json", **{key: value})
+    with pytest.raises(ModelError, match=r"model: config\.json: (architecture|rope_type|layer_types|vocab_size)"):
+        load(model)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("text", [DEEP, "[]", '{"a": ' * 50_000, "\x00", "1" * 5000])
+def test_a_config_that_is_no_object(model: Path, name: str, text: str) -> None:
+    (model / name).write_text(text)
+    assert name in refused("generate", "hi", "--model", model)
+
+
+def test_a_json_document_that_never_ends(model: Path) -> None:
+    with (model / "config.json").open("wb") as file:
+        file.truncate(40 << 30)  # a file of zeros that takes no room
+    with pytest.raises(ModelError, match=r"config\.json: larger than 64 MB"):
+        read_config(model)
+
+
+def sharded(directory: Path, name: object) -> None:
+    """The index names `name` for every tensor; what it held is where that leads."""
+    tensors = load_file(directory / SINGLE)
+    (directory / SINGLE).unlink()
+    if isinstance(name, str):
+        place = directory / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, place)
+    (directory / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
+
+
+@pytest.mark.parametrize("kind", ["model", "head"])
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "ABSOLUTE", "inner/../../elsewhere.safetensors", 7, ""])
+def test_shards_outside_the_directory(model: Path, tmp_path: Path, kind: str, name: object) -> None:
+    target = read_config(model)
+    directory = tmp_path / kind
+    where = str(tmp_path / "elsewhere.safetensors") if name == "ABSOLUTE" else name
+    sharded(directory, where if where != "" else None)
+    with pytest.raises(ModelError, match=rf"{INDEX}: weight_map names .* not a file of this directory"):
+        load(directory) if kind == "model" else load_head(directory, target)
+
+
+def test_shards_may_be_links_of_the_hubs_cache(model: Path, tmp_path: Path) -> None:
+    sharded(model, "model-00001-of-00001.safetensors")
+    shard = model / "model-00001-of-00001.safetensors"
+    (tmp_path / "blobs").mkdir()
+    shutil.move(shard, tmp_path / "blobs" / "abc")
+    shard.symlink_to(tmp_path / "blobs" / "abc")
+    load(model)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% include 'etc/passwd' %}", "{% import 'x' as y %}", "{{ 1 / 0 }}", "{{ messages[9].role }}", "{% for %}"],
+)
+def test_a_chat_template_that_fails(model: Path, tmp_path: Path, template: str) -> None:
+    (model / "chat_template.jinja").write_text(template)
+    told = refused("generate", "hi", "--model", model)
+    assert "chat template refuses" in told and str(model) in told and "--raw" in told
+    rollouts = tmp_path / "rollouts.jsonl"
+    rollouts.write_text(json.dumps({"prompt": [{"role": "user", "content": "hi"}], "completion": "ho"}) + "\n")
+    told = refused("replay", rollouts, "--tokenizer", model, "--batch", "1", "--policy", "static:1")
+    assert "rollouts.jsonl, line 1" in told and "chat template refuses" in told
+
+
+# ---- tasks, prompts, rollouts ----
+
+
+def bomb(path: Path, line: bytes, num_bytes: int) -> None:
+    """Many members, one after the other: an archive that is quickly made."""
+    chunk = line * ((8 << 20) // len(line))
+    path.write_bytes(gzip.compress(chunk) * (num_bytes // len(chunk)))
+
+
+def test_an_archive_that_expands_a_thousandfold(tmp_path: Path) -> None:
+    """Rows, one endless line, blank lines; in a process of its own that may take 1 GB more than it has: 3 GB from an
+    archive of a few MB would not fit."""
+    paths = [tmp_path / f"{name}.jsonl.gz" for name in ("rows", "line", "blank")]
+    for path, line in zip(paths, (b'{"prompt": "a"}\n', b" ", b"\n"), strict=True):
+        bomb(path, line, 3 << 30)
+        assert path.stat().st_size < 16 << 20
+    program = """
+import resource, sys, time
+from pathlib import Path
+from paceline.bench.prompts import read_prompts
+from paceline.config import TaskSection
+from paceline.draft.data import Reader
+from paceline.tasks.table import TableTask
+
+class Plain(Reader):
+    def example(self, record, where):
+        return record
+
+held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (held + (1 << 30),) * 2)
+for path in sys.argv[1:]:
+    for read in (
+        lambda: TableTask(TaskSection(kind="jsonl", name=path)),
+        lambda: read_prompts(path),
+        lambda: list(Plain(None, 9).read(Path(path))),
+    ):
+        start = time.monotonic()
+        try:
+            read()
+        except ValueError as error:
+            print(error)
+        assert time.monotonic() - start < 10
+"""
+    done = subprocess.run([sys.executable, "-c", program, *map(str, paths)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.splitlines()
+    expected = [f"{path}: the archive unpacks to more than 200 times its size" for path in paths for _ in range(3)]
+    assert all(line.startswith(start) for line, start in zip(told, expected, strict=True))
+
+
+def test_a_line_without_end_is_told_before_it_is_read(tmp_path: Path) -> None:
+    """By the replay, which reads files of any size: a broken line costs no more than the longest that is allowed."""
+    path = tmp_path / "long.jsonl.gz"
+    bomb(path, b" ", 3 << 30)
+    reads = 0
+
+    class Counted(gzip.GzipFile):
+        def readline(self, size: int | None = -1) -> bytes:
+            nonlocal reads
+            reads += 1
+            return super().readline(size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gzip, "GzipFile", Counted)
+        told = refused("replay", path, "--batch", "1", "--policy", "static:1")
+    assert "long.jsonl.gz, line 1: longer than 64 MB" in told and reads == 1
+
+
+def test_true_archives_are_read(tmp_path: Path) -> None:
+    from paceline.config import TaskSection
+    from paceline.tasks.table import TableTask
+
+    path = tmp_path / "true.jsonl.gz"
+    rows = [json.dumps({"prompt": f"What is {i} + {i * i}?", "answer": str(i + i * i)}) for i in range(20_000)]
+    path.write_bytes(gzip.compress("\n".join(rows).encode()))
+    assert len(TableTask(TaskSection(kind="jsonl", name=str(path))).train) == 20_000 - 64
+
+
+@pytest.mark.parametrize("text", [DEEP, "[]", "\x00", '{"prompt": ' * 50_000])
+def test_lines_that_are_no_rows(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text + "\n")
+    assert "rows.jsonl, line 1" in refused("train", "task.kind=jsonl", f"task.name={path}", "--dry-run")
+    assert "rows.jsonl, line 1" in refused("generate", "--prompts", path)
+    assert "rows.jsonl, line 1" in refused("replay", path)
+
+
+def test_toml_that_is_nested_too_deep(tmp_path: Path) -> None:
+    path = tmp_path / "deep.toml"
+    path.write_text("a = " + DEEP)
+    assert "deep.toml is not valid TOML: nested too deep" in refused("train", path)
+    assert "deep.toml is not valid TOML: nested too deep" in refused("simulate", "nvidia-8b-zero", f"hardware={path}")
+    trace = tmp_path / "steps.json"
+    trace.write_text(DEEP)
+    assert "steps.json: neither JSON nor jsonl" in refused("simulate", "nvidia-8b-zero", "--fit", trace)
+
+
+# ---- runs ----
+
+
+@pytest.mark.parametrize("text", ["[]", "null", DEEP, "{", "7"])
+def test_a_run_json_of_another_shape(tmp_path: Path, text: str) -> None:
+    run = make_run(tmp_path / "run", 2)
+    (run / "run.json").write_text(text)
+    for words in (["report", run], ["train", "--resume", run], ["train-draft", "--resume", run]):
+        assert f"{run / 'run.json'}: " in refused(*words)
+    assert "run.json is left out" in write_report(run).read_text()
+
+
+def test_records_that_no_page_can_show(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 2)
+    deep: Any = 1
+    for _ in range(400):
+        deep = {"a": [deep]}
+    for name in ("metrics", "rollouts", "trace"):
+        path = run / f"{name}.jsonl"
+        first = json.loads(path.read_text().splitlines()[0])
+        with path.open("a") as file:
+            file.write(DEEP + "\n")
+            for value in (deep, 10**400, -(10**400), "\x1b[2J", [None]):
+                for key in first:
+                    file.write(json.dumps(first | {key: value}) + "\n")
+    assert "(cut off or broken)" in write_report(run).read_text()
+
+
+def test_a_report_replaces_a_link_and_leaves_its_target(tmp_path: Path) -> None:
+    run, victim = make_run(tmp_path / "run", 2), tmp_path / "victim"
+    victim.write_text("precious")
+    (run / "report.html").symlink_to(victim)
+    result = CliRunner().invoke(app, ["report", str(run)])
+    assert result.exit_code == 0, result.output
+    assert victim.read_text() == "precious"
+    assert not (run / "report.html").is_symlink() and "<!doctype html>" in (run / "report.html").read_text()
+    (run / "report.html").unlink()
+    (run / "report.html").symlink_to(tmp_path / "nowhere")
+    write_report(run)
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["run.json", "config.toml", "metrics.jsonl", "rollouts.jsonl", "trace.jsonl", "summary.json"]
+)
+def test_a_report_holds_nothing_from_outside_the_run(tmp_path: Path, name: str) -> None:
+    run, private = make_run(tmp_path / "run", 2), tmp_path / "private"
+    text = (run / name).read_text()
+    marked = (
+        f"# S3CRET\n{text}" if name == "config.toml" else text.replace("suffix", "S3CRET").replace("grpo", "S3CRET")
+    )
+    private.write_text(marked.replace("chain_sum", "S3CRET"))
+    (run / name).unlink()
+    (run / name).symlink_to(private)
+    page = write_report(run).read_text()
+    assert "S3CRET" not in page
+    assert f"{name} is left out: a link" in page
+
+
+def test_a_report_does_not_wait_for_a_pipe(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 2)
+    (run / "trace.jsonl").unlink()
+    os.mkfifo(run / "trace.jsonl")
+    assert "trace.jsonl is left out: not a plain file" in write_report(run).read_text()
+
+
+def test_a_run_is_written_through_no_link(tmp_path: Path) -> None:
+    """A stream would be appended to and cut back, the settings and the summary overwritten."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    with RunFolder.create(tmp_path / "run", "", {}) as run:
+        for name in ("metrics.jsonl", "summary.json"):
+            (run.path / name).symlink_to(victim)
+        (run.path / "config.toml").unlink()
+        (run.path / "config.toml").symlink_to(victim)
+        for write in (lambda: run.append("metrics", [{"step": 0}]), lambda: run.truncate({})):
+            with pytest.raises(ValueError, match=r"metrics\.jsonl: a link; links in a run's folder are not followed"):
+                write()
+        run.write_json("summary.json", {"a": 1})
+        run.write_config("b = 2\n")
+        assert json.loads((run.path / "summary.json").read_text()) == {"a": 1}
+        assert (run.path / "config.toml").read_text() == "b = 2\n"
+    (run.path / ".lock").unlink()
+    (run.path / ".lock").symlink_to(victim)
+    with pytest.raises(ValueError, match=r"\.lock: a link"):
+        RunFolder(run.path)
+    assert victim.read_text() == "precious"
+
+
+# ---- checkpoints ----
+
+
+def saved(tmp_path: Path) -> Checkpoints:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
+    checkpoints.save(1, {"head": {"a": torch.zeros(2)}}, {"x": 1, "alarms": {"length": None}})
+    return checkpoints
+
+
+def rewrite(checkpoints: Checkpoints, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Edited, with a checksum that fits: by whoever wants it to be read."""
+    path = checkpoints.folder / "step-000001" / STATE
+    content = json.loads(path.read_text())
+    content.pop("checksum")
+    edit(content)
+    content["checksum"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        (lambda c: c.pop("files"), "lacks 'files'"),
+        (lambda c: c.pop("step"), "lacks 'step'"),
+        (lambda c: c.update(state=[]), "lacks 'state'"),
+        (lambda c: c["files"].update({"head.safetensors": {}}), "does not say what head.safetensors"),
+        (lambda c: c["files"].update({"head.safetensors": 3}), "does not say what head.safetensors"),
+        (lambda c: c["files"].update({"../../secret": c["files"]["head.safetensors"]}), "outside of the checkpoint"),
+        (lambda c: c["files"].update({"/etc/passwd": c["files"]["head.safetensors"]}), "outside of the checkpoint"),
+    ],
+)
+def test_a_checkpoint_that_lacks_a_key(tmp_path: Path, edit: Callable[[dict[str, Any]], object], told: str) -> None:
+    checkpoints = saved(tmp_path)
+    rewrite(checkpoints, edit)
+    with (
+        pytest.warns(RuntimeWarning, match=f"step-000001 is damaged.*{told}"),
+        pytest.raises(ValueError, match=r"checkpoints: every checkpoint is damaged \(step-000001\)"),
+    ):
+        checkpoints.latest()
+
+
+def test_a_state_that_is_nested_too_deep(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path)
+    (checkpoints.folder / "step-000001" / STATE).write_text(DEEP)
+    with pytest.warns(RuntimeWarning, match="not as it was written"), pytest.raises(ValueError, match="damaged"):
+        checkpoints.latest()
+
+
+def test_what_restoring_does_not_find_is_named(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path).latest()
+    assert checkpoint is not None
+    for look_up, missing in (
+        (lambda: checkpoint.state["alarms"]["low"], "lacks 'low'"),
+        (lambda: checkpoint.tensors("head")["version"], "lacks 'version'"),
+        (lambda: checkpoint.tensors("buffer"), "can't be read"),
+    ):
+        with pytest.raises(ValueError, match=f"step-000001: the checkpoint {missing}"), checkpoint.complete():
+            look_up()
