@@ -87,7 +87,8 @@ def enumeration(progress: Progress) -> Rung:
     problems: list[str] = []
     every = cases()
     for i, case in enumerate(every):
-        progress(f"1 enumeration: {i + 1}/{len(every)}")
+        if i % 10 == 0:
+            progress(f"1 enumeration: {i}/{len(every)}")
         found, distance = case.enumerate()
         name = f"{case.rule}, {case.policy}, {case.drafter}, {settings(case.sampling)}"
         if distance > ENUMERATION_TOLERANCE:
