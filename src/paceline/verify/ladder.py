@@ -50,14 +50,15 @@ class Size:
     """How much is run."""
 
     num_prompts: int
+    num_scored: int  # prompts of those rungs that ask a learner: the weight update and logprob parity
     max_tokens: int
-    num_samplings: int  # of SAMPLINGS
+    num_samplings: int  # of known.SAMPLINGS
     num_table_samples: int
     num_model_samples: int
 
 
-FULL = Size(num_prompts=32, max_tokens=64, num_samplings=3, num_table_samples=1500, num_model_samples=384)
-QUICK = Size(num_prompts=6, max_tokens=32, num_samplings=1, num_table_samples=500, num_model_samples=128)
+FULL = Size(num_prompts=32, num_scored=8, max_tokens=64, num_samplings=3, num_table_samples=1500, num_model_samples=384)
+QUICK = Size(num_prompts=6, num_scored=3, max_tokens=32, num_samplings=1, num_table_samples=500, num_model_samples=128)
 
 
 def run_ladder(
@@ -335,7 +336,7 @@ class _Ladder:
     def weight_update(self) -> Rung:
         """Every tensor changes while requests run: tokens and logprobs are those of the version that each token names,
         by a learner that has the same weights, and accepted drafts are among the new version's tokens."""
-        requests = self.requests(SamplingParams(ignore_eos=True))[: min(4, len(self.prompts))]
+        requests = self.requests(SamplingParams(ignore_eos=True))[: self.size.num_scored]
         learner = self.weights(self.decoder.dtype)
         old = updates.copied(hf_state(learner))
         new = updates.changed(old)
@@ -393,7 +394,7 @@ class _Ladder:
     def parity(self) -> Rung:
         """Logprobs of the same tokens: learner, prefill, decode, verify; raw ones at T=1, and both raw and processed
         ones with temperature and truncation, under every rule."""
-        count = min(8, len(self.prompts))
+        count = self.size.num_scored
         learner = _CachedLearner(self.weights(self.decoder.dtype))
         decode = self.coupled(None)[:count]
         expected, prefill = raw_of(learner.score(decode)), raw_of(identity.prefill_scores(self.engine().paged, decode))
