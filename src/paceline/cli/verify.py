@@ -94,6 +94,8 @@ def verify(
     for rung in certificate["rungs"]:
         for problem in rung["problems"][:MAX_PROBLEMS]:
             err.print(Text(f"rung {rung['name']}: {problem}", style="red"))
+    for alarm in certificate["alarms"]:
+        err.print(Text(f"ALARM: {alarm}", style="yellow"))
     if not certificate["passed"]:
         err.print(f"{cfg.model.name}: NOT exact; see the rungs that failed", style="bold red")
         raise typer.Exit(1)

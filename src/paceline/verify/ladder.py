@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from paceline.build import build_decoder, build_drafter, build_runner, build_sampler
-from paceline.build.drafter import build_head, pack_head
+from paceline.build.drafter import build_head, pack_head, recorded_acceptance
 from paceline.config import ADAPTABLE, Config
 from paceline.engine.engine import LocalEngine
 from paceline.model.decoder import Decoder
@@ -25,6 +25,7 @@ from paceline.model.kv import BLOCK
 from paceline.model.paged import PagedDecoder
 from paceline.model.store import load_tokenizer, resolve
 from paceline.model.weights import assign, hf_state, load
+from paceline.rl.alarms import FirstPositions
 from paceline.types import Completion, Request, SamplingParams, noise_key
 from paceline.verify import chance, identity, known, updates
 from paceline.verify.cases import SAMPLING_DRAFTERS, policy_of
@@ -69,7 +70,8 @@ def run_ladder(
     progress: Progress = lambda message: None,
     rungs: str = "12345",
 ) -> dict[str, Any]:
-    """Climb; returns {"passed": bool, "rungs": [{"name", "passed", "seconds", …figures}]}."""
+    """Climb; returns {"passed": bool, "rungs": [{"name", "passed", "seconds", "problems", …figures}], "alarms": [str]}.
+    Alarms are about speed, not exactness: they fail nothing."""
     size = QUICK if quick else FULL
     ladder = _Ladder(config, list(prompts[: size.num_prompts]), tuple(drafters), size, progress)
     climbed = []
@@ -88,6 +90,7 @@ def run_ladder(
         "drafters": list(drafters),
         "quick": quick,
         "rungs": climbed,
+        "alarms": ladder.alarms(),
     }
 
 
@@ -126,6 +129,19 @@ class _Ladder:
             ("4 greedy identity with transformers", self.greedy_identity),
             ("5 logprob parity", self.parity),
         ]
+
+    def alarms(self) -> list[str]:
+        """Whether the head accepts far less than its provenance file records, where rung 3 has run it."""
+        found = self._coupled.get("eagle3")
+        if found is None:
+            return []
+        section = self.config.speculation.model_copy(update={"method": "eagle3", "rule": "coupled"})
+        config = self.config.model_copy(update={"speculation": section})
+        recorded = recorded_acceptance(config, 1.0)
+        if recorded is None:
+            return []
+        said = FirstPositions.of(found).below(recorded, config.draft.alarm_record, 1.0)
+        return [said] if said is not None else []
 
     # -- engines over the user's model --------------------------------------------------------------------------------
 

@@ -214,8 +214,11 @@ def test_the_reference_is_transformers(sampling: dict[str, float]) -> None:
 
 def test_problems_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rung = {"name": "3 weight update", "passed": False, "seconds": 1.0, "problems": ["x is not the tensor [sent]"]}
-    monkeypatch.setattr(ladder, "run_ladder", lambda *args: {"passed": False, "rungs": [rung]})
+    monkeypatch.setattr(
+        ladder, "run_ladder", lambda *args: {"passed": False, "rungs": [rung], "alarms": ["the head is slow [x]"]}
+    )
     write_model(tmp_path / "model")
     result = CliRunner().invoke(app, ["verify", "--model", str(tmp_path / "model")], env={"COLUMNS": "200"})
     assert result.exit_code == 1
     assert "rung 3 weight update: x is not the tensor [sent]" in result.stderr and "NOT exact" in result.stderr
+    assert "ALARM: the head is slow [x]" in result.stderr

@@ -210,7 +210,7 @@ def test_the_widest_ties_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ties = [tie | {"gap_float32": -(i + 1) / 1000, "gap": 0.0} for i in range(num)]
     rung = {"name": "3 seeded identity", "passed": True, "seconds": 1.0, "near_ties": ties, "not_near_ties": 0,
             "problems": []}  # fmt: skip
-    monkeypatch.setattr(ladder, "run_ladder", lambda *args: {"passed": True, "rungs": [rung]})
+    monkeypatch.setattr(ladder, "run_ladder", lambda *args: {"passed": True, "rungs": [rung], "alarms": []})
     write_model(tmp_path / "model")
     words = ["verify", "--model", str(tmp_path / "model"), "--json", str(tmp_path / "all.json")]
     shown = CliRunner().invoke(app, words, env={"COLUMNS": "200"}).stdout
