@@ -55,10 +55,11 @@ class FirstPositions:
             return None
         return (
             f"the head's first drafted token is accepted in {rate:.0%} of {self.num} drafts; its provenance.json "
-            f"records {recorded:.0%} on its worst data at temperature {temperature:g}, and draft.alarm_record = {share:g} of "
-            "that is the least. Either it reads other hidden states than it was trained on (another model, other "
-            "layers, a changed engine: run `paceline verify`), or the policy or the task is far from its training "
-            'data: let it follow the policy (draft.online = "every"), or train one for this task (paceline train-draft)'
+            f"records {recorded:.0%} on its worst data at temperature {temperature:g}, and draft.alarm_record = "
+            f"{share:g} of that is the least. Either it reads other hidden states than it was trained on (another "
+            "model, other layers, a changed engine: run `paceline verify`), or the policy or the task is far from its "
+            'training data: let it follow the policy (draft.online = "every"), or train one for this task (paceline '
+            "train-draft)"
         )
 
 
