@@ -36,7 +36,11 @@ def main() -> None:
     head.load_state_dict(restored(args.head))
     figures = json.loads((args.head / "figures.json").read_text("utf-8"))
     measured = {
-        f"{name}, {temperature}, k=3": {kind: cell["mean_length"] for kind, cell in cells["k=3"].items()}
+        f"{name}, {temperature}, k=3": {
+            "temperature": float(temperature.removeprefix("T=")),
+            "k": 3,
+            **{kind: cell["mean_length"] for kind, cell in cells["k=3"].items()},
+        }
         for name, by_temperature in figures["acceptance"].items()
         for temperature, cells in by_temperature.items()
     }

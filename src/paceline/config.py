@@ -341,6 +341,9 @@ class DraftSection(OptimizerSection):
     online_tokens: Annotated[int, Field(ge=8)] = 4096  # of a step's rollouts, at most so many are learned from
     alarm_drop: Annotated[float, Field(gt=0, lt=1)] = 0.2  # acceptance lost at one weight sync that raises an alarm
     alarm_floor: Annotated[float, Field(ge=1)] = 1.05  # and the mean acceptance length that does
+    # And the share of the head's recorded acceptance (first position, its worst data, this temperature). The shipped
+    # head's kinds of data differ by a fifth; features that are one token late leave six tenths of the worst.
+    alarm_record: Annotated[float, Field(ge=0, lt=1)] = 0.7
 
 
 class TrainSection(Section):

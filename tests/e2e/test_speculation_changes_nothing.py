@@ -22,8 +22,8 @@ def run(folder: Path, name: str, *overrides: str) -> tuple[list[dict[str, Any]],
     loop.run()
     weights = policy(loop)
     loop.close()
-    drafts = sum(m["num_accepted_tokens"] for m in loop.watcher.metrics)
-    return rollouts(folder / name), weights, drafts
+    accepted = sum(m["num_accepted_tokens"] for m in loop.watcher.metrics)
+    return rollouts(folder / name), weights, accepted
 
 
 @pytest.fixture(scope="module")

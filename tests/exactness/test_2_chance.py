@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from paceline.model.sample import PhiloxNoise, Sampler
+from paceline.speculation.metrics import summarise
 from paceline.types import Request, SamplingParams
 from paceline.verify import chance
 from paceline.verify.cases import DRAFTERS, POLICIES, RULES, TableCase
@@ -24,6 +25,9 @@ def p_value(case: TableCase, rule: str, policy: str, drafter: str | None, sampli
     exact = brute_force(case.decoder(), Request(0, (0, 1, 0), sampling, 0))
     engine = case.engine(rule, drafter, Sampler(native=True), 64, policy)
     sample = case.sample(engine, sampling, NUM, first_key=key << 32)
+    if drafter is not None and policy == "static":  # the others may find that no draft pays
+        drafts = summarise([], engine.drain_trace())
+        assert drafts["num_draft_tokens"] > drafts["num_accepted_tokens"] > 0, (rule, drafter)
     return chance.against_exact(sample, exact).p_value
 
 

@@ -1,15 +1,19 @@
-"""Rung 5: learner, prefill, decode and verification give the same logprobs, token by token."""
+"""Rung 5: learner, prefill, decode and verification give the same logprobs, raw and processed, token by token, under
+every rule."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from support import tiny_decoder
+from support import tiny_decoder, tiny_head
 
+from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.drafters.eagle3 import Eagle3Drafter
 from paceline.drafters.suffix import SuffixDrafter
+from paceline.engine.accept import RULES
 from paceline.engine.engine import LocalEngine
-from paceline.model.decoder import Decoder
+from paceline.model.decoder import Decoder, first_layers
 from paceline.model.kernels import pack_for_inference
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
@@ -20,52 +24,111 @@ from paceline.verify import identity
 KINDS = {"float64": (torch.float64, 1e-12), "float32": (torch.float32, 1e-4)}
 
 
-def requests() -> list[Request]:
+PROCESSED = SamplingParams(max_tokens=30, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01)
+ARMS = [("coupled", None), *[(rule, drafter) for rule in RULES for drafter in ("suffix", "draft_model", "eagle3")]]
+
+
+def requests(sampling: SamplingParams) -> list[Request]:
     rng = np.random.default_rng(3)
-    return [
-        Request(i, tuple(rng.integers(0, 60, 4 + 5 * i).tolist()), SamplingParams(max_tokens=30), i, "p")
-        for i in range(6)
-    ]
+    return [Request(i, tuple(rng.integers(0, 60, 4 + 5 * i).tolist()), sampling, i, "p") for i in range(6)]
 
 
-def engine(decoder: Decoder, k: int, native: bool) -> LocalEngine:
+def engine(decoder: Decoder, rule: str = "coupled", drafter: str | None = None, sampler: Sampler | None = None):
+    native = decoder.embed.panels is not None
+    sampler, coupled = sampler or Sampler(native=native), rule == "coupled"
+    drafters = {
+        None: lambda: None,
+        "suffix": SuffixDrafter,
+        "draft_model": lambda: DraftModelDrafter(PagedDecoder(first_layers(decoder, 2), 128), sampler, coupled),
+        "eagle3": lambda: Eagle3Drafter(tiny_head(decoder), decoder.embed, sampler, 128, coupled),
+    }
     return LocalEngine(
         PagedDecoder(decoder, 128),
-        sampler=Sampler(native=native),
-        drafter=SuffixDrafter(),
-        policy=StaticPolicy(k),
-        max_num_batched_tokens=20,
+        sampler=sampler,
+        drafter=drafters[drafter](),
+        policy=StaticPolicy(4),
+        rule=rule,
+        max_num_batched_tokens=48,
     )
 
 
-def gaps(learner: Decoder, decoder: Decoder, native: bool) -> dict[str, float]:
-    decode: list[Completion] = engine(decoder, 0, native).generate(requests())
-    verify = engine(decoder, 4, native).generate(requests())
-    expected = identity.learner_logprobs(learner, decode)
+def generate(made: LocalEngine, sampling: SamplingParams) -> list[Completion]:
+    """Twice where history drafts: the second time it has something to go by."""
+    found = made.generate(requests(sampling))
+    if isinstance(made.drafter, SuffixDrafter):
+        found = made.generate(requests(sampling))
+    if made.drafter is not None:
+        assert sum(c.num_accepted_tokens for c in found) > 0, "nothing was accepted: this shows nothing"
+    return found
+
+
+def gaps(learner: Decoder, found: list[Completion]) -> dict[str, float]:
+    expected = identity.learner_scores(learner, found)
     return {
-        "prefill": identity.largest_gap(expected, identity.prefill_logprobs(engine(decoder, 0, native).paged, decode)),
-        "decode": identity.largest_gap(expected, identity.raw_logprobs_of(decode)),
-        "verify": identity.largest_gap(expected, identity.raw_logprobs_of(verify)),
+        "raw": identity.largest_gap([s.raw for s in expected], [c.raw_logprobs for c in found]),
+        "processed": identity.largest_gap([s.processed for s in expected], [c.logprobs for c in found]),
     }
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_chain(kind: str, native: bool) -> None:
-    dtype, tolerance = KINDS[kind]
-    if native and dtype != torch.float32:
-        pytest.skip("the kernels are float32")
+@pytest.fixture(params=["float64", "float32", "float32 kernels"])
+def chain(request: pytest.FixtureRequest) -> tuple[Decoder, Decoder, float]:
+    """A learner, an engine's decoder, and how far apart they may be."""
+    dtype, tolerance = KINDS[request.param.split()[0]]
     learner, decoder = tiny_decoder(dtype), tiny_decoder(dtype)
-    if native:
+    if "kernels" in request.param:
         pack_for_inference(decoder)
-    found = gaps(learner, decoder, native)
-    assert max(found.values()) < tolerance, found
+    return learner, decoder, tolerance
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(max_tokens=30), PROCESSED], ids=["T=1", "processed"])
+@pytest.mark.parametrize(("rule", "drafter"), ARMS)
+def test_one_chain(
+    chain: tuple[Decoder, Decoder, float], rule: str, drafter: str | None, sampling: SamplingParams
+) -> None:
+    learner, decoder, tolerance = chain
+    found = generate(engine(decoder, rule, drafter), sampling)
+    assert max(gaps(learner, found).values()) < tolerance
+    if rule == "coupled":  # every token is the one that the noise draws
+        assert max(s.behind.max() for s in identity.learner_scores(learner, found)) < 1e-3
+    if drafter is None:
+        prefill = [s.raw for s in identity.prefill_scores(PagedDecoder(decoder, 128), found)]
+        assert identity.largest_gap(prefill, [c.raw_logprobs for c in found]) < tolerance
+
+
+# -- broken twins: each must be seen ----------------------------------------------------------------------------------
+
+
+class _Zeroed(Sampler):
+    """Broken: what `rejection` and `block` report is zero-filled."""
+
+    def __init__(self, which: int) -> None:
+        super().__init__()
+        self.which = which
+
+    def score(self, logits_PV, processed_PV, tokens):
+        scored = list(super().score(logits_PV, processed_PV, tokens))
+        scored[self.which] = np.zeros(len(tokens))
+        return tuple(scored)
+
+
+@pytest.mark.parametrize(("which", "name"), enumerate(["processed", "raw"]))
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_zeroed_logprobs_are_caught(rule: str, which: int, name: str) -> None:
+    found = generate(engine(tiny_decoder(), rule, "draft_model", _Zeroed(which)), PROCESSED)
+    assert gaps(tiny_decoder(), found)[name] > 0.1
+
+
+def test_raw_logprobs_in_place_of_processed_ones_are_caught() -> None:
+    found = generate(engine(tiny_decoder(), "coupled", "draft_model"), PROCESSED)
+    for c in found:
+        c.logprobs = c.raw_logprobs
+    assert gaps(tiny_decoder(), found)["processed"] > 0.1
 
 
 def test_a_learner_of_other_weights_is_caught() -> None:
     learner = tiny_decoder()
     learner.layers[1].down.weight.data[0, 0] += 0.5
-    assert min(gaps(learner, tiny_decoder(), False).values()) > 1e-3
+    assert min(gaps(learner, generate(engine(tiny_decoder()), PROCESSED)).values()) > 1e-3
 
 
 def test_a_learner_with_shifted_positions_is_caught() -> None:
@@ -75,4 +138,4 @@ def test_a_learner_with_shifted_positions_is_caught() -> None:
 
     learner = tiny_decoder()
     learner.__class__ = Shifted
-    assert max(gaps(learner, tiny_decoder(), False).values()) > 1e-3
+    assert min(gaps(learner, generate(engine(tiny_decoder()), PROCESSED)).values()) > 1e-3

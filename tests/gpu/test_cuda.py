@@ -109,7 +109,7 @@ def test_the_ladder_holds_up_to_near_ties(tmp_path: Path, dtype: str) -> None:
     config = load_config(None, [f"model.name={str(tmp_path)!r}", "model.device=cuda", f"model.dtype={dtype}"])
     prompts = [list(text.encode()) for text in ("say a", "abcabcab", "1 2 3 4 5", "def f(x):")]
     certificate = run_ladder(config, prompts, ("suffix",), quick=True, rungs="345")
-    seeded, greedy, _ = certificate["rungs"]
+    seeded, _, greedy, _ = certificate["rungs"]
     assert certificate["passed"], certificate
     assert seeded["not_near_ties"] == greedy["not_near_ties"] == 0
     assert len(seeded["near_ties"]) == sum(seeded["differences"].values())

@@ -167,6 +167,23 @@ def build_head(config: Config, target: ModelConfig, dtype: torch.dtype | None = 
     )
 
 
+def recorded_acceptance(config: Config, temperature: float) -> float | None:
+    """How often the first token of the head's drafts was accepted, as its provenance file records it for this way of
+    drafting and this temperature; None where nothing comparable is on record. A head that is used for another target
+    than its own (speculation.any_target) has no comparable record."""
+    from paceline.model.head_files import resolve_head
+    from paceline.model.provenance import read_provenance
+
+    speculation = config.speculation
+    if speculation.method not in ADAPTABLE or speculation.any_target:
+        return None
+    provenance = read_provenance(resolve_head(speculation.head, config.model.name))
+    if provenance is None:
+        return None
+    kind = "coupled" if speculation.rule == "coupled" else "sampled"
+    return provenance.first_position_rate(temperature, "greedy" if config.engine.kind == "vllm" else kind)
+
+
 def pack_head(head: Eagle3Head, target: Decoder) -> Eagle3Head:
     """For inference beside this target: packed if the target is."""
     head.requires_grad_(False)

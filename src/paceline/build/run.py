@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from paceline.build.drafter import build_drafter, build_head, drafting_head
+from paceline.build.drafter import build_drafter, build_head, drafting_head, recorded_acceptance
 from paceline.build.engine import build_engine
 from paceline.build.learner import build_learner
 from paceline.config import ADAPTABLE, Config, dump_config, load_config
@@ -182,6 +182,7 @@ def build_loop(
         watcher=watcher,
         adapter=adapter,
         restarts=restarts,
+        recorded=recorded_acceptance(config, config.sampling.temperature),
     )
     if checkpoint is not None:
         with checkpoint.complete():

@@ -25,6 +25,7 @@ from paceline.config import load_config
 from paceline.report.table import check_writable, render, write_json
 
 MAX_TIES = 10  # shown
+MAX_PROBLEMS = 8  # shown of each rung; the certificate has all
 
 
 @app.command()
@@ -34,7 +35,9 @@ def verify(
     drafters: Annotated[
         str | None, typer.Option(help="Of ngram, suffix, draft_model, eagle3, hybrid; else all there are.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A shorter ladder, about a minute.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A shorter ladder, two to three minutes on two cores.")
+    ] = False,
     prompts_file: PromptsFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
@@ -88,6 +91,11 @@ def verify(
         show_ties(ties, precision)
     if json_file is not None:
         write_json(json_file, certificate)
+    for rung in certificate["rungs"]:
+        for problem in rung["problems"][:MAX_PROBLEMS]:
+            err.print(Text(f"rung {rung['name']}: {problem}", style="red"))
+    for alarm in certificate["alarms"]:
+        err.print(Text(f"ALARM: {alarm}", style="yellow"))
     if not certificate["passed"]:
         err.print(f"{cfg.model.name}: NOT exact; see the rungs that failed", style="bold red")
         raise typer.Exit(1)

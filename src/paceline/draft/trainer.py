@@ -136,11 +136,10 @@ class DraftTrainer:
         return teach(self.decoder, examples, self.learner.head.config.taps)
 
     def _publish(self) -> None:
+        lengths = {kind: found["mean_acceptance_length"] for kind, found in (self.after or {}).items()}
+        measured = {"temperature": self.temperature, "k": self.section.unroll, **lengths}
         provenance = replace(
-            self.provenance,
-            num_steps=self.step,
-            num_tokens=self.num_tokens,
-            acceptance={"temperature": self.temperature, "k": self.section.unroll, **(self.after or {})},
+            self.provenance, num_steps=self.step, num_tokens=self.num_tokens, acceptance={"held-out": measured}
         )
         save_head(self.learner.head, self.head, provenance, num_speculative_tokens=self.section.unroll)
 

@@ -65,6 +65,7 @@ def warnings(run: Run) -> list[str]:
     for alarm, what in (
         ("acceptance_drop_alarm", "Acceptance fell at the weight sync before"),
         ("acceptance_floor_alarm", "Next to nothing that was drafted stood at"),
+        ("acceptance_record_alarm", "The head accepted far less than its provenance file records at"),
     ):
         if raised := [str(r["step"]) for r in run.steps if r.get(alarm) is True]:
             found.append(f"{what} {_steps(raised)}.")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.rl.alarms import MIN_DRAFTS
+from paceline.rl.alarms import MIN_DRAFTS, FirstPositions
 from paceline.rl.batch import TokenBatch
 from paceline.rl.learner import UpdateReport
 from paceline.rl.produce import Batch
@@ -63,6 +63,10 @@ def acceptance(batch: Batch) -> tuple[float | None, int | None]:
     drafts = summarise([], batch.traces)
     enough = drafts["num_drafts"] >= MIN_DRAFTS
     return (drafts["mean_acceptance_length"] if enough else None), _last_trace(batch, "version")
+
+
+def first_positions(batch: Batch) -> FirstPositions:
+    return FirstPositions.of(r for group in [*batch.groups, *batch.dropped] for r in group.rollouts)
 
 
 def _last_trace(batch: Batch, name: str) -> int | None:

@@ -67,13 +67,15 @@ class Loop:
         watcher: Watcher,
         adapter: Adapter | None = None,
         restarts: Callable[[], Mapping[str, int]] | None = None,
+        recorded: float | None = None,
     ) -> None:
-        """`restarts`: of the processes that a cluster runs for it, since it was last asked."""
+        """`restarts`: of the processes that a cluster runs for it, since it was last asked. `recorded`: the acceptance
+        that the head's provenance file records."""
         self.config, self.engine, self.learner, self.algorithm = config, engine, learner, algorithm
         self.task, self.collector, self.auditor, self.folder = task, collector, auditor, folder
         self.pieces = Pieces(collector.tokenizer)
         self.checkpoints, self.sinks, self.watcher = checkpoints, sinks, watcher
-        self.adapter, self.alarms, self.restarts = adapter, Alarms(config), restarts
+        self.adapter, self.alarms, self.restarts = adapter, Alarms(config, recorded), restarts
         self._head: Published | None = None  # as it was last published
         train = config.train
         self.overlaps = train.max_staleness > 0
@@ -244,9 +246,10 @@ class Loop:
         wanted = self.adapter is not None and self.adapter.wants(batch.step, length)
         self._adapting = self.adapter if wanted else None
         flags, said = self.alarms.check(length, version)
-        for text in said:
+        below, told = self.alarms.check_record(figures.first_positions(batch))
+        for text in [*said, *told]:
             self.watcher.note(text)
-        return flags
+        return flags | below
 
     def _learn_nothing(self, batch: Batch) -> dict[str, Any]:
         self.watcher.note(f"step {batch.step}: nothing to learn from; the policy stays as it is")

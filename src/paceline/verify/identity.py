@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.engine.engine import LocalEngine
 from paceline.model.decoder import Decoder
 from paceline.model.kv import BlockTable
 from paceline.model.paged import PagedDecoder, Span
 from paceline.types import Completion
+from paceline.verify.reference import processed_logprobs, race_scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +97,38 @@ def prefill_logits(paged: PagedDecoder, tokens: Sequence[int], num: int) -> Tens
     return logits.double()
 
 
-def learner_logprobs(decoder: Decoder, completions: Sequence[Completion]) -> list[np.ndarray]:
-    """Raw logprobs of a completion's tokens."""
-    return [_logprobs(partial(learner_logits, decoder), c) for c in completions]
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What a model says of a completion's tokens, by `reference`'s definitions. One entry per token."""
+
+    raw: np.ndarray  # float64, logprobs before temperature and truncation
+    processed: np.ndarray  # float64, logprobs under the processed distribution; NEVER where that excludes the token
+    behind: np.ndarray  # float64, the highest race score less the token's own: 0 where the noise draws this very token
 
 
-def prefill_logprobs(paged: PagedDecoder, completions: Sequence[Completion]) -> list[np.ndarray]:
-    return [_logprobs(partial(prefill_logits, paged), c) for c in completions]
+NEVER = -1000.0  # for -inf: such a token may not be emitted, and its gap to any logprob is far beyond every tolerance
 
 
-def _logprobs(logits_of: Callable[[Sequence[int], int], Tensor], c: Completion) -> np.ndarray:
+def learner_scores(decoder: Decoder, completions: Sequence[Completion]) -> list[Scored]:
+    return [_score(partial(learner_logits, decoder), c) for c in completions]
+
+
+def prefill_scores(paged: PagedDecoder, completions: Sequence[Completion]) -> list[Scored]:
+    return [_score(partial(prefill_logits, paged), c) for c in completions]
+
+
+def _score(logits_of: Callable[[Sequence[int], int], Tensor], c: Completion) -> Scored:
     tokens = c.token_ids.tolist()
-    logprobs_PV = logits_of([*c.request.prompt_ids, *tokens[:-1]], len(tokens)).log_softmax(-1)
-    at = torch.tensor(tokens, device=logprobs_PV.device)[:, None]
-    return logprobs_PV.gather(-1, at)[:, 0].cpu().numpy()
+    logits_PV = logits_of([*c.request.prompt_ids, *tokens[:-1]], len(tokens))
+    processed_PV = processed_logprobs(logits_PV, c.request.sampling).clamp_min(NEVER)
+    scores_PV = race_scores(processed_PV, c.request, len(c.request.prompt_ids) + np.arange(len(tokens)))
+    at = torch.tensor(tokens, device=logits_PV.device)[:, None]
+
+    def of_tokens(values_PV: Tensor) -> np.ndarray:
+        return values_PV.gather(-1, at)[:, 0].cpu().numpy()
+
+    behind = scores_PV.amax(-1).cpu().numpy() - of_tokens(scores_PV)
+    return Scored(of_tokens(logits_PV.log_softmax(-1)), of_tokens(processed_PV), behind)
 
 
 def largest_gap(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
@@ -119,12 +137,3 @@ def largest_gap(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
 
 def mean_gap(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
     return float(np.abs(np.concatenate(a) - np.concatenate(b)).mean())
-
-
-def raw_logprobs_of(completions: Sequence[Completion]) -> list[np.ndarray]:
-    return [c.raw_logprobs for c in completions]
-
-
-def idle(engine: LocalEngine) -> bool:
-    """Whether every block is back: nothing leaked."""
-    return not engine.has_work and not any(engine.paged.pool.references)

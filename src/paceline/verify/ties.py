@@ -19,9 +19,9 @@ from torch import Tensor
 
 from paceline.model.decoder import Decoder
 from paceline.model.paged import PagedDecoder
-from paceline.model.sample import Stream, philox_words
 from paceline.types import Completion, Request
 from paceline.verify.identity import Difference, learner_logits, prefill_logits
+from paceline.verify.reference import race_scores
 
 REACH = 4  # roundings: both runs round, and of many positions the worst are met where runs part
 
@@ -92,11 +92,7 @@ class Referee:
 
 def score(logits_PV: Tensor, request: Request, positions: np.ndarray) -> Tensor:
     """What every token races with at these positions, where nothing is truncated."""
-    if request.sampling.temperature == 0:
-        return logits_PV
-    keys = np.full(len(positions), request.noise_key, np.uint64)
-    words = philox_words(keys, positions, Stream.SAMPLE, logits_PV.shape[-1], logits_PV.device)
-    return logits_PV / request.sampling.temperature - torch.log(-torch.log1p(-(words.double() + 0.5) / 2**32))
+    return race_scores(logits_PV / (request.sampling.temperature or 1.0), request, positions)
 
 
 def _rank(scores_V: Tensor, token: int) -> int:

@@ -122,7 +122,10 @@ def test_the_head_can_be_loaded(whole: tuple[Path, dict[str, Any]], folder: Path
     provenance = read_provenance(summary["head"])
     assert provenance is not None and provenance.target_checksum is not None
     assert provenance.num_steps == summary["steps"] and provenance.num_tokens == summary["tokens"]
-    assert provenance.acceptance["coupled"] == summary["after"]["coupled"]
+    measured = provenance.acceptance["held-out"]
+    assert (measured["temperature"], measured["k"]) == (1.0, 2)
+    assert measured["coupled"] == summary["after"]["coupled"]["mean_acceptance_length"]
+    assert provenance.first_position_rate(1.0, "coupled") is not None
     assert "temperature 1" in provenance.data and provenance.seed == 0
 
 

@@ -344,3 +344,46 @@ def test_a_policy_is_replaced_between_steps_in_flight() -> None:
         flying.step()
     assert len(second.observed) == len(second.committed) > 10
     assert said([handle.completion for handle in handles]) == plain()
+
+
+@pytest.mark.parametrize("num_steps", [4, 5, 6])
+@pytest.mark.parametrize("inflight", ["keep", "recompute"])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_new_weights_wait_for_the_steps_in_flight(drafts: bool, inflight: str, num_steps: int) -> None:
+    """A step that was launched under the old weights emits tokens of the old version, whenever the host learns of them:
+    they are awaited before the weights change."""
+    running = engine(True, drafts=drafts)
+    sampling = SamplingParams(max_tokens=24, ignore_eos=True)
+    handles = [running.submit(Request(i, (1, 2, 3 + i), sampling, i, "a")) for i in range(3)]
+    for _ in range(num_steps):
+        running.step()
+    assert running._flying, "nothing was in flight"
+    launched = {i: len(running.runner.known[i]) - 3 for i in range(3)}  # tokens of all steps, known to the host or not
+    running.update_weights(list(hf_state(tiny_decoder(seed=1))), 1, inflight)
+    while running.has_work:
+        running.step()
+    for i, handle in enumerate(handles):
+        assert handle.completion is not None
+        versions = handle.completion.versions.tolist()
+        assert versions == [0] * launched[i] + [1] * (24 - launched[i])
+    if inflight == "recompute":
+        for i, handle in enumerate(handles):
+            before = handle.completion.token_ids[: launched[i]].tolist()
+            rest = Request(i, (1, 2, 3 + i, *before), replace(sampling, max_tokens=24 - launched[i]), i)
+            fresh = LocalEngine(PagedDecoder(tiny_decoder(seed=1), 64)).generate([rest])[0]
+            assert handle.completion.token_ids[launched[i] :].tolist() == fresh.token_ids.tolist()
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_new_weights_that_do_not_wait_are_caught(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin of the test above."""
+    update = LocalEngine.update_weights
+
+    def impatient(self: LocalEngine, *args: object) -> object:
+        with monkeypatch.context() as patch:
+            patch.setattr(self, "_land_all", lambda: None)
+            return update(self, *args)
+
+    monkeypatch.setattr(LocalEngine, "update_weights", impatient)
+    with pytest.raises(AssertionError):
+        test_new_weights_wait_for_the_steps_in_flight(drafts, "keep", 5)

@@ -1,0 +1,176 @@
+"""Rungs 1 and 2 on targets whose exact distribution is known: the engine, scheduler, rules, policies and drafters are
+the real ones, the target is a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.engine.engine import LocalEngine
+from paceline.model.sample import Sampler
+from paceline.speculation.metrics import summarise
+from paceline.types import Request, SamplingParams
+from paceline.verify import chance
+from paceline.verify.cases import DRAFTERS, POLICIES, RULES, SAMPLING_DRAFTERS, TableCase
+from paceline.verify.enumeration import Enumeration, Enumerator, brute_force, enumerate_engine, total_variation
+from paceline.verify.rung import Progress, Rung, undrafted
+
+ENUMERATION_TOLERANCE = 1e-12  # float64 products of a few dozen factors
+PROMPT = (0, 1, 0)
+# A second row, greedy, so that it adds no forks; its noise key is its own.
+BESIDE = Request(1, (1, 0, 1, 1), SamplingParams(max_tokens=4, temperature=0), 1)
+# Truncation after temperature: each of these keeps other tokens where it is applied before.
+TRUNCATIONS = (
+    SamplingParams(max_tokens=3, temperature=0.6, top_p=0.85),
+    SamplingParams(max_tokens=3, temperature=1.5, min_p=0.15),
+    SamplingParams(max_tokens=3, temperature=1.5, top_k=3, top_p=0.8),
+)
+SAMPLINGS = (
+    SamplingParams(max_tokens=3),
+    SamplingParams(max_tokens=3, temperature=0.7, top_k=3),
+    SamplingParams(max_tokens=3, temperature=1.3, top_p=0.8, min_p=0.05),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One engine whose distribution is enumerated."""
+
+    rule: str
+    policy: str
+    drafter: str
+    sampling: SamplingParams = SAMPLINGS[0]
+    vocab_size: int = 3
+    num_speculative_tokens: int = 2
+    seed: int = 1
+
+    @property
+    def table(self) -> TableCase:
+        return TableCase(self.vocab_size, self.num_speculative_tokens, self.seed)
+
+    def engine(self, sampler: Sampler) -> LocalEngine:
+        return self.table.engine(self.rule, self.drafter, sampler, 4, self.policy)
+
+    def enumerate(self, noise: Enumerator | None = None) -> tuple[Enumeration, float]:
+        """What was found, and its total variation to brute force."""
+        request = Request(0, PROMPT, self.sampling, 0)
+        found = enumerate_engine(self.engine, request, (BESIDE,), noise)
+        return found, total_variation(found.distribution, brute_force(self.table.decoder(), request))
+
+
+def cases() -> list[Case]:
+    """Every rule with every policy and drafter; every rule with truncation; and sequences long enough that a position
+    is drafted again after a rejection, where a rule that leaves the round out of its noise meets that noise again."""
+    found = []
+    for rule, policy, drafter in ((r, p, d) for r in RULES for p in POLICIES[r] for d in DRAFTERS):
+        # One token ahead keeps the tree small where the drafter's own draws are forks too.
+        one_ahead = rule == "coupled" and drafter in SAMPLING_DRAFTERS
+        found.append(Case(rule, policy, drafter, num_speculative_tokens=1 if one_ahead else 2))
+    for rule in RULES:
+        drafter = "ngram" if rule == "coupled" else "draft_model"
+        found += [Case(rule, "static", drafter, sampling, vocab_size=4, seed=5) for sampling in TRUNCATIONS]
+    return found + redrafting_cases()
+
+
+def redrafting_cases() -> list[Case]:
+    """A head cannot draft before the prompt is computed, so it needs one token more to draft a position twice."""
+    return [
+        Case(rule, "static", drafter, SamplingParams(max_tokens=4))
+        for rule in ("rejection", "block")
+        for drafter in ("eagle3", "hybrid")
+    ]
+
+
+def enumeration(progress: Progress) -> Rung:
+    """Rung 1: every path of chance, through the real engine, against brute force."""
+    figures: list[dict[str, Any]] = []
+    problems: list[str] = []
+    every = cases()
+    for i, case in enumerate(every):
+        if i % 10 == 0:
+            progress(f"1 enumeration: {i}/{len(every)}")
+        found, distance = case.enumerate()
+        name = f"{case.rule}, {case.policy}, {case.drafter}, {settings(case.sampling)}"
+        if distance > ENUMERATION_TOLERANCE:
+            problems.append(f"{name}: total variation {distance:.2g} to the exact distribution")
+        if found.num_reused:
+            problems.append(f"{name}: noise was used twice ({found.num_reused} times), so draws are not independent")
+        if case.policy == "static":  # the others may find that no draft pays
+            problems += undrafted(name, found.num_draft_tokens, found.num_accepted_tokens)
+        figures.append(
+            {
+                "rule": case.rule,
+                "policy": case.policy,
+                "drafter": case.drafter,
+                "sampling": settings(case.sampling),
+                "paths": found.num_paths,
+                "drafted": found.num_draft_tokens,
+                "accepted": found.num_accepted_tokens,
+                "noise_reused": found.num_reused,
+                "total_variation": distance,
+            }
+        )
+    problems += _idle_policies(figures)
+    worst = max(f["total_variation"] for f in figures)
+    return {"problems": problems, "max_total_variation": worst, "cases": figures}
+
+
+def chi_square(num_samples: int, num_samplings: int, native: bool, progress: Progress) -> Rung:
+    """Rung 2: sampled sequences against the exact distribution, beside a null without speculation."""
+    figures: list[dict[str, Any]] = []
+    problems: list[str] = []
+    case, sampler = TableCase(5, 3), Sampler(native=native)
+    arms: list[tuple[str, str, str | None]] = [("coupled", "static", None)]
+    arms += [(r, p, d) for r in RULES for p in POLICIES[r] for d in DRAFTERS]
+    for i, sampling in enumerate(SAMPLINGS[:num_samplings]):
+        progress(f"2 chi-square, known distribution: {i + 1}/{num_samplings}")
+        exact = brute_force(case.decoder(), Request(0, PROMPT, sampling, 0))
+        for j, (rule, policy, drafter) in enumerate(arms):
+            engine = case.engine(rule, drafter, sampler, 64, policy)
+            sample = case.sample(engine, sampling, num_samples, first_key=(1 + len(arms) * i + j) << 32)
+            test = chance.against_exact(sample, exact)
+            drafts = summarise([], engine.drain_trace())
+            drafted, accepted = drafts["num_draft_tokens"], drafts["num_accepted_tokens"]
+            if drafter is not None and policy == "static":
+                problems += undrafted(f"{rule}, {policy}, {drafter}, {settings(sampling)}", drafted, accepted)
+            figures.append(
+                {
+                    "rule": rule,
+                    "policy": policy,
+                    "drafter": drafter or "none (null)",
+                    "sampling": settings(sampling),
+                    "drafted": drafted,
+                    "accepted": accepted,
+                    "p_value": test.p_value,
+                    "total_variation": test.total_variation,
+                }
+            )
+    problems += _idle_policies(figures)
+    problems += judge(figures)
+    lowest = min(f["holm_p_value"] for f in figures)
+    return {"problems": problems, "min_holm_p_value": lowest, "cases": figures, "num_samples": num_samples}
+
+
+def judge(figures: list[dict[str, Any]]) -> list[str]:
+    """Put Holm-corrected p-values beside the p-values; the problems are those below the level."""
+    for figure, p in zip(figures, chance.holm([f["p_value"] for f in figures]), strict=True):
+        figure["holm_p_value"] = p
+    return [
+        f"{f['rule']}, {f['drafter']}: p = {f['holm_p_value']:.2g} (Holm) that this is the exact distribution"
+        for f in figures
+        if f["holm_p_value"] < chance.SIGNIFICANCE
+    ]
+
+
+def _idle_policies(figures: list[dict[str, Any]]) -> list[str]:
+    """A policy may draft nothing in one case, but not in all of them."""
+    total: dict[str, list[int]] = {}
+    for figure in figures:
+        counts = total.setdefault(figure["policy"], [0, 0])
+        counts[0] += figure["drafted"]
+        counts[1] += figure["accepted"]
+    return [problem for policy, counts in total.items() for problem in undrafted(f"policy {policy}", *counts)]
+
+
+def settings(sampling: SamplingParams) -> str:
+    return f"T={sampling.temperature} top_k={sampling.top_k} top_p={sampling.top_p} min_p={sampling.min_p}"

@@ -1,0 +1,54 @@
+"""The processed distribution and the token that the noise draws from it, from their definitions.
+
+The ladder judges engines by this, so it shares no code with `model.sample.process` and the kernels: a mistake made
+there must not be made here too. Hugging Face's order: temperature, top-k, top-p, min-p. P positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.model.sample import Stream, philox_words
+from paceline.types import Request, SamplingParams
+
+
+def processed_logprobs(logits_PV: Tensor, sampling: SamplingParams) -> Tensor:
+    """Log-probabilities of the processed distribution, float64 [P, V] on the logits' device; -inf where truncated."""
+    rows = [_process(row, sampling) for row in logits_PV.double().cpu().numpy()]
+    return torch.from_numpy(np.stack(rows)).to(logits_PV.device)
+
+
+def _process(logits_V: np.ndarray, sampling: SamplingParams) -> np.ndarray:
+    if sampling.temperature == 0:
+        one_hot = np.full(len(logits_V), -np.inf)
+        one_hot[logits_V.argmax()] = 0
+        return one_hot
+    z = logits_V / sampling.temperature
+    if 0 < sampling.top_k < len(z):
+        z = np.where(z >= np.sort(z)[-sampling.top_k], z, -np.inf)
+    if sampling.top_p < 1:
+        order = np.argsort(-z, kind="stable")
+        p = np.exp(_normalise(z[order]))
+        before = np.concatenate([[0.0], np.cumsum(p)[:-1]])  # the mass of likelier tokens
+        z[order[before >= sampling.top_p]] = -np.inf
+    if sampling.min_p > 0:
+        p = np.exp(_normalise(z))
+        z = np.where(p >= sampling.min_p * p.max(), z, -np.inf)
+    return _normalise(z)
+
+
+def _normalise(z: np.ndarray) -> np.ndarray:
+    highest = z.max()
+    return z - (highest + np.log(np.exp(z - highest).sum()))
+
+
+def race_scores(logprobs_PV: Tensor, request: Request, positions: np.ndarray) -> Tensor:
+    """What every token races with at these positions: log p - log E under the request's noise. The highest score is
+    the token that rule `coupled` emits. At temperature 0 there is no noise. `logprobs_PV` may lack a constant."""
+    if request.sampling.temperature == 0:
+        return logprobs_PV
+    keys = np.full(len(positions), request.noise_key, np.uint64)
+    words = philox_words(keys, positions, Stream.SAMPLE, logprobs_PV.shape[-1], logprobs_PV.device)
+    return logprobs_PV - torch.log(-torch.log1p(-(words.double() + 0.5) / 2**32))

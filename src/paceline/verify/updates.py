@@ -1,0 +1,79 @@
+"""New weights while requests run: does every token come from the version that it names?
+
+With `recompute` the engine computes all KV again under the new weights, so a sequence's later tokens are those of the
+new version given all tokens before them, wherever the update fell. A learner with either version's weights can judge
+each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.engine.engine import LocalEngine
+from paceline.engine.interface import Handle
+from paceline.model.weights import checksum, hf_state
+from paceline.types import Completion, Provenance, Request
+
+CHANGE = 0.02  # of each tensor's root mean square: far more than rounding, and the model still speaks
+Weights = list[tuple[str, Tensor]]
+
+
+def copied(weights: Iterable[tuple[str, Tensor]]) -> Weights:
+    return [(name, tensor.clone()) for name, tensor in weights]
+
+
+def changed(weights: Iterable[tuple[str, Tensor]], seed: int = 0) -> Weights:
+    """Every element of every tensor is another, so that a tensor left out is seen."""
+    noise = torch.Generator().manual_seed(seed)
+
+    def change(tensor: Tensor) -> Tensor:
+        wide = tensor.to("cpu", torch.float32)
+        scale = CHANGE * (wide.square().mean().sqrt().item() or 1.0)
+        return (wide + scale * torch.randn(wide.shape, generator=noise)).to(tensor.device, tensor.dtype)
+
+    return [(name, change(tensor)) for name, tensor in weights]
+
+
+def generate_through_update(
+    engine: LocalEngine, requests: Sequence[Request], weights: Weights, inflight: str = "recompute"
+) -> tuple[list[Completion], list[str]]:
+    """Run the requests, and update the weights when a third of their tokens is there; the completions, and what is
+    wrong with what the engine then holds."""
+    handles: list[Handle] = [engine.submit(request) for request in requests]
+    version, problems = engine.version + 1, []
+    wanted, emitted, updated = sum(r.sampling.max_tokens for r in requests) // 3, 0, False
+    while engine.has_work:
+        engine.step()
+        emitted += sum(trace.num_emitted for trace in engine.drain_trace())
+        if not updated and emitted >= wanted:
+            problems = update(engine, weights, version, inflight)
+            updated = True
+    found = [handle.completion for handle in handles if handle.completion is not None]
+    if not all((c.versions < version).any() and (c.versions == version).any() for c in found):
+        problems.append("a request has tokens of one version only: the update was not in flight")
+    return found, problems
+
+
+def update(engine: LocalEngine, weights: Weights, version: int, inflight: str = "recompute") -> list[str]:
+    """Give the engine these weights, and look at what it holds afterwards: its own receipt is not taken for granted."""
+    receipt = engine.update_weights(weights, version, inflight)
+    sent = dict(weights)
+    wrong = [name for name, held in hf_state(engine.paged.decoder) if not torch.equal(held, sent[name])]
+    problems = [f"update_weights: {name} is not the tensor that was sent" for name in wrong[:4]]
+    if receipt.checksum != checksum(weights):
+        problems.append("update_weights: the receipt's checksum is not that of the weights that were sent")
+    return problems
+
+
+def num_accepted_since(completions: Sequence[Completion], version: int) -> int:
+    """Drafted tokens that were accepted under this version."""
+    return sum(int(((c.versions == version) & (c.provenance == Provenance.ACCEPTED)).sum()) for c in completions)
+
+
+def by_version(completions: Sequence[Completion], version: int, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Of values per token, those of the tokens that this version emitted."""
+    return [value[c.versions == version] for c, value in zip(completions, values, strict=True)]

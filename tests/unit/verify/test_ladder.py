@@ -1,0 +1,224 @@
+"""`paceline verify` on broken engines: each must be caught, by the rung that is there for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_run import write_head, write_model
+from torch import Tensor
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from paceline.config import load_config
+from paceline.engine import accept
+from paceline.engine.engine import LocalEngine
+from paceline.model import sample
+from paceline.model.paged import PagedDecoder
+from paceline.model.sample import Draws, Sampler, SamplingArrays
+from paceline.model.weights import checksum, hf_state
+from paceline.speculation.policy import StaticPolicy
+from paceline.types import Receipt, SamplingParams
+from paceline.verify import cases, known, ladder, reference
+
+Climb = Callable[..., dict[str, Any]]
+DRAFTERS = ("suffix", "draft_model", "eagle3")
+PROMPTS = [list(text.encode()) for text in ("say a", "abcabcab", "1 2 3 4 5", "def f(x):")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verify")
+    write_model(folder / "model", num_layers=2)
+    write_head(folder)
+    return folder
+
+
+@pytest.fixture
+def climb(model: Path, monkeypatch: pytest.MonkeyPatch) -> Climb:
+    """Rungs of the quick ladder on a tiny model; rung 1 with a few of its cases."""
+    few = [case for case in known.cases() if case.sampling == known.TRUNCATIONS[0]]
+    monkeypatch.setattr(known, "cases", lambda: few)
+    monkeypatch.setattr(ladder, "QUICK", replace(ladder.QUICK, num_table_samples=40, num_model_samples=32))
+
+    def call(rungs: str, native: bool = True, drafters: tuple[str, ...] = DRAFTERS) -> dict[str, Any]:
+        settings = (f"model.name={str(model / 'model')!r}", f"speculation.head={str(model / 'head')!r}")
+        config = load_config(None, [*settings, f"engine.native={str(native).lower()}"])
+        certificate = ladder.run_ladder(config, PROMPTS, drafters, quick=True, rungs=rungs)
+        return {rung["name"]: rung for rung in certificate["rungs"]}
+
+    return call
+
+
+def problems(rungs: dict[str, Any]) -> dict[str, list[str]]:
+    return {name: rung["problems"] for name, rung in rungs.items() if not rung["passed"]}
+
+
+@pytest.mark.parametrize(("native", "which"), [(True, "1345"), (False, "35")])
+def test_a_correct_engine_passes(climb: Climb, native: bool, which: str) -> None:
+    rungs = climb(which, native)
+    assert problems(rungs) == {}
+    assert len(rungs) == len(which) + 1  # rung 3 is two
+    assert rungs["3 weight update"]["accepted_since"]["eagle3"] > 0
+    assert rungs["5 logprob parity"]["max_abs"]["processed_vs_block_draft_model"] < 1e-4
+
+
+def test_an_engine_that_drafts_nothing_is_caught(climb: Climb, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every comparison holds there; that is the point."""
+    for module in (cases, ladder):
+        monkeypatch.setattr(module, "policy_of", lambda name, k, drafter: StaticPolicy(0))
+    found = problems(climb("1235"))
+    assert set(found) == {
+        "1 enumeration", "2 chi-square, known distribution", "2 chi-square, this model", "3 seeded identity",
+        "3 weight update", "5 logprob parity",
+    }  # fmt: skip
+    told = "eagle3: nothing was drafted, so this run shows nothing about speculation"
+    assert any(problem.startswith(told) for problem in found["3 seeded identity"])
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "eagle3"])
+def test_one_drafter_that_drafts_nothing_is_caught(climb: Climb, monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
+    policy_of = ladder.policy_of
+    monkeypatch.setattr(
+        ladder, "policy_of", lambda name, k, d: StaticPolicy(0) if d == drafter else policy_of(name, k, d)
+    )
+    found = problems(climb("3"))
+    assert all(problem.startswith(drafter) for told in found.values() for problem in told)
+    assert "3 seeded identity" in found
+
+
+@pytest.mark.parametrize("lies", [False, True])
+@pytest.mark.parametrize(
+    "skipped", ["model.norm.weight", "model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"]
+)
+def test_a_tensor_skipped_in_update_weights_is_caught(
+    climb: Climb, monkeypatch: pytest.MonkeyPatch, skipped: str, lies: bool
+) -> None:
+    """`lies`: with a receipt of what was sent, not of what is held."""
+    update = PagedDecoder.update
+
+    def broken(self: PagedDecoder, weights: Iterable[tuple[str, Tensor]], version: int) -> Receipt:
+        held, sent = dict(hf_state(self.decoder)), list(weights)
+        receipt = update(self, [(name, held[name].clone() if name == skipped else t) for name, t in sent], version)
+        return replace(receipt, checksum=checksum(sent)) if lies else receipt
+
+    monkeypatch.setattr(PagedDecoder, "update", broken)
+    found = problems(climb("3", drafters=("suffix",)))
+    assert set(found) == {"3 weight update"}
+    told = " ".join(found["3 weight update"])
+    assert f"{skipped} is not the tensor that was sent" in told
+    assert "version 1: the largest gap between logprobs" in told  # seen in what it computes as well
+    assert ("receipt" in told) != lies
+
+
+def test_new_weights_that_wait_for_the_next_request_are_caught(climb: Climb, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tensors arrive, but running requests keep the KV of the old ones, though they were to be computed again."""
+    update = LocalEngine.update_weights
+    monkeypatch.setattr(
+        LocalEngine, "update_weights", lambda self, w, v, inflight="recompute": update(self, w, v, "keep")
+    )
+    found = problems(climb("3", drafters=("suffix",)))
+    assert set(found) == {"3 weight update"}
+    assert not any("tensor" in problem for problem in found["3 weight update"])
+
+
+class RawForProcessed(Sampler):
+    """Broken: the logprobs before temperature and truncation, where the processed ones should be."""
+
+    def draw(
+        self,
+        logits_PV: Tensor,
+        keys: np.ndarray,
+        positions: np.ndarray,
+        params: SamplingArrays,
+        *rest: Any,
+        **more: Any,
+    ) -> Draws:
+        draws = super().draw(logits_PV, keys, positions, params, *rest, **more)
+        draws.logprobs = draws.raw_logprobs
+        return draws
+
+
+class ZeroScores(Sampler):
+    """Broken: what the rejection rules report is zero-filled, raw and processed."""
+
+    def score(self, logits_PV: Tensor, processed_PV: Tensor, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros(len(tokens)), np.zeros(len(tokens))
+
+
+@pytest.mark.parametrize(("broken", "arm"), [(RawForProcessed, "processed_vs_decode"), (ZeroScores, "raw_vs_block")])
+def test_wrong_logprobs_are_caught(
+    climb: Climb, monkeypatch: pytest.MonkeyPatch, broken: type[Sampler], arm: str
+) -> None:
+    build = ladder.build_sampler
+    monkeypatch.setattr(ladder, "build_sampler", lambda decoder: broken(native=build(decoder).native))
+    rungs = climb("5")
+    assert any(problem.startswith(arm) for problem in problems(rungs)["5 logprob parity"])
+    if broken is RawForProcessed:  # what T=1 without truncation does not show
+        assert rungs["5 logprob parity"]["max_abs"]["learner_vs_decode"] < 1e-4
+
+
+def truncates_first(logits_PV: Tensor, params: SamplingArrays) -> Tensor:
+    """Broken: top-k, top-p and min-p look at the distribution before the temperature."""
+    untempered = replace(params, temperature=np.where(params.temperature == 0, 0.0, 1.0))
+    kept = PROCESS(logits_PV, untempered)
+    temperature = torch.as_tensor(np.where(params.temperature == 0, 1.0, params.temperature)).unsqueeze(-1)
+    return (kept / temperature).log_softmax(-1)
+
+
+PROCESS = sample.process
+
+
+def test_truncation_before_temperature_is_caught(climb: Climb, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (sample, accept):
+        monkeypatch.setattr(module, "process", truncates_first)
+    found = problems(climb("15", native=False))
+    assert set(found) == {"1 enumeration", "5 logprob parity"}
+    seen = " ".join(found["1 enumeration"])
+    assert all(f"{rule}, static" in seen for rule in ("coupled", "rejection", "block"))
+    assert any("are not those that the noise draws" in problem for problem in found["5 logprob parity"])
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.6},
+        {"temperature": 1.3, "top_k": 5},
+        {"temperature": 0.7, "top_p": 0.8},
+        {"temperature": 1.5, "min_p": 0.1},
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
+    ],
+)
+def test_the_reference_is_transformers(sampling: dict[str, float]) -> None:
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    z = logits = 3 * torch.randn(16, 61, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    warpers = {
+        "temperature": TemperatureLogitsWarper, "top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper,
+        "min_p": MinPLogitsWarper,
+    }  # fmt: skip
+    for name, warper in warpers.items():
+        if name in sampling:
+            z = warper(sampling[name])(torch.zeros(16, 1, dtype=torch.long), z)
+    expected = z.log_softmax(-1)
+    found = reference.processed_logprobs(logits, SamplingParams(**sampling))
+    assert torch.equal(torch.isfinite(found), torch.isfinite(expected))
+    kept = torch.isfinite(found)
+    assert torch.allclose(found[kept], expected[kept], atol=1e-12)
+
+
+def test_problems_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rung = {"name": "3 weight update", "passed": False, "seconds": 1.0, "problems": ["x is not the tensor [sent]"]}
+    monkeypatch.setattr(
+        ladder, "run_ladder", lambda *args: {"passed": False, "rungs": [rung], "alarms": ["the head is slow [x]"]}
+    )
+    write_model(tmp_path / "model")
+    result = CliRunner().invoke(app, ["verify", "--model", str(tmp_path / "model")], env={"COLUMNS": "200"})
+    assert result.exit_code == 1
+    assert "rung 3 weight update: x is not the tensor [sent]" in result.stderr and "NOT exact" in result.stderr
+    assert "ALARM: the head is slow [x]" in result.stderr
