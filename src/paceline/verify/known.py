@@ -44,18 +44,16 @@ class Case:
     num_speculative_tokens: int = 2
     seed: int = 1
 
-    @property
-    def table(self) -> TableCase:
-        return TableCase(self.vocab_size, self.num_speculative_tokens, self.seed)
-
-    def engine(self, sampler: Sampler) -> LocalEngine:
-        return self.table.engine(self.rule, self.drafter, sampler, 4, self.policy)
-
     def enumerate(self, noise: Enumerator | None = None) -> tuple[Enumeration, float]:
         """What was found, and its total variation to brute force."""
+        table = TableCase(self.vocab_size, self.num_speculative_tokens, self.seed)  # once: it remembers its logits
+
+        def engine(sampler: Sampler) -> LocalEngine:
+            return table.engine(self.rule, self.drafter, sampler, 4, self.policy)
+
         request = Request(0, PROMPT, self.sampling, 0)
-        found = enumerate_engine(self.engine, request, (BESIDE,), noise)
-        return found, total_variation(found.distribution, brute_force(self.table.decoder(), request))
+        found = enumerate_engine(engine, request, (BESIDE,), noise)
+        return found, total_variation(found.distribution, brute_force(table.decoder(), request))
 
 
 def cases() -> list[Case]:
