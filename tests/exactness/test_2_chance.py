@@ -27,7 +27,9 @@ def p_value(case: TableCase, rule: str, policy: str, drafter: str | None, sampli
     sample = case.sample(engine, sampling, NUM, first_key=key << 32)
     if drafter is not None and policy == "static":  # the others may find that no draft pays
         drafts = summarise([], engine.drain_trace())
-        assert drafts["num_draft_tokens"] > drafts["num_accepted_tokens"] > 0, (rule, drafter)
+        assert drafts["num_draft_tokens"] > drafts["num_accepted_tokens"], (rule, drafter)
+        if not sampling.truncates:  # else a random head's few tokens may all be excluded
+            assert drafts["num_accepted_tokens"] > 0, (rule, drafter)
     return chance.against_exact(sample, exact).p_value
 
 

@@ -12,7 +12,7 @@ from paceline.types import Receipt, Request
 
 
 class AdversarialDrafter:
-    """Guesses at random, of random length and confidence, reproducibly."""
+    """Guesses at random, of random length and confidence, reproducibly: by request and by its last tokens."""
 
     name = "adversarial"
     version = 0
@@ -29,7 +29,7 @@ class AdversarialDrafter:
     def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch:
         drafts = DraftBatch.empty(len(rows), int(caps.max(initial=0)))
         for i, tokens in enumerate(rows.tokens):
-            rng = np.random.default_rng([self.seed, *tokens[-4:].tolist(), len(tokens)])
+            rng = np.random.default_rng([self.seed, int(rows.noise_keys[i]), *tokens[-4:].tolist(), len(tokens)])
             drafts.num[i] = rng.integers(0, caps[i] + 1)
             drafts.tokens[i] = rng.integers(0, self.vocab_size, drafts.tokens.shape[1])
             drafts.confidence[i] = rng.random(drafts.tokens.shape[1])

@@ -7,7 +7,8 @@ ones); rung 2 goes on with the user's weights, and rungs 3 to 5 are the user's w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,15 +52,22 @@ class Size:
     """How much is run."""
 
     num_prompts: int
-    num_scored: int  # prompts of those rungs that ask a learner: the weight update and logprob parity
     max_tokens: int
+    num_scored: int  # prompts and tokens of the weight update, logprob parity and the policies other than static
+    max_scored_tokens: int
     num_samplings: int  # of known.SAMPLINGS
     num_table_samples: int
     num_model_samples: int
 
 
-FULL = Size(num_prompts=32, num_scored=8, max_tokens=64, num_samplings=3, num_table_samples=1500, num_model_samples=384)
-QUICK = Size(num_prompts=6, num_scored=3, max_tokens=32, num_samplings=1, num_table_samples=500, num_model_samples=128)
+FULL = Size(
+    num_prompts=32, max_tokens=64, num_scored=8, max_scored_tokens=64, num_samplings=3, num_table_samples=1500,
+    num_model_samples=384,
+)  # fmt: skip
+QUICK = Size(
+    num_prompts=6, max_tokens=32, num_scored=3, max_scored_tokens=20, num_samplings=1, num_table_samples=500,
+    num_model_samples=96,
+)  # fmt: skip
 
 
 def run_ladder(
@@ -121,7 +129,7 @@ class _Ladder:
 
     def rungs(self) -> list[tuple[str, Callable[[], Rung]]]:
         return [
-            ("1 enumeration", lambda: known.enumeration(self.progress)),
+            ("1 enumeration", self.enumeration),
             ("2 chi-square, known distribution", self.chi_square_table),
             ("2 chi-square, this model", self.chi_square_model),
             ("3 seeded identity", self.seeded_identity),
@@ -142,6 +150,11 @@ class _Ladder:
             return []
         said = FirstPositions.of(found).below(recorded, config.draft.alarm_record, 1.0)
         return [said] if said is not None else []
+
+    @property
+    def always_drafting(self) -> bool:
+        """Whether drafts can be asked for in every part of the ladder, however short and little repetitive."""
+        return any(drafter in ALWAYS_DRAFT for drafter in self.drafters)
 
     # -- engines over the user's model --------------------------------------------------------------------------------
 
@@ -188,6 +201,11 @@ class _Ladder:
             Request(i, tuple(prompt), sampling, noise_key("verify", i), f"prompt {i}")
             for i, prompt in enumerate(self.prompts)
         ]
+
+    def scored_requests(self, sampling: SamplingParams) -> list[Request]:
+        """Fewer and shorter."""
+        sampling = replace(sampling, max_tokens=self.size.max_scored_tokens)
+        return [replace(r, sampling=sampling) for r in self.requests(sampling)[: self.size.num_scored]]
 
     def coupled(self, drafter: str | None) -> list[Completion]:
         """All prompts at T=1, once for each drafter; None is the reference of rungs 3 and 5."""
@@ -257,9 +275,14 @@ class _Ladder:
 
     # -- rungs --------------------------------------------------------------------------------------------------------
 
+    def enumeration(self) -> Rung:
+        with single_thread():
+            return known.enumeration(self.progress)
+
     def chi_square_table(self) -> Rung:
         size = self.size
-        return known.chi_square(size.num_table_samples, size.num_samplings, self.sampler.native, self.progress)
+        with single_thread():
+            return known.chi_square(size.num_table_samples, size.num_samplings, self.sampler.native, self.progress)
 
     def chi_square_model(self) -> Rung:
         """This model's weights: speculation against plain decoding, beside plain against plain."""
@@ -313,13 +336,14 @@ class _Ladder:
             static = [*found, *(again := self._again.get(drafter, []))]
             if again:
                 runs[f"{drafter}, again"] = identity.first_differences(expected, identity.tokens_of(again))
+            some = self.size.num_scored
             for policy, counts in by_policy.items():
-                found = self.engine(drafter, policy=policy).generate(requests)
-                runs[f"{drafter}, {policy}"] = identity.first_differences(expected, identity.tokens_of(found))
+                found = self.engine(drafter, policy=policy).generate(requests[:some])
+                runs[f"{drafter}, {policy}"] = identity.first_differences(expected[:some], identity.tokens_of(found))
                 for i, count in enumerate(num_drafted(found)):
                     counts[i] += count
             # Other company (foreign greedy rows, reversed order) and too little memory for all of it.
-            count = min(8, len(requests))
+            count = min(max(4, self.size.num_scored), len(requests))
             greedy = SamplingParams(0.0, max_tokens=self.size.max_tokens)
             crowd = [
                 Request(1000 + r.request_id, r.prompt_ids[: 1 + len(r.prompt_ids) // 2], greedy, 0)
@@ -333,7 +357,7 @@ class _Ladder:
                 expected[:count], identity.tokens_of(list(reversed(found[count:])))
             )
         compared = self.compare(requests, expected, runs)
-        if any(drafter in ALWAYS_DRAFT for drafter in self.drafters):
+        if self.always_drafting:
             # A policy may find that one drafter's drafts do not pay, but not all of them.
             for policy, (drafted, accepted) in by_policy.items():
                 problems += undrafted(f"policy {policy}", drafted, accepted)
@@ -352,39 +376,41 @@ class _Ladder:
     def weight_update(self) -> Rung:
         """Every tensor changes while requests run: tokens and logprobs are those of the version that each token names,
         by a learner that has the same weights, and accepted drafts are among the new version's tokens."""
-        requests = self.requests(SamplingParams(ignore_eos=True))[: self.size.num_scored]
+        requests = self.scored_requests(SamplingParams(ignore_eos=True))
         learner = self.weights(self.decoder.dtype)
-        old = updates.copied(hf_state(learner))
-        new = updates.changed(old)
+        old = updates.Sent(updates.copied(hf_state(learner)))
+        both = (old, updates.Sent(updates.changed(old.weights)))  # the runs go from one to the other, and back
         problems: list[str] = []
         found: dict[str, list[Completion]] = {}
-        for drafter in (None, *self.drafters):
-            run = drafter or "none"
-            self.progress(f"3 weight update: {run}")
-            engine = self.engine(drafter)
-            try:
-                found[run], wrong = updates.generate_through_update(engine, requests, new)
-            finally:  # the other rungs run on this decoder too
-                restored = updates.update(engine, old, 2)
-            problems += [f"{run}: {problem}" for problem in wrong + restored]
-            if drafter in ALWAYS_DRAFT and not updates.num_accepted_since(found[run], 1):
-                problems.append(f"{run}: no draft was accepted after the update")
+        try:
+            for i, drafter in enumerate((None, *self.drafters)):
+                run = drafter or "none"
+                self.progress(f"3 weight update: {run}")
+                engine = self.engine(drafter)
+                found[run], wrong = updates.generate_through_update(engine, requests, both[(i + 1) % 2])
+                problems += [f"{run}: {problem}" for problem in wrong]
+        finally:  # the other rungs run on this decoder too
+            assign(self.decoder, old.weights)
         pairs: dict[str, tuple[list[np.ndarray], list[np.ndarray]]] = {}
-        for version, weights in enumerate((old, new)):
-            assign(learner, weights)
-            for run, completions in found.items():
+        for held in range(2):
+            assign(learner, both[held].weights)
+            for i, (run, completions) in enumerate(found.items()):
+                version = (held + i) % 2
                 scored = identity.learner_scores(learner, completions)
                 wanted = updates.by_version(completions, version, [s.raw for s in scored])
                 given = updates.by_version(completions, version, [c.raw_logprobs for c in completions])
                 pairs[f"{run}, version {version}"] = wanted, given
                 behind = updates.by_version(completions, version, [s.behind for s in scored])
                 problems += self.wrong_draws(f"{run}, version {version}", behind)
+        accepted = {run: updates.num_accepted_since(found[run], 1) for run in self.drafters}
+        if self.always_drafting and not any(accepted.values()):
+            problems.append("no draft of any drafter was accepted after the update")
         judged = self.judge_gaps(pairs)
         return {
             "problems": problems + judged.pop("problems"),
-            "num_tensors": len(new),
+            "num_tensors": len(old.weights),
             "num_tokens": sum(len(c.token_ids) for c in found["none"]),
-            "accepted_since": {run: updates.num_accepted_since(found[run], 1) for run in self.drafters},
+            "accepted_since": accepted,
             **judged,
         }
 
@@ -424,13 +450,13 @@ class _Ladder:
             verify = self.coupled(name)[:count]
             pairs[f"learner_vs_verify_{name}"] = raw_of(learner.score(verify)), [c.raw_logprobs for c in verify]
         problems: list[str] = []
+        drafted: dict[str, list[Completion]] = {}
         num_excluded = num_tokens = 0
         for rule, drafter in self.parity_arms():
             run = f"{rule}_{drafter}" if drafter is not None else "decode"
             self.progress(f"5 logprob parity: {run}")
-            found = self.engine(drafter, rule).generate(self.requests(TRUNCATED)[:count])
-            if drafter in ALWAYS_DRAFT:
-                problems += needs_drafts(f"{rule}, {drafter}", found)
+            found = self.engine(drafter, rule).generate(self.scored_requests(TRUNCATED))
+            drafted[rule] = [*drafted.get(rule, []), *found]
             scored = learner.score(found)
             if rule == "coupled":
                 problems += self.wrong_draws(run, [s.behind for s in scored])
@@ -444,6 +470,8 @@ class _Ladder:
                 [s.processed[k] for s, k in zip(scored, kept, strict=True)],
                 [c.logprobs[k] for c, k in zip(found, kept, strict=True)],
             )
+        if self.always_drafting:
+            problems += [problem for rule, runs in drafted.items() for problem in needs_drafts(rule, runs)]
         if num_excluded > MAX_TRUNCATED * num_tokens:
             problems.append(f"{num_excluded} of {num_tokens} tokens are outside of the truncated distribution")
         judged = self.judge_gaps(pairs)
@@ -476,6 +504,17 @@ class _CachedLearner:
         if key not in self._known:
             self._known[key] = identity.learner_scores(self.decoder, [c])[0]
         return self._known[key]
+
+
+@contextmanager
+def single_thread() -> Iterator[None]:
+    """Tables are tiny: more threads wait for each other, on a busy machine for ten times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def raw_of(scored: Sequence[identity.Scored]) -> list[np.ndarray]:

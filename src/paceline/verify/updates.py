@@ -22,6 +22,13 @@ CHANGE = 0.02  # of each tensor's root mean square: far more than rounding, and 
 Weights = list[tuple[str, Tensor]]
 
 
+class Sent:
+    """Weights for an engine, with their checksum."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights, self.checksum = weights, checksum(weights)
+
+
 def copied(weights: Iterable[tuple[str, Tensor]]) -> Weights:
     return [(name, tensor.clone()) for name, tensor in weights]
 
@@ -39,7 +46,7 @@ def changed(weights: Iterable[tuple[str, Tensor]], seed: int = 0) -> Weights:
 
 
 def generate_through_update(
-    engine: LocalEngine, requests: Sequence[Request], weights: Weights, inflight: str = "recompute"
+    engine: LocalEngine, requests: Sequence[Request], sent: Sent, inflight: str = "recompute"
 ) -> tuple[list[Completion], list[str]]:
     """Run the requests, and update the weights when a third of their tokens is there; the completions, and what is
     wrong with what the engine then holds."""
@@ -50,7 +57,7 @@ def generate_through_update(
         engine.step()
         emitted += sum(trace.num_emitted for trace in engine.drain_trace())
         if not updated and emitted >= wanted:
-            problems = update(engine, weights, version, inflight)
+            problems = update(engine, sent, version, inflight)
             updated = True
     found = [handle.completion for handle in handles if handle.completion is not None]
     if not all((c.versions < version).any() and (c.versions == version).any() for c in found):
@@ -58,13 +65,13 @@ def generate_through_update(
     return found, problems
 
 
-def update(engine: LocalEngine, weights: Weights, version: int, inflight: str = "recompute") -> list[str]:
+def update(engine: LocalEngine, sent: Sent, version: int, inflight: str = "recompute") -> list[str]:
     """Give the engine these weights, and look at what it holds afterwards: its own receipt is not taken for granted."""
-    receipt = engine.update_weights(weights, version, inflight)
-    sent = dict(weights)
-    wrong = [name for name, held in hf_state(engine.paged.decoder) if not torch.equal(held, sent[name])]
+    receipt = engine.update_weights(sent.weights, version, inflight)
+    tensors = dict(sent.weights)
+    wrong = [name for name, held in hf_state(engine.paged.decoder) if not torch.equal(held, tensors[name])]
     problems = [f"update_weights: {name} is not the tensor that was sent" for name in wrong[:4]]
-    if receipt.checksum != checksum(weights):
+    if receipt.checksum != sent.checksum:
         problems.append("update_weights: the receipt's checksum is not that of the weights that were sent")
     return problems
 
