@@ -24,7 +24,7 @@ from paceline.speculation.policy import StaticPolicy
 from paceline.types import Request
 from paceline.verify.cases import RULES, TableCase
 from paceline.verify.enumeration import brute_force, enumerate_engine, total_variation
-from paceline.verify.known import BESIDE, TRUNCATIONS, Case, cases, settings
+from paceline.verify.known import BESIDE, CASES, TRUNCATIONS, Case, settings
 from paceline.verify.table import TableDecoder
 
 EXACT = 1e-12  # float64 products of a few dozen factors
@@ -42,7 +42,7 @@ def name_of(case: Case) -> str:
     return f"{case.rule}-{case.policy}-{case.drafter}-{settings(case.sampling)}-{case.sampling.max_tokens}"
 
 
-@pytest.mark.parametrize("case", cases(), ids=name_of)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_every_rule_with_every_policy_and_drafter(case: Case) -> None:
     """And with truncation, and where positions are drafted twice: the cases of `paceline verify`."""
     found, apart = case.enumerate()
@@ -213,7 +213,7 @@ def test_noise_without_its_round_is_caught(
     """Broken: a call site leaves the round out, so that a position that is drafted again meets the noise that decided
     whether its first draft was kept. Draws of 1000 sequences are too few to see the bias."""
     monkeypatch.setattr(module, "with_round", lambda positions, rounds: positions)
-    every = [c for c in cases() if (c.rule, c.policy, c.drafter) == (rule, "static", drafter) and c.vocab_size == 3]
+    every = [c for c in CASES if (c.rule, c.policy, c.drafter) == (rule, "static", drafter) and c.vocab_size == 3]
     found, _ = max(every, key=lambda case: case.sampling.max_tokens).enumerate()
     assert found.num_reused > 0
 
@@ -229,6 +229,6 @@ def test_truncation_before_temperature_is_caught(monkeypatch: pytest.MonkeyPatch
     process = sample.process
     for module in (sample, accept):
         monkeypatch.setattr(module, "process", truncates_first)
-    truncated = [case for case in cases() if case.sampling.truncates]
+    truncated = [case for case in CASES if case.sampling.truncates]
     assert len(truncated) == 9
     assert all(case.enumerate()[1] > 1e-2 for case in truncated if case.sampling != TRUNCATIONS[1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -110,16 +109,24 @@ NEVER = -1000.0  # for -inf: such a token may not be emitted, and its gap to any
 
 
 def learner_scores(decoder: Decoder, completions: Sequence[Completion]) -> list[Scored]:
-    return [_score(partial(learner_logits, decoder), c) for c in completions]
+    return [score(completion_logits(decoder, c), c) for c in completions]
+
+
+def completion_logits(decoder: Decoder, c: Completion) -> Tensor:
+    """Those that a completion's tokens were drawn from, by a learner: float64 [P, V]."""
+    tokens = c.token_ids.tolist()
+    return learner_logits(decoder, [*c.request.prompt_ids, *tokens[:-1]], len(tokens))
 
 
 def prefill_scores(paged: PagedDecoder, completions: Sequence[Completion]) -> list[Scored]:
-    return [_score(partial(prefill_logits, paged), c) for c in completions]
+    return [
+        score(prefill_logits(paged, [*c.request.prompt_ids, *c.token_ids[:-1].tolist()], len(c.token_ids)), c)
+        for c in completions
+    ]
 
 
-def _score(logits_of: Callable[[Sequence[int], int], Tensor], c: Completion) -> Scored:
+def score(logits_PV: Tensor, c: Completion) -> Scored:
     tokens = c.token_ids.tolist()
-    logits_PV = logits_of([*c.request.prompt_ids, *tokens[:-1]], len(tokens))
     processed_PV = processed_logprobs(logits_PV, c.request.sampling).clamp_min(NEVER)
     scores_PV = race_scores(processed_PV, c.request, len(c.request.prompt_ids) + np.arange(len(tokens)))
     at = torch.tensor(tokens, device=logits_PV.device)[:, None]

@@ -3,6 +3,7 @@ the real ones, the target is a table."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,37 +57,46 @@ class Case:
         return found, total_variation(found.distribution, brute_force(table.decoder(), request))
 
 
-def cases() -> list[Case]:
-    """Every rule with every policy and drafter; every rule with truncation; and sequences long enough that a position
-    is drafted again after a rejection, where a rule that leaves the round out of its noise meets that noise again."""
-    found = []
+def _every_combination() -> Iterator[Case]:
+    """Every rule with every policy and drafter."""
     for rule, policy, drafter in ((r, p, d) for r in RULES for p in POLICIES[r] for d in DRAFTERS):
         # One token ahead keeps the tree small where the drafter's own draws are forks too.
         one_ahead = rule == "coupled" and drafter in SAMPLING_DRAFTERS
-        found.append(Case(rule, policy, drafter, num_speculative_tokens=1 if one_ahead else 2))
-    for rule in RULES:
-        drafter = "ngram" if rule == "coupled" else "draft_model"
-        found += [Case(rule, "static", drafter, sampling, vocab_size=4, seed=5) for sampling in TRUNCATIONS]
-    return found + redrafting_cases()
+        yield Case(rule, policy, drafter, num_speculative_tokens=1 if one_ahead else 2)
 
 
-def redrafting_cases() -> list[Case]:
-    """A head cannot draft before the prompt is computed, so it needs one token more to draft a position twice."""
-    return [
-        Case(rule, "static", drafter, SamplingParams(max_tokens=4))
-        for rule in ("rejection", "block")
-        for drafter in ("eagle3", "hybrid")
-    ]
+def _truncated() -> Iterator[Case]:
+    for rule, sampling in ((r, s) for r in RULES for s in TRUNCATIONS):
+        yield Case(rule, "static", "ngram" if rule == "coupled" else "draft_model", sampling, vocab_size=4, seed=5)
 
 
-def enumeration(progress: Progress) -> Rung:
+def _redrafting() -> Iterator[Case]:
+    """Sequences long enough that a head drafts a position again after a rejection, where a rule that leaves the round
+    out of its noise meets that noise again. A head cannot draft before the prompt is computed, so it needs one token
+    more for that than others."""
+    for rule, drafter in ((r, d) for r in ("rejection", "block") for d in ("eagle3", "hybrid")):
+        yield Case(rule, "static", drafter, SamplingParams(max_tokens=4))
+
+
+CASES = (*_every_combination(), *_truncated(), *_redrafting())
+# Without those of many paths that others resemble.
+QUICK_CASES = tuple(
+    case
+    for case in CASES
+    if case.sampling != TRUNCATIONS[1]
+    and (case.rule, case.policy, case.drafter)
+    not in {("coupled", "auto", "draft_model"), ("coupled", "static", "suffix")}
+    and (case.drafter, case.sampling.max_tokens) != ("hybrid", 4)
+)
+
+
+def enumeration(cases: Sequence[Case], progress: Progress) -> Rung:
     """Rung 1: every path of chance, through the real engine, against brute force."""
     figures: list[dict[str, Any]] = []
     problems: list[str] = []
-    every = cases()
-    for i, case in enumerate(every):
+    for i, case in enumerate(cases):
         if i % 10 == 0:
-            progress(f"1 enumeration: {i}/{len(every)}")
+            progress(f"1 enumeration: {i}/{len(cases)}")
         found, distance = case.enumerate()
         name = f"{case.rule}, {case.policy}, {case.drafter}, {settings(case.sampling)}"
         if distance > ENUMERATION_TOLERANCE:

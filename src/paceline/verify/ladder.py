@@ -55,18 +55,19 @@ class Size:
     max_tokens: int
     num_scored: int  # prompts and tokens of the weight update, logprob parity and the policies other than static
     max_scored_tokens: int
+    cases: Sequence[known.Case]  # whose distributions are enumerated
     num_samplings: int  # of known.SAMPLINGS
     num_table_samples: int
     num_model_samples: int
 
 
 FULL = Size(
-    num_prompts=32, max_tokens=64, num_scored=8, max_scored_tokens=64, num_samplings=3, num_table_samples=1500,
-    num_model_samples=384,
+    num_prompts=32, max_tokens=64, num_scored=8, max_scored_tokens=64, cases=known.CASES, num_samplings=3,
+    num_table_samples=1500, num_model_samples=384,
 )  # fmt: skip
 QUICK = Size(
-    num_prompts=6, max_tokens=32, num_scored=3, max_scored_tokens=20, num_samplings=1, num_table_samples=500,
-    num_model_samples=96,
+    num_prompts=6, max_tokens=24, num_scored=2, max_scored_tokens=20, cases=known.QUICK_CASES, num_samplings=1,
+    num_table_samples=500, num_model_samples=96,
 )  # fmt: skip
 
 
@@ -277,7 +278,7 @@ class _Ladder:
 
     def enumeration(self) -> Rung:
         with single_thread():
-            return known.enumeration(self.progress)
+            return known.enumeration(self.size.cases, self.progress)
 
     def chi_square_table(self) -> Rung:
         size = self.size
@@ -392,16 +393,11 @@ class _Ladder:
         finally:  # the other rungs run on this decoder too
             assign(self.decoder, old.weights)
         pairs: dict[str, tuple[list[np.ndarray], list[np.ndarray]]] = {}
-        for held in range(2):
-            assign(learner, both[held].weights)
-            for i, (run, completions) in enumerate(found.items()):
-                version = (held + i) % 2
-                scored = identity.learner_scores(learner, completions)
-                wanted = updates.by_version(completions, version, [s.raw for s in scored])
-                given = updates.by_version(completions, version, [c.raw_logprobs for c in completions])
-                pairs[f"{run}, version {version}"] = wanted, given
-                behind = updates.by_version(completions, version, [s.behind for s in scored])
-                problems += self.wrong_draws(f"{run}, version {version}", behind)
+        for i, (run, completions) in enumerate(found.items()):
+            versions = [both[(i + version) % 2].weights for version in range(2)]
+            scored = updates.learner_scores(learner, versions, completions)
+            pairs[run] = raw_of(scored), [c.raw_logprobs for c in completions]
+            problems += self.wrong_draws(run, [s.behind for s in scored])
         accepted = {run: updates.num_accepted_since(found[run], 1) for run in self.drafters}
         if self.always_drafting and not any(accepted.values()):
             problems.append("no draft of any drafter was accepted after the update")

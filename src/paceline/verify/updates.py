@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.engine.engine import LocalEngine
 from paceline.engine.interface import Handle
-from paceline.model.weights import checksum, hf_state
+from paceline.model.decoder import Decoder
+from paceline.model.weights import assign, checksum, hf_state
 from paceline.types import Completion, Provenance, Request
+from paceline.verify import identity
 
 CHANGE = 0.02  # of each tensor's root mean square: far more than rounding, and the model still speaks
 Weights = list[tuple[str, Tensor]]
@@ -81,6 +82,18 @@ def num_accepted_since(completions: Sequence[Completion], version: int) -> int:
     return sum(int(((c.versions == version) & (c.provenance == Provenance.ACCEPTED)).sum()) for c in completions)
 
 
-def by_version(completions: Sequence[Completion], version: int, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Of values per token, those of the tokens that this version emitted."""
-    return [value[c.versions == version] for c, value in zip(completions, values, strict=True)]
+def learner_scores(
+    learner: Decoder, versions: Sequence[Weights], completions: Sequence[Completion]
+) -> list[identity.Scored]:
+    """Of every token by a learner that has the weights of the version which the token names."""
+    logits: list[Tensor] = []
+    for version, weights in enumerate(versions):
+        assign(learner, weights)
+        for i, c in enumerate(completions):
+            found_PV = identity.completion_logits(learner, c)
+            if version == 0:
+                logits.append(found_PV)
+            else:
+                own = torch.as_tensor(c.versions == version, device=found_PV.device)
+                logits[i] = torch.where(own[:, None], found_PV, logits[i])
+    return [identity.score(logits_PV, c) for logits_PV, c in zip(logits, completions, strict=True)]

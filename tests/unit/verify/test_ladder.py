@@ -42,9 +42,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def climb(model: Path, monkeypatch: pytest.MonkeyPatch) -> Climb:
     """Rungs of the quick ladder on a tiny model; rung 1 with a few of its cases."""
-    few = [case for case in known.cases() if case.sampling == known.TRUNCATIONS[0]]
-    monkeypatch.setattr(known, "cases", lambda: few)
-    monkeypatch.setattr(ladder, "QUICK", replace(ladder.QUICK, num_table_samples=40, num_model_samples=32))
+    few = tuple(case for case in known.QUICK_CASES if case.sampling == known.TRUNCATIONS[0])
+    assert len(few) == 3
+    quick = replace(ladder.QUICK, num_prompts=4, cases=few, num_table_samples=40, num_model_samples=32)
+    monkeypatch.setattr(ladder, "QUICK", quick)
 
     def call(rungs: str, native: bool = True, drafters: tuple[str, ...] = DRAFTERS) -> dict[str, Any]:
         settings = (f"model.name={str(model / 'model')!r}", f"speculation.head={str(model / 'head')!r}")
@@ -112,7 +113,7 @@ def test_a_tensor_skipped_in_update_weights_is_caught(
     assert set(found) == {"3 weight update"}
     told = " ".join(found["3 weight update"])
     assert f"{skipped} is not the tensor that was sent" in told
-    assert "version 1: the largest gap between logprobs" in told  # seen in what it computes as well
+    assert "suffix: the largest gap between logprobs" in told  # seen in what it computes as well
     assert ("receipt" in told) != lies
 
 
