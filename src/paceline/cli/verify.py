@@ -36,7 +36,7 @@ def verify(
         str | None, typer.Option(help="Of ngram, suffix, draft_model, eagle3, hybrid; else all there are.")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A shorter ladder, two to three minutes on two cores.")
+        bool, typer.Option("--quick", help="A shorter ladder, about two and a half minutes on two cores.")
     ] = False,
     prompts_file: PromptsFile = None,
     config: ConfigFile = None,
