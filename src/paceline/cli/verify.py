@@ -97,7 +97,7 @@ def verify(
     for alarm in certificate["alarms"]:
         err.print(Text(f"ALARM: {alarm}", style="yellow"))
     if not certificate["passed"]:
-        err.print(f"{cfg.model.name}: NOT exact; see the rungs that failed", style="bold red")
+        err.print(f"{cfg.model.name}: NOT exact; see the rungs that failed", style="bold red", soft_wrap=True)
         raise typer.Exit(1)
     how = f"up to {counted(ties)} of {precision}" if ties else "on every rung"
     out.print(f"{cfg.model.name}: exact {how}", style="bold green")
