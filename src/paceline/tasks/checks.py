@@ -126,7 +126,7 @@ def program(cpu_s: int, memory_mb: int, timeout_s: float, kind: Kind) -> Check:
     Test code runs in another process than the program (`remote`), and outputs are compared here: what would be right is
     never in the program's reach."""
     if kind == "process":
-        forbid_inspection()  # programs run as the same user, and this process hears how they ended
+        forbid_inspection()  # programs run as the same user, and this process learns how they ended
 
     def check(completion: str, columns: dict[str, Any]) -> float:
         tests = column(columns, "tests")
