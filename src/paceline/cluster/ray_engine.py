@@ -24,7 +24,7 @@ from paceline.cluster.ray_calls import LOST, answer, answer_at_last, patient
 from paceline.cluster.ray_engine_actor import Greeting, Progress
 from paceline.config import ClusterSection
 from paceline.engine.interface import Handle, Learned, Weights
-from paceline.engine.trace_log import TraceLog
+from paceline.engine.trace_log import MAX_TRACES, TraceLog
 from paceline.types import Completion, Receipt, Request, StepTrace, with_noise_key
 
 PATIENCE_S = 0.1  # an engine works so long before it looks up, if nothing is finished earlier
@@ -70,7 +70,7 @@ class RayEngine:
         self._handles: dict[int, Handle] = {}
         self._welcome: set[tuple[object, ...]] = set()  # prompts and sampling that were taken; siblings' will be too
         self._finished: list[Completion] = []
-        self._traces = TraceLog()
+        self._traces = TraceLog(MAX_TRACES * len(actors))
         self._deliveries: dict[str, _Delivery] = {}
         self._channel: Channel | None = None  # to all of them
         self._asleep = False

@@ -43,7 +43,7 @@ Places = tuple[np.ndarray, np.ndarray]
 LEAST_TOLD, MOST_TOLD = 1 << 24, 1 << 26  # tokens of history on a device, of 4 bytes each
 FEW = 256  # tokens, of which one more costs little: their time is that of the weights
 FLYING = 3  # steps whose words may be on their way between host and device
-MAX_DRAFTERS = 4  # whose graphs are kept; then those of the one that came first go
+MAX_DRAFTERS = 4  # whose graphs are kept; those of the one that was not used for longest go first
 ALL = 2**31 - 1  # drafted tokens: as many as there are
 
 
@@ -260,6 +260,7 @@ class GraphRunner:
                 self._drop(next(iter(self._graphs)))
             self._graphs[key] = graphs
             self._mail = self._mail or [_Mail(graphs) for _ in range(FLYING)]
+        self._graphs[key] = self._graphs.pop(key)  # the last used at the end
         return self._graphs[key]
 
     def leave(self, sequence: Sequence) -> None:

@@ -110,6 +110,11 @@ class Producer:
 
     def start(self, step: int) -> None:
         """Begin with this step, or after the batches that `restore` brought."""
+        if self._ready and min(self._ready) != step:
+            raise ValueError(
+                f"the checkpoint has the batch of step {min(self._ready)}, but not that of step {step}; resume from an "
+                "earlier checkpoint: delete the newest folder in RUN/checkpoints"
+            )
         self._next_step = max(self._ready, default=step - 1) + 1
         if self.max_staleness:
             self._thread = threading.Thread(target=self._run, args=(self._next_step,), daemon=True, name="rollouts")
@@ -213,13 +218,14 @@ class Producer:
             # Whole rounds: how many are asked for depends on how many are missing, never on who came first.
             collected = self._collect(batch, self.groups_per_step if self.max_staleness else missing)
             batch.rounds.append(collected)
+            batch.traces += self.engine.drain_trace()
             self._check_failures(step, [group for each in batch.rounds for group in each.groups])
             for group in collected.groups:
                 useful = len(group.scored) > 1 and self.algorithm.keeps([r.reward for r in group.scored])
                 (batch.groups if useful else batch.dropped).append(group)
         # Only a whole batch moves the data on: what is given up is generated again.
         batch.groups, surplus = batch.groups[: self.groups_per_step], batch.groups[self.groups_per_step :]
-        batch.traces, learned = self.engine.drain_trace(), self.engine.learned()
+        learned = self.engine.learned()
         with self._changed:
             self.position, self.surplus, self.learned, self._next_step = batch.position, surplus, learned, step + 1
             self._ready[step] = batch

@@ -31,6 +31,7 @@ OWN_STEPS = 32.0  # rows' steps that all others' outcomes are worth beside a req
 PRICE = 0.05  # a price per token this close to the one solved with is the same
 ROUNDS = 4  # solutions at most, until price and use agree
 PHASE = (5**0.5 - 1) / 2  # sets requests' carried parts apart, so that they do not all draft in the same step
+BELOW_ONE = float(np.nextafter(1, 0))
 OFFERED, DRAFTED, ACCEPTED = range(3)  # rows of the counts: caps, drafts and acceptances that got beyond a position
 
 
@@ -169,7 +170,7 @@ class DasPolicy:
         depths = rows.limited(spread.depths)
         if (total := float(depths.sum())) > rows.draft_budget:
             depths = depths * (rows.draft_budget / total)  # shares stay: the longest rows keep the longest drafts
-        wanted = rows.limited(depths + self._carried[slots])
+        wanted = rows.limited(np.minimum(depths + self._carried[slots], self.max_tokens))
         caps = wanted.astype(np.int32)
         if int(caps.sum()) > rows.draft_budget:  # many carried parts came to a token at once
             caps = level(caps, rows.draft_budget)
@@ -179,7 +180,7 @@ class DasPolicy:
             f"{caps.sum()} for {(caps > 0).sum()} of {len(rows)} rows; {spread.why}",
             float((spread.standing * reached).sum()),
             float(self.costs.steps_s(rows.load, num_extra)[num_extra]) + self._draft_s(caps),
-            _Planned(rows.request_ids, caps, np.minimum(wanted - caps, 1.0), solved),
+            _Planned(rows.request_ids, caps, np.minimum(wanted - caps, BELOW_ONE), solved),
         )
         return caps
 

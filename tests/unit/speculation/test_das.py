@@ -106,6 +106,15 @@ def test_carried_parts_keep_the_mean_within_the_budget() -> None:
     np.testing.assert_allclose(found.mean(0), [0.8, 0.8, 0.4], atol=0.05)
 
 
+def test_no_draft_is_longer_than_was_asked_for_after_a_step_with_little_room() -> None:
+    """What a tight step leaves over is carried, but never more than a part of a token."""
+    made, dice, view = policy(table(0.0)), np.random.default_rng(0), rows([900] * 8)
+    for _ in range(400):
+        view.draft_budget = int(dice.choice([0, 1, 2, 5, 9, 17, 1000]))
+        caps = launched(made, view)
+        assert caps.max() <= K and caps.sum() <= view.draft_budget and made._carried.max() < 1
+
+
 # ---- who gets what ----
 
 
