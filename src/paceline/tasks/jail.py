@@ -25,9 +25,8 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-if (
-    __name__ == "__main__"
-):  # an isolated interpreter knows no packages; behind the standard library, so as to hide nothing
+# An isolated interpreter knows no packages. Ours come behind the standard library, so that they hide none of it.
+if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[2]))
 
 from paceline.tasks import landlock, memory, seccomp
