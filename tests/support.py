@@ -124,5 +124,8 @@ def kernel_rooms(**paths: str) -> Iterator[SimpleNamespace]:
     sys.modules.update({name: MagicMock() for name in missing})
     before = set(sys.modules)
     yield SimpleNamespace(**{name: import_module(f"paceline.{path}") for name, path in paths.items()})
-    for name in [*(set(sys.modules) - before if missing else ()), *missing]:
+    # Only what was imported with the stand-in: popping others would make a second copy of their classes.
+    with_kernels = ("paceline.model.cuda", "paceline.engine.graph_runner")
+    new = [name for name in set(sys.modules) - before if name.startswith(with_kernels)]
+    for name in [*(new if missing else ()), *missing]:
         sys.modules.pop(name)

@@ -4,8 +4,8 @@
         [--tokens 64] [--rounds 6] [--json FILE]
 
 SmolLM2-135M at temperature 1. Every round has prompts of its own (GSM8K questions), so that history knows nothing of
-them but what the round itself has said. The same requests, the same tokens: plain decoding and every drafter under
-`auto` take turns, round by round; the figure is the median of the rounds' ratios. Below 1: slower than plain.
+them but what the round itself has emitted. The same requests, the same tokens: plain decoding and every drafter under
+`auto` take turns, step by step; the figure is the median of the rounds' ratios. Below 1: slower than plain.
 
 `useless` guesses at random and says that it is sure; its policy begins each round knowing nothing of it. The others
 are engines as `paceline train` builds them, and keep what they learn.
@@ -32,7 +32,7 @@ from paceline.build.cost import measured_costs
 from paceline.config import Config, load_config
 from paceline.engine.engine import LocalEngine
 from paceline.speculation.auto import AutoPolicy
-from paceline.types import Request, SamplingParams, StepTrace, noise_key
+from paceline.types import Completion, Request, SamplingParams, StepTrace, noise_key
 from paceline.verify.drafters import AdversarialDrafter
 
 K = 4
@@ -46,33 +46,44 @@ def settings(drafter: str, max_num_seqs: int) -> Config:
     return load_config(None, [f"engine.max_num_seqs={max_num_seqs}", *chosen])
 
 
-def timed(engine: LocalEngine, requests: list[Request]) -> tuple[float, list[list[int]], list[StepTrace]]:
-    engine.forget()
-    engine.drain_trace()
-    started = time.perf_counter()
-    found = engine.generate(requests)
-    return time.perf_counter() - started, [c.token_ids.tolist() for c in found], engine.drain_trace()
+def timed(
+    engines: dict[str, LocalEngine], requests: list[Request]
+) -> tuple[dict[str, float], dict[str, list[list[int]]], dict[str, list[StepTrace]]]:
+    """Seconds, tokens and traces by engine. Engines take turns step by step, so that a machine whose speed changes
+    changes it for all."""
+    seconds = dict.fromkeys(engines, 0.0)
+    completions: dict[str, list[Completion]] = {name: [] for name in engines}
+    for engine in engines.values():
+        engine.forget()
+        engine.drain_trace()
+        for request in requests:
+            engine.submit(request)
+    while running := {name: engine for name, engine in engines.items() if engine.has_work}:
+        for name, engine in running.items():
+            started = time.perf_counter()
+            completions[name] += engine.step()
+            seconds[name] += time.perf_counter() - started
+    ordered = {name: sorted(done, key=lambda c: c.request.request_id) for name, done in completions.items()}
+    tokens = {name: [c.token_ids.tolist() for c in done] for name, done in ordered.items()}
+    return seconds, tokens, {name: engine.drain_trace() for name, engine in engines.items()}
 
 
 def measure(
     engines: dict[str, LocalEngine], rounds: Iterator[list[Request]], num_rounds: int, batch: int
 ) -> list[dict[str, Any]]:
     """A row of figures per drafter."""
-    for engine in engines.values():
-        timed(engine, next(rounds))  # warm
+    timed(engines, next(rounds))  # warm
     ratios: dict[str, list[float]] = {name: [] for name in engines}
     traces: dict[str, list[StepTrace]] = {name: [] for name in engines}
-    for turn in track(range(num_rounds), f"batch {batch}", transient=True):
-        requests, seconds, tokens = next(rounds), {}, {}
+    for _ in track(range(num_rounds), f"batch {batch}", transient=True):
         if "useless" in engines:
             engine, config = engines["useless"], settings("useless", batch)
             costs = measured_costs(engine.paged, engine.runner, config)
             engine.set_drafter(AdversarialDrafter(engine.model_config.vocab_size), AutoPolicy(costs, K))
-        for name in engines if turn % 2 == 0 else reversed(engines):
-            seconds[name], tokens[name], found = timed(engines[name], requests)
-            traces[name] += found
-        assert all(said == tokens["plain"] for said in tokens.values()), "speculation changed a token"
+        seconds, tokens, found = timed(engines, next(rounds))
+        assert all(emitted == tokens["plain"] for emitted in tokens.values()), "speculation changed a token"
         for name in engines:
+            traces[name] += found[name]
             ratios[name].append(seconds["plain"] / seconds[name])
     return [
         {

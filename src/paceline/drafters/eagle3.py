@@ -28,11 +28,9 @@ from paceline.model.layer import Linear
 from paceline.model.paged import PagedMemory, Span, make_plan, receipt_of
 from paceline.model.sample import Sampler, SamplingArrays, Stream, with_round
 from paceline.model.surety import surety
-from paceline.speculation.batch import Commits, DraftBatch, Rows, places_of
+from paceline.speculation.batch import HEAD_WINDOW, Commits, DraftBatch, Rows, places_of
 from paceline.speculation.calibration import of_draws
 from paceline.types import Receipt, Request
-
-WINDOW = 512  # positions that a head catches up with at most
 
 
 @dataclass(slots=True)
@@ -79,7 +77,7 @@ class Eagle3Drafter(Calibrated):
         num_blocks: int,
         coupled: bool = True,
         min_confidence: float = 0.0,
-        window: int = WINDOW,
+        window: int = HEAD_WINDOW,
         version: int = 0,
     ) -> None:
         super().__init__()

@@ -17,12 +17,13 @@ of, so a small share of the time, and of the time that was saved, goes into prob
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.speculation.batch import NO_LIMIT, Commits, DraftBatch, Load, Rows, are_same, places_of
+from paceline.speculation.batch import HEAD_WINDOW, NO_LIMIT, Commits, DraftBatch, Load, Rows, are_same, places_of
 from paceline.speculation.chances import Chances
 from paceline.speculation.cost import CostTable
 from paceline.speculation.depths import Depths
@@ -82,6 +83,7 @@ class _Step:
     drafted_k: int = 0
     draft_s: float = 0.0
     probing: bool = False
+    reads: dict[int, int] = field(default_factory=dict)  # positions that the head will have computed, by request
     has_free_slot: bool = False  # one that is paid for, whether it seems to be worth it or not
     is_fair: bool = True  # no slots were left out for being on probation
     # With 0, 1, … drafted tokens, as far as it was asked for; as `load_s` from when the step was planned.
@@ -128,12 +130,13 @@ class AutoPolicy:
         self._credit_s = 0.0  # for probes
         self._num_probes = 0
         self._probe_left = 0  # steps that a probe still takes
+        self._num_read: dict[int, int] = {}  # positions that the head has computed, by request
 
     def begin(self, request: Request) -> None:
         pass
 
     def end(self, request_id: int) -> None:
-        pass
+        self._num_read.pop(request_id, None)
 
     # -- before drafting --------------------------------------------------------------------------------------------
 
@@ -160,7 +163,7 @@ class AutoPolicy:
                 if self._history_pays(num_rows, plain_s):
                     caps[:] = step.drafted_k = self.max_tokens
             else:
-                rows.head_caps = head_caps = self._head_caps(num_rows, plain_s)
+                rows.head_caps = head_caps = self._head_caps(rows, plain_s)
                 step.asked = head_caps > 0
                 caps = np.maximum(caps, self.max_tokens) if self.has_history else head_caps
             reason = "nothing was drafted" if step.drafted_k else f"{self.costly} would not pay at {num_rows} rows"
@@ -171,6 +174,7 @@ class AutoPolicy:
         step: _Step = decision.about
         self._credit_s += step.credit_s
         self._num_probes, self._probe_left = step.num_probes, step.probe_left
+        self._num_read.update(step.reads)
         self.worth.grow_older()
 
     def _history_pays(self, num_rows: int, plain_s: float) -> bool:
@@ -190,10 +194,10 @@ class AutoPolicy:
         self._step.has_free_slot = True
         return self._goes_on(price_s, 2 if self._step.is_ahead else 0)
 
-    def _head_caps(self, num_rows: int, plain_s: float) -> np.ndarray:
+    def _head_caps(self, rows: Rows, plain_s: float) -> np.ndarray:
         """One draft length for all rows: argmax_k max_b (1 + G_k(b)) · rows / (T_draft(k) + T(rows + b)), G_k(b) the
         tokens that the best b slots of drafts of k bring a row."""
-        k_max, step = self.max_tokens, self._step
+        num_rows, k_max, step = len(rows), self.max_tokens, self._step
         step.steps_s = self.costs.steps_s(step.load, num_rows * k_max)
         draft_s = [self.costs.draft_s(self.costly, num_rows, k) for k in range(1, 1 + k_max)]
         slots = self.worth.slots(num_rows)
@@ -202,20 +206,63 @@ class AutoPolicy:
         rates = np.where(slots <= step.budget, step.curves / seconds, 0.0)
         best = int(rates.argmax())
         caps = np.zeros(num_rows, np.int32)
-        if rates.flat[best] >= margin(num_rows) / plain_s:
+        unread = self._num_unread(rows)
+        gain = float(rates.flat[best]) * plain_s
+        if gain >= margin(num_rows) and self._repays(rows, unread, gain, draft_s):
             step.probe_left = 0
             k = best // rates.shape[1] + 1
             caps[:] = step.drafted_k = k
             step.draft_s = draft_s[k - 1]
+            self._note_read(rows, caps)
             return caps
         k = min(PROBE_DEPTH, k_max, step.budget)
         draft_once_s = self.costs.draft_s(self.costly, num_rows if step.is_ahead else 1, k)
-        price_s = draft_once_s + float(self.costs.steps_s(step.load, k)[k]) - plain_s
+        # Rows take turns where that costs nothing; else the one with the fewest positions to compute first.
+        row = step.num_probes % num_rows if step.is_ahead else int(unread.argmin())
+        read_s = self._read_s(int(unread[row]))
+        price_s = draft_once_s + read_s + float(self.costs.steps_s(step.load, k)[k]) - plain_s
         if not self._goes_on(price_s, 1 if step.is_ahead else 0):
             return caps
-        caps[step.num_probes % num_rows] = step.drafted_k = k
+        caps[row] = step.drafted_k = k
         step.draft_s, step.probing = draft_once_s, True
+        self._note_read(rows, caps)
         return caps
+
+    def _num_unread(self, rows: Rows) -> np.ndarray:
+        """Positions of each row that the target has computed and the head has not: int64 [B]. None for a head on a
+        device, which computes them along with the target."""
+        if self._step.is_ahead or not len(rows.num_computed):
+            return np.zeros(len(rows), np.int64)
+        read = [self._num_read.get(request_id, 0) for request_id in rows.request_ids.tolist()]
+        return np.clip(rows.num_computed - np.array(read) - 1, 0, HEAD_WINDOW)
+
+    def _read_s(self, num_unread: int) -> float:
+        """What it takes the head to compute so many positions: as many as a first draft token of as many rows."""
+        return self.costs.draft_s(self.costly, num_unread, 1) if num_unread else 0.0
+
+    def _repays(self, rows: Rows, unread: np.ndarray, gain: float, draft_s: list[float]) -> bool:
+        """Whether what the head has to compute before its first draft is paid back by the tokens that rows may still
+        emit. Judged by steps that only decode: next to a prompt's every draft seems to be cheap."""
+        num_unread = int(unread.sum())
+        if num_unread <= len(rows) * self.max_tokens:  # no more than what a step emits
+            return True
+        load = self._step.load
+        decode = Load(load.num_rows, load.num_rows, load.num_context_tokens)
+        plain_s = self.costs.step_s(decode)
+        if load.num_query_tokens > load.num_rows:
+            slots = np.minimum(self.worth.slots(load.num_rows), load.num_rows * self.max_tokens)
+            steps_s = self.costs.steps_s(decode, int(slots[-1]))
+            seconds = np.array(draft_s)[:, None] + steps_s[slots]
+            gain = float((self._step.curves / seconds).max()) * plain_s
+        num_left = math.inf if rows.draft_limits is None else 1 + float(rows.draft_limits.mean())
+        return gain >= margin(len(rows)) and num_left * plain_s * (1 - 1 / gain) >= self._read_s(num_unread)
+
+    def _note_read(self, rows: Rows, caps: np.ndarray) -> None:
+        if not self._step.is_ahead and len(rows.num_computed):
+            drafted = caps > 0
+            self._step.reads = dict(
+                zip(rows.request_ids[drafted].tolist(), rows.num_computed[drafted].tolist(), strict=True)
+            )
 
     def _goes_on(self, price_s: float, num_more: int) -> bool:
         """A probe, or another one if there is credit. Who drafts on a device, at the end of a step, is verified in the

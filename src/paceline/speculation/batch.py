@@ -14,6 +14,7 @@ import numpy as np
 from paceline.types import Receipt, Request, SamplingParams
 
 NO_LIMIT = 2**31 - 1  # draft tokens
+HEAD_WINDOW = 512  # positions that a head computes at most before its first draft for a row
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,6 +205,59 @@ def test_a_head_drafts_as_far_as_its_time_pays(draft: float, token: float, expec
     assert ("would not pay" in policy.decision.reason) == (expected == 0)
 
 
+class Reading(Line):
+    """And each row of a head's pass, as what it has to compute before its first draft is priced by that."""
+
+    def draft_s(self, drafter: str, num_rows: int, k: int) -> float:
+        return 0.0 if drafter == "suffix" else self.draft * k + 0.05 * num_rows
+
+
+def unread(num: int, num_computed: int, num_left: int, num_query: int = 0) -> Rows:
+    """Rows of which the head has computed nothing yet."""
+    batch = rows(num)
+    batch.load = Load(num, num + num_query, 100 * num)
+    batch.num_computed = np.full(num, num_computed, np.int64)
+    batch.draft_limits = np.full(num, num_left, np.int32)
+    return batch
+
+
+def test_a_head_computes_prompts_only_where_what_is_left_to_emit_repays_it() -> None:
+    policy = AutoPolicy(Reading(draft=1.0, token=0.2), K, "eagle3")  # type: ignore[arg-type]
+    assert not policy.plan(unread(4, num_computed=400, num_left=5)).any()  # 80 s of prompts, 60 s left to emit
+    assert policy.plan(unread(4, num_computed=400, num_left=500)).all()
+    policy.commit(policy.decision)
+    assert policy.plan(unread(4, num_computed=402, num_left=5)).all()  # now they are computed
+
+
+def test_prompts_in_a_step_do_not_make_a_head_look_cheap() -> None:
+    class Prompts(Reading):
+        def step_s(self, load: Load) -> float:
+            return self.step + 10 * (load.num_query_tokens - load.num_rows)
+
+        def steps_s(self, load: Load, num_extra: int) -> np.ndarray:
+            return self.step_s(load) + self.token * np.arange(num_extra + 1)
+
+    policy = AutoPolicy(Prompts(draft=10.0, token=0.1), K, "eagle3")  # type: ignore[arg-type]
+    assert not policy.plan(unread(4, num_computed=400, num_left=500)).any()
+    assert not policy.plan(unread(4, num_computed=400, num_left=500, num_query=100)).any()
+
+
+def test_a_probe_takes_the_row_that_costs_least_and_pays_for_it() -> None:
+    policy = AutoPolicy(Reading(draft=10.0), K, "eagle3")  # type: ignore[arg-type]
+    probed = []
+    for step in range(8000):
+        batch = unread(3, num_computed=400, num_left=500)
+        batch.num_computed = np.array([400, 300, 350])
+        policy.plan(batch)
+        assert batch.head_caps is not None
+        if batch.head_caps.any():
+            probed.append((step, int(batch.head_caps.argmax())))
+        policy.commit(policy.decision)
+    assert [row for _, row in probed[:2]] == [1, 1]
+    # Two tokens cost 20.05 to draft and 2 to verify, and what the head computed before the first of them 24.95.
+    assert probed[0][0] >= 46.9 / (PROBES * 10) - 2 > probed[1][0] - probed[0][0]
+
+
 def test_a_head_that_does_not_pay_is_probed_on_credit_and_history_goes_on_beside_it() -> None:
     policy = AutoPolicy(Line(draft=10.0), K, "hybrid")  # type: ignore[arg-type]
     probes = 0
