@@ -345,12 +345,14 @@ class _Ladder:
                     counts[i] += count
             # Other company (foreign greedy rows, reversed order) and too little memory for all of it.
             count = min(max(4, self.size.num_scored), len(requests))
-            greedy = SamplingParams(0.0, max_tokens=self.size.max_tokens)
+            greedy = SamplingParams(0.0, max_tokens=self.size.max_tokens, ignore_eos=True)
             crowd = [
                 Request(1000 + r.request_id, r.prompt_ids[: 1 + len(r.prompt_ids) // 2], greedy, 0)
                 for r in requests[:count]
             ]
-            engine = self.engine(drafter, max_num_seqs=2 * count, num_blocks=2 + self.blocks_each * max(2, count // 2))
+            longest = [len(r.prompt_ids) + self.size.max_tokens for r in [*crowd, *requests[:count]]]
+            num_wanted = sum(-(-length // BLOCK) for length in longest)
+            engine = self.engine(drafter, max_num_seqs=2 * count, num_blocks=max(self.blocks_each, num_wanted // 3))
             found = engine.generate([*crowd, *reversed(requests[:count])])
             preemptions += sum(c.num_preemptions for c in found)
             problems += needs_drafts(drafter, [*static, *found])

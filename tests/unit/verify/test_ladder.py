@@ -69,6 +69,12 @@ def test_a_correct_engine_passes(climb: Climb, native: bool, which: str) -> None
     assert rungs["5 logprob parity"]["max_abs"]["processed_vs_block_draft_model"] < 1e-4
 
 
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_short_prompts_are_preempted_too(climb: Climb, drafter: str) -> None:
+    rungs = climb("3", drafters=(drafter,))
+    assert problems(rungs) == {} and rungs["3 seeded identity"]["num_preemptions"] > 0
+
+
 def test_an_engine_that_drafts_nothing_is_caught(climb: Climb, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every comparison holds there; that is the point."""
     for module in (cases, ladder):
