@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from paceline.files import read_text
 from paceline.types import SamplingParams
 
 
@@ -551,13 +552,15 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     tree: dict[str, Any] = {}
     if path is not None:
         try:
-            tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            tree = tomllib.loads(read_text(Path(path)))
         except FileNotFoundError:
             raise ConfigError(f"config file {path} does not exist") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
         except RecursionError:
             raise ConfigError(f"config file {path} is not valid TOML: nested too deep") from None
+        except ValueError as error:
+            raise ConfigError(f"config file {error}") from None
     for override in overrides:
         apply_override(tree, override)
     return make_config(tree)

@@ -11,8 +11,8 @@ import io
 import json
 import lzma
 import os
+import secrets
 import stat
-import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +51,17 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: can't be read ({error.strerror})") from None
 
 
+def read_text(path: Path) -> str:
+    """A plain file of UTF-8 text, of bounded size. Links are followed: people link their own files."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError(f"{path}: not a plain file")
+        text = file.read(MAX_JSON + 1)
+    if len(text) > MAX_JSON:
+        raise ValueError(f"{path}: larger than {MAX_JSON >> 20} MB, so not what it should be")
+    return text.decode()
+
+
 def read_run_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a run's folder. FileNotFoundError where it is not there; else ValueError."""
     with open_run_file(path) as file:
@@ -70,10 +81,10 @@ def _object_in(file: IO[bytes], path: Path) -> dict[str, Any]:
     return content
 
 
-def open_run_file(path: Path) -> IO[bytes]:
+def open_run_file(path: Path) -> io.BufferedReader:
     """A file of a run's folder, for reading. A link is refused, wherever it leads: a folder that came from elsewhere
     could have private files read into a report. So is what would block or never end (a pipe, a device)."""
-    return _open_unlinked(path, "rb")
+    return cast(io.BufferedReader, _open_unlinked(path, "rb"))
 
 
 def open_run_stream(path: Path) -> IO[bytes]:
@@ -88,12 +99,14 @@ def _open_unlinked(path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
 
     try:
         file: IO[bytes] = open(path, mode, buffering, opener=opener)  # noqa: SIM115
-    except OSError:
+    except OSError as error:
         if path.is_symlink():
             raise ValueError(
                 f"{path}: a link; links in a run's folder are not followed: put the file itself there"
             ) from None
-        raise
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise ValueError(f"{path}: can't be opened ({error.strerror})") from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise ValueError(f"{path}: not a plain file")
@@ -158,16 +171,17 @@ class _Unpacked(io.RawIOBase):
 def replace_file(path: Path, content: bytes) -> None:
     """All of it or nothing: written beside its place, then moved there. A link at that place is replaced, not
     followed."""
-    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.absolute().parent)
+    scratch = path.absolute().parent / f".{path.name}-{secrets.token_hex(8)}"
+    # Not mkstemp: its files are for secrets, and to ask for the process's umask other threads' files must wait.
+    handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(scratch).chmod(0o666 & ~umask)  # mkstemp's own mode is for secrets
+            file.flush()
+            os.fsync(file.fileno())  # or a power cut could leave an empty file in its place
         os.replace(scratch, path)
     except BaseException:
-        Path(scratch).unlink(missing_ok=True)
+        scratch.unlink(missing_ok=True)
         raise
 
 

@@ -44,11 +44,14 @@ class SamplingParams:
 
         temperate = finite(self.temperature) and (self.temperature == 0 or self.temperature >= 1e-5)
         need(temperate, "temperature", "0 (greedy) or a finite number >= 1e-5")
-        need(isinstance(self.top_k, int) and self.top_k >= 0, "top_k", "an integer >= 0 (0 turns it off)")
+        whole = isinstance(self.top_k, int) and 0 <= self.top_k < 2**31
+        need(whole, "top_k", "an integer from 0 (which turns it off) to 2**31 - 1")
         need(finite(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1] (1 turns it off)")
         need(finite(self.min_p) and 0 <= self.min_p < 1, "min_p", "in [0, 1) (0 turns it off)")
         need(isinstance(self.max_tokens, int) and self.max_tokens >= 1, "max_tokens", "an integer >= 1")
-        need(not isinstance(self.stop, str) and all(self.stop), "stop", "a sequence of non-empty strings")
+        strings = not isinstance(self.stop, str) and all(isinstance(s, str) and s for s in self.stop)
+        need(strings, "stop", "a sequence of non-empty strings")
+        need(all(map(_is_integer, self.stop_token_ids)), "stop_token_ids", "a sequence of token ids")
 
     @property
     def is_greedy(self) -> bool:
@@ -75,13 +78,15 @@ class Request:
 
     def __post_init__(self) -> None:
         name = f"request {self.request_id}"
-        if not _is_integer(self.request_id):
-            raise ValueError(f"{name}: request_id must be an integer")
+        if not (_is_integer(self.request_id) and -(2**63) <= self.request_id < 2**63):
+            raise ValueError(f"{name}: request_id must be an integer of 64 bits")
         if not len(self.prompt_ids):
             raise ValueError(f"{name}: prompt_ids is empty; a prompt needs at least one token")
         if not (set(map(type, self.prompt_ids)) <= {int} or all(map(_is_integer, self.prompt_ids))):
             wrong = next(token for token in self.prompt_ids if not _is_integer(token))
             raise ValueError(f"{name}: prompt_ids holds {wrong!r}; token ids are integers")
+        if not isinstance(self.prompt_ids, tuple):  # a list or an array: requests are compared by their prompts
+            object.__setattr__(self, "prompt_ids", tuple(map(int, self.prompt_ids)))
         if self.noise_key is not None and not (_is_integer(self.noise_key) and 0 <= self.noise_key < 2**64):
             raise ValueError(
                 f"{name}: noise_key = {self.noise_key!r}: must be an integer from 0 to 2**64 - 1, as "

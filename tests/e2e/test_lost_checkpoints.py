@@ -106,5 +106,10 @@ def test_interrupted_before_anything_was_recorded(tmp_path: Path) -> None:
 
 def test_a_damaged_note_of_the_last_checkpoint_is_named(run: Path) -> None:
     (run / "checkpoint.json").write_text("[]")
+    loop = make(run.parent, "run", *EVERY_TWO, resume=True)  # there is a whole one: it goes on
+    assert any("checkpoint.json is damaged" in note for note in loop.watcher.notes)
+    loop.close()
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoint.json").write_text("[]")
     with pytest.raises(ValueError, match=f"{run / 'checkpoint.json'} is damaged"):
         make(run.parent, "run", *EVERY_TWO, resume=True)

@@ -24,6 +24,8 @@ from support import tiny_decoder, tiny_head
 from typer.testing import CliRunner
 
 from paceline.cli import app
+from paceline.config import ConfigError, load_config
+from paceline.files import replace_file
 from paceline.model.head_files import load_head, save_head
 from paceline.model.hf_decoder import load_hf
 from paceline.model.provenance import Provenance
@@ -32,6 +34,7 @@ from paceline.model.weights import save as save_model
 from paceline.report.html import write_report
 from paceline.rl.checkpoint import STATE, Checkpoints
 from paceline.rl.folder import RunFolder
+from paceline.rl.resume import find_checkpoint
 
 DEEP = "[" * 100_000
 SECONDS = 10.0  # generous: the machine may be busy
@@ -347,6 +350,70 @@ def test_a_report_does_not_wait_for_a_pipe(tmp_path: Path) -> None:
     (run / "trace.jsonl").unlink()
     os.mkfifo(run / "trace.jsonl")
     assert "trace.jsonl is left out: not a plain file" in write_report(run).read_text()
+
+
+def test_a_resume_does_not_wait_for_a_pipe(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", "", {}) as folder:
+        os.mkfifo(folder.path / "checkpoint.json")
+        with pytest.raises(ValueError, match=r"checkpoint\.json is damaged"):
+            folder.last_checkpoint()
+        checkpoint = folder.checkpoints / "step-000001"
+        checkpoint.mkdir(parents=True)
+        os.mkfifo(checkpoint / "state.json")
+        with (
+            pytest.warns(RuntimeWarning, match="step-000001"),
+            pytest.raises(ValueError, match="every checkpoint is damaged"),
+        ):
+            Checkpoints(folder.checkpoints, keep=1).latest()
+
+
+def test_a_config_that_is_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.toml")
+    with pytest.raises(ConfigError, match=r"config\.toml: not a plain file"):
+        load_config(tmp_path / "config.toml")
+
+
+@pytest.mark.parametrize("text", ["", '{"step": Infinity}', "[]"])
+def test_a_damaged_note_about_checkpoints_stops_no_run_that_has_one(tmp_path: Path, text: str) -> None:
+    with RunFolder.create(tmp_path / "run", "", {}) as folder:
+        checkpoints = Checkpoints(folder.checkpoints, keep=1)
+        checkpoints.save(3, {}, {})
+        (folder.path / "checkpoint.json").write_text(text)
+        notes: list[str] = []
+        found = find_checkpoint(folder, checkpoints, notes.append)
+        assert found is not None and found.step == 3
+        assert "checkpoint.json is damaged" in notes[0] and "step 3" in notes[0]
+
+
+def test_a_disk_that_fails_for_a_moment_costs_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (2, 4):
+        checkpoints.save(step, {"a": {"x": torch.ones(2)}}, {})
+
+    def fails(*args: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(hashlib, "file_digest", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        checkpoints.latest()
+    monkeypatch.undo()
+    found = checkpoints.latest()
+    assert found is not None and found.step == 4
+
+
+def test_a_file_is_replaced_without_a_look_at_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Setting it for a moment makes other threads' files writable for all."""
+    monkeypatch.setattr(os, "umask", None)
+    (tmp_path / "a").write_text("old")
+    replace_file(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_bytes() == b"new" and list(tmp_path.iterdir()) == [tmp_path / "a"]
+    monkeypatch.undo()
+    before = os.umask(0o027)
+    try:
+        replace_file(tmp_path / "a", b"new")
+        assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
+    finally:
+        os.umask(before)
 
 
 def test_a_run_is_written_through_no_link(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ def build_drafter(config: Config, target: Decoder, tokenizer: Any, head: Eagle3H
         draft = _draft_decoder(config, target, tokenizer)
         coupled = speculation.rule == "coupled"
         return DraftModelDrafter(build_paged(config, draft), build_sampler(draft), coupled)
+    if speculation.method not in ("eagle3", "hybrid"):
+        raise ValueError(f"speculation.method = {speculation.method!r}: there is no such drafter")
     from paceline.drafters.eagle3 import Eagle3Drafter
     from paceline.model.kv import BLOCK
 

@@ -24,6 +24,7 @@ from paceline.cli.train import Settings, split_arguments
 from paceline.config import load_config
 from paceline.report.table import check_writable, render, write_json
 
+DRAFTERS = ("ngram", "suffix", "draft_model", "eagle3", "hybrid")
 MAX_TIES = 10  # shown
 MAX_PROBLEMS = 8  # shown of each rung; the certificate has all
 
@@ -66,7 +67,7 @@ def verify(
 
     tokenizer = load_tokenizer(resolve(cfg.model.name, err))
     ids = [encode(tokenizer, prompt) for prompt in asked]
-    named = comma_list(drafters) if drafters is not None else dict.fromkeys((*available_drafters(cfg), "draft_model"))
+    named = _drafters(drafters) if drafters is not None else dict.fromkeys((*available_drafters(cfg), "draft_model"))
     with err.status("verifying") as status:
 
         def tell(what: str) -> None:
@@ -158,3 +159,12 @@ def doctor(words: Settings = None, json_file: JsonFile = None) -> None:
     if not report["ok"]:
         err.print("something required is missing; see the remedies", style="bold red")
         raise typer.Exit(1)
+
+
+def _drafters(text: str) -> tuple[str, ...]:
+    named = comma_list(text)
+    if unknown := [name for name in named if name not in DRAFTERS]:
+        raise ValueError(f"--drafters: there is no drafter {unknown[0]!r}; choose from {', '.join(DRAFTERS)}")
+    if not named:
+        raise ValueError(f"--drafters {text!r} names none, and would show nothing; choose from {', '.join(DRAFTERS)}")
+    return named

@@ -145,6 +145,7 @@ class Drafting:
             draft_limits=(seats.limit[at] - num_tokens - 1 - seats.num_flying[at]).astype(np.int32),
             is_ahead=self._ahead is not None,
             num_computed=seats.num_computed[at],
+            num_tokens=num_tokens,
             features=lambda spans: self.paged.features([(seats[at[i]].table, start, end) for i, start, end in spans]),
         )
         if self.policy.reads_lengths:

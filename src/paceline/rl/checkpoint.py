@@ -30,6 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.files import open_run_file, read_run_json
+
 STATE, BEST = "state.json", "best"
 CHUNK = 8 << 20
 # Hidden names: being written; moved aside for another of the same step, to come back if that one never stood; to go.
@@ -147,7 +149,7 @@ class Checkpoints:
         for path in paths:
             try:
                 return _read(path)
-            except (OSError, ValueError) as error:
+            except (FileNotFoundError, NotADirectoryError, ValueError) as error:
                 warnings.warn(f"checkpoint {path} is damaged and is passed over: {error}", RuntimeWarning, stacklevel=3)
         return None
 
@@ -247,10 +249,11 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 def _read(path: Path) -> Checkpoint:
-    """A checkpoint that is as it was written; ValueError or OSError names what is not."""
+    """A checkpoint that is as it was written; ValueError or FileNotFoundError names what is not. Another OSError may
+    pass (a disk that is busy or not mounted), so it is no damage."""
     try:
-        content = json.loads((path / STATE).read_bytes())
-        intact = isinstance(content, dict) and content.pop("checksum", None) == _checksum(content)
+        content = read_run_json(path / STATE)
+        intact = content.pop("checksum", None) == _checksum(content)
     except (ValueError, RecursionError):  # not JSON at all
         intact = False
     if not intact:
@@ -263,7 +266,7 @@ def _read(path: Path) -> Checkpoint:
             raise ValueError(f"{STATE} names {name!r}, which is outside of the checkpoint")
         if not isinstance(written, dict) or not written.keys() >= {"num_bytes", "sha256"}:
             raise ValueError(f"{STATE} does not say what {name} must be")
-        with (path / name).open("rb") as file:
+        with open_run_file(path / name) as file:
             if os.fstat(file.fileno()).st_size != written["num_bytes"]:
                 raise ValueError(f"{name} is not {written['num_bytes']} bytes long")
             if hashlib.file_digest(file, "sha256").hexdigest() != written["sha256"]:

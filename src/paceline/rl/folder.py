@@ -23,7 +23,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
-from paceline.files import open_run_file, open_run_stream, parse_json, replace_file
+from paceline.files import open_run_file, open_run_stream, parse_json, read_run_json, replace_file
 from paceline.report.table import to_json
 
 STREAMS = ("metrics", "rollouts", "trace")
@@ -106,7 +106,8 @@ class RunFolder:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-                end = path.read_bytes().rfind(b"\n") + 1  # its last line may be torn
+                with open_run_file(path) as file:
+                    end = file.read().rfind(b"\n") + 1  # its last line may be torn
             os.ftruncate(stream.fileno(), end)
 
     def read(self, name: str) -> Iterator[dict[str, Any]]:
@@ -125,7 +126,7 @@ class RunFolder:
         streams = [self.path / f"{name}.jsonl" for name in STREAMS if name not in keep]
         if not any(path.exists() and path.stat().st_size for path in streams):
             return None
-        number = next(n for n in count(1) if not (self.path / f"interrupted-{n}").exists())
+        number = next(n for n in count(1) if not os.path.lexists(self.path / f"interrupted-{n}"))
         aside = self.path / f"interrupted-{number}"
         aside.mkdir()
         for path in [*streams, *(self.path / name for name in DERIVED)]:
@@ -142,11 +143,11 @@ class RunFolder:
     def last_checkpoint(self) -> int | None:
         """The step of the checkpoint that was saved last; None: none was saved yet."""
         path = self.path / LAST
-        if not path.exists():
-            return None
         try:
-            return int(json.loads(path.read_bytes())["step"])
-        except (ValueError, TypeError, KeyError):
+            return int(read_run_json(path)["step"])
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, KeyError, OverflowError):
             raise ValueError(f'{path} is damaged; write the last checkpoint\'s step there, as {{"step": 10}}') from None
 
     def write_config(self, config_toml: str) -> None:

@@ -113,7 +113,7 @@ class Producer:
         if self._ready and min(self._ready) != step:
             raise ValueError(
                 f"the checkpoint has the batch of step {min(self._ready)}, but not that of step {step}; resume from an "
-                "earlier checkpoint: delete the newest folder in RUN/checkpoints"
+                "earlier checkpoint by moving the newest folder out of the run's checkpoints, or start a new run"
             )
         self._next_step = max(self._ready, default=step - 1) + 1
         if self.max_staleness:

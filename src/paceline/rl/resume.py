@@ -28,7 +28,14 @@ def find_checkpoint(
     """The checkpoint to resume from. None: the run was interrupted before it saved one, and begins again at step 0;
     its records are moved aside, but for the streams to `keep`. ValueError where checkpoints were saved and are gone:
     to begin again would in the end replace them, should they come back."""
-    checkpoint, last = checkpoints.latest(), folder.last_checkpoint()
+    checkpoint = checkpoints.latest()
+    try:
+        last = folder.last_checkpoint()
+    except ValueError as error:
+        if checkpoint is None:
+            raise
+        note(f"{error}; the run goes on from the checkpoint of step {checkpoint.step}")
+        last = None
     if checkpoint is None and last is not None:
         raise ValueError(
             f"{folder.checkpoints}: no checkpoint is there, but this run saved one of step {last}. Put the folder back "

@@ -83,7 +83,8 @@ class _Step:
     drafted_k: int = 0
     draft_s: float = 0.0
     probing: bool = False
-    reads: dict[int, int] = field(default_factory=dict)  # positions that the head will have computed, by request
+    num_tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # as of the rows
+    reads: dict[int, int] = field(default_factory=dict)  # positions that the head has computed, by request
     has_free_slot: bool = False  # one that is paid for, whether it seems to be worth it or not
     is_fair: bool = True  # no slots were left out for being on probation
     # With 0, 1, … drafted tokens, as far as it was asked for; as `load_s` from when the step was planned.
@@ -146,13 +147,14 @@ class AutoPolicy:
                 self.chances.fade()
                 self.depths.fade()
                 self.worth.renew()
+                self._num_read.clear()  # a new version's head, or features, make it start again
             self._version = rows.version
         num_rows = len(rows)
         plain_s = self.costs.step_s(rows.load)
         credit_s = min(PROBES * plain_s, 10 * plain_s - self._credit_s)
         self._step = step = _Step(
             rows.load, rows.request_ids, plain_s, rows.is_ahead, rows.draft_budget,
-            credit_s, self._num_probes, self._probe_left,
+            credit_s, self._num_probes, self._probe_left, num_tokens=rows.num_tokens,
         )  # fmt: skip
         caps = np.zeros(num_rows, np.int32)
         step.asked = np.zeros(num_rows, bool)
@@ -213,7 +215,6 @@ class AutoPolicy:
             k = best // rates.shape[1] + 1
             caps[:] = step.drafted_k = k
             step.draft_s = draft_s[k - 1]
-            self._note_read(rows, caps)
             return caps
         k = min(PROBE_DEPTH, k_max, step.budget)
         draft_once_s = self.costs.draft_s(self.costly, num_rows if step.is_ahead else 1, k)
@@ -225,16 +226,19 @@ class AutoPolicy:
             return caps
         caps[row] = step.drafted_k = k
         step.draft_s, step.probing = draft_once_s, True
-        self._note_read(rows, caps)
         return caps
 
     def _num_unread(self, rows: Rows) -> np.ndarray:
-        """Positions of each row that the target has computed and the head has not: int64 [B]. None for a head on a
-        device, which computes them along with the target."""
-        if self._step.is_ahead or not len(rows.num_computed):
+        """Positions of each row that the head has to compute before it can draft: int64 [B]. None for a head on a
+        device, which computes them along with the target. A draft model computes all tokens but the last. An EAGLE-3
+        head needs the target's features of these, so it can't draft before they are there."""
+        if self._step.is_ahead or not len(rows.num_tokens):
             return np.zeros(len(rows), np.int64)
-        read = [self._num_read.get(request_id, 0) for request_id in rows.request_ids.tolist()]
-        return np.clip(rows.num_computed - np.array(read) - 1, 0, HEAD_WINDOW)
+        read = np.array([self._num_read.get(request_id, 0) for request_id in rows.request_ids.tolist()])
+        unread = np.maximum(rows.num_tokens - 1 - read, 0)
+        if self.head == "draft_model":
+            return unread
+        return np.where(rows.num_computed >= rows.num_tokens - 1, np.minimum(unread, HEAD_WINDOW), 0)
 
     def _read_s(self, num_unread: int) -> float:
         """What it takes the head to compute so many positions: as many as a first draft token of as many rows."""
@@ -256,13 +260,6 @@ class AutoPolicy:
             gain = float((self._step.curves / seconds).max()) * plain_s
         num_left = math.inf if rows.draft_limits is None else 1 + float(rows.draft_limits.mean())
         return gain >= margin(len(rows)) and num_left * plain_s * (1 - 1 / gain) >= self._read_s(num_unread)
-
-    def _note_read(self, rows: Rows, caps: np.ndarray) -> None:
-        if not self._step.is_ahead and len(rows.num_computed):
-            drafted = caps > 0
-            self._step.reads = dict(
-                zip(rows.request_ids[drafted].tolist(), rows.num_computed[drafted].tolist(), strict=True)
-            )
 
     def _goes_on(self, price_s: float, num_more: int) -> bool:
         """A probe, or another one if there is credit. Who drafts on a device, at the end of a step, is verified in the
@@ -347,6 +344,9 @@ class AutoPolicy:
     def _look_at(self, drafts: DraftBatch, step: _Step) -> None:
         step.cells = self.chances.cells(drafts)
         step.from_head = self._are_from_head(drafts)
+        if self.head is not None and not step.is_ahead and len(step.num_tokens) == len(drafts.num):
+            read = step.from_head & (drafts.num > 0)
+            step.reads = dict(zip(step.ids[read].tolist(), (step.num_tokens[read] - 1).tolist(), strict=True))
 
     def _are_from_head(self, drafts: DraftBatch) -> np.ndarray:
         if self.head is None or drafts.sources is None:

@@ -50,6 +50,7 @@ class Rows:
     # For drafters with `wants_hidden`: the target has computed the first num_computed[i] tokens of row i, and
     # features([(i, start, end), …]) gives those layers' outputs, side by side, of rows' tokens start … end-1: [T, F].
     num_computed: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    num_tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of each row, or empty
     features: Callable[[Sequence[tuple[int, int, int]]], Any] | None = None
 
     def __len__(self) -> int:

@@ -99,7 +99,7 @@ def enumeration(cases: Sequence[Case], progress: Progress) -> Rung:
             progress(f"1 enumeration: {i}/{len(cases)}")
         found, distance = case.enumerate()
         name = f"{case.rule}, {case.policy}, {case.drafter}, {settings(case.sampling)}"
-        if distance > ENUMERATION_TOLERANCE:
+        if not distance <= ENUMERATION_TOLERANCE:
             problems.append(f"{name}: total variation {distance:.2g} to the exact distribution")
         if found.num_reused:
             problems.append(f"{name}: noise was used twice ({found.num_reused} times), so draws are not independent")

@@ -83,6 +83,10 @@ def run_ladder(
     Alarms are about speed, not exactness: they fail nothing."""
     size = QUICK if quick else FULL
     ladder = _Ladder(config, list(prompts[: size.num_prompts]), tuple(drafters), size, progress)
+    if not ladder.k:
+        raise ValueError("speculation.num_speculative_tokens = 0: nothing would be drafted, so nothing would be shown")
+    for drafter in drafters:
+        ladder.engine(drafter)  # an error in the settings shows here, before minutes of work
     climbed = []
     for name, climb in ladder.rungs():
         if name[0] not in rungs:
@@ -269,7 +273,7 @@ class _Ladder:
     def wrong_draws(self, run: str, behind: Sequence[np.ndarray]) -> list[str]:
         """`behind`: of the reference's winner, token by token. Not judged where rounding depends on the batch: there a
         near-tie may go either way, and rung 3 looks at these."""
-        num = sum(int((each > DRAW_TOLERANCE).sum()) for each in behind)
+        num = sum(int((~(each <= DRAW_TOLERANCE)).sum()) for each in behind)  # NaN is wrong too
         if not num or rounds_by_batch(self.decoder):
             return []
         return [f"{run}: {num} tokens are not those that the noise draws from the processed distribution"]

@@ -49,18 +49,21 @@ def changed(weights: Iterable[tuple[str, Tensor]], seed: int = 0) -> Weights:
 def generate_through_update(
     engine: LocalEngine, requests: Sequence[Request], sent: Sent, inflight: str = "recompute"
 ) -> tuple[list[Completion], list[str]]:
-    """Run the requests, and update the weights when a third of their tokens is there; the completions, and what is
-    wrong with what the engine then holds."""
+    """Run the requests, and update the weights when each has emitted a token, and all together a third of theirs; the
+    completions, and what is wrong with what the engine then holds."""
     handles: list[Handle] = [engine.submit(request) for request in requests]
     version, problems = engine.version + 1, []
-    wanted, emitted, updated = sum(r.sampling.max_tokens for r in requests) // 3, 0, False
+    wanted, updated = sum(r.sampling.max_tokens for r in requests) // 3, False
     while engine.has_work:
         engine.step()
-        emitted += sum(trace.num_emitted for trace in engine.drain_trace())
-        if not updated and emitted >= wanted:
+        sequences = engine.scheduler.everybody()
+        emitted = [sequence.num_tokens - sequence.num_prompt for sequence in sequences]
+        if not updated and min(emitted, default=0) > 0 and sum(emitted) >= wanted:
             problems = update(engine, sent, version, inflight)
             updated = True
     found = [handle.completion for handle in handles if handle.completion is not None]
+    if len(found) < len(requests):
+        problems.append(f"{len(requests) - len(found)} of {len(requests)} requests have no completion")
     if not all((c.versions < version).any() and (c.versions == version).any() for c in found):
         problems.append("a request has tokens of one version only: the update was not in flight")
     return found, problems

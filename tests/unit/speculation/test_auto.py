@@ -217,6 +217,7 @@ def unread(num: int, num_computed: int, num_left: int, num_query: int = 0) -> Ro
     batch = rows(num)
     batch.load = Load(num, num + num_query, 100 * num)
     batch.num_computed = np.full(num, num_computed, np.int64)
+    batch.num_tokens = batch.num_computed + 1
     batch.draft_limits = np.full(num, num_left, np.int32)
     return batch
 
@@ -224,9 +225,29 @@ def unread(num: int, num_computed: int, num_left: int, num_query: int = 0) -> Ro
 def test_a_head_computes_prompts_only_where_what_is_left_to_emit_repays_it() -> None:
     policy = AutoPolicy(Reading(draft=1.0, token=0.2), K, "eagle3")  # type: ignore[arg-type]
     assert not policy.plan(unread(4, num_computed=400, num_left=5)).any()  # 80 s of prompts, 60 s left to emit
-    assert policy.plan(unread(4, num_computed=400, num_left=500)).all()
+    caps = policy.plan(unread(4, num_computed=400, num_left=500))
+    assert caps.all()
+    policy.select(offered(np.full((4, K), 0.9), caps))
     policy.commit(policy.decision)
     assert policy.plan(unread(4, num_computed=402, num_left=5)).all()  # now they are computed
+    changed = unread(4, num_computed=402, num_left=5)
+    changed.version = 1  # the head starts again
+    assert not policy.plan(changed).any()
+
+
+def test_what_was_not_drafted_was_not_computed() -> None:
+    policy = AutoPolicy(Reading(draft=1.0, token=0.2), K, "hybrid")  # type: ignore[arg-type]
+    batch = unread(4, num_computed=400, num_left=500)
+    caps = policy.plan(batch)
+    drafts = offered(np.full((4, K), 0.9), caps)
+    drafts.names, drafts.sources = ("suffix", "eagle3"), np.array([0, 1, 1, 0], np.uint8)
+    policy.select(drafts)
+    policy.commit(policy.decision)
+    batch = unread(4, num_computed=402, num_left=500)
+    policy.plan(batch)
+    assert policy._num_unread(batch).tolist() == [402, 2, 2, 402]
+    batch.num_tokens = batch.num_tokens + 60  # of its prompt the target has not computed all: the head can't begin
+    assert not policy._num_unread(batch).any()
 
 
 def test_prompts_in_a_step_do_not_make_a_head_look_cheap() -> None:
@@ -248,10 +269,12 @@ def test_a_probe_takes_the_row_that_costs_least_and_pays_for_it() -> None:
     for step in range(8000):
         batch = unread(3, num_computed=400, num_left=500)
         batch.num_computed = np.array([400, 300, 350])
-        policy.plan(batch)
+        batch.num_tokens = batch.num_computed + 1
+        caps = policy.plan(batch)
         assert batch.head_caps is not None
         if batch.head_caps.any():
             probed.append((step, int(batch.head_caps.argmax())))
+            policy.select(offered(np.full((3, K), 0.1), caps))
         policy.commit(policy.decision)
     assert [row for _, row in probed[:2]] == [1, 1]
     # Two tokens cost 20.05 to draft and 2 to verify, and what the head computed before the first of them 24.95.

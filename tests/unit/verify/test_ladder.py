@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import tiny_decoder
 from tiny_run import write_head, write_model
 from torch import Tensor
 from typer.testing import CliRunner
@@ -23,8 +24,8 @@ from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Draws, Sampler, SamplingArrays
 from paceline.model.weights import checksum, hf_state
 from paceline.speculation.policy import StaticPolicy
-from paceline.types import Receipt, SamplingParams
-from paceline.verify import cases, known, ladder, reference
+from paceline.types import Receipt, Request, SamplingParams
+from paceline.verify import cases, identity, known, ladder, reference, updates
 
 Climb = Callable[..., dict[str, Any]]
 DRAFTERS = ("suffix", "draft_model", "eagle3")
@@ -168,6 +169,39 @@ def test_wrong_logprobs_are_caught(
     assert any(problem.startswith(arm) for problem in problems(rungs)["5 logprob parity"])
     if broken is RawForProcessed:  # what T=1 without truncation does not show
         assert rungs["5 logprob parity"]["max_abs"]["learner_vs_decode"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("drafters", "told"), [("", "names none"), (" , ", "names none"), ("suffix,sufix", "no drafter 'sufix'")]
+)
+def test_drafters_that_are_none_are_refused(model: Path, drafters: str, told: str) -> None:
+    result = CliRunner().invoke(app, ["verify", "--model", str(model / "model"), "--drafters", drafters, "--quick"])
+    assert result.exit_code == 2 and told in result.stderr
+
+
+def test_settings_that_draft_nothing_are_refused_at_once(model: Path) -> None:
+    config = load_config(None, [f"model.name={str(model / 'model')!r}", "speculation.num_speculative_tokens=0"])
+    with pytest.raises(ValueError, match="num_speculative_tokens = 0"):
+        ladder.run_ladder(config, PROMPTS, ("suffix",), quick=True, rungs="1")
+    with pytest.raises(ValueError, match="no such drafter"):
+        ladder.run_ladder(load_config(None, [f"model.name={str(model / 'model')!r}"]), PROMPTS, ("sufix",), rungs="1")
+
+
+def test_a_gap_that_is_no_number_is_no_small_gap() -> None:
+    fine, wrong = np.zeros(3), np.array([0.0, np.nan, 0.0])
+    assert identity.largest_gap([fine, fine], [fine, fine]) == 0
+    assert np.isnan(identity.largest_gap([fine, fine], [fine, wrong]))
+
+
+def test_weights_are_updated_when_every_long_prompt_is_computed() -> None:
+    """The engine computes 16 prompt tokens a step, so some requests run long before others."""
+    decoder = tiny_decoder()
+    engine = LocalEngine(PagedDecoder(decoder, 64), max_num_seqs=4, max_num_batched_tokens=16)
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+    requests = [Request(i, (*range(1, 41), i), sampling, i + 1) for i in range(4)]
+    sent = updates.Sent(updates.changed(updates.copied(hf_state(decoder))))
+    found, wrong = updates.generate_through_update(engine, requests, sent)
+    assert wrong == [] and len(found) == 4
 
 
 def truncates_first(logits_PV: Tensor, params: SamplingArrays) -> Tensor:
