@@ -66,6 +66,18 @@ attempt("own", lambda: (open("mine", "w").write("x"), open("mine").read()))
         written.unlink(missing_ok=True)
 
 
+def mounts(kind: Kind) -> list[str]:
+    """On a file system that is mounted beneath /usr: at /usr/share, with a file "secret" that everyone may change."""
+    source = """
+attempt("list", lambda: os.listdir("/usr/share").index("secret"))
+attempt("read", lambda: open("/usr/share/secret").read())
+attempt("write", lambda: open("/usr/share/secret", "a").write("x"))
+attempt("create", lambda: open("/usr/share/new", "w"))
+attempt("own", lambda: open("mine", "w").write("x"))
+"""
+    return achieved(source, kind)
+
+
 def environment(kind: Kind) -> list[str]:
     os.environ["HUSH"] = "secret"
     source = f"""

@@ -236,6 +236,26 @@ def test_attacks_as_a_user_without_namespaces() -> None:
     assert {name: found[name] for name in HELD} == HELD
 
 
+def with_mount_beneath_usr(*runner: str) -> list[str]:
+    """In a mount namespace in which /usr/share is a file system that everyone may write."""
+    script = (TESTS / "sandbox_attacks.py").read_text()
+    script = script[: script.index("if __name__")] + 'print(isolation("namespaces"), *mounts("namespaces"), sep="\\n")'
+    prepare = "mount -t tmpfs -o mode=1777 tmpfs /usr/share && (umask 0; echo > /usr/share/secret) && exec"
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", f'{prepare} "$@"', "sh", *runner, script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
+def test_a_file_system_that_is_mounted_beneath_usr() -> None:
+    assert with_mount_beneath_usr(sys.executable, "-c") == ["namespaces", "own"]
+    # A user namespace keeps such mounts together: it is visible, read-only, and named.
+    assert with_mount_beneath_usr(sys.executable, str(TESTS / "other_user.py"), "--namespaces") == [
+        "namespaces (not isolated: what is mounted beneath /usr)", "list", "read", "own",
+    ]  # fmt: skip
+
+
 def test_attacks_without_landlock_too() -> None:
     """What is left then, and that what is not is named."""
     left = [name for name in HELD if name not in ("files", "environment", "other_processes", "faked_passes")]

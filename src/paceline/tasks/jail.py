@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -35,10 +37,16 @@ NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE, MS_RELATIME = (
     0x1, 0x2, 0x4, 0x20, 0x1000, 0x4000, 0x40000, 0x200000,
 )  # fmt: skip
+MNT_DETACH = 2
+MOUNT_FLAGS = {  # by their names in /proc/self/mountinfo
+    "ro": MS_RDONLY, "nosuid": MS_NOSUID, "nodev": MS_NODEV, "noexec": 0x8, "noatime": 0x400, "nodiratime": 0x800,
+    "relatime": MS_RELATIME,
+}  # fmt: skip
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 NOBODY = 65534
 # What an interpreter needs to start, besides its own prefix. World-readable on any machine.
 SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/nix/store", "/etc/ld.so.cache")
+LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/lib32")  # of these, what may be mounts of their own
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 MEMORY_CHECK_S = 0.02  # how often the tree's memory is summed
 MEMORY_CHECK_SHARE = 0.1  # of this process's time, at most
@@ -78,35 +86,69 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
     call("mount", *arguments, ctypes.c_ulong(flags), options.encode() if options is not None else None)
 
 
-def bind(path: str, root: Path) -> None:
-    """`path` inside `root`, read-only, at the same place."""
+def bind(path: str, root: Path, needed: tuple[str, ...] = ()) -> bool:
+    """`path` inside `root`, read-only, at the same place. Mounts beneath it are left out; True if they could not be:
+    one of them holds a file of `needed`, or a user namespace keeps them together."""
     target = root / path.lstrip("/")
     if Path(path).is_symlink():  # /lib -> usr/lib
         target.symlink_to(Path(path).readlink())
-        return
+        return False
     target.parent.mkdir(parents=True, exist_ok=True)
     if Path(path).is_dir():
         target.mkdir(exist_ok=True)
     else:
         target.touch()
-    mount(path, str(target), None, MS_BIND | MS_REC)
-    # Flags that the mount has already may not be taken away inside a user namespace: keep them.
-    flags = os.statvfs(target).f_flag
-    kept = flags & 0xC0F | (MS_RELATIME if flags & 0x1000 else 0)
-    nodev = 0 if path in DEVICES else MS_NODEV
-    mount("none", str(target), None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | nodev | kept)
+    beneath = [file for file in needed if file.startswith(path + "/") and Path(file).exists()]
+    is_recursive = False
+    try:
+        mount(path, str(target), None, MS_BIND)
+        if not all(same_file(file, root / file.lstrip("/")) for file in beneath):
+            call("umount2", str(target).encode(), MNT_DETACH)
+            is_recursive = True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        is_recursive = True
+    if is_recursive:
+        mount(path, str(target), None, MS_BIND | MS_REC)
+    make_read_only(str(target.resolve()), 0 if path in DEVICES else MS_NODEV)
+    return is_recursive
 
 
-def build_root(root: Path, python: str, prefix: str, size_mb: int) -> None:
-    """A file system in memory that holds the interpreter and /tmp, and nothing of the user's."""
+def same_file(path: str, other: Path) -> bool:
+    return other.exists() and other.samefile(path)
+
+
+def make_read_only(target: str, nodev: int) -> None:
+    """The mount at `target` and every mount beneath it: a remount changes one mount only."""
+    is_found = False
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        place, options = line.split()[4:6]
+        place = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), place)  # a space is written \040
+        if place == target or place.startswith(target + "/"):
+            # Flags that the mount has already may not be taken away inside a user namespace: keep them.
+            kept = sum(MOUNT_FLAGS.get(option, 0) for option in options.split(","))
+            mount("none", place, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | nodev | kept)
+            is_found |= place == target
+    if not is_found:
+        raise OSError(errno.ENOENT, f"{target} is not in /proc/self/mountinfo")
+
+
+def build_root(root: Path, python: str, prefix: str, size_mb: int) -> list[str]:
+    """A file system in memory that holds the interpreter and /tmp, and nothing of the user's. Returns the folders in
+    which other mounts are visible."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", str(root), "tmpfs", MS_NOSUID, f"size={size_mb}m,nr_inodes=4096,mode=755")
     seen: list[str] = []
+    with_mounts: list[str] = []
+    needed = (*LIBRARIES, prefix, str(Path(os.__file__).parent), python)
     for path in (*SYSTEM, *DEVICES, prefix, python):
         if Path(path).exists() and not any(path == top or path.startswith(top + "/") for top in seen):
-            bind(path, root)
+            if bind(path, root, needed):
+                with_mounts.append(path)
             seen.append(path)
     (root / "tmp").mkdir(exist_ok=True)  # the interpreter may lie in /tmp itself
+    return with_mounts
 
 
 def limit(kind: int, soft: int, hard: int) -> None:
@@ -124,11 +166,12 @@ class Place:
         box = Path(spec["box"])
         self.uid = unprivileged_uid() if os.geteuid() == 0 else None  # None: as the user who asked
         self.root: Path | None = None
+        self.with_mounts: list[str] = []
         self.has_namespaces = spec["sandbox"] == "namespaces"
         if self.has_namespaces:
             try:
                 enter_namespaces()
-                build_root(box / "root", spec["python"], spec["prefix"], spec["disk_mb"])
+                self.with_mounts = build_root(box / "root", spec["python"], spec["prefix"], spec["disk_mb"])
             except OSError as error:
                 raise Refused(f"isolated by namespaces on this machine ({error})") from None
             self.root = box / "root"
@@ -150,7 +193,7 @@ class Place:
     def gaps(self) -> list[str]:
         """What the program can reach all the same."""
         if self.has_namespaces:
-            return []
+            return [f"what is mounted beneath {path}" for path in self.with_mounts]
         if self.has_landlock:
             return ["names and sizes of files", "disk space"]
         if self.uid is not None:
