@@ -1,10 +1,10 @@
 """Runs a Python script as another user to whom the kernel denies new namespaces, as in an ordinary container.
 
 As root: `python other_user.py [--no-landlock | --namespaces] SCRIPT ARGUMENT…` runs it as an unprivileged user.
-The interpreter and the package may lie where only root can read them, so both are mounted at a place that everyone can. As an ordinary user
-nothing needs mounting, and the script runs as that user. A system call filter plays the container's part: `unshare`,
-`clone` with namespace flags and `clone3` are denied, and on request Landlock is, as in an old kernel. With
-`--namespaces` nothing is denied.
+The interpreter and the package may lie where only root can read them, so both are mounted at a place that everyone can.
+As an ordinary user nothing needs mounting, and the script runs as that user. A system call filter plays the container's
+part: `unshare`, `clone` with namespace flags and `clone3` are denied, and on request Landlock is, as in an old kernel.
+With `--namespaces` nothing is denied.
 """
 
 from __future__ import annotations

@@ -282,6 +282,8 @@ FAKES = {
     "builtins": "import builtins\ndef abs(x): return 0\ndef isinstance(*a): return True\ndef all(x): return True\n"
     "def range(*a): return []\ndef sorted(x): return None\nbuiltins.abs = abs\nbuiltins.all = all\n"
     "class math:\n    isclose = staticmethod(lambda *a, **k: True)\ndef double(x): return None",
+    "empty": "",
+    "name": "__name__ = 'other'\n__builtins__ = {}\ndef double(x): return None",
     "exit": "import os\nos._exit(0)",
     "stop": "def double(x): raise StopIteration",
     "assert": "import builtins\nbuiltins.AssertionError = type('Quiet', (Exception,), {})\ndef double(x): return 5",
@@ -300,6 +302,7 @@ TESTS: dict[str, list[str]] = {
     "map": ["assert list(map(double, [1, 2])) == [2, 4]", "assert all(map(double, [1, 2]))"],
     "loop": ["for i in range(1, 9):\n    assert double(i) == i + i"],
     "check": ["def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(3) == 6\n", "check(double)"],
+    "guarded": ["def main():\n    assert double(2) == 4\n", "if __name__ == '__main__':\n    main()"],
 }
 
 
@@ -315,7 +318,8 @@ def faked_passes(kind: Kind) -> list[str]:
 # Which tests each could pass; all of them would take a minute.
 AGAINST = {
     "eq": "not equal, close, in, check", "int": "equal, close", "main": "folded, check",
-    "builtins": "close, isclose, all", "exit": "check", "stop": "all, map", "assert": "loop", "json": "equal, map",
+    "builtins": "close, isclose, all", "empty": "guarded", "name": "guarded", "exit": "check",
+    "stop": "all, map", "assert": "loop", "json": "equal, map",
 }  # fmt: skip
 
 ATTACKS: dict[str, Callable[[Kind], list[str]]] = {

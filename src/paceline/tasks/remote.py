@@ -313,9 +313,10 @@ class Tests:
             exec(compile(tree, "test.py", "exec"), namespace)
 
     def _bind(self, used: set[str], offered: dict[str, Any]) -> dict[str, Any]:
-        """The solution's names, those that tests use. It can't replace Python's own functions and modules, or
+        """The solution's names, those that tests use. Names such as `__name__` are never bound: a test that asks for
+        "__main__" would not run. It can't replace Python's own functions and modules, or
         `abs(f(2) - 4) < 1e-6` would ask it for `abs`; unless one such name is all that tests use of it."""
-        names = used & offered.keys()
+        names = {name for name in used & offered.keys() if not name.startswith("__")}
         own = {name for name in names if not hasattr(builtins, name) and name not in sys.stdlib_module_names}
         if not own and len(names) == 1:
             own = names
