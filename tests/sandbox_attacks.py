@@ -52,15 +52,28 @@ def files(kind: Kind) -> list[str]:
     private = home() / f"private-{os.getpid()}"
     private.write_text("secret")
     private.chmod(0o600)
+    before = private.stat()
     written = home() / f"written-{os.getpid()}"
     try:
         source = f"""
 attempt("read", lambda: open({str(private)!r}).read())
 attempt("write", lambda: open({str(written)!r}, "w").write("x"))
 attempt("list", lambda: os.listdir({str(home())!r}).index({private.name!r}))
+attempt("chmod", lambda: os.chmod({str(private)!r}, 0o644))
+attempt("chmod2", lambda: system("syscall", 452, -100, {str(private).encode()!r}, 0o644, 0))
+attempt("chown", lambda: os.chown({str(private)!r}, os.getuid(), os.getgid()))
+attempt("utime", lambda: os.utime({str(private)!r}, (1, 1)))
+attempt("setxattr", lambda: os.setxattr({str(private)!r}, "user.x", b"x"))
+attempt("listxattr", lambda: os.listxattr({str(private)!r}))
+attempt("truncate", lambda: os.truncate({str(private)!r}, 1))
 attempt("own", lambda: (open("mine", "w").write("x"), open("mine").read()))
+attempt("own:chmod", lambda: os.fchmod(os.open("mine", os.O_RDONLY), 0o700))
+attempt("own:truncate", lambda: open("mine", "r+").truncate(0))
 """
-        return [*achieved(source, kind), *(["written"] if written.exists() else [])]
+        found = achieved(source, kind)
+        after = private.stat()
+        is_same = (before.st_mode, before.st_mtime, before.st_size) == (after.st_mode, after.st_mtime, after.st_size)
+        return [*found, *([] if is_same else ["changed"]), *(["written"] if written.exists() else [])]
     finally:
         private.unlink()
         written.unlink(missing_ok=True)

@@ -7,7 +7,8 @@ the program is alive. What can't be set up is refused; the program is then not r
 
 With spec["sandbox"] = "namespaces" the program has its own file system, network, process table and shared memory. With
 "process" it has none of these: Landlock (where the kernel has it) bars files and other processes' memory, and the
-system call filter bars sockets, signals to others and leaving the process group.
+system call filter bars sockets, signals to others, leaving the process group, and changing modes, owners, times and
+extended attributes of files.
 """
 
 from __future__ import annotations
