@@ -170,6 +170,21 @@ CODE = "Here:\n```python\nold = 1\n```\nbetter:\n```python\ndef double(x):\n    
         ),
         ("def f(n):\n    for i in range(n): yield i", ["assert list(f(3)) == [0, 1, 2]", "assert next(f(1)) == 0"], 1),
         ("def sum(a, b): return a * b", ["assert sum(10, 15) == 150"], 1),  # named as one of Python's own
+        (
+            "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
+            "def f(): return P.__annotations__['x'] is int and P.__module__ == 'solution' and P(1).x",
+            ["assert f() == 1 and P(2).x == 2"],
+            1,
+        ),
+        (
+            "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom typing import ClassVar\n"
+            "@dataclass\nclass P:\n    n: ClassVar[int] = 3\n    x: int = 0",
+            ["assert P(2).x == 2 and P.n == 3"],
+            1,
+        ),
+        # Values of names that tests do not use are not sent.
+        ("big = list(range(4 * 10**6))\ndef f(): return len(big)", ["assert f() == 4 * 10**6"], 1),
+        ("table = {1: 2}\nsame = []\nsame.append(same)", ["assert table == {1: 2} and len(same) == 1"], 1),
         ("import math\ndef f(n): return math.factorial(n)", ["assert f(2000) == math.factorial(2000)"], 1),
         (
             "from fractions import *\nfrom decimal import *\nfrom collections import deque\n"
@@ -189,7 +204,9 @@ def test_code(completion: str, tests: Any, reward: float) -> None:
 FRAMES = """
 import json, os, sys
 wire = sys._getframe(1).f_locals["self"]._wire
-wire.send(["names", {{"double": {{"object": 0}}}}])
+wire.send(["names", ["double"]])
+assert wire.receive() == ["do", "global", ["double"], {{}}]
+wire.send(["value", {{"object": 0}}, {{}}])
 asked = wire.receive()
 {said}
 os._exit(0)

@@ -151,20 +151,25 @@ class Solution:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._objects: list[Any] = []
+        self._module = types.ModuleType("solution")
 
     def serve(self, source: str) -> NoReturn:
-        names: dict[str, Any] = {"__name__": "solution"}
+        sys.modules["solution"] = self._module  # dataclasses and typing look their classes' module up
         with contextlib.suppress(SystemExit):  # a script may end itself; its functions are there
-            exec(compile(source, "solution.py", "exec"), names)
-        offered = {}
-        for name, value in list(names.items()):
-            try:
-                offered[name] = encode(value, self._outside)
-            except Exception:  # it refers to itself: it can't be tested by value
-                continue
-        self._wire.send(["names", offered])
+            exec(compile(source, "solution.py", "exec", dont_inherit=True), self._module.__dict__)
+        self._wire.send(["names", [name for name in vars(self._module) if isinstance(name, str)]])
         while True:
             self._answer(self._wire.receive())
+
+    def _do(self, operation: str, args: list[Any], named: dict[str, Any]) -> Any:
+        return encode(OPERATIONS[operation](*args, **named), self._outside)
+
+    def _global(self, name: str) -> Any:
+        value = vars(self._module)[name]
+        try:
+            return encode(value, self._outside)
+        except Exception:  # it refers to itself: it can't be tested by value
+            return self._outside(value)
 
     def _outside(self, value: Any) -> dict[str, Any]:
         if isinstance(value, types.ModuleType):
@@ -194,9 +199,13 @@ class Solution:
         try:
             args = [decode(argument, self._inside) for argument in arguments]
             named = {key: decode(argument, self._inside) for key, argument in names.items()}
-            result = encode(OPERATIONS[operation](*args, **named), self._outside)
-            # Lists, dictionaries and sets may have been changed in place.
-            after = {i: encode(arg, self._outside) for i, arg in enumerate(args) if isinstance(arg, list | dict | set)}
+            result = self._global(*args) if operation == "global" else self._do(operation, args, named)
+            # Lists, dictionaries and sets that came by value may have been changed in place.
+            after = {
+                i: encode(arg, self._outside)
+                for i, arg in enumerate(args)
+                if isinstance(arg, list | dict | set) and "object" not in arguments[i]
+            }
             changed = {i: data for i, data in after.items() if data != arguments[i]}
         except BaseException as error:  # SystemExit too: it must not end the process before it has answered
             self._wire.send(["raise", _lineage(type(error)), str(error)[:1000]])
@@ -304,23 +313,23 @@ class Tests:
     def run(self, tests: list[str]) -> None:
         """Returns if all pass; raises otherwise."""
         kind, offered = self._wire.receive()
-        if kind != "names" or not isinstance(offered, dict):
+        if kind != "names" or not isinstance(offered, list) or not all(isinstance(name, str) for name in offered):
             raise NotPlain
         trees = [ast.parse(test) for test in tests]
         used = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        namespace = {"__name__": "__main__", **self._bind(used, offered)}
+        namespace = {"__name__": "__main__", **self._bind(used, set(offered))}
         for tree in trees:
-            exec(compile(tree, "test.py", "exec"), namespace)
+            exec(compile(tree, "test.py", "exec", dont_inherit=True), namespace)
 
-    def _bind(self, used: set[str], offered: dict[str, Any]) -> dict[str, Any]:
+    def _bind(self, used: set[str], offered: set[str]) -> dict[str, Any]:
         """The solution's names, those that tests use. Names such as `__name__` are never bound: a test that asks for
         "__main__" would not run. It can't replace Python's own functions and modules, or
         `abs(f(2) - 4) < 1e-6` would ask it for `abs`; unless one such name is all that tests use of it."""
-        names = {name for name in used & offered.keys() if not name.startswith("__")}
+        names = {name for name in used & offered if not name.startswith("__")}
         own = {name for name in names if not hasattr(builtins, name) and name not in sys.stdlib_module_names}
         if not own and len(names) == 1:
             own = names
-        bound = {name: self._named(name, offered[name]) for name in own}
+        bound = {name: self._named(name, self._request("global", (name,), {})) for name in own}
         for name in names - bound.keys() & sys.stdlib_module_names:
             bound[name] = importlib.import_module(name)
         return bound
@@ -360,6 +369,10 @@ class Tests:
         return {"callback": len(self._callbacks) - 1}
 
     def _ask(self, operation: str, *args: Any, **names: Any) -> Any:
+        return self._decode(self._request(operation, args, names))
+
+    def _request(self, operation: str, args: tuple[Any, ...], names: dict[str, Any]) -> Any:
+        """The result, still encoded."""
         with self._lock:
             encoded = [encode(arg, self._outside) for arg in args]
             self._wire.send(["do", operation, encoded, {key: encode(v, self._outside) for key, v in names.items()}])
@@ -371,7 +384,7 @@ class Tests:
                 case ["value", data, dict() as changed]:
                     for i, content in changed.items():
                         _change(args[int(i)], self._decode(content))
-                    return self._decode(data)
+                    return data
             raise NotPlain
 
     def _call_back(self, message: list[Any]) -> None:
