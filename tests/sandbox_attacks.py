@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.tasks import checks
-from paceline.tasks.sandbox import Kind, Limits, Outcome, Refused, isolation, run_program
+from paceline.tasks.sandbox import Kind, Limits, Outcome, Program, Refused, isolation, run_program
 
 
 def run(source: str, kind: Kind, **limits: Any) -> Outcome:
@@ -89,6 +89,24 @@ attempt("create", lambda: open("/usr/share/new", "w"))
 attempt("own", lambda: open("mine", "w").write("x"))
 """
     return achieved(source, kind)
+
+
+def other_programs(kind: Kind) -> list[str]:
+    """On the files of a program that runs at the same time: those of a process that judges hold what would be right."""
+    victim = Program("import time; time.sleep(30)  # secret", "secret", Limits(wall_s=30.0), kind)
+    source = f"""
+import glob
+for path in glob.glob({tempfile.gettempdir()!r} + "/paceline-box-*"):
+    for name in ("program.py", "stdin", "stdout", "stderr", "work/program.py"):
+        try: found = "sec" + "ret" in open(f"{{path}}/{{name}}").read()
+        except OSError: continue
+        if found: print(name)
+"""
+    try:
+        time.sleep(0.5)  # until its files are there
+        return achieved(source, kind)
+    finally:
+        victim.stop()
 
 
 def environment(kind: Kind) -> list[str]:
@@ -338,8 +356,8 @@ AGAINST = {
 ATTACKS: dict[str, Callable[[Kind], list[str]]] = {
     function.__name__: function
     for function in (
-        files, environment, descriptors, network, other_processes, kills_its_supervisor, survivors, hopping, status,
-        tree_memory, shared_memory, faked_passes,
+        files, other_programs, environment, descriptors, network, other_processes, kills_its_supervisor, survivors,
+        hopping, status, tree_memory, shared_memory, faked_passes,
     )
 }  # fmt: skip
 

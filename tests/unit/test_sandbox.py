@@ -193,6 +193,7 @@ def test_boxes_are_cleaned_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 HELD: dict[str, list[str]] = {
     "files": ["own", "own:truncate"],  # its own folder is the only one
+    "other_programs": [],
     "environment": [],
     "descriptors": [],
     "network": ["pair"],  # a pair of sockets reaches nobody else
@@ -259,14 +260,25 @@ def test_a_file_system_that_is_mounted_beneath_usr() -> None:
 
 def test_attacks_without_landlock_too() -> None:
     """What is left then, and that what is not is named."""
-    left = [name for name in HELD if name not in ("files", "environment", "other_processes", "faked_passes")]
-    found = as_other_user("--no-landlock", *left, "other_processes", "files")
+    open_ = ("files", "other_programs", "environment", "other_processes", "faked_passes")
+    left = [name for name in HELD if name not in open_]
+    found = as_other_user("--no-landlock", *left, "other_processes", "other_programs", "files")
     assert {name: found[name] for name in left} == {name: HELD[name] for name in left}
     assert found["process"].startswith("process (not isolated: the user's files, memory of the user's processes")
+    assert "expected values of tests" in found["process"] and "program.py" in found["other_programs"]
     assert not [name for name in found["other_processes"] if name.startswith(("supervisor", "all")) or "kill" in name]
     assert found["files"] == ["read", "write", "list", *HELD["files"], "written"], (
         "if this is held now, say so in `gaps` and in the docs"
     )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives each program a user of its own")
+def test_attacks_on_root_without_landlock() -> None:
+    left = ("files", "other_programs", "descriptors", "other_processes", "status")
+    found = as_other_user("--root", "--no-landlock", *left)
+    assert found["uid"] == 0
+    assert found["process"] == "process (not isolated: files that everyone may read, disk space)"
+    assert {name: found[name] for name in left} == {name: HELD[name] for name in left}
 
 
 def test_a_reward_worker_can_not_be_inspected() -> None:

@@ -183,7 +183,7 @@ class Place:
         self.work = "/tmp" if self.root is not None else str(box / "work")
         inside = self.root / "tmp" if self.root is not None else box / "work"
         shutil.copyfile(box / "program.py", inside / "program.py")
-        for path in (inside, inside / "program.py"):
+        for path in (inside, inside / "program.py", box / "stdin"):  # it may open its standard input a second time
             if self.uid is not None:
                 os.chown(path, self.uid, self.uid)
         self.num_processes = spec["num_processes"]
@@ -199,7 +199,7 @@ class Place:
             return ["names and sizes of files", "disk space"]
         if self.uid is not None:
             return ["files that everyone may read", "disk space"]
-        return ["the user's files", "memory of the user's processes", "disk space"]
+        return ["the user's files", "memory of the user's processes", "expected values of tests", "disk space"]
 
 
 def become_program(place: Place, cgroup: memory.Cgroup | None, error_fd: int) -> NoReturn:
