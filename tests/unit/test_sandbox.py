@@ -22,7 +22,7 @@ from sandbox_attacks import alive
 from paceline.config import Config, RewardSection
 from paceline.doctor import machine
 from paceline.doctor.run import _sandbox
-from paceline.tasks import landlock, memory, sandbox
+from paceline.tasks import jail, landlock, memory, sandbox
 from paceline.tasks.rewards import Rewarder
 from paceline.tasks.sandbox import Isolation, Limits, Outcome, Refused, isolation, run_program
 
@@ -351,6 +351,68 @@ def test_the_isolation_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     rewarder = Rewarder(RewardSection(functions=["exact"]))
     assert rewarder.sandbox is None
     rewarder.close()
+
+
+# ---- users ----
+
+IN_USER_NAMESPACE = """
+import ctypes, os, sys
+from paceline.tasks import jail
+for _ in range(2):
+    (ready, is_ready), (go, may_go) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        assert ctypes.CDLL(None).unshare(0x10000000) == 0
+        os.write(is_ready, b"x")
+        os.read(go, 1)
+        uid = jail.unprivileged_uid()
+        if uid != jail.NOBODY: os.setuid(uid)
+        print(uid, flush=True)
+        os._exit(0)
+    os.read(ready, 1)
+    open(f"/proc/{child}/uid_map", "w").write(sys.argv[1])
+    os.write(may_go, b"x")
+    os.wait()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a user namespace with many users needs root")
+@pytest.mark.parametrize(
+    ("uid_map", "users"),
+    [
+        ("0 0 4294967295", range(0x70000000, 0x80000000)),
+        ("0 1000 1\n1 100000 65536", range(32768, 65537)),  # as rootless containers have it
+        ("0 100000 200000", range(100000, 200000)),
+        ("0 1000 1", [65534]),
+    ],
+)
+def test_a_user_for_each_program_in_a_user_namespace(uid_map: str, users: Any) -> None:
+    command = [sys.executable, "-c", IN_USER_NAMESPACE, uid_map]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = list(map(int, done.stdout.split()))
+    assert all(uid in users for uid in found) and len(set(found)) == min(2, len(users)), found
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root runs programs as another user")
+def test_programs_that_share_a_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The limit on processes leaves room for those of the other programs, and the gap is named."""
+    for name in ("prctl", "readable_by_all"):
+        monkeypatch.setattr(jail, name, lambda *_: True)
+    monkeypatch.setattr(jail, "unprivileged_uid", lambda: jail.NOBODY)
+    (tmp_path / "work").mkdir()
+    for name in ("program.py", "stdin"):
+        (tmp_path / name).touch()
+    spec = {"box": str(tmp_path), "sandbox": "process", "python": sys.executable, "num_processes": 16}
+    with subprocess.Popen(["sleep", "60"], user=jail.NOBODY) as process:
+        try:
+            place = jail.Place(spec)
+            assert place.num_processes > 16
+        finally:
+            process.kill()
+    assert "the limit on processes of programs that run at once" in place.gaps
+    place.has_landlock = False
+    assert "expected values of tests" in place.gaps
 
 
 # ---- memory ----

@@ -45,6 +45,7 @@ MOUNT_FLAGS = {  # by their names in /proc/self/mountinfo
 }  # fmt: skip
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 NOBODY = 65534
+MIN_UIDS = 4096  # a range of users that is wide enough to give each program one of its own
 # What an interpreter needs to start, besides its own prefix. World-readable on any machine.
 SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/nix/store", "/etc/ld.so.cache")
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/lib32")  # of these, what may be mounts of their own
@@ -189,16 +190,23 @@ class Place:
         self.num_processes = spec["num_processes"]
         if not self.has_namespaces and self.uid is None:  # the limit counts what the user has already, too
             self.num_processes += memory.num_tasks(os.getuid())
+        if self.uid == NOBODY:
+            self.num_processes += memory.num_tasks(NOBODY)
 
     @property
     def gaps(self) -> list[str]:
         """What the program can reach all the same."""
+        return self._gaps + (["the limit on processes of programs that run at once"] if self.uid == NOBODY else [])
+
+    @property
+    def _gaps(self) -> list[str]:
         if self.has_namespaces:
             return [f"what is mounted beneath {path}" for path in self.with_mounts]
         if self.has_landlock:
             return ["names and sizes of files", "disk space"]
         if self.uid is not None:
-            return ["files that everyone may read", "disk space"]
+            shared = ["expected values of tests"] if self.uid == NOBODY else []
+            return ["files that everyone may read", *shared, "disk space"]
         return ["the user's files", "memory of the user's processes", "expected values of tests", "disk space"]
 
 
@@ -308,14 +316,21 @@ def sweep(child: int) -> None:
 
 
 def unprivileged_uid() -> int:
-    """A user of this program's own, so that one program's processes never count against another's limit."""
+    """A user of this program's own, so that one program's processes never count against another's limit. In a user
+    namespace (a rootless container): from the upper half of its widest range of users. NOBODY if it has none."""
     own = 0x70000000 + os.getpid()
+    widest = range(0)
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/uid_map").read_text().splitlines():
             inside, _, length = map(int, line.split())
             if inside <= own < inside + length:
                 return own
-    return NOBODY
+            widest = max(widest, range(inside, inside + length), key=len)
+    if len(widest) < MIN_UIDS:
+        return NOBODY
+    upper = widest[len(widest) // 2 :]
+    uid = upper[os.getpid() % len(upper)]
+    return uid if uid != NOBODY else uid - 1
 
 
 def readable_by_all(python: str) -> bool:
