@@ -241,7 +241,7 @@ def test_attacks_as_a_user_without_namespaces() -> None:
 def with_mount_beneath_usr(*runner: str) -> list[str]:
     """In a mount namespace in which /usr/share is a file system that everyone may write."""
     script = (TESTS / "sandbox_attacks.py").read_text()
-    script = script[: script.index("if __name__")] + 'print(isolation("namespaces"), *mounts("namespaces"), sep="\\n")'
+    script = script[: script.rindex("if __name__")] + 'print(isolation("namespaces"), *mounts("namespaces"), sep="\\n")'
     prepare = "mount -t tmpfs -o mode=1777 tmpfs /usr/share && (umask 0; echo > /usr/share/secret) && exec"
     command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", f'{prepare} "$@"', "sh", *runner, script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
