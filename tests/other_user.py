@@ -1,9 +1,10 @@
 """Runs a Python script as another user to whom the kernel denies new namespaces, as in an ordinary container.
 
-As root: `python other_user.py [--no-landlock] SCRIPT ARGUMENT…` runs it as an unprivileged user. The interpreter and
-the package may lie where only root can read them, so both are mounted at a place that everyone can. As an ordinary user
-nothing needs mounting, and the script runs as that user. A system call filter plays the container's part: `unshare`,
-`clone` with namespace flags and `clone3` are denied, and on request Landlock is, as in an old kernel.
+As root: `python other_user.py [--no-landlock] [--namespaces] [--root] SCRIPT ARGUMENT…` runs it as another user.
+The interpreter and the package may lie where only root can read them, so both are mounted at a place that everyone can.
+As an ordinary user nothing needs mounting, and the script runs as that user. A system call filter plays the container's
+part: `unshare`, `clone` with namespace flags and `clone3` are denied, and on request Landlock is, as in an old kernel.
+With `--namespaces` nothing is denied. With `--root` the user stays root.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def expose(source: Path, name: str, top: Path) -> Path:
 
 
 def main() -> None:
-    words = sys.argv[1:]
-    without_landlock = words[0] == "--no-landlock"
-    script, *arguments = words[without_landlock:]
+    options = {word for word in sys.argv[1:] if word in ("--no-landlock", "--namespaces", "--root")}
+    without_landlock, with_namespaces = "--no-landlock" in options, "--namespaces" in options
+    script, *arguments = sys.argv[1 + len(options) :]
     python, source = Path(getattr(sys, "_base_executable", sys.executable)).resolve(), SOURCE
     if os.geteuid() == 0:
         call("unshare", NEWNS)
@@ -50,11 +51,12 @@ def main() -> None:
         source = expose(SOURCE, "source", top)
         (top / "home").mkdir()
         os.chown(top / "home", USER, USER)
-        os.setgroups([])
-        os.setgid(USER)
-        os.setuid(USER)
-    rules = [*seccomp.deny("unshare"), *seccomp.deny("clone3", errno.ENOSYS)]
-    rules += seccomp.deny_bits("clone", 0, seccomp.NEW_NAMESPACES)
+        if "--root" not in options:
+            os.setgroups([])
+            os.setgid(USER)
+            os.setuid(USER)
+    rules = [] if with_namespaces else [*seccomp.deny("unshare"), *seccomp.deny("clone3", errno.ENOSYS)]
+    rules += [] if with_namespaces else seccomp.deny_bits("clone", 0, seccomp.NEW_NAMESPACES)
     if without_landlock:
         rules += seccomp.deny("landlock_create_ruleset", errno.ENOSYS)
     seccomp.install(rules)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.tasks import checks
-from paceline.tasks.sandbox import Kind, Limits, Outcome, Refused, isolation, run_program
+from paceline.tasks.sandbox import Kind, Limits, Outcome, Program, Refused, isolation, run_program
 
 
 def run(source: str, kind: Kind, **limits: Any) -> Outcome:
@@ -52,18 +52,61 @@ def files(kind: Kind) -> list[str]:
     private = home() / f"private-{os.getpid()}"
     private.write_text("secret")
     private.chmod(0o600)
+    before = private.stat()
     written = home() / f"written-{os.getpid()}"
     try:
         source = f"""
 attempt("read", lambda: open({str(private)!r}).read())
 attempt("write", lambda: open({str(written)!r}, "w").write("x"))
 attempt("list", lambda: os.listdir({str(home())!r}).index({private.name!r}))
+attempt("chmod", lambda: os.chmod({str(private)!r}, 0o644))
+attempt("chmod2", lambda: system("syscall", 452, -100, {str(private).encode()!r}, 0o644, 0))
+attempt("chown", lambda: os.chown({str(private)!r}, os.getuid(), os.getgid()))
+attempt("utime", lambda: os.utime({str(private)!r}, (1, 1)))
+attempt("setxattr", lambda: os.setxattr({str(private)!r}, "user.x", b"x"))
+attempt("listxattr", lambda: os.listxattr({str(private)!r}))
+attempt("truncate", lambda: os.truncate({str(private)!r}, 1))
 attempt("own", lambda: (open("mine", "w").write("x"), open("mine").read()))
+attempt("own:chmod", lambda: os.fchmod(os.open("mine", os.O_RDONLY), 0o700))
+attempt("own:truncate", lambda: open("mine", "r+").truncate(0))
 """
-        return [*achieved(source, kind), *(["written"] if written.exists() else [])]
+        found = achieved(source, kind)
+        after = private.stat()
+        is_same = (before.st_mode, before.st_mtime, before.st_size) == (after.st_mode, after.st_mtime, after.st_size)
+        return [*found, *([] if is_same else ["changed"]), *(["written"] if written.exists() else [])]
     finally:
         private.unlink()
         written.unlink(missing_ok=True)
+
+
+def mounts(kind: Kind) -> list[str]:
+    """On a file system that is mounted beneath /usr: at /usr/share, with a file "secret" that everyone may change."""
+    source = """
+attempt("list", lambda: os.listdir("/usr/share").index("secret"))
+attempt("read", lambda: open("/usr/share/secret").read())
+attempt("write", lambda: open("/usr/share/secret", "a").write("x"))
+attempt("create", lambda: open("/usr/share/new", "w"))
+attempt("own", lambda: open("mine", "w").write("x"))
+"""
+    return achieved(source, kind)
+
+
+def other_programs(kind: Kind) -> list[str]:
+    """On the files of a program that runs at the same time: those of a process that judges hold what would be right."""
+    victim = Program("import time; time.sleep(30)  # secret", "secret", Limits(wall_s=30.0), kind)
+    source = f"""
+import glob
+for path in glob.glob({tempfile.gettempdir()!r} + "/paceline-box-*"):
+    for name in ("program.py", "stdin", "stdout", "stderr", "work/program.py"):
+        try: found = "sec" + "ret" in open(f"{{path}}/{{name}}").read()
+        except OSError: continue
+        if found: print(name)
+"""
+    try:
+        time.sleep(0.5)  # until its files are there
+        return achieved(source, kind)
+    finally:
+        victim.stop()
 
 
 def environment(kind: Kind) -> list[str]:
@@ -270,6 +313,8 @@ FAKES = {
     "builtins": "import builtins\ndef abs(x): return 0\ndef isinstance(*a): return True\ndef all(x): return True\n"
     "def range(*a): return []\ndef sorted(x): return None\nbuiltins.abs = abs\nbuiltins.all = all\n"
     "class math:\n    isclose = staticmethod(lambda *a, **k: True)\ndef double(x): return None",
+    "empty": "",
+    "name": "__name__ = 'other'\n__builtins__ = {}\ndef double(x): return None",
     "exit": "import os\nos._exit(0)",
     "stop": "def double(x): raise StopIteration",
     "assert": "import builtins\nbuiltins.AssertionError = type('Quiet', (Exception,), {})\ndef double(x): return 5",
@@ -288,6 +333,7 @@ TESTS: dict[str, list[str]] = {
     "map": ["assert list(map(double, [1, 2])) == [2, 4]", "assert all(map(double, [1, 2]))"],
     "loop": ["for i in range(1, 9):\n    assert double(i) == i + i"],
     "check": ["def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(3) == 6\n", "check(double)"],
+    "guarded": ["def main():\n    assert double(2) == 4\n", "if __name__ == '__main__':\n    main()"],
 }
 
 
@@ -303,14 +349,15 @@ def faked_passes(kind: Kind) -> list[str]:
 # Which tests each could pass; all of them would take a minute.
 AGAINST = {
     "eq": "not equal, close, in, check", "int": "equal, close", "main": "folded, check",
-    "builtins": "close, isclose, all", "exit": "check", "stop": "all, map", "assert": "loop", "json": "equal, map",
+    "builtins": "close, isclose, all", "empty": "guarded", "name": "guarded", "exit": "check",
+    "stop": "all, map", "assert": "loop", "json": "equal, map",
 }  # fmt: skip
 
 ATTACKS: dict[str, Callable[[Kind], list[str]]] = {
     function.__name__: function
     for function in (
-        files, environment, descriptors, network, other_processes, kills_its_supervisor, survivors, hopping, status,
-        tree_memory, shared_memory, faked_passes,
+        files, other_programs, environment, descriptors, network, other_processes, kills_its_supervisor, survivors,
+        hopping, status, tree_memory, shared_memory, faked_passes,
     )
 }  # fmt: skip
 

@@ -170,6 +170,21 @@ CODE = "Here:\n```python\nold = 1\n```\nbetter:\n```python\ndef double(x):\n    
         ),
         ("def f(n):\n    for i in range(n): yield i", ["assert list(f(3)) == [0, 1, 2]", "assert next(f(1)) == 0"], 1),
         ("def sum(a, b): return a * b", ["assert sum(10, 15) == 150"], 1),  # named as one of Python's own
+        (
+            "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
+            "def f(): return P.__annotations__['x'] is int and P.__module__ == 'solution' and P(1).x",
+            ["assert f() == 1 and P(2).x == 2"],
+            1,
+        ),
+        (
+            "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom typing import ClassVar\n"
+            "@dataclass\nclass P:\n    n: ClassVar[int] = 3\n    x: int = 0",
+            ["assert P(2).x == 2 and P.n == 3"],
+            1,
+        ),
+        # Values of names that tests do not use are not sent.
+        ("big = list(range(4 * 10**6))\ndef f(): return len(big)", ["assert f() == 4 * 10**6"], 1),
+        ("table = {1: 2}\nsame = []\nsame.append(same)", ["assert table == {1: 2} and len(same) == 1"], 1),
         ("import math\ndef f(n): return math.factorial(n)", ["assert f(2000) == math.factorial(2000)"], 1),
         (
             "from fractions import *\nfrom decimal import *\nfrom collections import deque\n"
@@ -189,7 +204,9 @@ def test_code(completion: str, tests: Any, reward: float) -> None:
 FRAMES = """
 import json, os, sys
 wire = sys._getframe(1).f_locals["self"]._wire
-wire.send(["names", {{"double": {{"object": 0}}}}])
+wire.send(["names", ["double"]])
+assert wire.receive() == ["do", "global", ["double"], {{}}]
+wire.send(["value", {{"object": 0}}, {{}}])
 asked = wire.receive()
 {said}
 os._exit(0)
@@ -208,7 +225,9 @@ os._exit(0)
         FRAMES.format(said='wire.send(["value", {"dict": [[{"list": []}, 1]]}, {}])'),
         FRAMES.format(said='wire.send(["value", 7, {"9": 1}])'),
         FRAMES.format(said='wire.send(["callback", 0, [], {}])'),
-        FRAMES.format(said='wire.send(["raise", ["SystemExit"], "0"])'),
+        FRAMES.format(said='wire.send(["raise", ["SystemExit"], {"dict": [["text", "0"]]}])'),
+        FRAMES.format(said='wire.send(["raise", ["KeyError"], "0"])'),
+        FRAMES.format(said='wire.send(["value", {"namedtuple": ["P", ["__eq__"], [{"object": 0}]]}, {}])'),
         FRAMES.format(said='wire.send({"value": 4})'),
         FRAMES.format(said='wire._file.write(b"[" * 10**6 + b"\\n"); wire._file.flush()'),
     ],
@@ -228,6 +247,79 @@ def test_tests_that_pass_more_than_plain_data_are_named() -> None:
     tests = ["class Node: pass", "assert double(Node()) is None"]
     scores = score(["code"], [sample(CODE, name="odd", tests=tests)])
     assert "column 'tests': tests pass a Node to the solution, which takes plain data only" in (scores[0].failure or "")
+
+
+UNITTEST = """
+import unittest
+class TestDouble(unittest.TestCase):
+    def test_two(self): self.assertEqual(double(2), 4)
+    def test_text(self): self.assertEqual(double("a"), "aa")
+if __name__ == "__main__":
+    unittest.main()
+"""
+WRONG = "def double(x): return 4"
+
+
+@pytest.mark.parametrize(
+    ("completion", "tests", "reward"),
+    [
+        # Changes in place.
+        ("def f(x, y=None): y.append(x)", ["y = [[2]]\nf(1, y=y)\nassert y == [[2], 1]"], 1),
+        ("def f(x): x.append(2)\ndef g(x): x.appendleft([0])", [
+            "from collections import deque", "d = deque([1])\nf(d)\ng(d)\nassert d == deque([[0], 1, 2])",
+            "b = bytearray(b'a')\nf(b)\nassert b == b'a\\x02' and type(b) is bytearray",
+        ], 1),
+        ("def f(x): x[0].append(x[1])\n", ["a = [1]\nt = (a, 1000)\nf(t)\nassert a == [1, 1000] and t[0] is a"], 1),
+        ("def f(x): x[0][0].append(1)\n", ["a = []\nx = [(a, 'k')]\nf(x)\nassert a == [1] and x[0][0] is a"], 1),
+        ("def f(x): x['b'] = 2", ["import collections as c\nd = c.OrderedDict()\nf(d)\nassert d == {'b': 2}"], 1),
+        ("def f(x): x.append(x[0](1))", ["fs = [lambda x: x + 1]\nf(fs)\nassert fs[0](5) == 6 and fs[1] == 2"], 1),
+        # Named tuples, classes, identity.
+        ("import collections\nP = collections.namedtuple('P', 'x y')\ndef f(p): return P(p.y, [p.x])", [
+            "import collections\nQ = collections.namedtuple('Q', 'x y')\np = f(Q(1, 2))",
+            "assert p.x == 2 and p.y == [1] and p == (2, [1]) and repr(p) == 'P(x=2, y=[1])'",
+        ], 1),
+        ("class A: pass\nclass B(A): pass\ndef f(): return B()", [
+            "assert isinstance(f(), A) and isinstance(f(), (int, B)) and not isinstance(3, A) and issubclass(B, A)",
+        ], 1),
+        ("class A: pass\ndef f(): return 3", ["assert isinstance(f(), A)"], 0),
+        ("class A:\n    one = None\n    def __new__(cls):\n        cls.one = cls.one or object.__new__(cls)\n"
+         "        return cls.one", ["assert A() is A()"], 1),
+        ("class A: pass", ["assert A() is A()"], 0),
+        # Exceptions.
+        ("class Odd(Exception):\n    def __init__(self, n): super().__init__(f'odd: {n}'); self.n = n\n"
+         "def f(x):\n    if x: raise Odd(x)\n    raise KeyError('k')", [
+            "try: f(0)\nexcept KeyError as e: assert str(e) == \"'k'\" and e.args == ('k',)\nelse: assert 0",
+            "try: f(3)\nexcept Odd as e: assert str(e) == 'odd: 3' and e.n == 3\nelse: assert 0",
+        ], 1),
+        ("def f(): open('/none')", ["try: f()\nexcept FileNotFoundError as e: assert e.errno == 2\nelse: assert 0"], 1),
+        # Test code that ends by itself.
+        (CODE, UNITTEST, 1),
+        (WRONG, UNITTEST, 0),
+        ("", UNITTEST, 0),
+        (CODE, ["import sys\nassert double(2) == 4\nsys.exit()", "assert double(3) == 6"], 1),
+        (CODE, ["import sys\nsys.exit()", "assert double(3) == 7"], 0),
+        (CODE, ["import sys\nsys.exit(double(1))"], 0),
+        ("def double(x): raise SystemExit(0)", ["double(1)", "assert False"], 0),
+        # Test code that catches everything does not catch a refusal.
+        ("class Yes: pass\ndef f(): return Yes()", ["try: assert f() > 3\nexcept: pass"], 0),
+    ],
+)  # fmt: skip
+def test_code_that_two_processes_could_tell_from_one(completion: str, tests: Any, reward: float) -> None:
+    assert checks.program(2, 256, 20.0, "namespaces")(completion, {"tests": tests}) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "tests", "message"),
+    [
+        ("class A(int): pass\ndef f(): return A()", "assert isinstance(f(), A)", r"isinstance\(\) about a class"),
+        ("class A: pass", "assert not issubclass(int, A)", r"issubclass\(\) about a class"),
+        (CODE, "class Node: pass\ntry: double(Node())\nexcept: pass", "pass a Node to the solution"),
+        (CODE, UNITTEST.replace('"a"', "object()"), "pass a object to the solution"),
+    ],
+)
+def test_tests_that_can_not_run_in_another_process_are_named(completion: str, tests: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"column 'tests': tests .*{message}"):
+        checks.program(2, 256, 20.0, "namespaces")(completion, {"tests": tests})
 
 
 def test_tests_that_are_no_python_are_named() -> None:

@@ -22,7 +22,7 @@ from sandbox_attacks import alive
 from paceline.config import Config, RewardSection
 from paceline.doctor import machine
 from paceline.doctor.run import _sandbox
-from paceline.tasks import landlock, memory, sandbox
+from paceline.tasks import jail, landlock, memory, sandbox
 from paceline.tasks.rewards import Rewarder
 from paceline.tasks.sandbox import Isolation, Limits, Outcome, Refused, isolation, run_program
 
@@ -192,7 +192,8 @@ def test_boxes_are_cleaned_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 # ---- the attacks that both kinds of sandbox must withstand ----
 
 HELD: dict[str, list[str]] = {
-    "files": ["own"],  # its own folder is the only one
+    "files": ["own", "own:truncate"],  # its own folder is the only one
+    "other_programs": [],
     "environment": [],
     "descriptors": [],
     "network": ["pair"],  # a pair of sockets reaches nobody else
@@ -209,7 +210,8 @@ HELD: dict[str, list[str]] = {
 
 @pytest.mark.parametrize("attack", sandbox_attacks.ATTACKS)
 def test_attacks_with_namespaces(attack: str) -> None:
-    held = HELD | {"kills_its_supervisor": ["-9"]}  # kill(-1) ends all of its namespace, and nothing else
+    # kill(-1) ends all of its namespace, and nothing else; there are no files but its own to change the mode of
+    held = HELD | {"kills_its_supervisor": ["-9"], "files": ["own", "own:chmod", "own:truncate"]}
     assert sandbox_attacks.ATTACKS[attack]("namespaces") == held[attack]
 
 
@@ -236,14 +238,47 @@ def test_attacks_as_a_user_without_namespaces() -> None:
     assert {name: found[name] for name in HELD} == HELD
 
 
+def with_mount_beneath_usr(*runner: str) -> list[str]:
+    """In a mount namespace in which /usr/share is a file system that everyone may write."""
+    script = (TESTS / "sandbox_attacks.py").read_text()
+    script = script[: script.rindex("if __name__")] + 'print(isolation("namespaces"), *mounts("namespaces"), sep="\\n")'
+    prepare = "mount -t tmpfs -o mode=1777 tmpfs /usr/share && (umask 0; echo > /usr/share/secret) && exec"
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", f'{prepare} "$@"', "sh", *runner, script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
+def test_a_file_system_that_is_mounted_beneath_usr() -> None:
+    assert with_mount_beneath_usr(sys.executable, "-c") == ["namespaces", "own"]
+    # A user namespace keeps such mounts together: it is visible, read-only, and named.
+    assert with_mount_beneath_usr(sys.executable, str(TESTS / "other_user.py"), "--namespaces") == [
+        "namespaces (not isolated: what is mounted beneath /usr)", "list", "read", "own",
+    ]  # fmt: skip
+
+
 def test_attacks_without_landlock_too() -> None:
     """What is left then, and that what is not is named."""
-    left = [name for name in HELD if name not in ("files", "environment", "other_processes", "faked_passes")]
-    found = as_other_user("--no-landlock", *left, "other_processes", "files")
+    open_ = ("files", "other_programs", "environment", "other_processes", "faked_passes")
+    left = [name for name in HELD if name not in open_]
+    found = as_other_user("--no-landlock", *left, "other_processes", "other_programs", "files")
     assert {name: found[name] for name in left} == {name: HELD[name] for name in left}
     assert found["process"].startswith("process (not isolated: the user's files, memory of the user's processes")
+    assert "expected values of tests" in found["process"] and "program.py" in found["other_programs"]
     assert not [name for name in found["other_processes"] if name.startswith(("supervisor", "all")) or "kill" in name]
-    assert "read" in found["files"], "if this is held now, say so in `gaps` and in the docs"
+    assert found["files"] == ["read", "write", "list", *HELD["files"], "written"], (
+        "if this is held now, say so in `gaps` and in the docs"
+    )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives each program a user of its own")
+def test_attacks_on_root_without_landlock() -> None:
+    left = ("files", "other_programs", "descriptors", "other_processes", "status")
+    found = as_other_user("--root", "--no-landlock", *left)
+    assert found["uid"] == 0
+    assert found["process"] == "process (not isolated: files that everyone may read, disk space)"
+    assert {name: found[name] for name in left} == {name: HELD[name] for name in left}
 
 
 def test_a_reward_worker_can_not_be_inspected() -> None:
@@ -316,6 +351,68 @@ def test_the_isolation_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     rewarder = Rewarder(RewardSection(functions=["exact"]))
     assert rewarder.sandbox is None
     rewarder.close()
+
+
+# ---- users ----
+
+IN_USER_NAMESPACE = """
+import ctypes, os, sys
+from paceline.tasks import jail
+for _ in range(2):
+    (ready, is_ready), (go, may_go) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        assert ctypes.CDLL(None).unshare(0x10000000) == 0
+        os.write(is_ready, b"x")
+        os.read(go, 1)
+        uid = jail.unprivileged_uid()
+        if uid != jail.NOBODY: os.setuid(uid)
+        print(uid, flush=True)
+        os._exit(0)
+    os.read(ready, 1)
+    open(f"/proc/{child}/uid_map", "w").write(sys.argv[1])
+    os.write(may_go, b"x")
+    os.wait()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a user namespace with many users needs root")
+@pytest.mark.parametrize(
+    ("uid_map", "users"),
+    [
+        ("0 0 4294967295", range(0x70000000, 0x80000000)),
+        ("0 1000 1\n1 100000 65536", range(32768, 65537)),  # as rootless containers have it
+        ("0 100000 200000", range(100000, 200000)),
+        ("0 1000 1", [65534]),
+    ],
+)
+def test_a_user_for_each_program_in_a_user_namespace(uid_map: str, users: Any) -> None:
+    command = [sys.executable, "-c", IN_USER_NAMESPACE, uid_map]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = list(map(int, done.stdout.split()))
+    assert all(uid in users for uid in found) and len(set(found)) == min(2, len(users)), found
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root runs programs as another user")
+def test_programs_that_share_a_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The limit on processes leaves room for those of the other programs, and the gap is named."""
+    for name in ("prctl", "readable_by_all"):
+        monkeypatch.setattr(jail, name, lambda *_: True)
+    monkeypatch.setattr(jail, "unprivileged_uid", lambda: jail.NOBODY)
+    (tmp_path / "work").mkdir()
+    for name in ("program.py", "stdin"):
+        (tmp_path / name).touch()
+    spec = {"box": str(tmp_path), "sandbox": "process", "python": sys.executable, "num_processes": 16}
+    with subprocess.Popen(["sleep", "60"], user=jail.NOBODY) as process:
+        try:
+            place = jail.Place(spec)
+            assert place.num_processes > 16
+        finally:
+            process.kill()
+    assert "the limit on processes of programs that run at once" in place.gaps
+    place.has_landlock = False
+    assert "expected values of tests" in place.gaps
 
 
 # ---- memory ----

@@ -171,7 +171,7 @@ def _passes(solution: str, tests: list[str], limits: Limits, kind: Kind) -> bool
         finally:
             server.stop()
     if outcome.returncode == remote.UNSUPPORTED:
-        raise ValueError(f"column 'tests': {outcome.stderr}")
+        raise ValueError(f"column 'tests': {outcome.stderr.splitlines()[-1]}")
     return outcome.ok
 
 

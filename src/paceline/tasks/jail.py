@@ -7,15 +7,18 @@ the program is alive. What can't be set up is refused; the program is then not r
 
 With spec["sandbox"] = "namespaces" the program has its own file system, network, process table and shared memory. With
 "process" it has none of these: Landlock (where the kernel has it) bars files and other processes' memory, and the
-system call filter bars sockets, signals to others and leaving the process group.
+system call filter bars sockets, signals to others, leaving the process group, and changing modes, owners, times and
+extended attributes of files.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -35,10 +38,17 @@ NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE, MS_RELATIME = (
     0x1, 0x2, 0x4, 0x20, 0x1000, 0x4000, 0x40000, 0x200000,
 )  # fmt: skip
+MNT_DETACH = 2
+MOUNT_FLAGS = {  # by their names in /proc/self/mountinfo
+    "ro": MS_RDONLY, "nosuid": MS_NOSUID, "nodev": MS_NODEV, "noexec": 0x8, "noatime": 0x400, "nodiratime": 0x800,
+    "relatime": MS_RELATIME,
+}  # fmt: skip
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 NOBODY = 65534
+MIN_UIDS = 4096  # a range of users that is wide enough to give each program one of its own
 # What an interpreter needs to start, besides its own prefix. World-readable on any machine.
 SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/nix/store", "/etc/ld.so.cache")
+LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/lib32")  # of these, what may be mounts of their own
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 MEMORY_CHECK_S = 0.02  # how often the tree's memory is summed
 MEMORY_CHECK_SHARE = 0.1  # of this process's time, at most
@@ -78,35 +88,69 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
     call("mount", *arguments, ctypes.c_ulong(flags), options.encode() if options is not None else None)
 
 
-def bind(path: str, root: Path) -> None:
-    """`path` inside `root`, read-only, at the same place."""
+def bind(path: str, root: Path, needed: tuple[str, ...] = ()) -> bool:
+    """`path` inside `root`, read-only, at the same place. Mounts beneath it are left out; True if they could not be:
+    one of them holds a file of `needed`, or a user namespace keeps them together."""
     target = root / path.lstrip("/")
     if Path(path).is_symlink():  # /lib -> usr/lib
         target.symlink_to(Path(path).readlink())
-        return
+        return False
     target.parent.mkdir(parents=True, exist_ok=True)
     if Path(path).is_dir():
         target.mkdir(exist_ok=True)
     else:
         target.touch()
-    mount(path, str(target), None, MS_BIND | MS_REC)
-    # Flags that the mount has already may not be taken away inside a user namespace: keep them.
-    flags = os.statvfs(target).f_flag
-    kept = flags & 0xC0F | (MS_RELATIME if flags & 0x1000 else 0)
-    nodev = 0 if path in DEVICES else MS_NODEV
-    mount("none", str(target), None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | nodev | kept)
+    beneath = [file for file in needed if file.startswith(path + "/") and Path(file).exists()]
+    is_recursive = False
+    try:
+        mount(path, str(target), None, MS_BIND)
+        if not all(same_file(file, root / file.lstrip("/")) for file in beneath):
+            call("umount2", str(target).encode(), MNT_DETACH)
+            is_recursive = True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        is_recursive = True
+    if is_recursive:
+        mount(path, str(target), None, MS_BIND | MS_REC)
+    make_read_only(str(target.resolve()), 0 if path in DEVICES else MS_NODEV)
+    return is_recursive
 
 
-def build_root(root: Path, python: str, prefix: str, size_mb: int) -> None:
-    """A file system in memory that holds the interpreter and /tmp, and nothing of the user's."""
+def same_file(path: str, other: Path) -> bool:
+    return other.exists() and other.samefile(path)
+
+
+def make_read_only(target: str, nodev: int) -> None:
+    """The mount at `target` and every mount beneath it: a remount changes one mount only."""
+    is_found = False
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        place, options = line.split()[4:6]
+        place = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), place)  # a space is written \040
+        if place == target or place.startswith(target + "/"):
+            # Flags that the mount has already may not be taken away inside a user namespace: keep them.
+            kept = sum(MOUNT_FLAGS.get(option, 0) for option in options.split(","))
+            mount("none", place, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | nodev | kept)
+            is_found |= place == target
+    if not is_found:
+        raise OSError(errno.ENOENT, f"{target} is not in /proc/self/mountinfo")
+
+
+def build_root(root: Path, python: str, prefix: str, size_mb: int) -> list[str]:
+    """A file system in memory that holds the interpreter and /tmp, and nothing of the user's. Returns the folders in
+    which other mounts are visible."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", str(root), "tmpfs", MS_NOSUID, f"size={size_mb}m,nr_inodes=4096,mode=755")
     seen: list[str] = []
+    with_mounts: list[str] = []
+    needed = (*LIBRARIES, prefix, str(Path(os.__file__).parent), python)
     for path in (*SYSTEM, *DEVICES, prefix, python):
         if Path(path).exists() and not any(path == top or path.startswith(top + "/") for top in seen):
-            bind(path, root)
+            if bind(path, root, needed):
+                with_mounts.append(path)
             seen.append(path)
     (root / "tmp").mkdir(exist_ok=True)  # the interpreter may lie in /tmp itself
+    return with_mounts
 
 
 def limit(kind: int, soft: int, hard: int) -> None:
@@ -124,11 +168,12 @@ class Place:
         box = Path(spec["box"])
         self.uid = unprivileged_uid() if os.geteuid() == 0 else None  # None: as the user who asked
         self.root: Path | None = None
+        self.with_mounts: list[str] = []
         self.has_namespaces = spec["sandbox"] == "namespaces"
         if self.has_namespaces:
             try:
                 enter_namespaces()
-                build_root(box / "root", spec["python"], spec["prefix"], spec["disk_mb"])
+                self.with_mounts = build_root(box / "root", spec["python"], spec["prefix"], spec["disk_mb"])
             except OSError as error:
                 raise Refused(f"isolated by namespaces on this machine ({error})") from None
             self.root = box / "root"
@@ -139,23 +184,30 @@ class Place:
         self.work = "/tmp" if self.root is not None else str(box / "work")
         inside = self.root / "tmp" if self.root is not None else box / "work"
         shutil.copyfile(box / "program.py", inside / "program.py")
-        for path in (inside, inside / "program.py"):
+        for path in (inside, inside / "program.py", box / "stdin"):  # it may open its standard input a second time
             if self.uid is not None:
                 os.chown(path, self.uid, self.uid)
         self.num_processes = spec["num_processes"]
         if not self.has_namespaces and self.uid is None:  # the limit counts what the user has already, too
             self.num_processes += memory.num_tasks(os.getuid())
+        if self.uid == NOBODY:
+            self.num_processes += memory.num_tasks(NOBODY)
 
     @property
     def gaps(self) -> list[str]:
         """What the program can reach all the same."""
+        return self._gaps + (["the limit on processes of programs that run at once"] if self.uid == NOBODY else [])
+
+    @property
+    def _gaps(self) -> list[str]:
         if self.has_namespaces:
-            return []
+            return [f"what is mounted beneath {path}" for path in self.with_mounts]
         if self.has_landlock:
             return ["names and sizes of files", "disk space"]
         if self.uid is not None:
-            return ["files that everyone may read", "disk space"]
-        return ["the user's files", "memory of the user's processes", "disk space"]
+            shared = ["expected values of tests"] if self.uid == NOBODY else []
+            return ["files that everyone may read", *shared, "disk space"]
+        return ["the user's files", "memory of the user's processes", "expected values of tests", "disk space"]
 
 
 def become_program(place: Place, cgroup: memory.Cgroup | None, error_fd: int) -> NoReturn:
@@ -264,14 +316,21 @@ def sweep(child: int) -> None:
 
 
 def unprivileged_uid() -> int:
-    """A user of this program's own, so that one program's processes never count against another's limit."""
+    """A user of this program's own, so that one program's processes never count against another's limit. In a user
+    namespace (a rootless container): from the upper half of its widest range of users. NOBODY if it has none."""
     own = 0x70000000 + os.getpid()
+    widest = range(0)
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/uid_map").read_text().splitlines():
             inside, _, length = map(int, line.split())
             if inside <= own < inside + length:
                 return own
-    return NOBODY
+            widest = max(widest, range(inside, inside + length), key=len)
+    if len(widest) < MIN_UIDS:
+        return NOBODY
+    upper = widest[len(widest) // 2 :]
+    uid = upper[os.getpid() % len(upper)]
+    return uid if uid != NOBODY else uid - 1
 
 
 def readable_by_all(python: str) -> bool:

@@ -17,7 +17,9 @@ import builtins
 import collections
 import collections.abc
 import contextlib
+import functools
 import importlib
+import itertools
 import json
 import operator
 import os
@@ -31,6 +33,7 @@ from fractions import Fraction
 from typing import Any, NoReturn
 
 MAX_MESSAGE_BYTES = 32 << 20
+MAX_FAILURE_BYTES = 64 << 10  # of an exception's arguments, and of its attributes
 PASSED, FAILED, UNSUPPORTED = 0, 1, 3  # exit codes of the tests' process
 # A StopIteration out of a call would end the tests' own loops early: all(map(f, …)) would then be true.
 NOT_RAISED = (StopIteration, StopAsyncIteration)
@@ -38,15 +41,27 @@ NOT_RAISED = (StopIteration, StopAsyncIteration)
 ARITHMETIC = (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift", "and_", "or_", "xor"
 )  # fmt: skip
+CONTAINERS = (list, dict, set, collections.deque, bytearray, tuple)  # that can change in place, or hold one that can
+PLAIN = (int, float, complex, str, bytes, frozenset, range, Fraction, Decimal, *CONTAINERS)
 COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__")
 
 
-class NotPlain(BaseException):
-    """A comparison needs plain data. Not an Exception, so that test code does not catch it."""
+class Stop(BaseException):
+    """Ends the tests. Not an Exception, so that test code does not catch it; the first one counts if it does."""
+
+    first: Stop | None = None
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        Stop.first = Stop.first or self
 
 
-class Unsupported(BaseException):
-    """Tests pass an object to the solution that can't leave their process."""
+class NotPlain(Stop):
+    """A comparison needs plain data."""
+
+
+class Unsupported(Stop):
+    """Tests do what can't be done between two processes."""
 
 
 # ---- the wire ----
@@ -83,7 +98,7 @@ def encode(value: Any, outside: Callable[[Any], dict[str, Any]]) -> Any:
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
     if isinstance(value, bytes | bytearray):
-        return {"bytes": bytes(value).hex()}
+        return {"bytes" if isinstance(value, bytes) else "bytearray": bytes(value).hex()}
     if isinstance(value, dict):
         return {"dict": [[encode(key, outside), encode(item, outside)] for key, item in value.items()]}
     if isinstance(value, range):
@@ -92,6 +107,9 @@ def encode(value: Any, outside: Callable[[Any], dict[str, Any]]) -> Any:
         return {"fraction": [value.numerator, value.denominator]}
     if isinstance(value, Decimal):
         return {"decimal": str(value)}
+    if isinstance(value, tuple) and type(value) is not tuple and hasattr(value, "_fields"):
+        items = [encode(item, outside) for item in value]
+        return {"namedtuple": [type(value).__name__, list(value._fields), items]}
     for name, kind in (("list", list), ("tuple", tuple), ("frozenset", frozenset), ("deque", collections.deque)):
         if isinstance(value, kind):
             return {name: [encode(item, outside) for item in value]}
@@ -114,8 +132,11 @@ def decode(data: Any, inside: Callable[[str, Any], Any]) -> Any:
             raise TypeError("a list without a name")
         return data
     ((name, content),) = data.items()
-    if name == "bytes":
-        return bytes.fromhex(content)
+    if name in ("bytes", "bytearray"):
+        return (bytes if name == "bytes" else bytearray).fromhex(content)
+    if name == "namedtuple":
+        kind, fields, items = content
+        return _namedtuple(kind, *fields)(*(decode(item, inside) for item in items))
     if name == "decimal":
         return Decimal(content)
     if name == "dict":
@@ -123,6 +144,11 @@ def decode(data: Any, inside: Callable[[str, Any], Any]) -> Any:
     if name in DECODERS:
         return DECODERS[name]([decode(item, inside) for item in content])
     return inside(name, content)
+
+
+@functools.lru_cache(maxsize=1000)
+def _namedtuple(kind: str, *fields: str) -> Callable[..., Any]:
+    return collections.namedtuple(kind, fields)  # refuses names that begin with an underscore
 
 
 # ---- the solution's process ----
@@ -139,6 +165,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda function, *args, **names: function(*args, **names),
     "getattr": getattr, "setattr": setattr, "getitem": operator.getitem, "setitem": operator.setitem,
     "delitem": operator.delitem, "len": len, "bool": bool, "str": str, "repr": repr, "iter": iter, "next": next_or_end,
+    "isinstance": isinstance, "issubclass": issubclass, "is_plain": lambda kind: issubclass(kind, PLAIN),
     "enter": lambda manager: type(manager).__enter__(manager),
     "exit": lambda manager: type(manager).__exit__(manager, None, None, None),
     **{name: getattr(operator, name) for name in ARITHMETIC},
@@ -151,34 +178,52 @@ class Solution:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._objects: list[Any] = []
+        self._numbers: dict[int, int] = {}  # of `_objects`, by id
+        self._callbacks: dict[int, tuple[Any, int]] = {}  # by id: the function, its number in the tests' process
+        self._module = types.ModuleType("solution")
 
     def serve(self, source: str) -> NoReturn:
-        names: dict[str, Any] = {"__name__": "solution"}
+        sys.modules["solution"] = self._module  # dataclasses and typing look their classes' module up
         with contextlib.suppress(SystemExit):  # a script may end itself; its functions are there
-            exec(compile(source, "solution.py", "exec"), names)
-        offered = {}
-        for name, value in list(names.items()):
-            try:
-                offered[name] = encode(value, self._outside)
-            except Exception:  # it refers to itself: it can't be tested by value
-                continue
-        self._wire.send(["names", offered])
+            exec(compile(source, "solution.py", "exec", dont_inherit=True), self._module.__dict__)
+        self._wire.send(["names", [name for name in vars(self._module) if isinstance(name, str)]])
         while True:
             self._answer(self._wire.receive())
+
+    def _do(self, operation: str, args: list[Any], named: dict[str, Any]) -> Any:
+        return encode(OPERATIONS[operation](*args, **named), self._outside)
+
+    def _global(self, name: str) -> Any:
+        value = vars(self._module)[name]
+        try:
+            return encode(value, self._outside)
+        except Exception:  # it refers to itself: it can't be tested by value
+            return self._outside(value)
 
     def _outside(self, value: Any) -> dict[str, Any]:
         if isinstance(value, types.ModuleType):
             return {"module": value.__name__}
-        self._objects.append(value)
+        number = self._numbers.setdefault(id(value), len(self._objects))
+        if number == len(self._objects):
+            self._objects.append(value)
         if isinstance(value, type) and issubclass(value, Exception):
-            return {"exception": [len(self._objects) - 1, *_lineage(value)]}
-        return {"object": len(self._objects) - 1}
+            return {"exception": [number, *_lineage(value)]}
+        return {"object": number}
 
     def _inside(self, name: str, content: Any) -> Any:
         if name == "object":
             return self._objects[content]
         assert name == "callback"
-        return lambda *args, **names: self._call_back(content, args, names)
+
+        def function(*args: Any, **names: Any) -> Any:
+            return self._call_back(content, args, names)
+
+        self._callbacks[id(function)] = (function, content)
+        return function
+
+    def _argument(self, value: Any) -> dict[str, Any]:
+        """As `_outside`, for an argument of the tests': a function of theirs is the same one again."""
+        return {"callback": self._callbacks[id(value)][1]} if id(value) in self._callbacks else self._outside(value)
 
     def _call_back(self, number: int, args: tuple[Any, ...], names: dict[str, Any]) -> Any:
         encoded = [encode(arg, self._outside) for arg in args]
@@ -186,7 +231,7 @@ class Solution:
         while (message := self._wire.receive())[0] == "do":  # the function that is called may call the solution again
             self._answer(message)
         if message[0] == "raise":
-            raise _exception(message[1], message[2], {})
+            raise _exception(message[1], decode(message[2], self._inside), {})
         return decode(message[1], self._inside)
 
     def _answer(self, message: list[Any]) -> None:
@@ -194,18 +239,39 @@ class Solution:
         try:
             args = [decode(argument, self._inside) for argument in arguments]
             named = {key: decode(argument, self._inside) for key, argument in names.items()}
-            result = encode(OPERATIONS[operation](*args, **named), self._outside)
-            # Lists, dictionaries and sets may have been changed in place.
-            after = {i: encode(arg, self._outside) for i, arg in enumerate(args) if isinstance(arg, list | dict | set)}
-            changed = {i: data for i, data in after.items() if data != arguments[i]}
+            result = self._global(*args) if operation == "global" else self._do(operation, args, named)
+            # Containers that came by value may have been changed in place. A name's key begins with "=".
+            came = {str(i): pair for i, pair in enumerate(zip(arguments, args, strict=True))}
+            came |= {f"={key}": (names[key], arg) for key, arg in named.items()}
+            after = {
+                key: encode(arg, self._argument)
+                for key, (data, arg) in came.items()
+                if isinstance(arg, CONTAINERS) and "object" not in data
+            }
+            changed = {key: data for key, data in after.items() if data != came[key][0]}
         except BaseException as error:  # SystemExit too: it must not end the process before it has answered
-            self._wire.send(["raise", _lineage(type(error)), str(error)[:1000]])
+            self._wire.send(["raise", _lineage(type(error)), _failure(error)])
         else:
             self._wire.send(["value", result, changed])
 
 
 def _lineage(kind: type) -> list[str]:
     return [parent.__name__ for parent in kind.__mro__]
+
+
+def _failure(error: BaseException) -> Any:
+    """An exception's text, arguments and attributes; of the latter two, what is plain data and not large."""
+    content: dict[str, Any] = {"text": str(error)[:1000]}
+    attributes = {key: value for key, value in vars(error).items() if not key.startswith("_")}
+    for name, value in (("args", tuple(error.args)), ("attributes", attributes)):
+        with contextlib.suppress(Exception):
+            if len(json.dumps(encode(value, _no_object))) < MAX_FAILURE_BYTES:
+                content[name] = value
+    return encode(content, _no_object)
+
+
+def _no_object(*_: Any) -> NoReturn:
+    raise TypeError("not plain data")
 
 
 # ---- the tests' process ----
@@ -225,7 +291,7 @@ class Remote:
         return self._ask("call", self, *args, **names)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and name != "__name__":
             raise AttributeError(name)
         return self._ask("getattr", self, name)
 
@@ -265,6 +331,19 @@ class Remote:
             raise StopIteration
         return found[0]
 
+    def __instancecheck__(self, value: Any) -> bool:
+        """isinstance(value, self): of an object of the solution's. A value that came as plain data lost its class."""
+        if isinstance(value, Remote):
+            return bool(self._ask("isinstance", value, self))
+        if isinstance(value, PLAIN) and self._ask("is_plain", self):
+            raise Unsupported("tests ask isinstance() about a class of the solution's that derives from plain data")
+        return False
+
+    def __subclasscheck__(self, kind: Any) -> bool:
+        if not isinstance(kind, Remote):
+            raise Unsupported("tests ask issubclass() about a class of the solution's and another one")
+        return bool(self._ask("issubclass", kind, self))
+
     def __enter__(self) -> Any:
         return self._ask("enter", self)
 
@@ -300,26 +379,34 @@ class Tests:
         self._lock = threading.RLock()
         self._callbacks: list[Callable[..., Any]] = []
         self._exceptions: dict[str, type[Exception]] = {}
+        self._remotes: dict[int, Remote] = {}  # one for each object, so that `is` holds
 
     def run(self, tests: list[str]) -> None:
         """Returns if all pass; raises otherwise."""
         kind, offered = self._wire.receive()
-        if kind != "names" or not isinstance(offered, dict):
+        if kind != "names" or not isinstance(offered, list) or not all(isinstance(name, str) for name in offered):
             raise NotPlain
         trees = [ast.parse(test) for test in tests]
         used = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        namespace = {"__name__": "__main__", **self._bind(used, offered)}
+        module = types.ModuleType("__main__")
+        sys.modules["__main__"] = module  # unittest.main() looks for tests there
+        vars(module).update(self._bind(used, set(offered)))
         for tree in trees:
-            exec(compile(tree, "test.py", "exec"), namespace)
+            try:
+                exec(compile(tree, "test.py", "exec", dont_inherit=True), vars(module))
+            except SystemExit as end:  # so unittest.main() ends. Only test code can raise it here, see `_exception`
+                if type(end.code) not in (type(None), int, bool) or end.code:
+                    raise
 
-    def _bind(self, used: set[str], offered: dict[str, Any]) -> dict[str, Any]:
-        """The solution's names, those that tests use. It can't replace Python's own functions and modules, or
+    def _bind(self, used: set[str], offered: set[str]) -> dict[str, Any]:
+        """The solution's names, those that tests use. Names such as `__name__` are never bound: a test that asks for
+        "__main__" would not run. It can't replace Python's own functions and modules, or
         `abs(f(2) - 4) < 1e-6` would ask it for `abs`; unless one such name is all that tests use of it."""
-        names = used & offered.keys()
+        names = {name for name in used & offered if not name.startswith("__")}
         own = {name for name in names if not hasattr(builtins, name) and name not in sys.stdlib_module_names}
         if not own and len(names) == 1:
             own = names
-        bound = {name: self._named(name, offered[name]) for name in own}
+        bound = {name: self._named(name, self._request("global", (name,), {})) for name in own}
         for name in names - bound.keys() & sys.stdlib_module_names:
             bound[name] = importlib.import_module(name)
         return bound
@@ -337,18 +424,22 @@ class Tests:
                 return self._exceptions[name]
         return self._decode(data)
 
-    def _decode(self, data: Any) -> Any:
+    def _decode(self, data: Any, inside: Callable[[str, Any], Any] | None = None) -> Any:
         try:
-            return decode(data, self._inside)
+            return decode(data, inside or self._inside)
         except Exception:
             raise NotPlain from None
+
+    def _argument(self, name: str, content: Any) -> Any:
+        """As `_inside`, for an argument of the tests', which may be or hold functions of theirs."""
+        return self._callbacks[content] if name == "callback" else self._inside(name, content)
 
     def _inside(self, name: str, content: Any) -> Remote:
         if name == "exception":
             content = content[0]
         if name not in ("object", "exception") or type(content) is not int:
             raise NotPlain
-        return Remote(self._ask, content)
+        return self._remotes.setdefault(content, Remote(self._ask, content))
 
     def _outside(self, value: Any) -> dict[str, Any]:
         if isinstance(value, Remote):
@@ -359,18 +450,23 @@ class Tests:
         return {"callback": len(self._callbacks) - 1}
 
     def _ask(self, operation: str, *args: Any, **names: Any) -> Any:
+        return self._decode(self._request(operation, args, names))
+
+    def _request(self, operation: str, args: tuple[Any, ...], names: dict[str, Any]) -> Any:
+        """The result, still encoded."""
         with self._lock:
             encoded = [encode(arg, self._outside) for arg in args]
             self._wire.send(["do", operation, encoded, {key: encode(v, self._outside) for key, v in names.items()}])
             while (message := self._wire.receive())[0] == "callback":
                 self._call_back(message)
             match message:
-                case ["raise", list() as lineage, str() as text]:
-                    raise _exception(lineage, text, self._exceptions)
+                case ["raise", list() as lineage, failure]:
+                    raise _exception(lineage, self._decode(failure, _no_object), self._exceptions)
                 case ["value", data, dict() as changed]:
-                    for i, content in changed.items():
-                        _change(args[int(i)], self._decode(content))
-                    return self._decode(data)
+                    for key, content in changed.items():
+                        old = names[key[1:]] if key.startswith("=") else args[int(key)]
+                        _change(old, self._decode(content, self._argument))
+                    return data
             raise NotPlain
 
     def _call_back(self, message: list[Any]) -> None:
@@ -381,34 +477,54 @@ class Tests:
         try:
             result = encode(function(*args, **named), self._outside)
         except Exception as error:
-            self._wire.send(["raise", _lineage(type(error)), str(error)[:1000]])
+            self._wire.send(["raise", _lineage(type(error)), _failure(error)])
         else:
             self._wire.send(["value", result, {}])
 
 
-def _exception(lineage: list[Any], text: str, own: dict[str, type[Exception]]) -> Exception:
-    """The nearest exception that is known here."""
+def _exception(lineage: list[Any], failure: Any, own: dict[str, type[Exception]]) -> Exception:
+    """The nearest exception that is known here, with the same text, arguments (if known) and attributes."""
+    if type(failure) is not dict or type(failure.get("text")) is not str:
+        raise NotPlain
+    text, args, attributes = failure["text"], failure.get("args"), failure.get("attributes")
+    candidates = [args, (text,)] if type(args) is tuple else [(text,)]
     for name in lineage:
         kind = own.get(str(name)) or getattr(builtins, str(name), None)
         if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, NOT_RAISED):
-            try:
-                return kind(text)
-            except TypeError:  # it takes other arguments
-                continue
+            # Where the arguments do not give the text, as with OSError's filename, a subclass does.
+            speaking = type(kind.__name__, (kind,), {"__str__": lambda _: text})
+            for arguments, which in itertools.product(candidates, (kind, speaking)):
+                with contextlib.suppress(TypeError, ValueError):  # it takes other arguments
+                    error: Exception = which(*arguments)
+                    if str(error)[:1000] == text:
+                        vars(error).update(attributes if type(attributes) is dict else {})
+                        return error
     return RuntimeError(f"{lineage[:1]}: {text}")
 
 
 def _change(old: Any, new: Any) -> Any:
-    """Make a container what the solution made of it, in place."""
-    if type(old) is list and type(new) is list:
+    """Make a container what the solution made of it, in place. Returns what stands in its place: itself, or `new`."""
+    if isinstance(old, list) and type(new) is list:
         old[:] = [_change(*pair) for pair in zip(old, new, strict=False)] + new[len(old) :]
-    elif type(old) is dict and type(new) is dict:
-        changed = {key: _change(old[key], value) if key in old else value for key, value in new.items()}
+    elif isinstance(old, collections.deque) and type(new) is collections.deque:
+        changed = [_change(*pair) for pair in zip(old, new, strict=False)] + list(new)[len(old) :]
         old.clear()
-        old.update(changed)
-    elif type(old) is set and type(new) is set:
+        old.extend(changed)
+    elif isinstance(old, dict) and type(new) is dict:
+        items = {key: _change(old[key], value) if key in old else value for key, value in new.items()}
+        old.clear()
+        old.update(items)
+    elif isinstance(old, set) and type(new) is set:
         old.clear()
         old.update(new)
+    elif isinstance(old, bytearray) and type(new) is bytearray:
+        old[:] = new
+    elif isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
+        parts = [_change(*pair) for pair in zip(old, new, strict=True)]
+        is_same = (
+            a is b or (type(a) is type(b) and isinstance(a, PLAIN) and a == b) for a, b in zip(old, parts, strict=True)
+        )
+        return old if all(is_same) else new
     else:
         return new
     return old
@@ -434,10 +550,14 @@ def serve_solution(source: str) -> NoReturn:
 def run_tests(tests: list[str]) -> NoReturn:
     code = FAILED
     try:
-        Tests(_connect()).run(tests)
+        try:
+            Tests(_connect()).run(tests)
+        finally:
+            if Stop.first is not None:
+                raise Stop.first
         code = PASSED
     except Unsupported as error:
-        os.write(2, str(error).encode())
+        os.write(2, f"\n{error}".encode())  # the last line: tests may have written others
         code = UNSUPPORTED
     except BaseException as error:
         os.write(2, f"{type(error).__name__}: {error}"[:1000].encode(errors="replace"))

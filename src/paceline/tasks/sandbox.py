@@ -78,6 +78,8 @@ class Program:
             self._box.chmod(0o711)  # the program's user may pass to its work folder, and see nothing else
             (self._box / "root").mkdir(mode=0o700)
             (self._box / "work").mkdir(mode=0o700)
+            for name in ("program.py", "stdin", "stdout", "stderr"):  # not for the users of other programs
+                (self._box / name).touch(mode=0o600)
             (self._box / "program.py").write_text(source, encoding="utf-8", errors="replace")
             self._launch(stdin)
         except BaseException:
