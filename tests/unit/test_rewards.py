@@ -300,6 +300,10 @@ WRONG = "def double(x): return 4"
         (CODE, ["import sys\nsys.exit()", "assert double(3) == 7"], 0),
         (CODE, ["import sys\nsys.exit(double(1))"], 0),
         ("def double(x): raise SystemExit(0)", ["double(1)", "assert False"], 0),
+        # Tests that never came to a call show nothing.
+        ("", "def test_double(): assert double(2) == 4", 0),
+        ("other = 1", "try: double(2)\nexcept NameError: pass", 0),
+        ("answer = 42", "assert answer == 42", 1),
         # Test code that catches everything does not catch a refusal.
         ("class Yes: pass\ndef f(): return Yes()", ["try: assert f() > 3\nexcept: pass"], 0),
     ],
@@ -315,6 +319,9 @@ def test_code_that_two_processes_could_tell_from_one(completion: str, tests: Any
         ("class A: pass", "assert not issubclass(int, A)", r"issubclass\(\) about a class"),
         (CODE, "class Node: pass\ntry: double(Node())\nexcept: pass", "pass a Node to the solution"),
         (CODE, UNITTEST.replace('"a"', "object()"), "pass a object to the solution"),
+        (CODE, "def test_double(): assert double(2) == 4", "never call the solution"),
+        (WRONG, "def test_double(): assert double(2) == 4", "never call the solution"),
+        (CODE, "", "never call the solution"),
     ],
 )
 def test_tests_that_can_not_run_in_another_process_are_named(completion: str, tests: str, message: str) -> None:

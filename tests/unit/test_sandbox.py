@@ -450,3 +450,13 @@ def test_memory_of_processes_is_found() -> None:
         finally:
             process.kill()
     assert memory.used_bytes(process.pid) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_callers_umask_is_not_the_programs() -> None:
+    before = os.umask(0o077)
+    try:
+        outcome = run("print(1)")
+    finally:
+        os.umask(before)
+    assert outcome.stdout == "1\n", outcome

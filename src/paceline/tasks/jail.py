@@ -371,6 +371,7 @@ def supervise(spec: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     spec = json.loads(sys.argv[1])
+    os.umask(0o022)  # folders made here are for another user, the program's
     os.set_inheritable(spec["status_fd"], False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

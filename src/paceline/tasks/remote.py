@@ -380,6 +380,7 @@ class Tests:
         self._callbacks: list[Callable[..., Any]] = []
         self._exceptions: dict[str, type[Exception]] = {}
         self._remotes: dict[int, Remote] = {}  # one for each object, so that `is` holds
+        self._num_asked = 0  # operations on the solution's functions and objects
 
     def run(self, tests: list[str]) -> None:
         """Returns if all pass; raises otherwise."""
@@ -390,13 +391,20 @@ class Tests:
         used = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module  # unittest.main() looks for tests there
-        vars(module).update(self._bind(used, set(offered)))
+        bound = self._bind(used, set(offered))
+        vars(module).update(bound)
+        self._num_asked = 0
         for tree in trees:
             try:
                 exec(compile(tree, "test.py", "exec", dont_inherit=True), vars(module))
             except SystemExit as end:  # so unittest.main() ends. Only test code can raise it here, see `_exception`
                 if type(end.code) not in (type(None), int, bool) or end.code:
                     raise
+        # Tests that check nothing would let every solution pass: functions that are defined and never called, …
+        if not used or (bound and not self._num_asked and all(isinstance(v, Remote) for v in bound.values())):
+            raise Unsupported("tests never call the solution; end them with the calls that check it")
+        if not bound and not self._num_asked:
+            raise NotPlain  # … or a solution that defines nothing that they use
 
     def _bind(self, used: set[str], offered: set[str]) -> dict[str, Any]:
         """The solution's names, those that tests use. Names such as `__name__` are never bound: a test that asks for
@@ -455,6 +463,7 @@ class Tests:
     def _request(self, operation: str, args: tuple[Any, ...], names: dict[str, Any]) -> Any:
         """The result, still encoded."""
         with self._lock:
+            self._num_asked += 1
             encoded = [encode(arg, self._outside) for arg in args]
             self._wire.send(["do", operation, encoded, {key: encode(v, self._outside) for key, v in names.items()}])
             while (message := self._wire.receive())[0] == "callback":
