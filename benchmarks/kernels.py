@@ -1,10 +1,10 @@
-"""What the CPU kernels cost beside plain torch, on the shapes of SmolLM2-135M (or any HF directory's).
-
-One process, both sides in turn, every call over another layer's weights so that they come from memory as in a real
-step; the best time of every call counts, since the machine may be busy. Three tables: a pass over all linear layers
-at 1 to 256 rows, one layer's attention, and one position's draw.
+"""Times of the CPU kernels and of plain torch, with the shapes of SmolLM2-135M or of any Hugging Face directory.
 
     python benchmarks/kernels.py --threads 2 --json kernels.json
+
+Both run in turn in one process. Each call uses another layer's weights, so that they are read from memory as in a real
+step. Results are the best time of each call, since the machine may be busy. Three tables: a pass over all linear layers
+with 1 to 256 rows, the attention of one layer, and the sampling of one position.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from paceline.model.attention import Attention, PagedAttention
 from paceline.model.config import ModelConfig
 from paceline.model.kv import BLOCK, BatchPlan, PagedKV
 from paceline.model.layer import Linear
-from paceline.model.sample import Sampler, SamplingArrays
+from paceline.model.sample import Sampler
+from paceline.model.sampling_arrays import SamplingArrays
 from paceline.report.table import check_writable, render, write_json
 
 SMOLLM2 = ModelConfig(
@@ -49,7 +50,7 @@ SMOLLM2 = ModelConfig(
 
 
 def best_ms(calls: Sequence[Callable[[int], Any]], seconds: float) -> list[float]:
-    """The best time of each call (they are told the round), in turn until the time is up, three rounds at least."""
+    """The best time of each call, run in turn for this many seconds and at least three rounds. Calls get the round."""
     best, end, rounds = [float("inf")] * len(calls), perf_counter() + seconds, 0
     while rounds < 3 or perf_counter() < end:
         for i, call in enumerate(calls):
@@ -78,7 +79,7 @@ def linears(config: ModelConfig, rows: list[int], seconds: float) -> list[dict[s
     ops, out = kernels.NativeOps(), []
     for num_rows in rows:
         inputs = {num_in: torch.randn(num_rows, num_in) for num_in, _ in shapes}
-        kinds: dict[tuple[int, int], list[float]] = {}  # the best call of each shape: [torch, ours]
+        kinds: dict[tuple[int, int], list[float]] = {}  # the best time of each shape: [torch, paceline]
         end, rounds = perf_counter() + seconds, 0
         while rounds < 2 or perf_counter() < end:
             for weight, linear in zip(weights, packed, strict=True):
@@ -141,7 +142,7 @@ def draw(
 
 
 def draws(vocab: int, seconds: float) -> list[dict[str, Any]]:
-    """Logits whose top tokens stand out over a bulk, as a language model's do."""
+    """Logits in which a few tokens have far higher values than the others, as in a language model."""
     num, out = 8, []
     logits = torch.randn(num, vocab) * 2.5
     logits[:, :20] += torch.linspace(14, 6, 20)
@@ -161,7 +162,7 @@ def draws(vocab: int, seconds: float) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a Hugging Face directory whose shapes to take")
+    parser.add_argument("--model", type=Path, help="a Hugging Face directory with the shapes to use")
     parser.add_argument("--rows", default="1,2,4,8,16,64,256")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seconds", type=float, default=3.0, help="per line of a table")
@@ -180,10 +181,10 @@ def main() -> None:
         result["attention"] = attentions(config, args.seconds)
         columns = {"rows": "rows", "queries": "queries", "context": "context", "torch_us": "torch µs"}
         columns |= {"paceline_us": "paceline µs", "speedup": "speedup"}
-        console.print(render(result["attention"], columns, "One layer's attention"))
+        console.print(render(result["attention"], columns, "Attention of one layer"))
         result["draw"] = draws(config.vocab_size, args.seconds)
         columns = {"temperature": "temperature", "top_k": "top-k", "top_p": "top-p", "min_p": "min-p", **both}
-        console.print(render(result["draw"], columns, "One position's draw, of 8 together"))
+        console.print(render(result["draw"], columns, "Sampling of one position, in batches of 8"))
     if args.json:
         write_json(args.json, result)
 

@@ -1,8 +1,10 @@
-"""What a head guesses worse in 8 bits (speculation.head_dtype = "float8", which GPUs compute): the same prompts and the
-same noise on a CPU, once as it is and once rounded as there, but for scales, of which each matrix has its own here.
-What is emitted is the same; what stands of the drafts is counted.
+"""The acceptance of the shipped EAGLE-3 head in float32 and in float8 (speculation.head_dtype, for GPUs), on a CPU.
 
     python benchmarks/rounded_head.py prompts.jsonl [--temperature 1.0] [--num 64]
+
+SmolLM2-135M with the same prompts and the same noise, once with the head as it is and once with its large products
+rounded as on a GPU; here each matrix has one scale. The emitted tokens are the same; the accepted draft tokens are
+counted.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ def rounded(x: Tensor, scale: float = 1.0) -> Tensor:
 
 
 class Rounding(NativeOps):
-    def beside(self, *args: Any) -> Tensor:
-        return rounded(super().beside(*args))
+    def norm_concat(self, *args: Any) -> Tensor:
+        return rounded(super().norm_concat(*args))
 
     def attend(self, *args: Any) -> Tensor:
         return rounded(super().attend(*args))
@@ -60,8 +62,8 @@ def round_products(head: Eagle3Head) -> None:
     head.ops = Rounding()
 
 
-def standing(requests: list[Request], k: int, rounds: bool) -> tuple[float, list[float]]:
-    """Tokens that a row emits in a step, and what stands of the drafted ones, by how far they are."""
+def acceptance(requests: list[Request], k: int, rounds: bool) -> tuple[float, list[float]]:
+    """The acceptance length, and the conditional acceptance probability at each draft position."""
     config = Config.model_validate(
         {"engine": {"max_num_seqs": 32}, "speculation": {"method": "eagle3", "num_speculative_tokens": k}}
     )
@@ -70,20 +72,20 @@ def standing(requests: list[Request], k: int, rounds: bool) -> tuple[float, list
     assert head is not None and drafter is not None
     if rounds:
         round_products(head)
-    seen = np.zeros((k, 2))
-    hear = drafter.observe
+    counts = np.zeros((k, 2))  # by position: decided, accepted
+    original = drafter.observe
 
     def observe(commits: Commits) -> None:
-        hear(commits)
+        original(commits)
         for drafted, accepted in zip(commits.num_drafted, commits.num_accepted, strict=True):
-            if drafted == k:  # all of it was tried as far as it stood
-                seen[: accepted + 1, 0] += 1
-                seen[:accepted, 1] += 1
+            if drafted == k:
+                counts[: accepted + 1, 0] += 1
+                counts[:accepted, 1] += 1
 
     drafter.observe = observe  # type: ignore[method-assign]
     engine.generate(requests)
-    stands = seen[:, 1] / seen[:, 0].clip(1)
-    return 1 + float(np.cumprod(stands).sum()), stands.round(3).tolist()
+    probabilities = counts[:, 1] / counts[:, 0].clip(1)
+    return 1 + float(np.cumprod(probabilities).sum()), probabilities.round(3).tolist()
 
 
 def main() -> None:
@@ -92,18 +94,18 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--num", type=int, default=64)
     parser.add_argument("--k", type=int, default=5)
-    given = parser.parse_args()
+    args = parser.parse_args()
     tokenizer = load_tokenizer(resolve("smollm2-135m"))
-    lines = given.prompts.read_text().splitlines()[: given.num]
-    sampling = SamplingParams(temperature=given.temperature, max_tokens=64)
+    lines = args.prompts.read_text().splitlines()[: args.num]
+    sampling = SamplingParams(temperature=args.temperature, max_tokens=64)
     requests = []
     for i, line in enumerate(lines):
         chat = [{"role": "user", "content": json.loads(line)["question"]}]
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         requests.append(Request(i, tuple(prompt), sampling, noise_key("rounded head", i), f"{i}"))
     for name, rounds in {"float32": False, "float8": True}.items():
-        length, stands = standing(requests, given.k, rounds)
-        print(f"{name} {length:.3f} tokens a step; of those tried stand {stands}", flush=True)
+        length, probabilities = acceptance(requests, args.k, rounds)
+        print(f"{name}: acceptance length {length:.3f}, by position {probabilities}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What a verification costs: the engine's whole step with drafts of a fixed length, beside the plain step.
+"""The time of the engine's whole step with drafts of a fixed length, relative to the plain step.
 
     python benchmarks/step.py --model smollm2-135m --batch 1,4 --tokens 1,4,8 --json step.json
 
-The drafts are random tokens, so nothing is accepted and every step verifies exactly 1 + k tokens per row. Cases are
-visited in turn, `--repeats` times; a case's figure is the median step, and its cost is over the plain step (1 token)
+The drafts are random tokens, so nothing is accepted and every step verifies exactly 1 + k tokens per row. All cases run
+in turn, `--repeats` times. Results are the median step of each case, and its cost relative to the plain step (1 token)
 of the same batch size.
 """
 
@@ -18,10 +18,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from paceline.build import build_engine
-from paceline.config import load_config
+from paceline.build.config import load_config
+from paceline.build.engine import build_engine
 from paceline.engine.engine import LocalEngine
-from paceline.speculation.batch import DraftBatch, Rows
+from paceline.speculation.batch import Rows
+from paceline.speculation.draft_batch import DraftBatch
 from paceline.speculation.policy import StaticPolicy
 from paceline.types import Request, SamplingParams, StepTrace
 from paceline.verify.drafters import AdversarialDrafter
@@ -30,7 +31,7 @@ PROMPT = "Ann has 3 boxes with 4 apples each and eats 2 apples. How many are lef
 
 
 class WrongDrafter(AdversarialDrafter):
-    """As many random tokens as it may."""
+    """Drafts random tokens, always as many as allowed."""
 
     def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch:
         drafts = super().propose(rows, caps)
@@ -56,16 +57,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    if given.length <= max(map(int, given.tokens.split(","))) + 2:
-        parser.error("--length must be well above --tokens: drafts never reach past the end")
-    engine = build_engine(load_config(None, [f"model.name={given.model}", f"engine.threads={given.threads}"]))
+    args = parser.parse_args()
+    if args.length <= max(map(int, args.tokens.split(","))) + 2:
+        parser.error("--length must be well above --tokens: drafts do not go past the end of a completion")
+    engine = build_engine(load_config(None, [f"model.name={args.model}", f"engine.threads={args.threads}"]))
     prompt = tuple(engine.tokenizer.encode(PROMPT))
-    cases = [(int(batch), int(tokens)) for batch in given.batch.split(",") for tokens in given.tokens.split(",")]
+    cases = [(int(batch), int(tokens)) for batch in args.batch.split(",") for tokens in args.tokens.split(",")]
     found: dict[tuple[int, int], list[StepTrace]] = {case: [] for case in cases}
-    for _ in range(given.repeats):
+    for _ in range(args.repeats):
         for case in cases:
-            found[case] += steps(engine, prompt, *case, given.length)
+            found[case] += steps(engine, prompt, *case, args.length)
     rows = []
     for (batch, tokens), traces in found.items():
         figures = {
@@ -80,10 +81,8 @@ def main() -> None:
         shown = ("batch", "tokens", "total_ms", "step_cost", "forward_ms", "sample_ms", "draft_ms")
         table.add_row(*(f"{row[name]:.2f}" if isinstance(row[name], float) else str(row[name]) for name in shown))
     Console().print(table)
-    if given.json:
-        given.json.write_text(
-            json.dumps({"model": given.model, "threads": given.threads, "rows": rows}, indent=1) + "\n"
-        )
+    if args.json:
+        args.json.write_text(json.dumps({"model": args.model, "threads": args.threads, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ python examples/rollouts.py [MODEL]
 
 import sys
 
-from paceline.build import build_engine
-from paceline.config import load_config
+from paceline.build.config import load_config
+from paceline.build.engine import build_engine
 from paceline.model.weights import hf_state
 from paceline.tasks.prompt import encode
 from paceline.types import Request, SamplingParams, noise_key

@@ -5,8 +5,8 @@ python examples/train.py [a.b=c …]
 
 import sys
 
-from paceline.build import build_loop
-from paceline.config import load_config
+from paceline.build.config import load_config
+from paceline.build.run import build_trainer
 
 
 def short_and_right(prompts, completions, completion_ids, answer, **columns):
@@ -38,6 +38,6 @@ if __name__ == "__main__":
             *sys.argv[1:],
         ],
     )
-    loop = build_loop(config, Lines())
-    print(loop.run())
-    loop.close()
+    trainer = build_trainer(config, Lines())
+    print(trainer.run())
+    trainer.close()

@@ -1,4 +1,4 @@
-"""A real headless browser, driven over its debugging pipe (DevTools protocol): no driver and no library needed."""
+"""A headless browser, controlled through its debugging pipe (DevTools protocol) without a driver or a library."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def find_browser() -> str | None:
 
 
 class Browser:
-    """One page. `complaints` gathers what its console, its errors and its policy said, `requests` what it asked for."""
+    """One page. `complaints` has its console messages, errors and policy violations; `requests` the URLs it loads."""
 
     def __init__(self, executable: str, profile: Path) -> None:
         to_browser, self._write = os.pipe()
         self._read, from_browser = os.pipe()
-        # The protocol wants exactly file descriptors 3 and 4; a shell gives them those numbers.
+        # The protocol uses file descriptors 3 and 4; a shell redirects to these numbers.
         shell = f'exec "$@" 3</dev/fd/{to_browser} 4>/dev/fd/{from_browser}'
         self._process = subprocess.Popen(
             ["sh", "-c", shell, "sh", executable, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
@@ -70,7 +70,7 @@ class Browser:
             ready, _, _ = select.select([self._read], [], [], max(0.0, end - time.monotonic()))
             chunk = os.read(self._read, 1 << 20) if ready else b""
             if not chunk:
-                raise RuntimeError(f"the browser said nothing for {timeout_s} s, or is gone")
+                raise RuntimeError(f"no message from the browser within {timeout_s} s, or it has exited")
             self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\0")
         message = json.loads(line)
@@ -99,7 +99,7 @@ class Browser:
             self._next()
 
     def run(self, expression: str) -> Any:
-        """An expression's value in the page, as JSON knows it."""
+        """The value of a JavaScript expression in the page, if JSON can represent it."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
@@ -110,10 +110,10 @@ class Browser:
             self.call("Input.dispatchKeyEvent", type=kind, key=key, modifiers=8 if shift else 0, **text)
 
     def scroll_to(self, element: str) -> None:
-        """With the element (an expression) in the middle, and the scrolling over."""
-        settled = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))"
+        """Scrolls the element (an expression) to the middle and waits until it is there."""
+        two_frames = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))"
         self.run(f"{element}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
-        self.call("Runtime.evaluate", expression=settled, awaitPromise=True)
+        self.call("Runtime.evaluate", expression=two_frames, awaitPromise=True)
 
     def move_to(self, x: float, y: float) -> None:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)

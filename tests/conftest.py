@@ -1,4 +1,4 @@
-"""Shared fixtures: tiny random Hugging Face checkpoints of every family, and the real model where it can be had."""
+"""Shared fixtures: tiny random Hugging Face checkpoints of every family, and a real model if it can be downloaded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VOCAB_SIZE = 256 + len(SPECIAL)
 
 
 def hf_config(family: str, rope: str = "default", tie: bool = True, **changes: Any) -> Any:
-    """A tiny config of transformers. Nothing is square, so that a transposed or swapped matrix is noticed."""
+    """A tiny transformers config. No matrix is square, so that a transposed one raises an error."""
     from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
     classes = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
@@ -52,12 +52,12 @@ def hf_config(family: str, rope: str = "default", tie: bool = True, **changes: A
         "bos_token_id": None,
     }
     if family == "qwen3":
-        values["head_dim"] = 16  # not hidden_size / num_attention_heads, as in the real ones
+        values["head_dim"] = 16  # differs from hidden_size / num_attention_heads, as in real models
     return classes[family](**(values | changes))
 
 
 def write_tokenizer(directory: Path) -> None:
-    """A token per byte and three special ones: every text is a valid prompt."""
+    """A tokenizer with one token per byte and three special tokens: every text is a valid prompt."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -75,16 +75,16 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def pytest_configure() -> None:
-    """A shell starts background jobs with SIGINT ignored, and children inherit that: tests of Ctrl-C would wait for
-    ever. With a handler set here they begin with the usual one."""
+    """Set the default SIGINT handler. Shells start background jobs with SIGINT ignored, and child processes inherit it;
+    tests of Ctrl-C would hang."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """checkpoint(family, rope="default", tie=True, seed=0, **config changes) -> a directory that transformers wrote,
-    float32, with a byte tokenizer. Read-only: the same arguments give the same directory."""
+    """checkpoint(family, rope="default", tie=True, seed=0, **config changes) -> a float32 checkpoint saved by
+    transformers, with a byte tokenizer. Do not write to it: the same arguments give the same directory."""
     from transformers import AutoModelForCausalLM
 
     made: dict[str, Path] = {}
@@ -95,7 +95,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(hf_config(family, rope, tie, **changes))
             for name, parameter in model.named_parameters():
-                # Far from transformers' own initialisation, where every logit is about zero and every norm one.
+                # Larger than transformers' initialisation, which gives logits near zero and norm weights of one.
                 torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
             made[key] = tmp_path_factory.mktemp(f"{family}-{rope}")
             model.save_pretrained(made[key])
@@ -107,7 +107,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct, pulled if it isn't cached yet."""
+    """SmolLM2-135M-Instruct, downloaded if it is not cached."""
     try:
         return store.resolve("smollm2-135m")
     except ModelError as error:

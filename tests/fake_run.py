@@ -1,4 +1,4 @@
-"""A run's folder as the loop writes it, made up: rewards that rise, drafts that get better, stages that add up."""
+"""Writes the folder of a made-up run: rewards and acceptance increase, and stages add up to the step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from paceline.files import RUN_FORMAT
 
 CONFIG = """\
 [model]
@@ -63,12 +65,13 @@ def make_run(
     prompt: str = "What is 3 + 4? Think first, then answer.",
     hostile: str | None = None,
 ) -> Path:
-    """`hostile` stands in every text that a model, a dataset or a user could have written."""
+    """`hostile` replaces every text that could come from a model, a dataset or a user."""
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     config = CONFIG.format(num_steps=num_steps, max_staleness=max_staleness)
     (folder / "config.toml").write_text(config + (f"# {hostile}\n" if hostile else ""), encoding="utf-8")
     info = {
+        "format": RUN_FORMAT,
         "name": hostile or "chain_sum-grpo",
         "task": hostile or "reasoning_gym/chain_sum",
         "model": "smollm2-135m",
@@ -98,11 +101,11 @@ def make_run(
         "reward_before": steps[0]["eval_before"]["reward"],
         "reward_after": [step["eval"]["reward"] for step in steps if "eval" in step][-1],
         "generation_speedup": plain / speculative,
-        "tail_speedup": {n: sum(a["tail"][n] for a in audits) / len(audits) for n in ("1", "2", "4")},
+        "tail_speedup": {n: sum(a["tail_speedup"][n] for a in audits) / len(audits) for n in ("1", "2", "4")},
         "mean_acceptance_length": sum(step["mean_acceptance_length"] for step in steps) / num_steps,
         "stages": {name: {"seconds": s, "share": s / stages["total"]} for name, s in stages.items()},
-        "steps": num_steps,
-        "tokens": sum(step["tokens"] for step in steps),
+        "num_steps": num_steps,
+        "num_tokens": sum(step["num_tokens"] for step in steps),
         "wall_s": stages["total"] * 1.04,
     }
     (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
@@ -112,14 +115,14 @@ def make_run(
 def _step(
     rng: random.Random, step: int, num_steps: int, num_samples: int, staleness: int, hostile: str | None
 ) -> dict[str, Any]:
-    risen = 1 / (1 + math.exp(-8 * (step / max(num_steps - 1, 1) - 0.4)))
-    reward = 0.15 + 0.5 * risen + rng.gauss(0, 0.03)
-    generation = 9 - 2 * risen + rng.gauss(0, 0.5)
+    progress = 1 / (1 + math.exp(-8 * (step / max(num_steps - 1, 1) - 0.4)))
+    reward = 0.15 + 0.5 * progress + rng.gauss(0, 0.03)
+    generation = 9 - 2 * progress + rng.gauss(0, 0.5)
     stages = {
         "data": 0.02,
         "sync": 0.3 + 0.05 * rng.random(),
         "generation": generation,
-        "exposed": generation * (0.3 if staleness else 1.0),
+        "exposed_generation": generation * (0.3 if staleness else 1.0),
         "reward": 0.4 + 0.2 * rng.random(),
         "logprob": 2.1 + 0.2 * rng.random(),
         "training": 6.5 + rng.gauss(0, 0.3),
@@ -128,19 +131,19 @@ def _step(
     }
     stages["total"] = sum(stages.values()) - stages["generation"]
     num_drafts = 300
-    rates = [min(0.95, (0.45 + 0.3 * risen) ** (j + 1) + 0.02 * rng.random()) for j in range(4)]
+    rates = [min(0.95, (0.45 + 0.3 * progress) ** (j + 1) + 0.02 * rng.random()) for j in range(4)]
     accepted = round(num_drafts * sum(rates))
     tokens = num_samples * 60
     record: dict[str, Any] = {
         "step": step, "epoch": 0, "version": step,
-        "reward_mean": reward, "reward_std": 0.35 - 0.15 * risen,
+        "reward_mean": reward, "reward_std": 0.35 - 0.15 * progress,
         "rewards": {hostile or "gym": reward * 0.9, "format": min(1.0, reward * 1.3)},
-        "solved": max(0.0, reward - 0.1), "length_mean": 60 + 25 * risen + rng.gauss(0, 3), "length_max": 128,
-        "truncated": 0.1 * (1 - risen), "loss": rng.gauss(0, 0.02), "grad_norm": 0.4 + 0.2 * rng.random(),
-        "learning_rate": 1e-5 * min(1.0, (step + 1) / 5), "kl": 0.002 * step, "entropy": 1.1 - 0.6 * risen,
-        "clipped": 0.01 * rng.random(), "num_groups": 4, "groups_filtered": rng.randrange(2),
-        "groups_stale": rng.randrange(2) if staleness else 0, "failures": 1 if step == 7 else 0,
-        "lag_mean": staleness * 0.6, "lag_max": min(step, staleness), "tokens": tokens,
+        "length_mean": 60 + 25 * progress + rng.gauss(0, 3), "length_max": 128,
+        "truncated_ratio": 0.1 * (1 - progress), "loss": rng.gauss(0, 0.02), "grad_norm": 0.4 + 0.2 * rng.random(),
+        "learning_rate": 1e-5 * min(1.0, (step + 1) / 5), "kl": 0.002 * step, "entropy": 1.1 - 0.6 * progress,
+        "clip_ratio": 0.01 * rng.random(), "num_groups": 4, "num_groups_filtered": rng.randrange(2),
+        "num_groups_stale": rng.randrange(2) if staleness else 0, "num_failures": 1 if step == 7 else 0,
+        "staleness_mean": staleness * 0.6, "staleness_max": min(step, staleness), "num_tokens": tokens,
         "tokens_per_s": tokens / generation, "mean_acceptance_length": 1 + accepted / num_drafts,
         "draft_acceptance_rate": accepted / (num_drafts * 4), "acceptance_rate_per_position": rates,
         "num_drafts": num_drafts, "num_draft_tokens": num_drafts * 4, "num_accepted_tokens": accepted,
@@ -157,14 +160,14 @@ def _step(
             "length_mean": 64.0,
         }
     if step % 5 == 4 or step == num_steps - 1:
-        average = 0.15 + 0.5 * risen
+        average = 0.15 + 0.5 * progress
         record["eval"] = {"reward": average, "avg_at_n": average, "pass_at_k": average + 0.2, "n": 4, "k": 4}
         record["eval"]["length_mean"] = 70.0
     if step % 5 == 0:
-        gain = 1.0 + 0.12 * risen + 0.02 * rng.random()
+        gain = 1.0 + 0.12 * progress + 0.02 * rng.random()
         record["audit"] = {
-            "plain_s": generation * gain, "speculative_s": generation, "speedup": gain, "tokens": tokens,
-            "identical": True, "tail": {"1": gain + 0.4, "2": gain + 0.22, "4": gain + 0.05},
+            "plain_s": generation * gain, "speculative_s": generation, "speedup": gain, "num_tokens": tokens,
+            "identical": True, "tail_speedup": {"1": gain + 0.4, "2": gain + 0.22, "4": gain + 0.05},
         }  # fmt: skip
     return record
 
@@ -178,7 +181,7 @@ def _rollout(
     num = len(pieces)
     provenance = [rng.choices((0, 1, 2, 3), (3, 6, 1, 1))[0] for _ in range(num)]
     mask = [True] * num
-    if sample == 1:  # a turn of an environment in the middle
+    if sample == 1:  # with an environment's turn
         mask[8:12] = [False] * 4
     failed = sample == 2 and step == 7
     first = max(0, step - staleness)
@@ -208,22 +211,22 @@ def _rollout(
 
 
 def _trace(rng: random.Random, index: int, rl_step: int) -> dict[str, Any]:
-    """Of ten steps one each drafts nothing, finds nothing, refuses what was found, and probes."""
+    """Of every ten steps one each plans no drafts, has no proposal, selects no draft token, and probes."""
     rows = rng.choice((1, 2, 3, 8, 16))
     forward = 0.01 + 0.003 * rows
-    asked, found, verified = (index % 10 > n for n in range(3))
+    is_planned, is_proposed, is_verified = (index % 10 > n for n in range(3))
     probes = index % 10 == 3
-    drafts = (1 if probes else rows) if verified else 0
-    reason = f"{'probes' if probes else 'takes'} {drafts * 3} of {rows * 4}" if found else "nothing was drafted"
+    drafts = (1 if probes else rows) if is_verified else 0
+    reason = f"{'probes' if probes else 'takes'} {drafts * 3} of {rows * 4}" if is_proposed else "nothing was drafted"
     return {
         "rl_step": rl_step, "step": index, "start_s": index * 0.05, "num_rows": rows,
         "num_query_tokens": rows + drafts * 3, "num_context_tokens": rows * 80, "num_emitted": rows + drafts,
         "num_drafts": drafts, "num_draft_tokens": drafts * 3, "num_accepted_tokens": drafts,
-        "accepted_per_position": [drafts, 0, 0] if verified else [],
-        "drafted_per_position": [drafts] * 3 if verified else [],
+        "accepted_per_position": [drafts, 0, 0] if is_verified else [],
+        "drafted_per_position": [drafts] * 3 if is_verified else [],
         "num_preempted": 0, "num_free_blocks": 100, "draft_s": 0.001, "forward_s": forward, "sample_s": 0.002,
         "total_s": forward + 0.0035, "version": rl_step, "drafter_version": 0, "drafter": "suffix",
-        "policy": "auto", "reason": reason, "num_planned": rows * 5 * asked, "num_proposed": rows * 4 * found,
-        "expected_accepted": 1.2 * drafts, "expected_s": forward + 0.003,
-        "sources": [["suffix", drafts * 3, drafts]] if verified else [],
+        "policy": "auto", "reason": reason, "is_probe": probes, "num_planned": rows * 5 * is_planned,
+        "num_proposed": rows * 4 * is_proposed, "expected_accepted": 1.2 * drafts, "expected_s": forward + 0.003,
+        "per_drafter": [["suffix", drafts * 3, drafts]] if is_verified else [],
     }  # fmt: skip

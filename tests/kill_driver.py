@@ -1,20 +1,20 @@
-"""Runs training in processes of its own and lets them die. A fork is quick where an import of torch is not.
+"""Runs training in child processes and kills them. They are forked, because importing torch is slow.
 
     python tests/kill_driver.py FOLDER
 
-reads one JSON object a line and answers each with one: how the process ended (minus the signal, or its exit code),
-what it said (a command its output, else a JSON object: how long the run took, and how many instants of each kind there
-were). Nothing here starts a thread before it forks.
+reads one JSON object per line and answers each with one: `status`, the exit code of the process or minus its signal,
+and `output`, the output of a command, or a JSON object with the duration of the run and the number of instants of each
+kind. No thread is started before the fork.
 
     name        of the run, in FOLDER
     overrides   settings
-    resume      go on with it
-    words       instead of these: a command line of `paceline`
-    after_s     SIGKILL so many seconds after the run began
-    at_write    SIGKILL at the n-th instant of writing a checkpoint: before, in the middle of and after every file,
-                before and after every rename, before every folder that is deleted
+    resume      resume the run
+    argv        instead of the above: a command line of `paceline`
+    after_s     SIGKILL this many seconds after the start of the run
+    at_write    SIGKILL at the n-th instant of writing a checkpoint: before, during and after every file, before and
+                after every rename, before every folder that is deleted
     signal      [where, n, signal]: at the n-th "step" of the engine or "update" of the learner
-    slow        ["step" or "update", seconds]: each of them takes so much longer
+    slow        ["step" or "update", seconds]: each of them takes this much longer
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 from tiny_run import make, settings
 
 import paceline.rl.checkpoint as checkpoint
-from paceline.build import build_learner
+from paceline.build.learner import build_learner
 from paceline.cli import app
 from paceline.engine.engine import LocalEngine
 from paceline.model.store import load_tokenizer
@@ -42,13 +42,13 @@ from paceline.rl.learner import Learner
 
 
 class Instants:
-    """Counts instants of writing, and ends the process at one of them."""
+    """Counts the instants of writing, and kills the process at one of them."""
 
-    def __init__(self, deadly: int | None) -> None:
-        self.count, self.deadly = 0, deadly
+    def __init__(self, kill_at: int | None) -> None:
+        self.count, self.kill_at = 0, kill_at
 
     def tick(self) -> None:
-        if self.count == self.deadly:
+        if self.count == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
         self.count += 1
 
@@ -64,20 +64,20 @@ class Instants:
     def install(self) -> None:
         write = checkpoint._write_synced
 
-        def torn(path: Path, parts: Any) -> Any:
+        def half_written(path: Path, parts: Any) -> Any:
             parts = list(parts)
             data = b"".join(bytes(part) for part in parts)
             path.write_bytes(data[: len(data) // 2])
             self.tick()
             return write(path, parts)
 
-        checkpoint._write_synced = self.around(torn)
+        checkpoint._write_synced = self.around(half_written)
         Path.rename = self.around(Path.rename)  # type: ignore[method-assign]
         shutil.rmtree = self.around(shutil.rmtree)  # type: ignore[assignment]
 
 
 class Calls:
-    """Counts the calls of a method; sends this process a signal at one of them, and makes all of them slower."""
+    """Counts the calls of a method, sends a signal to this process at one of them, and slows all of them down."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self.count, self.at, self.signum, self.slow_s = 0, -1, signal.SIGKILL, 0.0
@@ -105,14 +105,14 @@ def child(folder: Path, job: dict[str, Any], report: int) -> None:
         calls[where].slow_s = seconds
     if (seconds := job.get("after_s")) is not None:
         threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    if "words" in job:
+    if "argv" in job:
         os.dup2(report, 1)
         os.dup2(report, 2)
-        app(job["words"])
-    loop = make(folder, job["name"], *job["overrides"], resume=job.get("resume", False))
+        app(job["argv"])
+    trainer = make(folder, job["name"], *job["overrides"], resume=job.get("resume", False))
     started = time.perf_counter()
-    summary = loop.run()
-    loop.close()
+    summary = trainer.run()
+    trainer.close()
     answer = {
         "at_write": instants.count,
         "after_s": time.perf_counter() - started,
@@ -125,26 +125,26 @@ def child(folder: Path, job: dict[str, Any], report: int) -> None:
 
 def serve(folder: Path) -> None:
     config = settings(folder)
-    load_tokenizer(Path(config.model.name))  # what is imported lazily is imported here, once
+    load_tokenizer(Path(config.model.name))  # import once what is imported lazily
     build_learner(config, Path(config.model.name))
     for line in sys.stdin:
         job = json.loads(line)
-        ours, theirs = os.pipe()
+        reader, writer = os.pipe()
         if (pid := os.fork()) == 0:
-            os.close(ours)
+            os.close(reader)
             try:
-                child(folder, job, theirs)
+                child(folder, job, writer)
             except SystemExit as end:
                 sys.stdout.flush()
                 os._exit(end.code if isinstance(end.code, int) else 1)
             except BaseException:
-                os.write(theirs, traceback.format_exc().encode())
+                os.write(writer, traceback.format_exc().encode())
             os._exit(1)
-        os.close(theirs)
-        with os.fdopen(ours) as pipe:
-            said = pipe.read()
+        os.close(writer)
+        with os.fdopen(reader) as pipe:
+            output = pipe.read()
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        print(json.dumps({"status": status, "said": said}), flush=True)
+        print(json.dumps({"status": status, "output": output}), flush=True)
 
 
 if __name__ == "__main__":

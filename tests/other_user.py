@@ -1,10 +1,10 @@
-"""Runs a Python script as another user to whom the kernel denies new namespaces, as in an ordinary container.
+"""Runs a Python script as another user for whom new namespaces are denied, as in an ordinary container.
 
-As root: `python other_user.py [--no-landlock] [--namespaces] [--root] SCRIPT ARGUMENT…` runs it as another user.
-The interpreter and the package may lie where only root can read them, so both are mounted at a place that everyone can.
-As an ordinary user nothing needs mounting, and the script runs as that user. A system call filter plays the container's
-part: `unshare`, `clone` with namespace flags and `clone3` are denied, and on request Landlock is, as in an old kernel.
-With `--namespaces` nothing is denied. With `--root` the user stays root.
+As root: `python other_user.py [--no-landlock] [--namespaces] [--root] SCRIPT ARGUMENT…` runs it as an unprivileged
+user. The interpreter and the package may be in folders that only root can read, so both are mounted where every user
+can read them. As an ordinary user nothing needs mounting, and the script runs as that user. A system call filter denies
+what a container denies: `unshare`, `clone` with namespace flags and `clone3`. With --no-landlock it also denies
+Landlock, as in an old kernel. With --namespaces it denies no namespaces. With --root the user stays root.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ sys.path.append(str(SOURCE))
 
 from paceline.tasks import seccomp  # noqa: E402
 
-USER = 50_000 + os.getpid() % 10_000  # of its own, as tests run side by side and limits count a user's processes
+USER = 50_000 + os.getpid() % 10_000  # another user for each test process, as limits count a user's processes
 NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 
 
@@ -37,8 +37,7 @@ def expose(source: Path, name: str, top: Path) -> Path:
 
 
 def main() -> None:
-    options = {word for word in sys.argv[1:] if word in ("--no-landlock", "--namespaces", "--root")}
-    without_landlock, with_namespaces = "--no-landlock" in options, "--namespaces" in options
+    options = {argument for argument in sys.argv[1:] if argument in ("--no-landlock", "--namespaces", "--root")}
     script, *arguments = sys.argv[1 + len(options) :]
     python, source = Path(getattr(sys, "_base_executable", sys.executable)).resolve(), SOURCE
     if os.geteuid() == 0:
@@ -55,14 +54,16 @@ def main() -> None:
             os.setgroups([])
             os.setgid(USER)
             os.setuid(USER)
-    rules = [] if with_namespaces else [*seccomp.deny("unshare"), *seccomp.deny("clone3", errno.ENOSYS)]
-    rules += [] if with_namespaces else seccomp.deny_bits("clone", 0, seccomp.NEW_NAMESPACES)
-    if without_landlock:
+    rules: seccomp.Filter = []
+    if "--namespaces" not in options:
+        rules += [*seccomp.deny("unshare"), *seccomp.deny("clone3", errno.ENOSYS)]
+        rules += seccomp.deny_bits("clone", 0, seccomp.NEW_NAMESPACES)
+    if "--no-landlock" in options:
         rules += seccomp.deny("landlock_create_ruleset", errno.ENOSYS)
     seccomp.install(rules)
     start = "import sys; sys.path.append(sys.argv[1]); exec(compile(sys.argv[2], 'script', 'exec'))"
     home = "/mnt/home" if os.getuid() == USER else os.environ.get("HOME", "/")
-    environment = {"HOME": home, "HUSH": "secret", "PATH": "/usr/bin:/bin"}
+    environment = {"HOME": home, "PRIVATE": "secret", "PATH": "/usr/bin:/bin"}
     os.execve(python, [str(python), "-I", "-S", "-c", start, str(source), script, *arguments], environment)
 
 

@@ -1,11 +1,10 @@
-"""Runs learners that several ranks share, each rank a process of its own. A fork is quick where an import of torch is
-not.
+"""Runs learners of several ranks, one process each. The processes are forked, because importing torch is slow.
 
     python tests/rank_driver.py
 
-reads one JSON object a line, {"size": ranks, …what `Job` has}, and answers each with what rank 0 found, how each
-process ended, and what they said. With `words` they run that command line of `paceline`, as torchrun would start it.
-Nothing here starts a thread before it forks.
+reads one JSON object per line, {"size": ranks, …fields of `Job`}, and answers each with the result of rank 0, and the
+exit status and the output of every process. With `argv` the ranks run this command line of `paceline`, as torchrun
+starts it. No thread is started before the fork.
 """
 
 from __future__ import annotations
@@ -38,31 +37,31 @@ from paceline.rl import checkpoint
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.batch import TokenBatch, scored
 from paceline.rl.learner import Learner
-from paceline.rl.world import World
+from paceline.rl.worker_group import WorkerGroup
 
 
 @dataclass
 class Job:
     size: int
     dtype: str = "float32"
-    model: dict[str, Any] = field(default_factory=dict)  # of a tiny decoder
-    directory: str | None = None  # or a model's
-    hf: bool = False  # by transformers
+    model: dict[str, Any] = field(default_factory=dict)  # settings of a tiny decoder
+    directory: str | None = None  # of a model to load instead
+    hf: bool = False  # load it with transformers
     learner: dict[str, Any] = field(default_factory=dict)
     algorithm: dict[str, Any] = field(default_factory=dict)
-    load: str | None = None  # state to begin with
+    load: str | None = None  # a state to load first
     updates: tuple[int, int] = (0, 10)
     num_groups: int = 4
     bad: int | None = None  # the update whose rewards are not finite
     save: str | None = None
-    out: str | None = None  # weights and logprobs in the end
-    twin: str | None = None
-    dies: int | None = None  # rank 1, at this update
-    full: bool = False  # rank 1's disk
-    words: list[str] | None = None
+    out: str | None = None  # file for the final weights and logprobs
+    broken: str | None = None  # a deliberate mistake
+    dies: int | None = None  # rank 1 is killed at this update
+    full: bool = False  # the disk of rank 1 is full
+    argv: list[str] | None = None
 
 
-def make(job: Job, world: World) -> Learner:
+def make(job: Job, worker_group: WorkerGroup) -> Learner:
     torch.set_num_threads(1)
     dtype = getattr(torch, job.dtype)
     if job.directory is None:
@@ -71,7 +70,7 @@ def make(job: Job, world: World) -> Learner:
         model = (load_hf if job.hf else load)(Path(job.directory), dtype, "cpu")
     section = LearnerSection(**{"learning_rate": 1e-2, "tokens_per_microbatch": 100, **job.learner})
     keeps = job.algorithm.get("beta", 0) > 0
-    return Learner(model, section, num_steps=20, temperature=0.8, keep_reference=keeps, world=world)
+    return Learner(model, section, num_steps=20, temperature=0.8, keep_reference=keeps, worker_group=worker_group)
 
 
 def train(job: Job, it: Learner, algorithm: Any) -> dict[str, Any]:
@@ -108,14 +107,14 @@ def train(job: Job, it: Learner, algorithm: Any) -> dict[str, Any]:
         "logprobs": [float(r.logprobs_T.sum()) for r in reports],
         "version": it.version,
         "files": files,
-        "held": sum(p.numel() for p in map(learner_module.local, it.optimizer.masters.values())),
+        "held": sum(p.numel() for p in map(learner_module.local_tensor, it.optimizer.masters.values())),
         "all": sum(p.numel() for p in it.optimizer.masters.values()),
         "listens": listening(),
     }
 
 
 def listening() -> list[str]:
-    """The addresses, as /proc writes them, at which this process waits for others."""
+    """The addresses at which this process listens, as in /proc."""
     if sys.platform != "linux":
         return []
     links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
@@ -125,7 +124,7 @@ def listening() -> list[str]:
 
 
 def break_it(job: Job, number: int) -> None:
-    """Deaths, full disks, and deliberate mistakes."""
+    """Patch this process: a death, a full disk, or a deliberate mistake."""
     if job.dies is not None and number == 1:
         update, calls = Learner.update, count()
 
@@ -141,37 +140,37 @@ def break_it(job: Job, number: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         checkpoint._write_synced = full
-    twin = job.twin
-    if twin == "averaged":
+    broken = job.broken
+    if broken == "averaged":
         plain = FSDPModule.set_gradient_divide_factor
         FSDPModule.set_gradient_divide_factor = lambda self, factor: plain(self, 2.0)  # type: ignore[method-assign]
-    elif twin == "dropped":  # rank 1 computes nothing of its share
-        shares = learner_module.shares
+    elif broken == "dropped":  # rank 1 skips its microbatches
+        microbatches_per_rank = learner_module.microbatches_per_rank
 
-        def lazy(rollouts: Any, num: int, max_tokens: int) -> Any:
-            first, *others = shares(rollouts, num, max_tokens)
-            return [first, *([(0, 0)] * len(cuts) for cuts in others)]
+        def dropped(rollouts: Any, num: int, max_tokens: int) -> Any:
+            first, *others = microbatches_per_rank(rollouts, num, max_tokens)
+            return [first, *([(0, 0)] * len(spans) for spans in others)]
 
-        learner_module.shares = lazy
+        learner_module.microbatches_per_rank = dropped
     else:
-        assert twin is None
+        assert broken is None
 
 
 def rank(job: Job, number: int, port: int) -> dict[str, Any]:
     break_it(job, number)
-    if job.words is not None:
+    if job.argv is not None:
         os.environ |= {"RANK": str(number), "WORLD_SIZE": str(job.size), "LOCAL_RANK": str(number)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        app(job.words)
-    world = World.join(number, job.size, f"127.0.0.1:{port}")
-    it = make(job, world)
+        app(job.argv)
+    worker_group = WorkerGroup.join(number, job.size, f"127.0.0.1:{port}")
+    it = make(job, worker_group)
     algorithm = make_algorithm(AlgorithmSection(**job.algorithm), 24)
     if number == 0:
         try:
             return train(job, it, algorithm)
         finally:
             it.close()
-    it.follow(algorithm.loss, algorithm.weights)
+    it.run_worker(algorithm.loss, algorithm.weights)
     return {}
 
 
@@ -181,18 +180,18 @@ def run(job: Job) -> dict[str, Any]:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as place:
         found = Path(place) / "found"
-        said = [Path(place) / str(number) for number in range(job.size)]
+        outputs = [Path(place) / str(number) for number in range(job.size)]
         pids = []
         for number in range(job.size):
             if (pid := os.fork()) == 0:
-                with said[number].open("w") as file:
+                with outputs[number].open("w") as file:
                     os.dup2(file.fileno(), 1)
                     os.dup2(file.fileno(), 2)
                 os._exit(child(job, number, port, found))
             pids.append(pid)
         status = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         answer = json.loads(found.read_text()) if found.exists() else {}
-        return {**answer, "status": status, "said": [path.read_text() for path in said]}
+        return {**answer, "status": status, "output": [path.read_text() for path in outputs]}
 
 
 def child(job: Job, number: int, port: int, found: Path) -> int:
@@ -210,14 +209,14 @@ def child(job: Job, number: int, port: int, found: Path) -> int:
 
 
 def warm_up() -> None:
-    """What is imported lazily is imported here, once."""
+    """Import once what is imported lazily."""
     import transformers
 
-    from paceline import build
+    from paceline.build import run
     from paceline.report import html
 
-    assert build.build_loop and html.write_report and transformers.LlamaForCausalLM and transformers.AutoTokenizer
-    make(Job(1), World())
+    assert run.build_trainer and html.write_report and transformers.LlamaForCausalLM and transformers.AutoTokenizer
+    make(Job(1), WorkerGroup())
 
 
 if __name__ == "__main__":

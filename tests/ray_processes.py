@@ -1,4 +1,4 @@
-"""Ray's processes as the system sees them, to be killed."""
+"""Find and kill the processes of Ray actors."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import signal
 from pathlib import Path
 
 
-def processes(kind: str, ancestor: int | None = None) -> list[int]:
-    """The ids of actors of this class that a Ray of ours (or of another process) runs."""
+def processes(actor_class: str, ancestor: int | None = None) -> list[int]:
+    """Process ids of actors of this class that descend from this process, or from `ancestor`."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
             continue
         try:
             title = (entry / "cmdline").read_bytes().split(b"\0")[0].decode()
-        except OSError:  # gone meanwhile
+        except OSError:  # it has ended
             continue
-        if title.startswith(f"ray::{kind}") and _descends(int(entry.name), ancestor or os.getpid()):
+        if title.startswith(f"ray::{actor_class}") and _descends(int(entry.name), ancestor or os.getpid()):
             found.append(int(entry.name))
     return sorted(found)
 
 
-def kill(kind: str, which: int = 0, ancestor: int | None = None) -> int:
-    process = processes(kind, ancestor)[which]
+def kill(actor_class: str, index: int = 0, ancestor: int | None = None) -> int:
+    process = processes(actor_class, ancestor)[index]
     os.kill(process, signal.SIGKILL)
     return process
 

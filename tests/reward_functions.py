@@ -1,11 +1,10 @@
-"""Rewards as users write them, good and bad. A completion says what is to happen to it."""
+"""Reward functions as users write them, working and broken ones. Some act on the text of a completion."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import pickle
-import struct
 import sys
 import time
 from pathlib import Path
@@ -19,23 +18,23 @@ def length(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) 
 
 
 def relative(completions: list[str], **columns: Any) -> list[float]:
-    """Needs the whole batch: the share of completions that are shorter. Raises on "bad"."""
+    """The share of completions in the batch that are shorter. Raises on "bad"."""
     if "bad" in completions:
         raise RuntimeError("bad\nin two lines")
     return [sum(len(other) < len(text) for other in completions) / len(completions) for text in completions]
 
 
-def obey(prompts: Any, completions: list[str], completion_ids: Any, **columns: Any) -> list[Any]:
-    """Does to a batch what any of its completions asks for."""
-    print("noise on standard output")
+def scripted(prompts: Any, completions: list[str], completion_ids: Any, **columns: Any) -> list[Any]:
+    """Fails in the way that a completion of the batch names."""
+    print("output of a reward function")
     sys.stdout.flush()
     if "hang" in completions:
         time.sleep(1000)
     if "raise" in completions:
-        raise ValueError("told so")
+        raise ValueError("on purpose")
     if "exit" in completions:
         os._exit(3)
-    if "leave" in completions:
+    if "sys.exit" in completions:
         sys.exit(0)
     if "crash" in completions:
         os.kill(os.getpid(), 11)
@@ -49,13 +48,15 @@ def scalar(completions: list[str], **columns: Any) -> Any:
     return 1.0
 
 
-async def slowly(completions: list[str], **columns: Any) -> list[float]:
+async def asynchronous(completions: list[str], **columns: Any) -> list[float]:
     await asyncio.sleep(0.01)
     return [float(len(text)) for text in completions]
 
 
-def seen(prompts: Any, completions: Any, completion_ids: Any, answer: Any, extra: Any, **columns: Any) -> list[float]:
-    """1 for each sample whose arguments are what TRL would pass."""
+def check_arguments(
+    prompts: Any, completions: Any, completion_ids: Any, answer: Any, extra: Any, **columns: Any
+) -> list[float]:
+    """1 for each sample with the arguments that TRL would pass."""
     rewards = []
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         if isinstance(prompt, str):
@@ -67,7 +68,7 @@ def seen(prompts: Any, completions: Any, completion_ids: Any, answer: Any, extra
 
 
 def process(completions: Any, **columns: Any) -> list[float]:
-    """The worker, and whether it has loaded torch."""
+    """The worker's process id, plus 0.5 if it has loaded torch."""
     return [float(os.getpid()) + 0.5 * ("torch" in sys.modules) for _ in completions]
 
 
@@ -76,7 +77,7 @@ def narrow(prompts: Any, completions: Any) -> list[float]:
 
 
 def many_a(prompts, completions, completion_ids, **columns):
-    """The share of letters up to m: something a random model does now and then, and can learn."""
+    """The share of letters up to m: a random model emits some, and training can increase it."""
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
     return [sum(97 <= i <= 109 for i in map(ord, text)) / 12 for text in texts]
 
@@ -92,36 +93,37 @@ def never(prompts, completions, completion_ids, **columns):
     return []
 
 
-def _picked(completions):
+def _is_failing(completions):
     return [ord(text[0]) % 3 == 0 for text in completions]
 
 
 def raises_on_some(completions, **columns):
-    if any(_picked(completions)):
+    if any(_is_failing(completions)):
         raise ValueError("not this one")
     return [float(len(set(text))) for text in completions]
 
 
 def nan_on_some(completions, **columns):
     return [
-        float("nan") if bad else float(len(set(t))) for bad, t in zip(_picked(completions), completions, strict=True)
+        float("nan") if failing else float(len(set(text)))
+        for failing, text in zip(_is_failing(completions), completions, strict=True)
     ]
 
 
 def dies_on_some(completions, **columns):
-    if any(_picked(completions)):
+    if any(_is_failing(completions)):
         os.kill(os.getpid(), 9)
     return [float(len(set(text))) for text in completions]
 
 
 def hangs_on_some(completions, **columns):
-    if any(_picked(completions)):
+    if any(_is_failing(completions)):
         time.sleep(1000)
     return [float(len(set(text))) for text in completions]
 
 
 def nan_on_held_out(prompts, completions, completion_ids, **columns):
-    """The prompt's first word is a file with the held-out prompts; those can't be scored."""
+    """NaN for held-out prompts. The first word of every prompt is the path of a file that lists them."""
     import json
     from pathlib import Path
 
@@ -131,8 +133,8 @@ def nan_on_held_out(prompts, completions, completion_ids, **columns):
     return [reward(prompt) for prompt in prompts]
 
 
-class Bomb:
-    """Unpickled, it writes a file."""
+class WritesFile:
+    """Writes a file when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -141,18 +143,18 @@ class Bomb:
         return Path.touch, (Path(self.path),)
 
 
-def hostile(completions: list[str], bomb: list[str], **columns: Any) -> list[float]:
-    """A worker that was taken over: writes to its parent what no worker would."""
-    wire = int(sys.argv[1])
+def hostile(completions: list[str], marker: list[str], **columns: Any) -> list[float]:
+    """Sends invalid messages to the worker's parent. The completion names the kind of message."""
+    connection = int(sys.argv[1])
 
-    def send(data: bytes, length: int | None = None) -> None:
-        os.write(wire, struct.pack("<Q", len(data) if length is None else length) + data)
+    def send(data: bytes, end: bytes = b"\n") -> None:
+        os.write(connection, data + end)
 
     for text in completions:
         if text == "pickle":
-            send(pickle.dumps(("result", Bomb(bomb[0]))))
+            send(pickle.dumps(("result", WritesFile(marker[0]))))
         elif text == "length":
-            send(b"", 1 << 62)
+            send(bytes(65 << 20), b"")
         elif text == "nested":
             send(b"[" * 1_000_000)
         elif text == "shape":

@@ -1,5 +1,5 @@
-"""Attacks on the sandbox, each as a function that says what the program achieved. Standard library and Paceline's
-sandbox alone, as they also run as a user who sees nothing else (`other_user.py`)."""
+"""Attacks on the sandbox. Each function returns what the program achieved. Imports only the standard library and our
+sandbox, since the attacks also run as a user without access to other packages (`other_user.py`)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.tasks import checks
-from paceline.tasks.sandbox import Kind, Limits, Outcome, Program, Refused, isolation, run_program
+from paceline.tasks.sandbox import Kind, Limits, Outcome, Program, SandboxUnavailable, isolation, run_program
 
 
 def run(source: str, kind: Kind, **limits: Any) -> Outcome:
     return run_program(source, "", Limits(**{"cpu_s": 5, "memory_mb": 128, "wall_s": 20.0, **limits}), kind)
 
 
-# The head of every program: `attempt` prints what succeeded.
+# The beginning of every program: `attempt` prints the name of an action that succeeded.
 ATTEMPT = """
 import ctypes, os, signal, socket, sys, time
 libc = ctypes.CDLL(None, use_errno=True)
@@ -56,6 +56,11 @@ def files(kind: Kind) -> list[str]:
     written = home() / f"written-{os.getpid()}"
     try:
         source = f"""
+import errno, fcntl
+def flags():
+    try: fcntl.ioctl(os.open("mine", os.O_RDONLY), 0x40086602, bytes(8))  # FS_IOC_SETFLAGS
+    except OSError as error:
+        if error.errno == errno.EPERM: raise  # another error: the file system has no flags
 attempt("read", lambda: open({str(private)!r}).read())
 attempt("write", lambda: open({str(written)!r}, "w").write("x"))
 attempt("list", lambda: os.listdir({str(home())!r}).index({private.name!r}))
@@ -68,6 +73,7 @@ attempt("listxattr", lambda: os.listxattr({str(private)!r}))
 attempt("truncate", lambda: os.truncate({str(private)!r}, 1))
 attempt("own", lambda: (open("mine", "w").write("x"), open("mine").read()))
 attempt("own:chmod", lambda: os.fchmod(os.open("mine", os.O_RDONLY), 0o700))
+attempt("own:flags", flags)
 attempt("own:truncate", lambda: open("mine", "r+").truncate(0))
 """
         found = achieved(source, kind)
@@ -80,7 +86,7 @@ attempt("own:truncate", lambda: open("mine", "r+").truncate(0))
 
 
 def mounts(kind: Kind) -> list[str]:
-    """On a file system that is mounted beneath /usr: at /usr/share, with a file "secret" that everyone may change."""
+    """Access to a file system that is mounted at /usr/share, with a file "secret" that everyone may change."""
     source = """
 attempt("list", lambda: os.listdir("/usr/share").index("secret"))
 attempt("read", lambda: open("/usr/share/secret").read())
@@ -92,25 +98,25 @@ attempt("own", lambda: open("mine", "w").write("x"))
 
 
 def other_programs(kind: Kind) -> list[str]:
-    """On the files of a program that runs at the same time: those of a process that judges hold what would be right."""
+    """Files of a program that runs at the same time. Those of the tests' process contain the expected values."""
     victim = Program("import time; time.sleep(30)  # secret", "secret", Limits(wall_s=30.0), kind)
     source = f"""
 import glob
-for path in glob.glob({tempfile.gettempdir()!r} + "/paceline-box-*"):
+for path in glob.glob({tempfile.gettempdir()!r} + "/paceline-sandbox-*"):
     for name in ("program.py", "stdin", "stdout", "stderr", "work/program.py"):
         try: found = "sec" + "ret" in open(f"{{path}}/{{name}}").read()
         except OSError: continue
         if found: print(name)
 """
     try:
-        time.sleep(0.5)  # until its files are there
+        time.sleep(0.5)  # until its files exist
         return achieved(source, kind)
     finally:
         victim.stop()
 
 
 def environment(kind: Kind) -> list[str]:
-    os.environ["HUSH"] = "secret"
+    os.environ["PRIVATE"] = "secret"
     source = f"""
 seen = repr(dict(os.environ))
 for pid in ("self", os.getppid(), {os.getpid()}):
@@ -122,7 +128,7 @@ if "secret" in seen: print("secret")
 
 
 def descriptors(kind: Kind) -> list[str]:
-    """Beyond its standard streams."""
+    """Open file descriptors besides the standard streams."""
     with tempfile.TemporaryFile() as file:
         os.set_inheritable(file.fileno(), True)
         return achieved("for fd in range(3, 64): attempt(str(fd), lambda: os.fstat(fd))", kind)
@@ -145,7 +151,7 @@ attempt("pair", lambda: socket.socketpair())
 
 
 def other_processes(kind: Kind) -> list[str]:
-    """On the one that asked (a trainer, a reward worker) and on the supervisor."""
+    """Access to the caller (a trainer or a reward worker) and to the supervisor."""
     source = f"""
 trainer, supervisor = {os.getpid()}, os.getppid()
 for name, pid in (("trainer", trainer), ("supervisor", supervisor)):
@@ -156,7 +162,7 @@ for name, pid in (("trainer", trainer), ("supervisor", supervisor)):
     buffer = ctypes.create_string_buffer(64)
     vector = (ctypes.c_ulong * 2)(ctypes.addressof(buffer), 8)
     attempt(f"{{name}}:vm", lambda: system("process_vm_readv", pid, vector, 1, vector, 1, 0))
-if supervisor != 1:  # inside a PID namespace 1 is its own init, and the trainer's number is nobody's
+if supervisor != 1:  # inside a PID namespace 1 is its own init, and no process has the trainer's id
     for name, pid in (("trainer", trainer), ("supervisor", supervisor), ("all", -1)):
         attempt(f"{{name}}:kill", lambda: os.kill(pid, 0))
         attempt(f"{{name}}:pidfd", lambda: os.pidfd_open(pid))
@@ -167,8 +173,8 @@ attempt("namespace", lambda: system("unshare", 0x10000000))
     return achieved(source, kind)
 
 
-def kills_its_supervisor(kind: Kind) -> list[str]:
-    """By every means; all the same its end is reported, and nobody stays."""
+def kill_supervisor(kind: Kind) -> list[str]:
+    """Tries to kill the supervisor in several ways. The exit code must be reported, and no process may survive."""
     mark = f"killer-{os.getpid()}-{time.monotonic_ns()}"
     source = f"""
 import fcntl
@@ -192,12 +198,12 @@ sys.exit(3)
 
 
 def survivors(kind: Kind) -> list[str]:
-    """Double fork, own session and process group, deaf to signals; the program itself ends at once."""
+    """A double fork with its own session and process group that ignores signals. The program itself ends at once."""
     mark = f"left-behind-{os.getpid()}-{time.monotonic_ns()}"
     source = f"""
 if os.fork() == 0:
-    for leave in (os.setsid, os.setpgrp, lambda: system("prctl", 1, 0, 0, 0, 0)):
-        try: leave()
+    for detach in (os.setsid, os.setpgrp, lambda: system("prctl", 1, 0, 0, 0, 0)):
+        try: detach()
         except OSError: pass
     if os.fork() == 0:
         for s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)
@@ -211,9 +217,9 @@ print("started")
     return [*found, *(["survivor"] if alive(mark) else [])]
 
 
-def hopping(kind: Kind) -> list[str]:
-    """A process that forks and ends, again and again: whoever looks for it comes too late."""
-    name = f"hop{time.monotonic_ns() % 10**12}"  # children have it too, unlike anything else they could be known by
+def fork_chain(kind: Kind) -> list[str]:
+    """A process that forks and ends, repeatedly: its process id changes before it can be killed."""
+    name = f"hop{time.monotonic_ns() % 10**12}"  # children inherit this name, so that they can be found by it
     source = f"""
 system("prctl", 15, {name.encode()!r}, 0, 0, 0)
 print("started", flush=True)
@@ -230,7 +236,7 @@ if os.fork() == 0:
 
 
 def alive(mark: str, where: str = "cmdline") -> list[int]:
-    """Processes with `mark` on their command line, but this one, whose own may have it too."""
+    """Processes with `mark` on their command line, without this process and its parent."""
     found = []
     for path in Path("/proc").glob(f"[0-9]*/{where}"):
         try:
@@ -242,14 +248,14 @@ def alive(mark: str, where: str = "cmdline") -> list[int]:
 
 
 def status(kind: Kind) -> list[str]:
-    """A program that ends with code 3 and says otherwise, wherever it can write; then it kills who knows better."""
+    """A program that ends with code 3, writes a forged status wherever it can, and tries to kill the supervisor."""
     source = """
-said = b'{"returncode": 0, "stopped": null, "timed_out": false, "gaps": [], "missing": []}'
+forged = b'{"returncode": 0, "stopped": null, "timed_out": false, "not_isolated": [], "missing": []}'
 for fd in range(3, 64):
-    try: os.write(fd, said)
+    try: os.write(fd, forged)
     except OSError: pass
 for name in ("../status", "status", "/tmp/status", f"/proc/{os.getppid()}/fd/3"):
-    try: open(name, "wb").write(said)
+    try: open(name, "wb").write(forged)
     except OSError: pass
 try: pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
 except OSError: pids = []
@@ -260,7 +266,7 @@ for pid in pids:
         path = f"/proc/{pid}/fd/{fd}"
         try:
             if "pipe" in os.readlink(path) or "status" in os.readlink(path):
-                handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK); os.write(handle, said)
+                handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK); os.write(handle, forged)
         except OSError: pass
 try: os.kill(os.getppid(), 9)
 except OSError: pass
@@ -271,12 +277,12 @@ os._exit(3)
 
 
 def tree_memory(kind: Kind) -> list[str]:
-    """Ten processes that each take less than the limit."""
+    """Ten processes that each use less memory than the limit."""
     source = """
 for _ in range(10):
     if os.fork() == 0:
-        hoard = bytearray(80 << 20)
-        for i in range(0, len(hoard), 4096): hoard[i] = 1
+        buffer = bytearray(80 << 20)
+        for i in range(0, len(buffer), 4096): buffer[i] = 1
         time.sleep(9)
         os._exit(0)
 time.sleep(9)
@@ -285,11 +291,11 @@ time.sleep(9)
 
 
 def shared_memory(kind: Kind) -> list[str]:
-    """Memory that belongs to no process, and memory that forks share, which counts once."""
+    """Memory that belongs to no process is denied. Memory that forks share counts once."""
     source = """
 attempt("memfd", lambda: os.memfd_create("x"))
 attempt("shm", lambda: system("shmget", 0, 1 << 20, 0o1600))
-hoard = bytearray(50 << 20)
+buffer = bytearray(50 << 20)
 for _ in range(4):
     if os.fork() == 0: time.sleep(0.5); os._exit(0)
 for _ in range(4): os.wait()
@@ -298,7 +304,7 @@ print("shared")
     return achieved(source, kind)
 
 
-FAKES = {
+FORGERIES = {
     "eq": "class Yes:\n    def __eq__(self, other): return True\n    def __ne__(self, other): return True\n"
     "    def __lt__(self, other): return True\n    def __sub__(self, other): return 0\n"
     "    def __abs__(self): return 0\n    def __contains__(self, other): return True\n"
@@ -337,17 +343,19 @@ TESTS: dict[str, list[str]] = {
 }
 
 
-def faked_passes(kind: Kind) -> list[str]:
-    """What of FAKES passes any of TESTS. An honest solution passes all of them."""
-    check = checks.program(5, 128, 20.0, kind)
-    honest = "import math\ndef double(x): return 2 * x"
-    lost = [f"honest:{name}" for name, tests in TESTS.items() if check(honest, {"tests": tests}) != 1]
-    pairs = [(fake, name) for fake in FAKES for name in AGAINST[fake].split(", ")]
-    return lost + [f"{fake}:{name}" for fake, name in pairs if check(FAKES[fake], {"tests": TESTS[name]})]
+def forged_passes(kind: Kind) -> list[str]:
+    """The FORGERIES that pass a test, and tests that a correct solution does not pass."""
+    check = checks.code_check(5, 128, 20.0, kind)
+    correct = "import math\ndef double(x): return 2 * x"
+    failed = [f"correct:{name}" for name, tests in TESTS.items() if check(correct, {"tests": tests}) != 1]
+    pairs = [(forgery, name) for forgery in FORGERIES for name in TARGETS[forgery].split(", ")]
+    return failed + [
+        f"{forgery}:{name}" for forgery, name in pairs if check(FORGERIES[forgery], {"tests": TESTS[name]})
+    ]
 
 
-# Which tests each could pass; all of them would take a minute.
-AGAINST = {
+# The tests that each forgery is aimed at; all combinations would take a minute.
+TARGETS = {
     "eq": "not equal, close, in, check", "int": "equal, close", "main": "folded, check",
     "builtins": "close, isclose, all", "empty": "guarded", "name": "guarded", "exit": "check",
     "stop": "all, map", "assert": "loop", "json": "equal, map",
@@ -356,19 +364,19 @@ AGAINST = {
 ATTACKS: dict[str, Callable[[Kind], list[str]]] = {
     function.__name__: function
     for function in (
-        files, other_programs, environment, descriptors, network, other_processes, kills_its_supervisor, survivors,
-        hopping, status, tree_memory, shared_memory, faked_passes,
+        files, other_programs, environment, descriptors, network, other_processes, kill_supervisor, survivors,
+        fork_chain, status, tree_memory, shared_memory, forged_passes,
     )
 }  # fmt: skip
 
 
 def main() -> None:
-    """Prints what each attack achieved in a "process" sandbox, and how "namespaces" is refused, as JSON."""
+    """Prints as JSON what each attack achieved in a "process" sandbox, and the error message for "namespaces"."""
     found: dict[str, Any] = {"uid": os.getuid()}
     try:
         found["namespaces"] = str(isolation("namespaces"))
-    except Refused as error:
-        found["namespaces"] = f"refused: {error}"
+    except SandboxUnavailable as error:
+        found["namespaces"] = f"unavailable: {error}"
     found["process"] = str(isolation("process"))
     for name in sys.argv[3:] or ATTACKS:
         found[name] = ATTACKS[name]("process")

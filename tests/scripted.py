@@ -1,4 +1,4 @@
-"""An engine without a model: says what it is told, one request a step, the last submitted first."""
+"""An engine without a model: it emits scripted text, for one request a step, the last submitted first."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from paceline.types import Completion, Provenance, Receipt, Request
 
 
 class ScriptedEngine:
-    """`says(request)` is what becomes of it. Weights are their version."""
+    """`script(request)`: the text that it emits. Weights are their version."""
 
-    def __init__(self, says: Callable[[Request], str] = lambda request: "ab") -> None:
-        self.says, self.version = says, 0
+    def __init__(self, script: Callable[[Request], str] = lambda request: "ab") -> None:
+        self.script, self.version = script, 0
         self.waiting: list[Request] = []
         self.submitted: list[Request] = []
         self.aborted: list[int] = []
@@ -35,12 +35,12 @@ class ScriptedEngine:
         if not self.waiting:
             return []
         request = self.waiting.pop()
-        ids = np.array(list(self.says(request).encode())[: request.sampling.max_tokens], np.int32)
+        ids = np.array(list(self.script(request).encode())[: request.sampling.max_tokens], np.int32)
         num = len(ids)
         versions = np.full(num, self.version, np.int32)
-        where, nobody = np.full(num, Provenance.SAMPLED, np.uint8), np.full(num, 255, np.uint8)
+        where, no_source = np.full(num, Provenance.SAMPLED, np.uint8), np.full(num, 255, np.uint8)
         logprobs = -np.arange(1.0, num + 1)
-        return [Completion(request, ids, logprobs, logprobs, versions, where, nobody, (), "stop")]
+        return [Completion(request, ids, logprobs, logprobs, versions, where, no_source, (), "stop")]
 
     def update_weights(self, weights: Iterable[Any], version: int, inflight: str) -> Receipt:
         self.version = version
@@ -50,10 +50,10 @@ class ScriptedEngine:
     def drain_trace(self) -> list[Any]:
         return []
 
-    def forget(self) -> None:
+    def reset_prefix_cache(self) -> None:
         pass
 
-    def learned(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {}
 
 
@@ -67,19 +67,19 @@ class Bytes:
         return bytes(list(ids)).decode(errors="replace")
 
 
-class Judge:
-    """A rewarder: `judges(sample)` is its reward, or a text that says why there is none."""
+class ScriptedRewarder:
+    """A rewarder: `reward_of(sample)` is its reward, or a text with the reason why there is none."""
 
     num_parallel = 1
     sandbox = None
 
-    def __init__(self, judges: Callable[[Sample], float | str] = lambda sample: 1.0) -> None:
-        self.judges = judges
+    def __init__(self, reward_of: Callable[[Sample], float | str] = lambda sample: 1.0) -> None:
+        self.reward_of = reward_of
 
     def score(self, samples: Iterable[Sample]) -> list[Score]:
         scores = []
         for sample in samples:
-            found = self.judges(sample)
+            found = self.reward_of(sample)
             failed = isinstance(found, str)
             scores.append(
                 Score(float("nan"), {}, f"{sample.name}: {found}") if failed else Score(found, {"judge": found})

@@ -1,4 +1,4 @@
-"""What several tests share: tiny models, twins, and the block accounting every engine must pass."""
+"""Shared by tests: tiny models, a naive reference implementation of generation, and a check of KV blocks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from unittest.mock import MagicMock
 import numpy as np
 import torch
 
+from paceline.engine.accept import VerificationResult
 from paceline.engine.engine import LocalEngine
 from paceline.engine.sequence import Sequence
+from paceline.engine.sequence_table import SequenceTable
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
 from paceline.model.eagle3 import Eagle3Head, head_config, init_head
+from paceline.model.head_files import head_state
 from paceline.model.kernels import pack_for_inference
 from paceline.model.kv import BLOCK
-from paceline.model.sample import Sampler, SamplingArrays
-from paceline.model.weights import init
+from paceline.model.sample import Sampler
+from paceline.model.sampling_arrays import SamplingArrays
+from paceline.model.weights import checksum, init
 from paceline.types import Request
 from paceline.verify.table import Table
 
@@ -47,8 +51,12 @@ def tiny_config(**changes: object) -> ModelConfig:
     return ModelConfig(**(shape | changes))  # type: ignore[arg-type]
 
 
+def head_checksum(head: Eagle3Head) -> str:
+    return checksum(head_state(head))
+
+
 def tiny_decoder(dtype: torch.dtype = torch.float64, seed: int = 0, **changes: object) -> Decoder:
-    """Random weights, scaled up so that its distributions are neither flat nor certain."""
+    """A decoder with random weights, scaled up so that distributions are neither flat nor certain."""
     decoder = init(tiny_config(**changes), seed, dtype)
     with torch.no_grad():
         for parameter in decoder.parameters():
@@ -58,34 +66,37 @@ def tiny_decoder(dtype: torch.dtype = torch.float64, seed: int = 0, **changes: o
 
 
 class LetterTokenizer:
-    """Token i is the i-th letter."""
+    """Decodes token i to the i-th letter."""
 
     def decode(self, ids: list[int]) -> str:
         return "".join(chr(97 + i) for i in ids)
 
 
-def naive_table(
+def naive_generate(
     table: Table, requests: list[Request], eos: tuple[int, ...], max_positions: int = 512
 ) -> list[list[int]]:
-    """The slow twin of an engine over a table: one token after another, straight from the definition. All requests draw
-    together, for speed; each by its own key and position."""
+    """Reference implementation of an engine whose target is a table: plain decoding, one token per sequence and step.
+    Each draw depends only on the request's noise key and the position."""
     sampler, decode = Sampler(), LetterTokenizer().decode
     sequences = [Sequence(request, 0, max_positions, eos) for request in requests]
+    seq_table = SequenceTable(len(sequences))
+    seq_table.add(*sequences)
     while live := [sequence for sequence in sequences if sequence.finish_reason is None]:
         logits = torch.from_numpy(np.stack([table.logits_after(sequence.tokens) for sequence in live]))
         keys = np.array([sequence.request.noise_key for sequence in live], np.uint64)
         positions = np.array([sequence.num_tokens for sequence in live])
         params = SamplingArrays.of([sequence.request.sampling for sequence in live])
         draws = sampler.draw(logits, keys, positions, params)
-        for i, sequence in enumerate(live):
-            own = slice(i, i + 1)
-            start, count = sequence.num_tokens, sequence.take(draws.tokens[own].tolist(), decode)
-            sequence.book(start, count, draws.logprobs[own], draws.raw_logprobs[own], 0, 0, 0, None)
-    return [sequence.tokens[sequence.num_prompt :].tolist() for sequence in sequences]
+        none = np.zeros(len(live), np.int32)
+        result = VerificationResult(draws.tokens[:, None], none, draws.logprobs[:, None], draws.raw_logprobs[:, None])
+        slots = np.array([sequence.slot for sequence in live])
+        seq_table.commit(slots, result, none, none.astype(np.uint8), 0, decode)
+    return [sequence.emitted.tolist() for sequence in sequences]
 
 
 def check_blocks(engine: LocalEngine) -> None:
-    """Every block is held by exactly those who say so, nobody writes into another's, nothing is lost."""
+    """Check that reference counts of KV blocks are right, that blocks being written are not shared, and that every
+    other block is free."""
     pool = engine.paged.pool
     holders: Counter[int] = Counter()
     writable: Counter[int] = Counter()
@@ -95,13 +106,13 @@ def check_blocks(engine: LocalEngine) -> None:
         assert len(sequence.table.blocks) * BLOCK >= sequence.num_computed
     for sequence in engine.scheduler.waiting:
         assert not sequence.table.blocks
-    assert [holders[b] for b in range(pool.num_blocks)] == pool.references
-    assert all(holders[block] == 1 for block in writable), "a block that is still written to is shared"
-    assert sum(1 for n in pool.references if n == 0) == pool.num_free, "a block is neither held nor free"
+    assert [holders[b] for b in range(pool.num_blocks)] == pool.ref_counts
+    assert all(holders[block] == 1 for block in writable), "a block that is being written is shared"
+    assert sum(1 for n in pool.ref_counts if n == 0) == pool.num_free, "a block is neither used nor free"
 
 
 def tiny_head(decoder: Decoder, draft_vocab_size: int = 41, seed: int = 3, **changes: object) -> Eagle3Head:
-    """A random EAGLE-3 head over a tiny decoder; its vocabulary is every third token left out."""
+    """A random EAGLE-3 head for a tiny decoder. A reduced vocabulary leaves out every third token."""
     config = replace(head_config(decoder.config, draft_vocab_size, (1, 2, 3)), **changes)  # type: ignore[arg-type]
     every = range(decoder.config.vocab_size)
     ids = torch.tensor(list(every) if draft_vocab_size == len(every) else [i for i in every if i % 3 != 1])
@@ -117,14 +128,14 @@ def tiny_head(decoder: Decoder, draft_vocab_size: int = 41, seed: int = 3, **cha
 
 
 @contextmanager
-def kernel_rooms(**paths: str) -> Iterator[SimpleNamespace]:
-    """Modules that define kernels, by their paths in the package, whether there is a compiler for them or not."""
+def kernel_modules(**paths: str) -> Iterator[SimpleNamespace]:
+    """Import modules that define Triton kernels, by their paths in the package. Without Triton, a mock replaces it."""
     names = ("triton", "triton.language", "triton.language.extra", "triton.language.extra.cuda")
     missing = () if find_spec("triton") else names
     sys.modules.update({name: MagicMock() for name in missing})
     before = set(sys.modules)
     yield SimpleNamespace(**{name: import_module(f"paceline.{path}") for name, path in paths.items()})
-    # Only what was imported with the stand-in: popping others would make a second copy of their classes.
+    # Remove only modules that were imported with the mock: others would be imported twice, with two copies of classes.
     with_kernels = ("paceline.model.cuda", "paceline.engine.graph_runner")
     new = [name for name in set(sys.modules) - before if name.startswith(with_kernels)]
     for name in [*(new if missing else ()), *missing]:

@@ -1,4 +1,4 @@
-"""A training run small enough for tests: a byte tokenizer, a model that learns to write one letter, seconds a run."""
+"""A training run that takes seconds: a byte tokenizer, and a tiny model that learns to write one letter."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.build import build_loop
-from paceline.config import Config, load_config
+from paceline.build.config import load_config
+from paceline.build.run import build_trainer
+from paceline.config import Config
 from paceline.model.config import ModelConfig
 from paceline.model.eagle3 import head_config, init_head
 from paceline.model.head_files import save_head
@@ -19,9 +20,9 @@ from paceline.model.ops import TorchOps
 from paceline.model.provenance import Provenance
 from paceline.model.weights import init, save
 from paceline.rl.checkpoint import Checkpoints
-from paceline.rl.loop import Loop
+from paceline.rl.trainer import Trainer
 
-SCALE = 14.0  # of the weights: larger is surer of its next token
+SCALE = 14.0  # of the weights: larger values give more peaked distributions
 SETTINGS = (
     "model.dtype=float64",
     "engine.max_num_seqs=16",
@@ -39,7 +40,7 @@ SETTINGS = (
 
 
 def write_model(directory: Path, **changes: Any) -> None:
-    """Random weights, some 20 likely letters out of 259 tokens."""
+    """Random weights; about 20 of the 259 tokens are likely."""
     from conftest import VOCAB_SIZE, write_tokenizer
     from support import tiny_config
 
@@ -66,15 +67,15 @@ def write_head(
     layers: tuple[int, ...] = (1, 2),
     num_tokens: int = 200,
 ) -> list[str]:
-    """A random EAGLE-3 head for the model, and the settings that draft with it."""
+    """Write a random EAGLE-3 head for the model; returns the settings that draft with it."""
     config = ModelConfig.from_hf(json.loads(((model or folder / "model") / "config.json").read_text()))
     head = init_head(head_config(config, num_tokens, layers), torch.arange(num_tokens), seed=seed)
     save_head(head, folder / name, Provenance("tiny", None, "none", seed, 0, 0), dtype=torch.float32)
     return ["speculation.method=eagle3", f"speculation.head={str(folder / name)!r}"]
 
 
-class Attached(TorchOps):
-    """The broken twin of a head's arithmetic: the policy's embedding is read with a way back for gradients."""
+class LeakyOps(TorchOps):
+    """Deliberately broken: reading the policy's embedding has a gradient."""
 
     def embed(self, tokens_T: Tensor, table: Linear) -> Tensor:
         x_TD = super().embed(tokens_T, table)
@@ -90,8 +91,8 @@ def settings(folder: Path, *overrides: str) -> Config:
     return load_config(None, [f"model.name={str(model)!r}", f"task.name={str(task)!r}", *SETTINGS, *overrides])
 
 
-class Quiet:
-    """Looks on and remembers."""
+class RecordingCallback:
+    """Keeps the notes and metrics of a run."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -107,28 +108,28 @@ class Quiet:
         self.metrics.append(dict(metrics))
 
 
-def make(folder: Path, name: str, *overrides: str, resume: bool = False, config: Config | None = None) -> Loop:
+def make(folder: Path, name: str, *overrides: str, resume: bool = False, config: Config | None = None) -> Trainer:
     run = folder / name
     config = config or settings(folder, *overrides)
-    return build_loop(config, Quiet(), run=None if resume else run, resume=run if resume else None)
+    return build_trainer(config, RecordingCallback(), run=None if resume else run, resume=run if resume else None)
 
 
-def policy(loop: Loop) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in loop.learner.weights()}
+def policy(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in trainer.learner.weights()}
 
 
 def lines(run: Path, stream: str) -> list[dict[str, Any]]:
-    """A stream's records."""
+    """The records of a stream."""
     return [json.loads(line) for line in (run / f"{stream}.jsonl").read_text().splitlines()]
 
 
-# ---- what a run left ----
+# ---- the result of a run ----
 
 TIMES = ("stages", "tokens_per_s", "draft_s", "memory_gib")
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """All that a run came to, times apart: every tensor of its last checkpoint by hash, every record."""
+    """Everything that a run produced, except times: the hashes of its last checkpoint, and all records."""
     last = Checkpoints(run / "checkpoints", 2).latest()
     assert last is not None
     written = json.loads((last.path / "state.json").read_text())
@@ -139,13 +140,13 @@ def outcome(run: Path) -> dict[str, Any]:
         "totals": {key: value for key, value in state["totals"].items() if key != "wall_s"},
         "metrics": [{key: value for key, value in m.items() if key not in TIMES} for m in lines(run, "metrics")],
         "rollouts": lines(run, "rollouts"),
-        # An engine counts its steps from its own beginning.
+        # An engine counts its steps from its start, so a resumed run counts from 0.
         "trace": [{k: v for k, v in t.items() if k != "step" and k[-2:] != "_s"} for t in lines(run, "trace")],
     }
 
 
-def each_once(run: Path, num_steps: int) -> None:
-    """Every step is recorded once, and so is every rollout that was generated, with the engine's steps that did it."""
+def assert_each_once(run: Path, num_steps: int) -> None:
+    """Every step, every generated rollout and every engine step is recorded exactly once."""
     metrics, rollouts, trace = (lines(run, stream) for stream in ("metrics", "rollouts", "trace"))
     assert [m["step"] for m in metrics] == list(range(num_steps))
     samples = [(r["group"], r["sample"]) for r in rollouts]
@@ -153,14 +154,14 @@ def each_once(run: Path, num_steps: int) -> None:
     last = Checkpoints(run / "checkpoints", 2).latest()
     assert last is not None and last.step == num_steps
     surplus = last.state["surplus"]
-    num_stale = sum(m["groups_stale"] for m in metrics)  # generated, dropped, and not recorded
+    num_stale = sum(m["num_groups_stale"] for m in metrics)  # generated, dropped, and not recorded
     groups = {group for group, _ in samples} | {group["index"] for group in surplus}
-    assert len(groups) + num_stale == last.state["position"], "a problem was left out or came twice"
+    assert len(groups) + num_stale == last.state["position"], "a problem is missing or was used twice"
     num_emitted = sum(t["num_emitted"] for t in trace)
     num_tokens = sum(len(r["token_ids"]) for r in rollouts)
     num_tokens += sum(rollout["num_tokens"] for group in surplus for rollout in group["rollouts"])
-    assert num_emitted == num_tokens or (num_stale and num_emitted > num_tokens), "traces are missing, or came twice"
+    assert num_emitted == num_tokens or (num_stale and num_emitted > num_tokens), "traces are missing or recorded twice"
     for m in metrics:
         of_step = [r for r in rollouts if r["step"] == m["step"]]
-        assert m["num_samples"] == len(of_step) and m["tokens"] == sum(len(r["token_ids"]) for r in of_step)
-        assert m["num_groups"] + m["groups_filtered"] == len({r["group"] for r in of_step})
+        assert m["num_samples"] == len(of_step) and m["num_tokens"] == sum(len(r["token_ids"]) for r in of_step)
+        assert m["num_groups"] + m["num_groups_filtered"] == len({r["group"] for r in of_step})

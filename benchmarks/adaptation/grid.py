@@ -1,9 +1,10 @@
-"""The comparison behind docs/results.md: RL runs with a head trained on general text or in the domain, left alone or
-adapted online, and with other draft lengths. Each run is `paceline train run.toml` with a few overrides.
+"""Acceptance length, speed-up and reward of RL runs with an EAGLE-3 head from general text or from the run's domain,
+with and without online training, and with other draft lengths (docs/results.md).
 
     python benchmarks/adaptation/grid.py --general DIR --in-domain DIR [--jobs N] [--out DIR] [a.b=c …]
 
-The heads are those that benchmarks/shipped_head trains. Results: one line per run, and all of them in grid.json.
+Each run is `paceline train run.toml` with a few overrides. benchmarks/shipped_head trains the heads. Prints one line
+per run and writes all results to grid.json.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ HERE = Path(__file__).parent
 
 
 def cells(general: str, in_domain: str) -> dict[str, list[str]]:
-    """The runs by name, and what each overrides."""
+    """The config overrides of each run, by name."""
 
     def cell(head: str, k: int, online: str) -> list[str]:
         return [f"speculation.head={head!r}", f"speculation.num_speculative_tokens={k}", f"draft.online={online}"]
@@ -59,7 +60,7 @@ def run(name: str, overrides: list[str], out: Path, threads: int) -> dict[str, A
         "tail_speedup": summary["tail_speedup"],
         "identical": summary["identical"],
         "reward": [summary["reward_before"], summary["reward_after"]],
-        "num_tokens": summary["tokens"],
+        "num_tokens": summary["num_tokens"],
         "seconds": time.perf_counter() - started,
     }
 
@@ -68,16 +69,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--general", required=True)
     parser.add_argument("--in-domain", required=True)
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; their speed-ups are then less exact")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; more than 1 makes speed-ups less exact")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("runs/adaptation"))
-    parser.add_argument("overrides", nargs="*", help="for every run, as `paceline train` takes them")
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(given.jobs) as pool:
+    parser.add_argument("overrides", nargs="*", help="config overrides for every run, as in `paceline train`")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(args.jobs) as pool:
         started = [
-            pool.submit(run, name, [*own, *given.overrides], given.out, given.threads)
-            for name, own in cells(given.general, given.in_domain).items()
+            pool.submit(run, name, [*own, *args.overrides], args.out, args.threads)
+            for name, own in cells(args.general, args.in_domain).items()
         ]
         results = [each.result() for each in started]
     for result in results:
@@ -87,7 +88,7 @@ def main() -> None:
             f"{result['last_quarter']:.2f})  whole {result['speedup']:.2f}x  running {tail}  "
             f"identical {result['identical']}  {result['seconds']:.0f} s"
         )
-    (given.out / "grid.json").write_text(json.dumps(results, indent=1) + "\n")
+    (args.out / "grid.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

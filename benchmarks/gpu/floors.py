@@ -1,10 +1,10 @@
-"""What this card takes for the linear layers of a step alone.
+"""The time of a step's linear layers alone on this GPU, by number of tokens.
 
     python benchmarks/gpu/floors.py [--model qwen3-8b] [--json floors.json]
 
-All linears and the LM head by the framework's product in one CUDA graph, bfloat16, normally distributed weights, median
-of as many replays as half a second has, after half a second of them: at many tokens the card's limit of power decides,
-and the first replays after a pause do not know it.
+All linear layers and the LM head with torch's matmul in one CUDA graph, bfloat16, normally distributed weights. The
+result is the median of half a second of replays, after half a second of warm-up: with many tokens the GPU's power limit
+determines the time, and it takes effect only after some replays.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen3-8b", choices=sorted(SHAPES))
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    weights = make_weights(SHAPES[given.model])
+    args = parser.parse_args()
+    weights = make_weights(SHAPES[args.model])
     found = {}
     for num in TOKENS:
         found[num] = time_ms(weights, num)
         print(f"{num:5} tokens  {found[num]:6.2f} ms")
-    if given.json is not None:
-        given.json.write_text(
-            json.dumps({"machine": torch.cuda.get_device_name(), "model": given.model, "ms": found}, indent=1)
+    if args.json is not None:
+        args.json.write_text(
+            json.dumps({"machine": torch.cuda.get_device_name(), "model": args.model, "ms": found}, indent=1)
         )
 
 
 def make_weights(config: ModelConfig) -> list[torch.Tensor]:
-    """[out, in] of every product, as packed as the engine has them."""
+    """[out, in] of every matmul, fused as in the engine."""
     hidden, head = config.hidden_size, config.head_dim
     layer = [
         ((config.num_heads + 2 * config.num_kv_heads) * head, hidden),
@@ -58,7 +58,7 @@ def make_weights(config: ModelConfig) -> list[torch.Tensor]:
 def time_ms(weights: list[torch.Tensor], num_tokens: int) -> float:
     sizes = {weight.shape[1] for weight in weights}
     inputs = {size: torch.randn(num_tokens, size, device="cuda", dtype=torch.bfloat16) for size in sizes}
-    linear(inputs[weights[0].shape[1]], weights[0])  # what the library does but once is done before a graph is captured
+    linear(inputs[weights[0].shape[1]], weights[0])  # the library initialises itself before a graph is captured
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -69,7 +69,7 @@ def time_ms(weights: list[torch.Tensor], num_tokens: int) -> float:
 
 
 def replays(graph: torch.cuda.CUDAGraph) -> list[float]:
-    """Of SECONDS, each in ms."""
+    """The times of all replays within SECONDS, in ms."""
     found, until = [], time.perf_counter() + SECONDS
     while time.perf_counter() < until:
         started, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))

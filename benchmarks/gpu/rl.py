@@ -1,10 +1,11 @@
-"""RL on one GPU, plain and with drafts: `rl.toml` three times, one run after another, and the table of their stages.
+"""Stage times of RL steps on one GPU: `rl.toml` without drafts, with 3 draft tokens per row, and with policy `auto`.
 
     python benchmarks/gpu/rl.py --out runs/gpu [--modes plain,k3,auto] [--steps 8] [A.B=C …]
 
-Stages are seconds a step, the mean of all steps but the first two, in which most graphs are captured. An audit
-generates a step's tokens again with drafts and without; that of the whole step has the same rest beside both. A run
-that is finished is not made again, and one that was stopped (Ctrl-C, SIGTERM) goes on with the same command.
+The modes run one after another. Stage times are seconds per step: the mean of all steps but the first two, in which
+most graphs are captured. An audit generates a step's tokens again with and without drafts; the speed-up of the whole
+step adds the same other stages to both. A finished run is not repeated; the same command resumes one that was stopped
+(Ctrl-C, SIGTERM).
 """
 
 from __future__ import annotations
@@ -29,29 +30,29 @@ NUM_SKIPPED = 2
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of the runs, one a mode")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs, one per mode")
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("settings", nargs="*", metavar="A.B=C", help="for all of them")
-    given = parser.parse_args()
-    modes = given.modes.split(",")
+    parser.add_argument("settings", nargs="*", metavar="A.B=C", help="config overrides for all modes")
+    args = parser.parse_args()
+    modes = args.modes.split(",")
     if unknown := set(modes) - set(MODES):
         parser.error(f"--modes {', '.join(sorted(unknown))}: not one of {', '.join(MODES)}")
-    if given.steps <= NUM_SKIPPED:
-        parser.error(f"--steps {given.steps}: the first {NUM_SKIPPED} are not counted, so at least {NUM_SKIPPED + 1}")
+    if args.steps <= NUM_SKIPPED:
+        parser.error(f"--steps {args.steps}: the first {NUM_SKIPPED} are not counted, so at least {NUM_SKIPPED + 1}")
     for mode in modes:
-        if len(steps_of(given.out / mode)) < given.steps:
-            train(given.out / mode, [f"train.num_steps={given.steps}", *given.settings, *MODES[mode]])
-    runs = {mode: steps_of(given.out / mode) for mode in modes}
+        if len(steps_of(args.out / mode)) < args.steps:
+            train(args.out / mode, [f"train.num_steps={args.steps}", *args.settings, *MODES[mode]])
+    runs = {mode: steps_of(args.out / mode) for mode in modes}
     print(table(runs))
     for mode, steps in runs.items():
-        print(f"{mode}: {words(steps)}")
+        print(f"{mode}: {describe(steps)}")
 
 
 def train(folder: Path, settings: list[str]) -> None:
-    """A new run, or one that was stopped. Why it ends early, if it does, it says itself."""
-    how = ["--resume", str(folder)] if folder.exists() else ["--run", str(folder), str(CONFIG), *settings]
-    if code := subprocess.run([sys.executable, "-m", "paceline.cli", "train", *how]).returncode:
+    """Start a run, or resume it. If it fails, it prints the error itself."""
+    arguments = ["--resume", str(folder)] if folder.exists() else ["--run", str(folder), str(CONFIG), *settings]
+    if code := subprocess.run([sys.executable, "-m", "paceline.cli", "train", *arguments]).returncode:
         sys.exit(code)
 
 
@@ -64,7 +65,7 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
     lines = [f"| | {' | '.join(STAGES)} | tokens/s generated | tokens/s of the step |", "|---" + "|---:" * 8 + "|"]
     for mode, steps in runs.items():
         late = steps[NUM_SKIPPED:]
-        tokens, seconds = sum(step["tokens"] for step in late), {key: total(late, key) for key in STAGES}
+        tokens, seconds = sum(step["num_tokens"] for step in late), {key: total(late, key) for key in STAGES}
         figures = [f"{seconds[key] / len(late):.2f}" for key in STAGES]
         figures += [f"{tokens / seconds[key]:.0f}" for key in ("generation", "total")]
         lines.append(f"| {mode} | {' | '.join(figures)} |")
@@ -75,17 +76,17 @@ def total(steps: list[dict[str, Any]], stage: str) -> float:
     return sum(step["stages"][stage] for step in steps)
 
 
-def words(steps: list[dict[str, Any]]) -> str:
+def describe(steps: list[dict[str, Any]]) -> str:
     found = ["reward " + ", ".join(f"{step['reward_mean']:.3f}" for step in steps)]
     found.append(f"mismatch {mean(step['mismatch_mean'] for step in steps):.4f}")
     found.append(f"{max(step['memory_gib'] for step in steps):.0f} GiB")
     if lengths := [step["mean_acceptance_length"] for step in steps if step["num_drafts"]]:
-        found.append(f"acceptance length {lengths[0]:.2f} at first, {lengths[-1]:.2f} at last")
+        found.append(f"acceptance length {lengths[0]:.2f} in the first step, {lengths[-1]:.2f} in the last")
     for step in steps:
         if audit := step.get("audit"):
-            rest = step["stages"]["total"] - step["stages"]["exposed"]
-            whole = (rest + audit["plain_s"]) / (rest + audit["speculative_s"])
-            found.append(f"audited in step {step['step'] + 1}: {audit['speedup']:.2f}x, the whole step {whole:.2f}x")
+            other_s = step["stages"]["total"] - step["stages"]["exposed_generation"]
+            whole = (other_s + audit["plain_s"]) / (other_s + audit["speculative_s"])
+            found.append(f"audit of step {step['step'] + 1}: {audit['speedup']:.2f}x, the whole step {whole:.2f}x")
     return "; ".join(found)
 
 

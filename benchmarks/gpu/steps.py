@@ -1,11 +1,11 @@
-"""The table of steps on one GPU: plain, EAGLE-3 at several draft lengths, history and auto, beside vLLM's.
+"""Times of decode steps on one GPU, next to those of vLLM: plain, EAGLE-3 at several draft lengths, history, `auto`.
 
     python benchmarks/gpu/steps.py --json steps.json [--only plain,k3,auto] [--model qwen3-8b]
 
-Each row is `paceline bench step` with the acceptance length that the published heads reach at that draft length, or of
-two tokens where history drafts; costs and speed-ups are over the plain steps of the same run, so name that part first
-where only some are wanted. The figures of vLLM 0.25.1 (CUDA graphs, FlashAttention 3, async scheduling) were measured
-on an H200 too: 512 + 256 tokens, T=1, mean decode step in ms.
+Each row is `paceline bench step` with an imposed acceptance length: that of published heads at this draft length, or 2
+for history. Costs and speed-ups are relative to the plain steps of the same run, so `--only` must have `plain` first.
+The times of vLLM 0.25.1 (CUDA graphs, FlashAttention 3, async scheduling) were measured on an H200 with Qwen3-8B's
+shape: 512 + 256 tokens, T=1, mean decode step in ms.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 
 from rich.console import Console
 
-from paceline.bench.step import SPREAD, Settings, compare, describe, measure
+from paceline.bench.step import compare, measure
+from paceline.bench.step_settings import SPREAD, Settings, machine_name
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Part:
     spread: float = SPREAD
 
 
-# Tokens of a history step: were all to stand, as all could, a run would be over before clocks have recovered from its
-# prompts, and what they did would be taken for what a step costs.
-HEARD = 2.0
+# Acceptance length with a history. If all draft tokens were accepted, a run would end before the GPU's clocks recover
+# from the prefill, and the steps would seem slower than they are.
+HISTORY_LENGTH = 2.0
 PARTS = {
     "plain": Part(
         (1, 8, 9, 10, 12, 16, 18, 21, 32, 42, 64, 128, 256, 512),
@@ -45,10 +46,10 @@ PARTS = {
     "k3": Part((1, 8, 32, 128), 3, 3.32, vllm_ms={1: 6.16, 8: 6.51, 32: 7.77, 128: 18.55}),
     "k5": Part((1, 8, 32, 128), 5, 4.44, vllm_ms={1: 6.65, 8: 7.16, 32: 9.50, 128: 26.47}),
     "k7": Part((1, 8, 32, 128), 7, 5.28, vllm_ms={1: 7.35, 8: 7.69, 32: 10.68, 128: 31.88}),
-    "history": Part((1, 8, 16, 32), 3, HEARD, "history", vllm_ms={1: 7.72, 8: 8.33, 32: 10.68}),
-    # Other lengths, with as many rows as make 128 tokens or nearly so.
+    "history": Part((1, 8, 16, 32), 3, HISTORY_LENGTH, "history", vllm_ms={1: 7.72, 8: 8.33, 32: 10.68}),
+    # Other draft lengths, with as many rows as make about 128 tokens.
     **{
-        f"history{k}": Part(batches, k, HEARD, "history")
+        f"history{k}": Part(batches, k, HISTORY_LENGTH, "history")
         for k, batches in {
             1: (64,),
             2: (42,),
@@ -62,7 +63,7 @@ PARTS = {
         }.items()
     },
     "auto": Part((1, 8, 32, 128, 256, 512), 3, 3.32, policy="auto"),
-    # The same head, asked for up to five tokens; and one that does not know which of its tokens will stand.
+    # The same head with up to 5 draft tokens, and a head with the same confidence in all tokens.
     "auto5": Part((32, 128, 256), 5, 4.44, policy="auto"),
     "alike": Part((128, 256), 3, 3.32, policy="auto", spread=0.0),
 }
@@ -72,40 +73,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--only", default=",".join(PARTS))
-    parser.add_argument("--batch", help="these batch sizes instead of the table's")
+    parser.add_argument("--batch", help="these batch sizes for all parts")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    args = parser.parse_args()
     console = Console(width=120)
     found: list[dict[str, Any]] = []
     plain: dict[int, dict[str, Any]] = {}
-    for name in given.only.split(","):
+    for name in args.only.split(","):
         part = PARTS[name]
-        batches = tuple(map(int, given.batch.split(","))) if given.batch else part.batches
+        batches = tuple(map(int, args.batch.split(","))) if args.batch else part.batches
         settings = Settings(
-            given.model, batches, (part.k,), part.drafter, part.policy,
-            max_tokens=part.max_tokens, imposed_acceptance=part.length, imposed_spread=part.spread, eager=given.eager,
+            args.model, batches, (part.k,), part.drafter, part.policy,
+            max_tokens=part.max_tokens, imposed_acceptance=part.length, imposed_spread=part.spread, eager=args.eager,
         )  # fmt: skip
         for row in measure(settings):
             if not part.k:
                 plain[row["batch"]] = row
             compare(row, plain.get(row["batch"], {}))
-            row |= {"part": name, "vllm_ms": part.vllm_ms.get(row["batch"]) if given.model == "qwen3-8b" else None}
+            row |= {"part": name, "vllm_ms": part.vllm_ms.get(row["batch"]) if args.model == "qwen3-8b" else None}
             found.append(row)
             console.print(line(row), highlight=False)
-            if given.json is not None:
-                described = describe(settings)
-                given.json.write_text(json.dumps({"machine": described["machine"], "rows": found}, indent=1))
+            if args.json is not None:
+                content = {"machine": machine_name(settings.device), "rows": found}
+                args.json.write_text(json.dumps(content, indent=1))
 
 
 def line(row: dict[str, Any]) -> str:
     if row["step_ms"] is None:
         return f"{row['part']:8} batch {row['batch']:4}  {row['note']}"
-    beside = f"  vLLM {row['vllm_ms']:6.2f}" if row["vllm_ms"] else " " * 13
+    vllm = f"  vLLM {row['vllm_ms']:6.2f}" if row["vllm_ms"] else " " * 13
     gain = f"  cost {row['step_cost']:.2f}  speed-up {row['speedup']:.2f}x" if row["step_cost"] else ""
     return (
         f"{row['part']:8} batch {row['batch']:4}  step {row['step_ms']:6.2f} (mean {row['mean_step_ms']:6.2f}) "
-        f"host {row['host_ms']:5.2f}{beside}{gain}  accept {row['mean_acceptance_length']:.2f}  "
+        f"host {row['host_ms']:5.2f}{vllm}{gain}  accept {row['mean_acceptance_length']:.2f}  "
         f"verified {row['verified']:.2f}  {row['memory_gib']:.0f} GiB"
     )
 

@@ -1,11 +1,12 @@
-"""Tokens per second of SmolLM2-135M with real weights, the shipped head and real prompts at T=1, plain and hybrid.
+"""Tokens per second of SmolLM2-135M on one GPU, with real weights, the shipped head and GSM8K prompts at T=1: plain
+decoding, EAGLE-3 and hybrid drafts, with policies `static` and `auto`.
 
     python benchmarks/gpu/tokens.py --model DIR --prompts gsm8k-train.jsonl --batch 1,32,128 --json tokens.json
 
-Modes take turns, round by round, with one engine each; every round draws with noise of its own, so that a history
-knows other samples of its problems, never the very tokens. A figure is the median of the rounds, a speed-up that of the
-rounds' own. Tokens must not depend on the mode (rule `coupled`): how many samples differ is printed too. In bfloat16
-two tokens may come so close that rounding decides, as between any two batch sizes.
+Each mode has its own engine; a round runs all modes. Every round has new noise, so a history has other samples of a
+problem, never the same tokens. Results are medians over rounds; a speed-up is relative to plain decoding of the same
+round. Under rule `coupled` tokens must not depend on the mode: the number of samples that differ is printed too. In
+bfloat16 some may differ at near-ties, as between any two batch sizes.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.build import build_engine
-from paceline.config import load_config
+from paceline.build.config import load_config
+from paceline.build.engine import build_engine
 from paceline.tasks.prompt import encode
 from paceline.types import Request, SamplingParams, noise_key
 
@@ -44,26 +45,26 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    if given.rounds < 1:
+    args = parser.parse_args()
+    if args.rounds < 1:
         parser.error("--rounds: at least 1")
-    questions = [json.loads(line)["question"] for line in given.prompts.read_text("utf-8").splitlines()[-128:]]
+    questions = [json.loads(line)["question"] for line in args.prompts.read_text("utf-8").splitlines()[-128:]]
     found: list[dict[str, Any]] = []
-    for batch in map(int, given.batch.split(",")):
+    for batch in map(int, args.batch.split(",")):
         engines = {}
-        for mode in given.modes.split(","):
+        for mode in args.modes.split(","):
             method, policy = MODES[mode]
             engines[mode] = build_engine(load_config(None, [
-                f"model.name={given.model}", f"model.device={given.device}", f"model.dtype={given.dtype}",
+                f"model.name={args.model}", f"model.device={args.device}", f"model.dtype={args.dtype}",
                 f"engine.max_num_seqs={batch}", "engine.max_num_batched_tokens=8192", f"speculation.method={method}",
-                f"speculation.policy={policy}", f"speculation.num_speculative_tokens={given.k}",
+                f"speculation.policy={policy}", f"speculation.num_speculative_tokens={args.k}",
             ]))  # fmt: skip
-        sampling = SamplingParams(max_tokens=given.max_tokens)
+        sampling = SamplingParams(max_tokens=args.max_tokens)
         tokenizer = next(iter(engines.values())).tokenizer
         prompts = [encode(tokenizer, question) for question in questions]
         rounds: dict[str, list[dict[str, Any]]] = {mode: [] for mode in engines}
-        said: dict[str, list[list[int]]] = {mode: [] for mode in engines}
-        for round in range(given.rounds + 1):  # the first one captures graphs
+        tokens: dict[str, list[list[int]]] = {mode: [] for mode in engines}
+        for round in range(args.rounds + 1):  # the first one captures graphs
             requests = [
                 Request(i, prompts[i % len(prompts)], sampling, noise_key(batch, round, i), f"{i % len(prompts)}")
                 for i in range(max(batch, 8))
@@ -81,18 +82,18 @@ def main() -> None:
                     "mean_acceptance_length": 1 + sum(c.num_accepted_tokens for c in completions) / max(1, drafts),
                 }  # fmt: skip
                 if round:
-                    said[mode] += [c.token_ids.tolist() for c in completions]
+                    tokens[mode] += [c.token_ids.tolist() for c in completions]
                     rounds[mode].append(figures)
         for mode, each in rounds.items():
             for figures, plain in zip(each, rounds["plain"], strict=True):
                 figures["speedup"] = figures["tokens_per_s"] / plain["tokens_per_s"]
             row = {key: float(np.median([figures[key] for figures in each])) for key in each[0]}
-            row |= {"samples": len(said[mode])}
-            row |= {"differ": sum(a != b for a, b in zip(said[mode], said["plain"], strict=True))}
+            row |= {"samples": len(tokens[mode])}
+            row |= {"differ": sum(a != b for a, b in zip(tokens[mode], tokens["plain"], strict=True))}
             found.append({"mode": mode, "batch": batch, **row})
             print({key: round_(value) for key, value in found[-1].items()}, flush=True)
-        if given.json is not None:
-            given.json.write_text(json.dumps(found, indent=1))
+        if args.json is not None:
+            args.json.write_text(json.dumps(found, indent=1))
 
 
 def round_(value: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Which sizes of programs are fastest on this GPU: what the numbers in model/cuda come from.
+"""Times of the Triton kernels with different program sizes on this GPU: the constants in model/cuda come from this.
 
     python benchmarks/gpu/tune.py [--only attention,draw,small,products] [--json tune.json]
 
-Kernels of Qwen3-8B's shape in bfloat16, each as it stands in a step: inputs that the caches do not hold, many calls in
-one CUDA graph, the median of several replays, in microseconds a call. Variants are compiled by several processes first,
-whose results Triton keeps on disk.
+Kernels of Qwen3-8B's shape in bfloat16, under the conditions of a step: inputs that are not in the caches, many calls
+in one CUDA graph. Results are the median of several replays, in microseconds per call. Several processes compile all
+variants first; Triton caches them on disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from paceline.model.cuda import attention, gated, ops, sample
+from paceline.model.cuda import attention, ops, sample, swiglu
 from paceline.model.kv import BLOCK, PagedKV
 from paceline.model.shapes import SHAPES
 
@@ -32,19 +32,19 @@ CONFIG = SHAPES["qwen3-8b"]
 DEVICE = torch.device("cuda")
 CONTEXT = 640
 BYTES_PER_S = 4.2e12
-# (rows, queries of each) and what programs may be: tokens at a time, warps, stages, registers (0: as many as wanted).
+# (rows, query tokens per row), and program sizes: tokens per iteration, warps, stages, registers (0: no limit).
 STEPS = [(1, 1), (1, 4), (8, 1), (8, 4), (32, 1), (32, 4), (64, 1), (128, 1), (128, 4), (128, 8), (256, 1), (256, 4)]
 PROGRAMS = [
     (32, 4, 2, 0), (32, 4, 2, 64), (32, 4, 3, 0), (32, 4, 4, 0), (32, 2, 3, 0), (16, 2, 4, 0),
     (64, 4, 2, 0), (64, 4, 2, 128), (64, 4, 3, 0),
 ]  # fmt: skip
-# Tokens of a warp, warps.
+# Tokens per warp, warps.
 DRAWS = [(1024, 1), (2048, 1), (4096, 1), (8192, 1), (1024, 2), (2048, 2), (4096, 2)]
-Call = Callable[[int], object]  # the i-th of a step
+Call = Callable[[int], object]  # the i-th call of a step
 
 
 def time_us(call: Call, num: int, rounds: int = 7) -> float:
-    """Of one of num calls in a graph."""
+    """The time of one of `num` calls in a graph."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         call(0)
@@ -69,7 +69,7 @@ def time_us(call: Call, num: int, rounds: int = 7) -> float:
 
 
 class Step:
-    """Rows over pages of their own, in as many layers as the caches can not hold."""
+    """Inputs of attention: each row has its own KV blocks, in so many layers that the caches cannot hold them."""
 
     def __init__(self, num_rows: int, num_queries: int, context: int, num_layers: int) -> None:
         pages = -(-(context + 1) // BLOCK)
@@ -81,23 +81,25 @@ class Step:
         int32 = partial(torch.arange, dtype=torch.int32, device=DEVICE)
         start = int32(num_rows + 1) * num_queries
         full = torch.full((num_rows,), context, dtype=torch.int32, device=DEVICE)
-        self.rows = attention.Rows(start, full, int32(num_rows), tables)
+        self.rows = attention.AttentionRows(start, full, int32(num_rows), tables)
         num_heads = CONFIG.num_heads + 2 * CONFIG.num_kv_heads
         heads = torch.randn(num_rows * num_queries, num_heads, CONFIG.head_dim, device=DEVICE).bfloat16()
         self.qkv = heads.split([CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.num_kv_heads], 1)
-        turns = torch.randn(2, 4096, CONFIG.head_dim // 2, device=DEVICE)
+        cos, sin = torch.randn(2, 4096, CONFIG.head_dim // 2, device=DEVICE)
         norm = torch.ones(CONFIG.head_dim, dtype=torch.bfloat16, device=DEVICE)
-        self.turn = attention.Turn(turns[0], turns[1], norm, norm, 1e-6)
+        self.norm_rope = attention.QKNormRope(cos, sin, norm, norm, 1e-6)
         self.positions = torch.arange(len(heads), device=DEVICE) % context
 
-    def call(self, inside: bool) -> Call:
-        """`inside`: queries are turned by the attention itself, or by a kernel before it."""
+    def call(self, fused: bool) -> Call:
+        """`fused`: the attention kernel applies norm and RoPE to q and k; else a kernel before it does."""
         paged = attention.CudaPagedAttention(self.kv, self.rows, self.num_queries)
         q, k, v = self.qkv
-        if inside:
-            return lambda i: paged(i % self.num_layers, q, k, v, self.turn)
-        turned = partial(ops._turned, positions_T=self.positions, turn=self.turn, norm=self.turn.q_norm)
-        return lambda i: paged(i % self.num_layers, turned(q), turned(k), v)
+        if fused:
+            return lambda i: paged(i % self.num_layers, q, k, v, self.norm_rope)
+        rotated = partial(
+            ops._norm_rope, positions_T=self.positions, norm_rope=self.norm_rope, norm=self.norm_rope.q_norm
+        )
+        return lambda i: paged(i % self.num_layers, rotated(q), rotated(k), v)
 
 
 def as_program(tokens: int, warps: int, stages: int, registers: int) -> Any:
@@ -105,7 +107,7 @@ def as_program(tokens: int, warps: int, stages: int, registers: int) -> Any:
 
     def tuning(*of: Any) -> dict[str, int | None]:
         program = {"TOKENS": tokens, "num_warps": warps, "num_stages": stages, "maxnreg": registers or None}
-        return {"OWN_FIRST": chosen(*of)["OWN_FIRST"], **program}
+        return {"NEW_FIRST": chosen(*of)["NEW_FIRST"], **program}
 
     return mock.patch.object(attention, "tuning", tuning)
 
@@ -134,7 +136,7 @@ def time_attention() -> Iterator[dict[str, Any]]:
             with as_program(*program):
                 try:
                     row[name] = time_us(step.call(True), 36)
-                except Exception as error:  # too much of something for one program
+                except Exception as error:  # such as too much shared memory
                     row[name] = f"{type(error).__name__}"
         yield row
         del step
@@ -145,13 +147,13 @@ def time_attention() -> Iterator[dict[str, Any]]:
 
 
 def draw_call(num: int, vocab: int, some: bool) -> Call:
-    """Of the model's logits, which are in float32, or of some tokens': a head's."""
-    dice = np.random.default_rng(0)
+    """A draw from the model's float32 logits; with `some`, from a head's bfloat16 logits of some tokens."""
+    rng = np.random.default_rng(0)
     logits = torch.randn(4, num, vocab, device=DEVICE).to(torch.bfloat16 if some else torch.float32)
-    keys, at = (torch.as_tensor(dice.integers(0, 2**40, num), device=DEVICE) for _ in range(2))
+    keys, at = (torch.as_tensor(rng.integers(0, 2**40, num), device=DEVICE) for _ in range(2))
     one = torch.ones(num, dtype=torch.float64, device=DEVICE)
     ids = torch.arange(0, 4 * vocab, 4, device=DEVICE) if some else None
-    return lambda i: sample.draw(logits[i % 4], keys, at, one, 0, ids, leads=some)
+    return lambda i: sample.draw(logits[i % 4], keys, at, one, 0, ids, margins=some)
 
 
 def compile_draw(program: tuple[int, int], some: bool) -> None:
@@ -161,7 +163,7 @@ def compile_draw(program: tuple[int, int], some: bool) -> None:
 
 
 def as_draw(part: int, warps: int) -> Any:
-    return mock.patch.multiple(sample, PART=part, MANY=0 if warps == 2 else 1 << 30)
+    return mock.patch.multiple(sample, TOKENS_PER_WARP=part, LARGE_VOCAB=0 if warps == 2 else 1 << 30)
 
 
 def time_draws() -> Iterator[dict[str, Any]]:
@@ -175,7 +177,7 @@ def time_draws() -> Iterator[dict[str, Any]]:
         yield row
 
 
-# ---- the small ones ----
+# ---- small kernels ----
 
 
 def time_small() -> Iterator[dict[str, Any]]:
@@ -185,8 +187,8 @@ def time_small() -> Iterator[dict[str, Any]]:
         x, y = (torch.randn(num, width, device=DEVICE).bfloat16() for _ in range(2))
         row: dict[str, Any] = {"kernel": "add_norm", "tokens": num}
         for warps in (4, 8, 16):
-            sizes = partial(with_warps, ops._sizes, warps)
-            with mock.patch.object(ops, "_sizes", sizes):
+            sizes = partial(with_warps, ops._row_options, warps)
+            with mock.patch.object(ops, "_row_options", sizes):
                 row[f"{warps} warps"] = time_us(lambda i: fused.add_norm(x, y, weight, 1e-6), 64)  # noqa: B023
         yield row
         gate_up = torch.randn(num, 2 * CONFIG.intermediate_size, device=DEVICE).bfloat16()
@@ -201,11 +203,11 @@ def with_warps(sizes: Callable[[torch.Tensor], dict[str, Any]], warps: int, x: t
     return sizes(x) | {"num_warps": warps}
 
 
-# ---- products ----
+# ---- matmuls ----
 
 
 def time_products() -> Iterator[dict[str, Any]]:
-    """Of the framework's two libraries; 8 weights each, so that they come from memory."""
+    """Matmuls of torch's two libraries. 8 weights in turn (2 of the LM head), so that they are not in the caches."""
     c = CONFIG
     shapes = {
         "qkv": (c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim),
@@ -224,8 +226,8 @@ def time_products() -> Iterator[dict[str, Any]]:
                 row[library] = time_us(partial(product, x, weights), 24)
             torch.backends.cuda.preferred_blas_library("default")
             if name == "gate_up":
-                row["and silu"] = time_us(partial(gated_by_two, x, weights), 24)
-                row["in one"] = time_us(partial(gated_by_one, x, weights), 24)
+                row["and silu"] = time_us(partial(matmul_then_silu, x, weights), 24)
+                row["in one"] = time_us(partial(fused_swiglu, x, weights), 24)
             yield row
         weights.clear()
         torch.cuda.empty_cache()
@@ -235,12 +237,12 @@ def product(x: torch.Tensor, weights: list[torch.Tensor], i: int) -> torch.Tenso
     return torch.nn.functional.linear(x, weights[i % len(weights)])
 
 
-def gated_by_two(x: torch.Tensor, weights: list[torch.Tensor], i: int) -> torch.Tensor:
+def matmul_then_silu(x: torch.Tensor, weights: list[torch.Tensor], i: int) -> torch.Tensor:
     return ops.CudaOps().silu_mul(product(x, weights, i))
 
 
-def gated_by_one(x: torch.Tensor, weights: list[torch.Tensor], i: int) -> torch.Tensor:
-    return gated.gated(x, weights[i % len(weights)])
+def fused_swiglu(x: torch.Tensor, weights: list[torch.Tensor], i: int) -> torch.Tensor:
+    return swiglu.swiglu(x, weights[i % len(weights)])
 
 
 PARTS = {"attention": time_attention, "draw": time_draws, "small": time_small, "products": time_products}
@@ -251,14 +253,14 @@ def compile_all(wanted: list[str], processes: int) -> None:
         jobs = []
         if "attention" in wanted:
             kinds = {
-                (attention.num_parts(rows, CONFIG.num_kv_heads, queries), queries): (rows, queries)
+                (attention.num_splits(rows, CONFIG.num_kv_heads, queries), queries): (rows, queries)
                 for rows, queries in STEPS
             }
             jobs += [pool.submit(compile_attention, step, program) for step in kinds.values() for program in PROGRAMS]
         if "draw" in wanted:
             jobs += [pool.submit(compile_draw, program, some) for program in DRAWS for some in (False, True)]
         for job in jobs:
-            job.exception()  # what does not compile is told by who times it
+            job.exception()  # errors are reported when the kernel is timed
 
 
 def time_all(wanted: list[str], path: Path | None) -> None:
@@ -277,10 +279,10 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--processes", type=int, default=12)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    wanted = given.only.split(",")
-    compile_all(wanted, given.processes)
-    time_all(wanted, given.json)
+    args = parser.parse_args()
+    wanted = args.only.split(",")
+    compile_all(wanted, args.processes)
+    time_all(wanted, args.json)
 
 
 if __name__ == "__main__":

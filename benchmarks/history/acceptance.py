@@ -1,22 +1,22 @@
-"""How much of their drafts stands, epoch by epoch: every drafter over the recorded runs, with a fixed draft length.
+"""Acceptance of every drafter on the recorded RL runs, by epoch, with a fixed draft length.
 
     python benchmarks/history/acceptance.py [ROLLOUTS…] [--k 3,7] [--batch 64] [--json FILE] [--markdown FILE]
 
-The engine is a replay (`paceline.replay`), the same for all: what was recorded stands for the model, requests come in
-the recorded order. Epoch 0 is cold: a problem's first visit. Three figures, each over all of an epoch's steps:
+All drafters use the same replay engine (`paceline.replay`): it emits the recorded tokens, and requests arrive in the
+recorded order. In epoch 0 (cold) each problem has no history yet. Three measures, each over all steps of an epoch:
 
-- acceptance length: 1 + accepted / drafts, as vLLM counts. Steps without a draft do not count, which flatters drafters
-  that are silent where they are not sure.
-- tokens per row and step: steps without a draft count 1. This is what speed comes from.
-- drafted per row and step: what it takes to get there.
+- acceptance length: 1 + accepted / drafts, as in vLLM. Steps without a draft do not count, which favours drafters that
+  draft only with high confidence.
+- tokens per row and step: steps without a draft count as 1. The speed-up depends on this.
+- drafted per row and step: how many draft tokens must be verified for it.
 
-`arctic` is arctic-inference's suffix cache as vLLM calls it: one cache for all problems, vLLM's default settings, a
-call per row. It wants an environment of its own, and is left out where it can't be imported:
+`arctic` is arctic-inference's suffix cache as vLLM uses it: one cache for all problems, vLLM's default settings, one
+call per row. It needs its own environment, and is left out if it cannot be imported:
 
     python -m venv /tmp/arctic && /tmp/arctic/bin/pip install numpy rich pydantic arctic-inference==0.1.1
     PYTHONPATH=src /tmp/arctic/bin/python benchmarks/history/acceptance.py
 
-`eagle3` is the shipped head by its recorded match lengths, `hybrid` that and `history`.
+`eagle3` replays the recorded accepted lengths of the shipped head; `hybrid` combines it with `history`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from paceline.build.replay import build_replay, frozen_costs
 from paceline.replay.engine import Replay
 from paceline.replay.reader import Reader
 from paceline.replay.rounds import Round
-from paceline.replay.run import Cell, Source
-from paceline.replay.tally import ACCEPTED, DRAFT_TOKENS, DRAFTS, ROW_STEPS, TOKENS, Tally
+from paceline.replay.run import Cell, RoundSource
+from paceline.replay.stats import ACCEPTED, DRAFT_TOKENS, DRAFTS, ROW_STEPS, TOKENS, ReplayStats
 from paceline.report.table import check_writable, render, write_bytes, write_json
-from paceline.speculation.batch import Commits, DraftBatch, Rows
+from paceline.speculation.batch import Commits, Rows
 from paceline.speculation.cost import CostTable
+from paceline.speculation.draft_batch import DraftBatch
 from paceline.speculation.policy import StaticPolicy
 from paceline.types import Receipt, Request
 
@@ -54,11 +55,11 @@ MEASURES = {
 
 
 class ArcticDrafter:
-    """vLLM's proposer around arctic-inference's cache, with the defaults of vLLM's settings."""
+    """arctic-inference's cache, used as in vLLM's proposer and with vLLM's default settings."""
 
     name = "arctic"
     version = 0
-    wants_hidden: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     reads_drafts = False
     num_bytes = 0  # not counted
 
@@ -86,7 +87,7 @@ class ArcticDrafter:
                 request_id, rows.tokens[i][-self.depth :], cap, self.max_factor, min_token_prob=self.min_prob
             )
             drafts.num[i] = num = len(found.token_ids)
-            drafts.tokens[i, :num], drafts.confidence[i, :num] = found.token_ids, found.probs
+            drafts.tokens[i, :num], drafts.scores[i, :num] = found.token_ids, found.probs
         return drafts
 
     def observe(self, commits: Commits) -> None:
@@ -99,11 +100,11 @@ class ArcticDrafter:
     def update(self, weights: Any, version: int) -> Receipt:
         raise ValueError("arctic's suffix cache has no weights to update")
 
-    def state(self) -> dict[str, np.ndarray]:
-        raise ValueError("arctic's suffix cache can't be saved")
+    def state_dict(self) -> dict[str, np.ndarray]:
+        raise ValueError("arctic's suffix cache cannot be saved")
 
-    def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        raise ValueError("arctic's suffix cache can't be restored")
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        raise ValueError("arctic's suffix cache cannot be restored")
 
 
 def name_of(path: Path) -> str:
@@ -111,25 +112,25 @@ def name_of(path: Path) -> str:
 
 
 def first_problems(path: Path, num_problems: int | None) -> list[Round]:
-    """What was recorded of the first problems, None: of all."""
-    rounds = list(Source(Reader([str(path)])))
+    """The recorded rounds of the first problems (None: of all)."""
+    rounds = list(RoundSource(Reader([str(path)])))
     problems = list(dict.fromkeys(problem for recorded in rounds for problem in recorded.problems))[:num_problems]
-    return [some for recorded in rounds if (some := recorded.only(set(problems))) is not None]
+    return [some for recorded in rounds if (some := recorded.select_problems(set(problems))) is not None]
 
 
-def played(rounds: Sequence[Round], drafter: str, k: int, batch: int, costs: CostTable) -> Tally:
-    """The costs are but a clock, and what tells `hybrid` when its head is worth asking."""
+def replay_rounds(rounds: Sequence[Round], drafter: str, k: int, batch: int, costs: CostTable) -> ReplayStats:
+    """Replay the rounds. The costs affect only simulated times, and when `hybrid` uses its head."""
     if drafter == "arctic":
         engine = Replay(StaticPolicy(k), costs, ArcticDrafter(), max_num_seqs=batch)
     else:
         engine = build_replay(Cell(METHODS[drafter], f"static:{k}", batch), costs)
     for recorded in rounds:
-        engine.play(recorded)
-    return engine.tally
+        engine.run_round(recorded)
+    return engine.stats
 
 
-def figures(tally: Tally, epochs: slice) -> dict[str, Any]:
-    counts = tally.counts[:, epochs].sum(1).tolist()
+def figures(stats: ReplayStats, epochs: slice) -> dict[str, Any]:
+    counts = stats.counts[:, epochs].sum(1).tolist()
     return {
         "tokens": counts[TOKENS],
         "mean_acceptance_length": 1 + counts[ACCEPTED] / max(1, counts[DRAFTS]),
@@ -140,19 +141,19 @@ def figures(tally: Tally, epochs: slice) -> dict[str, Any]:
     }
 
 
-def result(run: str, drafter: str, k: int, batch: int, tally: Tally) -> dict[str, Any]:
+def result(run: str, drafter: str, k: int, batch: int, stats: ReplayStats) -> dict[str, Any]:
     return {
         "run": run,
         "k": k,
         "batch": batch,
         "drafter": drafter,
-        "epochs": [figures(tally, slice(epoch, epoch + 1)) for epoch in range(tally.num_epochs)],
-        "warm": figures(tally, slice(1, None)) if tally.num_epochs > 1 else None,
+        "epochs": [figures(stats, slice(epoch, epoch + 1)) for epoch in range(stats.num_epochs)],
+        "warm": figures(stats, slice(1, None)) if stats.num_epochs > 1 else None,
     }
 
 
 def tables(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[dict[str, str]], dict[str, str]]]:
-    """(title, rows, columns) of every run and draft length: measure by measure, the drafters below each other."""
+    """(title, rows, columns) of every run and draft length. Rows: the drafters under each measure."""
     found = []
     for run, k in dict.fromkeys((r["run"], r["k"]) for r in results):
         of_table = [r for r in results if (r["run"], r["k"]) == (run, k)]
@@ -160,9 +161,9 @@ def tables(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[dict[st
         columns = {"measure": "", "drafter": "drafter", "0": "cold"}
         columns |= {str(epoch): str(epoch) for epoch in range(1, num_epochs)} | {"warm": "warm"}
         rows = []
-        for measure, words in MEASURES.items():
+        for measure, heading in MEASURES.items():
             for i, r in enumerate(of_table):
-                row = {"measure": words if i == 0 else "", "drafter": r["drafter"]}
+                row = {"measure": heading if i == 0 else "", "drafter": r["drafter"]}
                 row |= {str(epoch): f"{of[measure]:.2f}" for epoch, of in enumerate(r["epochs"])}
                 rows.append(row | {"warm": f"{r['warm'][measure]:.2f}" if r["warm"] else "–"})
         found.append((f"{run}, k = {k}, batch {of_table[0]['batch']}, by epoch", rows, columns))
@@ -170,14 +171,14 @@ def tables(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[dict[st
 
 
 def cold_and_warm(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each: tokens per row and step, all drafters."""
+    """Tokens per row and step of all drafters: one line per run and draft length, for cold and for warm epochs."""
     lines = []
     for run, k in dict.fromkeys((r["run"], r["k"]) for r in results):
         of_table = [r for r in results if (r["run"], r["k"]) == (run, k)]
         for name in ("cold", "warm"):
             of_drafters = [(r["drafter"], r["epochs"][0] if name == "cold" else r["warm"]) for r in of_table]
-            words = [f"{drafter} {of['tokens_per_row_step']:.2f}" for drafter, of in of_drafters if of]
-            lines.append(f"{run}, k = {k}, {name}, tokens per row and step: {', '.join(words)}")
+            parts = [f"{drafter} {of['tokens_per_row_step']:.2f}" for drafter, of in of_drafters if of]
+            lines.append(f"{run}, k = {k}, {name}, tokens per row and step: {', '.join(parts)}")
     return lines
 
 
@@ -197,9 +198,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rollouts", nargs="*", type=Path, default=RUNS, help="default: both runs in benchmarks/data")
     parser.add_argument("--k", default="3,7", help="draft lengths (default: 3,7)")
-    parser.add_argument("--batch", type=int, default=64, help="sequences side by side (default: 64)")
+    parser.add_argument("--batch", type=int, default=64, help="batch size (default: 64)")
     parser.add_argument("--drafters", default=",".join(METHODS), help=f"default: {','.join(METHODS)}")
-    parser.add_argument("--problems", type=int, help="the first so many only")
+    parser.add_argument("--problems", type=int, help="use only the first N problems")
     parser.add_argument("--hardware", help="cost table, for hybrid's choice (default: vllm-h200-qwen3-8b)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
@@ -210,7 +211,7 @@ def main() -> None:
     check_writable(args.json)
     check_writable(args.markdown)
     if "arctic" in drafters and find_spec("arctic_inference") is None:
-        print("arctic: left out, arctic_inference is not installed here")
+        print("arctic: left out, arctic_inference is not installed")
         drafters.remove("arctic")
     costs = frozen_costs(None, args.hardware)
     lengths = [int(k) for k in args.k.split(",")]
@@ -222,8 +223,8 @@ def main() -> None:
             for k in lengths:
                 for drafter in drafters:
                     progress.update(task, description=f"{name_of(path)} k={k} {drafter}")
-                    tally = played(rounds, drafter, k, args.batch, costs)
-                    results.append(result(name_of(path), drafter, k, args.batch, tally))
+                    stats = replay_rounds(rounds, drafter, k, args.batch, costs)
+                    results.append(result(name_of(path), drafter, k, args.batch, stats))
                     progress.advance(task)
                     if args.json:
                         write_json(args.json, results)

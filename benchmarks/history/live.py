@@ -1,11 +1,11 @@
-"""The policies against each other on a live engine, here and now: the same rollouts, the same tokens, other drafts.
+"""Speed-ups of the speculation policies over plain decoding on this machine, with history drafts.
 
     python benchmarks/history/live.py [--temperature 1.0] [--batch 1,4,16] [--rounds 3] [--json FILE]
 
-A few of the recorded run's prompts, answered by SmolLM2-135M with `suffix` drafts. One epoch writes the history (and
-teaches the policies that learn), then every policy answers a second epoch (other seeds) from that same history. The
-policies take turns, round by round; the figure is the median of the rounds' ratios to plain decoding. Costs are this
-machine's, measured at the start.
+SmolLM2-135M generates completions of a few prompts of the recorded run, with drafter `suffix`. A first epoch fills the
+history, and `das` and `auto` collect their statistics in it. Then every policy generates a second epoch (other seeds)
+with that same history, and must emit the same tokens. A round runs all policies; results are the medians over rounds of
+plain time / time. The cost table is measured on this machine at the start.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from printed_budgets import printed
 from rich.console import Console
 from rich.table import Table
 
-from paceline.build import build_engine
+from paceline.build.config import load_config
 from paceline.build.cost import measured_costs
-from paceline.config import load_config
+from paceline.build.engine import build_engine
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import LocalEngine
-from paceline.speculation import budgets
 from paceline.speculation.auto import AutoPolicy
 from paceline.speculation.cost import CostTable
 from paceline.speculation.das import DasPolicy
@@ -41,14 +41,14 @@ POLICIES: dict[str, Callable[[CostTable], SpeculationPolicy]] = {
     "static 3": lambda costs: StaticPolicy(3),
     "static 5": lambda costs: StaticPolicy(5),
     "static 7": lambda costs: StaticPolicy(7),
-    "das, printed": lambda costs: DasPolicy(costs, LONGEST, solve=budgets.printed),
+    "das, printed": lambda costs: DasPolicy(costs, LONGEST, solve=printed),
     "das": lambda costs: DasPolicy(costs, LONGEST),
     "auto": lambda costs: AutoPolicy(costs, LONGEST),
 }
 
 
 def prompts(num: int) -> dict[str, tuple[int, ...]]:
-    """The run's first problems."""
+    """The prompts of the recorded run's first problems, by problem."""
     found: dict[str, tuple[int, ...]] = {}
     with lzma.open(DATA, "rt") as lines:
         for line in lines:
@@ -63,7 +63,7 @@ def generate(
     engine: LocalEngine, requests: list[Request], drafter: SuffixDrafter | None, policy: SpeculationPolicy
 ) -> tuple[float, list[Completion]]:
     engine.set_drafter(drafter, policy)
-    engine.paged.pool.forget_all()
+    engine.paged.pool.reset_prefix_cache()
     engine.drain_trace()
     started = time.perf_counter()
     found = engine.generate(requests)
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--batch", default="1,4,16", help="sequences at a time")
     parser.add_argument("--problems", type=int, default=2)
     parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=160, help="at most, per sequence")
+    parser.add_argument("--tokens", type=int, default=160, help="most tokens per sequence")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -92,16 +92,16 @@ def main() -> None:
             for j in range(samples)
         ]
 
-    past = SuffixDrafter()
-    generate(engine, epoch(0, args.samples), past, StaticPolicy(3))
+    first = SuffixDrafter()
+    generate(engine, epoch(0, args.samples), first, StaticPolicy(3))
     engine.set_drafter(None)
-    known = past.state()
-    learned = {}
+    history = first.state_dict()
+    policy_states = {}
     for name in ("das, printed", "das", "auto"):
         policy = POLICIES[name](measured_costs(engine.paged, engine.runner, config))
         generate(engine, epoch(0, args.samples), SuffixDrafter(), policy)
         engine.set_drafter(None)
-        learned[name] = policy.state()
+        policy_states[name] = policy.state_dict()
     results = []
     table = Table(title=f"T={args.temperature:g}: plain time / time, {args.rounds} rounds")
     for name in ("batch", *POLICIES):
@@ -115,13 +115,13 @@ def main() -> None:
             for name in POLICIES if turn % 2 == 0 else reversed(POLICIES):
                 drafter = None if name == "plain" else SuffixDrafter()
                 if drafter is not None:
-                    drafter.restore(known)
+                    drafter.load_state_dict(history)
                 costs = measured_costs(engine.paged, engine.runner, config)
                 policy = POLICIES[name](costs)
-                policy.restore(learned.get(name, {}))
+                policy.load_state_dict(policy_states.get(name, {}))
                 seconds[name], found = generate(engine, requests, drafter, policy)
                 tokens[name] = [completion.token_ids.tolist() for completion in found]
-            assert all(said == tokens["plain"] for said in tokens.values()), "speculation changed a token"
+            assert all(emitted == tokens["plain"] for emitted in tokens.values()), "speculation changed a token"
             for name in POLICIES:
                 ratios[name].append(seconds["plain"] / seconds[name])
         medians = {name: statistics.median(found) for name, found in ratios.items()}

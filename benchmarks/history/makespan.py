@@ -1,19 +1,20 @@
-"""How long rollouts take: the recorded runs replayed on a cost table, at every batch size, under every policy.
+"""Simulated generation time of the recorded RL runs under every policy and batch size, on a cost table.
 
     python benchmarks/history/makespan.py [ROLLOUTS…] [--drafter suffix] [--jobs 2] [--json FILE] [--markdown FILE]
-    python benchmarks/history/makespan.py --order longest        longest-expected-first beside order of arrival
+    python benchmarks/history/makespan.py --order longest        compares longest-expected-first with order of arrival
 
-A round is a step of RL: its requests arrive at once, and it ends with the longest. The makespan is the sum of the
-rounds' times, cold (the problems' first visit) and warm (later ones) apart. Prompts take no time.
+A round is an RL step: its requests arrive together, and it ends when the longest is finished. The makespan is the sum
+of the rounds' times, separately for cold epochs (without history of the problems) and warm ones. Prompts take no time.
 
-- plain: no speculation. static:K: K tokens, always. auto: up to 7.
-- das-printed and das: up to 7, budgets by the paper's formula as printed, and corrected.
+- plain: no speculation. static:K: always K tokens. auto: up to 7.
+- das-printed and das: up to 7, with the paper's formula for budgets as printed, and corrected.
 
-Small batches take many steps, so they are shown on fewer problems (PROBLEMS; `--problems` overrides). Those were
-scattered over an epoch's steps: each epoch plays as one round, or else warm rounds would be smaller than cold ones.
+Small batches take many steps, so they use fewer problems (PROBLEMS; `--problems` overrides). These problems are in
+different steps of an epoch: each epoch is replayed as one round, because warm rounds would otherwise be smaller than
+cold ones.
 
-The question at the end: is `auto` nowhere slower than plain, and within 2% of the best fixed length everywhere? While
-only `auto` changes, `--reuse FILE` takes all other cells from an earlier --json.
+The check at the end: `auto` is never slower than plain, and always within 2% of the best fixed length. If only `auto`
+has changed, `--reuse FILE` takes all other results from an earlier --json.
 """
 
 from __future__ import annotations
@@ -29,24 +30,25 @@ from typing import Any
 
 import numpy as np
 from acceptance import RUNS, figures, first_problems, markdown, name_of, progress_bar
+from printed_budgets import printed
 from rich.console import Console
 
-from paceline.build.replay import DEFAULT_HARDWARE, LONGEST, MODEL_FREE, RECORDED, build_replay, frozen_costs
+from paceline.build.replay import DEFAULT_HARDWARE, MAX_DRAFT_LENGTH, MODEL_FREE, build_replay, frozen_costs
+from paceline.config import HEAD_METHODS
 from paceline.replay.engine import Replay
 from paceline.replay.rounds import Round
-from paceline.replay.run import PLAIN, Cell
+from paceline.replay.run import NO_DRAFTER, Cell
 from paceline.report.table import check_writable, render, write_bytes, write_json
-from paceline.speculation import budgets
 from paceline.speculation.das import DasPolicy
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-LONGEST_BATCHES = (16, 32, 64)  # fewer slots than a round has requests
-PROBLEMS = {2: 2, 8: 4, 32: 16}  # up to this batch size, so many of the problems; all beyond
+LONGEST_BATCHES = (16, 32, 64)  # smaller than the number of requests of a round
+PROBLEMS = {2: 2, 8: 4, 32: 16}  # the number of problems up to a batch size; all problems above the last
 STATIC = ("static:1", "static:3", "static:5", "static:7")
 POLICIES = ("plain", *STATIC, "das-printed", "das", "auto")
 Table = tuple[str, list[dict[str, str]], dict[str, str]]  # title, rows, columns
 SPANS = {"cold": slice(0, 1), "warm": slice(1, None), "all": slice(None)}
-NEAR_STATIC, NOT_BELOW_PLAIN = 0.98, 0.999  # what `auto` must reach of their speed; 0.1% of its time goes into probes
+NEAR_STATIC, NOT_BELOW_PLAIN = 0.98, 0.999  # the least speed of `auto` relative to both; probes take 0.1% of its time
 GOALS = "goals: -50% at T=0.6 warm, -35% at T=1 warm"
 
 
@@ -67,8 +69,8 @@ class Task:
         return name_of(Path(self.rollouts))
 
 
-def joined(rounds: Sequence[Round]) -> Round:
-    """One round, of the first's version."""
+def join_rounds(rounds: Sequence[Round]) -> Round:
+    """One round with all requests, of the first round's version."""
     sizes = [len(r.tokens) for r in rounds]
     offsets = np.cumsum(sizes) - sizes
     before = np.cumsum([len(r) for r in rounds]) - [len(r) for r in rounds]
@@ -85,17 +87,17 @@ def joined(rounds: Sequence[Round]) -> Round:
         limit=column(lambda r: r.limit),
         problems=[problem for r in rounds for problem in r.problems],
         epochs=column(lambda r: r.epochs),
-        follows=np.concatenate(
-            [np.where(r.follows < 0, -1, r.follows + n) for r, n in zip(rounds, before, strict=True)]
+        previous_turn=np.concatenate(
+            [np.where(r.previous_turn < 0, -1, r.previous_turn + n) for r, n in zip(rounds, before, strict=True)]
         ),
-        matches=None
-        if rounds[0].matches is None
-        else np.concatenate([r.matches for r in rounds if r.matches is not None]),
+        head_accepted=None
+        if rounds[0].head_accepted is None
+        else np.concatenate([r.head_accepted for r in rounds if r.head_accepted is not None]),
         num_bytes=sum(r.num_bytes for r in rounds),
     )
 
 
-@functools.cache  # per process: all cells of a batch size play the same
+@functools.cache  # per process: all policies of a batch size replay the same rounds
 def rounds_of(rollouts: str, num_problems: int | None) -> list[Round]:
     rounds = first_problems(Path(rollouts), num_problems)
     if num_problems is None:
@@ -104,41 +106,41 @@ def rounds_of(rollouts: str, num_problems: int | None) -> list[Round]:
     for recorded in rounds:
         assert (recorded.epochs == recorded.epochs[0]).all()
         epochs.setdefault(int(recorded.epochs[0]), []).append(recorded)
-    return [joined(of_epoch) for of_epoch in epochs.values()]
+    return [join_rounds(of_epoch) for of_epoch in epochs.values()]
 
 
 def engine_of(task: Task) -> Replay:
     costs = frozen_costs(None, task.hardware)
     if task.policy == "plain":
-        return build_replay(Cell(PLAIN, "static:0", task.batch), costs, order=task.order)
+        return build_replay(Cell(NO_DRAFTER, "static:0", task.batch), costs, order=task.order)
     known = task.policy.removesuffix("-printed")
     engine = build_replay(Cell(task.drafter, known, task.batch), costs, order=task.order)
     if task.policy == "das-printed":
-        engine.policy = DasPolicy(costs, LONGEST, solve=budgets.printed)
+        engine.policy = DasPolicy(costs, MAX_DRAFT_LENGTH, solve=printed)
     return engine
 
 
-def played(task: Task) -> dict[str, Any]:
+def replay_task(task: Task) -> dict[str, Any]:
     engine = engine_of(task)
     for recorded in rounds_of(task.rollouts, task.num_problems):
-        engine.play(recorded)
+        engine.run_round(recorded)
     found: dict[str, Any] = {"run": task.run, **{k: v for k, v in asdict(task).items() if k != "rollouts"}}
     for name, span in SPANS.items():
-        found[name] = {"makespan_s": float(engine.tally.total_s[span].sum()), **figures(engine.tally, span)}
+        found[name] = {"makespan_s": float(engine.stats.total_s[span].sum()), **figures(engine.stats, span)}
     return found
 
 
-def all_played(tasks: Sequence[Task], jobs: int) -> Iterator[dict[str, Any]]:
-    """As they come."""
+def replay_all(tasks: Sequence[Task], jobs: int) -> Iterator[dict[str, Any]]:
+    """Yields results in the order in which they finish."""
     if jobs == 1:
-        yield from map(played, tasks)
+        yield from map(replay_task, tasks)
         return
     with ProcessPoolExecutor(jobs) as pool:
-        for done in as_completed([pool.submit(played, task) for task in tasks]):
+        for done in as_completed([pool.submit(replay_task, task) for task in tasks]):
             yield done.result()
 
 
-# -- what it came to --------------------------------------------------------------------------------------------------
+# -- results ----------------------------------------------------------------------------------------------------------
 
 
 def percent(ratio: float) -> str:
@@ -146,7 +148,7 @@ def percent(ratio: float) -> str:
 
 
 class Grid:
-    """Cells by what they are of."""
+    """Results by run, batch size, policy and order."""
 
     def __init__(self, cells: Iterable[dict[str, Any]]) -> None:
         self.cells = list(cells)
@@ -156,8 +158,8 @@ class Grid:
         return float(self._at[run, batch, policy, order][span]["makespan_s"])
 
     def tables(self) -> list[Table]:
-        """For every run, cold, warm and all: batch sizes down, policies across. Plain's seconds, and by how much the
-        makespan of the others differs from it."""
+        """For every run: cold, warm and all epochs. Rows are batch sizes, columns are policies: the seconds of plain
+        decoding, and the relative difference of the others' makespans."""
         settings = dict.fromkeys((c["policy"], c["order"]) for c in self.cells)
         columns = {"batch": "batch", "problems": "problems", "plain_s": "plain, s"}
         columns |= {f"{p} {order}": p if order == "arrival" else f"{p}, {order} first" for p, order in settings}
@@ -172,11 +174,11 @@ class Grid:
                     plain_s = self.seconds(run, c["batch"], "plain", span)
                     row["plain_s"] = f"{plain_s:.1f}"
                     row[f"{c['policy']} {c['order']}"] = percent(c[span]["makespan_s"] / plain_s)
-            found.append((f"{run}, {span}: makespan, by plain's", list(rows.values()), columns))
+            found.append((f"{run}, {span}: makespan relative to plain", list(rows.values()), columns))
         return found
 
     def auto_against_others(self) -> list[dict[str, Any]]:
-        """How fast `auto` is by the speed of the best fixed length, and by plain's."""
+        """The speed of `auto` relative to the best fixed length, plain decoding and DAS."""
         found = []
         for run, batch in dict.fromkeys((c["run"], c["batch"]) for c in self.cells):
             for span in SPANS:
@@ -198,8 +200,8 @@ class Grid:
 
 
 AUTO_COLUMNS = {
-    "run": "run", "batch": "batch", "span": "", "best_static": "best static", "of_best_static": "auto by best static",
-    "of_plain": "by plain", "of_das": "by das", "of_das_printed": "by das-printed",
+    "run": "run", "batch": "batch", "span": "", "best_static": "best static", "of_best_static": "auto / best static",
+    "of_plain": "auto / plain", "of_das": "auto / das", "of_das_printed": "auto / das-printed",
 }  # fmt: skip
 
 
@@ -207,10 +209,10 @@ def holds(row: Mapping[str, Any]) -> bool:
     return row["of_best_static"] >= NEAR_STATIC and row["of_plain"] >= NOT_BELOW_PLAIN - 1e-9
 
 
-def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def check_auto(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     missed = [row for row in rows if not holds(row)]
     lines = [
-        f"Must, auto >= {NEAR_STATIC} x every static and >= {NOT_BELOW_PLAIN} x plain, cold, warm and all: "
+        f"Required, auto >= {NEAR_STATIC} x every static and >= {NOT_BELOW_PLAIN} x plain, cold, warm and all: "
         f"{'HOLDS' if not missed else 'MISSED'} at {len(rows) - len(missed)} of {len(rows)}"
     ]
     for row in missed:
@@ -224,17 +226,17 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             for row in rows
             if row["run"] == run and row["span"] == "warm"
         ]
-        lines.append(f"{run}, warm, auto's makespan to plain's by batch size: {', '.join(warm)} ({GOALS})")
+        lines.append(f"{run}, warm, makespan of auto relative to plain by batch size: {', '.join(warm)} ({GOALS})")
     return lines
 
 
 def order_lines(grid: Grid) -> list[str]:
-    """What longest-expected-first brings by itself."""
+    """The makespan of longest-expected-first relative to order of arrival."""
     lines = []
     for run, batch, policy in dict.fromkeys((c["run"], c["batch"], c["policy"]) for c in grid.cells):
         of = functools.partial(grid.seconds, run, batch, policy)
         changes = [f"{span} {percent(of(span, 'longest') / of(span))}" for span in SPANS]
-        lines.append(f"{run}, batch {batch}, {policy}: longest first against arrival: {', '.join(changes)}")
+        lines.append(f"{run}, batch {batch}, {policy}: longest first relative to arrival: {', '.join(changes)}")
     return lines
 
 
@@ -260,18 +262,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rollouts", nargs="*", type=Path, default=RUNS, help="default: both runs in benchmarks/data")
     parser.add_argument("--batch", help="default: 1,2,4 … 256; with --order longest 16,32,64")
-    parser.add_argument("--drafter", choices=(*MODEL_FREE, *RECORDED), default="suffix")
+    parser.add_argument("--drafter", choices=(*MODEL_FREE, *HEAD_METHODS), default="suffix")
     parser.add_argument("--order", choices=("arrival", "longest"), default="arrival")
     parser.add_argument("--hardware", default=DEFAULT_HARDWARE, help=f"cost table (default: {DEFAULT_HARDWARE})")
-    parser.add_argument("--problems", type=int, help="the first so many, at every batch size")
+    parser.add_argument("--problems", type=int, help="use only the first N problems, at every batch size")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
-    parser.add_argument("--reuse", type=Path, help="an earlier --json: all but auto is taken from it")
+    parser.add_argument("--reuse", type=Path, help="an earlier --json file: take all results but auto's from it")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
     check_writable(args.json)
     check_writable(args.markdown)
-    frozen_costs(None, args.hardware)  # mistakes before the work
+    frozen_costs(None, args.hardware)  # reports a wrong name before any work
     tasks = tasks_of(args)
     wanted = {key_of({**asdict(task), "run": task.run}): task for task in tasks}
     cells = {}
@@ -280,7 +282,7 @@ def main() -> None:
         cells = {key_of(c): c for c in earlier if key_of(c) in wanted and c["policy"] != "auto"}
     with progress_bar() as progress:
         bar = progress.add_task("makespan", total=len(wanted), completed=len(cells))
-        for cell in all_played([task for key, task in wanted.items() if key not in cells], args.jobs):
+        for cell in replay_all([task for key, task in wanted.items() if key not in cells], args.jobs):
             cells[key_of(cell)] = cell
             progress.advance(bar)
             if args.json:
@@ -296,8 +298,8 @@ def report(grid: Grid, args: argparse.Namespace) -> None:
     else:
         against = grid.auto_against_others()
         rows = [{k: f"{v:.3f}" if isinstance(v, float) else str(v) for k, v in row.items()} for row in against]
-        tables.append(("speed of auto by the speed of others; 1: the same", rows, AUTO_COLUMNS))
-        lines = verdict(against)
+        tables.append(("speed of auto / speed of others", rows, AUTO_COLUMNS))
+        lines = check_auto(against)
     lines = [f"Drafter {args.drafter}, costs {args.hardware}.", *lines]
     console = Console(width=120)
     for title, rows, columns in tables:

@@ -1,14 +1,14 @@
-"""Is `auto` ever slower than plain decoding?
+"""The speed of policy `auto` relative to plain decoding, with every drafter and on new prompts: is it ever slower?
 
     python benchmarks/history/never_slower.py [--drafters useless,ngram,suffix,eagle3,hybrid] [--batch 1,4,16,64]
         [--tokens 64] [--rounds 6] [--json FILE]
 
-SmolLM2-135M at temperature 1. Every round has prompts of its own (GSM8K questions), so that history knows nothing of
-them but what the round itself has emitted. The same requests, the same tokens: plain decoding and every drafter under
-`auto` take turns, step by step; the figure is the median of the rounds' ratios. Below 1: slower than plain.
+SmolLM2-135M at temperature 1. Every round has new prompts (GSM8K questions), so a history has only the tokens of the
+same round. Plain decoding and every drafter with `auto` run the same requests, one step each in turn, and must emit the
+same tokens. Results are the medians over rounds of plain time / time; below 1 is slower than plain.
 
-`useless` guesses at random and says that it is sure; its policy begins each round knowing nothing of it. The others
-are engines as `paceline train` builds them, and keep what they learn.
+`useless` drafts random tokens with random confidence; its policy has no statistics at the start of each round. The
+others are engines as `paceline train` builds them, and keep their statistics.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from paceline.build import build_engine
+from paceline.build.config import load_config
 from paceline.build.cost import measured_costs
-from paceline.config import Config, load_config
+from paceline.build.engine import build_engine
+from paceline.config import Config
 from paceline.engine.engine import LocalEngine
 from paceline.speculation.auto import AutoPolicy
 from paceline.types import Completion, Request, SamplingParams, StepTrace, noise_key
@@ -49,12 +50,12 @@ def settings(drafter: str, max_num_seqs: int) -> Config:
 def timed(
     engines: dict[str, LocalEngine], requests: list[Request]
 ) -> tuple[dict[str, float], dict[str, list[list[int]]], dict[str, list[StepTrace]]]:
-    """Seconds, tokens and traces by engine. Engines take turns step by step, so that a machine whose speed changes
-    changes it for all."""
+    """Seconds, tokens and traces by engine. The engines run one step each in turn, so that changes of the machine's
+    speed affect all of them."""
     seconds = dict.fromkeys(engines, 0.0)
     completions: dict[str, list[Completion]] = {name: [] for name in engines}
     for engine in engines.values():
-        engine.forget()
+        engine.reset_prefix_cache()
         engine.drain_trace()
         for request in requests:
             engine.submit(request)
@@ -71,8 +72,8 @@ def timed(
 def measure(
     engines: dict[str, LocalEngine], rounds: Iterator[list[Request]], num_rounds: int, batch: int
 ) -> list[dict[str, Any]]:
-    """A row of figures per drafter."""
-    timed(engines, next(rounds))  # warm
+    """One row per drafter."""
+    timed(engines, next(rounds))  # warm-up
     ratios: dict[str, list[float]] = {name: [] for name in engines}
     traces: dict[str, list[StepTrace]] = {name: [] for name in engines}
     for _ in track(range(num_rounds), f"batch {batch}", transient=True):
@@ -112,17 +113,17 @@ def main() -> None:
     if unknown := set(drafters) - set(DRAFTERS):
         parser.error(f"--drafters: {', '.join(sorted(unknown))}: choose from {', '.join(DRAFTERS)}")
     sampling = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
-    known = list(prompts(10**9).items())
+    every = list(prompts(10**9).items())
     results = []
     for batch in batches:
 
         def rounds(batch: int = batch) -> Iterator[list[Request]]:
-            """The recorded run has some hundred prompts; then they come again, with other noise."""
+            """The recorded run has some hundred prompts; after that they repeat, with other noise."""
             for turn in range(10**9):
-                some = [(batch * turn + i) % len(known) for i in range(batch)]
+                some = [(batch * turn + i) % len(every) for i in range(batch)]
                 keys = [noise_key("never slower", turn, i) for i in some]
                 yield [
-                    Request(i, known[at][1], sampling, key, f"{turn} {known[at][0]}")
+                    Request(i, every[at][1], sampling, key, f"{turn} {every[at][0]}")
                     for i, (at, key) in enumerate(zip(some, keys, strict=True))
                 ]
 

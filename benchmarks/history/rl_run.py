@@ -1,13 +1,13 @@
-"""A real RL run over several epochs, recorded for replay: GRPO with SmolLM2-135M on grade-school mathematics.
+"""Records an RL run of several epochs for replay: GRPO with SmolLM2-135M on GSM8K questions, on one GPU.
 
     python benchmarks/history/rl_run.py --model DIR --gsm8k gsm8k-train.jsonl --temperature 1.0 --out run/
 
-Writes, after every epoch, `rollouts.jsonl.xz` (one line per sample in the order of step, group and sample; keys as in
-paceline/rl/records.py, as far as replay needs them, and `eagle3`) and `summary.json`. Every step is on-policy: the
-learner's float32 weights go into the sampler, in bfloat16 on a GPU, before it draws.
+After every epoch it writes `rollouts.jsonl.xz` (one line per sample, ordered by step, group and sample; the keys of
+paceline/rl/records.py that replay needs, and `head_accepted`) and `summary.json`. Every step is on-policy: the
+learner's float32 weights are copied to the sampler, in bfloat16 on a GPU, before it samples.
 
-`eagle3` has a digit per token: digit j says how many of 7 tokens would be right that the shipped head drafts when j
-tokens have been emitted, under the policy that emitted them.
+`head_accepted` has one digit per token: digit j is the number of accepted tokens if the shipped head drafts 7 tokens
+after j emitted ones, under the policy that emitted them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shipped_head"))
 
+from accepted_lengths import accepted_lengths
 from fast import exact_logits
 from rollouts import Batch, load
 
 from paceline.config import AlgorithmSection, LearnerSection
-from paceline.draft.acceptance import match_lengths
-from paceline.draft.lesson import Example, teach
+from paceline.draft.head_batch import Example, make_head_batch
 from paceline.model import weights
 from paceline.model.decoder import Decoder
 from paceline.model.eagle3 import Eagle3Head
@@ -43,12 +43,12 @@ from paceline.rl.algorithms import Algorithm, make_algorithm
 from paceline.rl.batch import TokenBatch, scored
 from paceline.rl.learner import Learner, UpdateReport
 from paceline.rl.order import DataOrder
-from paceline.rl.stopwatch import Stopwatch
+from paceline.rl.stage_timer import StageTimer
 from paceline.tasks.prompt import encode
 from paceline.types import Group, Rollout
 
 HELD_OUT = 500  # the last questions of the file, which the shipped head was not trained on
-# An example says more to a small model than an instruction: asked to reason and to box the result, it boxes one in 16.
+# A small model follows an example better than an instruction: asked to box the result, it does so once in 16 times.
 TEMPLATE = """\
 Question: Tom has 3 boxes with 4 pens each. He gives 5 pens away. How many pens are left?
 Answer: Tom has 3 * 4 = 12 pens. After giving 5 away, he has 12 - 5 = 7 pens left. The answer is 7.
@@ -56,8 +56,8 @@ Answer: Tom has 3 * 4 = 12 pens. After giving 5 away, he has 12 - 5 = 7 pens lef
 Question: {}
 Answer:"""
 CONCLUSION = re.compile(r"answer is:?\s*\$?(-?\d[\d,]*(?:\.\d+)?)[^\d\n]*\Z")  # and nothing after it
-DRAFTED = 7  # tokens per EAGLE-3 draft; a digit holds no more than 9
-LESSON_TOKENS = 16384  # padding included, in one forward of the head
+DRAFT_LENGTH = 7  # tokens per EAGLE-3 draft; at most 9, because each count is one digit
+BATCH_TOKENS = 16384  # including padding, in one forward pass of the head
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class Problem:
 
 
 def easiest(path: Path, num: int, tokenizer: Any) -> list[Problem]:
-    """Of the held-out questions those with the fewest steps to the answer, short ones first: a small model has to be
-    right now and then. Named by their place counted from the file's end."""
+    """The held-out questions with the fewest steps to the answer, short ones first, so that a small model is sometimes
+    right. Each is named by its position counted from the end of the file."""
     rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()[-HELD_OUT:]]
     order = sorted(range(len(rows)), key=lambda i: (rows[i]["answer"].count("\n"), len(rows[i]["question"]), i))
     return [
@@ -92,10 +92,9 @@ def value(number: str) -> float:
 
 
 def score(text: str, stopped: bool, answer: float) -> dict[str, float]:
-    """`format`: the completion came to its end, and that is a conclusion as in the example. `math`: the number there
-    is the answer."""
-    said = CONCLUSION.search(text.rstrip()) if stopped else None
-    return {"math": float(said is not None and value(said[1]) == answer), "format": float(said is not None)}
+    """`format`: the completion ended, with a conclusion as in the example. `math`: the number in it is the answer."""
+    found = CONCLUSION.search(text.rstrip()) if stopped else None
+    return {"math": float(found is not None and value(found[1]) == answer), "format": float(found is not None)}
 
 
 # ---- a step ----
@@ -105,12 +104,12 @@ def score(text: str, stopped: bool, answer: float) -> dict[str, float]:
 def sample(
     decoder: Decoder, prompts: Sequence[tuple[int, ...]], temperature: float, max_new: int, seed: int
 ) -> list[np.ndarray]:
-    """A completion of each prompt, its end token included where it was reached. Finished rows stay in the batch: so
-    small a one takes as long without them, and its CUDA graph is recorded once."""
+    """A completion of each prompt, including its end token if it was emitted. Finished rows stay in the batch: a batch
+    this small takes as long without them, and its CUDA graph is captured only once."""
     torch.manual_seed(seed)
-    heat = np.full(len(prompts), temperature)
-    batch = Batch(decoder, [np.array(p) for p in prompts], heat, max_new, decoder.config.eos_token_ids[0])
-    step = batch.recorded()
+    temperatures = np.full(len(prompts), temperature)
+    batch = Batch(decoder, [np.array(p) for p in prompts], temperatures, max_new, decoder.config.eos_token_ids[0])
+    step = batch.captured_step()
     for at in range(batch.shortest - 1, batch.longest - 1):
         step()
         if at % 32 == 0 and bool(batch.done.all()):
@@ -126,7 +125,7 @@ def rollout(problem: Problem, number: int, tokens: np.ndarray, version: int, end
         prompt_ids=problem.prompt_ids,
         token_ids=tokens,
         mask=np.ones(num, bool),
-        logprobs=np.zeros(num),  # not asked for: the updates are on-policy and without a correction
+        logprobs=np.zeros(num),  # not needed: the updates are on-policy, without importance ratios
         versions=np.full(num, version, np.int32),
         provenance=np.zeros(num, np.uint8),
         sources=np.full(num, 255, np.uint8),
@@ -136,12 +135,12 @@ def rollout(problem: Problem, number: int, tokens: np.ndarray, version: int, end
 
 
 def match_digits(decoder: Decoder, head: Eagle3Head, rollouts: Sequence[Rollout], temperature: float) -> list[str]:
-    """Each rollout's `eagle3`."""
-    assert DRAFTED < 10 and decoder.embed.weight is not None
+    """The `eagle3` digits of each rollout."""
+    assert DRAFT_LENGTH < 10 and decoder.embed.weight is not None
     weight_VD = decoder.embed.weight
     sizes = [len(r.prompt_ids) + len(r.token_ids) for r in rollouts]
     found = [""] * len(rollouts)
-    for rows in by_length(sizes, LESSON_TOKENS):
+    for rows in by_length(sizes, BATCH_TOKENS):
         examples = [
             Example(
                 np.concatenate([np.array(rollouts[i].prompt_ids, np.int32), rollouts[i].token_ids]),
@@ -149,10 +148,10 @@ def match_digits(decoder: Decoder, head: Eagle3Head, rollouts: Sequence[Rollout]
             )
             for i in rows
         ]
-        lesson = teach(decoder, examples, head.config.taps)
-        lesson.logits = lambda hidden: exact_logits(hidden, weight_VD)
+        head_batch = make_head_batch(decoder, examples, head.config.aux_layers)
+        head_batch.logits = lambda hidden: exact_logits(hidden, weight_VD)
         seed = int(rollouts[0].versions[0]) * len(rollouts) + rows[0]
-        lengths = match_lengths(head, decoder.embed, lesson, DRAFTED, temperature, seed)
+        lengths = accepted_lengths(head, decoder.embed, head_batch, DRAFT_LENGTH, temperature, seed)
         for i, of in zip(rows, lengths, strict=True):
             found[i] = "".join(map(str, of.tolist()))
             assert len(found[i]) == len(rollouts[i].token_ids)
@@ -160,7 +159,7 @@ def match_digits(decoder: Decoder, head: Eagle3Head, rollouts: Sequence[Rollout]
 
 
 def by_length(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Sequences of about one length together, at most so many tokens with their padding."""
+    """Groups of sequences with similar lengths, each with at most `most` tokens including padding."""
     rows: list[int] = []
     for i in sorted(range(len(sizes)), key=sizes.__getitem__):
         if rows and (len(rows) + 1) * sizes[i] > most:
@@ -170,11 +169,11 @@ def by_length(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
     yield rows
 
 
-def learn(learner: Learner, algorithm: Algorithm, groups: Sequence[Group]) -> UpdateReport:
+def update(learner: Learner, algorithm: Algorithm, groups: Sequence[Group]) -> UpdateReport:
     batch = TokenBatch.of(groups)
     algorithm.prepare(batch)
     report = learner.update(scored(groups), batch, algorithm.loss, algorithm.weights)
-    assert all(parameter.isfinite().all() for parameter in learner.decoder.parameters()), "the weights ran away"
+    assert all(parameter.isfinite().all() for parameter in learner.decoder.parameters()), "the weights diverged"
     return report
 
 
@@ -194,7 +193,7 @@ def line(step: int, epoch: int, group: Group, rollout: Rollout, max_tokens: int,
         "versions": [[int(rollout.versions[0]), len(rollout.token_ids)]],
         "finish_reason": rollout.finish_reason,
         "max_tokens": max_tokens,
-        "eagle3": digits,
+        "head_accepted": digits,
     }
     return json.dumps(record, separators=(",", ":")) + "\n"
 
@@ -218,14 +217,14 @@ def figures(step: int, epoch: int, groups: Sequence[Group], digits: Sequence[str
             "p95": float(np.quantile(lengths, 0.95)),
             "max": int(lengths.max()),
         },
-        "eagle3_mean": float(matches.mean()) if len(matches) else 0.0,
+        "head_accepted_mean": float(matches.mean()) if len(matches) else 0.0,
         "entropy": report.entropy,
         "grad_norm": report.grad_norm,
     }
 
 
 def save(out: Path, lines: Sequence[str], summary: dict[str, Any]) -> None:
-    """Appends the lines, as an xz stream of their own, which readers take as one with those before it."""
+    """Append the lines as a new xz stream; readers concatenate the streams of a file."""
     with lzma.open(out / "rollouts.jsonl.xz", "at", encoding="utf-8", preset=9) as file:
         file.writelines(lines)
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", "utf-8")
@@ -252,7 +251,7 @@ def run(args: argparse.Namespace) -> None:
         warmup_steps=args.warmup,
         num_minibatches=args.minibatches,
         tokens_per_microbatch=args.microbatch,
-        activation_checkpointing=on_gpu,  # one attention over padded siblings is large enough
+        activation_checkpointing=on_gpu,  # one layer's attention over padded groups is large enough
     )
     policy = weights.load(args.model, torch.float32, args.device)
     learner = Learner(policy, section, num_steps=num_steps, temperature=args.temperature, seed=args.seed)
@@ -261,7 +260,7 @@ def run(args: argparse.Namespace) -> None:
     end = sampler.config.eos_token_ids[0]
     settings = {key: value for key, value in vars(args).items() if key not in ("model", "gsm8k", "head", "out")}
     summary: dict[str, Any] = {
-        "settings": settings | {"template": TEMPLATE, "drafted": DRAFTED, "torch": torch.__version__},
+        "settings": settings | {"template": TEMPLATE, "draft_length": DRAFT_LENGTH, "torch": torch.__version__},
         "num_prompt_tokens": [len(problem.prompt_ids) for problem in problems],
         "steps": [],
     }
@@ -273,15 +272,15 @@ def run(args: argparse.Namespace) -> None:
     for step in range(num_steps):
         begun = time.perf_counter()
         if begun - started + longest_s > args.seconds:
-            print(f"no time for step {step}", flush=True)
+            print(f"--seconds {args.seconds:g}: no time for step {step}", flush=True)
             break
-        epoch, watch = step // steps_per_epoch, Stopwatch()
+        epoch, timer = step // steps_per_epoch, StageTimer()
         places = range(step * args.groups_per_step, (step + 1) * args.groups_per_step)
         asked = [problems[order[place]] for place in places]
-        with watch.stage("sampling"):
+        with timer.stage("sampling"):
             prompts = [problem.prompt_ids for problem in asked for _ in range(args.samples)]
             drawn = sample(sampler, prompts, args.temperature, args.max_new, args.seed * 100_003 + step)
-        with watch.stage("scoring"):
+        with timer.stage("scoring"):
             groups = []
             for i, (place, problem) in enumerate(zip(places, asked, strict=True)):
                 own = drawn[i * args.samples : (i + 1) * args.samples]
@@ -289,25 +288,25 @@ def run(args: argparse.Namespace) -> None:
                 for member in members:
                     member.text = tokenizer.decode(member.token_ids, skip_special_tokens=True)
                     member.rewards = score(member.text, not member.is_truncated, problem.answer)
-                    shown = min(1.0, len(member.token_ids) / args.thorough)  # work that is written down
-                    member.reward = member.rewards["math"] + args.format_weight * shown * member.rewards["format"]
+                    share = min(1.0, len(member.token_ids) / args.thorough)  # longer reasoning is rewarded more
+                    member.reward = member.rewards["math"] + args.format_weight * share * member.rewards["format"]
                 groups.append(Group(place, problem.name, problem.question, members))
-        with watch.stage("matching"):
+        with timer.stage("matching"):
             digits = match_digits(sampler, head, scored(groups), args.temperature)
-        with watch.stage("training"):
-            report = learn(learner, algorithm, groups)
+        with timer.stage("training"):
+            report = update(learner, algorithm, groups)
             weights.assign(sampler, learner.weights())
         each = iter(digits)
         for group in groups:
             lines += [line(step, epoch, group, member, args.max_new, next(each)) for member in group.rollouts]
-        found = figures(step, epoch, groups, digits, report) | {"seconds": dict(watch.seconds)}
+        found = figures(step, epoch, groups, digits, report) | {"seconds": dict(timer.seconds)}
         summary["steps"].append(found)
-        shown = " ".join(f"{name} {spent:.1f}" for name, spent in watch.seconds.items())
+        shown = " ".join(f"{name} {spent:.1f}" for name, spent in timer.seconds.items())
         print(
-            f"epoch {epoch} step {step}: reward {found['reward']:.3f} right {found['accuracy']:.3f} form "
+            f"epoch {epoch} step {step}: reward {found['reward']:.3f} accuracy {found['accuracy']:.3f} format "
             f"{found['format']:.3f} length {found['length']['median']:.0f}/{found['length']['mean']:.0f}/"
-            f"{found['length']['p95']:.0f} cut {found['num_truncated']} eagle3 {found['eagle3_mean']:.2f} entropy "
-            f"{found['entropy']:.2f} | {shown} s",
+            f"{found['length']['p95']:.0f} truncated {found['num_truncated']} eagle3 {found['head_accepted_mean']:.2f} "
+            f"entropy {found['entropy']:.2f} | {shown} s",
             flush=True,
         )
         if (step + 1) % steps_per_epoch == 0:
@@ -325,8 +324,8 @@ def run(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="SmolLM2-135M-Instruct's directory")
-    parser.add_argument("--gsm8k", type=Path, required=True, help="its training set, or the last 500 lines of it")
-    parser.add_argument("--head", help="an EAGLE-3 head's directory; the shipped one")
+    parser.add_argument("--gsm8k", type=Path, required=True, help="GSM8K's training set, or its last 500 lines")
+    parser.add_argument("--head", help="directory of an EAGLE-3 head (default: the shipped one)")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--epochs", type=int, default=6)
@@ -336,11 +335,11 @@ def main() -> None:
     parser.add_argument("--groups-per-step", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--minibatches", type=int, default=1, help="optimiser steps per step")
-    parser.add_argument("--microbatch", type=int, default=16384, help="tokens in one forward of the learner")
+    parser.add_argument("--minibatches", type=int, default=1, help="optimizer steps per RL step")
+    parser.add_argument("--microbatch", type=int, default=16384, help="tokens in one forward pass of the learner")
     parser.add_argument("--format-weight", type=float, default=0.2)
-    parser.add_argument("--thorough", type=int, default=256, help="tokens for the form's whole reward")
-    parser.add_argument("--seconds", type=float, default=1e9, help="no step begins that would not end by then")
+    parser.add_argument("--thorough", type=int, default=256, help="tokens needed for the full format reward")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no step that would end after this time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda")
     run(parser.parse_args())

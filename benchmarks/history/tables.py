@@ -1,10 +1,10 @@
-"""The shipped cost tables of vLLM on an H200, from published step times.
+"""The shipped cost tables of vLLM on an H200, computed from measured step times.
 
-    python benchmarks/history/tables.py             prints how each number comes about
+    python benchmarks/history/tables.py             prints how each number is computed
     python benchmarks/history/tables.py --write     writes src/paceline/costs/*.json
 
-What was measured are whole steps: with EAGLE-3 and k tokens, B rows take V(B, B(1+k)) + k·d(B), a verification and k
-passes of the head. The two are told apart by the time of the model's linear layers alone, L(tokens):
+Only whole steps were measured: with EAGLE-3 and k tokens, B rows take V(B, B(1+k)) + k·d(B), a verification and k
+passes of the head. The time of the model's linear layers alone, L(tokens), separates the two:
 
     d(B) = median over k of (step(B, k) - plain(B) - (L(B(1+k)) - L(B))) / k,  never falling in B
     V(B, B(1+k)) = step(B, k) - k·d(B)
@@ -33,16 +33,16 @@ LINEARS_MS = {
     1: 4.16, 4: 4.19, 8: 4.37, 16: 4.17, 32: 4.26, 64: 4.31, 128: 4.76, 256: 6.98, 512: 12.24, 1024: 24.44
 }  # fmt: skip
 
-CONTEXT = 640  # tokens of a row, on average: a prompt of 512 and half of 256 answered
-KV_BYTES, BYTES_PER_S = 147_456, 4.2e12  # of a token: 36 layers x 8 heads x 128 x 2 x 2 bytes; memory bandwidth
-HISTORY_S = 2e-6  # per row and step: our history drafter in C, measured
+CONTEXT = 640  # tokens of a row, on average: a prompt of 512 and half of a completion of 256
+KV_BYTES, BYTES_PER_S = 147_456, 4.2e12  # per token: 36 layers x 8 heads x 128 x 2 x 2 bytes; memory bandwidth
+HISTORY_S = 2e-6  # per row and step: Paceline's history drafter in C, measured
 SOURCE = "vLLM 0.25.1 measured on one H200, Qwen3-8B shape, 512+256 tokens; taken apart by benchmarks/history/tables.py"
 FOLDER = Path(__file__).parents[2] / "src" / "paceline" / "costs"
 
 
 def linears_ms(num_tokens: int) -> float:
-    """Interpolated. More tokens never take less: the lesser of two that say otherwise stands, as all of them wait for
-    the weights. Past 1024 tokens, in proportion."""
+    """Interpolated, and made non-decreasing: if fewer tokens were measured to take longer, the lower time is used for
+    both, since the time is that of reading the weights. Proportional above 1024 tokens."""
     sizes, times = np.array(list(LINEARS_MS)), np.array(list(LINEARS_MS.values()))
     times = np.minimum.accumulate(times[::-1])[::-1]
     return float(np.interp(num_tokens, sizes, times)) * max(1.0, num_tokens / sizes[-1])
@@ -76,7 +76,7 @@ def tables() -> list[CostTable]:
     steps = points()
     verify_s = {(p.num_rows, p.num_query_tokens): p.seconds for p in steps}
     eagle3 = [(rows, k, round(k * ms / 1e3, 8)) for rows, ms in head_ms().items() for k in (1, 7)]
-    # Neither looking up nor its way through the host depends on how many tokens are asked for.
+    # The time of an n-gram lookup on the host does not depend on the draft length.
     ngram = [
         (rows, k, round(ms / 1e3 - verify_s[rows, 4 * rows], 8)) for rows, ms in NGRAM_K3_MS.items() for k in (1, 7)
     ]
@@ -102,7 +102,7 @@ def tables() -> list[CostTable]:
 
 
 def main() -> None:
-    print("head, ms a pass:", {rows: round(ms, 3) for rows, ms in head_ms().items()})
+    print("head, ms per pass:", {rows: round(ms, 3) for rows, ms in head_ms().items()})
     for table in tables():
         print(f"\n{table.name}: {table.source}")
         for point in table.points:

@@ -1,6 +1,8 @@
-"""A head of train.py in the layout that Paceline and vLLM load, with its provenance.
+"""Converts a head of train.py to the layout that Paceline and vLLM load, with its provenance.
 
-python benchmarks/shipped_head/export.py --head head/ --model smollm2-135m --out src/paceline/heads/smollm2-135m
+    python benchmarks/shipped_head/export.py --head head/ --model smollm2-135m --out src/paceline/heads/smollm2-135m
+
+--head is the --out folder of train.py.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import argparse
 import json
 from pathlib import Path
 
-from train import restored
+from train import load_tensors
 
 import paceline
 from paceline.model.config import ModelConfig
@@ -26,14 +28,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--head", type=Path, required=True)
     parser.add_argument("--model", required=True, help="the target: a name that `paceline pull` knows, or a directory")
-    parser.add_argument("--target-name", help="what others load as the target, a hub id")
+    parser.add_argument("--target-name", help="the target's hub id, for other loaders")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     shape = json.loads((args.head / "head.json").read_text("utf-8"))
     layer = shape.pop("layer")
     layer["eos_token_ids"], shape["layer_ids"] = tuple(layer["eos_token_ids"]), tuple(shape["layer_ids"])
     head = Eagle3Head(HeadConfig(ModelConfig(**layer), **shape))
-    head.load_state_dict(restored(args.head))
+    head.load_state_dict(load_tensors(args.head))
     figures = json.loads((args.head / "figures.json").read_text("utf-8"))
     measured = {
         f"{name}, {temperature}, k=3": {

@@ -1,10 +1,10 @@
-"""The prompts of the shipped head, as token ids: GSM8K questions, reasoning-gym problems, templated requests.
+"""Makes the prompts for training the shipped head, as token ids: GSM8K questions, reasoning-gym problems, templates.
 
     python benchmarks/shipped_head/prompts.py --gsm8k gsm8k-train.jsonl --out prompts/
 
-Writes train.npz, held_out.npz and magpie.json (how the model is made to ask itself). Held out are GSM8K's last 500
-questions, reasoning-gym problems of other seeds, and a fifth of the one-digit sums of the quickstart; no held-out
-prompt is trained on.
+Writes train.npz, held_out.npz and magpie.json (the chat template around a user's turn, with which the model generates
+its own prompts). Held out are GSM8K's last 500 questions, reasoning-gym problems of other seeds, and a fifth of the
+one-digit sums of the quickstart. No held-out prompt is used for training.
 """
 
 from __future__ import annotations
@@ -146,10 +146,10 @@ def main() -> None:
     train: list[tuple[str, Prompt]] = []
     for question in questions[:-500]:
         train.append(("gsm8k", question))
-        dice = rng.random()
-        if dice < 0.25:  # as some users ask it
+        draw = rng.random()
+        if draw < 0.25:  # common variants of the prompt
             train.append(("gsm8k", f"{question}\n{rng.choice(STEPS)}"))
-        elif dice < 0.35:
+        elif draw < 0.35:
             train.append(("gsm8k", as_messages(question, SYSTEM)))
     held_out: list[tuple[str, Prompt]] = [("gsm8k", question) for question in rng.sample(questions[-500:], 200)]
     for task in TASKS:

@@ -1,4 +1,4 @@
-"""Token sequences on disk: prompts, and rollouts that begin with them. One npz, ids as uint16 laid end to end."""
+"""Token sequences on disk, prompts or rollouts that begin with them: one npz file with concatenated uint16 ids."""
 
 from __future__ import annotations
 

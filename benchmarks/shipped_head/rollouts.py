@@ -1,10 +1,10 @@
-"""The target's own rollouts over the prompts, and over prompts that it makes up itself, on one GPU.
+"""Generates the target's completions of the prompts, and of prompts that it generates itself, on one GPU.
 
     python benchmarks/shipped_head/rollouts.py --model DIR --prompts prompts/ --out rollouts/
 
-A static batch in lockstep: all rows stand at the same position, so that attention needs no mask and no paging. Rows
-whose prompt is longer are fed it token by token, and finished rows are dropped now and then. The model's own prompts
-are made as Magpie does (arXiv 2406.08464): after the opening of a user's turn it is left to write that turn itself.
+All rows of a static batch are at the same position, so that attention needs no mask and no paging. Rows with longer
+prompts get them token by token, and finished rows are removed from time to time. The model's own prompts are made as in
+Magpie (arXiv 2406.08464): it completes the beginning of a user's turn.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SAMPLES = {"gsm8k": 4, "gym": 2, "sums": 3, "general": 2}  # rollouts per prompt
 
 
 class StaticAttention:
-    """Keys and values of rows that all stand at position `at`, a tensor: a step's kernels are the same at each."""
+    """Keys and values of rows that are all at position `at`. It is a tensor, so that one CUDA graph fits all steps."""
 
     def __init__(self, decoder: Decoder, num_rows: int, length: int) -> None:
         c = decoder.config
@@ -72,9 +72,11 @@ class StaticAttention:
 
 
 class Batch:
-    """Rows in lockstep. `fed` is every row's token at position `at`."""
+    """Rows that are all at the same position. `fed` has the rows' tokens at position `at`."""
 
-    def __init__(self, decoder: Decoder, prompts: list[np.ndarray], heat: np.ndarray, max_new: int, end: int) -> None:
+    def __init__(
+        self, decoder: Decoder, prompts: list[np.ndarray], temperatures: np.ndarray, max_new: int, end: int
+    ) -> None:
         device = decoder.device
         self.decoder, self.end = decoder, end
         self.lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -84,9 +86,10 @@ class Batch:
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
         self.tokens = torch.as_tensor(tokens, device=device)
-        self.cold = torch.as_tensor(1 / np.maximum(heat, 1e-4), dtype=torch.float32, device=device).unsqueeze(1)
+        inverse = 1 / np.maximum(temperatures, 1e-4)
+        self.inverse_temperature = torch.as_tensor(inverse, dtype=torch.float32, device=device).unsqueeze(1)
         self.done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-        self.rows = torch.arange(len(prompts), device=device)  # which they were at the beginning
+        self.rows = torch.arange(len(prompts), device=device)  # the rows' original indices
         self.attention = StaticAttention(decoder, len(prompts), self.longest)
         self.attention.at.fill_(self.shortest - 1)
         known = self.shortest - 1  # tokens before the first one fed
@@ -99,7 +102,7 @@ class Batch:
         at = self.attention.at
         hidden = self.decoder(self.fed, at.repeat(len(self.fed)), self.attention).hidden
         assert self.decoder.embed.weight is not None
-        logits = exact_logits(hidden, self.decoder.embed.weight) * self.cold
+        logits = exact_logits(hidden, self.decoder.embed.weight) * self.inverse_temperature
         drawn = (logits - torch.empty_like(logits).exponential_().log_()).argmax(-1)
         following = at + 1
         given = following < self.lengths
@@ -113,19 +116,19 @@ class Batch:
         at += 1
 
     def keep(self, rows: Tensor) -> None:
-        for name in ("lengths", "ends", "tokens", "cold", "done", "rows", "fed"):
+        for name in ("lengths", "ends", "tokens", "inverse_temperature", "done", "rows", "fed"):
             setattr(self, name, getattr(self, name)[rows])
         self.attention.keep(rows)
 
-    def recorded(self) -> Callable[[], None]:
-        """The step, as one CUDA graph where there is CUDA."""
+    def captured_step(self) -> Callable[[], None]:
+        """The step; on CUDA as one graph."""
         if self.fed.device.type != "cuda":
             return self.step
         kept = [x.clone() for x in (self.ends, self.tokens, self.done, self.fed, self.attention.at)]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self.step()  # compiles, and takes memory
+            self.step()  # compiles kernels and allocates memory
         torch.cuda.current_stream().wait_stream(side)
         for x, old in zip((self.ends, self.tokens, self.done, self.fed, self.attention.at), kept, strict=True):
             x.copy_(old)
@@ -139,11 +142,11 @@ class Batch:
 def sample(
     decoder: Decoder, prompts: list[np.ndarray], temperatures: np.ndarray, max_new: int, end: int, seed: int
 ) -> list[np.ndarray]:
-    """Prompt and completion of every row, the end token included where it was reached."""
+    """Prompt and completion of every row, including the end token if it was emitted."""
     torch.manual_seed(seed)
     batch = Batch(decoder, prompts, temperatures, max_new, end)
     tokens, ends = batch.tokens.clone(), batch.ends.clone()
-    step = batch.recorded()
+    step = batch.captured_step()
     for at in range(batch.shortest - 1, batch.longest - 1):
         step()
         if at % 16 == 0 or at == batch.longest - 2:
@@ -152,9 +155,9 @@ def sample(
             if len(left) == 0:
                 break
             if len(left) < 0.8 * len(batch.rows):
-                step = batch.step  # lets go of the graph and its memory
+                step = batch.step  # frees the graph and its memory
                 batch.keep(left)
-                step = batch.recorded()
+                step = batch.captured_step()
     out = tokens.cpu().numpy()
     return [out[row, :stop].astype(np.uint16) for row, stop in enumerate(ends.tolist())]
 
@@ -162,7 +165,7 @@ def sample(
 def rollouts(
     decoder: Decoder, jobs: list[Record], max_new: int, batch: int, end: int, seed: int, seconds: float = 1e9
 ) -> list[Record]:
-    """Jobs are prompts with the temperature to go on with. Those that `seconds` do not suffice for are left out."""
+    """Completions of the jobs: prompts, each with its temperature. Stops after `seconds` with the results so far."""
     by_length = sorted(range(len(jobs)), key=lambda i: len(jobs[i].tokens))
     groups = [by_length[start : start + batch] for start in range(0, len(jobs), batch)]
     order = np.random.default_rng(seed).permutation(len(groups))
@@ -170,8 +173,8 @@ def rollouts(
     begin = time.time()
     for turn in order:
         part = [jobs[i] for i in groups[turn]]
-        heat = np.array([job.temperature for job in part])
-        found = sample(decoder, [job.tokens for job in part], heat, max_new, end, seed + int(turn))
+        temperatures = np.array([job.temperature for job in part])
+        found = sample(decoder, [job.tokens for job in part], temperatures, max_new, end, seed + int(turn))
         out += [Record(j.group, t, j.num_prompt, j.temperature) for j, t in zip(part, found, strict=True)]
         num_new = sum(len(r.tokens) - r.num_prompt for r in out)
         past = time.time() - begin
@@ -182,7 +185,7 @@ def rollouts(
 
 
 def magpie(decoder: Decoder, path: Path, number: int, batch: int, end: int, seed: int) -> list[Record]:
-    """Prompts that the model asked itself, each once."""
+    """Prompts that the model generated itself, without duplicates."""
     frame = json.loads(path.read_text("utf-8"))
     before, after = np.array(frame["before"], np.uint16), np.array(frame["after"], np.uint16)
     jobs = [Record("general", before, len(before))] * number
@@ -195,7 +198,7 @@ def magpie(decoder: Decoder, path: Path, number: int, batch: int, end: int, seed
     return list(seen.values())
 
 
-def heats(number: int, seed: int) -> np.ndarray:
+def draw_temperatures(number: int, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     kinds = rng.choice(3, number, p=[share for share, _ in TEMPERATURES])
     return np.choose(kinds, [np.ones(number), rng.uniform(0.5, 0.8, number), np.zeros(number)])
@@ -216,8 +219,8 @@ def main() -> None:
     parser.add_argument("--max-new", type=int, default=320)
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--magpie", type=int, default=24576)
-    parser.add_argument("--seconds", type=float, default=1e9, help="for the training rollouts")
-    parser.add_argument("--limit", type=int, default=10**9, help="use so many prompts only, to try things out")
+    parser.add_argument("--seconds", type=float, default=1e9, help="time limit for the training rollouts")
+    parser.add_argument("--limit", type=int, default=10**9, help="use at most N prompts, for a quick test")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only-train", action="store_true", help="no held-out rollouts")
     parser.add_argument("--device", default="cuda")
@@ -232,12 +235,12 @@ def main() -> None:
     rng = np.random.default_rng(args.seed + 3)
     jobs = [p for p in [*train, *asked[num_held:]] for _ in range(SAMPLES[p.group])]
     jobs = [jobs[i] for i in rng.permutation(len(jobs))[: args.limit]]
-    hot = heats(len(jobs), args.seed + 5)
-    jobs = [Record(j.group, j.tokens, j.num_prompt, float(t)) for j, t in zip(jobs, hot, strict=True)]
+    temperatures = draw_temperatures(len(jobs), args.seed + 5)
+    jobs = [Record(j.group, j.tokens, j.num_prompt, float(t)) for j, t in zip(jobs, temperatures, strict=True)]
     write(args.out / "train.npz", rollouts(decoder, jobs, args.max_new, args.batch, end, args.seed + 11, args.seconds))
     if args.only_train:
         return
-    # What is measured on comes from a target in float32, like the engine's.
+    # Held-out rollouts come from a target in float32, as in the engine.
     decoder = load(args.model, torch.float32, args.device)
     held = [*read(args.prompts / "held_out.npz"), *asked[:num_held]]
     held = [held[i] for i in rng.permutation(len(held))[: args.limit]]

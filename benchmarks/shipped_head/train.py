@@ -2,8 +2,8 @@
 
     python benchmarks/shipped_head/train.py --model DIR --rollouts rollouts/ --out head/ --num-steps 4000
 
-The target is frozen in bfloat16, the head's weights are float32 under autocast. The head's LM head begins as the rows
-of the target's, its final norm as the target's; everything else is random. `--draft` takes settings of `[draft]`.
+The target is frozen in bfloat16; the head's weights are float32 under autocast. The head's LM head is initialised with
+rows of the target's; the other weights are random. `--draft` takes settings of `[draft]`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from records import Record, read
 from rollouts import load
 
 from paceline.config import DraftSection
-from paceline.draft import learner as learner_room
-from paceline.draft import loss as loss_room
+from paceline.draft import learner as learner_module
+from paceline.draft import loss as loss_module
 from paceline.draft.acceptance import Acceptance, measure
+from paceline.draft.head_batch import Example, HeadBatch, make_head_batch
 from paceline.draft.learner import DraftLearner
-from paceline.draft.lesson import Example, Lesson, teach
 from paceline.model.decoder import Decoder
 from paceline.model.eagle3 import Eagle3Head, head_config, init_head
 
@@ -39,16 +39,16 @@ def example(record: Record) -> Example:
     return Example(record.tokens.astype(np.int32), np.arange(len(record.tokens)) >= record.num_prompt)
 
 
-def lesson_of(target: Decoder, records: list[Record], taps: tuple[int, ...]) -> Lesson:
-    lesson = teach(target, [example(record) for record in records], taps)
+def head_batch_of(target: Decoder, records: list[Record], aux_layers: tuple[int, ...]) -> HeadBatch:
+    head_batch = make_head_batch(target, [example(record) for record in records], aux_layers)
     weight = target.embed.weight
     assert weight is not None
-    lesson.logits = lambda hidden: exact_logits(hidden, weight)
-    return lesson
+    head_batch.logits = lambda hidden: exact_logits(hidden, weight)
+    return head_batch
 
 
 def batches(records: list[Record], num_tokens: int, seed: int) -> Iterator[list[Record]]:
-    """Epoch after epoch, in batches of about one length each and at most so many tokens with their padding."""
+    """Endless batches of sequences with similar lengths, with at most `num_tokens` tokens including padding."""
     rng = np.random.default_rng(seed)
     lengths = np.array([len(record.tokens) for record in records])
     while True:
@@ -64,18 +64,19 @@ def batches(records: list[Record], num_tokens: int, seed: int) -> Iterator[list[
 
 
 def vocabulary(records: list[Record], size: int, ends: tuple[int, ...], vocab_size: int) -> torch.Tensor:
-    """The tokens that the target says most often; those of prompts count a little; its end tokens always."""
+    """The tokens that the target emits most often, and its end tokens. Tokens of prompts count less."""
     count = np.zeros(vocab_size)
     for part, weight in ((slice(None), 0.1), (None, 0.9)):
-        said = [r.tokens if part else r.tokens[r.num_prompt :] for r in records]
-        count += weight * np.bincount(np.concatenate(said), minlength=vocab_size)
+        tokens = [r.tokens if part else r.tokens[r.num_prompt :] for r in records]
+        count += weight * np.bincount(np.concatenate(tokens), minlength=vocab_size)
     count[[0, 1, 2, *ends]] = np.inf
     return torch.as_tensor(np.sort(np.argsort(-count, kind="stable")[:size]))
 
 
 def coverage(records: list[Record], draft_ids: torch.Tensor) -> float:
-    said = np.concatenate([np.zeros(0, np.uint16), *(r.tokens[r.num_prompt :] for r in records)])
-    return float(np.isin(said, draft_ids.cpu().numpy()).mean())
+    """Share of the emitted tokens that are in the draft vocabulary."""
+    emitted = np.concatenate([np.zeros(0, np.uint16), *(r.tokens[r.num_prompt :] for r in records)])
+    return float(np.isin(emitted, draft_ids.cpu().numpy()).mean())
 
 
 def train(
@@ -91,8 +92,8 @@ def train(
     init: Path | None = None,
     seconds: float | None = None,
 ) -> tuple[Eagle3Head, dict[str, Any]]:
-    """`sharpen` is the share of steps, the last ones, that use the acceptance loss. With `seconds`, the number of steps
-    is chosen anew once their speed is known, so that the schedule ends in time."""
+    """`sharpen` is the share of the steps, at the end, that use the acceptance loss. With `seconds`, the number of
+    steps is set again once their speed is known, so that the schedule ends in time."""
     config = head_config(target.config, len(draft_ids), tuple(section.layer_ids) if section.layer_ids else None)
     config = replace(config, norm_before_residual=section.norm_before_residual, fc_norm=section.fc_norm)
     if intermediate:
@@ -105,7 +106,7 @@ def train(
         if begin_with == "norm":
             head.norm.copy_(target.norm)
     if init:
-        head.load_state_dict(restored(init))
+        head.load_state_dict(load_tensors(init))
     if target.device.type == "cuda":
         head.ops = CompiledOps()
     learner = DraftLearner(head, section, num_steps=num_steps)
@@ -116,9 +117,9 @@ def train(
         if step == num_steps - int(sharpen * num_steps):
             learner.section = section.model_copy(update={"loss": "acceptance"})
         batch = next(stream)
-        report = learner.update(lesson_of(target, batch, config.taps), target.embed)
+        report = learner.update(head_batch_of(target, batch, config.aux_layers), target.embed)
         num_tokens += sum(len(r.tokens) for r in batch)
-        if step == 20:  # compiled by now
+        if step == 20:  # after compilation
             begin, num_tokens = time.time(), 0
         if seconds and step in (60, 200, 600, 1500):
             speed = (step - 20) / (time.time() - begin)
@@ -139,7 +140,7 @@ def train(
 
 
 def rounded(head: Eagle3Head) -> Eagle3Head:
-    """As it comes back from disk: bfloat16, computed with in float32."""
+    """The head as it is loaded from disk: weights rounded to bfloat16, in float32."""
     copy = Eagle3Head(head.config).to(head.device)
     copy.load_state_dict(
         {k: v.bfloat16().float() if v.is_floating_point() else v for k, v in head.state_dict().items()}
@@ -151,22 +152,22 @@ def rounded(head: Eagle3Head) -> Eagle3Head:
 def evaluate(
     head: Eagle3Head, target: Decoder, held_out: list[Record], ks: tuple[int, ...], temperatures: tuple[float, ...]
 ) -> dict[str, Any]:
-    """table[set]["T=1.0"]["k=3"][kind] = mean length, per position and counts; sequences of that same temperature."""
+    """table[set]["T=1.0"]["k=3"][kind] = mean length, per position and counts, on sequences of the same temperature."""
     table: dict[str, Any] = {name: {} for name in MEASURED}
     for temperature in temperatures:
         for k in ks:
             found: dict[str, dict[str, Acceptance]] = {}
             for group in sorted({r.group for r in held_out}):
                 some = sorted((r for r in held_out if r.group == group and r.temperature == temperature), key=_length)
-                found[group] = {kind: Acceptance.none(k) for kind in ("coupled", "greedy", "sampled")}
+                found[group] = {kind: Acceptance.zeros(k) for kind in ("coupled", "greedy", "sampled")}
                 for start in range(0, len(some), 64):
-                    lesson = lesson_of(target, some[start : start + 64], head.config.taps)
-                    for kind, part in measure(head, target.embed, lesson, k, temperature, seed=start).items():
+                    head_batch = head_batch_of(target, some[start : start + 64], head.config.aux_layers)
+                    for kind, part in measure(head, target.embed, head_batch, k, temperature, seed=start).items():
                         found[group][kind].add(part)
             for name, groups in MEASURED.items():
                 cell = table[name].setdefault(f"T={temperature}", {}).setdefault(f"k={k}", {})
                 for kind in ("coupled", "greedy", "sampled"):
-                    total = Acceptance.none(k)
+                    total = Acceptance.zeros(k)
                     for group in groups:
                         if group in found:
                             total.add(found[group][kind])
@@ -183,7 +184,7 @@ def _length(record: Record) -> int:
 
 
 def brief(table: dict[str, Any], k: int = 3) -> str:
-    """coupled at k, by set and temperature."""
+    """Acceptance lengths of rule `coupled` at k, by set and temperature."""
     return " | ".join(
         f"{name} " + " ".join(f"{t}: {cells[f'k={k}']['coupled']['mean_length']:.3f}" for t, cells in by.items())
         for name, by in table.items()
@@ -191,8 +192,8 @@ def brief(table: dict[str, Any], k: int = 3) -> str:
 
 
 def save(head: Eagle3Head, out: Path, figures: dict[str, Any], max_bytes: int = 15 * 2**20) -> None:
-    """Shards of plain parameter names in bfloat16, head.json, figures.json. A tensor that is too large for a shard is
-    cut by rows, name.0, name.1, …"""
+    """Write shards with parameter names in bfloat16, head.json and figures.json. A tensor that is too large for a shard
+    is split by rows: name.0, name.1, …"""
     from safetensors.torch import save_file
 
     out.mkdir(parents=True, exist_ok=True)
@@ -213,8 +214,8 @@ def save(head: Eagle3Head, out: Path, figures: dict[str, Any], max_bytes: int = 
     (out / "figures.json").write_text(json.dumps(figures, indent=1), "utf-8")
 
 
-def restored(directory: Path) -> dict[str, torch.Tensor]:
-    """What `save` wrote, in float32."""
+def load_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors that `save` wrote, in float32."""
     from safetensors.torch import load_file
 
     found: dict[str, list[torch.Tensor]] = {}
@@ -226,9 +227,9 @@ def restored(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def compile_learning() -> None:
-    """The learner's two elementwise passes over the vocabulary, each as one kernel."""
-    loss_room.compare = torch.compile(loss_room.compare)
-    learner_room.probabilities = torch.compile(learner_room.probabilities)
+    """Compile the learner's two elementwise passes over the vocabulary into one kernel each."""
+    loss_module.compare = torch.compile(loss_module.compare)
+    learner_module.probabilities = torch.compile(learner_module.probabilities)
 
 
 def main() -> None:
@@ -238,12 +239,12 @@ def main() -> None:
     parser.add_argument("--groups", default="gsm8k,gym,sums,general")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--num-steps", type=int, default=4000)
-    parser.add_argument("--seconds", type=float, help="instead of --num-steps: how long the training may take")
-    parser.add_argument("--sharpen", type=float, default=0.0)
-    parser.add_argument("--draft", type=json.loads, default={}, help="settings of [draft], as json")
-    parser.add_argument("--init", type=Path, help="a head of this script to go on with, of the same vocabulary")
+    parser.add_argument("--seconds", type=float, help="instead of --num-steps: the time of the training")
+    parser.add_argument("--sharpen", type=float, default=0.0, help="share of steps with the acceptance loss")
+    parser.add_argument("--draft", type=json.loads, default={}, help="settings of [draft], as JSON")
+    parser.add_argument("--init", type=Path, help="start from a head of this script, with the same vocabulary")
     parser.add_argument("--temperatures", type=json.loads, default=[1.0, 0.6, 0.0])
-    parser.add_argument("--held-out", type=Path, help="rollouts to measure on; those beside the others")
+    parser.add_argument("--held-out", type=Path, help="rollouts to measure on (default: those in --rollouts)")
     parser.add_argument("--ks", type=json.loads, default=[1, 3, 5, 7])
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
@@ -256,7 +257,7 @@ def main() -> None:
     c = target.config
     draft_ids = vocabulary(records, section.draft_vocab_size, c.eos_token_ids, c.vocab_size)
     if args.init:
-        draft_ids = restored(args.init)["draft_ids"]
+        draft_ids = load_tensors(args.init)["draft_ids"]
     head, log = train(
         target, records, draft_ids, section, args.num_steps, args.sharpen, init=args.init, seconds=args.seconds
     )

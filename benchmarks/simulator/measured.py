@@ -1,9 +1,9 @@
-"""Steps of the local engine, measured; half of them fitted on, the other half predicted.
+"""The simulator's error on measured steps of the local engine: it is fitted on half of them and predicts the others.
 
-    python benchmarks/simulator/measured.py --model smollm2-135m --hardware cards/mine.toml --json steps.json
-    python benchmarks/simulator/measured.py --trace steps.json        one that was recorded elsewhere
+    python benchmarks/simulator/measured.py --model smollm2-135m --hardware mine.toml --json steps.json
+    python benchmarks/simulator/measured.py --trace steps.json        uses steps that were recorded before
 
-Without --hardware the card is a guess that the fit then corrects: what is fitted are shares of its rates.
+The default --hardware spec is an estimate. The fit corrects it, because it fits fractions of its rates.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.sim.cards import Efficiency, Hardware, Model, card
+from paceline.sim.specs import Efficiency, Hardware, Model, load_spec
 from paceline.sim.step import Engine
 from paceline.sim.trace import calibrate, read_trace
 
-LEAST_STEPS = 4  # of one or two nobody knows what else they had to do
+MIN_STEPS = 4  # fewer steps may all have been delayed
 
 
 def record(
@@ -29,9 +29,10 @@ def record(
     device: str,
     path: Path,
 ) -> None:
-    """The steps of `paceline bench step` with drafts from history, so without a head's passes. Of each kind the fastest
-    tenth: what holds a step up is seldom its own doing. Written after every context."""
-    from paceline.bench.step import Settings, Subject, check_machine
+    """Record steps of `paceline bench step` with drafts from history, so without passes of a head. The time of a case
+    is the 10% quantile of its steps: other processes may delay a step. The file is written after every context."""
+    from paceline.bench.step import BenchModel, check_machine
+    from paceline.bench.step_settings import Settings
 
     rows = []
     for prompt_tokens in contexts:
@@ -46,10 +47,10 @@ def record(
             dtype="float32" if device == "cpu" else "bfloat16",
         )
         check_machine(settings)
-        subject = Subject(settings)
+        bench_model = BenchModel(settings)
         for batch, k in settings.cells:
-            steps = subject.steps(batch, k)
-            if len(steps) < LEAST_STEPS:
+            steps = bench_model.steps(batch, k)
+            if len(steps) < MIN_STEPS:
                 continue
             seconds = float(np.quantile([step.total_s - step.draft_s for step in steps], 0.1))
             context = float(np.mean([step.num_context_tokens for step in steps])) / batch
@@ -70,24 +71,24 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", default="32,256")
     parser.add_argument("--json", type=Path, default=Path("steps.json"))
     parser.add_argument("--trace", type=Path)
-    given = parser.parse_args()
-    given_numbers = given.batch, given.k, given.prompt_tokens
-    batches, lengths, contexts = (tuple(map(int, text.split(","))) for text in given_numbers)
-    if given.trace is None:
-        record(given.model, batches, lengths, contexts, given.device, given.json)
-    engine = Engine(precision=given.precision, kv_precision=given.precision)
-    efficiency = card(Efficiency, "published", "")
+    args = parser.parse_args()
+    numbers = args.batch, args.k, args.prompt_tokens
+    batches, lengths, contexts = (tuple(map(int, text.split(","))) for text in numbers)
+    if args.trace is None:
+        record(args.model, batches, lengths, contexts, args.device, args.json)
+    engine = Engine(precision=args.precision, kv_precision=args.precision)
+    efficiency = load_spec(Efficiency, "published", "")
     found = calibrate(
-        read_trace(given.trace or given.json), card(Hardware, given.hardware, "--hardware"),
-        card(Model, given.model, "--model"), efficiency, engine,
+        read_trace(args.trace or args.json), load_spec(Hardware, args.hardware, "--hardware"),
+        load_spec(Model, args.model, "--model"), efficiency, engine,
     )  # fmt: skip
     for name, value in found.fitted.values.items():
         print(f"    {name} = {value:.4g}")
-    print(f"fitted on {len(found.used)} rows: off by {100 * found.fitted.mean:.1f}% on average, "
-          f"{100 * found.fitted.worst:.1f}% at most")  # fmt: skip
+    print(f"fitted on {len(found.fitted_steps)} rows: error {100 * found.fitted.mean_error:.1f}% on average, "
+          f"{100 * found.fitted.max_error:.1f}% at most")  # fmt: skip
     for row, error in zip(found.held_out, found.errors, strict=True):
         print(f"    {row.name}: {1e3 * row.seconds:.2f} ms, {100 * error:+.1f}%")
-    print(f"held out {len(found.held_out)} rows: off by {100 * found.worst:.1f}% at most")
+    print(f"held out {len(found.held_out)} rows: error {100 * found.max_error:.1f}% at most")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How often drafts are right in vLLM and in our own engine: the same model, prompts and greedy tokens.
+"""Acceptance length by drafter in vLLM and in Paceline's local engine, with the same model, prompts and greedy tokens.
 
     .venv-vllm/bin/python benchmarks/vllm/acceptance.py
 
-Two rounds over the prompts, so that the history has something to remember; each engine in a process of its own.
+SmolLM2-135M. Each engine runs in its own process. The prompts run twice, so that there is a history to draft from.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import sys
 import time
 from typing import Any
 
-from paceline.bench.prompts import BUILTIN
+from paceline.bench.prompts import read_prompts
+from paceline.build.config import load_config
 from paceline.build.run import build_rollout_engine
-from paceline.config import load_config
 from paceline.model import store
 from paceline.speculation.metrics import summarise
 from paceline.tasks.prompt import encode
@@ -27,12 +27,12 @@ ENGINES = ("local", "vllm")
 
 
 def measure(kind: str, method: str, num_prompts: int, num_tokens: int, model: str = "smollm2-135m") -> dict[str, Any]:
-    given = [f"model.name={model}", f"engine.kind={kind}", "engine.max_num_seqs=8", "engine.kv_tokens=8192"]
+    base = [f"model.name={model}", f"engine.kind={kind}", "engine.max_num_seqs=8", "engine.kv_tokens=8192"]
     draft = [f"speculation.method={method}", "speculation.rule=rejection", "speculation.num_speculative_tokens=3"]
-    engine = build_rollout_engine(load_config(None, [*given, "engine.graphs=false", *draft]))
+    engine = build_rollout_engine(load_config(None, [*base, "engine.graphs=false", *draft]))
     tokenizer = store.load_tokenizer(store.resolve(model))
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    prompts = [encode(tokenizer, prompt) for prompt in BUILTIN[:num_prompts]]
+    prompts = [encode(tokenizer, prompt) for prompt in read_prompts()[:num_prompts]]
     tokens = []
     started = time.perf_counter()
     try:
@@ -53,16 +53,16 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--one", nargs=2, metavar=("ENGINE", "METHOD"))
-    options = parser.parse_args()
-    if options.one:
-        print(json.dumps(measure(*options.one, options.prompts, options.tokens)))
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(*args.one, args.prompts, args.tokens)))
         return
     print(f"{'drafter':8} {'local':>7} {'vLLM':>7}   same sequences")
     for method in METHODS:
         found = []
         for kind in ENGINES:
             command = [sys.executable, __file__, "--one", kind, method]
-            command += ["--prompts", str(options.prompts), "--tokens", str(options.tokens)]
+            command += ["--prompts", str(args.prompts), "--tokens", str(args.tokens)]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             found.append(json.loads(done.stdout.splitlines()[-1]))
         local, vllm = found

@@ -1,9 +1,9 @@
-"""Samples of vLLM with drafts against samples without, beside nulls of the same size: a model of four tokens, whole
-sequences as bins. As `verify/chance.py` does it for our own engine.
+"""Chi-square tests of vLLM's samples with drafts against its samples without, on a model with four tokens.
 
     .venv-vllm/bin/python benchmarks/vllm/exactness.py --jobs 2
 
-Every arm has seeds and a process of its own. Takes about a quarter of an hour on two CPU cores.
+Each sequence is a bin. Null arms have no drafts either; broken arms must be detected. Each arm has its own seeds and
+process. Takes about a quarter of an hour on two CPU cores. `paceline verify` has the same test for the local engine.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 
+from paceline.build.config import load_config
 from paceline.build.run import build_rollout_engine
 from paceline.cluster import vllm_sampler
 from paceline.cluster.vllm_python import environment
-from paceline.config import load_config
 from paceline.speculation.metrics import summarise
 from paceline.types import Request, SamplingParams, noise_key
-from paceline.verify.chance import Test, against_sample, holm
+from paceline.verify.chi_square import ChiSquareTest, holm, homogeneity
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from tiny_run import write_head, write_model
@@ -42,22 +42,22 @@ METHODS = {
     "eagle3": DRAFT,  # and a head, see `draw`
     "suffix": HISTORY,
 }
-# The broken twins: drafted positions at another temperature than the others, by this factor.
-TWINS = {"twin": 0.7, "slight": 0.95}
+# Broken samplers: the temperature of drafted positions is multiplied by this factor.
+BROKEN = {"broken": 0.7, "slight": 0.95}
 
 
 def draw(arm: str, seed: int, num_samples: int) -> dict[str, Any]:
-    """How often each sequence came, and figures of the drafts. An arm that is neither a method nor a twin is plain."""
-    method = HISTORY if arm in TWINS else METHODS.get(arm, [])
-    if arm in TWINS:
-        break_sampler(TWINS[arm])
+    """How often each sequence was sampled, and metrics of the drafts. An arm without a method is plain decoding."""
+    method = HISTORY if arm in BROKEN else METHODS.get(arm, [])
+    if arm in BROKEN:
+        break_sampler(BROKEN[arm])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model", vocab_size=VOCAB, head_dim=32, num_layers=3, eos_token_ids=())
         if arm == "eagle3":
             method = [*write_head(folder, layers=(1, 2, 3), num_tokens=VOCAB - 1), *method]
-        given = [f"model.name={str(folder / 'model')!r}", "engine.kind=vllm", "engine.graphs=false", "engine.threads=1"]
-        engine = build_rollout_engine(load_config(None, [*given, "engine.max_num_seqs=256", *method]))
+        base = [f"model.name={str(folder / 'model')!r}", "engine.kind=vllm", "engine.graphs=false", "engine.threads=1"]
+        engine = build_rollout_engine(load_config(None, [*base, "engine.max_num_seqs=256", *method]))
     sampling = SamplingParams(temperature=TEMPERATURE, max_tokens=LENGTH, ignore_eos=True)
     started = time.perf_counter()
     try:
@@ -77,12 +77,13 @@ def break_sampler(factor: float) -> None:
     from vllm.v1.sample import rejection_sampler
 
     vllm_sampler.check_sampler = lambda device: None
-    rejection_sampler.expand_batch_to_tokens = lambda *args, **more: vllm_sampler.expand(*args, **more) * factor
+    expand = vllm_sampler.expand_batch_to_tokens
+    rejection_sampler.expand_batch_to_tokens = lambda *args, **kwargs: expand(*args, **kwargs) * factor
 
 
 def draw_all(processes: Sequence[Sequence[str]], seed: int, num_samples: int, jobs: int) -> dict[str, dict[str, Any]]:
-    """The arms of each process, `jobs` processes at a time. N-grams and twins come last in theirs: after n-grams vLLM
-    0.32 can't start another engine, and after a twin the sampler stays broken."""
+    """Run the arms of each process, `jobs` processes at a time. N-gram and broken arms must be the last of a process:
+    after n-grams vLLM 0.32 cannot start another engine, and after a broken arm the sampler stays broken."""
 
     def work(arms: Sequence[str]) -> dict[str, dict[str, Any]]:
         command = [sys.executable, __file__, "--draw", *arms, "--seed", str(seed), "--samples", str(num_samples)]
@@ -95,17 +96,17 @@ def draw_all(processes: Sequence[Sequence[str]], seed: int, num_samples: int, jo
         return {arm: figures for found in pool.map(work, processes) for arm, figures in found.items()}
 
 
-def compare(a: dict[str, Any], b: dict[str, Any]) -> Test:
+def compare(a: dict[str, Any], b: dict[str, Any]) -> ChiSquareTest:
     bins = np.arange(VOCAB**LENGTH)
-    return against_sample(np.repeat(bins, a["counts"]), np.repeat(bins, b["counts"]), len(bins))
+    return homogeneity(np.repeat(bins, a["counts"]), np.repeat(bins, b["counts"]), len(bins))
 
 
-def table(found: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Test]]:
-    """Every arm against the first one, a plain one; Holm's correction over all but the twins."""
+def table(found: dict[str, dict[str, Any]]) -> tuple[str, dict[str, ChiSquareTest]]:
+    """Every arm against the first one, which has no drafts; Holm's correction over all but the broken arms."""
     reference, *others = found
     tests = {arm: compare(found[reference], found[arm]) for arm in others}
-    honest = [arm for arm in others if arm not in TWINS]
-    adjusted = dict(zip(honest, holm([tests[arm].p_value for arm in honest]), strict=True))
+    correct = [arm for arm in others if arm not in BROKEN]
+    adjusted = dict(zip(correct, holm([tests[arm].p_value for arm in correct]), strict=True))
     lines = ["arm     samples  length  accepted  chi-square  freedom        p     Holm  total variation  seconds"]
     for arm, figures in found.items():
         drafts = f"{figures['mean_acceptance_length']:6.3f}  {figures['draft_acceptance_rate']:8.1%}"
@@ -127,13 +128,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--nulls", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--draw", nargs="+", metavar="ARM", help="only these, in this process, as JSON")
-    options = parser.parse_args()
-    if options.draw:
-        print(json.dumps({arm: draw(arm, options.seed, options.samples) for arm in options.draw}))
+    parser.add_argument("--draw", nargs="+", metavar="ARM", help="run only these arms in this process, and print JSON")
+    args = parser.parse_args()
+    if args.draw:
+        print(json.dumps({arm: draw(arm, args.seed, args.samples) for arm in args.draw}))
         return
-    arms = ["plain", *(f"null{i + 1}" for i in range(options.nulls)), *METHODS, *TWINS]
-    print(table(draw_all([[arm] for arm in arms], options.seed, options.samples, options.jobs))[0])
+    arms = ["plain", *(f"null{i + 1}" for i in range(args.nulls)), *METHODS, *BROKEN]
+    print(table(draw_all([[arm] for arm in arms], args.seed, args.samples, args.jobs))[0])
 
 
 if __name__ == "__main__":

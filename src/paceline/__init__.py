@@ -1,3 +1,3 @@
-"""Paceline: rollouts that arrive sooner, with not one token's distribution changed."""
+"""Paceline: RL post-training for language models with exact speculative rollouts."""
 
 __version__ = "0.1.0"

@@ -1,9 +1,9 @@
-"""The terminal, and foreign text on it.
+"""Prints untrusted text to the terminal.
 
-Prompts, completions, model files, reward functions' errors and file names come from outside. A control character in
-them could clear the screen, change the window's title or rewrite the lines above. `SafeConsole` prints such characters
-as escapes (`\\x1b`) and reads no markup in text. Everything that is printed goes through it, warnings and tracebacks
-too (`guard_stderr`).
+Prompts, completions, model files, errors of reward functions and file names are untrusted. A control character in them
+could clear the screen, change the window's title or overwrite earlier lines. `SafeConsole` prints control characters as
+escapes (`\\x1b`) and does not interpret markup. Everything is printed through it, including warnings and tracebacks
+(`guard_stderr`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import TextIO
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-# C0 without tab and newline, DEL and C1; what reorders text (bidirectional embeddings, overrides and isolates); and
-# halves of surrogate pairs, which no terminal's encoding has.
+# C0 without tab and newline, DEL and C1; bidirectional embeddings, overrides and isolates, which reorder text; and
+# single surrogates, which can't be encoded.
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def escape_controls(text: str) -> str:
-    """The text with control characters written out: ESC is `\\x1b`. Tabs and newlines stay."""
+    """Replace control characters by escapes: ESC becomes `\\x1b`. Tabs and newlines stay."""
     return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -37,20 +37,20 @@ class SafeConsole(Console):
         )
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """All that is printed comes through here, live displays included. rich's own control codes are segments of
-        their own kind."""
+        """rich calls this for everything that it prints, including live displays. Its own control codes are separate
+        segments."""
         for segment in super().render(renderable, options):
             if segment.control:
                 yield segment
                 continue
             style = segment.style
-            if style is not None and style.link:  # its target would be printed as it is
+            if style is not None and style.link:  # rich would print the link's target unescaped
                 style = style.update_link(None)
             yield Segment(escape_controls(segment.text), style)
 
 
 def guard_stderr(console: Console) -> None:
-    """From here on warnings and the tracebacks of threads are printed by this console."""
+    """Print warnings and tracebacks of threads through this console."""
 
     def show_warning(
         message: Warning | str,
@@ -73,6 +73,6 @@ def guard_stderr(console: Console) -> None:
 def show_traceback(
     console: Console, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """As Python would print it."""
+    """Print a traceback in Python's format."""
     console.print("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"), soft_wrap=True)
     sys.stderr.flush()

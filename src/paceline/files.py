@@ -1,7 +1,7 @@
-"""Files that others made, read within bounds; and files in a run's folder, which may be another's too.
+"""Reads and writes files that may be untrusted: data files, and files in a run's folder.
 
-What always holds: reading one document or one line takes a bounded amount of memory, an archive that is a bomb is
-refused early, every mistake is a ValueError that names the file, and no link in a run's folder is followed.
+Reading a document or a line takes a bounded amount of memory. Decompression bombs are rejected early. Every error in a
+file is a ValueError that names the file. Links in a run's folder are not followed.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import os
 import secrets
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 MAX_JSON = 64 << 20  # bytes of one JSON document
 MAX_LINE = 64 << 20  # bytes of one line of jsonl
-# An archive is a bomb where it has expanded to more than BOMB_BYTES, and that is more than BOMB_RATIO times what was
-# read of it. Real jsonl is at 5 to 50.
+# An archive is a decompression bomb if it unpacks to more than BOMB_BYTES and to more than BOMB_RATIO times the bytes
+# that were read. For real jsonl the ratio is 5 to 50.
 BOMB_BYTES, BOMB_RATIO = 4 << 20, 200
 ENDINGS = (".gz", ".xz")
+RUN_FORMAT = 2  # of the files in a run's folder; increased when a key of them changes
 BAD_ARCHIVE = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 
 
@@ -31,7 +32,7 @@ BAD_ARCHIVE = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The content of a JSON text; bytes may begin with a byte order mark. ValueError says what is wrong, not where."""
+    """Parse JSON. Bytes may start with a byte order mark. The ValueError does not name the file: the caller does."""
     try:
         return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
     except RecursionError:
@@ -43,7 +44,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. ValueError names the file."""
+    """The JSON object in a file. Raises ValueError that names the file."""
     try:
         with path.open("rb") as file:
             return _object_in(file, path)
@@ -63,15 +64,31 @@ def read_text(path: Path) -> str:
 
 
 def read_run_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a run's folder. FileNotFoundError where it is not there; else ValueError."""
+    """The JSON object in a file of a run's folder. Raises FileNotFoundError if there is no such file, else
+    ValueError."""
     with open_run_file(path) as file:
         return _object_in(file, path)
+
+
+def check_run_format(folder: Path, info: Mapping[str, Any] | None = None) -> None:
+    """Raise ValueError if another version of Paceline wrote this run's folder. `info`: its run.json, if it was read
+    already. A folder without run.json passes."""
+    if info is None:
+        if not os.path.lexists(folder / "run.json"):
+            return
+        info = read_run_json(folder / "run.json")
+    if info and (found := info.get("format", 1)) != RUN_FORMAT:
+        age = "a newer" if isinstance(found, int) and found > RUN_FORMAT else "an older"
+        raise ValueError(
+            f"{folder} was written by {age} version of Paceline (format {found}; this one reads {RUN_FORMAT}): start a "
+            "new run, or use the version that wrote it"
+        )
 
 
 def _object_in(file: IO[bytes], path: Path) -> dict[str, Any]:
     text = file.read(MAX_JSON + 1)
     if len(text) > MAX_JSON:
-        raise ValueError(f"{path}: larger than {MAX_JSON >> 20} MB, so not what it should be")
+        raise ValueError(f"{path}: larger than {MAX_JSON >> 20} MB; is it the right file?")
     try:
         content = parse_json(text)
     except ValueError as error:
@@ -82,18 +99,18 @@ def _object_in(file: IO[bytes], path: Path) -> dict[str, Any]:
 
 
 def open_run_file(path: Path) -> io.BufferedReader:
-    """A file of a run's folder, for reading. A link is refused, wherever it leads: a folder that came from elsewhere
-    could have private files read into a report. So is what would block or never end (a pipe, a device)."""
+    """Open a file of a run's folder for reading. Raises ValueError for a link: an untrusted folder could make a report
+    contain private files. Also for a pipe or a device, which could block or never end."""
     return cast(io.BufferedReader, _open_unlinked(path, "rb"))
 
 
 def open_run_stream(path: Path) -> IO[bytes]:
-    """A file of a run's folder to append to, unbuffered; made where it is not there. A link is refused."""
+    """Open or create a file of a run's folder for appending, unbuffered. Raises ValueError for a link."""
     return _open_unlinked(path, "ab+", buffering=0)
 
 
 def _open_unlinked(path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
-    # Without O_NONBLOCK opening a pipe would wait for the other end.
+    # O_NONBLOCK: opening a pipe would wait for the other end.
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
@@ -114,14 +131,14 @@ def _open_unlinked(path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
 
 
 def open_maybe_packed(file: BinaryIO, name: str) -> IO[bytes]:
-    """What is in a file, by the ending of its name: .gz and .xz are unpacked."""
+    """The content of a file. If the name ends in .gz or .xz, it is unpacked."""
     if name.endswith(".gz"):
         return cast(IO[bytes], gzip.GzipFile(fileobj=file))
     return cast(IO[bytes], lzma.LZMAFile(file)) if name.endswith(".xz") else file
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number, line) of the lines of a file, plain or packed, that are not blank. The number counts from 1."""
+    """The non-blank lines of a file, which may be compressed, with their numbers from 1."""
     with path.open("rb") as raw:
         file: IO[bytes] = raw
         if path.name.endswith(ENDINGS):
@@ -142,8 +159,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 class _Unpacked(io.RawIOBase):
-    """What is in an archive; ValueError where that is a bomb. Read in blocks of more than BOMB_BYTES, so that one is
-    found before anything is made of it."""
+    """The content of an archive; raises ValueError for a decompression bomb. It is read in blocks of more than
+    BOMB_BYTES, so that a bomb is found before its content is used."""
 
     def __init__(self, raw: BinaryIO, path: Path) -> None:
         self._raw, self._path = raw, path
@@ -159,8 +176,8 @@ class _Unpacked(io.RawIOBase):
         self._num_bytes += len(block)
         if self._num_bytes > max(BOMB_BYTES, BOMB_RATIO * self._raw.tell()):
             raise ValueError(
-                f"{self._path}: the archive unpacks to more than {BOMB_RATIO} times its size, which no true data does; "
-                "unpack it yourself if you trust it"
+                f"{self._path}: the archive unpacks to more than {BOMB_RATIO} times its size, unlike real data; unpack "
+                "it yourself if you trust it"
             )
         return len(block)
 
@@ -169,7 +186,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """All of it or nothing: written beside its place, then moved there. A link at that place is replaced, not
+    """Write a file atomically: to a temporary file in the same folder, which is then renamed. A link is replaced, not
     followed."""
     scratch = path.absolute().parent / f".{path.name}-{secrets.token_hex(8)}"
     # Not mkstemp: its files are for secrets, and to ask for the process's umask other threads' files must wait.
@@ -178,7 +195,7 @@ def replace_file(path: Path, content: bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())  # or a power cut could leave an empty file in its place
+            os.fsync(file.fileno())  # otherwise a power cut could leave an empty file
         os.replace(scratch, path)
     except BaseException:
         scratch.unlink(missing_ok=True)
@@ -186,5 +203,5 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether this names a file in a folder itself: no path, nothing above it, nothing elsewhere."""
+    """Whether this is the name of a file directly in a folder, not a path."""
     return isinstance(name, str) and bool(name) and name not in (".", "..") and not set(name) & {"/", "\\", "\0"}

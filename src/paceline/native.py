@@ -1,9 +1,8 @@
 """Compiles the C files of `csrc/` once per machine and loads them with ctypes.
 
-The compiler runs on the user's own machine, so `-march=native` is right and there is one source for x86 and
-ARM. The library shares torch's OpenMP runtime: two runtimes on two cores would spin against each other.
-Without a compiler `load` raises NativeUnavailable and callers use their slow twin; `paceline doctor` says so.
-Nothing here needs torch to be installed.
+Compiling on the user's machine allows `-march=native`, and one source for x86 and ARM. The libraries use torch's OpenMP
+runtime: two runtimes would compete for the cores. Without a compiler `load` raises NativeUnavailable, and callers use
+their reference implementation, which is slower; `paceline doctor` reports it. torch need not be installed.
 """
 
 from __future__ import annotations
@@ -20,18 +19,17 @@ from functools import cache
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
-# -ffp-contract=off: an FMA happens where the source says so and nowhere else, so that every unrolled variant
-# of a kernel rounds alike.
-_NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"  # on ARM it also tunes
+# -ffp-contract=off: FMAs only where the source has them, so that all unrolled variants of a kernel round the same way.
+_NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"  # on ARM -mcpu also tunes
 FLAGS = ("-O3", _NATIVE, "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-Wall")
 
 
 class NativeUnavailable(RuntimeError):
-    """No C compiler, or it failed; the message says which."""
+    """There is no C compiler, or it failed."""
 
 
 def cache_dir() -> Path:
-    """Where Paceline keeps what it can make again: models pulled, kernels compiled."""
+    """Folder for downloaded models, compiled kernels and measured cost tables."""
     return Path(os.environ.get("PACELINE_CACHE") or Path.home() / ".cache" / "paceline")
 
 
@@ -40,7 +38,7 @@ def compiler() -> str | None:
 
 
 def _openmp_of_torch() -> Path | None:
-    """The OpenMP runtime that torch brings along, if any."""
+    """The OpenMP runtime in torch's package, if any."""
     import importlib.util
 
     spec = importlib.util.find_spec("torch")
@@ -66,33 +64,30 @@ def _cpu() -> str:
 
 
 def build(name: str) -> Path:
-    """Compile csrc/NAME.c unless the same source was compiled on this CPU before; returns the library's path."""
+    """Compile csrc/NAME.c, unless a library of the same source, compiler and CPU is cached. Returns its path."""
     source = SOURCES / f"{name}.c"
     cc = compiler()
     if cc is None:
         raise NativeUnavailable("no C compiler (cc, gcc or clang) on the PATH; install one for the fast CPU kernels")
     openmp = _openmp_of_torch()
-    texts = b"".join(p.read_bytes() for p in sorted(SOURCES.glob("*.h"))) + source.read_bytes()
+    code = b"".join(p.read_bytes() for p in sorted(SOURCES.glob("*.h"))) + source.read_bytes()
     identity = "\n".join((cc, *FLAGS, platform.machine(), _cpu(), str(openmp)))
-    digest = hashlib.sha256(texts + identity.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(code + identity.encode()).hexdigest()[:16]
     target = cache_dir() / "native" / f"{name}-{digest}.so"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         out = Path(scratch) / "lib.so"
-        if sys.platform == "darwin":
-            openmp_flags = ["-Xpreprocessor", "-fopenmp", "-undefined", "dynamic_lookup"]
-        elif openmp is not None:
+        if openmp is not None and sys.platform != "darwin":
             obj = Path(scratch) / "lib.o"
             _run([cc, *(f for f in FLAGS if f != "-shared"), "-fopenmp", "-c", str(source), "-o", str(obj)])
-            # No -fopenmp at link time: the symbols come from torch's runtime, loaded globally below.
+            # No -fopenmp for the linker: `load` loads torch's runtime globally, which has the symbols.
             _run([cc, "-shared", str(obj), "-o", str(out), "-lm"])
-            os.replace(out, target)
-            return target
         else:
-            openmp_flags = ["-fopenmp"]
-        _run([cc, *FLAGS, *openmp_flags, str(source), "-o", str(out), "-lm"])
+            macos = sys.platform == "darwin"
+            flags = ["-Xpreprocessor", "-fopenmp", "-undefined", "dynamic_lookup"] if macos else ["-fopenmp"]
+            _run([cc, *FLAGS, *flags, str(source), "-o", str(out), "-lm"])
         os.replace(out, target)
     return target
 
@@ -112,5 +107,5 @@ def load(name: str) -> ctypes.CDLL:
         ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
     try:
         return ctypes.CDLL(str(path))
-    except OSError as error:  # clang asks for its own OpenMP runtime, which a torch built with gcc does not bring
+    except OSError as error:  # clang needs its own OpenMP runtime, which torch does not include if built with gcc
         raise NativeUnavailable(f"{error}; set CC to a gcc") from error

@@ -1,7 +1,7 @@
-"""The nouns that every room speaks. No torch here.
+"""Types that all packages use. No torch here.
 
-A Request goes in, a Completion comes out, and every engine step leaves one StepTrace. Everything a
-request needs to be reproduced (its prompt, its sampling parameters, its noise key) is on the request.
+An engine takes Requests and returns Completions, and records one StepTrace per step. A Request holds everything that
+determines its tokens: prompt, sampling parameters and noise key.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 
 
 def noise_key(*parts: object) -> int:
-    """A 64-bit key for a request's noise from what identifies it: (run seed, step, group, sample, turn)."""
+    """A 64-bit noise key: a hash of what identifies a request, for example (run seed, step, group, sample, turn)."""
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a request's tokens are drawn and when it ends. The processing order is Hugging Face's:
-    temperature, then top-k, then top-p, then min-p. Temperature 0 is greedy."""
+    """How a request's tokens are sampled and when it ends. Logits are processed in Hugging Face's order: temperature,
+    top-k, top-p, min-p. Temperature 0 is greedy."""
 
     temperature: float = 1.0
     top_k: int = 0  # 0: off
@@ -42,10 +42,10 @@ class SamplingParams:
         def finite(value: object) -> bool:
             return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
-        temperate = finite(self.temperature) and (self.temperature == 0 or self.temperature >= 1e-5)
-        need(temperate, "temperature", "0 (greedy) or a finite number >= 1e-5")
-        whole = isinstance(self.top_k, int) and 0 <= self.top_k < 2**31
-        need(whole, "top_k", "an integer from 0 (which turns it off) to 2**31 - 1")
+        valid_temperature = finite(self.temperature) and (self.temperature == 0 or self.temperature >= 1e-5)
+        need(valid_temperature, "temperature", "0 (greedy) or a finite number >= 1e-5")
+        valid_top_k = isinstance(self.top_k, int) and 0 <= self.top_k < 2**31
+        need(valid_top_k, "top_k", "an integer from 0 (which turns it off) to 2**31 - 1")
         need(finite(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1] (1 turns it off)")
         need(finite(self.min_p) and 0 <= self.min_p < 1, "min_p", "in [0, 1) (0 turns it off)")
         need(isinstance(self.max_tokens, int) and self.max_tokens >= 1, "max_tokens", "an integer >= 1")
@@ -59,16 +59,15 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens may get probability zero."""
+        """Whether sampling may set the probability of some tokens to zero."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sample to generate. `noise_key` alone decides its randomness, never its place in a batch. Where none is
-    given the engine derives one from its seed and the order of submission (`with_noise_key`), so that two requests for
-    one prompt are two samples. `problem` names what it is a sample of: siblings and earlier rollouts with the same
-    problem feed the history drafter."""
+    """One completion to generate. Its random numbers depend on `noise_key` alone, not on the batch. Without a noise key
+    the engine derives one from its seed and the order of submission (`with_noise_key`), so two requests with the same
+    prompt give two samples. The history drafter drafts from completions with the same `problem`."""
 
     request_id: int
     prompt_ids: tuple[int, ...]
@@ -89,8 +88,8 @@ class Request:
             object.__setattr__(self, "prompt_ids", tuple(map(int, self.prompt_ids)))
         if self.noise_key is not None and not (_is_integer(self.noise_key) and 0 <= self.noise_key < 2**64):
             raise ValueError(
-                f"{name}: noise_key = {self.noise_key!r}: must be an integer from 0 to 2**64 - 1, as "
-                "paceline.types.noise_key(seed, ...) makes them; leave it out to have the engine derive one"
+                f"{name}: noise_key = {self.noise_key!r}: must be an integer from 0 to 2**64 - 1; make one "
+                "with paceline.types.noise_key(seed, ...), or leave it out and the engine derives one"
             )
 
 
@@ -99,36 +98,36 @@ def _is_integer(value: object) -> bool:
 
 
 def with_noise_key(request: Request, seed: int, num_submitted: int) -> Request:
-    """The request with a noise key: its own, or one from an engine's seed and the number of requests that were
-    submitted to it before."""
+    """The request with its own noise key, or with one from an engine's seed and the number of requests that were
+    submitted to the engine before."""
     if request.noise_key is not None:
         return request
     return replace(request, noise_key=noise_key(seed, "submitted", num_submitted))
 
 
 class Provenance(IntEnum):
-    """Where an emitted token came from. The target chose every one of them; this says what it checked."""
+    """Origin of an emitted token. All of them follow the target's distribution."""
 
-    SAMPLED = 0  # no draft at this position
-    ACCEPTED = 1  # a drafted token, confirmed
-    CORRECTED = 2  # the drafted token here was wrong; this is the target's own
-    BONUS = 3  # after a draft that was accepted whole
+    SAMPLED = 0  # no draft token at this position
+    ACCEPTED = 1  # an accepted draft token
+    CORRECTED = 2  # the target's own token in place of a rejected draft token
+    BONUS = 3  # the target's own token after a draft that was accepted as a whole
 
 
 @dataclass(slots=True)
 class Completion:
-    """What a request became. All arrays have one entry per emitted token."""
+    """The result of a request. All arrays have one entry per emitted token."""
 
     request: Request
     token_ids: np.ndarray  # int32
-    logprobs: np.ndarray  # float64, target's, under the processed distribution
-    raw_logprobs: np.ndarray  # float64, target's, before temperature and truncation
+    logprobs: np.ndarray  # float64, of the target, after temperature and truncation
+    raw_logprobs: np.ndarray  # float64, of the target, before temperature and truncation
     versions: np.ndarray  # int32, the policy version that emitted the token
     provenance: np.ndarray  # uint8, Provenance
-    sources: np.ndarray  # uint8, index into `drafters` of who drafted at this position (255: nobody)
+    sources: np.ndarray  # uint8, index into `drafters` of the drafter at this position (255: none)
     drafters: tuple[str, ...]
     finish_reason: str  # "stop" | "length" | "abort"
-    stop_reason: int | str | None = None  # the stop token or stop string that ended it
+    stop_reason: int | str | None = None  # the stop token or stop string
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -136,34 +135,34 @@ class Completion:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """1 + accepted / drafts, as vLLM counts it; 1 where nothing was drafted."""
+        """1 + accepted / drafts, as in vLLM; 1 without drafts."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
 
 @dataclass(slots=True)
 class Rollout:
-    """One scored sample. `token_ids` is all that follows the prompt: what the policy wrote (mask true) and, between
-    the turns of an environment, what the environment answered (mask false). Arrays have one entry per such token."""
+    """A completion with its reward. `token_ids` are all tokens after the prompt: the policy's (mask True) and, between
+    the turns of an environment, the environment's (mask False). Arrays have one entry per token."""
 
-    sample: int  # its number within the group
+    sample: int  # index in the group
     prompt_ids: tuple[int, ...]
     token_ids: np.ndarray  # int32
-    mask: np.ndarray  # bool, True where the policy chose the token
-    logprobs: np.ndarray  # float64, the engine's, under the processed distribution; 0 where mask is false
-    versions: np.ndarray  # int32, the policy version that emitted the token; that of the turn before where masked
+    mask: np.ndarray  # bool, True for tokens of the policy
+    logprobs: np.ndarray  # float64, of the engine, after temperature and truncation; 0 if mask is False
+    versions: np.ndarray  # int32, the policy version that emitted the token; if mask is False, that of the turn before
     provenance: np.ndarray  # uint8, Provenance
-    sources: np.ndarray  # uint8, index into `drafters` (255: nobody)
+    sources: np.ndarray  # uint8, index into `drafters` (255: none)
     drafters: tuple[str, ...]
-    finish_reason: str  # of its last turn: "stop" | "length" | "abort"
+    finish_reason: str  # of the last turn: "stop" | "length" | "abort"
     num_turns: int = 1
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    text: str = ""  # the policy's last turn, or the only one, without special tokens
-    reward: float = math.nan  # the weighted sum of `rewards`; NaN: could not be scored, see `failure`
+    text: str = ""  # the policy's last turn, without special tokens
+    reward: float = math.nan  # the weighted sum of `rewards`; NaN: not scored, see `failure`
     rewards: dict[str, float] = field(default_factory=dict)  # by reward function
-    advantage: float = 0.0  # mean over its tokens, for the records
-    failure: str | None = None  # why it has no reward; such a sample trains nothing
+    advantage: float = 0.0  # mean over tokens, for the records
+    failure: str | None = None  # why there is no reward; such a rollout is not trained on
 
     @property
     def is_truncated(self) -> bool:
@@ -172,11 +171,11 @@ class Rollout:
 
 @dataclass(slots=True)
 class Group:
-    """The samples of one problem that are judged against each other."""
+    """All rollouts of one problem in one step. Advantages compare their rewards."""
 
-    index: int  # its place in the order of the data: order, selection and batching go by it
-    problem: str  # the problem's name
-    prompt: str  # as text, for the records
+    index: int  # position in the data; determines order, selection and batching
+    problem: str  # name of the problem
+    prompt: str  # text, for the records
     rollouts: list[Rollout]
 
     @property
@@ -190,7 +189,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """One engine step: what ran, what speculation did, where the time went."""
+    """One engine step: its load, its speculation, its times."""
 
     step: int
     start_s: float
@@ -205,7 +204,7 @@ class StepTrace:
     drafted_per_position: tuple[int, ...]
     num_preempted: int
     num_free_blocks: int
-    draft_s: float  # all that speculation takes outside the forward: plan, propose, select, observe
+    draft_s: float  # time of speculation outside the forward pass: plan, propose, select, observe
     forward_s: float
     sample_s: float
     total_s: float
@@ -213,21 +212,22 @@ class StepTrace:
     drafter_version: int
     drafter: str
     policy: str = "static"
-    reason: str = ""  # why so many tokens were verified, in the policy's words
-    num_planned: int = 0  # tokens that the drafter might have offered at most: the sum of the caps
-    num_proposed: int = 0  # and those it did offer, of which num_draft_tokens were verified
-    expected_accepted: float = 0.0  # by the policy's estimate
-    expected_s: float = 0.0  # what it took the step's time for; 0: it does not estimate
-    sources: tuple[tuple[str, int, int], ...] = ()  # (drafter, tokens verified, tokens accepted)
-    num_history_bytes: int = 0  # what the drafter remembers takes
-    num_captured: int = 0  # sizes of steps that were made ready meanwhile, for the first time: its time says little
-    num_guessed: int = 0  # tokens that a head on the device drafted for each row, for the next step
-    engine: int = 0  # its number, where several generate
+    reason: str = ""  # why the policy selected so many draft tokens
+    is_probe: bool = False  # draft tokens were verified only to measure how the drafter does
+    num_planned: int = 0  # most draft tokens that the policy allowed the drafter: the sum of the rows' limits
+    num_proposed: int = 0  # draft tokens that the drafter proposed; num_draft_tokens of them were verified
+    expected_accepted: float = 0.0  # accepted draft tokens, as estimated by the policy
+    expected_s: float = 0.0  # time of the step, as estimated by the policy; 0: no estimate
+    per_drafter: tuple[tuple[str, int, int], ...] = ()  # (drafter, tokens verified, tokens accepted)
+    num_history_bytes: int = 0  # size of the drafter's history
+    num_captured: int = 0  # CUDA graphs captured during the step; if any, the step's times are not representative
+    num_drafted_ahead: int = 0  # draft tokens per row that the device proposed for the next step
+    engine: int = 0  # index of the engine, if there are several
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Proof of a weight transfer: what the receiver now holds, hashed on the receiver's side."""
+    """Result of a weight transfer. The receiver computes the checksum of the weights that it now has."""
 
     version: int
     checksum: str

@@ -15,8 +15,8 @@ TESTS = Path(__file__).parents[1]
 
 @pytest.fixture(scope="session", autouse=True)
 def environment() -> Iterator[None]:
-    """What Ray's processes inherit: where the tests' own reward functions are, and one thread, as in this process, so
-    that sums are added up in the same order."""
+    """For Ray's processes: the path of the tests' reward functions, and one thread as in this process, so that sums
+    are added in the same order."""
     before = dict(os.environ)
     os.environ |= {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
@@ -28,14 +28,14 @@ def environment() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    settings(folder)  # writes model and task
+    settings(folder)  # writes the model and the task
     return folder
 
 
 @pytest.fixture(scope="session")
-def alone(folder: Path) -> Path:
-    """The same run in one process."""
-    loop = make(folder, "alone", *BASE)
-    with contextlib.closing(loop):
-        assert loop.run()["finished"]
-    return folder / "alone"
+def single_process_run(folder: Path) -> Path:
+    """The same run without Ray."""
+    trainer = make(folder, "single", *BASE)
+    with contextlib.closing(trainer):
+        assert trainer.run()["finished"]
+    return folder / "single"

@@ -1,4 +1,4 @@
-"""Several engines behind one, in processes that go wrong and die."""
+"""RayEngine with replicas that fail or die."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray_twins
+import ray_faulty_engines
 import torch
 from ray_processes import kill, processes
 from tiny_run import settings, write_head
 
-from paceline.build import build_engine
+from paceline.build.engine import build_engine
 from paceline.cluster.ray_cluster import RayCluster, plan
 from paceline.config import Config
 from paceline.engine.engine import LocalEngine
@@ -25,25 +25,26 @@ from paceline.model.weights import checksum, hf_state, load
 from paceline.types import Completion, Request, SamplingParams
 
 pytestmark = pytest.mark.cluster
-MAKES = ("good", "good", "flips_a_bit", "dies_in_a_broadcast")
+ENGINES = ("working", "working", "flips_a_bit", "dies_in_a_broadcast")
 
 
 @pytest.fixture(scope="module")
 def config(folder: Path) -> Config:
-    return settings(folder, *write_head(folder), "cluster.kind=ray", f"cluster.num_engines={len(MAKES)}")
+    return settings(folder, *write_head(folder), "cluster.kind=ray", f"cluster.num_engines={len(ENGINES)}")
 
 
 @pytest.fixture(scope="module")
 def actors(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
-    """One for each of MAKES."""
-    places = plan(config.cluster, 0, 0)
-    once = tmp_path_factory.mktemp("dead") / "once"
-    makes = [partial(getattr(ray_twins, name), config) for name in MAKES]
-    makes[3] = partial(makes[3], once)
-    with contextlib.closing(RayCluster(config.cluster, places)) as cluster:
+    """One for each of ENGINES."""
+    placement_plan = plan(config.cluster, 0, 0)
+    marker = tmp_path_factory.mktemp("marker") / "died"
+    makes = [partial(getattr(ray_faulty_engines, name), config) for name in ENGINES]
+    makes[3] = partial(makes[3], marker)
+    with contextlib.closing(RayCluster(config.cluster, placement_plan)) as cluster:
         from paceline.cluster.ray_engine_actor import EngineActor
 
-        yield [cluster.actor(EngineActor, places.engines[i], makes[i], i) for i in range(len(MAKES))]
+        placements = placement_plan.engines
+        yield [cluster.actor(EngineActor, placements[i], makes[i], i) for i in range(len(ENGINES))]
 
 
 Make = Callable[..., Any]
@@ -51,19 +52,19 @@ Make = Callable[..., Any]
 
 @pytest.fixture
 def make(actors: list[Any], config: Config) -> Iterator[Make]:
-    """make(0, 1, …) -> a RayEngine over these, and the notes it wrote are its `notes`."""
+    """make(0, 1, …) returns a RayEngine over these actors. Its attribute `notes` has the notes it wrote."""
     from paceline.cluster.ray_engine import RayEngine
 
     made = []
 
-    def call(*numbers: int) -> RayEngine:
+    def make_engine(*indices: int) -> RayEngine:
         notes: list[str] = []
-        engine = RayEngine([actors[i] for i in numbers], None, config.cluster, "gloo", notes.append)
+        engine = RayEngine([actors[i] for i in indices], None, config.cluster, "gloo", notes.append)
         engine.notes = notes  # type: ignore[attr-defined]
         made.append(engine)
         return engine
 
-    yield call
+    yield make_engine
     for engine in made:
         engine.close()
 
@@ -86,16 +87,18 @@ def requests(num_problems: int = 4, samples: int = 3, max_tokens: int = 30) -> l
     ]
 
 
-def finish(engine: Any, wanted: list[Request], between: Callable[[int], Any] = lambda n: None) -> dict[int, Completion]:
+def generate(
+    engine: Any, wanted: list[Request], before_step: Callable[[int], Any] = lambda n: None
+) -> dict[int, Completion]:
     for request in wanted:
         engine.submit(request)
     done: dict[int, Completion] = {}
     for n in range(10_000):
         if len(done) == len(wanted):
             break
-        between(n)
+        before_step(n)
         for completion in engine.step():
-            assert completion.request.request_id not in done, "twice"
+            assert completion.request.request_id not in done, "finished twice"
             done[completion.request.request_id] = completion
     assert engine.step() == []
     return done
@@ -105,12 +108,12 @@ def tokens(done: dict[int, Completion]) -> dict[int, list[int]]:
     return {i: done[i].token_ids.tolist() for i in sorted(done)}
 
 
-def test_the_same_tokens_as_one_engine(make: Make, local: LocalEngine, config: Config) -> None:
+def test_same_tokens_as_one_engine(make: Make, local: LocalEngine, config: Config) -> None:
     engine, sent = make(0, 1), weights(config)
     receipt = engine.update_weights(sent, 3)
     assert receipt.checksum == checksum(sent) == local.update_weights(sent, 3).checksum
     assert (receipt.version, receipt.num_tensors) == (3, len(sent)) and engine.version == 3
-    found, expected = finish(engine, requests()), finish(local, requests())
+    found, expected = generate(engine, requests()), generate(local, requests())
     assert tokens(found) == tokens(expected)
     for i, completion in found.items():
         assert np.allclose(completion.logprobs, expected[i].logprobs)
@@ -120,20 +123,20 @@ def test_the_same_tokens_as_one_engine(make: Make, local: LocalEngine, config: C
     assert {t.engine for t in traces} == {0, 1} and engine.drain_trace() == []
 
 
-def test_siblings_stay_together_and_all_have_work(make: Make) -> None:
+def test_requests_of_a_problem_share_a_replica_and_all_replicas_have_work(make: Make) -> None:
     engine = make(0, 1)
     wanted = requests(8, 2)
-    where: dict[str, set[int]] = {}
+    replicas: dict[str, set[int]] = {}
     for request in wanted:
         engine.submit(request)
-    for seat in engine._seats:
-        for request in seat.live.values():
-            where.setdefault(request.problem or "", set()).add(seat.number)
-    assert all(len(numbers) == 1 for numbers in where.values())
-    assert sorted(len(seat.live) for seat in engine._seats) in ([8, 8], [6, 10])
+    for replica in engine._replicas:
+        for request in replica.requests.values():
+            replicas.setdefault(request.problem or "", set()).add(replica.index)
+    assert all(len(indices) == 1 for indices in replicas.values())
+    assert sorted(len(replica.requests) for replica in engine._replicas) in ([8, 8], [6, 10])
 
 
-def test_what_an_engine_refuses(make: Make) -> None:
+def test_invalid_requests_are_rejected(make: Make) -> None:
     engine = make(0, 1)
     with pytest.raises(ValueError, match="request 1: token id 999 is not in the vocabulary"):
         engine.submit(Request(1, (5, 999)))
@@ -144,10 +147,10 @@ def test_what_an_engine_refuses(make: Make) -> None:
     engine.abort(request.request_id)
     with pytest.raises(ValueError, match="not running"):
         engine.abort(request.request_id)
-    assert len(finish(engine, requests())) == 12
+    assert len(generate(engine, requests())) == 12
 
 
-def test_aborted_requests_do_not_come_back(make: Make) -> None:
+def test_aborted_requests_are_not_returned(make: Make) -> None:
     engine = make(0, 1)
     wanted = requests(max_tokens=100)
     handles = [engine.submit(request) for request in wanted]
@@ -164,66 +167,66 @@ def test_aborted_requests_do_not_come_back(make: Make) -> None:
 
 
 @pytest.mark.parametrize("busy", [True, False])
-def test_an_engine_is_killed(make: Make, local: LocalEngine, config: Config, busy: bool) -> None:
-    """While it works, or before it is asked anything: it has the weights of policy and head, and does its part."""
+def test_killed_replica_is_recovered(make: Make, local: LocalEngine, config: Config, busy: bool) -> None:
+    """Killed while it runs, or before its first call. It gets the weights of policy and head again and finishes."""
     engine, sent = make(0, 1), weights(config, 1.02)
     head = [(name, tensor * 0.5) for name, tensor in head_state(local.drafter.head)]
     engine.update_weights(sent, 7)
     engine.update_drafter(head, 5)
     local.update_weights(sent, 7)
-    pids = [seat.greeting.process for seat in engine._seats]
+    pids = [replica.info.pid for replica in engine._replicas]
     victim = pids.index(next(process for process in processes("EngineActor") if process in pids))
-    deed = {2 if busy else 0: lambda: kill("EngineActor", processes("EngineActor").index(pids[victim]))}
-    found = finish(engine, requests(max_tokens=60), lambda n: deed.pop(n, lambda: None)())
-    assert tokens(found) == tokens(finish(local, requests(max_tokens=60)))
+    action = {2 if busy else 0: lambda: kill("EngineActor", processes("EngineActor").index(pids[victim]))}
+    found = generate(engine, requests(max_tokens=60), lambda n: action.pop(n, lambda: None)())
+    assert tokens(found) == tokens(generate(local, requests(max_tokens=60)))
     assert engine.num_restarts == 1 and f"engine {victim} died" in engine.notes[0]
     traces = engine.drain_trace()
     assert {(t.engine, t.version, t.drafter_version) for t in traces} == {(0, 7, 5), (1, 7, 5)}
     assert engine.update_weights(sent, 8).checksum == checksum(sent)
 
 
-def test_what_was_learned_goes_where_it_belongs(make: Make) -> None:
+def test_state_dict_has_a_part_per_replica(make: Make) -> None:
     engine = make(0, 1)
-    finish(engine, requests())
-    learned = engine.learned()
-    parts = {"drafter", "policy", "lengths"}
-    assert set(learned) == parts | {f"{part}-1" for part in parts}
-    lengths = [learned[name]["lengths"] for name in ("lengths", "lengths-1")]
+    generate(engine, requests())
+    state_dict = engine.state_dict()
+    parts = {"drafter", "policy", "acceptance", "lengths"}
+    assert set(state_dict) == parts | {f"{part}-1" for part in parts}
+    lengths = [state_dict[name]["lengths"] for name in ("lengths", "lengths-1")]
     assert sum(map(len, lengths)) == 12 and all(map(len, lengths))
     other = make(0, 1)
-    assert len(other.learned()["lengths"]["lengths"]) == 0
-    other.teach(learned)
-    for name, state in other.learned().items():
-        assert all(np.array_equal(state[key], learned[name][key]) for key in state)
+    assert len(other.state_dict()["lengths"]["lengths"]) == 0
+    other.load_state_dict(state_dict)
+    for name, state in other.state_dict().items():
+        assert all(np.array_equal(state[key], state_dict[name][key]) for key in state)
 
 
-def test_wrong_bytes_are_noticed(make: Make, config: Config) -> None:
-    """By the engines' disagreement; where there is but one, its receipt is not what was sent."""
+def test_wrong_weights_are_detected(make: Make, config: Config) -> None:
+    """The replicas' receipts differ. With one replica, its receipt differs from the checksum of the sent weights."""
     sent = weights(config)
     assert make(2).update_weights(sent, 1).checksum != checksum(sent)
     with pytest.raises(ValueError, match=r"hold different ones \(engine 0 [0-9a-f]{12}, engine 1 .* training stops"):
         make(0, 2).update_weights(sent, 1)
 
 
-def test_a_death_within_a_broadcast(make: Make, local: LocalEngine, config: Config) -> None:
-    """It has some tensors and not the end. The other engine does not wait for that, nor does the sender: all is sent
-    again, long before the timeout."""
+def test_replica_dies_during_a_broadcast(make: Make, local: LocalEngine, config: Config) -> None:
+    """It has received some of the tensors. Neither the other replica nor the sender waits for the timeout: everything
+    is sent again at once."""
     engine, sent = make(0, 3), weights(config, 1.03)
     assert config.cluster.sync_timeout_s == 60
     started = time.monotonic()
     assert engine.update_weights(sent, 9).checksum == checksum(sent)
     assert time.monotonic() - started < 45 and engine.num_restarts == 1
     local.update_weights(sent, 9)
-    assert tokens(finish(engine, requests())) == tokens(finish(local, requests()))
+    assert tokens(generate(engine, requests())) == tokens(generate(local, requests()))
 
 
-def test_a_session_ends_when_another_begins(make: Make) -> None:
-    """A learner that was thought dead can't meddle: it would have to take the engines back, and is not let."""
+def test_new_session_ends_the_old_one(make: Make) -> None:
+    """A learner that was replaced can no longer use the engines."""
     first = make(0, 1)
     first.submit(requests()[0])
     make(0, 1)
-    from paceline.cluster.ray_calls import answer
-    from paceline.cluster.ray_engine_actor import Stranger
+    from paceline.cluster.ray_calls import get_result
+    from paceline.cluster.ray_engine_actor import UnknownSession
 
-    with pytest.raises(Stranger):
-        answer(first._seats[0].actor.ping.remote(first._session))
+    with pytest.raises(UnknownSession):
+        get_result(first._replicas[0].actor.ping.remote(first._session))

@@ -1,4 +1,4 @@
-"""A Ray that is started for a run: who has no token gets nothing from it."""
+"""A Ray that is started for a run accepts no connection without its token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ print(ray.get(ray.remote(num_cpus=0)(lambda: "ran there").remote()))
 """
 
 
-def test_only_who_has_the_token_runs_code() -> None:
+def test_running_code_needs_the_token() -> None:
     section = ClusterSection(kind="ray")
     cluster = RayCluster(section, plan(section, 0, 0))
     try:
@@ -45,7 +45,7 @@ def test_only_who_has_the_token_runs_code() -> None:
             cluster.close()
 
 
-def test_a_ray_without_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_version_without_tokens_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
     monkeypatch.setattr(ray, "__version__", "2.51.2")

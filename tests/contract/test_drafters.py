@@ -1,4 +1,4 @@
-"""One suite over every drafter: the protocol's promises, and that no engine output depends on who drafts."""
+"""One suite over every drafter: the protocol's guarantees, and that the engine's output does not depend on it."""
 
 from __future__ import annotations
 
@@ -65,13 +65,15 @@ class Script:
             np.array([100 + i for i in ids], np.uint64),
             [self.requests[i].sampling for i in ids],
             num_computed=np.array([len(self.tokens[i]) - 1 for i in ids]),
-            features=lambda spans: torch.cat([self.features(ids[row], start, end) for row, start, end in spans]),
+            aux_hidden_states=lambda spans: torch.cat(
+                [self.aux_hidden_states(ids[row], start, end) for row, start, end in spans]
+            ),
         )
 
-    def features(self, i: int, start: int, end: int) -> torch.Tensor:
+    def aux_hidden_states(self, i: int, start: int, end: int) -> torch.Tensor:
         tokens = torch.tensor(self.tokens[i][:end])
-        taps = TARGET(tokens, torch.arange(end), PackedAttention([end]), self.drafter.wants_hidden).taps
-        return torch.cat([taps[layer][start:] for layer in self.drafter.wants_hidden], -1)
+        states = TARGET(tokens, torch.arange(end), PackedAttention([end]), self.drafter.aux_layers).aux_hidden_states
+        return torch.cat([states[layer][start:] for layer in self.drafter.aux_layers], -1)
 
     def commit(self, ids: list[int], tokens: list[list[int]], accepted: list[int], drafted: list[int]) -> None:
         width = max(map(len, tokens))
@@ -93,24 +95,24 @@ def test_drafts_are_well_formed(drafter: Drafter) -> None:
     script = Script(drafter, 3)
     caps = np.array([4, 0, 2], np.int32)
     drafts = drafter.propose(script.rows([0, 1, 2]), caps)
-    assert drafts.tokens.shape == drafts.confidence.shape
+    assert drafts.tokens.shape == drafts.scores.shape
     assert drafts.tokens.dtype == np.int32
     assert (drafts.num <= caps).all()
     assert drafts.num[1] == 0
     for i in range(3):
         used = drafts.tokens[i, : drafts.num[i]]
         assert ((used >= 0) & (used < VOCAB)).all()
-        confidence = drafts.confidence[i, : drafts.num[i]]
+        confidence = drafts.scores[i, : drafts.num[i]]
         assert ((confidence >= 0) & (confidence <= 1)).all()
 
 
 def test_any_row_may_be_skipped_and_any_draft_cut(drafter: Drafter) -> None:
-    """Rows come and go, drafts are cut or fall: a drafter must stay in step with what was committed. A second one that
-    saw the same commits and none of the proposals must propose the same afterwards."""
+    """Rows join and leave, drafts are shortened or rejected: a drafter's state must follow the committed tokens. A
+    second drafter that observes the same commits and proposes nothing must propose the same afterwards."""
     if drafter.name == "hybrid":
-        pytest.skip("learns from how its own proposals fared; its parts are held to this promise")
+        pytest.skip("it calibrates on its own proposals; its two drafters are tested separately")
     rng = np.random.default_rng(0)
-    script, quiet = Script(drafter, 4), Script(DRAFTERS[drafter.name](), 4)
+    script, other = Script(drafter, 4), Script(DRAFTERS[drafter.name](), 4)
     for _ in range(12):
         ids = sorted(rng.choice(4, rng.integers(1, 5), replace=False).tolist())
         drafts = drafter.propose(script.rows(ids), rng.integers(0, 5, len(ids)).astype(np.int32))
@@ -119,20 +121,17 @@ def test_any_row_may_be_skipped_and_any_draft_cut(drafter: Drafter) -> None:
         emitted = [
             [*drafts.tokens[row, :a].tolist(), int(rng.integers(0, VOCAB - 1))] for row, a in enumerate(accepted)
         ]
-        for one in (script, quiet):
-            one.commit(ids, emitted, accepted, kept)
+        for each in (script, other):
+            each.commit(ids, emitted, accepted, kept)
     caps = np.full(4, 5, np.int32)
-    ours, theirs = (
-        drafter.propose(script.rows([0, 1, 2, 3]), caps),
-        quiet.drafter.propose(quiet.rows([0, 1, 2, 3]), caps),
-    )
-    assert ours.num.tolist() == theirs.num.tolist()
-    for i, n in enumerate(ours.num):
-        assert ours.tokens[i, :n].tolist() == theirs.tokens[i, :n].tolist()
+    found, expected = (each.drafter.propose(each.rows([0, 1, 2, 3]), caps) for each in (script, other))
+    assert found.num.tolist() == expected.num.tolist()
+    for i, n in enumerate(found.num):
+        assert found.tokens[i, :n].tolist() == expected.tokens[i, :n].tolist()
 
 
-def test_a_proposal_may_come_to_nothing(drafter: Drafter) -> None:
-    """The row lost its place after it was drafted for: no commit, and the same proposal again."""
+def test_a_proposal_may_be_dropped(drafter: Drafter) -> None:
+    """The row is preempted after the drafter proposed: no commit follows, and the next proposal is the same."""
     script, caps = Script(drafter, 2), np.array([4, 3], np.int32)
     first = drafter.propose(script.rows([0, 1]), caps)
     again = drafter.propose(script.rows([0, 1]), caps)
@@ -141,7 +140,7 @@ def test_a_proposal_may_come_to_nothing(drafter: Drafter) -> None:
         assert first.tokens[i, :n].tolist() == again.tokens[i, :n].tolist()
 
 
-def test_requests_end_and_ids_return(drafter: Drafter) -> None:
+def test_requests_end_and_ids_are_used_again(drafter: Drafter) -> None:
     for _ in range(3):
         script = Script(drafter, 2)
         drafter.propose(script.rows([0, 1]), np.array([3, 3], np.int32))
@@ -149,12 +148,12 @@ def test_requests_end_and_ids_return(drafter: Drafter) -> None:
         drafter.end(0)
         drafter.end(1)
     if isinstance(drafter, DraftModelDrafter):
-        assert not any(drafter.paged.pool.references)
+        assert not any(drafter.paged.pool.ref_counts)
     if isinstance(drafter, Eagle3Drafter):
-        assert not any(drafter.memory.pool.references)
+        assert not any(drafter.memory.pool.ref_counts)
 
 
-def test_no_output_depends_on_it(drafter: Drafter) -> None:
+def test_output_does_not_depend_on_the_drafter(drafter: Drafter) -> None:
     requests = [
         Request(i, REPETITIVE[: 5 + i], SamplingParams(max_tokens=24, temperature=[1.0, 0.0, 0.7][i % 3]), i, "p")
         for i in range(6)
@@ -171,41 +170,42 @@ def test_no_output_depends_on_it(drafter: Drafter) -> None:
         assert sum(t.num_accepted_tokens for t in traces) > 0
 
 
-def test_what_it_learned_survives(drafter: Drafter) -> None:
-    """A fresh drafter with another's state proposes the same, with the same confidences, and goes on learning alike."""
+def test_state_dict(drafter: Drafter) -> None:
+    """A new drafter that loads the state dict proposes the same tokens with the same confidences, also later."""
     rng = np.random.default_rng(0)
     for _ in range(2):
         script = Script(drafter, 3)
         for _ in range(10):
-            said = [rng.integers(0, 4, rng.integers(1, 4)).tolist() for _ in range(3)]
-            script.commit([0, 1, 2], said, [0, 0, 0], [0, 0, 0])
+            emitted = [rng.integers(0, 4, rng.integers(1, 4)).tolist() for _ in range(3)]
+            script.commit([0, 1, 2], emitted, [0, 0, 0], [0, 0, 0])
         for i in range(3):
             drafter.end(i)
     restored = DRAFTERS[drafter.name]()
-    restored.restore(drafter.state())
-    ours, theirs = Script(drafter, 3), Script(restored, 3)
+    restored.load_state_dict(drafter.state_dict())
+    scripts = Script(drafter, 3), Script(restored, 3)
     for _ in range(10):
         caps = np.full(3, 5, np.int32)
-        one, two = (script.drafter.propose(script.rows([0, 1, 2]), caps) for script in (ours, theirs))
-        assert one.num.tolist() == two.num.tolist()
-        for i, n in enumerate(one.num):
-            assert one.tokens[i, :n].tolist() == two.tokens[i, :n].tolist()
-            assert one.confidence[i, :n].tolist() == two.confidence[i, :n].tolist()
-        said = [rng.integers(0, 4, rng.integers(1, 4)).tolist() for _ in range(3)]
-        for script in (ours, theirs):
-            script.commit([0, 1, 2], said, [0, 0, 0], [0, 0, 0])
-    assert all(np.array_equal(drafter.state()[key], value) for key, value in restored.state().items())
+        expected, found = (script.drafter.propose(script.rows([0, 1, 2]), caps) for script in scripts)
+        assert expected.num.tolist() == found.num.tolist()
+        for i, n in enumerate(expected.num):
+            assert expected.tokens[i, :n].tolist() == found.tokens[i, :n].tolist()
+            assert expected.scores[i, :n].tolist() == found.scores[i, :n].tolist()
+        emitted = [rng.integers(0, 4, rng.integers(1, 4)).tolist() for _ in range(3)]
+        for script in scripts:
+            script.commit([0, 1, 2], emitted, [0, 0, 0], [0, 0, 0])
+    assert all(np.array_equal(drafter.state_dict()[key], value) for key, value in restored.state_dict().items())
 
 
-def test_a_state_of_another_kind_is_refused(drafter: Drafter) -> None:
-    for foreign in ({"weights": np.zeros(3)}, SuffixDrafter().state()):
-        if foreign.keys() != drafter.state().keys():
-            with pytest.raises(ValueError, match=f"not a state of the {drafter.name} drafter"):
-                drafter.restore(foreign)
+def test_a_state_dict_of_another_drafter_is_refused(drafter: Drafter) -> None:
+    name = "suffix" if drafter.name == "hybrid" else drafter.name  # the hybrid's state is its history's
+    for foreign in ({"weights": np.zeros(3)}, SuffixDrafter().state_dict()):
+        if foreign.keys() != drafter.state_dict().keys():
+            with pytest.raises(ValueError, match=f"not a state of the {name} drafter"):
+                drafter.load_state_dict(foreign)
 
 
 def test_weights(drafter: Drafter) -> None:
     if drafter.name in ("draft_model", "eagle3", "hybrid"):
-        pytest.skip("has weights; the engine tests swap them")
+        pytest.skip("has weights; the engine tests update them")
     with pytest.raises(ValueError, match="no weights"):
         drafter.update([], 1)

@@ -1,4 +1,4 @@
-"""One suite over every engine: the plain torch one in both precisions, and the CPU kernels."""
+"""One suite over every engine: plain torch in both precisions, and the CPU kernels."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import reference_engine
 import torch
 from support import check_blocks, tiny_decoder
 
 from paceline.drafters.suffix import SuffixDrafter
-from paceline.engine import naive
 from paceline.engine.engine import LocalEngine
 from paceline.model.kernels import pack_for_inference
 from paceline.model.paged import PagedDecoder
@@ -58,11 +58,11 @@ def requests() -> list[Request]:
     ]
 
 
-def test_equal_to_the_naive_twin(make: Make) -> None:
-    """Near-ties aside, which these random models do not have at float32's precision."""
-    expected = naive.generate(tiny_decoder(torch.float64), requests())
+def test_equal_to_the_reference_engine(make: Make) -> None:
+    """Up to near-ties, which these random models do not have in float32."""
+    expected = reference_engine.generate(tiny_decoder(torch.float64), requests())
     engine = make(max_num_batched_tokens=24)
-    engine.generate(requests())  # so that there is history
+    engine.generate(requests())  # so that there is a history to draft from
     found = engine.generate(requests())
     assert sum(c.num_accepted_tokens for c in found) > 0
     assert [c.token_ids.tolist() for c in found] == [c.token_ids.tolist() for c in expected]
@@ -88,28 +88,28 @@ def test_handles_traces_and_blocks(make: Make) -> None:
     assert engine.drain_trace() == []
 
 
-def test_weights_arrive_whole(make: Make) -> None:
+def test_all_weights_are_updated(make: Make) -> None:
     engine = make()
     sent = [(n, t.to(engine.paged.decoder.dtype)) for n, t in hf_state(tiny_decoder(seed=4))]
     assert engine.update_weights(sent, 1).checksum == checksum(sent)
-    expected = naive.generate(tiny_decoder(torch.float64, seed=4), requests()[:4])
+    expected = reference_engine.generate(tiny_decoder(torch.float64, seed=4), requests()[:4])
     for _ in range(2):
         found = engine.generate(requests()[:4])
         assert [c.token_ids.tolist() for c in found] == [c.token_ids.tolist() for c in expected]
     assert sum(c.num_accepted_tokens for c in found) > 0
 
 
-def test_close_ends_everything(make: Make) -> None:
+def test_close_aborts_requests_and_frees_blocks(make: Make) -> None:
     engine = make()
     handle = engine.submit(requests()[0])
     engine.step()
     engine.close()
     assert handle.completion.finish_reason in ("abort", "stop", "length")
-    assert not any(engine.paged.pool.references)
+    assert not any(engine.paged.pool.ref_counts)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}])
-def test_diverged_weights_are_an_error_not_a_token(make: Make, sampling: dict[str, float]) -> None:
+def test_weights_that_are_not_finite_are_an_error(make: Make, sampling: dict[str, float]) -> None:
     engine = make()
     engine.paged.decoder.norm.data[3] = float("nan")
     with pytest.raises(ValueError, match="not finite"):

@@ -1,5 +1,6 @@
-"""New weights while requests run: whatever drafts, tokens are those of plain decoding, and drafts are those of a
-drafter that never saw the old weights. What a drafter keeps of the old ones costs acceptance, and no token shows it.
+"""Weight updates while requests run: with every drafter, tokens are those of plain decoding, and drafts are those of a
+drafter that never had the old weights. State that a drafter keeps of the old weights lowers acceptance and changes no
+token, so the drafts are compared too.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import pytest
 import torch
 from support import tiny_decoder, tiny_head
 
-from paceline.build import build_drafter
-from paceline.config import load_config
+from paceline.build.config import load_config
+from paceline.build.drafter import build_drafter
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.eagle3 import Eagle3Drafter
 from paceline.engine.engine import LocalEngine
@@ -22,17 +23,18 @@ from paceline.model.decoder import Decoder
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
 from paceline.model.weights import hf_state
-from paceline.speculation.batch import DraftBatch, Drafter, Rows
+from paceline.speculation.batch import Drafter, Rows
+from paceline.speculation.draft_batch import DraftBatch
 from paceline.speculation.policy import StaticPolicy
 from paceline.types import Completion, Provenance, Request, SamplingParams
-from paceline.verify.updates import copied
+from paceline.verify.updates import clone_weights
 
 K, NUM_TOKENS, BEFORE = 3, 48, 60  # BEFORE: tokens of all requests together, after which the weights change
 INFLIGHT = ("keep", "recompute")
 
 
 def built(*settings: str) -> Callable[[Decoder], Drafter]:
-    """As a user's run builds it."""
+    """Builds a drafter from config settings, as a run does."""
 
     def make(decoder: Decoder) -> Drafter:
         drafter = build_drafter(
@@ -56,7 +58,7 @@ DRAFTERS: dict[str, Callable[[Decoder], Drafter]] = {
 
 
 def requests() -> list[Request]:
-    """Half of them greedy: these fall into loops, which history drafters can follow."""
+    """Half of them are greedy: their completions repeat themselves, so history drafters find matches."""
     rng = np.random.default_rng(2)
     found = []
     for i in range(6):
@@ -67,7 +69,7 @@ def requests() -> list[Request]:
 
 @dataclass
 class Recorder:
-    """Drafts by request and position, from when it is told to."""
+    """Records drafts by request and position while `on`."""
 
     drafts: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     on: bool = False
@@ -90,7 +92,7 @@ class Recorder:
 class Run:
     completions: list[Completion]
     drafts: dict[tuple[int, int], list[int]]  # since the update
-    num_emitted: list[int]  # by each request, before it
+    num_emitted: list[int]  # tokens of each request before the update
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -98,7 +100,7 @@ class Run:
 
     @property
     def accepted(self) -> int:
-        """Drafted tokens that were accepted under the new version."""
+        """Draft tokens that were accepted under the new version."""
         return sum(int(((c.versions == 1) & (c.provenance == Provenance.ACCEPTED)).sum()) for c in self.completions)
 
     @property
@@ -107,11 +109,11 @@ class Run:
 
 
 def new_weights() -> list[tuple[str, torch.Tensor]]:
-    return copied(hf_state(tiny_decoder(seed=1)))
+    return clone_weights(hf_state(tiny_decoder(seed=1)))
 
 
-def run(make: Callable[[Decoder], Drafter] | None, inflight: str, exchange: bool = False) -> Run:
-    """`exchange`: with the new weights comes a new drafter."""
+def run(make: Callable[[Decoder], Drafter] | None, inflight: str, new_drafter: bool = False) -> Run:
+    """Run the requests with a weight update. `new_drafter`: the update also replaces the drafter by a new one."""
     decoder, recorder = tiny_decoder(), Recorder()
     drafter = recorder.attach(make(decoder)) if make is not None else None
     engine = LocalEngine(
@@ -123,19 +125,19 @@ def run(make: Callable[[Decoder], Drafter] | None, inflight: str, exchange: bool
         engine.step()
         emitted += sum(t.num_emitted for t in engine.drain_trace())
     engine.update_weights(new_weights(), 1, inflight)
-    if exchange and make is not None:
+    if new_drafter and make is not None:
         engine.set_drafter(recorder.attach(make(decoder)))
     recorder.on = True
     while engine.has_work:
         engine.step()
     completions = [h.completion for h in handles if h.completion is not None]
     num_before = [int((c.versions == 0).sum()) for c in completions]
-    assert len(completions) == 6 and all(0 < n < NUM_TOKENS for n in num_before), "the update was not in flight"
+    assert len(completions) == 6 and all(0 < n < NUM_TOKENS for n in num_before), "a request has only one version"
     return Run(completions, recorder.drafts, num_before)
 
 
 def fresh(make: Callable[[Decoder], Drafter] | None, before: Run) -> Run:
-    """An engine that never had other weights goes on from what was emitted before the update."""
+    """Continue the completions from the update on, in an engine that never had other weights."""
     decoder, recorder = tiny_decoder(seed=1), Recorder(on=True)
     engine = LocalEngine(
         PagedDecoder(decoder, 256),
@@ -144,28 +146,28 @@ def fresh(make: Callable[[Decoder], Drafter] | None, before: Run) -> Run:
         max_num_batched_tokens=4096,
         version=1,
     )
-    going_on = []
+    continued = []
     for c, num in zip(before.completions, before.num_emitted, strict=True):
         r = c.request
         sampling = SamplingParams(max_tokens=NUM_TOKENS - num, ignore_eos=True, temperature=r.sampling.temperature)
-        going_on.append(
+        continued.append(
             Request(r.request_id, (*r.prompt_ids, *c.token_ids[:num].tolist()), sampling, r.noise_key, r.problem)
         )
-    return Run(engine.generate(going_on), recorder.drafts, before.num_emitted)
+    return Run(engine.generate(continued), recorder.drafts, before.num_emitted)
 
 
-def rest(run: Run) -> list[list[int]]:
+def tokens_after_update(run: Run) -> list[list[int]]:
     return [tokens[num:] for tokens, num in zip(run.tokens, run.num_emitted, strict=True)]
 
 
 @pytest.mark.parametrize("inflight", INFLIGHT)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_drafts_after_an_update_are_those_of_a_new_drafter(name: str, inflight: str) -> None:
-    found, expected = run(DRAFTERS[name], inflight), run(DRAFTERS[name], inflight, exchange=True)
+    found, expected = run(DRAFTERS[name], inflight), run(DRAFTERS[name], inflight, new_drafter=True)
     assert found.tokens == expected.tokens
     assert found.num_emitted == expected.num_emitted
     assert found.accepted > 0 and expected.accepted > 0
-    if name in ("suffix", "hybrid", "hybrid, after"):  # what these learned of a request before the update is of use
+    if name in ("suffix", "hybrid", "hybrid, after"):  # their history from before the update is still useful
         assert found.acceptance_length > 0.9 * expected.acceptance_length
     else:
         assert found.drafts == expected.drafts
@@ -173,10 +175,10 @@ def test_drafts_after_an_update_are_those_of_a_new_drafter(name: str, inflight: 
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_computed_again_an_engine_is_as_a_fresh_one_at_the_new_weights(name: str) -> None:
+def test_with_recompute_an_engine_equals_a_new_one_with_the_new_weights(name: str) -> None:
     found = run(DRAFTERS[name], "recompute")
     plain, other = fresh(None, found), fresh(DRAFTERS[name], found)
-    assert rest(found) == plain.tokens == other.tokens
+    assert tokens_after_update(found) == plain.tokens == other.tokens
     assert found.accepted > 0 and other.accepted > 0
     if name in ("suffix", "hybrid", "hybrid, after"):
         assert found.acceptance_length > 0.9 * other.acceptance_length
@@ -186,18 +188,18 @@ def test_computed_again_an_engine_is_as_a_fresh_one_at_the_new_weights(name: str
 
 
 @pytest.mark.parametrize("inflight", INFLIGHT)
-def test_a_head_that_goes_on_with_old_states_is_caught(monkeypatch: pytest.MonkeyPatch, inflight: str) -> None:
-    expected = run(DRAFTERS["eagle3"], inflight, exchange=True)
-    monkeypatch.setattr(Eagle3Drafter, "_start_again", lambda self: None)
+def test_a_head_that_keeps_old_states_is_caught(monkeypatch: pytest.MonkeyPatch, inflight: str) -> None:
+    expected = run(DRAFTERS["eagle3"], inflight, new_drafter=True)
+    monkeypatch.setattr(Eagle3Drafter, "_drop_kv", lambda self: None)
     found = run(DRAFTERS["eagle3"], inflight)
-    assert found.tokens == expected.tokens  # no token tells
+    assert found.tokens == expected.tokens  # tokens do not reveal it
     assert found.drafts != expected.drafts
 
 
-def test_weights_that_do_not_arrive_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_not_updated_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: LocalEngine, weights: Any, version: int, inflight: str = "recompute") -> None:
         self.version = version
 
     monkeypatch.setattr(LocalEngine, "update_weights", broken)
     found = run(DRAFTERS["eagle3"], "recompute")
-    assert rest(found) != fresh(None, found).tokens
+    assert tokens_after_update(found) != fresh(None, found).tokens

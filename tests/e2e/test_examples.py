@@ -1,4 +1,4 @@
-"""The examples run as they are shown, on a tiny model."""
+"""The examples run, on a tiny model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(folder: Path, *command: str) -> str:
-    """In a folder of its own, where `configs` and `examples` are as in the project, and runs/ is not the project's."""
+    """Run it in a temporary folder with links to `configs` and `examples`, so that runs/ is not the project's."""
     for name in ("configs", "examples"):
         (folder / name).symlink_to(ROOT / name)
     environment = {**os.environ, "PYTHONPATH": str(folder)}

@@ -1,4 +1,4 @@
-"""What goes wrong costs as little as it can: a sample, not the step; the step, not the run; and it is named."""
+"""Failures are named and cost as little as possible: a sample and not the step, a step and not the run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from scripted import Bytes
 from tiny_run import SETTINGS, lines, make, policy, settings
 from typer.testing import CliRunner
 
-from paceline.build import build_rewarder
+from paceline.build.config import load_config
+from paceline.build.task import build_rewarder
 from paceline.cli import app
-from paceline.config import load_config
 from paceline.rl import checkpoint as checkpoint_module
 from paceline.rl.checkpoint import Checkpoints
 from paceline.rl.collect import Collector
-from paceline.rl.loop import Loop
 from paceline.rl.shards import Shards
+from paceline.rl.trainer import Trainer
 from paceline.tasks.rewards import Score
 from paceline.tasks.task import Problem, Turn
 from paceline.types import Completion, Provenance, Request
@@ -31,11 +31,11 @@ from paceline.types import Completion, Provenance, Request
 STEPS = "train.num_steps=3"
 
 
-def finish(loop: Loop) -> dict[str, Any]:
+def finish(trainer: Trainer) -> dict[str, Any]:
     try:
-        return loop.run()
+        return trainer.run()
     finally:
-        loop.close()
+        trainer.close()
 
 
 # ---- rewards ----
@@ -50,15 +50,15 @@ def finish(loop: Loop) -> dict[str, Any]:
         ("hangs", "did not return within 0.2 s"),
     ],
 )
-def test_a_reward_that_fails_costs_its_samples(tmp_path: Path, function: str, reason: str) -> None:
-    """On some of the completions (those whose first letter's code is a multiple of 3), whatever the problem."""
+def test_a_failing_reward_costs_only_its_samples(tmp_path: Path, function: str, reason: str) -> None:
+    """It fails for completions whose first letter has a code that is a multiple of 3."""
     reward = f'reward.functions=["reward_functions:{function}_on_some"]'
-    loop = make(tmp_path, "run", STEPS, reward, "reward.timeout_s=0.2", "reward.max_failures=1.0")
-    summary = finish(loop)
+    trainer = make(tmp_path, "run", STEPS, reward, "reward.timeout_s=0.2", "reward.max_failures=1.0")
+    summary = finish(trainer)
     assert summary["finished"]
     records = lines(tmp_path / "run", "rollouts")
     failed = [r for r in records if ord(r["completion"][0]) % 3 == 0]
-    assert 0 < len(failed) < len(records), "the test needs both"
+    assert 0 < len(failed) < len(records), "the test needs failures and successes"
     for record in records:
         if record in failed:
             name = f"step {record['step']}, {record['problem']}, sample {record['sample']}: reward "
@@ -66,39 +66,39 @@ def test_a_reward_that_fails_costs_its_samples(tmp_path: Path, function: str, re
             assert record["reward"] is None and record["advantage"] == 0
         else:
             assert record["failure"] is None and record["reward"] is not None
-    assert any(record["advantage"] != 0 for record in records), "the others train"
-    assert loop.watcher.notes[0] == failed[0]["failure"]
+    assert any(record["advantage"] != 0 for record in records), "the other samples train"
+    assert trainer.callback.notes[0] == failed[0]["failure"]
     metrics = lines(tmp_path / "run", "metrics")
-    assert sum(m["failures"] for m in metrics) == len(failed)
+    assert sum(m["num_failures"] for m in metrics) == len(failed)
     assert all(np.isfinite(m["loss"]) and np.isfinite(m["reward_mean"]) for m in metrics)
 
 
-def test_too_many_failures_end_the_run_with_all_it_has(tmp_path: Path) -> None:
-    """From step 2 on (data positions 4 and up) everything fails. The two steps before are in the folder, and the run
-    goes on once the reward is mended, as if it had never been broken."""
+def test_too_many_failures_end_the_run_and_keep_its_steps(tmp_path: Path) -> None:
+    """From step 2 on, every reward fails. The two steps before are kept. After the reward is repaired the run continues
+    bit for bit."""
     settings(tmp_path)
-    loop = make(tmp_path, "whole", "train.num_steps=4")
-    finish(loop)
-    mended = policy(loop)
+    trainer = make(tmp_path, "whole", "train.num_steps=4")
+    finish(trainer)
+    expected = policy(trainer)
 
-    loop = make(tmp_path, "run", "train.num_steps=4")
-    score, calls = loop.collector.rewarder.score, []
+    trainer = make(tmp_path, "run", "train.num_steps=4")
+    score, calls = trainer.collector.rewarder.score, []
 
-    def breaks(samples: Any) -> Any:
+    def failing(samples: Any) -> Any:
         calls.append(len(samples))
         if len(calls) <= 4:
             return score(samples)
-        return [Score(float("nan"), {}, f"{sample.name}: out of order") for sample in samples]
+        return [Score(float("nan"), {}, f"{sample.name}: no reward") for sample in samples]
 
-    loop.collector.rewarder.score = breaks
+    trainer.collector.rewarder.score = failing
     with pytest.raises(ValueError, match=r"step 2: 8 of 8 samples .* reward.max_failures = 0.5 .*step 2, .*, sample 0"):
-        finish(loop)
+        finish(trainer)
     assert [m["step"] for m in lines(tmp_path / "run", "metrics")] == [0, 1]
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
 
-    loop = make(tmp_path, "run", "train.num_steps=4", resume=True)
-    assert finish(loop)["finished"]
-    assert all(torch.equal(policy(loop)[name], tensor) for name, tensor in mended.items())
+    trainer = make(tmp_path, "run", "train.num_steps=4", resume=True)
+    assert finish(trainer)["finished"]
+    assert all(torch.equal(policy(trainer)[name], tensor) for name, tensor in expected.items())
     assert [m["step"] for m in lines(tmp_path / "run", "metrics")] == [0, 1, 2, 3]
 
 
@@ -106,7 +106,7 @@ def test_too_many_failures_end_the_run_with_all_it_has(tmp_path: Path) -> None:
 
 
 class Scripted:
-    """An engine that says what it is told, by sample, and otherwise behaves as one."""
+    """An engine that emits given texts, by sample."""
 
     def __init__(self, texts: list[str]) -> None:
         self.texts, self.waiting = texts, []
@@ -123,27 +123,27 @@ class Scripted:
         request = self.waiting.pop(0)
         ids = np.array(list(self.texts[(request.request_id - 1) % len(self.texts)].encode()), np.int32)
         zeros = np.zeros(len(ids))
-        where = np.full(len(ids), Provenance.SAMPLED, np.uint8)
-        versions, nobody = np.zeros(len(ids), np.int32), np.full(len(ids), 255, np.uint8)
-        return [Completion(request, ids, zeros, zeros, versions, where, nobody, (), "stop")]
+        provenance = np.full(len(ids), Provenance.SAMPLED, np.uint8)
+        versions, sources = np.zeros(len(ids), np.int32), np.full(len(ids), 255, np.uint8)
+        return [Completion(request, ids, zeros, zeros, versions, provenance, sources, (), "stop")]
 
 
 GOOD = "def f(x):\n    return x + 1\n"
 FORKS = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass\n"
-EATS = "hoard = []\nwhile True:\n    hoard.append(bytearray(1 << 24))\n"
+ALLOCATES = "blocks = []\nwhile True:\n    blocks.append(bytearray(1 << 24))\n"
 FOREVER = "while True:\n    pass\n"
 
 
 @pytest.mark.slow
-def test_programs_that_fork_or_eat_memory_without_end(tmp_path: Path) -> None:
-    """Real sandbox, real rewarder, real collector; only what the model says is told to it. A bad program is a wrong
-    one: reward 0, no failure, and the good ones beside it are none the worse."""
+def test_programs_that_fork_or_allocate_memory_forever(tmp_path: Path) -> None:
+    """Real sandbox, rewarder and collector; only the engine is scripted. A bad program gets reward 0, is no failure,
+    and does not affect the good programs."""
     overrides = ["reward.code_cpu_s=1", "reward.code_memory_mb=128", "reward.timeout_s=3.0", "task.kind=jsonl"]
     config = load_config(None, ['reward.functions=["code"]', *overrides])
     rewarder = build_rewarder(config)
     try:
         collector = Collector(
-            Scripted([GOOD, FORKS, EATS, FOREVER]), Bytes(), rewarder, sampling=config.sampling.params()
+            Scripted([GOOD, FORKS, ALLOCATES, FOREVER]), Bytes(), rewarder, sampling=config.sampling.params()
         )
         problem = Problem("f", "write f", {"tests": ["assert f(1) == 2"]})
         groups = collector.collect(0, [(0, problem), (1, problem)], 4, 0).groups
@@ -157,31 +157,31 @@ def test_programs_that_fork_or_eat_memory_without_end(tmp_path: Path) -> None:
 # ---- environments ----
 
 
-class Moody:
-    """One turn; when sick, as its mood says."""
+class FailingEnv:
+    """One turn. If `fails`, it fails in the way of `mode`."""
 
-    def __init__(self, mood: str, sick: bool) -> None:
-        self.mood, self.sick = mood, sick
+    def __init__(self, mode: str, fails: bool) -> None:
+        self.mode, self.fails = mode, fails
 
     def prompt(self) -> str:
-        if self.sick and self.mood == "hangs in prompt":
+        if self.fails and self.mode == "hangs in prompt":
             threading.Event().wait()
-        if self.sick and self.mood == "raises in prompt":
+        if self.fails and self.mode == "raises in prompt":
             raise RuntimeError("no prompt today")
         return "say"
 
     def step(self, completion: str) -> Any:
-        if self.sick:
-            if self.mood == "hangs":
+        if self.fails:
+            if self.mode == "hangs":
                 threading.Event().wait()
-            if self.mood == "raises":
+            if self.mode == "raises":
                 raise RuntimeError("no more")
-            return {"answers nothing": None, "praises": Turn(None, "very good")}[self.mood]
+            return {"answers nothing": None, "praises": Turn(None, "very good")}[self.mode]
         return Turn(None, 1.0 + completion.count("a"))
 
 
 @pytest.mark.parametrize(
-    ("mood", "reason"),
+    ("mode", "reason"),
     [
         ("hangs", "took more than train.env_timeout_s = 0.3 s"),
         ("raises", "its environment raised RuntimeError: no more"),
@@ -191,18 +191,18 @@ class Moody:
         ("praises", "its environment's answer can't be used: TypeError"),
     ],
 )
-def test_an_environment_that_fails_costs_its_samples(tmp_path: Path, mood: str, reason: str) -> None:
+def test_a_failing_environment_costs_only_its_samples(tmp_path: Path, mode: str, reason: str) -> None:
     config = settings(tmp_path, STEPS, 'reward.functions=["env"]', "train.env_timeout_s=0.3")
-    loop = make(tmp_path, "run", config=config)
+    trainer = make(tmp_path, "run", config=config)
     made = iter(range(1000))
     lock = threading.Lock()
 
-    def make_env() -> Moody:
+    def make_env() -> FailingEnv:
         with lock:
-            return Moody(mood, next(made) % 4 == 1)
+            return FailingEnv(mode, next(made) % 4 == 1)
 
-    loop.task.train = [Problem(p.name, p.prompt, p.columns, make_env) for p in loop.task.train]
-    assert finish(loop)["finished"]
+    trainer.task.train = [Problem(p.name, p.prompt, p.columns, make_env) for p in trainer.task.train]
+    assert finish(trainer)["finished"]
     records = lines(tmp_path / "run", "rollouts")
     failed = [r for r in records if r["failure"] is not None]
     assert len(failed) == len(records) // 4 > 0
@@ -210,16 +210,16 @@ def test_an_environment_that_fails_costs_its_samples(tmp_path: Path, mood: str, 
         name = f"step {record['step']}, {record['problem']}, sample {record['sample']}: "
         assert record["failure"].startswith(name) and reason in record["failure"]
         assert record["reward"] is None and record["advantage"] == 0
-    assert any(r["advantage"] != 0 for r in records), "the others train"
+    assert any(r["advantage"] != 0 for r in records), "the other samples train"
 
 
-# ---- data, numbers, disks ----
+# ---- data, numerics, disks ----
 
 
 @pytest.fixture
 def command() -> Iterator[Any]:
-    def call(*words: object, code: int = 0) -> str:
-        result = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "200"})
+    def call(*argv: object, code: int = 0) -> str:
+        result = CliRunner().invoke(app, [str(arg) for arg in argv], env={"COLUMNS": "200"})
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         assert result.exit_code == code, result.output
@@ -229,57 +229,57 @@ def command() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("broken", ['{"prompt": "say b", "answer"', '{"answer": "1"}', "[1, 2]", '{"prompt": 7}'])
-def test_a_broken_line_in_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any, broken: str) -> None:
+def test_a_bad_line_in_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any, broken: str) -> None:
     monkeypatch.chdir(tmp_path)
     settings(tmp_path)
     task = tmp_path / "task.jsonl"
     good = task.read_text().splitlines()
     task.write_text("\n".join([*good[:4], broken, *good[4:]]))
-    words = f"model.name={str(tmp_path / 'model')!r}", f"task.name={str(task)!r}", *SETTINGS
-    said = command("train", *words, code=2)
-    assert "task.jsonl" in said and "5" in said.replace(str(tmp_path), "")
+    argv = f"model.name={str(tmp_path / 'model')!r}", f"task.name={str(task)!r}", *SETTINGS
+    output = command("train", *argv, code=2)
+    assert "task.jsonl" in output and "5" in output.replace(str(tmp_path), "")
     assert not (tmp_path / "runs").exists()
-    command("train", "--run", tmp_path / "mine", *words, code=2)
+    command("train", "--run", tmp_path / "mine", *argv, code=2)
     assert not (tmp_path / "mine").exists()
     task.write_text("\n".join(good))
-    command("train", "--run", tmp_path / "mine", *words, "train.num_steps=1")
+    command("train", "--run", tmp_path / "mine", *argv, "train.num_steps=1")
 
 
-def test_a_gradient_that_is_not_finite(tmp_path: Path) -> None:
-    loop = make(tmp_path, "run", STEPS, "train.checkpoint_every=1")
-    update = loop.learner.update
+def test_a_non_finite_gradient(tmp_path: Path) -> None:
+    trainer = make(tmp_path, "run", STEPS, "train.checkpoint_every=1")
+    update = trainer.learner.update
 
-    def poisoned(rollouts: Any, batch: Any, *rest: Any) -> Any:
-        if loop.step == 2:
+    def with_infinite_advantages(rollouts: Any, batch: Any, *rest: Any) -> Any:
+        if trainer.step == 2:
             batch.advantages_T.fill_(float("inf"))
         return update(rollouts, batch, *rest)
 
-    loop.learner.update = poisoned
-    with pytest.raises(ValueError, match=r"step 2: the gradient's norm is (nan|inf); .* Lower the learning rate"):
-        finish(loop)
-    check_good(tmp_path / "run", 2)
+    trainer.learner.update = with_infinite_advantages
+    with pytest.raises(ValueError, match=r"step 2: the gradient norm is (nan|inf); .* Lower the learning rate"):
+        finish(trainer)
+    assert_finite_checkpoint(tmp_path / "run", 2)
     assert finish(make(tmp_path, "run", STEPS, resume=True))["finished"]
 
 
-def test_weights_that_are_not_finite(tmp_path: Path) -> None:
-    """The gradient was fine, the step was not; the checkpoint of that step would be of no use, so there is none."""
-    loop = make(tmp_path, "run", STEPS, "train.checkpoint_every=1")
-    step = loop.learner.optimizer.step
+def test_non_finite_weights(tmp_path: Path) -> None:
+    """After a finite gradient. No checkpoint of that step is saved."""
+    trainer = make(tmp_path, "run", STEPS, "train.checkpoint_every=1")
+    step = trainer.learner.optimizer.step
 
-    def overshoots(number: int) -> float:
+    def with_infinite_weight(number: int) -> float:
         norm = step(number)
         if number == 2:
-            next(loop.learner.decoder.parameters()).data[0] = float("inf")
+            next(trainer.learner.decoder.parameters()).data[0] = float("inf")
         return norm
 
-    loop.learner.optimizer.step = overshoots
+    trainer.learner.optimizer.step = with_infinite_weight
     with pytest.raises(ValueError, match=r"step 2: after the update some weights are not finite"):
-        finish(loop)
-    check_good(tmp_path / "run", 2)
+        finish(trainer)
+    assert_finite_checkpoint(tmp_path / "run", 2)
     assert finish(make(tmp_path, "run", STEPS, resume=True))["finished"]
 
 
-def check_good(run: Path, step: int) -> None:
+def assert_finite_checkpoint(run: Path, step: int) -> None:
     last = Checkpoints(run / "checkpoints", 2).latest()
     assert last is not None and last.step == step
     state = Shards(last.path / "learner")
@@ -296,30 +296,30 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: A
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(path, parts)
 
-    words = f"model.name={str(tmp_path / 'model')!r}", f"task.name={str(tmp_path / 'task.jsonl')!r}", *SETTINGS
+    argv = f"model.name={str(tmp_path / 'model')!r}", f"task.name={str(tmp_path / 'task.jsonl')!r}", *SETTINGS
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_module, "_write_synced", full)
-        said = command("train", "--run", run, *words, "train.checkpoint_every=1", code=2)
-    assert "error: " in said and "No space left on device" in said and "step 2" in said and "--resume" in said
+        output = command("train", "--run", run, *argv, "train.checkpoint_every=1", code=2)
+    assert "error: " in output and "No space left on device" in output and "step 2" in output and "--resume" in output
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000001"]
     command("train", "--resume", run)
     assert [m["step"] for m in lines(run, "metrics")] == [0, 1, 2, 3]
 
 
-def test_a_stream_on_a_full_disk(tmp_path: Path) -> None:
-    loop = make(tmp_path, "run", STEPS)
-    append = loop.folder.append
+def test_a_full_disk_for_a_stream(tmp_path: Path) -> None:
+    trainer = make(tmp_path, "run", STEPS)
+    append = trainer.folder.append
 
     def full(name: str, records: Any) -> None:
-        if name == "trace" and loop.step == 2:
+        if name == "trace" and trainer.step == 2:
             raise OSError(errno.ENOSPC, "trace.jsonl: can't write (No space left on device)")
         append(name, records)
 
-    loop.folder.append = full
+    trainer.folder.append = full
     with pytest.raises(OSError, match=r"trace.jsonl: can't write"):
-        finish(loop)
-    loop = make(tmp_path, "run", STEPS, resume=True)
-    assert finish(loop)["finished"]
+        finish(trainer)
+    trainer = make(tmp_path, "run", STEPS, resume=True)
+    assert finish(trainer)["finished"]
     assert [m["step"] for m in lines(tmp_path / "run", "metrics")] == [0, 1, 2]
     samples = [(r["group"], r["sample"]) for r in lines(tmp_path / "run", "rollouts")]
     assert len(samples) == len(set(samples)) == 24

@@ -1,4 +1,4 @@
-"""Killed at any instant, a run goes on as if nothing had happened; asked to stop, it leaves nothing half done."""
+"""A run that is killed at any instant continues bit for bit; a run that is stopped saves its last step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import SETTINGS, each_once, lines, make, outcome, settings
+from tiny_run import SETTINGS, assert_each_once, lines, make, outcome, settings
 
 TESTS = Path(__file__).parents[1]
 BASE = ("speculation.method=suffix", "train.num_steps=6", "train.checkpoint_every=2")
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def drive(folder: Path) -> Iterator[Drive]:
-    """drive(name=…, overrides=…, …) -> how it ended; see kill_driver.py."""
+    """drive(name=…, overrides=…, …) -> status and output; see kill_driver.py."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS), "COLUMNS": "200"}
     driver = subprocess.Popen(
         [sys.executable, TESTS / "kill_driver.py", folder],
@@ -61,23 +61,23 @@ def drive(folder: Path) -> Iterator[Drive]:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path, drive: Drive) -> Callable[[str], tuple[Path, dict[str, Any]]]:
-    """whole(flavour) -> the uninterrupted run, and its figures."""
+    """whole(flavour) -> the folder of an uninterrupted run, and its number of instants."""
     made: dict[str, tuple[Path, dict[str, Any]]] = {}
 
     def run(flavour: str) -> tuple[Path, dict[str, Any]]:
         if flavour not in made:
             end = drive(name=flavour, overrides=[*BASE, *FLAVOURS[flavour]])
-            assert end["status"] == 0, end["said"]
-            made[flavour] = folder / flavour, json.loads(end["said"])
+            assert end["status"] == 0, end["output"]
+            made[flavour] = folder / flavour, json.loads(end["output"])
         return made[flavour]
 
     return run
 
 
 def random_kills() -> list[Any]:
-    """Four per flavour: at an instant of a checkpoint's writing, an engine step, an update, and any time in the run's
-    life, each as a share of all that there is. Ten run in the default suite, one per flavour and two more; the
-    other 22 in `make soak`. KILL_SEED=n gives other instants."""
+    """Four per flavour: while writing a checkpoint, at an engine step, at an update, and at any time. `share` is the
+    instant as a fraction of all instants. Ten cases run in the default suite, the other 22 in `make soak`. KILL_SEED=n
+    gives other instants."""
     cases = []
     for i, flavour in enumerate(FLAVOURS):
         for j, kind in enumerate(("at_write", "step", "update", "after_s")):
@@ -93,15 +93,15 @@ def random_kills() -> list[Any]:
 def test_killed_at_a_random_instant(
     folder: Path, drive: Drive, whole: Any, flavour: str, kind: str, share: float
 ) -> None:
-    """With drain, to the bit; with keep, where arrival times decide, each rollout exactly once."""
-    uninterrupted, figures = whole(flavour)
+    """With drain, bit for bit. With keep the result depends on timing: every rollout is recorded exactly once."""
+    uninterrupted, counts = whole(flavour)
     name, overrides = f"{flavour} {kind}", [*BASE, *FLAVOURS[flavour]]
-    at = share * figures[kind]
+    at = share * counts[kind]
     job: dict[str, Any] = {"name": name, "overrides": overrides}
-    if "staleness" in flavour:  # a slow engine: batches not generated yet; a slow learner: batches that wait for it
+    if "staleness" in flavour:  # a slow engine: no pending batches; a slow learner: some
         job["slow"] = ["step", 0.005] if share < 0.5 else ["update", 0.1]
     if kind == "after_s":
-        job[kind] = 0.2 + at  # a process takes a quarter of a second to come to its first step
+        job[kind] = 0.2 + at  # a process needs 0.25 s to reach its first step
     elif kind == "at_write":
         job[kind] = int(at)
     else:
@@ -109,13 +109,13 @@ def test_killed_at_a_random_instant(
     print(f"KILL_SEED={SEED}", job)
     end = drive(**job)
     if kind == "after_s" or "keep" in flavour:
-        assert end["status"] in (-signal.SIGKILL, 0), end["said"]  # it may be done by then
+        assert end["status"] in (-signal.SIGKILL, 0), end["output"]  # it may be finished by then
     else:
-        assert end["status"] == -signal.SIGKILL, end["said"]
-    begun = (folder / name / "config.toml").exists()
-    end = drive(name=name, overrides=overrides, resume=begun)
-    assert end["status"] == 0, end["said"]
-    each_once(folder / name, 6)
+        assert end["status"] == -signal.SIGKILL, end["output"]
+    exists = (folder / name / "config.toml").exists()
+    end = drive(name=name, overrides=overrides, resume=exists)
+    assert end["status"] == 0, end["output"]
+    assert_each_once(folder / name, 6)
     if "keep" not in flavour:
         assert outcome(folder / name) == outcome(uninterrupted)
 
@@ -125,20 +125,20 @@ def test_killed_at_a_random_instant(
     "flavour", ["adamw, validated", pytest.param("staleness 2, dapo, resampled", marks=pytest.mark.soak)]
 )
 def test_killed_again_and_again(folder: Path, drive: Drive, whole: Any, flavour: str) -> None:
-    """Inside of every checkpoint, the resumed runs' too."""
+    """While it writes each checkpoint, also in the resumed runs."""
     uninterrupted, _ = whole(flavour)
     overrides = [*BASE, *FLAVOURS[flavour]]
     for attempt, at in enumerate((0, 4, 14, 20, 9, 1)):
         end = drive(name=f"often {flavour}", overrides=overrides, resume=attempt > 0, at_write=at)
-        assert end["status"] == -signal.SIGKILL, end["said"]
+        assert end["status"] == -signal.SIGKILL, end["output"]
     end = drive(name=f"often {flavour}", overrides=overrides, resume=True)
-    assert end["status"] == 0, end["said"]
-    each_once(folder / f"often {flavour}", 6)
+    assert end["status"] == 0, end["output"]
+    assert_each_once(folder / f"often {flavour}", 6)
     assert outcome(folder / f"often {flavour}") == outcome(uninterrupted)
 
 
-def test_a_run_that_is_not_the_same_is_told_apart(folder: Path, drive: Drive, whole: Any) -> None:
-    """The broken twin: had the comparison no teeth, any run would pass for any other."""
+def test_a_different_run_is_caught(folder: Path, drive: Drive, whole: Any) -> None:
+    """Otherwise `outcome` would compare too little."""
     uninterrupted, _ = whole("adamw, validated")
     assert drive(name="seed", overrides=[*BASE, "train.eval_every=3", "train.seed=1"])["status"] == 0
     one, other = outcome(folder / "seed"), outcome(uninterrupted)
@@ -146,55 +146,53 @@ def test_a_run_that_is_not_the_same_is_told_apart(folder: Path, drive: Drive, wh
 
 
 @pytest.mark.parametrize("inflight", ["drain", "keep"])
-def test_overlapped_runs_go_on(folder: Path, drive: Drive, inflight: str) -> None:
+def test_overlapped_runs_continue(folder: Path, drive: Drive, inflight: str) -> None:
     overrides = [*BASE, "train.max_staleness=1", f"train.inflight={inflight}", "train.num_steps=8"]
     name = f"overlapped {inflight}"
-    slow = ["step", 0.01]  # so that new weights arrive while requests run
+    slow = ["step", 0.01]  # new weights arrive while requests run
     for attempt, at in enumerate((30, 10)):
         end = drive(name=name, overrides=overrides, resume=attempt > 0, at_write=at, slow=slow)
-        assert end["status"] == -signal.SIGKILL, end["said"]
+        assert end["status"] == -signal.SIGKILL, end["output"]
     end = drive(name=name, overrides=overrides, resume=True, slow=slow)
-    assert end["status"] == 0, end["said"]
-    each_once(folder / name, 8)
+    assert end["status"] == 0, end["output"]
+    assert_each_once(folder / name, 8)
     metrics = lines(folder / name, "metrics")
-    assert max(m["lag_max"] for m in metrics) == 1
+    assert max(m["staleness_max"] for m in metrics) == 1
     rollouts = lines(folder / name, "rollouts")
-    assert any(len(r["versions"]) > 1 for r in rollouts) == (inflight == "keep"), (
-        "no weights arrived while it generated"
-    )
+    assert any(len(r["versions"]) > 1 for r in rollouts) == (inflight == "keep"), "running requests got no new weights"
     groups = [r["group"] for r in rollouts]
-    assert groups == sorted(groups) and set(groups) == set(range(16)), "a problem was left out or came twice"
+    assert groups == sorted(groups) and set(groups) == set(range(16)), "a problem is missing or was used twice"
 
 
 def test_a_finished_run_is_finished(folder: Path, drive: Drive, whole: Any) -> None:
     run, _ = whole("adamw, validated")
     before, summary = outcome(run), (run / "summary.json").read_text()
     end = drive(name=run.name, overrides=[*BASE, "train.eval_every=3"], resume=True)
-    assert end["status"] == 0 and json.loads(end["said"])["finished"]
+    assert end["status"] == 0 and json.loads(end["output"])["finished"]
     assert outcome(run) == before
     assert (run / "summary.json").read_text() == summary
 
 
 def test_more_steps_than_before(folder: Path, drive: Drive, whole: Any) -> None:
-    """Four steps, then six: as if six had been asked for at once."""
+    """Four steps, then six, equal six steps at once."""
     uninterrupted, _ = whole("muon, minibatches")
     constant = [*BASE, "learner.optimizer=muon"]
     assert drive(name="six", overrides=constant)["status"] == 0
     assert drive(name="longer", overrides=[*constant, "train.num_steps=4"])["status"] == 0
     end = drive(name="longer", overrides=constant, resume=True)
-    assert end["status"] == 0, end["said"]
+    assert end["status"] == 0, end["output"]
     assert outcome(folder / "longer") == outcome(folder / "six") != outcome(uninterrupted)
 
 
 def test_one_process_at_a_time(folder: Path, drive: Drive) -> None:
-    loop = make(folder, "held")
+    trainer = make(folder, "held")
     end = drive(name="held", overrides=[], resume=True)
-    loop.close()
-    assert end["status"] == 1 and f"in use by process {os.getpid()}" in end["said"]
+    trainer.close()
+    assert end["status"] == 1 and f"in use by process {os.getpid()}" in end["output"]
     assert drive(name="held", overrides=["train.num_steps=1"], resume=True)["status"] == 0
 
 
-# ---- asked to stop ----
+# ---- stopped ----
 
 
 def command(folder: Path, name: str, *overrides: str) -> list[str]:
@@ -205,28 +203,28 @@ def command(folder: Path, name: str, *overrides: str) -> list[str]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(("where", "n", "kept"), [("step", 45, 3), ("update", 3, 4), ("step", 0, 0)])
 def test_stopped(folder: Path, drive: Drive, whole: Any, number: signal.Signals, where: str, n: int, kept: int) -> None:
-    """While it generates, that step is given up; while it trains, the step is finished."""
+    """During generation the step is discarded; during training the step is finished."""
     flavour = "muon, minibatches"
     uninterrupted, _ = whole(flavour)
     name = f"{number.name} {where} {n}"
     run = folder / name
     overrides = [*BASE, *FLAVOURS[flavour], "train.checkpoint_every=0"]
-    end = drive(words=command(folder, name, *overrides), signal=[where, n, number])
-    assert end["status"] == 130, end["said"]
-    assert f"stopped after {kept} of 6 steps" in end["said"] and f"paceline train --resume {run}" in end["said"]
-    assert json.loads((run / "summary.json").read_text())["steps"] == kept
+    end = drive(argv=command(folder, name, *overrides), signal=[where, n, number])
+    assert end["status"] == 130, end["output"]
+    assert f"stopped after {kept} of 6 steps" in end["output"] and f"paceline train --resume {run}" in end["output"]
+    assert json.loads((run / "summary.json").read_text())["num_steps"] == kept
     assert json.loads((run / "summary.json").read_text())["finished"] is False
     assert "</html>" in (run / "report.html").read_text()
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{kept:06}"]
-    end = drive(words=["train", "--resume", str(run), "train.checkpoint_every=2"])
-    assert end["status"] == 0, end["said"]
-    each_once(run, 6)
+    end = drive(argv=["train", "--resume", str(run), "train.checkpoint_every=2"])
+    assert end["status"] == 0, end["output"]
+    assert_each_once(run, 6)
     one, other = outcome(run), outcome(uninterrupted)
-    drafts = ("files", "totals", "metrics", "rollouts", "trace")  # compared below, drafts apart
+    drafts = ("files", "totals", "metrics", "rollouts", "trace")  # compared below without drafts
     assert {k: v for k, v in one.items() if k not in drafts} == {k: v for k, v in other.items() if k not in drafts}
     learner = "learner/shard-00001-of-00001.safetensors"
     assert one["files"][learner] == other["files"][learner]
-    for key in ("loss", "reward_mean", "tokens", "grad_norm"):
+    for key in ("loss", "reward_mean", "num_tokens", "grad_norm"):
         assert [m[key] for m in one["metrics"]] == [m[key] for m in other["metrics"]]
     for key in ("group", "sample", "token_ids", "reward", "advantage"):
         assert [r[key] for r in one["rollouts"]] == [r[key] for r in other["rollouts"]]
@@ -234,40 +232,40 @@ def test_stopped(folder: Path, drive: Drive, whole: Any, number: signal.Signals,
 
 def test_stopped_while_generation_runs_ahead(folder: Path, drive: Drive) -> None:
     overrides = [*BASE, "train.max_staleness=2", "train.num_steps=8"]
-    end = drive(words=command(folder, "ahead", *overrides), signal=["update", 3, signal.SIGTERM])
-    assert end["status"] == 130 and "stopped after 4 of 8 steps" in end["said"], end["said"]
-    end = drive(words=["train", "--resume", str(folder / "ahead")])
-    assert end["status"] == 0, end["said"]
-    each_once(folder / "ahead", 8)
+    end = drive(argv=command(folder, "ahead", *overrides), signal=["update", 3, signal.SIGTERM])
+    assert end["status"] == 130 and "stopped after 4 of 8 steps" in end["output"], end["output"]
+    end = drive(argv=["train", "--resume", str(folder / "ahead")])
+    assert end["status"] == 0, end["output"]
+    assert_each_once(folder / "ahead", 8)
     assert {r["group"] for r in lines(folder / "ahead", "rollouts")} == set(range(16))
 
 
-def test_stopped_while_rewards_hang(folder: Path, drive: Drive) -> None:
-    """It does not wait for what was to be given up: its ten minutes would be the test's."""
+def test_stopped_while_waiting_for_rewards(folder: Path, drive: Drive) -> None:
+    """It does not wait for the rewards, which would take ten minutes."""
     reward = 'reward.functions=["reward_functions:never"]'
-    words = command(folder, "hanging", *BASE, reward, "reward.timeout_s=600")
-    end = drive(words=words, signal=["step", 8, signal.SIGTERM])
-    assert end["status"] == 130, end["said"]
+    argv = command(folder, "hanging", *BASE, reward, "reward.timeout_s=600")
+    end = drive(argv=argv, signal=["step", 8, signal.SIGTERM])
+    assert end["status"] == 130, end["output"]
 
 
 @pytest.mark.slow
 def test_a_real_process(folder: Path, tmp_path: Path, whole: Any) -> None:
-    """`paceline train` from a shell, SIGTERM from outside as soon as two steps are on disk."""
+    """`paceline train` from a shell, which gets SIGTERM as soon as two steps are on disk."""
     flavour = "adamw, validated"
     run = tmp_path / "run"
-    words = [sys.executable, "-m", "paceline.cli"]
+    argv = [sys.executable, "-m", "paceline.cli"]
     environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
     arguments = command(folder, "unused", *BASE, *FLAVOURS[flavour], "train.num_steps=2000")
     arguments[2] = str(run)
-    process = subprocess.Popen([*words, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen([*argv, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_bytes().splitlines()) < 3:
         assert process.poll() is None, process.communicate()
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    steps = json.loads((run / "summary.json").read_text())["steps"]
+    output = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    steps = json.loads((run / "summary.json").read_text())["num_steps"]
     assert steps >= 2 and (run / "report.html").exists()
     assert (run / "checkpoints" / f"step-{steps:06}").is_dir()
-    each_once(run, steps)
+    assert_each_once(run, steps)
     whole_metrics = outcome(whole(flavour)[0])["metrics"]
     assert [m["loss"] for m in lines(run, "metrics")][:2] == [m["loss"] for m in whole_metrics][:2]

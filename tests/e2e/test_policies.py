@@ -1,4 +1,4 @@
-"""Policies in a whole run: no token changes, what they learned survives a stop, and the trace says what they did."""
+"""Speculation policies in a run: tokens do not change, their state survives a resume, the trace has their decisions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny_run import lines, make, write_head, write_model, write_task
 
-from paceline.rl.loop import Loop
+from paceline.rl.trainer import Trainer
 from paceline.speculation.cost import CostTable, Point
 
 KEYS = ("step", "problem", "sample", "token_ids", "reward", "advantage")
@@ -21,7 +21,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, a head, and a cost table by which a verified token costs next to nothing."""
+    """A model, a head, and a cost table in which verifying a token is almost free."""
     folder = tmp_path_factory.mktemp("policies")
     write_model(folder / "model")
     write_task(folder / "task.jsonl")
@@ -33,8 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def machine_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps take what the table says, however busy this machine is."""
+def fixed_cost_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step times are those of the table, independent of the machine."""
     monkeypatch.setattr(CostTable, "observe", lambda *args, **options: None)
 
 
@@ -46,11 +46,11 @@ def drafting(folder: Path, method: str, policy: str) -> list[str]:
     ]  # fmt: skip
 
 
-def run(folder: Path, name: str, *overrides: str, resume: bool = False) -> Loop:
-    loop = make(folder, name, "train.groups_per_step=4", *overrides, resume=resume)
-    loop.run()
-    loop.close()
-    return loop
+def run(folder: Path, name: str, *overrides: str, resume: bool = False) -> Trainer:
+    trainer = make(folder, name, "train.groups_per_step=4", *overrides, resume=resume)
+    trainer.run()
+    trainer.close()
+    return trainer
 
 
 def rollouts(run: Path) -> list[list[Any]]:
@@ -64,21 +64,19 @@ def plain(folder: Path) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize(("method", "policy"), CASES)
-def test_the_same_rollouts_and_a_trace_that_says_why(
-    folder: Path, plain: list[list[Any]], method: str, policy: str
-) -> None:
+def test_the_same_rollouts_and_a_complete_trace(folder: Path, plain: list[list[Any]], method: str, policy: str) -> None:
     name = f"{method} {policy}"
     run(folder, name, "train.num_steps=4", "engine.order=longest", *drafting(folder, method, policy))
     assert rollouts(folder / name) == plain
     traces = lines(folder / name, "trace")
-    assert sum(t["num_draft_tokens"] for t in traces) > 0, "nothing was drafted: the test shows nothing"
+    assert sum(t["num_draft_tokens"] for t in traces) > 0, "the test needs drafts"
     sources = {"hybrid": {"suffix", "eagle3"}}.get(method, {method})
     for t in traces:
         assert t["policy"] == policy and t["reason"] and t["expected_s"] > 0
         assert t["num_accepted_tokens"] <= t["num_draft_tokens"] <= t["num_proposed"] <= t["num_planned"]
-        assert {source for source, _, _ in t["sources"]} <= sources
-        assert sum(num for _, num, _ in t["sources"]) == t["num_draft_tokens"] == sum(t["drafted_per_position"])
-        assert sum(num for _, _, num in t["sources"]) == t["num_accepted_tokens"] == sum(t["accepted_per_position"])
+        assert {source for source, _, _ in t["per_drafter"]} <= sources
+        assert sum(num for _, num, _ in t["per_drafter"]) == t["num_draft_tokens"] == sum(t["drafted_per_position"])
+        assert sum(num for _, _, num in t["per_drafter"]) == t["num_accepted_tokens"] == sum(t["accepted_per_position"])
         if policy == "auto":
             assert t["expected_accepted"] <= t["num_draft_tokens"]
         assert 0 < t["draft_s"] + t["forward_s"] + t["sample_s"] <= t["total_s"]
@@ -88,22 +86,23 @@ def test_the_same_rollouts_and_a_trace_that_says_why(
 def test_stop_and_resume(folder: Path, plain: list[list[Any]], method: str, policy: str) -> None:
     settings, name = drafting(folder, method, policy), f"resumed {method} {policy}"
     stopped = run(folder, name, "train.num_steps=2", *settings)
-    knew = stopped.engine.learned()
+    expected = stopped.engine.state_dict()
     checkpoint = stopped.checkpoints.latest()
     assert checkpoint is not None
-    for part, state in knew.items():
+    assert {part for part, state in expected.items() if state} == {"drafter", "acceptance", "lengths"}
+    for part, state in expected.items():
         saved = checkpoint.tensors(part)
-        assert saved.keys() == state.keys() and state
+        assert saved.keys() == state.keys()
         assert all(np.array_equal(saved[key].numpy(), array) for key, array in state.items()), part
-    loop = make(folder, name, "train.groups_per_step=4", "train.num_steps=4", *settings, resume=True)
-    for part, state in loop.engine.learned().items():
-        assert all(np.array_equal(knew[part][key], array) for key, array in state.items()), part
+    trainer = make(folder, name, "train.groups_per_step=4", "train.num_steps=4", *settings, resume=True)
+    for part, state in trainer.engine.state_dict().items():
+        assert all(np.array_equal(expected[part][key], array) for key, array in state.items()), part
     fresh = make(folder, f"fresh {method} {policy}", "train.groups_per_step=4", *settings)
-    for part, state in fresh.engine.learned().items():  # the broken twin: nothing restored
-        assert any(not np.array_equal(knew[part][key], array) for key, array in state.items()), part
+    for part, state in fresh.engine.state_dict().items():  # deliberately broken: nothing is restored
+        assert not state or any(not np.array_equal(expected[part][key], array) for key, array in state.items()), part
     fresh.close()
-    loop.run()
-    loop.close()
+    trainer.run()
+    trainer.close()
     assert rollouts(folder / name) == plain
 
 
@@ -114,15 +113,15 @@ def test_stop_and_resume(folder: Path, plain: list[list[Any]], method: str, poli
 def test_resumed_with_another_policy(folder: Path, plain: list[list[Any]], first: str, then: str) -> None:
     name = f"{first} then {then}"
     stopped = run(folder, name, "train.num_steps=2", *drafting(folder, "suffix", first))
-    loop = make(
+    trainer = make(
         folder, name, "train.groups_per_step=4", "train.num_steps=4", *drafting(folder, "suffix", then), resume=True
     )
-    assert any(f"speculation.policy = '{then}', was '{first}'" in note for note in loop.watcher.notes)
-    for part in ("drafter", "lengths"):  # they know what they knew, whoever decides
-        state = loop.engine.learned()[part]
-        assert all(np.array_equal(stopped.engine.learned()[part][key], array) for key, array in state.items())
-    loop.run()
-    loop.close()
+    assert any(f"speculation.policy = '{then}', was '{first}'" in note for note in trainer.callback.notes)
+    for part in ("drafter", "lengths"):  # their state does not depend on the policy
+        state = trainer.engine.state_dict()[part]
+        assert all(np.array_equal(stopped.engine.state_dict()[part][key], array) for key, array in state.items())
+    trainer.run()
+    trainer.close()
     assert rollouts(folder / name) == plain
     assert {t["policy"] for t in lines(folder / name, "trace")} == {first, then}
 
@@ -135,48 +134,48 @@ def test_resumed_with_longer_drafts(folder: Path, plain: list[list[Any]], policy
     assert rollouts(folder / name) == plain
 
 
-def test_a_step_that_is_given_up_teaches_nothing(folder: Path) -> None:
-    """Stopped in the middle of the second step's generation: all that learns is saved as it was after the first."""
-    loop = make(
-        folder, "given up", "train.num_steps=2", "train.checkpoint_every=0", "engine.max_num_seqs=4",
+def test_a_discarded_step_does_not_change_the_state(folder: Path) -> None:
+    """Stopped during the generation of the second step: the checkpoint has the state after the first."""
+    trainer = make(
+        folder, "discarded", "train.num_steps=2", "train.checkpoint_every=0", "engine.max_num_seqs=4",
         *drafting(folder, "suffix", "auto"),
     )  # fmt: skip
     after: list[dict[str, dict[str, np.ndarray]]] = []
-    loop.watcher.step = lambda metrics: after.append(loop.engine.learned())
+    trainer.callback.step = lambda metrics: after.append(trainer.engine.state_dict())
 
     def stop_in_the_middle(done: int, total: int) -> None:
-        if loop.step == 1 and not loop.engine.scheduler.waiting and loop.engine.scheduler.running:
-            loop.producer.stop()
+        if trainer.step == 1 and not trainer.engine.scheduler.waiting and trainer.engine.scheduler.running:
+            trainer.producer.stop()
 
-    loop.producer.on_progress = stop_in_the_middle
-    assert loop.run()["steps"] == 1
-    loop.close()
-    checkpoint = loop.checkpoints.latest()
+    trainer.producer.on_progress = stop_in_the_middle
+    assert trainer.run()["num_steps"] == 1
+    trainer.close()
+    checkpoint = trainer.checkpoints.latest()
     assert checkpoint is not None and checkpoint.step == 1
-    now = loop.engine.learned()
+    now = trainer.engine.state_dict()
     for part, state in after[0].items():
         saved = checkpoint.tensors(part)
         assert all(np.array_equal(saved[key].numpy(), array) for key, array in state.items()), part
-        assert any(not np.array_equal(now[part][key], array) for key, array in state.items()), part
+        assert not state or any(not np.array_equal(now[part][key], array) for key, array in state.items()), part
 
 
-def test_audits_teach_nothing(folder: Path, plain: list[list[Any]]) -> None:
-    loop = make(
+def test_audits_do_not_change_the_state(folder: Path, plain: list[list[Any]]) -> None:
+    trainer = make(
         folder, "audited", "train.groups_per_step=4", "train.num_steps=4", "speculation.audit_every=2",
         *drafting(folder, "suffix", "auto"),
     )  # fmt: skip
-    audit, known = loop.auditor.audit, []
+    audit, states = trainer.auditor.audit, []
 
-    def watched(*args: Any) -> Any:
-        before = loop.engine.learned()
+    def recorded(*args: Any) -> Any:
+        before = trainer.engine.state_dict()
         found = audit(*args)
-        known.append((before, loop.engine.learned()))
+        states.append((before, trainer.engine.state_dict()))
         return found
 
-    loop.auditor.audit = watched  # type: ignore[method-assign]
-    summary = loop.run()
-    loop.close()
-    assert summary["identical"] and len(known) == 2 and rollouts(folder / "audited") == plain
-    for before, after in known:
+    trainer.auditor.audit = recorded  # type: ignore[method-assign]
+    summary = trainer.run()
+    trainer.close()
+    assert summary["identical"] and len(states) == 2 and rollouts(folder / "audited") == plain
+    for before, after in states:
         for part, state in before.items():
             assert all(np.array_equal(after[part][key], array) for key, array in state.items()), part

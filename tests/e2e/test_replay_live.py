@@ -1,4 +1,4 @@
-"""Replay is the live engine without its model: the same drafts, the same acceptance, step by step, to the token."""
+"""Replay equals the live engine without its model: the same drafts and acceptance in every step."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from paceline.model.paged import PagedDecoder
 from paceline.model.weights import hf_state
 from paceline.replay import prefixes
 from paceline.replay.engine import Replay, _Step
-from paceline.replay.rounds import Record, Round, Rounds
+from paceline.replay.rounds import Record, Round, RoundSplitter
 from paceline.speculation.batch import Commits, Load
 from paceline.speculation.policy import Decision, StaticPolicy
 from paceline.types import Completion, Request, SamplingParams, StepTrace
-from paceline.verify.cases import policy_of
+from paceline.verify.cases import make_policy
 
 MAX_TOKENS = 32
 NUM_SAMPLES = 3
-ROOM = {"max_num_seqs": 6, "max_num_batched_tokens": 40}  # fewer slots than requests, prompts in several chunks
+LIMITS = {"max_num_seqs": 6, "max_num_batched_tokens": 40}  # fewer slots than requests, prompts in several chunks
 DRAFTERS = {"ngram": lambda: NgramDrafter(1, 3), "suffix": lambda: SuffixDrafter()}
 POLICIES = {"k=4": (4,), "by batch": ({1: 7, 3: 5, 6: 2},), "confident": (6, 0.3)}
-COSTLY = ("das", "auto")  # on a frozen cost table: what they learn of time would differ
+COST_BASED = ("das", "auto")  # with a frozen cost table, because measured step times differ
 STEP = ("step", "num_rows", "num_query_tokens", "num_context_tokens", "num_emitted", "num_drafts", "num_draft_tokens",
         "num_accepted_tokens", "accepted_per_position", "drafted_per_position", "version", "drafter", "policy",
-        "reason", "num_planned", "num_proposed", "sources")  # fmt: skip
+        "reason", "is_probe", "num_planned", "num_proposed", "per_drafter")  # fmt: skip
 
 
-class Free:
-    """No step takes any time."""
+class ZeroCosts:
+    """Steps take no time."""
 
     def steps_s(self, load: Load, num_extra: int) -> np.ndarray:
         return np.zeros(num_extra + 1)
@@ -47,7 +47,7 @@ class Free:
 
 
 def prompts() -> list[tuple[int, ...]]:
-    """Of one head and one tail each, from shorter than a block to longer than a step's tokens."""
+    """With shared and own parts, from shorter than a block to longer than max_num_batched_tokens."""
     rng = np.random.default_rng(5)
     head = rng.integers(0, 50, 20).tolist()
     return [(*head[:common], *rng.integers(0, 50, own).tolist()) for common, own in
@@ -58,16 +58,16 @@ def prompts() -> list[tuple[int, ...]]:
 def live(
     drafter: str, policy: str, sharing: bool = True, order: str = "arrival"
 ) -> tuple[list[StepTrace], list[list[Completion]]]:
-    """Three epochs, each under new weights; a peaked model, so that drafts come true now and then."""
+    """Three epochs, each with new weights. The model is peaked, so that some drafts are accepted."""
     decoder = tiny_decoder(torch.float32)
     pack_for_inference(decoder)
     engine = LocalEngine(
         PagedDecoder(decoder, num_blocks=400),
         drafter=DRAFTERS[drafter](),
-        policy=policy_of(policy, 6, drafter) if policy in COSTLY else StaticPolicy(*POLICIES[policy]),
+        policy=make_policy(policy, 6, drafter) if policy in COST_BASED else StaticPolicy(*POLICIES[policy]),
         prefix_sharing=sharing,
         order=order,
-        **ROOM,
+        **LIMITS,
     )
     rounds = []
     for epoch in range(3):
@@ -96,7 +96,7 @@ def record(epoch: int, completion: Completion) -> Record:
     )
 
 
-class Watched(StaticPolicy):
+class CountingPolicy(StaticPolicy):
     """Counts each request's drafts, drafted and accepted tokens."""
 
     def __init__(self, *args: object) -> None:
@@ -113,12 +113,12 @@ def replay(
     rounds: list[list[Completion]], drafter: str, policy: str, kind: type[Replay] = Replay, **options: object
 ) -> tuple[list[StepTrace], list[list[int]]]:
     traces: list[StepTrace] = []
-    watched = policy_of(policy, 6, drafter) if policy in COSTLY else Watched(*POLICIES[policy])
-    engine = kind(watched, Free(), DRAFTERS[drafter](), prefill=True, watch=traces.append, **ROOM, **options)
+    made = make_policy(policy, 6, drafter) if policy in COST_BASED else CountingPolicy(*POLICIES[policy])
+    engine = kind(made, ZeroCosts(), DRAFTERS[drafter](), prefill=True, on_step=traces.append, **LIMITS, **options)
     records = [record(epoch, completion) for epoch, done in enumerate(rounds) for completion in done]
-    for recorded in Rounds(MAX_TOKENS).of(records):
-        engine.play(recorded)
-    counts = watched.counts if isinstance(watched, Watched) else {}
+    for recorded in RoundSplitter(MAX_TOKENS).split(records):
+        engine.run_round(recorded)
+    counts = made.counts if isinstance(made, CountingPolicy) else {}
     return traces, [counts[i].tolist() for i in sorted(counts)]
 
 
@@ -141,22 +141,22 @@ def test_replay_agrees_with_the_live_engine(drafter: str, policy: str, sharing: 
     assert seen(found) == seen(wanted)
     done = [completion for completions in rounds for completion in completions]
     assert counts == [[c.num_drafts, c.num_draft_tokens, c.num_accepted_tokens] for c in done]
-    # Or there was nothing to agree on.
+    # The test needs accepted drafts, and completions of both kinds.
     assert sum(c.num_accepted_tokens for c in done) > 50
     assert {c.finish_reason for c in done} == {"stop", "length"}
-    assert max(map(len, prompts())) > ROOM["max_num_batched_tokens"]
+    assert max(map(len, prompts())) > LIMITS["max_num_batched_tokens"]
 
 
-class TooFar(Replay):
-    """Drafts one token further than may be emitted before the last."""
+class DraftsTooLong(Replay):
+    """Deliberately broken: drafts one token more than can be emitted."""
 
-    def play(self, recorded: Round) -> None:
+    def run_round(self, recorded: Round) -> None:
         recorded.limit = recorded.limit + 1
-        super().play(recorded)
+        super().run_round(recorded)
 
 
-class Hasty(Replay):
-    """Siblings do not wait for their prompt."""
+class NoPromptSharing(Replay):
+    """Deliberately broken: samples do not wait for their shared prompt."""
 
     def _admit(self, budget: int) -> list[tuple[int, int, int]]:
         keys = self._keys
@@ -166,35 +166,35 @@ class Hasty(Replay):
         return new
 
 
-class Forgetful(Replay):
-    """A new version does not matter."""
+class IgnoresVersions(Replay):
+    """Deliberately broken: the policy version never changes."""
 
-    def play(self, recorded: Round) -> None:
+    def run_round(self, recorded: Round) -> None:
         recorded.version = 0
-        super().play(recorded)
+        super().run_round(recorded)
 
 
-class Blind(Replay):
-    """The drafter is not told what was emitted."""
+class NoCommits(Replay):
+    """Deliberately broken: the drafter does not get the emitted tokens."""
 
     def _commit(self, step: _Step, num_accepted: np.ndarray) -> Commits:
-        return dataclasses.replace(super()._commit(step, num_accepted), num=step.deciding.nothing)
+        return dataclasses.replace(super()._commit(step, num_accepted), num=step.emitting.zeros)
 
 
-@pytest.mark.parametrize("broken", [TooFar, Hasty, Forgetful, Blind])
+@pytest.mark.parametrize("broken", [DraftsTooLong, NoPromptSharing, IgnoresVersions, NoCommits])
 def test_a_broken_replay_is_caught(broken: type[Replay]) -> None:
     wanted, rounds = live("suffix", "k=4")
     found, _ = replay(rounds, "suffix", "k=4", broken)
     assert seen(found) != seen(wanted)
 
 
-def test_blocks_are_as_large_here_as_there() -> None:
+def test_block_sizes_are_equal() -> None:
     assert prefixes.BLOCK == BLOCK
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("policy", COSTLY)
-def test_policies_decide_in_a_replay_as_they_do_live(drafter: str, policy: str) -> None:
+@pytest.mark.parametrize("policy", COST_BASED)
+def test_policies_decide_in_a_replay_as_in_the_engine(drafter: str, policy: str) -> None:
     wanted, rounds = live(drafter, policy)
     found, _ = replay(rounds, drafter, policy)
     assert sum(trace.num_draft_tokens for trace in wanted) > 0

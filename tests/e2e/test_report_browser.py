@@ -1,5 +1,5 @@
-"""The report in a real browser: it opens without a complaint, asks for nothing, fits every screen, and its rollout
-browser works. Set PACELINE_SCREENSHOTS to a folder to keep pictures of what the tests saw."""
+"""The report in a real browser: it opens without errors, makes no requests, fits every screen, and its rollout browser
+works. Set PACELINE_SCREENSHOTS to a folder to keep screenshots."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def test_it_opens_and_fits(browser, page, width, scheme):
     browser.open(page, width, scheme=scheme)
     keep(browser, f"{scheme}-{width}")
     assert browser.complaints == []
-    assert browser.requests == [page.resolve().as_uri()], "the page asked for something"
+    assert browser.requests == [page.resolve().as_uri()], "the page made a request"
     assert overflow(browser) == 0
     dark = browser.run("getComputedStyle(document.body).backgroundColor").removeprefix("rgb(").split(",")[0]
     assert (int(dark) < 60) == (scheme == "dark")
 
 
 @pytest.mark.parametrize("width", [320, 390, 768, 1280])
-def test_no_text_of_a_chart_overlaps_another_or_leaves_it(browser, page, width):
+def test_texts_in_a_chart_do_not_overlap_or_overflow(browser, page, width):
     browser.open(page, width)
     wrong = browser.run(
         """[...document.querySelectorAll(".chart > svg")].flatMap((svg) => {
@@ -90,7 +90,7 @@ def test_no_text_of_a_chart_overlaps_another_or_leaves_it(browser, page, width):
     assert wrong == []
 
 
-def test_tokens_are_coloured_by_who_proposed_them(browser, page):
+def test_tokens_are_coloured_by_provenance(browser, page):
     browser.open(page)
     shown = browser.run(
         """[...tokens.querySelectorAll(".t")].map((t) => {
@@ -116,21 +116,21 @@ def test_environment_tokens_are_grey(browser, page):
     assert browser.run('getComputedStyle(tokens.querySelector(".environment")).fontStyle') == "italic"
 
 
-def test_hovering_a_token_tells_its_figures(browser, page):
+def test_hovering_a_token_shows_its_figures(browser, page):
     browser.open(page)
     browser.scroll_to("tokens")
     x, y = browser.run("(() => { const b = tokens.children[3].getBoundingClientRect(); return [b.x + 4, b.y + 8] })()")
     browser.move_to(x, y)
     record = read_run(page.parent).rollouts.records
     first = next(r for r in record if r["s"] == record[-1]["s"])
-    told = browser.run("document.getElementById('token-facts').textContent")
-    assert f"id {first['ids'][3]} " in told
-    assert f"logprob {first['logprobs'][3]:.4f}" in told
-    assert f"version {first['versions'][0][0]}" in told
+    facts = browser.run("document.getElementById('token-facts').textContent")
+    assert f"id {first['ids'][3]} " in facts
+    assert f"logprob {first['logprobs'][3]:.4f}" in facts
+    assert f"version {first['versions'][0][0]}" in facts
     assert browser.run("!tip.hidden && tip.textContent.includes('logprob')")
 
 
-def test_hovering_a_chart_tells_the_step(browser, page):
+def test_hovering_a_chart_shows_the_step(browser, page):
     browser.open(page)
     browser.scroll_to("document.querySelector('.chart')")
     x, y = browser.run(
@@ -138,41 +138,41 @@ def test_hovering_a_chart_tells_the_step(browser, page):
         return [b.x + b.width / 2, b.y + 20] })()"""
     )
     browser.move_to(x, y)
-    told = browser.run("tip.textContent")
-    assert told.startswith("step 5\n")
+    tip = browser.run("tip.textContent")
+    assert tip.startswith("step 5\n")
     mean = read_run(page.parent).steps[5]["reward_mean"]
-    assert f"training, mean  {mean:.3f}" in told
+    assert f"training, mean  {mean:.3f}" in tip
     assert browser.run("document.querySelectorAll('.guide.on').length") == 1
 
 
-def where(browser: Browser) -> list[str]:
+def position(browser: Browser) -> list[str]:
     return browser.run("[step.value, group.value, samples.querySelector('[aria-pressed=true] small').textContent]")
 
 
-def test_walking_through_the_rollouts(browser, page):
+def test_keys_and_controls_of_the_rollout_browser(browser, page):
     browser.open(page)
     browser.scroll_to("document.getElementById('browser')")
-    assert where(browser) == ["11", "22", "#0"]
+    assert position(browser) == ["11", "22", "#0"]
     browser.press("ArrowRight")
-    assert where(browser) == ["11", "22", "#1"]
+    assert position(browser) == ["11", "22", "#1"]
     browser.press("]")
-    assert where(browser) == ["11", "23", "#0"]
+    assert position(browser) == ["11", "23", "#0"]
     browser.press("[")
-    assert where(browser) == ["11", "22", "#0"]
+    assert position(browser) == ["11", "22", "#0"]
     browser.press("ArrowLeft", shift=True)
-    assert where(browser) == ["10", "20", "#0"]
+    assert position(browser) == ["10", "20", "#0"]
     browser.press("ArrowLeft")
-    assert where(browser) == ["9", "19", "#3"]
+    assert position(browser) == ["9", "19", "#3"]
     select(browser, "step", 0)
-    assert where(browser) == ["0", "0", "#0"]
+    assert position(browser) == ["0", "0", "#0"]
     assert browser.run("previous.disabled && !next.disabled")
     select(browser, "group", 1)
-    assert where(browser) == ["0", "1", "#0"]
+    assert position(browser) == ["0", "1", "#0"]
     browser.run("samples.children[2].click()")
-    assert where(browser) == ["0", "1", "#2"]
+    assert position(browser) == ["0", "1", "#2"]
     browser.run("order.focus()")
-    browser.press("ArrowLeft")  # belongs to the list that has the focus
-    assert where(browser) == ["0", "1", "#2"]
+    browser.press("ArrowLeft")  # goes to the list that has the focus
+    assert position(browser) == ["0", "1", "#2"]
     assert browser.complaints == []
 
 
@@ -219,24 +219,24 @@ def test_hostile_texts_are_inert(browser, hostile_page, width):
     assert browser.run(f'[...tokens.children].some((t) => t.textContent === "{text}")')
 
 
-def test_a_careless_page_would_be_caught(browser, hostile_page, tmp_path):
-    """The twin of the test above: without the escaping, the very same strings do run or are at least complained of."""
-    careless = tmp_path / "careless.html"
+def test_a_page_without_escaping_is_detected(browser, hostile_page, tmp_path):
+    """Without escaping the policy blocks the strings of the test above, and without the policy they run."""
+    unescaped = tmp_path / "unescaped.html"
     text = render_page(read_run(hostile_page.parent))
-    careless.write_text(text.replace("\\u003c", "<").replace("\\u003e", ">"), encoding="utf-8")
-    browser.open(careless)
-    assert browser.complaints != []  # the policy's own complaint: even so, nothing ran
+    unescaped.write_text(text.replace("\\u003c", "<").replace("\\u003e", ">"), encoding="utf-8")
+    browser.open(unescaped)
+    assert browser.complaints != []  # the policy reports a violation; nothing ran
     assert browser.run("window.hacked === undefined")
-    careless.write_text(
+    unescaped.write_text(
         text.replace("\\u003c", "<").replace("\\u003e", ">").replace("Content-Security-Policy", "nothing"),
         encoding="utf-8",
     )
-    browser.open(careless)
+    browser.open(unescaped)
     assert browser.run("window.hacked !== undefined")
 
 
-def test_records_with_wrong_values_can_be_walked_through(browser, tmp_path):
-    """One sample for each key, with something in it that should not be there."""
+def test_records_with_invalid_values_can_be_shown(browser, tmp_path):
+    """One sample for each key, with an invalid value."""
     folder = make_run(tmp_path, 1, groups=1, samples=1)
     path = folder / "rollouts.jsonl"
     record = json.loads(path.read_text(encoding="utf-8"))

@@ -18,11 +18,11 @@ def rollouts(folder: Path) -> list[dict[str, Any]]:
 
 
 def run(folder: Path, name: str, *overrides: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], int]:
-    loop = make(folder, name, STEPS, "train.groups_per_step=4", *overrides)
-    loop.run()
-    weights = policy(loop)
-    loop.close()
-    accepted = sum(m["num_accepted_tokens"] for m in loop.watcher.metrics)
+    trainer = make(folder, name, STEPS, "train.groups_per_step=4", *overrides)
+    trainer.run()
+    weights = policy(trainer)
+    trainer.close()
+    accepted = sum(m["num_accepted_tokens"] for m in trainer.callback.metrics)
     return rollouts(folder / name), weights, accepted
 
 
@@ -46,13 +46,13 @@ KEYS = ("step", "problem", "sample", "token_ids", "reward", "advantage")
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_bit_for_bit(folder: Path, plain: Any, method: str) -> None:
     records, weights, accepted = run(folder, method, f"speculation.method={method}", "speculation.prompt_lookup_min=1")
-    assert accepted > 0, "nothing was drafted: the test shows nothing"
+    assert accepted > 0, "the test needs accepted drafts"
     assert same(records, plain[0], KEYS)
     assert all(torch.equal(weights[name], tensor) for name, tensor in plain[1].items())
 
 
 def test_with_a_correction_weights_agree_to_rounding(folder: Path) -> None:
-    """The engine's logprobs, which differ in the last bits, enter the loss here."""
+    """With a correction the loss depends on the engine's logprobs, which differ in the last bits."""
     records, weights, _ = run(folder, "tis plain", "algorithm.correction=token_tis")
     again, others, accepted = run(folder, "tis", "algorithm.correction=token_tis", "speculation.method=suffix")
     assert accepted > 0
@@ -61,8 +61,8 @@ def test_with_a_correction_weights_agree_to_rounding(folder: Path) -> None:
         torch.testing.assert_close(others[name], tensor, rtol=0, atol=1e-12)
 
 
-def test_another_seed_is_another_run(folder: Path, plain: Any) -> None:
-    """The broken twin: had the seed no say, the tests above would hold for any engine."""
+def test_another_seed_gives_another_run(folder: Path, plain: Any) -> None:
+    """Otherwise the tests above would compare too little."""
     records, weights, _ = run(folder, "seed", "train.seed=1")
     assert not same(records, plain[0], KEYS)
     assert not all(torch.equal(weights[name], tensor) for name, tensor in plain[1].items())

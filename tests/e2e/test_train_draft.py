@@ -1,4 +1,4 @@
-"""`paceline train-draft` from a shell: what it shows, how it ends, and that nothing is lost when it is killed."""
+"""`paceline train-draft` from a shell: its output, its exit code, and that a killed run loses nothing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 from tiny_run import SETTINGS, lines, settings
 from typer.testing import CliRunner
 
+from paceline.build.config import load_config
 from paceline.cli import app
-from paceline.config import load_config
 
 TESTS = Path(__file__).parents[1]
 SMALL = (
@@ -40,14 +40,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def words(folder: Path, name: str, *overrides: str) -> list[str]:
+def argv(folder: Path, name: str, *overrides: str) -> list[str]:
     model, task = (repr(str(folder / part)) for part in ("model", "task.jsonl"))
     given = [f"model.name={model}", f"task.name={task}", *SETTINGS, *SMALL, *overrides]
     return ["train-draft", "--run", str(folder / name), *given]
 
 
 def call(*arguments: object, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, [str(word) for word in arguments], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, [str(arg) for arg in arguments], env={"COLUMNS": "200"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == code, result.output
@@ -56,33 +56,33 @@ def call(*arguments: object, code: int = 0) -> Any:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Any:
-    return call(*words(folder, "trained"), "--json", folder / "out.json")
+    return call(*argv(folder, "trained"), "--json", folder / "out.json")
 
 
-def test_what_it_shows(folder: Path, trained: Any) -> None:
+def test_output(folder: Path, trained: Any) -> None:
     head = folder / "trained" / "head"
     assert "acceptance on held-out sequences, k = 2, temperature 1" in trained.stdout
     for row in ("coupled", "greedy", "sampled (rejection rule)"):
         assert trained.stdout.count(row) == 2, "before and after"
     assert f'speculation.method = "eagle3"\nspeculation.head = "{head}"\n' in trained.stdout
-    assert "of held-out tokens it can say" in trained.stdout and "tokens learned from" in trained.stdout
+    assert "held-out tokens in it" in trained.stdout and "tokens trained on" in trained.stdout
     assert "before  accepted  coupled 1." in trained.stderr and "step 2  accepted" in trained.stderr
     data = json.loads((folder / "out.json").read_text())
     assert data["head"] == str(head) and data["finished"] and data["config"]["draft"]["unroll"] == 2
-    assert data["after"]["coupled"]["mean_acceptance_length"] >= 1
+    assert data["acceptance_after"]["coupled"]["mean_acceptance_length"] >= 1
     assert 0 < data["coverage"] <= 1 and data["seconds"] > 0
 
 
-def test_the_config_lines_draft_with_it(folder: Path, trained: Any) -> None:
-    """They are pasted into a run, which then speculates with the head."""
+def test_the_printed_settings_use_the_head(folder: Path, trained: Any) -> None:
+    """A run with these settings speculates with the head."""
     use = trained.stdout.split("to draft with it:\n")[1].splitlines()[:2]
     given = [f"model.name={str(folder / 'model')!r}", "model.dtype=float64", "speculation.num_speculative_tokens=2"]
     config = load_config(None, [*given, *(line.replace(" = ", "=") for line in use)])
     overrides = [*given, *(line.replace(" = ", "=") for line in use)]
     assert config.speculation.method == "eagle3"
-    sets = [part for word in overrides for part in ("--set", word)]
-    call("generate", "say a", "--raw", "--max-tokens", "12", *sets, "--json", folder / "said.json")
-    assert json.loads((folder / "said.json").read_text())["metrics"]["num_drafts"] > 0
+    sets = [part for arg in overrides for part in ("--set", arg)]
+    call("generate", "say a", "--raw", "--max-tokens", "12", *sets, "--json", folder / "generated.json")
+    assert json.loads((folder / "generated.json").read_text())["metrics"]["num_drafts"] > 0
 
 
 @pytest.mark.parametrize(
@@ -92,18 +92,18 @@ def test_the_config_lines_draft_with_it(folder: Path, trained: Any) -> None:
         (["draft.unrol=3"], "unknown key draft.unrol: did you mean draft.unroll?"),
         (["draft.unroll=0"], "draft.unroll = 0: expected an integer >= 1"),
         (["--resume", "nowhere"], "--resume nowhere: not a run"),
-        (["--resume", "nowhere", "draft.seed=1"], "--resume goes on with the run's own settings; give no others"),
+        (["--resume", "nowhere", "draft.seed=1"], "--resume uses the run's own settings; give no others"),
         (["--json", "/nowhere/out.json"], "can't write into the folder"),
     ],
 )
-def test_mistakes_are_one_line(given: list[str], message: str) -> None:
-    said = call("train-draft", *given, code=2).stderr
-    assert message in said and said.startswith("error: ")
+def test_errors_are_one_line(given: list[str], message: str) -> None:
+    output = call("train-draft", *given, code=2).stderr
+    assert message in output and output.startswith("error: ")
 
 
 def test_a_run_of_another_command(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("")
-    (tmp_path / "run.json").write_text('{"name": "grpo on chain_sum"}')
+    (tmp_path / "run.json").write_text('{"format": 2, "name": "grpo on chain_sum"}')
     assert "paceline train --resume" in call("train-draft", "--resume", tmp_path, code=2).stderr
 
 
@@ -132,21 +132,21 @@ def outcome(run: Path) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_killed_and_resumed(folder: Path, number: signal.Signals) -> None:
-    """As if it had run through: the same head to the bit, and not one rollout generated twice."""
+    """The head is bit-identical to that of an uninterrupted run, and no rollout is generated twice."""
     longer = ("draft.num_epochs=30", "draft.eval_every=0", "draft.checkpoint_every=10")
-    process = start(*words(folder, number.name, *longer))
+    process = start(*argv(folder, number.name, *longer))
     wait_for(process, folder / number.name / "metrics.jsonl", 15)
     process.send_signal(number)
-    said = process.communicate(timeout=120)[1].decode()
+    output = process.communicate(timeout=120)[1].decode()
     rollouts = (folder / number.name / "rollouts.jsonl").read_bytes()
     if number == signal.SIGKILL:
         assert process.returncode == -signal.SIGKILL
     else:
-        assert process.returncode == 130, said
-        assert f"paceline train-draft --resume {folder / number.name}" in said
+        assert process.returncode == 130, output
+        assert f"paceline train-draft --resume {folder / number.name}" in output
     result = call("train-draft", "--resume", folder / number.name)
     assert "to draft with it" in result.stdout
     assert (folder / number.name / "rollouts.jsonl").read_bytes() == rollouts
     if not (folder / "through").exists():
-        call(*words(folder, "through", *longer))
+        call(*argv(folder, "through", *longer))
     assert outcome(folder / number.name) == outcome(folder / "through")

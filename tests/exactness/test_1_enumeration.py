@@ -1,10 +1,11 @@
-"""Rung 1: the exact distribution of whole sequences through the real engine, against brute force."""
+"""Level 1: the exact distribution of whole sequences from the real engine, against brute force."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,16 +16,19 @@ from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.hybrid import HybridDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine import accept
-from paceline.engine.accept import Proposal, Verdict
+from paceline.engine.accept import Proposal, VerificationResult
 from paceline.engine.engine import LocalEngine
 from paceline.engine.sequence import Sequence
 from paceline.model import sample
-from paceline.model.sample import Sampler, SamplingArrays, SamplingParams
+from paceline.model.sample import Sampler
+from paceline.model.sampling_arrays import SamplingArrays
+from paceline.speculation.acceptance import SCORES
+from paceline.speculation.draft_batch import DraftBatch
 from paceline.speculation.policy import StaticPolicy
-from paceline.types import Request
+from paceline.types import Request, SamplingParams
 from paceline.verify.cases import RULES, TableCase
 from paceline.verify.enumeration import brute_force, enumerate_engine, total_variation
-from paceline.verify.known import BESIDE, CASES, TRUNCATIONS, Case, settings
+from paceline.verify.known import CASES, OTHER_REQUEST, TRUNCATIONS, Case, settings
 from paceline.verify.table import TableDecoder
 
 EXACT = 1e-12  # float64 products of a few dozen factors
@@ -32,9 +36,9 @@ EXACT = 1e-12  # float64 products of a few dozen factors
 
 def distance(case: TableCase, make: Callable[[Sampler], LocalEngine], sampling: SamplingParams) -> float:
     request = Request(0, (0, 1, 0), sampling, 0, "problem")
-    found = enumerate_engine(make, request, (BESIDE,))
+    found = enumerate_engine(make, request, (OTHER_REQUEST,))
     assert sum(found.distribution.values()) == pytest.approx(1, abs=1e-12)
-    assert found.num_reused == 0, "forks are not independent"
+    assert found.num_reused == 0, "draws are not independent"
     return total_variation(found.distribution, brute_force(case.decoder(), request))
 
 
@@ -44,18 +48,18 @@ def name_of(case: Case) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_every_rule_with_every_policy_and_drafter(case: Case) -> None:
-    """And with truncation, and where positions are drafted twice: the cases of `paceline verify`."""
-    found, apart = case.enumerate()
+    """The cases of `paceline verify`, which also have truncation and positions that are drafted twice."""
+    found, difference = case.enumerate()
     assert sum(found.distribution.values()) == pytest.approx(1, abs=1e-12)
-    assert apart < EXACT
-    assert found.num_reused == 0, "forks are not independent"
-    if case.policy == "static":  # the others may find that no draft pays
+    assert difference < EXACT
+    assert found.num_reused == 0, "draws are not independent"
+    if case.policy == "static":  # other policies may decide not to draft
         assert found.num_draft_tokens > found.num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_policy_that_chooses_by_what_was_drafted_is_refused_where_it_would_be_a_bias(rule: str) -> None:
-    case = TableCase(3, 2)
+def test_a_policy_that_reads_drafts_biases_a_rejection_rule_and_is_refused(rule: str) -> None:
+    case = TableCase(3, 2, seed=2)
     with pytest.raises(ValueError, match="biased by a policy"):
         case.engine(rule, "draft_model", Sampler(), 4, "auto")
 
@@ -84,24 +88,24 @@ def test_truncation_and_stops(rule: str, sampling: SamplingParams) -> None:
     assert distance(case, lambda s: case.engine(rule, drafter, s, 4), sampling) < EXACT
 
 
-# -- broken twins: each must be seen --------------------------------------------------------------------------------
+# -- broken implementations: each must be caught ----------------------------------------------------------------------
 
 
-def accepts_likely_drafts(proposal: Proposal, sampler: Sampler) -> Verdict:
-    """Broken: "typical acceptance", a draft stands when the target finds it likely enough."""
+def accepts_likely_drafts(proposal: Proposal, sampler: Sampler) -> VerificationResult:
+    """Broken: "typical acceptance" accepts a draft token if its target probability is high enough."""
     kept = [
         draft if len(draft) and proposal.logits_PV[at].softmax(-1)[draft[0]] > 0.3 else draft[:0]
         for draft, at in zip(proposal.drafts, proposal.starts[:-1], strict=True)
     ]
-    verdict = accept.coupled(proposal, sampler)
+    result = accept.coupled(proposal, sampler)
     for row, draft in enumerate(kept):
         if len(draft):
-            verdict.tokens[row, 0] = draft[0]
-    return verdict
+            result.tokens[row, 0] = draft[0]
+    return result
 
 
-def resamples_from_p(proposal: Proposal, sampler: Sampler) -> Verdict:
-    """Broken: after a rejection the token comes from p, not from the residual (p - q)+."""
+def resamples_from_p(proposal: Proposal, sampler: Sampler) -> VerificationResult:
+    """Broken: the corrected token is drawn from p, not from the residual (p - q)+."""
 
     def decide(draft: np.ndarray, p: torch.Tensor, q: torch.Tensor, coins: accept.Coins) -> tuple:
         for j, x in enumerate(draft.tolist()):
@@ -112,8 +116,8 @@ def resamples_from_p(proposal: Proposal, sampler: Sampler) -> Verdict:
     return accept._by_row(proposal, sampler, decide)
 
 
-def clamps_each_ratio(proposal: Proposal, sampler: Sampler) -> Verdict:
-    """Broken: block verification that caps every p/q at 1 before multiplying, as the rejection rule may."""
+def clamps_each_ratio(proposal: Proposal, sampler: Sampler) -> VerificationResult:
+    """Broken: block verification that limits each p/q to 1 before multiplying, as is correct only for `rejection`."""
     ratio = accept._ratio
     accept._ratio = lambda p, q: min(1.0, ratio(p, q))
     try:
@@ -144,13 +148,13 @@ def with_policy(case: TableCase, rule: str, policy: StaticPolicy) -> Callable[[S
 
 
 def test_a_policy_that_reads_drafts_is_harmless_under_coupled_and_refused_elsewhere() -> None:
-    case, unsure = TableCase(3, 1), StaticPolicy(1, min_confidence=0.4)
-    assert distance(case, with_policy(case, "coupled", unsure), SamplingParams(max_tokens=3)) < EXACT
+    case, policy = TableCase(3, 1), StaticPolicy(1, min_confidence=0.4)
+    assert distance(case, with_policy(case, "coupled", policy), SamplingParams(max_tokens=3)) < EXACT
     with pytest.raises(ValueError, match="biased by a policy"):
-        with_policy(case, "rejection", unsure)(Sampler())
-    liar = StaticPolicy(1, min_confidence=0.4)
-    liar.reads_drafts = False  # what the refusal is for
-    assert distance(case, with_policy(case, "rejection", liar), SamplingParams(max_tokens=3)) > 1e-3
+        with_policy(case, "rejection", policy)(Sampler())
+    unchecked = StaticPolicy(1, min_confidence=0.4)
+    unchecked.reads_drafts = False  # passes the engine's check
+    assert distance(case, with_policy(case, "rejection", unchecked), SamplingParams(max_tokens=3)) > 1e-3
 
 
 def test_a_hybrid_that_chooses_after_sampling_is_harmless_under_coupled_and_refused_elsewhere() -> None:
@@ -158,10 +162,13 @@ def test_a_hybrid_that_chooses_after_sampling_is_harmless_under_coupled_and_refu
         def engine(sampler: Sampler) -> LocalEngine:
             made = case.engine(rule, "hybrid", sampler, 4)
             assert isinstance(made.drafter, HybridDrafter)
-            hybrid = HybridDrafter(SuffixDrafter(), made.drafter.head, 0.0, choice)
-            trusted = hybrid.calibrations["history"].counts
-            trusted[0] = 0.7 * trusted[1]  # between what the head says of its likely and of its unlikely tokens
-            made.set_drafter(hybrid)
+            made.set_drafter(HybridDrafter(SuffixDrafter(), made.drafter.head, 0.0, choice))
+            # Of history, 70% of the draft tokens are accepted: between the head's likely and its unlikely tokens.
+            scores = SCORES.repeat(1000)[:, None].astype(np.float32)
+            drafts = DraftBatch(np.zeros(scores.shape, np.int32), np.ones(len(scores), np.int32), scores)
+            made.drafting.acceptance.rate(drafts, "suffix")
+            accepted = np.arange(len(scores)) % 10 < 7
+            made.drafting.acceptance.observe(drafts, "suffix", None, accepted, np.ones_like(accepted))
             return made
 
         return engine
@@ -172,26 +179,28 @@ def test_a_hybrid_that_chooses_after_sampling_is_harmless_under_coupled_and_refu
     with pytest.raises(ValueError, match="chooses among drafts by what it sampled"):
         make("rejection", "after")(Sampler())
 
-    def liar(sampler: Sampler) -> LocalEngine:
+    def unchecked(sampler: Sampler) -> LocalEngine:
         made = make("rejection", "before")(sampler)
-        made.drafter.chooses_after = True  # too late for the engine's check: what the refusal is for
+        made.drafter.chooses_after = True  # set after the engine's check
         return made
 
-    assert distance(case, liar, sampling) > 1e-3
+    assert distance(case, unchecked, sampling) > 1e-3
 
 
 def test_running_past_a_stop_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Broken: only the last emitted token is looked at for a stop."""
-    whole = Sequence.up_to_stop
+    """Broken: only the last emitted token is checked for a stop."""
+    find_stop = Sequence.find_stop
 
-    def last_only(self: Sequence, tokens: np.ndarray, detokenize: object) -> int:
-        return len(tokens) - 1 + whole(self, tokens[-1:], detokenize) if len(tokens) else 0
+    def last_only(self: Sequence, tokens: list[int], start: int, detokenize: Any) -> tuple[int, int | str | None]:
+        before = len(tokens) - 1
+        num, reason = find_stop(self, tokens[before:], start + before, detokenize)
+        return before + num, reason
 
     case = TableCase(3, 2)
     make = lambda s: case.engine("rejection", "draft_model", s, 4)  # noqa: E731
     request = Request(0, (0, 1, 0), SamplingParams(max_tokens=3), 0)
     exact = brute_force(case.decoder(), request)
-    monkeypatch.setattr(Sequence, "up_to_stop", last_only)
+    monkeypatch.setattr(Sequence, "find_stop", last_only)
     found = enumerate_engine(make, request)
     assert total_variation(found.distribution, exact) > 1e-3
 
@@ -199,7 +208,7 @@ def test_running_past_a_stop_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("module", "rule", "drafter"),
     [
-        (accept, "block", "draft_model"),  # `rejection` tosses no coin beyond the first wrong draft, so none twice
+        (accept, "block", "draft_model"),  # `rejection` draws nothing after the first rejected token, so nothing twice
         (accept, "block", "eagle3"),
         (draft_model, "rejection", "draft_model"),
         (draft_model, "block", "draft_model"),
@@ -210,8 +219,8 @@ def test_running_past_a_stop_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_noise_without_its_round_is_caught(
     monkeypatch: pytest.MonkeyPatch, module: ModuleType, rule: str, drafter: str
 ) -> None:
-    """Broken: a call site leaves the round out, so that a position that is drafted again meets the noise that decided
-    whether its first draft was kept. Draws of 1000 sequences are too few to see the bias."""
+    """Broken: a call site leaves the round out of the noise, so that a position that is drafted again uses the noise
+    that accepted or rejected its first draft. A sample of 1000 sequences is too small to show the bias."""
     monkeypatch.setattr(module, "with_round", lambda positions, rounds: positions)
     every = [c for c in CASES if (c.rule, c.policy, c.drafter) == (rule, "static", drafter) and c.vocab_size == 3]
     found, _ = max(every, key=lambda case: case.sampling.max_tokens).enumerate()
@@ -219,7 +228,7 @@ def test_noise_without_its_round_is_caught(
 
 
 def test_truncation_before_temperature_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Broken: top-p and min-p look at the distribution at temperature 1."""
+    """Broken: top-p and min-p are applied at temperature 1."""
 
     def truncates_first(logits_PV: torch.Tensor, params: SamplingArrays) -> torch.Tensor:
         kept = process(logits_PV, replace(params, temperature=np.where(params.temperature == 0, 0.0, 1.0)))

@@ -1,5 +1,5 @@
-"""Rung 3: the same seed gives the same tokens, speculation on or off, whatever drafts, whoever else is in the batch,
-through preemption and weight updates."""
+"""Level 3: the same seed gives the same tokens with speculation on or off, with every drafter, in any batch, after
+preemption and weight updates."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from paceline.model.weights import hf_state
 from paceline.speculation.batch import Drafter, Rows
 from paceline.speculation.policy import SpeculationPolicy, StaticPolicy
 from paceline.types import Completion, Provenance, Receipt, Request, SamplingParams
-from paceline.verify.cases import policy_of
+from paceline.verify.cases import make_policy
 from paceline.verify.drafters import AdversarialDrafter
-from paceline.verify.updates import copied
+from paceline.verify.updates import clone_weights
 
 PRECISIONS = {"float64": torch.float64, "float32 kernels": torch.float32}
 DRAFTERS: dict[str, Callable[[Decoder, Sampler], Drafter]] = {
@@ -93,15 +93,15 @@ def run(
     seqs: int = 16,
     policy: str = "static",
 ) -> list[Completion]:
-    """Where history drafts by the static policy, the same requests went through the engine before, so that there is
-    some. Other policies would learn from that first pass that drafts do not pay."""
-    chosen = policy_of(policy, k, drafter.split(",")[0] if drafter else "none")
+    """History drafters with the static policy run the requests twice, so that there is a history to draft from. With
+    other policies the first pass would lower the measured acceptance, and nothing would be drafted."""
+    chosen = make_policy(policy, k, drafter.split(",")[0] if drafter else "none")
     engine = make(decoder, drafter, chosen, blocks, seqs)
     if drafter is not None and policy == "static" and drafter.split(",")[0] in ("suffix", "hybrid"):
         engine.generate(wanted)
     found = engine.generate(wanted)
-    if drafter is not None and policy == "static":  # the others may find that no draft pays
-        assert sum(c.num_accepted_tokens for c in found) > 0, "nothing was accepted: this shows nothing"
+    if drafter is not None and policy == "static":  # other policies may decide not to draft
+        assert sum(c.num_accepted_tokens for c in found) > 0, "no draft token was accepted"
     return found
 
 
@@ -126,24 +126,24 @@ def test_speculation_changes_no_token(precision: str, drafter: str) -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_company_and_preemption_change_no_token(precision: str) -> None:
+def test_batch_and_preemption_change_no_token(precision: str) -> None:
     decoder = decoder_of(precision)
     plain = tokens(run(decoder, requests(), seqs=1))
     for drafter in ("suffix", "hybrid"):
         assert tokens(run(decoder, list(reversed(requests())), drafter))[::-1] == plain
-        crowded = run(decoder, requests(), drafter, blocks=12)
-        assert sum(c.num_preemptions for c in crowded) > 0
-        assert tokens(crowded) == plain
+        preempted = run(decoder, requests(), drafter, blocks=12)
+        assert sum(c.num_preemptions for c in preempted) > 0
+        assert tokens(preempted) == plain
 
 
 class UpTo(StaticPolicy):
-    """Drafts no further than a position, so that a sequence comes to stand exactly there."""
+    """Drafts no further than `position`, so that a step of each sequence ends exactly there."""
 
     position = 2**31
 
     def plan(self, rows: Rows) -> np.ndarray:
-        room = np.array([self.position - len(tokens) - 1 for tokens in rows.tokens])
-        return np.clip(room, 0, super().plan(rows)).astype(np.int32)
+        limits = np.array([self.position - len(tokens) - 1 for tokens in rows.tokens])
+        return np.clip(limits, 0, super().plan(rows)).astype(np.int32)
 
 
 AT = 12  # emitted tokens, after which the weights change
@@ -158,15 +158,16 @@ class Updated:
         return tokens(self.completions)
 
     def accepted(self, since: bool) -> int:
-        """Accepted drafts, before or since the update."""
+        """Accepted draft tokens, before or since the update."""
         return sum(int((c.provenance == Provenance.ACCEPTED)[slice(AT, None) if since else slice(AT)].sum())
                    for c in self.completions)  # fmt: skip
 
 
 def run_through_updates(precision: str, drafter: str | None, inflight: str, exactly: bool = True) -> Updated:
-    """One request after another through one engine. Each gets the other of two weights after its 12th token, while it
-    runs. `exactly`: drafts stop there; else the update waits for the end of the step that passes it."""
-    weights = [copied(hf_state(decoder_of(precision, seed))) for seed in (0, 1)]
+    """Run one request after another in one engine. Each has a weight update after its 12th token; the engine switches
+    between two sets of weights. `exactly`: drafts end at that token; else the update waits for the end of the step that
+    emits it."""
+    weights = [clone_weights(hf_state(decoder_of(precision, seed))) for seed in (0, 1)]
     policy = UpTo(4)
     engine = make(decoder_of(precision), drafter, policy)
     found = []
@@ -204,13 +205,13 @@ def plain_updated() -> dict[tuple[str, str], Updated]:
 def test_a_weight_update_at_a_token_position(plain_updated: Any, drafter: str, precision: str, inflight: str) -> None:
     found = run_through_updates(precision, drafter, inflight)
     assert found.tokens == plain_updated[precision, inflight].tokens
-    if drafter not in ("adversarial", "ngram"):  # which guess little here; `test_speculation_changes_no_token` has them
+    if drafter not in ("adversarial", "ngram"):  # few of their drafts are accepted here
         assert found.accepted(since=False) > 0 and found.accepted(since=True) > 0
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_tokens_since_an_update_are_those_of_the_new_weights(plain_updated: Any, precision: str) -> None:
-    """Computed again, a request goes on as one with a longer prompt does under the new weights alone."""
+    """With `recompute`, a request continues as one with a longer prompt does under the new weights alone."""
     for i, c in enumerate(plain_updated[precision, "recompute"].completions):
         prompt = (*c.request.prompt_ids, *c.token_ids[:AT].tolist())
         sampling = replace(c.request.sampling, max_tokens=30 - AT)
@@ -221,11 +222,11 @@ def test_tokens_since_an_update_are_those_of_the_new_weights(plain_updated: Any,
     assert plain_updated[precision, "recompute"].tokens != plain_updated[precision, "keep"].tokens
 
 
-# -- broken twins -----------------------------------------------------------------------------------------------------
+# -- broken implementations: each must be caught ----------------------------------------------------------------------
 
 
 class _NoiseByDraw(PhiloxNoise):
-    """Broken: noise from a running counter, as with an ordinary generator, instead of the position."""
+    """Broken: noise from a running counter, as from an ordinary generator, instead of the position."""
 
     count = 0
 
@@ -250,7 +251,7 @@ def test_noise_by_draw_is_caught() -> None:
 
 
 class _VaryingOps(NativeOps):
-    """Broken: a matmul that rounds differently when the batch grows (coarsely, so that a small model shows it)."""
+    """Broken: a matmul that rounds differently if the batch is large (coarsely, so that a small model shows it)."""
 
     def linear(self, x_TK: torch.Tensor, linear: Linear) -> torch.Tensor:
         out = F.linear(x_TK, unpack(linear.panels, linear.num_out))
@@ -264,7 +265,7 @@ def test_a_kernel_that_depends_on_the_batch_is_caught() -> None:
 
 
 def test_stale_weights_after_an_update_are_caught() -> None:
-    """Broken: the LM head of a tied model stays behind, the field's most reported transfer bug."""
+    """Broken: the LM head is not updated, the most reported weight transfer bug."""
     engine = LocalEngine(PagedDecoder(tiny_decoder(tie_embeddings=False), 64))
     sent = list(hf_state(tiny_decoder(seed=1, tie_embeddings=False)))
     receipt = engine.update_weights(sent, 1)
@@ -281,7 +282,7 @@ def test_stale_weights_after_an_update_are_caught() -> None:
 
 @pytest.mark.parametrize("inflight", ["keep", "recompute"])
 def test_an_update_at_a_step_is_no_update_at_a_position(plain_updated: Any, inflight: str) -> None:
-    """The twin of the test above: where the swap falls depends on what was accepted."""
+    """Broken: the position of the update depends on how many draft tokens were accepted."""
     found = run_through_updates("float64", "draft_model", inflight, exactly=False)
     assert found.tokens != plain_updated["float64", inflight].tokens
 
@@ -303,7 +304,7 @@ def test_a_tensor_that_an_update_leaves_out_is_caught(
 
 
 def test_kv_that_outlives_an_update_is_caught(plain_updated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Broken: prompts stay shared across versions."""
-    monkeypatch.setattr(BlockPool, "forget_all", lambda self: None)
+    """Broken: the prefix cache is kept across versions."""
+    monkeypatch.setattr(BlockPool, "reset_prefix_cache", lambda self: None)
     found = run_through_updates("float64", "eagle3", "recompute")
     assert found.tokens != plain_updated["float64", "recompute"].tokens

@@ -1,4 +1,4 @@
-"""Rung 4: the same greedy tokens as Hugging Face's generate, on real weights."""
+"""Level 4: the same greedy tokens as Hugging Face's `generate`, on real weights."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.build import build_decoder, build_engine
-from paceline.config import load_config
+from paceline.build.config import load_config
+from paceline.build.engine import build_engine
+from paceline.build.model import build_decoder
 from paceline.types import Request, SamplingParams
 from paceline.verify import identity
 
@@ -24,13 +25,13 @@ def test_greedy_identity_on_smollm2(smollm2: Path) -> None:
     )
     expected = identity.transformers_greedy(smollm2, prompts, 24)
     assert identity.first_differences(expected, found) == []
-    # The broken twin: one layer of thirty with a wrong sign in its norm is seen.
+    # Broken: one layer of thirty has a norm with the wrong sign.
     engine.paged.decoder.layers[3].post_norm.data.neg_()
-    engine.paged.pool.forget_all()
-    twin = identity.tokens_of(
+    engine.paged.pool.reset_prefix_cache()
+    broken = identity.tokens_of(
         engine.generate([Request(i, tuple(p), sampling, problem=str(i)) for i, p in enumerate(prompts)])
     )
-    assert identity.first_differences(expected, twin)
+    assert identity.first_differences(expected, broken)
 
 
 def test_bfloat16_on_a_cpu_is_refused(smollm2: Path) -> None:
@@ -38,6 +39,6 @@ def test_bfloat16_on_a_cpu_is_refused(smollm2: Path) -> None:
         build_decoder(load_config(None, ["model.dtype=bfloat16"]), smollm2)
 
 
-def test_first_differences_tell_where() -> None:
+def test_first_differences() -> None:
     differences = identity.first_differences([[1, 2, 3], [1, 2], [5]], [[1, 2, 3], [1, 9], [5, 6]])
     assert [(d.request, d.position, d.expected, d.found) for d in differences] == [(1, 1, 2, 9), (2, 1, None, 6)]

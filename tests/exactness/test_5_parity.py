@@ -1,4 +1,4 @@
-"""Rung 5: learner, prefill, decode and verification give the same logprobs, raw and processed, token by token, under
+"""Level 5: learner, prefill, decode and verification give the same raw and processed logprobs of each token, under
 every rule."""
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def engine(decoder: Decoder, rule: str = "coupled", drafter: str | None = None, 
 
 
 def generate(made: LocalEngine, sampling: SamplingParams) -> list[Completion]:
-    """Twice where history drafts: the second time it has something to go by."""
+    """Generates twice with a history drafter, so that there is a history to draft from."""
     found = made.generate(requests(sampling))
     if isinstance(made.drafter, SuffixDrafter):
         found = made.generate(requests(sampling))
     if made.drafter is not None:
-        assert sum(c.num_accepted_tokens for c in found) > 0, "nothing was accepted: this shows nothing"
+        assert sum(c.num_accepted_tokens for c in found) > 0, "no draft token was accepted"
     return found
 
 
@@ -71,8 +71,8 @@ def gaps(learner: Decoder, found: list[Completion]) -> dict[str, float]:
 
 
 @pytest.fixture(params=["float64", "float32", "float32 kernels"])
-def chain(request: pytest.FixtureRequest) -> tuple[Decoder, Decoder, float]:
-    """A learner, an engine's decoder, and how far apart they may be."""
+def decoders(request: pytest.FixtureRequest) -> tuple[Decoder, Decoder, float]:
+    """A learner's decoder, an engine's decoder, and the tolerance between their logprobs."""
     dtype, tolerance = KINDS[request.param.split()[0]]
     learner, decoder = tiny_decoder(dtype), tiny_decoder(dtype)
     if "kernels" in request.param:
@@ -82,24 +82,24 @@ def chain(request: pytest.FixtureRequest) -> tuple[Decoder, Decoder, float]:
 
 @pytest.mark.parametrize("sampling", [SamplingParams(max_tokens=30), PROCESSED], ids=["T=1", "processed"])
 @pytest.mark.parametrize(("rule", "drafter"), ARMS)
-def test_one_chain(
-    chain: tuple[Decoder, Decoder, float], rule: str, drafter: str | None, sampling: SamplingParams
+def test_logprobs_agree(
+    decoders: tuple[Decoder, Decoder, float], rule: str, drafter: str | None, sampling: SamplingParams
 ) -> None:
-    learner, decoder, tolerance = chain
+    learner, decoder, tolerance = decoders
     found = generate(engine(decoder, rule, drafter), sampling)
     assert max(gaps(learner, found).values()) < tolerance
     if rule == "coupled":  # every token is the one that the noise draws
-        assert max(s.behind.max() for s in identity.learner_scores(learner, found)) < 1e-3
+        assert max(s.score_gap.max() for s in identity.learner_scores(learner, found)) < 1e-3
     if drafter is None:
         prefill = [s.raw for s in identity.prefill_scores(PagedDecoder(decoder, 128), found)]
         assert identity.largest_gap(prefill, [c.raw_logprobs for c in found]) < tolerance
 
 
-# -- broken twins: each must be seen ----------------------------------------------------------------------------------
+# -- broken implementations: each must be caught ----------------------------------------------------------------------
 
 
 class _Zeroed(Sampler):
-    """Broken: what `rejection` and `block` report is zero-filled."""
+    """Broken: `rejection` and `block` report zeros as logprobs."""
 
     def __init__(self, which: int) -> None:
         super().__init__()
@@ -133,8 +133,8 @@ def test_a_learner_of_other_weights_is_caught() -> None:
 
 def test_a_learner_with_shifted_positions_is_caught() -> None:
     class Shifted(Decoder):
-        def forward(self, tokens_T, positions_T, attention, taps=()):
-            return super().forward(tokens_T, positions_T * 2, attention, taps)
+        def forward(self, tokens_T, positions_T, attention, aux_layers=()):
+            return super().forward(tokens_T, positions_T * 2, attention, aux_layers)
 
     learner = tiny_decoder()
     learner.__class__ = Shifted

@@ -1,4 +1,4 @@
-"""`paceline bench step` on a GPU: a tiny shape through graphs, through the same kernels without, and in plain torch."""
+"""`paceline bench step` on a GPU: a tiny shape with CUDA graphs, with kernels and no graphs, and in plain torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from support import tiny_config
 from typer.testing import CliRunner
 
-from paceline.bench import step
-from paceline.bench.step import Settings, measure
+from paceline.bench import step, step_settings
+from paceline.bench.step import measure
+from paceline.bench.step_settings import Settings
 from paceline.cli import app
 from paceline.engine.engine import LocalEngine
 from paceline.model.shapes import SHAPES
@@ -39,26 +40,26 @@ def rows_of(**changes: object) -> list[dict]:
 
 
 def test_the_limits_are_the_kernels() -> None:
+    from paceline.model.cuda.device_state import MAX_DRAFT
     from paceline.model.cuda.graphs import SIZES
-    from paceline.model.cuda.slots import MAX_DRAFT
 
-    assert (MAX_DRAFT, SIZES[-1]) == (step.MAX_DRAFT, step.MAX_TOKENS)
+    assert (MAX_DRAFT, SIZES[-1]) == (step_settings.MAX_DRAFT, step_settings.MAX_TOKENS)
 
 
-@pytest.mark.parametrize("how", [{}, {"eager": True}, {"plain_torch": True}], ids=["graphs", "eager", "plain torch"])
-def test_eagle3(how: dict) -> None:
-    rows = rows_of(**how)
+@pytest.mark.parametrize("mode", [{}, {"eager": True}, {"plain_torch": True}], ids=["graphs", "eager", "plain torch"])
+def test_eagle3(mode: dict) -> None:
+    rows = rows_of(**mode)
     assert [row["mean_acceptance_length"] for row in rows if row["drafter"] == "none"] == [1, 1]
     assert all(1 <= row["mean_acceptance_length"] <= 4 for row in rows)
 
 
-@pytest.mark.parametrize("how", [{}, {"eager": True}, {"plain_torch": True}], ids=["graphs", "eager", "plain torch"])
-def test_history_stands(how: dict) -> None:
-    """By kernels it is read on the device; else the host's time for it is told."""
-    rows = rows_of(drafter="history", **how)
+@pytest.mark.parametrize("mode", [{}, {"eager": True}, {"plain_torch": True}], ids=["graphs", "eager", "plain torch"])
+def test_drafts_from_a_complete_history_are_accepted(mode: dict) -> None:
+    """With kernels the device drafts; otherwise the host does, and `draft_ms` is its time."""
+    rows = rows_of(drafter="history", **mode)
     for row in rows:
         if row["num_speculative_tokens"]:
-            assert row["mean_acceptance_length"] > 3.9 and (row["draft_ms"] > 0) == ("plain_torch" in how)
+            assert row["mean_acceptance_length"] > 3.9 and (row["draft_ms"] > 0) == ("plain_torch" in mode)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3])
@@ -73,41 +74,41 @@ def test_acceptance_is_what_was_imposed(drafter: str, eager: bool, spread: float
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_memory_is_given_back(monkeypatch: pytest.MonkeyPatch, eager: bool) -> None:
-    """When a cell begins, nothing of those before it is left: neither keys and values nor graphs."""
-    make, kept = step.Subject._engine, []
+def test_the_memory_of_a_cell_is_freed(monkeypatch: pytest.MonkeyPatch, eager: bool) -> None:
+    """Before the next cell begins: both the KV cache and the graphs."""
+    make, kept = step.BenchModel._engine, []
 
-    def engine(self: step.Subject, batch: int, k: int) -> LocalEngine:
+    def engine(self: step.BenchModel, batch: int, k: int) -> LocalEngine:
         assert all(each() is None for each in kept)
         made = make(self, batch, k)
         kept.extend(map(weakref.ref, (made, made.runner, made.paged.kv)))
         return made
 
-    monkeypatch.setattr(step.Subject, "_engine", engine)
+    monkeypatch.setattr(step.BenchModel, "_engine", engine)
     rows_of(eager=eager)
     assert len(kept) == 12
 
 
 def test_a_cell_without_memory_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = step.Subject._engine
+    real = step.BenchModel._engine
 
-    def engine(self: step.Subject, batch: int, k: int) -> LocalEngine:
+    def engine(self: step.BenchModel, batch: int, k: int) -> LocalEngine:
         if batch == 2:
             torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
         return real(self, batch, k)
 
-    monkeypatch.setattr(step.Subject, "_engine", engine)
+    monkeypatch.setattr(step.BenchModel, "_engine", engine)
     rows = list(measure(Settings("tiny", batches=(2, 3), draft_lengths=(0,), prompt_tokens=40, max_tokens=60)))
     assert [row["note"] for row in rows] == ["out of device memory", None]
 
 
-def test_the_command_marks_what_was_imposed(tmp_path: Path) -> None:
+def test_the_command_marks_imposed_acceptance(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    words = ["bench", "step", "--model", "tiny", "--batch", "4", "--k", "0,3", "--imposed-acceptance", "2"]
+    arguments = ["bench", "step", "--model", "tiny", "--batch", "4", "--k", "0,3", "--imposed-acceptance", "2"]
     result = CliRunner().invoke(
-        app, [*words, "--prompt-tokens", "40", "--max-tokens", "90", "--json", str(out), "--plot", f"{out}.html"]
+        app, [*arguments, "--prompt-tokens", "40", "--max-tokens", "90", "--json", str(out), "--plot", f"{out}.html"]
     )
     assert result.exit_code == 0, result.output
-    said = " ".join(result.output.split())
-    assert step.IMPOSED in said and "acceptance imposed: 2" in said
-    assert json.loads(out.read_text())["settings"]["warning"] == step.IMPOSED
+    shown = " ".join(result.output.split())
+    assert step_settings.IMPOSED in shown and "acceptance imposed: 2" in shown
+    assert json.loads(out.read_text())["settings"]["warning"] == step_settings.IMPOSED

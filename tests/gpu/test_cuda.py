@@ -10,7 +10,7 @@ import torch
 from support import tiny_decoder
 from tiny_run import write_model
 
-from paceline.config import load_config
+from paceline.build.config import load_config
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import LocalEngine
@@ -21,7 +21,7 @@ from paceline.model.sample import PhiloxNoise, Sampler, Stream, philox_words
 from paceline.model.weights import checksum, hf_state
 from paceline.speculation.policy import StaticPolicy
 from paceline.types import Completion, Request, SamplingParams
-from paceline.verify.ladder import run_ladder
+from paceline.verify.checks import run_checks
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +57,7 @@ def generate(device: str, dtype: torch.dtype, drafter: str | None = None, rule: 
     return engine.generate(requests())
 
 
-def said(completions: list[Completion]) -> list[list[int]]:
+def tokens(completions: list[Completion]) -> list[list[int]]:
     return [c.token_ids.tolist() for c in completions]
 
 
@@ -77,22 +77,21 @@ def test_noise_words_are_the_same_on_both_devices() -> None:
 @pytest.mark.parametrize("drafter", [None, "suffix", "draft_model"])
 def test_float64_tokens_equal_the_cpus(drafter: str | None) -> None:
     found = generate("cuda", torch.float64, drafter)
-    assert said(found) == said(generate("cpu", torch.float64))
+    assert tokens(found) == tokens(generate("cpu", torch.float64))
     assert (num_accepted(found) > 10) == (drafter is not None)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_rejection_rules_emit_the_cpus_tokens(rule: str) -> None:
-    """The same noise, coins and residuals: the same decisions."""
-    here, there = (generate(device, torch.float64, "draft_model", rule) for device in ("cuda", "cpu"))
-    assert said(here) == said(there) and num_accepted(here) == num_accepted(there) > 10
-    for mine, theirs in zip(here, there, strict=True):
-        np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-9)
+    cuda, cpu = (generate(device, torch.float64, "draft_model", rule) for device in ("cuda", "cpu"))
+    assert tokens(cuda) == tokens(cpu) and num_accepted(cuda) == num_accepted(cpu) > 10
+    for a, b in zip(cuda, cpu, strict=True):
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-9)
 
 
 @pytest.mark.parametrize("drafter", [None, "suffix"])
 def test_bfloat16_logprobs_are_those_of_the_tokens_emitted(drafter: str | None) -> None:
-    """Whatever was rounded on the way: near what float64 says of the same tokens. Other tokens' would be nats away."""
+    """They are close to the float64 logprobs of the same tokens. Those of other tokens would differ by several nats."""
     found, decoder, gaps = generate("cuda", torch.bfloat16, drafter), tiny_decoder(torch.bfloat16).double(), []
     for c in found:
         ids = torch.tensor([*c.request.prompt_ids, *c.token_ids.tolist()])
@@ -103,14 +102,14 @@ def test_bfloat16_logprobs_are_those_of_the_tokens_emitted(drafter: str | None) 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_ladder_holds_up_to_near_ties(tmp_path: Path, dtype: str) -> None:
-    """Rungs 3 to 5 on a model that the device's own kernels can compute."""
+def test_verify_passes_up_to_near_ties(tmp_path: Path, dtype: str) -> None:
+    """Levels 3 to 5 on a model that the CUDA kernels support."""
     write_model(tmp_path, num_layers=1, head_dim=16)
     config = load_config(None, [f"model.name={str(tmp_path)!r}", "model.device=cuda", f"model.dtype={dtype}"])
     prompts = [list(text.encode()) for text in ("say a", "abcabcab", "1 2 3 4 5", "def f(x):")]
-    certificate = run_ladder(config, prompts, ("suffix",), quick=True, rungs="345")
-    seeded, _, greedy, _ = certificate["rungs"]
-    assert certificate["passed"], certificate
+    report = run_checks(config, prompts, ("suffix",), quick=True, levels="345")
+    seeded, _, greedy, _ = report["checks"]
+    assert report["passed"], report
     assert seeded["not_near_ties"] == greedy["not_near_ties"] == 0
     assert len(seeded["near_ties"]) == sum(seeded["differences"].values())
     assert (seeded["rounding"] < 1e-3) == (dtype == "float32")

@@ -1,5 +1,5 @@
-"""The learner on a CUDA device: the CPU's numbers in float64, bfloat16 with float32 masters, the same bits again;
-attention in one kernel, a head without all logits, weights that stay on the device, memory that changes hands."""
+"""The learner on a CUDA device: the CPU's results in float64; reproducible bfloat16 training with float32 master
+weights; varlen attention; logprobs without all logits in memory; weight updates on the device; sleep mode."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from paceline.engine.engine import LocalEngine
 from paceline.model.attention import Attention, PackedAttention, VarlenAttention, has_varlen
 from paceline.model.paged import PagedDecoder
 from paceline.model.weights import assign, checksum
-from paceline.rl import head
+from paceline.rl import logprobs as logprobs_module
 from paceline.rl.batch import TokenBatch, scored
 from paceline.rl.learner import Learner
-from paceline.rl.loop import asleep
+from paceline.rl.trainer import sleep_mode
 from paceline.types import Group, Request, Rollout, SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -36,17 +36,17 @@ class Loss:
 
 def loss(batch: TokenBatch, logprobs_T: Tensor) -> Loss:
     token_T = batch.reward_S[batch.sequence_T] * logprobs_T * batch.mask_T
-    return Loss(-token_T.mean(), {"tokens": float(batch.mask_T.sum())})
+    return Loss(-token_T.mean(), {"num_tokens": float(batch.mask_T.sum())})
 
 
 def groups(seed: int = 0) -> list[Group]:
-    dice = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
 
     def rollout(prompt: tuple[int, ...], num: int) -> Rollout:
         return Rollout(
             sample=0,
             prompt_ids=prompt,
-            token_ids=dice.integers(0, 60, num).astype(np.int32),
+            token_ids=rng.integers(0, 60, num).astype(np.int32),
             mask=np.ones(num, bool),
             logprobs=np.zeros(num),
             versions=np.zeros(num, np.int32),
@@ -54,13 +54,13 @@ def groups(seed: int = 0) -> list[Group]:
             sources=np.full(num, 255, np.uint8),
             drafters=(),
             finish_reason="stop",
-            reward=float(dice.normal()),
+            reward=float(rng.normal()),
         )
 
     made = []
     for index in range(3):
-        prompt = tuple(dice.integers(0, 60, dice.integers(1, 30)).tolist())
-        made.append(Group(index, str(index), "", [rollout(prompt, int(n)) for n in dice.integers(1, 40, 5)]))
+        prompt = tuple(rng.integers(0, 60, rng.integers(1, 30)).tolist())
+        made.append(Group(index, str(index), "", [rollout(prompt, int(n)) for n in rng.integers(1, 40, 5)]))
     return made
 
 
@@ -69,67 +69,69 @@ def learner(device: str, dtype: torch.dtype, **settings: Any) -> Learner:
     return Learner(tiny_decoder(dtype).to(device), LearnerSection(**settings), num_steps=5, keep_reference=True)
 
 
-def train(it: Learner, num_updates: int = 3) -> list[float]:
-    return [it.update(scored(g), TokenBatch.of(g), loss).loss for g in map(groups, range(num_updates))]
+def train(trained: Learner, num_updates: int = 3) -> list[float]:
+    return [trained.update(scored(g), TokenBatch.of(g), loss).loss for g in map(groups, range(num_updates))]
 
 
 @pytest.mark.parametrize("settings", [{}, {"lora_rank": 3}, {"activation_checkpointing": True}], ids=str)
-def test_float64_is_the_cpus(settings: dict[str, Any]) -> None:
+def test_float64_results_equal_the_cpus(settings: dict[str, Any]) -> None:
     cpu, cuda = (learner(device, torch.float64, **settings) for device in ("cpu", "cuda"))
     rollouts = scored(groups())
     torch.testing.assert_close(cuda.logprobs(rollouts), cpu.logprobs(rollouts), rtol=0, atol=1e-10)
     assert train(cuda) == pytest.approx(train(cpu), abs=1e-8)
-    for (name, mine), (_, theirs) in zip(cuda.weights(), cpu.weights(), strict=True):
-        torch.testing.assert_close(mine.cpu(), theirs, rtol=0, atol=1e-5, msg=name)
+    for (name, found), (_, expected) in zip(cuda.weights(), cpu.weights(), strict=True):
+        torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-5, msg=name)
     torch.testing.assert_close(cuda.reference_logprobs(rollouts), cpu.reference_logprobs(rollouts), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_bfloat16_with_masters_repeats_and_restores(optimizer: str) -> None:
-    straight, again, half = (learner("cuda", torch.bfloat16, optimizer=optimizer) for _ in range(3))
-    assert train(straight, 4) == train(again, 4)
-    train(half, 2)
-    saved = {name: tensor.cpu().clone() for name, tensor in half.state().items()}
+def test_bfloat16_with_master_weights_is_reproducible_and_resumes(optimizer: str) -> None:
+    first, second, saved_half = (learner("cuda", torch.bfloat16, optimizer=optimizer) for _ in range(3))
+    assert train(first, 4) == train(second, 4)
+    train(saved_half, 2)
+    saved = {name: tensor.cpu().clone() for name, tensor in saved_half.state_dict().items()}
     resumed = learner("cuda", torch.bfloat16, optimizer=optimizer)
-    resumed.restore(saved)
+    resumed.load_state_dict(saved)
     for g in (groups(2), groups(3)):
         resumed.update(scored(g), TokenBatch.of(g), loss)
-    for one in (again, resumed):
-        state = one.state()
-        assert all(torch.equal(tensor, state[name]) for name, tensor in straight.state().items())
-    for name, master in straight.optimizer.masters.items():
+    for other in (second, resumed):
+        state = other.state_dict()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in first.state_dict().items())
+    for name, master in first.optimizer.masters.items():
         assert master.dtype == torch.float32
-        assert torch.equal(master.bfloat16(), straight.optimizer.parameters[name])
+        assert torch.equal(master.bfloat16(), first.optimizer.parameters[name])
 
 
-def test_bfloat16_logprobs_are_near_float64s() -> None:
+def test_bfloat16_logprobs_are_close_to_float64() -> None:
     rollouts = scored(groups())
     exact = learner("cpu", torch.float64).logprobs(rollouts)
-    near = learner("cuda", torch.bfloat16).logprobs(rollouts)
-    assert near.dtype == torch.float64 and near.device.type == "cpu"
-    assert (near - exact).abs().median() < 0.15 < exact.std()
+    rounded = learner("cuda", torch.bfloat16).logprobs(rollouts)
+    assert rounded.dtype == torch.float64 and rounded.device.type == "cpu"
+    assert (rounded - exact).abs().median() < 0.15 < exact.std()
 
 
-# ---- attention in one kernel ----
+# ---- varlen attention ----
 
 SHARED = [37, 200, 1, 90, 130, 129, 64, 255], [None, 0, 0, 0, None, 4, 4, 4]
-ALONE = [300, 1, 127, 128, 17], None
+NOT_SHARED = [300, 1, 127, 128, 17], None
 
 
 def attend(attention: Attention, fused: Tensor, heads: list[int], weight: Tensor) -> list[Tensor]:
-    """The output and the gradients of q, k and v, which are views of one tensor, as a decoder's v is."""
+    """The output and the gradients of q, k and v, which are views of one tensor, as v is in a decoder."""
     qkv = fused.clone().requires_grad_(True).split(heads, 1)
     out = attention(0, *qkv)
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), qkv)]
 
 
-def relative(mine: Tensor, theirs: Tensor) -> float:
-    return float((mine.double() - theirs.double()).norm() / theirs.double().norm())
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.mark.parametrize("heads", [(9, 3, 64), (8, 2, 128), (4, 4, 8)], ids=str)
-@pytest.mark.parametrize("lengths, prefixes", [SHARED, ALONE], ids=["shared", "alone"])
-def test_varlen_is_packed(lengths: list[int], prefixes: list[int | None] | None, heads: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("lengths, prefixes", [SHARED, NOT_SHARED], ids=["shared", "not shared"])
+def test_varlen_equals_packed(
+    lengths: list[int], prefixes: list[int | None] | None, heads: tuple[int, int, int]
+) -> None:
     num_heads, num_kv_heads, head_dim = heads
     assert has_varlen(torch.device("cuda"), torch.bfloat16, head_dim)
     noise = torch.Generator("cuda").manual_seed(0)
@@ -137,51 +139,51 @@ def test_varlen_is_packed(lengths: list[int], prefixes: list[int | None] | None,
     total = sum(lengths)
     split = [num_heads, num_kv_heads, num_kv_heads]
     fused, weight = make(total, sum(split), head_dim).bfloat16(), make(total, num_heads * head_dim).bfloat16()
-    mine = attend(VarlenAttention(lengths, prefixes, "cuda"), fused, split, weight)
-    theirs = attend(PackedAttention(lengths, prefixes), fused, split, weight)
+    varlen = attend(VarlenAttention(lengths, prefixes, "cuda"), fused, split, weight)
+    packed = attend(PackedAttention(lengths, prefixes), fused, split, weight)
     exact = attend(PackedAttention(lengths, prefixes), fused.double(), split, weight.double())
-    for name, a, b, c in zip(("out", "q", "k", "v"), mine, theirs, exact, strict=True):
-        assert relative(a, b) < 2e-2, (name, relative(a, b))
-        assert relative(a, c) < 2e-2, (name, relative(a, c), relative(b, c))
-    if prefixes is not None:  # and who does not see its prompt is caught
-        blind = attend(VarlenAttention(lengths, None, "cuda"), fused, split, weight)
-        assert all(relative(a, c) > 0.1 for a, c in zip(blind, exact, strict=True))
+    for name, a, b, c in zip(("out", "q", "k", "v"), varlen, packed, exact, strict=True):
+        assert relative_error(a, b) < 2e-2, (name, relative_error(a, b))
+        assert relative_error(a, c) < 2e-2, (name, relative_error(a, c), relative_error(b, c))
+    if prefixes is not None:  # broken: sequences that do not attend to their prefix
+        broken = attend(VarlenAttention(lengths, None, "cuda"), fused, split, weight)
+        assert all(relative_error(a, c) > 0.1 for a, c in zip(broken, exact, strict=True))
 
 
 @pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": True}], ids=str)
-def test_varlen_gradients_are_as_near_as_packed_ones(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_gradients_are_as_exact_as_packed_ones(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     used: list[int] = []
     made = groups()
     section = LearnerSection(tokens_per_microbatch=10_000, **settings)
 
-    class Seen(VarlenAttention):
+    class Recorded(VarlenAttention):
         def __call__(self, layer: int, *qkv: Tensor) -> Tensor:
             used.append(layer)
             return super().__call__(layer, *qkv)
 
     def gradient(dtype: torch.dtype) -> Tensor:
-        it = Learner(tiny_decoder(torch.bfloat16).to("cuda", dtype), section, num_steps=5)
-        it._backward(scored(made), TokenBatch.of(made), loss, None)
-        return torch.cat([master.grad.flatten() for master in it.optimizer.masters.values()])
+        trained = Learner(tiny_decoder(torch.bfloat16).to("cuda", dtype), section, num_steps=5)
+        trained._backward(scored(made), TokenBatch.of(made), loss, None)
+        return torch.cat([master.grad.flatten() for master in trained.optimizer.masters.values()])
 
-    monkeypatch.setattr("paceline.model.decoder.VarlenAttention", Seen)
+    monkeypatch.setattr("paceline.model.decoder.VarlenAttention", Recorded)
     exact = gradient(torch.float64)
     assert not used
-    mine = gradient(torch.bfloat16)
+    varlen = gradient(torch.bfloat16)
     assert set(used) == {0, 1, 2}
     monkeypatch.setattr("paceline.model.decoder.has_varlen", lambda *_: False)
-    theirs = gradient(torch.bfloat16)
-    assert mine.dtype == theirs.dtype == torch.float32
-    assert relative(mine, exact) < 1.5 * relative(theirs, exact) + 0.02, (
-        relative(mine, exact),
-        relative(theirs, exact),
-    )
+    packed = gradient(torch.bfloat16)
+    assert varlen.dtype == packed.dtype == torch.float32
+    errors = relative_error(varlen, exact), relative_error(packed, exact)
+    assert errors[0] < 1.5 * errors[1] + 0.02, errors
 
 
-# ---- the head ----
+# ---- logprobs ----
 
 
-def test_head_never_holds_all_logits() -> None:
+def test_logprobs_do_not_store_all_logits() -> None:
     vocab_size, num = 151_936, 8192
     decoder = tiny_decoder(torch.bfloat16, vocab_size=vocab_size).to("cuda").requires_grad_(True)
     noise = torch.Generator("cuda").manual_seed(0)
@@ -190,12 +192,12 @@ def test_head_never_holds_all_logits() -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    logprobs, _ = head.logprobs(decoder, hidden, target)
+    logprobs, _ = logprobs_module.token_logprobs(decoder, hidden, target)
     logprobs.sum().backward()
     peak = torch.cuda.max_memory_allocated() - before
-    assert peak < 2e9 < num * vocab_size * 4, peak  # a chunk's few, and the half GB that is kept
+    assert peak < 2e9 < num * vocab_size * 4, peak  # the logits of a chunk, and half a GB that is kept
     assert hidden.grad is not None and hidden.grad.isfinite().all()
-    first = slice(0, head.CHUNK)
+    first = slice(0, logprobs_module.CHUNK)
     exact = decoder.logits(hidden[first]).double().log_softmax(-1).gather(1, target[first, None]).squeeze(1)
     assert (logprobs[first] - exact).abs().max() < 1e-5  # float32 sums of 151,936 weights
 
@@ -205,54 +207,54 @@ def test_head_never_holds_all_logits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("size", [0, 1, (1 << 16) - 1, 5 * (1 << 16) + 13, 130 * (1 << 16) + 1])
-def test_checksum_is_the_cpus(dtype: torch.dtype, size: int) -> None:
+def test_checksum_equals_the_cpus(dtype: torch.dtype, size: int) -> None:
     noise = torch.Generator().manual_seed(size)
     tensor = torch.randint(-128, 128, (size,), generator=noise).to(dtype)
     assert checksum([("a", tensor.cuda())]) == checksum([("a", tensor)])
 
 
-def test_checksum_of_many_waits_once() -> None:
+def test_checksum_of_many_tensors_synchronizes_once() -> None:
     matrix = torch.randn(300, 700).bfloat16()
-    pairs = [(str(i), matrix[i:].T) for i in range(50)]  # of any layout
+    pairs = [(str(i), matrix[i:].T) for i in range(50)]  # not contiguous
     on_device = [(name, tensor.cuda().T.contiguous().T) for name, tensor in pairs]
     assert checksum(on_device) == checksum(pairs)
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as waits:
+        with warnings.catch_warnings(record=True) as syncs:
             warnings.simplefilter("always")
             checksum(on_device)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len(waits) <= 1, [str(w.message) for w in waits]
+    assert len(syncs) <= 1, [str(w.message) for w in syncs]
 
 
-def test_new_weights_stay_on_the_device() -> None:
-    it = learner("cuda", torch.bfloat16)
+def test_weight_updates_stay_on_the_device() -> None:
+    trained = learner("cuda", torch.bfloat16)
     engine = LocalEngine(PagedDecoder(tiny_decoder(torch.bfloat16).to("cuda"), 64))
-    places = [parameter.data_ptr() for parameter in engine.paged.decoder.parameters()]
-    train(it, 1)
-    receipt = engine.update_weights(it.weights(), 1)
-    assert receipt.checksum == checksum(it.weights()) == checksum((n, t.cpu()) for n, t in it.weights())
-    assert places == [parameter.data_ptr() for parameter in engine.paged.decoder.parameters()]
+    pointers = [parameter.data_ptr() for parameter in engine.paged.decoder.parameters()]
+    train(trained, 1)
+    receipt = engine.update_weights(trained.weights(), 1)
+    assert receipt.checksum == checksum(trained.weights()) == checksum((n, t.cpu()) for n, t in trained.weights())
+    assert pointers == [parameter.data_ptr() for parameter in engine.paged.decoder.parameters()]
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as waits:
+        with warnings.catch_warnings(record=True) as syncs:
             warnings.simplefilter("always")
-            assign(engine.paged.decoder, it.weights())
+            assign(engine.paged.decoder, trained.weights())
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert not waits, [str(w.message) for w in waits]
+    assert not syncs, [str(w.message) for w in syncs]
 
 
-def test_the_kvs_memory_is_the_learners_while_it_trains() -> None:
+def test_sleep_mode_frees_the_kv_memory() -> None:
     engine = LocalEngine(PagedDecoder(tiny_decoder(torch.float32).to("cuda"), 1 << 14))
     requests = [Request(i, (1, 2, 3 + i), SamplingParams(max_tokens=20), 7 * i, str(i)) for i in range(4)]
     first = [c.token_ids.tolist() for c in engine.generate(requests)]
     assert engine.paged.kv is not None
     num_bytes = engine.paged.kv.k.nbytes + engine.paged.kv.v.nbytes
     assert num_bytes > 1 << 26
-    awake = torch.cuda.memory_allocated()
-    with asleep(engine):
-        assert awake - torch.cuda.memory_allocated() >= num_bytes
-    assert abs(torch.cuda.memory_allocated() - awake) < num_bytes // 8
+    before = torch.cuda.memory_allocated()
+    with sleep_mode(engine):
+        assert before - torch.cuda.memory_allocated() >= num_bytes
+    assert abs(torch.cuda.memory_allocated() - before) < num_bytes // 8
     assert [c.token_ids.tolist() for c in engine.generate(requests)] == first

@@ -112,9 +112,9 @@ def trl_inputs(batch: TokenBatch) -> dict[str, Tensor]:
     return inputs
 
 
-def check(name: str, seed: int, off_policy: bool, spread: float, trl_settings: dict[str, Any], **said: Any) -> None:
+def check(name: str, seed: int, off_policy: bool, spread: float, trl_settings: dict[str, Any], **settings: Any) -> None:
     batch, logprobs_T = make_batch(seed, off_policy, spread)
-    algorithm = make_algorithm(AlgorithmSection(name=name, **said), MAX_TOKENS)
+    algorithm = make_algorithm(AlgorithmSection(name=name, **settings), MAX_TOKENS)
     algorithm.prepare(batch)
     leaf_T = logprobs_T.clone().requires_grad_()
     ours = algorithm.loss(batch, leaf_T).loss
@@ -145,7 +145,7 @@ def sampling_ratio(correction: str, batch: TokenBatch, logprobs_T: Tensor) -> Te
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
-    "said",
+    "settings",
     [
         {},
         {"beta": 0.3, "kl": "k3"},
@@ -154,12 +154,12 @@ def sampling_ratio(correction: str, batch: TokenBatch, logprobs_T: Tensor) -> Te
         {"correction": "sequence_tis"},
         {"correction": "icepop"},
     ],
-    ids=lambda said: ",".join(map(str, said.values())) or "plain",
+    ids=lambda settings: ",".join(map(str, settings.values())) or "plain",
 )
 @pytest.mark.parametrize(("off_policy", "spread"), [(False, 0.3), (True, 0.3), (True, 1.5), (True, 1e-3)])
 @pytest.mark.parametrize("name", list(TRL_SETTINGS))
-def test_loss_equals_trl(name: str, off_policy: bool, spread: float, said: dict[str, Any], seed: int) -> None:
-    check(name, seed, off_policy, spread, TRL_SETTINGS[name], **said)
+def test_loss_equals_trl(name: str, off_policy: bool, spread: float, settings: dict[str, Any], seed: int) -> None:
+    check(name, seed, off_policy, spread, TRL_SETTINGS[name], **settings)
 
 
 def test_another_loss_is_caught() -> None:

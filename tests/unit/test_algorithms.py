@@ -1,4 +1,4 @@
-"""Every algorithm equals its slow twin, in value and gradient, whatever the batch; and what must always hold holds."""
+"""Every algorithm equals its reference implementation in value and gradient, for random batches; and invariants."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import itertools
 from dataclasses import replace
 from typing import Any, get_args
 
+import naive_algorithms
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.config import AlgorithmSection, ConfigError, load_config
-from paceline.rl import algorithms, naive
+from paceline.build.config import load_config
+from paceline.config import AlgorithmSection
+from paceline.config_io import ConfigError
+from paceline.rl import algorithms
 from paceline.rl.algorithms import ALGORITHMS, Algorithm, make_algorithm
 from paceline.rl.batch import TokenBatch
 
@@ -26,7 +29,7 @@ TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 def make_batch(
     sizes: list[int], seed: int, off_policy: bool = True, constant: bool = False, spread: float = 0.3
 ) -> tuple[TokenBatch, Tensor]:
-    """Random sequences of 0 to 8 tokens, some not the policy's, in groups of these sizes; and current logprobs."""
+    """Random sequences of 0 to 8 tokens, some of them masked, in groups of these sizes; and current logprobs."""
     g = torch.Generator().manual_seed(seed)
     num_sequences = sum(sizes)
     counts_S = torch.randint(0, 9, (num_sequences,), generator=g)
@@ -79,11 +82,11 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
-def allowed(name: str, said: dict[str, Any]) -> AlgorithmSection:
-    """These settings; with k2 for k1 where it would be in the loss, which the config refuses."""
-    composed = replace(ALGORITHMS[name], **{key: said[key] for key in ("kl", "kl_in") if key in said})
-    refused = (composed.kl, composed.kl_in) == ("k1", "loss")
-    return AlgorithmSection(name=name, **said | ({"kl": "k2"} if refused else {}))
+def allowed(name: str, given: dict[str, Any]) -> AlgorithmSection:
+    """These settings, with k2 instead of k1 in the loss, which the config rejects."""
+    composed = replace(ALGORITHMS[name], **{key: given[key] for key in ("kl", "kl_in") if key in given})
+    rejected = (composed.kl, composed.kl_in) == ("k1", "loss")
+    return AlgorithmSection(name=name, **given | ({"kl": "k2"} if rejected else {}))
 
 
 def value_and_gradient(loss: Any, logprobs_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,34 +102,34 @@ def run(algorithm: Algorithm, batch: TokenBatch, logprobs_T: Tensor) -> tuple[Te
     return value_and_gradient(lambda leaf_T: algorithm.loss(batch, leaf_T).loss, logprobs_T)
 
 
-def check_against_twin(section: AlgorithmSection, batch: TokenBatch, logprobs_T: Tensor) -> None:
+def check_against_reference(section: AlgorithmSection, batch: TokenBatch, logprobs_T: Tensor) -> None:
     algorithm = make_algorithm(section, MAX_TOKENS)
     if not algorithm.needs_old and len(batch.group_S) % 2:  # every other batch is on-policy
         batch = replace(batch, old_logprobs_T=None)
     prepared = copy.copy(batch)
     algorithm.prepare(prepared)
-    twin_advantages = naive.advantages(section, MAX_TOKENS, batch)
     assert prepared.advantages_T is not None
-    torch.testing.assert_close(prepared.advantages_T, torch.tensor(twin_advantages, dtype=torch.float64), **TOLERANCE)
-    fast = run(algorithm, batch, logprobs_T)
-    slow = value_and_gradient(lambda leaf_T: naive.loss(section, MAX_TOKENS, batch, leaf_T), logprobs_T)
-    torch.testing.assert_close(fast, slow, **TOLERANCE)
+    expected_T = torch.tensor(naive_algorithms.advantages(section, MAX_TOKENS, batch), dtype=torch.float64)
+    torch.testing.assert_close(prepared.advantages_T, expected_T, **TOLERANCE)
+    found = run(algorithm, batch, logprobs_T)
+    expected = value_and_gradient(lambda leaf_T: naive_algorithms.loss(section, MAX_TOKENS, batch, leaf_T), logprobs_T)
+    torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
-# --- twins ---
+# --- the reference implementation ---
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 @settings(max_examples=40, deadline=None)
-@given(case=BATCHES, said=SETTINGS)
-def test_equals_twin(name: str, case: tuple[TokenBatch, Tensor], said: dict[str, Any]) -> None:
-    check_against_twin(allowed(name, said), *case)
+@given(case=BATCHES, options=SETTINGS)
+def test_equals_the_reference(name: str, case: tuple[TokenBatch, Tensor], options: dict[str, Any]) -> None:
+    check_against_reference(allowed(name, options), *case)
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 @pytest.mark.parametrize("seed", range(3))
-def test_papers_own_settings_equal_twin(name: str, seed: int) -> None:
-    check_against_twin(AlgorithmSection(name=name), *make_batch([4, 3, 1, 2], seed))
+def test_published_settings_equal_the_reference(name: str, seed: int) -> None:
+    check_against_reference(AlgorithmSection(name=name), *make_batch([4, 3, 1, 2], seed))
 
 
 BROKEN = {
@@ -134,7 +137,7 @@ BROKEN = {
     "the objective is not clipped": replace(
         ALGORITHMS["grpo"], objective=lambda b, lp_T, lr_T, lo, hi: (-lr_T.exp() * b.advantages_T, lr_T > hi)
     ),
-    "tokens are averaged otherwise": replace(ALGORITHMS["grpo"], loss_type="dapo"),
+    "another loss_type": replace(ALGORITHMS["grpo"], loss_type="dapo"),
     "the upper clip is DAPO's": replace(ALGORITHMS["grpo"], epsilon_high=0.28),
     "another KL": replace(ALGORITHMS["grpo"], kl="k2"),
 }
@@ -144,21 +147,23 @@ BROKEN = {
 def test_a_broken_algorithm_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_batch([4, 2], seed=0)
     section = AlgorithmSection(name="grpo", beta=0.1)
-    check_against_twin(section, *case)
+    check_against_reference(section, *case)
     monkeypatch.setitem(ALGORITHMS, "grpo", BROKEN[name])
     with pytest.raises(AssertionError):
-        check_against_twin(section, *case)
+        check_against_reference(section, *case)
 
 
-# --- what always holds ---
+# --- invariants ---
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 @settings(max_examples=25, deadline=None)
-@given(case=BATCHES, said=SETTINGS, cuts=st.lists(st.integers(0, 12), max_size=3))
-def test_microbatches_add_up(name: str, case: tuple[TokenBatch, Tensor], said: dict[str, Any], cuts: list[int]) -> None:
+@given(case=BATCHES, options=SETTINGS, cuts=st.lists(st.integers(0, 12), max_size=3))
+def test_microbatches_add_up(
+    name: str, case: tuple[TokenBatch, Tensor], options: dict[str, Any], cuts: list[int]
+) -> None:
     batch, logprobs_T = case
-    algorithm = make_algorithm(allowed(name, said), MAX_TOKENS)
+    algorithm = make_algorithm(allowed(name, options), MAX_TOKENS)
     algorithm.prepare(batch)
     whole = algorithm.loss(batch, logprobs_T)
     edges = sorted({0, batch.num_sequences, *(c for c in cuts if c < batch.num_sequences)})
@@ -174,10 +179,10 @@ def test_microbatches_add_up(name: str, case: tuple[TokenBatch, Tensor], said: d
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 @settings(max_examples=15, deadline=None)
-@given(case=BATCHES, said=SETTINGS)
-def test_masked_tokens_contribute_nothing(name: str, case: tuple[TokenBatch, Tensor], said: dict[str, Any]) -> None:
+@given(case=BATCHES, options=SETTINGS)
+def test_masked_tokens_contribute_nothing(name: str, case: tuple[TokenBatch, Tensor], options: dict[str, Any]) -> None:
     batch, logprobs_T = case
-    algorithm = make_algorithm(allowed(name, said), MAX_TOKENS)
+    algorithm = make_algorithm(allowed(name, options), MAX_TOKENS)
     before = run(algorithm, batch, logprobs_T)
     assert (before[1][~batch.mask_T] == 0).all()
     assert batch.old_logprobs_T is not None and batch.ref_logprobs_T is not None
@@ -196,7 +201,7 @@ def test_masked_tokens_contribute_nothing(name: str, case: tuple[TokenBatch, Ten
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
-def test_engine_logprobs_matter_only_to_corrections(name: str) -> None:
+def test_engine_logprobs_matter_only_with_a_correction(name: str) -> None:
     batch, logprobs_T = make_batch([4, 4], seed=1, off_policy=False)
     other = replace(batch, engine_logprobs_T=batch.engine_logprobs_T - 1)
     for correction in ("none", "token_tis", "sequence_tis", "icepop"):
@@ -218,7 +223,7 @@ def test_model_precision_is_kept(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
-def test_alike_rewards_and_lone_samples_teach_nothing(name: str) -> None:
+def test_equal_rewards_and_groups_of_one_have_no_gradient(name: str) -> None:
     for sizes, constant in (([4, 3], True), ([1], False)):
         batch, logprobs_T = make_batch(sizes, seed=5, constant=constant)
         gradient_T = run(make_algorithm(AlgorithmSection(name=name), MAX_TOKENS), batch, logprobs_T)[1]
@@ -246,7 +251,7 @@ def test_minibatches_are_weighted_on_their_own() -> None:
             assert part.mask_T.any() and (alone_T[part.mask_T] > part.weights_T[part.mask_T]).all()
 
 
-def test_stats_count_what_happened() -> None:
+def test_stats() -> None:
     batch = flat_batch(rewards=[1.0, 0.0], lengths=[2, 2])
     batch.old_logprobs_T = torch.full((4,), -1.0, dtype=torch.float64)
     batch.engine_logprobs_T = torch.tensor([-1.0, -3.0, -1.0, -1.0], dtype=torch.float64)
@@ -256,14 +261,15 @@ def test_stats_count_what_happened() -> None:
     algorithm.prepare(batch)
     up_and_down_T = torch.tensor([-0.5, -1.0, -0.5, -1.5], dtype=torch.float64)
     stats = algorithm.loss(batch, up_and_down_T).stats
-    # Clipped: the good sequence's first token, too likely already, and the bad one's second, unlikely already.
+    # Clipped: the first token of the sequence with the positive advantage (its ratio is above the upper clip), and the
+    # second token of the other (below the lower clip).
     assert stats == pytest.approx(
         {
-            "tokens": 4,
+            "num_tokens": 4,
             "ratio": 2 * 2.718281828**0.5 + 1 + 2.718281828**-0.5,
-            "clipped": 2,
-            "correction": 1 + 2 + 1 + 1,
-            "correction_clipped": 1,
+            "clip_ratio": 2,
+            "correction_weight": 1 + 2 + 1 + 1,
+            "correction_clip_ratio": 1,
             "kl": 0.5 * (0.5**2 + 0.5**2 + 0.5**2),
         }
     )
@@ -286,14 +292,14 @@ def flat_batch(rewards: list[float], lengths: list[int]) -> TokenBatch:
 
 
 def test_soft_overlong_penalty() -> None:
-    """No penalty up to 6 of 10 tokens, then a quarter more for each."""
+    """No penalty up to 6 of 10 tokens, then 0.25 more for each token."""
     algorithm = make_algorithm(AlgorithmSection(name="dapo", overlong_buffer=4), max_tokens=10)
     batch = flat_batch([1.0] * 6, [3, 6, 7, 9, 10, 12])
     assert algorithm.shape_rewards(batch).tolist() == [1, 1, 0.75, 0.25, 0, 0]
     assert batch.reward_S.tolist() == [1.0] * 6
 
 
-def test_dynamic_sampling_is_dapos() -> None:
+def test_dynamic_sampling_is_the_default_of_dapo() -> None:
     dapo, grpo = (make_algorithm(AlgorithmSection(name=name), MAX_TOKENS) for name in ("dapo", "grpo"))
     assert [dapo.keeps(r) for r in ([1, 1], [0, 0, 0], [1, 0], [0.5], [])] == [False, False, True, False, False]
     assert grpo.keeps([1, 1])
@@ -302,7 +308,7 @@ def test_dynamic_sampling_is_dapos() -> None:
     assert not on.keeps([1, 1]) and off.keeps([1, 1])
 
 
-def test_overlong_filtering_leaves_the_baseline_alone() -> None:
+def test_masking_truncated_completions_does_not_change_the_baseline() -> None:
     batch = flat_batch([1.0, 0.0, 0.0], [2, 2, 3])
     batch.truncated_S[2] = True
     plain = copy.copy(batch)
@@ -328,52 +334,52 @@ def test_reinforce_pp_charges_the_kl_from_each_token_on() -> None:
 # --- settings ---
 
 
-def test_names_are_the_configs() -> None:
+def test_names_are_those_of_the_config() -> None:
     assert set(ALGORITHMS) == set(get_args(AlgorithmSection.model_fields["name"].annotation))
     assert all(name == algorithm.name for name, algorithm in ALGORITHMS.items())
 
 
-def test_what_is_said_replaces_the_papers() -> None:
+def test_settings_override_the_published_ones() -> None:
     assert make_algorithm(AlgorithmSection(name="gspo"), 7) == replace(ALGORITHMS["gspo"], max_tokens=7)
-    said = make_algorithm(AlgorithmSection(name="dapo", epsilon=0.1, loss_type="grpo", beta=0.5), 7)
-    assert (said.epsilon, said.epsilon_high, said.loss_type, said.needs_reference) == (0.1, 0.28, "grpo", True)
-    assert not said.needs_old
+    made = make_algorithm(AlgorithmSection(name="dapo", epsilon=0.1, loss_type="grpo", beta=0.5), 7)
+    assert (made.epsilon, made.epsilon_high, made.loss_type, made.needs_reference) == (0.1, 0.28, "grpo", True)
+    assert not made.needs_old
 
 
 @pytest.mark.parametrize(
-    ("said", "key"),
+    ("given", "key"),
     [
         ({"overlong_buffer": 8}, "algorithm.overlong_buffer"),
         ({"correction": "icepop", "correction_floor": 3.0}, "algorithm.correction_floor"),
     ],
 )
-def test_impossible_settings_name_their_key(said: dict[str, Any], key: str) -> None:
+def test_impossible_settings_name_their_key(given: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=key):
-        make_algorithm(AlgorithmSection(**said), MAX_TOKENS)
+        make_algorithm(AlgorithmSection(**given), MAX_TOKENS)
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 @pytest.mark.parametrize("kl", [None, "k1", "k2", "k3"])
 @pytest.mark.parametrize("kl_in", [None, "loss", "reward"])
-def test_k1_in_the_loss_is_refused_however_it_is_reached(name: str, kl: str | None, kl_in: str | None) -> None:
+def test_k1_in_the_loss_is_rejected(name: str, kl: str | None, kl_in: str | None) -> None:
     published = ALGORITHMS[name]
     composed = (kl or published.kl, kl_in or published.kl_in)
-    text = [
+    overrides = [
         f"algorithm.name={name}",
         *([f"algorithm.kl={kl}"] if kl else []),
         *([f"algorithm.kl_in={kl_in}"] * bool(kl_in)),
     ]
     if composed == ("k1", "loss"):
         with pytest.raises(ConfigError, match=r'algorithm\.kl = "k1".*expected gradient.*zero.*kl = "k2".*"reward"'):
-            load_config(None, text)
+            load_config(None, overrides)
     else:
-        algorithm = make_algorithm(load_config(None, text).algorithm, MAX_TOKENS)
+        algorithm = make_algorithm(load_config(None, overrides).algorithm, MAX_TOKENS)
         assert (algorithm.kl, algorithm.kl_in) == composed
 
 
 def test_expected_gradient_of_the_kl_in_the_loss() -> None:
-    """Over all tokens of a small vocabulary, weighted by the policy's own probabilities: k1 pulls nowhere, k2 as the KL
-    itself does, k3 towards the reference too, but with another gradient (that of KL(reference, policy))."""
+    """Over all tokens of a small vocabulary, weighted by the policy's probabilities: k1 has no gradient, k2 that of
+    KL(policy, reference), k3 that of KL(reference, policy)."""
     g = torch.Generator().manual_seed(0)
     logits_V, ref_V = (torch.randn(8, generator=g, dtype=torch.float64) for _ in range(2))
     leaf_V = logits_V.clone().requires_grad_()
@@ -381,7 +387,7 @@ def test_expected_gradient_of_the_kl_in_the_loss() -> None:
     (true_V,) = torch.autograd.grad((log_p_V.exp() * (log_p_V - log_r_V)).sum(), leaf_V)
 
     def expected(kind: str) -> Tensor:
-        batch = flat_batch(rewards=[1.0] * 8, lengths=[1] * 8)  # rewards all alike: there is nothing but the KL
+        batch = flat_batch(rewards=[1.0] * 8, lengths=[1] * 8)  # equal rewards: only the KL has a gradient
         batch.ref_logprobs_T = log_r_V
         algorithm = replace(ALGORITHMS["grpo"], beta=1.0, kl=kind)
         algorithm.prepare(batch)

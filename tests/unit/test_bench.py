@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 from paceline.bench import rollout
 from paceline.bench.process import WorkerError, WorkerProcess
 from paceline.bench.rollout import Bench, Case, Settings
+from paceline.build.config import load_config
 from paceline.cli import app
 from paceline.cluster import vllm_python
-from paceline.config import load_config
 from paceline.report import plot
 from paceline.report.table import write_json
 
@@ -40,14 +40,14 @@ class Worker:
         if what == "bug":
             raise KeyError("a bug")
         if what == "die":
-            print("last words", file=sys.stderr); os._exit(3)
+            print("last message", file=sys.stderr); os._exit(3)
         if what == "hang":
             time.sleep(600)
 """
 
 
 def alive(pid: int) -> bool:
-    """Running, and not merely waiting to be reaped."""
+    """Whether the process runs (a zombie does not)."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -56,8 +56,8 @@ def alive(pid: int) -> bool:
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def gone(pid: int, patience_s: float = 10) -> bool:
-    end = time.monotonic() + patience_s
+def exits(pid: int, timeout_s: float = 10) -> bool:
+    end = time.monotonic() + timeout_s
     while alive(pid) and time.monotonic() < end:
         time.sleep(0.05)
     return not alive(pid)
@@ -71,11 +71,11 @@ def echo(tmp_path):
         yield worker
 
 
-def test_worker_talks_over_the_noise(echo):
+def test_output_of_libraries_does_not_disturb_replies(echo):
     assert echo.call("load", a=[1, "é"])["a"] == [1, "é"]
 
 
-def test_worker_errors_reach_the_parent_and_it_lives_on(echo):
+def test_worker_errors_reach_the_parent_and_the_worker_goes_on(echo):
     with pytest.raises(WorkerError, match=r"^a user's mistake$"):
         echo.call("run", what="user")
     with pytest.raises(WorkerError, match="KeyError: 'a bug'"):
@@ -83,23 +83,23 @@ def test_worker_errors_reach_the_parent_and_it_lives_on(echo):
     assert echo.call("load")
 
 
-def test_a_dead_worker_leaves_its_last_words(echo):
-    with pytest.raises(WorkerError, match=r"exit code 3.*last words"):
+def test_the_error_of_a_dead_worker_has_the_end_of_its_log(echo):
+    with pytest.raises(WorkerError, match=r"exit code 3.*last message"):
         echo.call("run", what="die")
     with pytest.raises(WorkerError, match="exit code 3"):
         echo.call("load")
 
 
-def test_close_ends_the_worker_and_what_it_started(echo):
-    mine = echo.call("load")["pid"]
+def test_close_ends_the_worker_and_its_children(echo):
+    worker = echo.call("load")["pid"]
     child = echo.call("run", what="child")["pid"]
-    assert alive(mine) and alive(child)
+    assert alive(worker) and alive(child)
     echo.close()
-    assert gone(mine) and gone(child)
+    assert exits(worker) and exits(child)
 
 
 class Scripted(WorkerProcess):
-    """A worker that answers by a script and notes what it was asked."""
+    """A worker with invented results. `log` records the calls."""
 
     log: ClassVar[list] = []
 
@@ -135,7 +135,7 @@ def scripted(monkeypatch, checkpoint):
     return Bench(settings, [f"prompt {i}" for i in range(40)])
 
 
-def test_rows_say_what_was_measured_and_why_not(scripted):
+def test_rows_have_results_or_notes(scripted):
     scripted.run()
     rows = {(r["engine"], r["mode"], r["batch"]): r for r in scripted.rows()}
     assert len(rows) == 12
@@ -156,7 +156,7 @@ def test_rows_say_what_was_measured_and_why_not(scripted):
 
 
 def test_rounds_are_fair(scripted):
-    """Same tokens for everybody; new prompts in every repeat; engines take turns; nobody is always first."""
+    """All engines get the same prompts. Every repeat has new prompts and starts with a different case."""
     scripted.run()
     rounds = [(engine, p["batch"] if "batch" in p else len(p["prompts"]), p) for engine, p in Scripted.log]
     by_cell: dict = {}
@@ -173,14 +173,14 @@ def test_rounds_are_fair(scripted):
 
 
 def test_an_engine_that_stops_early_is_not_measured(scripted, monkeypatch):
-    whole = Scripted.call
-    monkeypatch.setattr(Scripted, "call", lambda self, cmd, **p: whole(self, cmd, **p) | {"num_tokens": 1})
+    call = Scripted.call
+    monkeypatch.setattr(Scripted, "call", lambda self, cmd, **p: call(self, cmd, **p) | {"num_tokens": 1})
     scripted.run()
     assert all(row["tokens_per_s"] is None for row in scripted.rows())
     assert any("stopped before" in row["note"] for row in scripted.rows())
 
 
-def test_memory_makes_the_longest_waiting_worker_leave(scripted, monkeypatch):
+def test_idle_workers_are_closed_if_memory_is_short(scripted, monkeypatch):
     monkeypatch.setattr(rollout, "available_memory", lambda: 0)
     sizes = []
     scripted.run(lambda case, what: sizes.append(len(scripted._pool)))
@@ -200,7 +200,7 @@ def test_groups_share_prompts_and_problems(monkeypatch, checkpoint):
         assert first == second != third == fourth
         assert params["problems"][0] == params["problems"][1] != params["problems"][2]
     assert len({p["problems"][0] for _, p in Scripted.log}) == len(Scripted.log), (
-        "a round saw an earlier round's history"
+        "a round used the history of an earlier round"
     )
     assert bench._paceline_config(Case(model, "paceline", "plain", 0, 4), Path(model)).engine.prefix_sharing
     with pytest.raises(ValueError, match="multiple"):
@@ -208,19 +208,19 @@ def test_groups_share_prompts_and_problems(monkeypatch, checkpoint):
 
 
 def test_modes_are_methods_with_or_without_a_policy(monkeypatch, checkpoint, tmp_path):
-    """The worker is told the method; the config that it builds its engine from has the policy."""
+    """The worker gets the method; the config for its engine has the policy."""
     Scripted.log = []
     monkeypatch.setattr(Bench, "_start", lambda self, engine: Scripted(engine))
     monkeypatch.setattr(Scripted, "loaded", [], raising=False)
     call = Scripted.call
 
-    def noting(self, cmd, **params):
+    def recorded(self, cmd, **params):
         if cmd == "load" and self.engine == "paceline":
             speculation = params["config"]["speculation"]
             self.loaded.append((speculation["method"], speculation["policy"], speculation["head"]))
         return call(self, cmd, **params)
 
-    monkeypatch.setattr(Scripted, "call", noting)
+    monkeypatch.setattr(Scripted, "call", recorded)
     head = tmp_path / "head"
     head.mkdir()
     modes = ("plain", "suffix", "suffix+auto", "hybrid+das", "eagle3")
@@ -239,12 +239,12 @@ def test_modes_are_methods_with_or_without_a_policy(monkeypatch, checkpoint, tmp
     rows = {(row["engine"], row["mode"]): row for row in bench.rows()}
     assert [rows["paceline", mode]["policy"] for mode in modes] == [None, "static", "auto", "das", "static"]
     assert rows["paceline", "hybrid+das"]["mean_acceptance_length"] == pytest.approx(2.5)
-    assert rows["hf", "suffix+auto"]["note"] == "hf has no policies: it drafts the same length always"
+    assert rows["hf", "suffix+auto"]["note"] == "hf has no policies: its draft length is fixed"
     assert rows["vllm", "hybrid+das"]["tokens_per_s"] is None
 
 
 @pytest.mark.parametrize(
-    ("mode", "said", "told"),
+    ("mode", "overrides", "message"),
     [
         ("auto", [], r"--modes 'auto': a policy needs a method, such as suffix\+auto"),
         ("suffix+fast", [], "A mode is one of plain, ngram, suffix, draft_model, eagle3, hybrid"),
@@ -254,15 +254,15 @@ def test_modes_are_methods_with_or_without_a_policy(monkeypatch, checkpoint, tmp
         ("suffix+auto", ["speculation.rule=rejection"], r"--modes suffix\+auto: .*biases rule"),
     ],
 )
-def test_a_mode_that_cannot_be_is_refused_before_any_work(checkpoint, mode, said, told):
-    with pytest.raises(ValueError, match=told):
-        Settings(models=(str(checkpoint("llama")),), modes=("plain", mode), config=load_config(None, said))
+def test_an_invalid_mode_is_refused(checkpoint, mode, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        Settings(models=(str(checkpoint("llama")),), modes=("plain", mode), config=load_config(None, overrides))
 
 
 @pytest.mark.parametrize("mode", ["eagle3", "hybrid", "hybrid+auto"])
-def test_a_mode_with_a_head_needs_one(monkeypatch, checkpoint, mode):
+def test_a_missing_head_is_an_error_before_any_work(monkeypatch, checkpoint, mode):
     monkeypatch.setattr(Bench, "_start", lambda self, engine: pytest.fail("an engine was started"))
-    words = [
+    arguments = [
         "bench",
         "rollout",
         "--engines",
@@ -274,12 +274,12 @@ def test_a_mode_with_a_head_needs_one(monkeypatch, checkpoint, mode):
         "--max-tokens",
         "8",
     ]
-    result = CliRunner().invoke(app, words)
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert f"--modes {mode}: no EAGLE-3 head" in result.output and "paceline train-draft" in result.output
 
 
-def test_vllm_is_found_or_its_absence_explained(monkeypatch, tmp_path):
+def test_finding_the_python_of_vllm(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PACELINE_VLLM_PYTHON", raising=False)
     monkeypatch.setattr(vllm_python, "__file__", str(tmp_path / "a/b/c/d.py"))
@@ -310,7 +310,7 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
 def test_a_real_bench(checkpoint, tmp_path):
     """paceline and transformers, in their own processes, on a tiny model."""
     out, page, picture = (tmp_path / f"out.{kind}" for kind in ("json", "html", "png"))
-    words = [
+    arguments = [
         "bench",
         "rollout",
         "--model",
@@ -320,8 +320,8 @@ def test_a_real_bench(checkpoint, tmp_path):
         "--modes",
         "plain,ngram",
     ]
-    words += ["--batch", "1,2", "--max-tokens", "6", "--repeats", "1", "--threads", "1"]
-    result = CliRunner().invoke(app, [*words, "--json", str(out), "--plot", str(page)])
+    arguments += ["--batch", "1,2", "--max-tokens", "6", "--repeats", "1", "--threads", "1"]
+    result = CliRunner().invoke(app, [*arguments, "--json", str(out), "--plot", str(page)])
     assert result.exit_code == 0, result.output
     report = json.loads(out.read_text())
     assert report["interrupted"] is False
@@ -334,7 +334,7 @@ def test_a_real_bench(checkpoint, tmp_path):
 
 
 def test_a_real_bench_of_every_method_and_policy(tmp_path, monkeypatch):
-    """In this process, on a tiny model with a head. The cost table is made by `load`, so no round pays for it."""
+    """In this process, on a tiny model with a head. `load` measures the cost table, so it is in no round's time."""
     from paceline.bench import paceline_worker
     from paceline.model.head_files import save_head
     from paceline.model.provenance import Provenance
@@ -347,16 +347,16 @@ def test_a_real_bench_of_every_method_and_policy(tmp_path, monkeypatch):
         def call(self, cmd, **params):
             return getattr(self.worker, cmd)(**params)
 
-    monkeypatch.setattr("paceline.build.cost.native", SimpleNamespace(cache_dir=lambda: tmp_path))  # costs are measured
+    monkeypatch.setattr("paceline.build.cost.native", SimpleNamespace(cache_dir=lambda: tmp_path))  # no cached costs
     monkeypatch.setattr("paceline.build.cost.BUDGET_S", 0.1)
-    monkeypatch.setattr("paceline.build.cost.AGAIN_S", 0.1)
+    monkeypatch.setattr("paceline.build.cost.REPEAT_BUDGET_S", 0.1)
     monkeypatch.setattr(Bench, "_start", lambda self, engine: InProcess(engine))
     decoder = tiny_decoder(torch.float32, vocab_size=VOCAB_SIZE, eos_token_ids=(VOCAB_SIZE - 1,))
     save(decoder, tmp_path / "model")
     write_tokenizer(tmp_path / "model")
     head = tiny_head(decoder, VOCAB_SIZE)
     save_head(head, tmp_path / "head", Provenance("tiny", None, "nothing", 0, 0, 0), dtype=torch.float32)
-    said = [f"speculation.head={str(tmp_path / 'head')!r}", "speculation.draft_model='layers:1'"]
+    overrides = [f"speculation.head={str(tmp_path / 'head')!r}", "speculation.draft_model='layers:1'"]
     methods = ("ngram", "suffix", "draft_model", "eagle3", "hybrid")
     modes = [f"{method}{policy}" for method in methods for policy in ("", "+das", "+auto")]
     settings = Settings(
@@ -370,7 +370,7 @@ def test_a_real_bench_of_every_method_and_policy(tmp_path, monkeypatch):
         repeats=1,
         temperature=0.0,
         threads=1,
-        config=load_config(None, said),
+        config=load_config(None, overrides),
     )
     bench = Bench(settings, ["a b c a b c", "d e f d e f"])
     bench.run()
@@ -378,7 +378,7 @@ def test_a_real_bench_of_every_method_and_policy(tmp_path, monkeypatch):
     assert {mode: row["note"] for mode, row in rows.items() if row["note"]} == {}
     for mode in ("plain", *modes):
         assert rows[mode]["tokens_per_s"] > 0 and rows[mode]["mean_acceptance_length"] >= 1
-    for method in methods:  # static always drafts, so there is something to report
+    for method in methods:  # the static policy always drafts
         row = rows[method]
         assert row["num_drafts"] > 0
         rates = row["acceptance_rate_per_position"]
@@ -387,7 +387,7 @@ def test_a_real_bench_of_every_method_and_policy(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_was_measured(checkpoint, tmp_path):
+def test_ctrl_c_reports_the_cases_measured_so_far(checkpoint, tmp_path):
     path = tmp_path / "out.json"
     command = [sys.executable, "-m", "paceline.cli", "bench", "rollout", "--model", str(checkpoint("llama"))]
     command += ["--engines", "paceline", "--batch", "1", "--max-tokens", "4", "--repeats", "1000000", "--threads", "1"]
@@ -398,7 +398,7 @@ def test_ctrl_c_keeps_what_was_measured(checkpoint, tmp_path):
         if "repeat 3" in line:
             break
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
-    workers = [int(word) for word in children.stdout.split()]
+    workers = [int(pid) for pid in children.stdout.split()]
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -407,4 +407,4 @@ def test_ctrl_c_keeps_what_was_measured(checkpoint, tmp_path):
     report = json.loads(path.read_text())
     assert report["interrupted"] is True
     assert report["rows"][0]["tokens_per_s"] > 0
-    assert len(workers) == 1 and gone(workers[0])
+    assert len(workers) == 1 and exits(workers[0])

@@ -1,4 +1,4 @@
-"""`paceline bench step`: its arithmetic, its refusals, and real runs of a tiny shape on a CPU."""
+"""`paceline bench step`: the roofline, error messages, and runs of a tiny shape on a CPU."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import torch
 from support import tiny_config
 from typer.testing import CliRunner
 
-from paceline.bench import step
+from paceline.bench import step, step_settings
 from paceline.bench.random_weights import random_decoder, random_head
 from paceline.bench.roofline import H200, Load, Rates, step_s
-from paceline.bench.step import Settings, chance_of, lots_of, measure
+from paceline.bench.step import measure
+from paceline.bench.step_settings import Settings, beta_probabilities, imposed_probability
 from paceline.cli import app
 from paceline.engine.engine import LocalEngine
 from paceline.model.config import ModelConfig
@@ -45,50 +46,52 @@ def on_cpu(**changes: object) -> Settings:
 
 
 @pytest.mark.parametrize("k", [1, 3, 7, 15])
-def test_the_chance_brings_the_length(k: int) -> None:
+def test_imposed_probability(k: int) -> None:
     for length in (1.0, 1.2, 1 + k / 2, 0.9 + k, 1.0 + k):
-        p = chance_of(length, k)
+        p = imposed_probability(length, k)
         assert 0 <= p <= 1
         assert sum(p**i for i in range(k + 1)) == pytest.approx(length, abs=1e-9)
 
 
 @pytest.mark.parametrize(("length", "k"), [(0.99, 3), (4.01, 3), (1.5, 0), (float("nan"), 3), (float("inf"), 3)])
-def test_a_length_that_no_chance_brings_is_refused(length: float, k: int) -> None:
-    with pytest.raises(ValueError, match=f"--imposed-acceptance .* from 1 to {1 + k} tokens"):
-        chance_of(length, k)
+def test_an_impossible_acceptance_length_is_refused(length: float, k: int) -> None:
+    with pytest.raises(ValueError, match=f"--imposed-acceptance .* acceptance length is from 1 to {1 + k}"):
+        imposed_probability(length, k)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.05, 0.2, 0.5])
-@pytest.mark.parametrize("chance", [0.0, 0.4, 0.8745, 1.0])
-def test_lots_have_the_mean_and_the_spread(chance: float, spread: float) -> None:
-    lots = lots_of(chance, spread)
-    assert lots.mean() == pytest.approx(chance, abs=2e-3) and lots.min() >= 0 and lots.max() <= 1
-    assert lots.var() == pytest.approx(spread * chance * (1 - chance), rel=0.03, abs=1e-12)
+@pytest.mark.parametrize("mean", [0.0, 0.4, 0.8745, 1.0])
+def test_beta_probabilities_have_the_mean_and_the_spread(mean: float, spread: float) -> None:
+    found = beta_probabilities(mean, spread)
+    assert found.mean() == pytest.approx(mean, abs=2e-3) and found.min() >= 0 and found.max() <= 1
+    assert found.var() == pytest.approx(spread * mean * (1 - mean), rel=0.03, abs=1e-12)
 
 
-def test_nothing_but_the_bench_imposes() -> None:
-    """Whoever hands a chance to the graph runner is found by its name."""
+def test_only_the_bench_imposes_acceptance() -> None:
+    """No other file passes `imposed` to the graph runner, and no config or build code has the word."""
     root = Path(step.__file__).parents[1]
-    givers = {str(path.relative_to(root)) for path in root.rglob("*.py") if "imposed=imposed" in path.read_text()}
-    assert givers == {"bench/step.py"}
-    words = [
+    callers = {str(path.relative_to(root)) for path in root.rglob("*.py") if "imposed=imposed" in path.read_text()}
+    assert callers == {"bench/step.py"}
+    mentions = [
         path.name for path in [root / "config.py", *(root / "build").glob("*.py")] if "imposed" in path.read_text()
     ]
-    assert words == []
+    assert mentions == []
 
 
 def test_imposed_acceptance_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "machine_name", lambda device: "a machine")
-    imposed, honest = Settings("qwen3-8b", imposed_acceptance=3.32), Settings("qwen3-8b")
-    assert "acceptance imposed: 3.32" in step.title(imposed) and "imposed" not in step.title(honest)
-    assert step.describe(imposed)["warning"] == step.IMPOSED and "warning" not in step.describe(honest)
+    monkeypatch.setattr(step_settings, "machine_name", lambda device: "a machine")
+    imposed, usual = Settings("qwen3-8b", imposed_acceptance=3.32), Settings("qwen3-8b")
+    assert "acceptance imposed: 3.32" in step_settings.title(imposed) and "imposed" not in step_settings.title(usual)
+    assert step_settings.describe(imposed)[
+        "warning"
+    ] == step_settings.IMPOSED and "warning" not in step_settings.describe(usual)
 
 
 # ---- roofline ----
 
 
 def matrices(config: ModelConfig, num_in: int | None = None) -> int:
-    """A layer's, counted on a real one."""
+    """The number of parameters in a layer's matrices, counted on a real layer."""
     with torch.device("meta"):
         return sum(p.numel() for p in Layer(config, num_in).parameters() if p.ndim == 2)
 
@@ -97,42 +100,42 @@ def weights(config: ModelConfig) -> int:
     return config.num_layers * matrices(config) + config.hidden_size * config.vocab_size
 
 
-def test_a_lone_token_waits_for_the_weights() -> None:
-    alone = step_s(QWEN, Load(1, 0, 0, 2))
-    assert alone == pytest.approx(2 * weights(QWEN) / H200.bytes_per_s)
-    assert alone == pytest.approx(3.55e-3, rel=0.01)
-    assert step_s(QWEN, Load(8, 3, 0, 2)) == alone, "more tokens are free while memory is the limit"
+def test_few_tokens_are_limited_by_reading_weights() -> None:
+    one_token = step_s(QWEN, Load(1, 0, 0, 2))
+    assert one_token == pytest.approx(2 * weights(QWEN) / H200.bytes_per_s)
+    assert one_token == pytest.approx(3.55e-3, rel=0.01)
+    assert step_s(QWEN, Load(8, 3, 0, 2)) == one_token, "more tokens cost nothing while memory is the limit"
 
 
-def test_many_tokens_wait_for_the_arithmetic() -> None:
+def test_many_tokens_are_limited_by_compute() -> None:
     assert step_s(QWEN, Load(1024, 3, 0, 2)) == pytest.approx(2 * weights(QWEN) * 4096 / H200.flops_per_s)
-    endless = Rates(float("inf"), 1e12)
+    compute_only = Rates(float("inf"), 1e12)
     per_context = 4 * QWEN.num_layers * QWEN.num_heads * QWEN.head_dim
-    longer = step_s(QWEN, Load(5, 1, 300, 2), endless) - step_s(QWEN, Load(5, 1, 0, 2), endless)
+    longer = step_s(QWEN, Load(5, 1, 300, 2), compute_only) - step_s(QWEN, Load(5, 1, 0, 2), compute_only)
     assert longer == pytest.approx(per_context * 300 * 10 / 1e12)
 
 
-def test_context_is_read_once_by_every_row() -> None:
-    kv = 147456  # bytes of a token: the figure that is usually given for this shape
-    grown = step_s(QWEN, Load(32, 0, 1000, 2)) - step_s(QWEN, Load(32, 0, 0, 2))
-    assert grown == pytest.approx(32 * 1000 * kv / H200.bytes_per_s)
-    assert step_s(QWEN, Load(32, 1, 1000, 2)) == step_s(QWEN, Load(32, 0, 1000, 2)), "not by every query"
+def test_context_is_read_once_per_row() -> None:
+    kv = 147456  # bytes per token, as usually given for this shape
+    added = step_s(QWEN, Load(32, 0, 1000, 2)) - step_s(QWEN, Load(32, 0, 0, 2))
+    assert added == pytest.approx(32 * 1000 * kv / H200.bytes_per_s)
+    assert step_s(QWEN, Load(32, 1, 1000, 2)) == step_s(QWEN, Load(32, 0, 1000, 2)), "not once per query token"
 
 
-def test_a_heads_passes_come_on_top() -> None:
+def test_times_of_a_heads_passes_are_added() -> None:
     head = head_config(QWEN, 32000)
-    layer, guess, fuse = matrices(QWEN, 2 * QWEN.hidden_size), 32000 * QWEN.hidden_size, 3 * QWEN.hidden_size**2
+    layer, lm_head, fuse = matrices(QWEN, 2 * QWEN.hidden_size), 32000 * QWEN.hidden_size, 3 * QWEN.hidden_size**2
     times = [step_s(QWEN, Load(1, k, 0, 2), head=head) for k in (0, 1, 2, 3)]
     assert times[0] == step_s(QWEN, Load(1, 0, 0, 2)), "k = 0 drafts nothing"
-    assert times[1] - times[0] == pytest.approx(2 * (fuse + layer + guess) / H200.bytes_per_s)
-    assert times[2] - times[1] == pytest.approx(2 * (layer + guess) / H200.bytes_per_s)
+    assert times[1] - times[0] == pytest.approx(2 * (fuse + layer + lm_head) / H200.bytes_per_s)
+    assert times[2] - times[1] == pytest.approx(2 * (layer + lm_head) / H200.bytes_per_s)
     assert times[3] - times[2] == pytest.approx(times[2] - times[1])
-    endless = Rates(float("inf"), 1e12)
-    drafting = step_s(QWEN, Load(4, 2, 0, 2), endless, head) - step_s(QWEN, Load(4, 2, 0, 2), endless)
-    assert drafting == pytest.approx((2 * 12 * (fuse + layer) + 2 * 4 * layer + 2 * 8 * guess) / 1e12)
+    compute_only = Rates(float("inf"), 1e12)
+    drafting = step_s(QWEN, Load(4, 2, 0, 2), compute_only, head) - step_s(QWEN, Load(4, 2, 0, 2), compute_only)
+    assert drafting == pytest.approx((2 * 12 * (fuse + layer) + 2 * 4 * layer + 2 * 8 * lm_head) / 1e12)
 
 
-# ---- what is measured ----
+# ---- measured steps ----
 
 
 def test_weights_are_filled_and_draft_ids_ascend() -> None:
@@ -148,7 +151,7 @@ def test_weights_are_filled_and_draft_ids_ascend() -> None:
     assert (ids.diff() > 0).all() and ids[0] >= 0 and ids[-1] < config.vocab_size
 
 
-def test_only_whole_steps_count_and_those_of_the_middle(tiny: ModelConfig) -> None:
+def test_only_full_steps_in_the_middle_half_count(tiny: ModelConfig) -> None:
     def trace(num_rows: int, num_query: int, context: int = 0, num_drafted: int | None = None) -> SimpleNamespace:
         drafted = num_query - num_rows if num_drafted is None else num_drafted
         return SimpleNamespace(
@@ -157,29 +160,32 @@ def test_only_whole_steps_count_and_those_of_the_middle(tiny: ModelConfig) -> No
         )  # fmt: skip
 
     settings = on_cpu()  # 20 + 40 tokens
-    # A prompt, short drafts, a row gone, none.
+    # A prefill, shorter drafts, a missing row, no drafts.
     others = [trace(4, 2048, 20, 0), trace(4, 15, 20), trace(3, 12, 20), trace(4, 4, 20)]
-    found = step.steady([*others, *(trace(4, 16, i) for i in range(40)), *others], settings, 4, 3)
+    found = step.middle_steps([*others, *(trace(4, 16, i) for i in range(40)), *others], settings, 4, 3)
     assert [t.num_context_tokens for t in found] == [4 * (20 + i) for i in range(10, 31)]
-    assert len(step.steady([trace(4, 16)] * 3, settings, 4, 3)) == 2, "of a few, some are left"
-    assert step.steady(others, settings, 4, 3) == []
-    chosen = step.steady([*others, *others], replace(settings, policy="auto"), 4, 3)
-    assert [t.num_query_tokens for t in chosen] == [15, 4, 15, 4], "as a policy chose"
+    assert len(step.middle_steps([trace(4, 16)] * 3, settings, 4, 3)) == 2, "the second half if none is in the middle"
+    assert step.middle_steps(others, settings, 4, 3) == []
+    chosen = step.middle_steps([*others, *others], replace(settings, policy="auto"), 4, 3)
+    assert [t.num_query_tokens for t in chosen] == [15, 4, 15, 4], "any number of draft tokens with policy auto"
 
 
 def test_requests_share_nothing(tiny: ModelConfig) -> None:
-    requests = step.Subject(on_cpu())._requests(8)
+    requests = step.BenchModel(on_cpu())._requests(8)
     for key in ("request_id", "prompt_ids", "noise_key", "problem"):
         assert len({getattr(request, key) for request in requests}) == 8
     assert all(len(r.prompt_ids) == 20 and r.sampling.ignore_eos and r.sampling.max_tokens == 40 for r in requests)
 
 
 def test_each_step_counts_as_the_median_of_its_size() -> None:
-    def took(num_tokens: int, num_guessed: int, *seconds: float) -> list[SimpleNamespace]:
-        return [SimpleNamespace(num_query_tokens=num_tokens, num_guessed=num_guessed, total_s=s) for s in seconds]
+    def traces(num_tokens: int, num_drafted_ahead: int, *seconds: float) -> list[SimpleNamespace]:
+        return [
+            SimpleNamespace(num_query_tokens=num_tokens, num_drafted_ahead=num_drafted_ahead, total_s=s)
+            for s in seconds
+        ]
 
-    steps = [*took(4, 3, 1.0, 1.0, 1.1, 90.0), *took(4, 0, 0.5), *took(2, 3, 0.2, 0.3, 0.7)]
-    assert step._typical_s(steps) == pytest.approx(4 * 1.05 + 0.5 + 3 * 0.3)
+    steps = [*traces(4, 3, 1.0, 1.0, 1.1, 90.0), *traces(4, 0, 0.5), *traces(2, 3, 0.2, 0.3, 0.7)]
+    assert step._sum_of_medians_s(steps) == pytest.approx(4 * 1.05 + 0.5 + 3 * 0.3)
 
 
 @pytest.mark.parametrize("plain_torch", [False, True])
@@ -204,31 +210,31 @@ def test_an_eagle3_head_on_a_cpu(tiny: ModelConfig, plain_torch: bool) -> None:
         assert row["speedup"] == pytest.approx(row["tokens_per_s"] / plain["tokens_per_s"])
 
 
-def test_history_has_heard_it_all(tiny: ModelConfig) -> None:
+def test_drafts_from_a_complete_history_are_accepted(tiny: ModelConfig) -> None:
     rows = list(measure(on_cpu(drafter="history", batches=(3,), draft_lengths=(0, 3), max_tokens=60)))
     assert rows[0]["mean_acceptance_length"] == 1
     assert rows[1]["mean_acceptance_length"] > 3.9 and rows[1]["draft_ms"] > 0 and rows[1]["num_steps"] >= 5
-    # The broken twin: other noise in the second run, and what was heard is of no use.
-    subject, both = step.Subject(on_cpu(drafter="history", max_tokens=60)), [iter(range(3)), iter(range(3, 6))]
-    engine, requests = subject._engine(3, 3), subject._requests(3)
-    for keys in both:
+    # Broken: with different noise in the second run, the history does not help.
+    model = step.BenchModel(on_cpu(drafter="history", max_tokens=60))
+    engine, requests = model._engine(3, 3), model._requests(3)
+    for keys in (iter(range(3)), iter(range(3, 6))):
         engine.drain_trace()
         engine.generate([replace(request, noise_key=next(keys)) for request in requests])
     found = engine.drain_trace()
     assert 1 + sum(t.num_accepted_tokens for t in found) / sum(t.num_drafts for t in found) < 2.5
 
 
-def test_history_runs_that_are_over_soon_are_told_of_where_clocks_matter(tiny: ModelConfig) -> None:
-    def told(settings: Settings) -> bool:
-        return any("--imposed-acceptance 2" in note for note in step.notes(settings))
+def test_a_note_warns_of_short_runs_on_a_gpu(tiny: ModelConfig) -> None:
+    def has_note(settings: Settings) -> bool:
+        return any("--imposed-acceptance 2" in note for note in step_settings.notes(settings))
 
     on_gpu = Settings("qwen3-8b", drafter="history")
-    assert told(on_gpu)
-    assert not told(replace(on_gpu, imposed_acceptance=2.0))
-    assert not told(replace(on_gpu, drafter="eagle3"))
-    assert not told(on_cpu(drafter="history"))
-    assert any("nearly all" in note for note in step.notes(on_gpu))
-    assert not any("nearly all" in note for note in step.notes(replace(on_gpu, imposed_acceptance=2.0)))
+    assert has_note(on_gpu)
+    assert not has_note(replace(on_gpu, imposed_acceptance=2.0))
+    assert not has_note(replace(on_gpu, drafter="eagle3"))
+    assert not has_note(on_cpu(drafter="history"))
+    assert any("nearly all" in note for note in step_settings.notes(on_gpu))
+    assert not any("nearly all" in note for note in step_settings.notes(replace(on_gpu, imposed_acceptance=2.0)))
 
 
 def test_without_plain_steps_nothing_is_compared(tiny: ModelConfig) -> None:
@@ -236,15 +242,15 @@ def test_without_plain_steps_nothing_is_compared(tiny: ModelConfig) -> None:
     assert row["step_ms"] and row["step_cost"] is None and row["speedup"] is None
 
 
-def test_a_cell_without_whole_steps_says_so(tiny: ModelConfig) -> None:
+def test_a_cell_without_full_steps_has_a_note(tiny: ModelConfig) -> None:
     rows = list(measure(on_cpu(batches=(2,), draft_lengths=(0, 5), max_tokens=4)))
     assert rows[0]["step_ms"] and "raise --max-tokens" in rows[1]["note"] and rows[1]["step_ms"] is None
 
 
 def test_a_cell_out_of_memory_is_skipped(tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = step.Subject.steps
+    real = step.BenchModel.steps
 
-    def steps(self: step.Subject, batch: int, k: int) -> list:
+    def steps(self: step.BenchModel, batch: int, k: int) -> list:
         if (batch, k) == (1, 0):
             raise torch.OutOfMemoryError("no more")
         if (batch, k) == (1, 2):  # as while a graph is captured
@@ -254,25 +260,25 @@ def test_a_cell_out_of_memory_is_skipped(tiny: ModelConfig, monkeypatch: pytest.
                 raise RuntimeError("capture failed")
         return real(self, batch, k)
 
-    monkeypatch.setattr(step.Subject, "steps", steps)
+    monkeypatch.setattr(step.BenchModel, "steps", steps)
     rows = list(measure(on_cpu()))
     assert [row["note"] for row in rows] == ["out of device memory", "out of device memory", None, None]
     assert rows[0]["step_ms"] is None and rows[2]["step_cost"] == 1
 
-    def broken(self: step.Subject, batch: int, k: int) -> list:
+    def broken(self: step.BenchModel, batch: int, k: int) -> list:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(step.Subject, "steps", broken)
+    monkeypatch.setattr(step.BenchModel, "steps", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         list(measure(on_cpu()))
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_cell_leaves_no_memory_behind(tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    """Nor does one that failed: its traceback would hold all of it."""
-    make, generate, kept = step.Subject._engine, LocalEngine.generate, []
+def test_the_memory_of_a_cell_is_freed(tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Also if it failed: the traceback must not keep references."""
+    make, generate, kept = step.BenchModel._engine, LocalEngine.generate, []
 
-    def engine(self: step.Subject, batch: int, k: int) -> LocalEngine:
+    def engine(self: step.BenchModel, batch: int, k: int) -> LocalEngine:
         assert all(each() is None for each in kept)
         made = make(self, batch, k)
         kept.extend(map(weakref.ref, (made, made.paged, made.runner, made.paged.kv)))
@@ -283,7 +289,7 @@ def test_a_cell_leaves_no_memory_behind(tiny: ModelConfig, monkeypatch: pytest.M
             raise torch.OutOfMemoryError("no more")
         return generate(self, requests)
 
-    monkeypatch.setattr(step.Subject, "_engine", engine)
+    monkeypatch.setattr(step.BenchModel, "_engine", engine)
     monkeypatch.setattr(LocalEngine, "generate", generate_or_fail)
     notes = [row["note"] for row in measure(on_cpu())]
     assert notes == (["out of device memory"] * 2 if fails else [None] * 2) + [None] * 2 and len(kept) == 16
@@ -294,11 +300,11 @@ def test_a_cell_leaves_no_memory_behind(tiny: ModelConfig, monkeypatch: pytest.M
 
 def test_the_command(tiny: ModelConfig, tmp_path: Path) -> None:
     out, page = tmp_path / "out.json", tmp_path / "out.html"
-    words = ["bench", "step", "--model", "tiny", "--batch", "1,2", "--k", "0,2", "--prompt-tokens", "20"]
-    words += ["--max-tokens", "30", *ON_CPU, "--json", str(out), "--plot", str(page)]
-    result = CliRunner().invoke(app, words)
+    arguments = ["bench", "step", "--model", "tiny", "--batch", "1,2", "--k", "0,2", "--prompt-tokens", "20"]
+    arguments += ["--max-tokens", "30", *ON_CPU, "--json", str(out), "--plot", str(page)]
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    assert "batch 2, k 2" in result.output and "TFLOP/s" in result.output and step.IMPOSED not in result.output
+    assert "batch 2, k 2" in result.output and "TFLOP/s" in result.output and step_settings.IMPOSED not in result.output
     content = json.loads(out.read_text())
     assert [(r["batch"], r["num_speculative_tokens"]) for r in content["rows"]] == [(1, 0), (1, 2), (2, 0), (2, 2)]
     assert content["settings"]["model"] == "tiny" and content["settings"]["rates"]["flops_per_s"] == 775e12
@@ -306,47 +312,49 @@ def test_the_command(tiny: ModelConfig, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--model", "gpt-9"], r"--model 'gpt-9': not one of qwen3-8b, qwen3-0.6b, smollm2-135m"),
         (["--drafter", "ngram"], "--drafter 'ngram': not one of eagle3, history"),
         (["--device", "tpu"], "--device 'tpu': not one of cuda, cpu"),
         (["--dtype", "int8"], "--dtype 'int8': not one of"),
         (["--batch", "0"], "--batch 0: must be at least 1"),
-        (["--batch", ""], "--batch and --k: give at least one"),
+        (["--batch", ""], "--batch: give at least one"),
         (["--k", "-1"], "--k '-1': give numbers"),
         (["--copy-rate", "0"], "--copy-rate 0.0: must be at least 1"),
         (["--prompt-tokens", "40900"], "together 41156, but the context of qwen3-8b is 40960"),
         (["--device", "cpu"], "--dtype bfloat16: on a CPU use float32"),
-        ([*ON_CPU, "--eager"], "--eager: leaves the CUDA graphs out"),
-        ([*ON_CPU, "--imposed-acceptance", "2"], "only the GPU kernels can impose it"),
-        (["--plain-torch", "--imposed-acceptance", "2"], "only the GPU kernels can impose it"),
-        (["--imposed-acceptance", "4.5"], "--imposed-acceptance 4.5: with --k 3 a step brings from 1 to 4 tokens"),
-        (["--dtype", "float64"], "--dtype float64: the GPU kernels have none; use --plain-torch"),
+        ([*ON_CPU, "--eager"], "--eager: turns CUDA graphs off"),
+        ([*ON_CPU, "--imposed-acceptance", "2"], "--imposed-acceptance: only the GPU kernels support it"),
+        (["--plain-torch", "--imposed-acceptance", "2"], "--imposed-acceptance: only the GPU kernels support it"),
+        (["--imposed-acceptance", "4.5"], "--imposed-acceptance 4.5: with --k 3 the acceptance length is from 1 to 4"),
+        (["--dtype", "float64"], "--dtype float64: the GPU kernels do not support it; use --plain-torch"),
         (["--k", "16"], "--k 16: the GPU kernels verify at most 15"),
         (["--batch", "4096", "--k", "0,3"], "a step of 16384 tokens, but graphs take at most 8192"),
-        ([], "this machine has no CUDA device, which the command needs; .* --device cpu --dtype float32"),
+        ([], "this machine has no CUDA device; .* --device cpu --dtype float32"),
         (["--plot", "out.pdf"], "write a .png or a .html file"),
     ],
 )
-def test_mistakes_are_explained(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = CliRunner().invoke(app, ["bench", "step", *words])
+    result = CliRunner().invoke(app, ["bench", "step", *arguments])
     assert result.exit_code == 2
     assert re.search(message, " ".join(result.output.split())), result.output
 
 
-def test_ctrl_c_keeps_what_was_measured(tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    real = step.Subject.steps
+def test_ctrl_c_reports_the_cells_measured_so_far(
+    tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = step.BenchModel.steps
 
-    def steps(self: step.Subject, batch: int, k: int) -> list:
+    def steps(self: step.BenchModel, batch: int, k: int) -> list:
         if k:
             raise KeyboardInterrupt
         return real(self, batch, k)
 
-    monkeypatch.setattr(step.Subject, "steps", steps)
-    words = ["bench", "step", "--model", "tiny", "--batch", "1", "--prompt-tokens", "20", "--max-tokens", "30", *ON_CPU]
-    result = CliRunner().invoke(app, [*words, "--json", str(tmp_path / "out.json")])
+    monkeypatch.setattr(step.BenchModel, "steps", steps)
+    arguments = ["bench", "step", "--model", "tiny", "--batch", "1", "--prompt-tokens", "20", "--max-tokens", "30"]
+    result = CliRunner().invoke(app, [*arguments, *ON_CPU, "--json", str(tmp_path / "out.json")])
     assert result.exit_code == 130
     content = json.loads((tmp_path / "out.json").read_text())
     assert content["interrupted"] and [row["num_speculative_tokens"] for row in content["rows"]] == [0]

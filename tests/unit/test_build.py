@@ -1,4 +1,4 @@
-"""The composition root refuses what does not fit together."""
+"""Building an engine raises ValueError for settings that do not fit the model."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.build import build_engine
-from paceline.config import load_config
+from paceline.build.config import load_config
+from paceline.build.engine import build_engine
 from paceline.types import Request, SamplingParams
 
 
@@ -22,19 +22,19 @@ def build(target: Path, draft: str | Path):
     return build_engine(load_config(None, overrides))
 
 
-def test_a_draft_model_of_another_vocabulary_is_refused(checkpoint: Callable[..., Path]) -> None:
+def test_draft_model_with_another_vocabulary_raises(checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match="300 tokens, the target 259"):
         build(checkpoint("llama"), checkpoint("llama", vocab_size=300))
 
 
 @pytest.mark.parametrize("draft", ["layers:0", "layers:9", "layers:x"])
-def test_layers_that_are_not_there_are_refused(checkpoint: Callable[..., Path], draft: str) -> None:
+def test_invalid_number_of_layers_raises(checkpoint: Callable[..., Path], draft: str) -> None:
     with pytest.raises(ValueError, match="N from 1 to 3"):
         build(checkpoint("llama"), draft)
 
 
 @pytest.mark.parametrize("other", [False, True])
-def test_a_fitting_draft_model_drafts(checkpoint: Callable[..., Path], other: bool) -> None:
+def test_draft_model_drafts(checkpoint: Callable[..., Path], other: bool) -> None:
     engine = build(checkpoint("llama"), checkpoint("llama", seed=3) if other else "layers:2")
     engine.generate([Request(0, (1, 2, 3), SamplingParams(max_tokens=8, ignore_eos=True))])
     assert sum(trace.num_draft_tokens for trace in engine.drain_trace()) > 0

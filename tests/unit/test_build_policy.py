@@ -1,4 +1,4 @@
-"""An engine with each policy: built from settings, with costs that are named, given as a file, or measured once."""
+"""Engines with each policy, built from settings, with a cost table that is shipped, in a file, or measured."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from tiny_run import write_head
 
-from paceline.build import build_engine
 from paceline.build import cost as build_cost
-from paceline.build.run import with_absolute_paths
-from paceline.config import load_config
+from paceline.build.config import load_config, with_absolute_paths
+from paceline.build.engine import build_engine
 from paceline.engine.engine import LocalEngine
 from paceline.speculation.auto import AutoPolicy
 from paceline.speculation.batch import Load
@@ -25,7 +24,7 @@ REQUESTS = [Request(i, (1, 2, 3, 1, 2), SAMPLING, 0, "p") for i in range(4)]
 
 
 def cheap(path: Path) -> Path:
-    """A table by which a verified token costs next to nothing."""
+    """A cost table in which draft tokens take almost no time."""
     points = [Point(rows, rows * q, 64 * rows, 1e-2 + 1e-6 * rows * q) for rows in (1, 32) for q in (1, 8)]
     CostTable("cheap", points, {"eagle3": [(1, 1, 1e-6)], "draft_model": [(1, 1, 1e-6)]}).save(path)
     return path
@@ -53,8 +52,8 @@ def build(checkpoint: Callable[..., Path], head: Path) -> Callable[..., LocalEng
 
 
 @pytest.mark.parametrize("method", ["eagle3", "hybrid"])
-def test_a_head_in_eight_bits_is_for_gpus(build: Callable[..., LocalEngine], method: str) -> None:
-    with pytest.raises(ValueError, match=r'speculation.head_dtype = "float8": only where a head drafts on a GPU'):
+def test_float8_head_needs_a_gpu(build: Callable[..., LocalEngine], method: str) -> None:
+    with pytest.raises(ValueError, match=r'speculation.head_dtype = "float8": needs a head that drafts on a GPU'):
         build(method, "static", "speculation.head_dtype=float8")
 
 
@@ -63,30 +62,30 @@ def test_a_head_in_eight_bits_is_for_gpus(build: Callable[..., LocalEngine], met
 def test_every_method_under_every_policy(
     build: Callable[..., LocalEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, policy: str
 ) -> None:
-    monkeypatch.setattr(CostTable, "observe", lambda *args, **options: None)  # however busy this machine is
+    monkeypatch.setattr(CostTable, "observe", lambda *args, **options: None)  # independent of this machine
     expected = [c.token_ids.tolist() for c in build("none", "static").generate(REQUESTS)]
     engine = build(method, policy, f"speculation.cost_table={cheap(tmp_path / 'costs.json')}")
     assert type(engine.policy) is (DasPolicy if policy == "das" else AutoPolicy)
-    for _ in range(2):  # the second time there is a history
+    for _ in range(2):  # the second pass has a history
         assert [c.token_ids.tolist() for c in engine.generate(REQUESTS)] == expected
     traces = engine.drain_trace()
     assert sum(t.num_draft_tokens for t in traces) > 0
     for t in traces:
         assert t.policy == policy and t.num_draft_tokens <= t.num_proposed <= t.num_planned
-        assert sum(n for _, n, _ in t.sources) == t.num_draft_tokens
-        assert sum(n for _, _, n in t.sources) == t.num_accepted_tokens
+        assert sum(n for _, n, _ in t.per_drafter) == t.num_draft_tokens
+        assert sum(n for _, _, n in t.per_drafter) == t.num_accepted_tokens
         assert t.draft_s + t.forward_s + t.sample_s <= t.total_s
     names = {"hybrid": {"suffix", "eagle3"}}.get(method, {method})
-    assert {name for t in traces for name, _, _ in t.sources} <= names
+    assert {name for t in traces for name, _, _ in t.per_drafter} <= names
 
 
-def test_a_method_of_none_needs_no_costs(build: Callable[..., LocalEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_method_none_needs_no_cost_table(build: Callable[..., LocalEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_cost, "time_step", None)
     assert build("none", "auto").policy.name == "static"
 
 
 @pytest.mark.parametrize("policy", ["das", "auto"])
-def test_costs_by_name_or_path(
+def test_cost_table_by_name_or_path(
     build: Callable[..., LocalEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     monkeypatch.setattr(build_cost, "time_step", None)  # nothing is measured
@@ -98,12 +97,12 @@ def test_costs_by_name_or_path(
         build("suffix", policy, "speculation.cost_table=h2000")
 
 
-def test_a_wrong_table_is_told_before_a_model_is_loaded() -> None:
+def test_wrong_cost_table_raises_before_a_model_is_loaded() -> None:
     with pytest.raises(ValueError, match=r"speculation.cost_table = 'h2000'"):
         build_engine(load_config(None, ["model.name=/no/such/model", "speculation.cost_table=h2000"]))
 
 
-def test_measured_once(
+def test_cost_table_is_measured_once(
     build: Callable[..., LocalEngine],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -111,30 +110,30 @@ def test_measured_once(
 ) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     first = build("suffix", "auto").policy.costs
-    assert "measured what a step takes" in capsys.readouterr().err and first.step_s(Load(1, 1, 64)) > 0
+    assert "measured step times" in capsys.readouterr().err and first.step_s(Load(1, 1, 64)) > 0
     monkeypatch.setattr(build_cost, "time_step", None)
     for policy in ("auto", "das"):
         assert build("suffix", policy).policy.costs.points == first.points
     assert not capsys.readouterr().err
-    with pytest.raises(TypeError):  # what a head reads beside is part of a step, and so a table of its own
+    with pytest.raises(TypeError):  # a head's auxiliary hidden states change step times, so it has its own table
         build("eagle3", "auto")
 
 
-def test_longest_first_by_the_settings(build: Callable[..., LocalEngine]) -> None:
-    """The problem that was long before goes before the one that came first."""
+def test_order_longest(build: Callable[..., LocalEngine]) -> None:
+    """The problem with the longer earlier completion runs before the one that arrived first."""
     short, long = (SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 20))
-    past = [Request(0, (1, 2), short, 0, "short"), Request(1, (1, 3), long, 1, "long")]
+    earlier = [Request(0, (1, 2), short, 0, "short"), Request(1, (1, 3), long, 1, "long")]
     again = [Request(2, (1, 2), long, 0, "short"), Request(3, (1, 3), long, 1, "long")]
     for order, problem in (("arrival", "short"), ("longest", "long")):
         engine = build("none", "static", f"engine.order={order}", "engine.max_num_seqs=1")
-        engine.generate(past)
+        engine.generate(earlier)
         for request in again:
             engine.submit(request)
         engine.step()
         assert [s.request.problem for s in engine.scheduler.running] == [problem]
 
 
-def test_a_cost_table_is_found_again_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_in_settings_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.json").write_text("{}")
     found = with_absolute_paths(load_config(None, ["speculation.cost_table=mine.json"]))

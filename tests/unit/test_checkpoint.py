@@ -1,4 +1,4 @@
-"""Checkpoints against crashes at every step of their making, damage, and full disks."""
+"""Checkpoints: crashes at every instant of a save, damaged files, and full disks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALIVE, CRASHED = 0, 9
 
 
 def save(checkpoints: Checkpoints, step: int, best: bool = False, value: int | None = None) -> Path:
-    """A checkpoint whose files and state all say the same value, so that no two can be mixed up."""
+    """A checkpoint with the same value in all files and in the state, so that a mixture of two is caught."""
     value = step if value is None else value
     parts = {name: {"weight": torch.full((3, 5), float(value))} for name in ("policy", "optimizer")}
     return checkpoints.save(step, parts, {"value": value}, best=best)
@@ -86,7 +86,7 @@ def test_round_trip(tmp_path: Path) -> None:
         assert bits(loaded[name]) == bits(tensor)
         assert loaded[name].data_ptr() % tensor.dtype.itemsize == 0, "aligned"
     loaded["whole"].fill_(0)
-    assert torch.equal(found.tensors("policy")["whole"], base), "what was loaded is a copy"
+    assert torch.equal(found.tensors("policy")["whole"], base), "loaded tensors are copies"
     written = json.loads((path / "state.json").read_text())["files"]["policy.safetensors"]
     content = (path / "policy.safetensors").read_bytes()
     assert written == {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -119,7 +119,7 @@ def test_keeps_the_last_and_the_best(tmp_path: Path) -> None:
         Checkpoints(tmp_path, 0)
 
 
-def test_the_same_step_again_and_a_course_given_up(tmp_path: Path) -> None:
+def test_saving_a_step_again_and_after_a_resume(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, 1)
     save(checkpoints, 5)
     save(checkpoints, 5, value=50)
@@ -129,7 +129,7 @@ def test_the_same_step_again_and_a_course_given_up(tmp_path: Path) -> None:
     save(checkpoints, 8)
     (tmp_path / "step-000008" / "policy.safetensors").write_bytes(b"")
     shutil.copytree(tmp_path / "step-000008", tmp_path / "step-000009")
-    save(checkpoints, 6)  # resumed from 5, say: the damaged 8 and 9 must not push 6 out
+    save(checkpoints, 6)  # as after a resume from 5: the damaged 8 and 9 must not replace 6
     assert names(tmp_path) == ["step-000006"]
 
 
@@ -153,7 +153,7 @@ def flip(path: Path) -> None:
         ),
     ],
 )
-def test_a_damaged_one_is_passed_over(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     checkpoints = Checkpoints(tmp_path, 3)
     for step in (1, 2):
         save(checkpoints, step, best=True)
@@ -171,8 +171,8 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path, damage: Callable[[Path], N
         checkpoints.latest()
 
 
-class Hasty(Checkpoints):
-    """Makes room first. The tests must find that a crash then leaves nothing."""
+class DeletesFirst(Checkpoints):
+    """Deliberately broken: deletes the old checkpoints first."""
 
     def save(self, step, tensors, state, *, best=False):  # type: ignore[no-untyped-def]
         for path in self.folder.glob("step-*"):
@@ -181,7 +181,7 @@ class Hasty(Checkpoints):
 
 
 class InPlace(Checkpoints):
-    """Writes under the final name."""
+    """Deliberately broken: writes under the final name."""
 
     def save(self, step, tensors, state, *, best=False):  # type: ignore[no-untyped-def]
         place = self.folder / f"step-{step:06d}"
@@ -194,7 +194,7 @@ class InPlace(Checkpoints):
 
 
 def forked(work: Callable[[], object]) -> int:
-    """The process id of a child that does this and no more."""
+    """The id of a child process that only does this."""
     child = os.fork()
     if not child:
         try:
@@ -205,7 +205,7 @@ def forked(work: Callable[[], object]) -> int:
 
 
 def crash_in(work: Callable[[], object], at: int) -> int:
-    """Do it in a child that is gone, without a goodbye, at the at-th thing it does to the file system."""
+    """Run it in a child process that exits at its at-th file system operation."""
     num = 0
 
     def step(event: str, _: object = None) -> None:
@@ -215,46 +215,46 @@ def crash_in(work: Callable[[], object], at: int) -> int:
             if num == at:
                 os._exit(CRASHED)
 
-    def doomed() -> None:
+    def crashing() -> None:
         fsync = os.fsync
         os.fsync = lambda handle: (fsync(handle), step("fsync"))[0]
         sys.addaudithook(step)
         work()
 
-    return os.waitstatus_to_exitcode(os.waitpid(forked(doomed), 0)[1])
+    return os.waitstatus_to_exitcode(os.waitpid(forked(crashing), 0)[1])
 
 
 def outcomes(kind: type[Checkpoints], folder: Path, before: int, step: int) -> list[str]:
-    """For a crash at every instant of saving `step` when `before` stands: what is found afterwards."""
+    """For a crash at every instant of saving `step`, with a checkpoint of `before`: what `latest` finds afterwards."""
     found = []
     for at in range(1, 1000):
         shutil.rmtree(folder, ignore_errors=True)
         save(Checkpoints(folder, 1), before, value=1)
         code = crash_in(lambda: save(kind(folder, 1), step, value=2), at)
-        with warnings.catch_warnings(record=True) as complaints:
+        with warnings.catch_warnings(record=True) as found_warnings:
             warnings.simplefilter("always")
             try:
                 latest = Checkpoints(folder, 1).latest()
             except ValueError:
                 latest = None
-        found.append("damaged" if complaints else "nothing" if latest is None else f"value {value_of(latest)}")
+        found.append("damaged" if found_warnings else "nothing" if latest is None else f"value {value_of(latest)}")
         save(Checkpoints(folder, 1), 9)
         assert names(folder) == ["step-000009"] or kind is InPlace, f"a crash at {at} left something behind"
         if code == ALIVE:
             return found
-    raise AssertionError("never came to an end")
+    raise AssertionError("the save never finishes")
 
 
 @pytest.mark.parametrize(("before", "step"), [(3, 4), (4, 4)])
-def test_a_crash_at_any_instant_leaves_the_last_good_one(tmp_path: Path, before: int, step: int) -> None:
+def test_a_crash_at_any_instant_leaves_an_intact_checkpoint(tmp_path: Path, before: int, step: int) -> None:
     found = outcomes(Checkpoints, tmp_path / "run", before, step)
     assert len(found) > 15
     assert found == sorted(found), "first the old one, then the new one"
     assert set(found) == {"value 1", "value 2"}
 
 
-def test_such_a_crash_would_be_noticed(tmp_path: Path) -> None:
-    assert "nothing" in outcomes(Hasty, tmp_path / "hasty", 3, 4)
+def test_broken_implementations_are_caught(tmp_path: Path) -> None:
+    assert "nothing" in outcomes(DeletesFirst, tmp_path / "deletes-first", 3, 4)
     assert "damaged" in outcomes(InPlace, tmp_path / "in-place", 3, 4)
 
 
@@ -267,29 +267,29 @@ def test_kill_9_at_random_instants(tmp_path: Path) -> None:
             step += 1
             tensors = {"policy": {"x": torch.full((300_000,), float(step))}}
             checkpoints.save(step, tensors, {}, best=step % 3 == 0)
-            os.write(mouth, b"%d\n" % step)
+            os.write(writer, b"%d\n" % step)
 
     rng, reached = random.Random(0), 0
     for _ in range(10):
-        ear, mouth = os.pipe()
+        reader, writer = os.pipe()
         child = forked(train)
-        os.close(mouth)
-        with open(ear) as said:  # noqa: PTH123
-            assert int(said.readline()) == reached + 1, "goes on where it was"
+        os.close(writer)
+        with open(reader) as saved:  # noqa: PTH123
+            assert int(saved.readline()) == reached + 1, "continues after the last checkpoint"
             time.sleep(rng.random() / 20)
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            heard = [reached + 1, *map(int, said.read().split())]
+            steps = [reached + 1, *map(int, saved.read().split())]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             latest = Checkpoints(tmp_path, 2).latest()
         assert latest is not None
-        assert latest.step in (heard[-1], heard[-1] + 1)
+        assert latest.step in (steps[-1], steps[-1] + 1)
         assert (latest.tensors("policy")["x"] == latest.step).all()
         reached = latest.step
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_change_existing_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpoints(tmp_path, 1)
     save(checkpoints, 1)
     sync, left = os.fsync, [0]
@@ -302,7 +302,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "fsync", full)
     for step in (2, 1):
-        for left[0] in range(4):  # two files, state.json, and the folder
+        for left[0] in range(4):  # fsync calls: two files, state.json, and the folder
             with pytest.raises(OSError, match="No space left") as raised:
                 save(checkpoints, step, value=2)
             assert raised.value.errno == errno.ENOSPC
@@ -313,8 +313,8 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
             assert value_of(latest) == 1
 
 
-def test_the_one_moved_aside_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step is saved again, and the new one can't take its place."""
+def test_a_checkpoint_that_was_moved_aside_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is saved again, and the new checkpoint can't be renamed."""
     checkpoints, rename = Checkpoints(tmp_path, 1), Path.rename
     save(checkpoints, 1)
 
@@ -329,8 +329,8 @@ def test_the_one_moved_aside_comes_back(tmp_path: Path, monkeypatch: pytest.Monk
     assert names(tmp_path) == ["step-000001"]
 
 
-def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
-    """A file size limit stands in for it: the kernel takes part of a write and refuses the next."""
+def test_a_partial_write(tmp_path: Path) -> None:
+    """With a file size limit the kernel writes a part and rejects the next write, as on a full disk."""
     save(Checkpoints(tmp_path, 1), 1)
 
     def fill() -> None:
@@ -339,16 +339,16 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         try:
             Checkpoints(tmp_path, 1).save(2, {"policy": {"x": torch.zeros(1_000_000)}}, {})
         except OSError as error:
-            (tmp_path / "said").write_text(str(error))
+            (tmp_path / "error").write_text(str(error))
 
     os.waitpid(forked(fill), 0)
-    said = (tmp_path / "said").read_text()
-    assert f"{tmp_path}: can't write the checkpoint of step 2 (File too large)" in said
-    assert names(tmp_path) == ["said", "step-000001"]
+    error = (tmp_path / "error").read_text()
+    assert f"{tmp_path}: can't write the checkpoint of step 2 (File too large)" in error
+    assert names(tmp_path) == ["error", "step-000001"]
 
 
-def test_a_rank_that_is_gone_is_no_matter_of_disks(tmp_path: Path) -> None:
-    """It is for who watches over ranks, who goes by the error's kind."""
+def test_a_lost_rank_is_no_disk_error(tmp_path: Path) -> None:
+    """The supervisor of the ranks needs the ConnectionError."""
     save(Checkpoints(tmp_path, 1), 1)
 
     def write(folder: Path) -> None:
@@ -359,7 +359,7 @@ def test_a_rank_that_is_gone_is_no_matter_of_disks(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000001"]
 
 
-def test_what_json_cannot_say_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_state_that_is_not_json_is_rejected_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         Checkpoints(tmp_path / "run", 1).save(1, {}, {"x": torch.zeros(1)})
     assert not (tmp_path / "run").exists()

@@ -2,24 +2,26 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from paceline import __version__
 from paceline.cli import app
-from paceline.cli.app import comma_numbers
+from paceline.cli.app import comma_numbers, exit_if, results_so_far, stop_on_signal
 from paceline.model.text import Pieces
 
 
 @pytest.fixture
 def run():
-    """run("generate", …) -> result, with stdout and stderr apart. A traceback is never an answer."""
+    """run("generate", …) -> result, with separate stdout and stderr. Uncaught exceptions are raised."""
 
-    def call(*words, code=0, text=None):
-        result = CliRunner().invoke(app, [str(word) for word in words], input=text, env={"COLUMNS": "200"})
+    def call(*arguments, code=0, text=None):
+        result = CliRunner().invoke(app, list(map(str, arguments)), input=text, env={"COLUMNS": "200"})
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         assert result.exit_code == code, result.output
@@ -44,7 +46,7 @@ def test_help_and_version(run):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["generate"], "no prompt"),
         (["generate", ""], "a prompt is empty"),
@@ -52,22 +54,22 @@ def test_help_and_version(run):
         (["generate", "x", "--temperature", "nan"], "sampling.temperature"),
         (["generate", "x", "--temperature", "-1"], "sampling.temperature = -1.0"),
         (["generate", "x", "--max-tokens", "0"], "sampling.max_tokens = 0"),
-        (["generate", "x", "--method", "telepathy"], "speculation.method = 'telepathy'"),
+        (["generate", "x", "--method", "unknown"], "speculation.method = 'unknown'"),
         (["generate", "x", "--config", "nowhere.toml"], "nowhere.toml does not exist"),
         (["generate", "--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
         (["generate", "x", "--json", "/no/such/folder/out.json"], "/no/such/folder"),
         (["generate", "x", "--model", "no-such-model"], "no-such-model"),
         (["pull", "no-such-model"], "no-such-model"),
         (["bench", "rollout", "--engines", "tgi"], "--engines 'tgi': not one of paceline, hf, vllm"),
-        (["bench", "rollout", "--modes", "magic"], "--modes 'magic'"),
+        (["bench", "rollout", "--modes", "unknown"], "--modes 'unknown'"),
         (["bench", "rollout", "--batch", "1,many"], "--batch '1,many'"),
         (["bench", "rollout", "--batch", "0"], "must be at least 1"),
         (["bench", "rollout", "--plot", "out.pdf"], "write a .png or a .html file"),
         (["verify", "--model", "no-such-model"], "no-such-model"),
     ],
 )
-def test_mistakes_are_one_clear_message(run, words, message):
-    result = run(*words, code=2)
+def test_errors_are_one_message(run, arguments, message):
+    result = run(*arguments, code=2)
     assert message in result.stderr
     assert "Traceback" not in result.output
     assert result.stdout == ""
@@ -79,10 +81,11 @@ def test_debug_shows_the_traceback(run, monkeypatch):
         run("generate")
 
 
-def test_generate_writes_what_it_shows(run, tiny, tmp_path):
+def test_generate(run, tiny, tmp_path):
     path = tmp_path / "out.json"
-    words = ["generate", "abcabcabc", "xyz", "--model", tiny, "-n", 2, "--max-tokens", 12, "--seed", 3, "--json", path]
-    result = run(*words, "--method", "suffix", "--k", 3)
+    sampling = ["-n", 2, "--max-tokens", 12, "--seed", 3]
+    arguments = ["generate", "abcabcabc", "xyz", "--model", tiny, *sampling, "--json", path]
+    result = run(*arguments, "--method", "suffix", "--k", 3)
     found = json.loads(path.read_text())
     assert [(c["prompt_index"], c["prompt"]) for c in found["completions"]] == [
         (0, "abcabcabc"), (0, "abcabcabc"), (1, "xyz"), (1, "xyz"),
@@ -93,9 +96,9 @@ def test_generate_writes_what_it_shows(run, tiny, tmp_path):
         assert len(c["logprobs"]) == len(c["raw_logprobs"]) == len(c["provenance"]) == num
         assert set(c["provenance"]) <= {"sampled", "accepted", "corrected", "bonus"}
     assert found["metrics"]["num_drafts"] > 0
-    assert "drafted and accepted" in result.stdout
+    assert "accepted draft" in result.stdout
     assert "mean_acceptance_length" in result.stdout
-    run(*words)  # the default: no speculation, and by the first promise the same tokens
+    run(*arguments)  # without speculation: the same tokens
     plain = json.loads(path.read_text())
     assert plain["metrics"]["num_drafts"] == 0
     assert [c["token_ids"] for c in plain["completions"]] == [c["token_ids"] for c in found["completions"]]
@@ -113,19 +116,19 @@ def test_prompts_from_stdin_and_files(run, tiny, tmp_path):
     run("generate", "-", "--raw", *common, text="ab\ncd")
     (only,) = json.loads(out.read_text())["completions"]
     assert only["prompt"] == "ab\ncd"
-    assert len(only["prompt_ids"]) == 5  # a byte tokenizer and no template
+    assert len(only["prompt_ids"]) == 5  # one token per byte, no chat template
     path.write_text('{"prompt": "fine"}\n{"promt": "typo"}\n')
     assert "line 2: needs `prompt` or `question`" in run("generate", "--prompts", path, *common, code=2).stderr
     path.write_text("{\n")
     assert "line 1: not valid JSON" in run("generate", "--prompts", path, *common, code=2).stderr
 
 
-def test_a_prompt_longer_than_the_context(run, tiny):
+def test_prompt_longer_than_the_context(run, tiny):
     result = run("generate", "x" * 500, "--model", tiny, code=2)
     assert "context is 128" in result.stderr
 
 
-def test_pieces_never_split_a_character():
+def test_pieces_do_not_split_a_character():
     class Bytes:
         def decode(self, ids, skip_special_tokens):
             return bytes(ids).decode(errors="replace")
@@ -141,7 +144,7 @@ def test_comma_numbers():
         comma_numbers("--batch", "-1")
 
 
-def test_a_closed_pipe_is_no_error(tiny):
+def test_closed_pipe_is_not_an_error(tiny):
     command = [sys.executable, "-m", "paceline.cli", "pull", str(tiny)]
     read, write = os.pipe()
     os.close(read)
@@ -160,13 +163,13 @@ def test_a_closed_pipe_is_no_error(tiny):
         ("[" * 100_000, "nested too deep"),
     ],
 )
-def test_odd_prompts_are_mistakes_not_tracebacks(run, tiny, tmp_path, line, message):
+def test_invalid_prompts_are_errors(run, tiny, tmp_path, line, message):
     path = tmp_path / "prompts.jsonl"
     path.write_text(line + "\n")
     assert message in run("generate", "--prompts", path, "--model", tiny, code=2).stderr
 
 
-def test_a_byte_order_mark_is_no_mistake_and_utf16_is(run, tiny, tmp_path):
+def test_byte_order_mark_is_allowed_and_utf16_is_not(run, tiny, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "hi"}\n', encoding="utf-8-sig")
     run("generate", "--prompts", path, "--model", tiny, "--max-tokens", 2)
@@ -187,7 +190,7 @@ def test_a_byte_order_mark_is_no_mistake_and_utf16_is(run, tiny, tmp_path):
         ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "MambaForCausalLM"),
     ],
 )
-def test_a_broken_config_names_its_key(run, tiny, tmp_path, change, message):
+def test_invalid_model_config_error_names_the_key(run, tiny, tmp_path, change, message):
     for file in tiny.iterdir():
         (tmp_path / file.name).symlink_to(file)
     config = json.loads((tiny / "config.json").read_text()) | change
@@ -196,12 +199,12 @@ def test_a_broken_config_names_its_key(run, tiny, tmp_path, change, message):
     assert message in run("generate", "hi", "--model", tmp_path, code=2).stderr.replace("\n", " ")
 
 
-def test_too_much_kv_memory_is_a_mistake(run, tiny):
-    words = ["generate", "hi", "--model", tiny, "--set", "engine.kv_tokens=1000000000000"]
-    assert "engine.kv_tokens = 1000000000000" in run(*words, code=2).stderr
+def test_too_much_kv_memory_is_an_error(run, tiny):
+    arguments = ["generate", "hi", "--model", tiny, "--set", "engine.kv_tokens=1000000000000"]
+    assert "engine.kv_tokens = 1000000000000" in run(*arguments, code=2).stderr
 
 
-def test_json_goes_through_links_and_into_pipes(run, tiny, tmp_path):
+def test_json_output_to_links_and_pipes(run, tiny, tmp_path):
     target, link, pipe = tmp_path / "real.json", tmp_path / "link.json", tmp_path / "pipe"
     target.write_text("old")
     link.symlink_to(target)
@@ -216,9 +219,42 @@ def test_json_goes_through_links_and_into_pipes(run, tiny, tmp_path):
     assert pipe.is_fifo()
 
 
-def test_verify_and_bench_say_when_the_context_is_too_short(run, tiny, tmp_path):
+def test_verify_and_bench_reject_a_short_context(run, tiny, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": "x" * 100}) + "\n")
     assert "context of 128" in run("verify", "--quick", "--model", tiny, "--prompts", path, code=2).stderr
-    words = ["bench", "rollout", "--model", tiny, "--engines", "paceline", "--max-tokens", 500, "--batch", 1]
-    assert "the context of" in run(*words, code=2).stderr
+    arguments = ["bench", "rollout", "--model", tiny, "--engines", "paceline", "--max-tokens", 500, "--batch", 1]
+    assert "the context of" in run(*arguments, code=2).stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_first_signal_stops_and_a_second_ctrl_c_ends_at_once(number):
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    stops = []
+    with pytest.raises(KeyboardInterrupt), stop_on_signal(lambda: stops.append(number)):
+        signal.raise_signal(number)
+        assert stops == [number], "the block goes on, to the end of its step"
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the second Ctrl-C was ignored")
+    assert stops == [number]
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_interrupted_command_reports_its_results(number):
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with results_so_far("interrupted; results so far:") as interrupted:
+        signal.raise_signal(number)
+        pytest.fail("the block goes on")
+    signal.raise_signal(signal.SIGINT)  # must not prevent the report
+    assert interrupted.is_set()
+    with pytest.raises(typer.Exit) as ended:
+        exit_if(interrupted)
+    assert ended.value.exit_code == 130
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_an_uninterrupted_command_does_not_exit():
+    with results_so_far("interrupted") as interrupted:
+        pass
+    exit_if(interrupted)

@@ -2,15 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.config import Config, ConfigError, all_keys, load_config
+from paceline.build.config import load_config
+from paceline.config import Config
+from paceline.config_io import ConfigError, all_keys
 
 
-def test_defaults_are_the_file_s_absence(tmp_path):
+def test_empty_file_gives_the_defaults(tmp_path):
     (tmp_path / "c.toml").write_text("")
     assert load_config() == load_config(tmp_path / "c.toml") == Config()
 
 
-def test_later_wins(tmp_path):
+def test_later_values_win(tmp_path):
     path = tmp_path / "c.toml"
     path.write_text('[sampling]\ntemperature = 0.5\ntop_k = 7\n[model]\nname = "a"\n')
     config = load_config(path, ["sampling.temperature=0.7", "model.name=b", "sampling.temperature=0.9"])
@@ -30,7 +32,7 @@ def test_later_wins(tmp_path):
         ("speculation.num_speculative_tokens={1=6, 8=3}", {1: 6, 8: 3}),
     ],
 )
-def test_override_values_are_toml_or_bare_words(text, value):
+def test_override_values_are_toml_or_unquoted_strings(text, value):
     section, key = text.partition("=")[0].split(".")
     assert getattr(getattr(load_config(None, [text]), section), key) == value
 
@@ -45,14 +47,14 @@ def test_override_values_are_toml_or_bare_words(text, value):
         ("enigne.threads=2", "engine"),
     ],
 )
-def test_unknown_key_names_itself_and_the_nearest(override, suggestion):
+def test_unknown_key_error_names_the_nearest_key(override, suggestion):
     with pytest.raises(ConfigError) as error:
         load_config(None, [override])
     unknown = override.partition("=")[0] if suggestion != "engine" else "enigne"
     assert str(error.value) == f"unknown key {unknown}: did you mean {suggestion}?"
 
 
-def test_unknown_key_with_nothing_near_lists_the_section():
+def test_unknown_key_error_lists_the_keys_of_the_section():
     with pytest.raises(ConfigError, match=r"unknown key model\.zzzz: the keys of model are name, dtype, device"):
         load_config(None, ["model.zzzz=1"])
 
@@ -88,25 +90,25 @@ def test_unknown_key_with_nothing_near_lists_the_section():
         ("reward.weights=[-inf]", "reward.weights = [-inf]: every weight must be a finite number"),
     ],
 )
-def test_wrong_values_name_key_value_and_expectation(override, message):
+def test_wrong_value_error_names_key_value_and_expected_type(override, message):
     with pytest.raises(ConfigError) as error:
         load_config(None, [override])
     assert str(error.value) == message
 
 
-def test_every_mistake_is_told_at_once():
+def test_all_errors_are_reported_at_once():
     with pytest.raises(ConfigError) as error:
         load_config(None, ["engine.threads=x", "model.dtipe=float32"])
     assert len(str(error.value).splitlines()) == 2
 
 
 @pytest.mark.parametrize("override", ["model.name", "=3", "model..name=3", "model.name=[1", "model.name.deep.er=1"])
-def test_malformed_overrides(override):
+def test_invalid_overrides(override):
     with pytest.raises(ConfigError, match=r"model|form"):
         load_config(None, [override])
 
 
-def test_bad_files(tmp_path):
+def test_invalid_files(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         load_config(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("[model\n")
@@ -119,22 +121,22 @@ def test_draft_model_needs_a_model():
         load_config(None, ["speculation.method=draft_model"])
 
 
-def test_a_config_survives_json():
+def test_config_round_trip_through_json():
     config = load_config(None, ["speculation.num_speculative_tokens={1=6, 8=3}"])
     assert Config.model_validate_json(config.model_dump_json()) == config
     assert Config.model_validate(config.model_dump(mode="json")) == config
 
 
-def test_a_config_does_not_change():
+def test_config_is_immutable():
     with pytest.raises(ValueError, match="frozen"):
         Config().model.name = "other"
 
 
 def test_all_keys_are_settable():
-    """Every dotted key of the tree is one that an override reaches."""
-    for key in all_keys():
+    """Overrides can set every key."""
+    for key in all_keys(Config):
         with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
-            tables = ("speculation.num_speculative_tokens", "task.params")  # they take keys of their own
+            tables = ("speculation.num_speculative_tokens", "task.params")  # these may have any keys
             load_config(None, [f"{key}.impossible=1"] if key not in tables else [f"{key}=-1"])
 
 
@@ -154,11 +156,11 @@ def test_all_keys_are_settable():
         (["train.seed=-1"], "train.seed"),
     ],
 )
-def test_settings_that_do_not_go_together(overrides, key):
+def test_incompatible_settings(overrides, key):
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         load_config(None, overrides)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_policy_that_reads_no_drafts_goes_with_every_rule(rule):
+def test_das_is_compatible_with_every_rule(rule):
     load_config(None, ["speculation.policy=das", f"speculation.rule={rule}"])

@@ -1,4 +1,4 @@
-"""No control character from outside reaches the terminal, by whatever way it is printed."""
+"""No control character of untrusted text reaches the terminal."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rich.progress import Progress, TextColumn
 from rich.text import Text
 from typer.testing import CliRunner
 
+from paceline.build.config import load_config
 from paceline.cli import app
 from paceline.cli.app import err, out
 from paceline.cli.generate import show_completions
-from paceline.cli.progress import TerminalWatcher
-from paceline.config import load_config
+from paceline.cli.progress import TerminalProgress
 from paceline.report.table import render
 
 TITLE, CLEAR, C1, DELETE, OVERRIDE = "\x1b]0;owned\x07", "\x1b[2J", "\x9b2J", "\x7f", "\u202e"
@@ -27,17 +27,17 @@ HOSTILE = f"a{TITLE}b{CLEAR}c{C1}d{DELETE}e{OVERRIDE}f\r\x08\x00"
 
 
 def harmless(printed: str) -> bool:
-    """Nothing of HOSTILE in it, but the words around it. (Colours of our own begin with ESC too.)"""
-    assert "owned" in printed, "it was not printed at all"
+    """Whether the text of HOSTILE was printed without its control characters. (Our own colours start with ESC too.)"""
+    assert "owned" in printed, "HOSTILE was not printed"
     return not any(part in printed for part in ("\x1b]", CLEAR, "\x9b", "\x7f", "\u202e", "\r", "\x08", "\x00", "\x07"))
 
 
-def test_controls_become_visible_and_the_rest_stays():
+def test_only_control_characters_are_escaped():
     from paceline.console import escape_controls
 
     assert escape_controls("\x1b[31m\x9b\x7f\x00") == r"\x1b[31m\x9b\x7f\x00"
     assert escape_controls("\u202e\u2066") == r"\u202e\u2066"
-    assert escape_controls("\udc9b") == r"\udc9b"  # a file name that is no UTF-8
+    assert escape_controls("\udc9b") == r"\udc9b"  # from a file name that is not UTF-8
     plain = "tab\tand\nnewline, é, 日本, 🙂, שלום, zero\u200bwidth"
     assert escape_controls(plain) == plain
 
@@ -54,12 +54,12 @@ def test_controls_become_visible_and_the_rest_stays():
     ],
     ids=["text", "styled", "assembled", "table", "markup"],
 )
-def test_whatever_is_printed_is_harmless(console, what, capsys):
+def test_printed_text_is_harmless(console, what, capsys):
     console.print(what, soft_wrap=True)
     assert harmless("".join(capsys.readouterr()))
 
 
-def test_newlines_and_tabs_of_generated_text_are_kept(capsys):
+def test_newlines_and_tabs_are_kept(capsys):
     out.print(Text("def f():\n\treturn 1"))
     assert capsys.readouterr().out == "def f():\n        return 1\n"
 
@@ -75,8 +75,8 @@ def test_live_displays_are_harmless_and_still_move_the_cursor():
         bars.add_task(HOSTILE)
         bars.refresh()
     printed = screen.getvalue()
-    assert "\x1b[2K" in printed, "rich's own control codes are gone"
-    assert harmless(printed.replace("\r", ""))  # which they begin with
+    assert "\x1b[2K" in printed, "rich's own control codes are missing"
+    assert harmless(printed.replace("\r", ""))  # rich's control codes start with it
 
 
 def test_prompts_and_completions(capsys):
@@ -96,14 +96,14 @@ def test_prompts_and_completions(capsys):
     assert harmless(printed) and printed.count("owned") == 2
 
 
-def test_failures_of_rewards_and_alarms(capsys):
-    watcher = TerminalWatcher(err, load_config(None, []))
-    watcher.note(f"ALARM: reward mine: ValueError: {HOSTILE}")
-    watcher.note(f"reward mine: ValueError: {HOSTILE}")
+def test_notes_and_alarms(capsys):
+    callback = TerminalProgress(err, load_config(None, []))
+    callback.note(f"ALARM: reward mine: ValueError: {HOSTILE}")
+    callback.note(f"reward mine: ValueError: {HOSTILE}")
     assert harmless(capsys.readouterr().err)
 
 
-def test_errors_that_quote_a_file(tmp_path):
+def test_errors_with_text_of_a_file(tmp_path):
     table = tmp_path / "task.jsonl"
     table.write_text(json.dumps({HOSTILE: 1, "x\u009by": 2}) + "\n")
     result = CliRunner().invoke(app, ["train", "task.kind=jsonl", f"task.name={table}", "--dry-run"])
@@ -112,8 +112,8 @@ def test_errors_that_quote_a_file(tmp_path):
     assert result.exit_code == 2 and harmless(result.output)
 
 
-def test_warnings_and_tracebacks_of_the_program():
-    """Whatever no command caught, too: its message may quote anything."""
+def test_warnings_and_tracebacks():
+    """Messages of uncaught exceptions may contain untrusted text."""
     program = f"""
 import threading, warnings
 from paceline import cli
@@ -130,6 +130,6 @@ cli.main()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 1
-    for said in ("UserWarning", "ValueError", "RuntimeError", "Traceback"):
-        assert said in done.stderr
+    for text in ("UserWarning", "ValueError", "RuntimeError", "Traceback"):
+        assert text in done.stderr
     assert harmless(done.stderr)

@@ -29,29 +29,29 @@ def test_doctor_on_this_machine(tmp_path, monkeypatch):
         assert row["status"] == "ok" or row["remedy"], row
 
 
-def test_without_a_compiler_it_is_degraded_and_says_what_to_do(monkeypatch):
+def test_no_compiler_is_degraded_with_a_remedy(monkeypatch):
     monkeypatch.setattr(native, "compiler", lambda: None)
     (finding,) = machine._native()
     assert finding.status == "degraded"
     assert "install a C compiler" in finding.remedy
 
 
-def test_kernels_that_compute_wrongly_are_noticed(monkeypatch):
-    monkeypatch.setattr(machine, "native_gap", lambda: 0.5)
-    finding = machine._self_check()
+def test_wrong_kernels_are_degraded(monkeypatch):
+    monkeypatch.setattr(machine, "native_difference", lambda: 0.5)
+    finding = machine._check_kernels()
     assert finding.status == "degraded"
     assert "5.0e-01" in finding.detail
 
     def broken():
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(machine, "native_gap", broken)
-    assert "boom" in machine._self_check().detail
+    monkeypatch.setattr(machine, "native_difference", broken)
+    assert "boom" in machine._check_kernels().detail
 
 
-def test_something_required_missing_is_exit_code_1(monkeypatch, tmp_path):
-    sick = [doctor.Finding("torch", doctor.MISSING, "gone", "pip install torch", required=True)]
-    monkeypatch.setattr(doctor, "examine", lambda: sick)
+def test_missing_requirement_gives_exit_code_1(monkeypatch, tmp_path):
+    findings = [doctor.Finding("torch", doctor.MISSING, "gone", "pip install torch", required=True)]
+    monkeypatch.setattr(doctor, "check_machine", lambda: findings)
     path = tmp_path / "doctor.json"
     result = CliRunner().invoke(app, ["doctor", "--json", str(path)])
     assert result.exit_code == 1
@@ -64,4 +64,4 @@ def test_models_and_vllm_are_optional(monkeypatch, tmp_path):
     findings = [*machine._cache(), *machine._vllm()]
     assert by_name(findings)["model: smollm2-135m"].remedy == "paceline pull smollm2-135m"
     assert "no such file" in by_name(findings)["vLLM"].detail
-    assert doctor.healthy(findings)
+    assert doctor.is_ok(findings)

@@ -1,4 +1,4 @@
-"""The scripts for clusters: they parse, every setting in them exists, and the places they ask for are there."""
+"""The example scripts for clusters: they parse, their settings exist, and they request enough resources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 import yaml
 
 from paceline.build.cluster import build_plan
-from paceline.config import Config, ConfigError, load_config
+from paceline.build.config import load_config
+from paceline.config import Config
+from paceline.config_io import ConfigError
 
 ROOT = Path(__file__).parents[2]
 SBATCH = (ROOT / "examples/slurm/train.sbatch").read_text()
@@ -20,15 +22,15 @@ TRAIN_SH: str = MAP["data"]["train.sh"]
 CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.toml")) if path.stem != "draft"]
 
 
-def listed(script: str) -> list[str]:
-    """The settings of a script's own list."""
+def script_settings(script: str) -> list[str]:
+    """The settings in a script."""
     (body,) = re.findall(r"^\s*settings=\(\n(.*?)^\s*\)", script, re.DOTALL | re.MULTILINE)
-    words = [line.strip() for line in body.splitlines()]
-    return [word.replace('"$address"', "127.0.0.1:20000") for word in words if word != '"$@"']
+    settings = [line.strip() for line in body.splitlines()]
+    return [setting.replace('"$address"', "127.0.0.1:20000") for setting in settings if setting != '"$@"']
 
 
 @pytest.mark.parametrize("script", [SBATCH, TRAIN_SH], ids=["slurm", "kuberay"])
-def test_a_script_is_one(script: str) -> None:
+def test_scripts_parse(script: str) -> None:
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     assert subprocess.run(["bash", "-n"], input=script + "\nif", text=True, stderr=subprocess.DEVNULL).returncode != 0
     assert "set -euo pipefail" in script
@@ -36,15 +38,15 @@ def test_a_script_is_one(script: str) -> None:
 
 @pytest.mark.parametrize("script", [SBATCH, TRAIN_SH], ids=["slurm", "kuberay"])
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_their_settings_go_with_every_config(script: str, path: Path) -> None:
-    settings = listed(script)
+def test_settings_are_valid_with_every_config(script: str, path: Path) -> None:
+    settings = script_settings(script)
     config = load_config(path, settings)
     assert config.cluster.kind == "ray" and config.cluster.num_engines == 6 and len(settings) == 10
     with pytest.raises(ConfigError):
-        load_config(path, [word.replace("num_engines", "num_engine") for word in settings])
+        load_config(path, [setting.replace("num_engines", "num_engine") for setting in settings])
 
 
-def capacity(config: Config, nodes: int, cpus: int, gpus: int) -> bool:
+def has_capacity(config: Config, nodes: int, cpus: int, gpus: int) -> bool:
     bundles = build_plan(config).bundles
     wanted = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in ("CPU", "GPU")}
     return wanted["CPU"] <= nodes * cpus and wanted["GPU"] <= nodes * gpus
@@ -55,14 +57,12 @@ def option(name: str) -> int:
     return int(value)
 
 
-def test_slurm_is_asked_for_enough() -> None:
-    assert re.search(r"^export RAY_AUTH_TOKEN RAY_AUTH_MODE=token", SBATCH, re.MULTILINE), (
-        "nobody may talk to Ray without"
-    )
-    config = load_config(None, listed(SBATCH))
+def test_slurm_job_requests_enough() -> None:
+    assert re.search(r"^export RAY_AUTH_TOKEN RAY_AUTH_MODE=token", SBATCH, re.MULTILINE), "Ray needs a token"
+    config = load_config(None, script_settings(SBATCH))
     nodes, cpus, gpus = option("nodes"), option("cpus-per-task"), option("gpus-per-node")
-    assert option("ntasks-per-node") == 1  # one Ray a node
-    assert capacity(config, nodes, cpus, gpus) and not capacity(config, nodes - 1, cpus, gpus)
+    assert option("ntasks-per-node") == 1  # one Ray per node
+    assert has_capacity(config, nodes, cpus, gpus) and not has_capacity(config, nodes - 1, cpus, gpus)
 
 
 def pods() -> dict[str, Any]:
@@ -71,16 +71,16 @@ def pods() -> dict[str, Any]:
     return {"head": cluster["headGroupSpec"]["template"]["spec"], "worker": workers["template"]["spec"]}
 
 
-def test_kubernetes_is_asked_for_enough() -> None:
+def test_kuberay_job_requests_enough() -> None:
     (workers,) = JOB["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     limits = pods()["worker"]["containers"][0]["resources"]["limits"]
     cpus, gpus, nodes = int(limits["cpu"]), int(limits["nvidia.com/gpu"]), workers["replicas"]
-    config = load_config(None, listed(TRAIN_SH))
-    assert capacity(config, nodes, cpus, gpus) and not capacity(config, nodes - 1, cpus, gpus)
+    config = load_config(None, script_settings(TRAIN_SH))
+    assert has_capacity(config, nodes, cpus, gpus) and not has_capacity(config, nodes - 1, cpus, gpus)
     assert workers["minReplicas"] == workers["maxReplicas"] == nodes
 
 
-def test_the_manifest_fits_together() -> None:
+def test_manifest_is_consistent() -> None:
     assert (MAP["kind"], JOB["kind"], JOB["apiVersion"]) == ("ConfigMap", "RayJob", "ray.io/v1")
     for name, pod in pods().items():
         (container,) = pod["containers"]
@@ -93,10 +93,10 @@ def test_the_manifest_fits_together() -> None:
     assert mounts["/shared"] == pods()["head"]["volumes"][0]
     assert pods()["head"]["volumes"][1]["configMap"]["name"] == MAP["metadata"]["name"]
     assert JOB["spec"]["entrypoint"].split() == ["bash", "/paceline/train.sh"]
-    assert JOB["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}, "nobody may talk to Ray without one"
+    assert JOB["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}, "Ray needs a token"
 
 
-def test_pages_name_files_and_keys_that_exist() -> None:
+def test_links_and_settings_in_docs_exist() -> None:
     """Links between pages, and the settings in their commands."""
     for page in ("one-gpu-box", "slurm", "kuberay"):
         text = (ROOT / "docs" / f"{page}.md").read_text()
@@ -104,4 +104,4 @@ def test_pages_name_files_and_keys_that_exist() -> None:
             assert (ROOT / "docs" / link).resolve().exists(), link
         for block in re.findall(r"^\s*```\w*\n(.*?)^\s*```", text, re.DOTALL | re.MULTILINE):
             for command in re.findall(r"paceline train (.*)", block.replace("\\\n", " ")):
-                load_config(None, [word for word in command.split() if "." in word and "=" in word])
+                load_config(None, [part for part in command.split() if "." in part and "=" in part])

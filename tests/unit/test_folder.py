@@ -1,4 +1,4 @@
-"""The run folder: one writer, streams that can be cut back, settings that read back equal."""
+"""The run folder: one writer, streams that can be truncated, settings that survive a round trip."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.config import Config, SpeculationSection, TaskSection, dump_config, load_config
+from paceline.build.config import load_config
+from paceline.config import Config, SpeculationSection, TaskSection
+from paceline.config_io import dump_config
 from paceline.rl.folder import RunFolder, read_stream
 from paceline.rl.logs import TensorBoardSink, WandbSink, scalars
 
@@ -25,8 +27,8 @@ from paceline.rl.logs import TensorBoardSink, WandbSink, scalars
 def test_a_new_run(tmp_path: Path) -> None:
     config = dump_config(Config())
     with RunFolder.create(tmp_path / "a" / "b", config, {"machine": "ours", "reward": math.nan}) as run:
-        assert load_config(run.config) == Config()
-        assert json.loads((run.path / "run.json").read_text()) == {"machine": "ours", "reward": None}
+        assert load_config(run.path / "config.toml") == Config()
+        assert json.loads((run.path / "run.json").read_text()) == {"format": 2, "machine": "ours", "reward": None}
     with pytest.raises(ValueError, match=f"already holds a run.*--resume {run.path}"):
         RunFolder.create(run.path, config, {})
     with RunFolder.open(run.path) as again:
@@ -36,10 +38,10 @@ def test_a_new_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not empty"):
         RunFolder.create(tmp_path, config, {})
     with pytest.raises(ValueError, match="is a file"):
-        RunFolder.create(run.config, config, {})
+        RunFolder.create(run.path / "config.toml", config, {})
 
 
-def test_names_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_run_gets_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     paths = []
     for task in ("chain_sum", "chain_sum", "my data/gsm8k.jsonl", "module:Env", "..", "/"):
@@ -48,8 +50,8 @@ def test_names_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             paths.append(run.path)
             assert run.path.parent == Path("runs")
     assert len(set(paths)) == len(paths)
-    words = [path.name.split("-2")[0] for path in paths]
-    assert words == ["chain_sum", "chain_sum", "gsm8k", "module-Env", "run", "run"]
+    tasks = [path.name.split("-2")[0] for path in paths]
+    assert tasks == ["chain_sum", "chain_sum", "gsm8k", "module-Env", "run", "run"]
 
 
 def test_one_writer(tmp_path: Path) -> None:
@@ -60,32 +62,32 @@ def test_one_writer(tmp_path: Path) -> None:
     RunFolder.open(run.path).close()
 
 
-def test_the_lock_dies_with_its_process_though_a_child_lives(tmp_path: Path) -> None:
-    """Killed outright, with a forked worker left behind."""
+def test_the_lock_ends_with_its_process_even_if_a_child_lives(tmp_path: Path) -> None:
+    """The process is killed, and its forked worker keeps running."""
     RunFolder.create(tmp_path / "run", "", {}).close()
-    ear, mouth = os.pipe()
+    reader, writer = os.pipe()
     holder = os.fork()
     if not holder:
         run = RunFolder.open(tmp_path / "run")
         worker = os.fork()
         if worker:
-            os.write(mouth, b"%d\n" % worker)
+            os.write(writer, b"%d\n" % worker)
         while True:
             signal.pause()
             assert run
-    worker = int(os.read(ear, 20))
+    worker = int(os.read(reader, 20))
     with pytest.raises(ValueError, match=f"in use by process {holder}"):
         RunFolder.open(tmp_path / "run")
     os.kill(holder, signal.SIGKILL)
     os.waitpid(holder, 0)
-    os.kill(worker, 0)  # it lives
+    os.kill(worker, 0)  # it is alive
     try:
         RunFolder.open(tmp_path / "run").close()
     finally:
         os.kill(worker, signal.SIGKILL)
 
 
-def test_streams_are_cut_back(tmp_path: Path) -> None:
+def test_streams_are_truncated(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "run", "", {}) as run:
         run.append("metrics", [{"step": 1}, {"step": 2, "text": "ü"}])
         offsets = run.offsets()
@@ -94,7 +96,7 @@ def test_streams_are_cut_back(tmp_path: Path) -> None:
         run.append("trace", [{"step": 3}])
     with (run.path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 4, "to')
-    assert [record["step"] for record in read_stream(run.path, "metrics")] == [1, 2, 3], "a torn line is not there"
+    assert [record["step"] for record in read_stream(run.path, "metrics")] == [1, 2, 3], "an incomplete line is skipped"
     with RunFolder.open(run.path) as run:
         run.truncate(offsets)
         assert list(run.read("metrics")) == [{"step": 1}, {"step": 2, "text": "ü"}]
@@ -103,15 +105,15 @@ def test_streams_are_cut_back(tmp_path: Path) -> None:
         assert list(run.read("metrics"))[2:] == [{"step": 3, "again": True}]
         run.truncate({})
         assert run.offsets() == {"metrics": 0, "rollouts": 0, "trace": 0}
-    assert list(read_stream(tmp_path, "metrics")) == [], "no file, no records"
+    assert list(read_stream(tmp_path, "metrics")) == [], "no file: no records"
 
 
-def test_a_stream_that_lost_its_end(tmp_path: Path) -> None:
+def test_a_stream_that_is_shorter_than_its_checkpoint(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "run", "", {}) as run:
         run.append("rollouts", [{"step": 1}, {"step": 2}])
         offsets = run.offsets()
         os.truncate(run.path / "rollouts.jsonl", 15)
-        with pytest.warns(RuntimeWarning, match=r"rollouts\.jsonl has 15 bytes, though the checkpoint knew 24"):
+        with pytest.warns(RuntimeWarning, match=r"rollouts\.jsonl has 15 bytes, but the checkpoint recorded 24"):
             run.truncate(offsets)
         assert list(run.read("rollouts")) == [{"step": 1}]
         assert run.offsets()["rollouts"] == 12
@@ -128,7 +130,7 @@ def test_streams_are_valid_json(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "run", "", {}) as run:
         run.append("metrics", [odd])
         text = (run.path / "metrics.jsonl").read_text()
-        found = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+        found = json.loads(text, parse_constant=lambda value: pytest.fail(f"{value} is not JSON"))
         assert found == {"loss": None, "deep": {"x": [1.0, None]}, "n": 2.0, "a": [1.5, None], "s": "\ud800"}
         run.write_json("summary.json", odd | {"s": "ü"})
         assert json.loads((run.path / "summary.json").read_text())["a"] == [1.5, None]
@@ -145,7 +147,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 # ---- settings ----
 
 
-def test_settings_read_back_equal(tmp_path: Path) -> None:
+def test_settings_round_trip(tmp_path: Path) -> None:
     config = load_config(
         None,
         [
@@ -176,7 +178,7 @@ values = st.recursive(
     name=texts,
     tokens=st.dictionaries(st.integers(1), st.integers(0, 256), min_size=1),
 )
-def test_any_settings_read_back_equal(
+def test_random_settings_round_trip(
     tmp_path_factory: pytest.TempPathFactory, params: dict[str, Any], name: str, tokens: dict[int, int]
 ) -> None:
     config = Config(
@@ -186,11 +188,11 @@ def test_any_settings_read_back_equal(
     path = tmp_path_factory.getbasetemp() / "config.toml"
     path.write_bytes(dump_config(config).encode())
     assert load_config(path) == config
-    assert repr(load_config(path)) == repr(config), "1 and 1.0 and True are equal, yet not the same"
+    assert repr(load_config(path)) == repr(config), "1, 1.0 and True are equal, but not the same"
 
 
 def test_none_is_always_the_default() -> None:
-    """Or leaving it out would change it."""
+    """Otherwise leaving the setting out would change it."""
     for section in Config.model_fields.values():
         for name, field in typing.cast(Any, section.annotation).model_fields.items():
             if types.NoneType in typing.get_args(field.annotation):
@@ -205,13 +207,13 @@ def test_scalars_are_flat_and_finite() -> None:
     assert dict(scalars(metrics)) == {"reward": 1.0, "stages/generation/s": 2.5}
 
 
-def test_tensorboard_says_nothing_twice(tmp_path: Path) -> None:
+def test_tensorboard_logs_no_step_twice(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     first = TensorBoardSink(tmp_path)
     for step in range(1, 6):
         first.write(step, {"stages": {"generation": float(step)}})
     first.close()
-    second = TensorBoardSink(tmp_path, purge_step=4)  # the checkpoint was of step 3
+    second = TensorBoardSink(tmp_path, purge_step=4)  # resumed from the checkpoint of step 3
     for step in range(4, 7):
         second.write(step, {"stages": {"generation": 10.0 * step}})
     second.close()
@@ -221,7 +223,7 @@ def test_tensorboard_says_nothing_twice(tmp_path: Path) -> None:
     assert found == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (5, 50.0), (6, 60.0)]
 
 
-def test_wandb_goes_on_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, Any]] = []
     run = types.SimpleNamespace(log=lambda data, step: calls.append(("log", (step, data))), finish=lambda: None)
     fake = types.ModuleType("wandb")
@@ -234,7 +236,7 @@ def test_wandb_goes_on_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ids = [settings["id"] for call, settings in calls if call == "init"]
     assert len(ids) == 2
     assert ids[0] == ids[1] != ""
-    assert [what for call, what in calls if call == "log"] == [(1, {"x/y": 3.0}), (2, {"x/y": 3.0})]
+    assert [logged for call, logged in calls if call == "log"] == [(1, {"x/y": 3.0}), (2, {"x/y": 3.0})]
 
 
 def test_without_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

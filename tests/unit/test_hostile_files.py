@@ -1,5 +1,5 @@
-"""Files that others made: bombs, links, paths that lead elsewhere, JSON of another shape. Each is one error that names
-the file, within seconds, without a traceback and without much memory."""
+"""Files from untrusted sources: archive bombs, links, paths outside of the folder, JSON of another type. Each gives an
+error message that names the file, within seconds, without a traceback and with little memory."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from safetensors.torch import load_file, save_file
 from support import tiny_decoder, tiny_head
 from typer.testing import CliRunner
 
+from paceline.build.config import load_config
 from paceline.cli import app
-from paceline.config import ConfigError, load_config
+from paceline.config_io import ConfigError
 from paceline.files import replace_file
 from paceline.model.head_files import load_head, save_head
 from paceline.model.hf_decoder import load_hf
@@ -60,10 +61,10 @@ def change(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def refused(*words: object) -> str:
-    """What a command says that exits with 2, without a traceback."""
+def error_of(*arguments: object) -> str:
+    """The output of a command that must exit with 2, without a traceback."""
     start = time.monotonic()
-    result = CliRunner().invoke(app, [str(word) for word in words])
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 2, (result.output, result.exception)
     assert result.exception is None or isinstance(result.exception, SystemExit)
     assert time.monotonic() - start < SECONDS
@@ -86,7 +87,7 @@ def refused(*words: object) -> str:
         ("vocab_size", 10**400),
     ],
 )
-def test_a_model_of_an_impossible_size(model: Path, key: str, value: int) -> None:
+def test_a_model_with_impossible_sizes(model: Path, key: str, value: int) -> None:
     change(model / "config.json", **{key: value})
     with pytest.raises(ModelError, match=rf"model: config\.json: {key} = 10*….*|model: config\.json: {key} = "):
         read_config(model)
@@ -95,26 +96,26 @@ def test_a_model_of_an_impossible_size(model: Path, key: str, value: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "told"),
+    ("key", "value", "message"),
     [
         ("num_hidden_layers", 999, r"missing tensors.*model\.layers\.3\."),
         ("vocab_size", 9_000_000, r"wrong shapes.*embed_tokens"),
         ("intermediate_size", 9_000_000, r"wrong shapes.*mlp"),
     ],
 )
-def test_a_config_that_asks_for_more_than_is_stored(
-    model: Path, key: str, value: int, told: str, monkeypatch: pytest.MonkeyPatch
+def test_a_config_with_larger_sizes_than_the_files(
+    model: Path, key: str, value: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Possible sizes, but not those of the files: found before memory is taken for them."""
-    monkeypatch.setattr("paceline.model.weights._empty", lambda *_: pytest.fail("memory was taken"))
+    """Possible sizes that do not match the files: detected before memory is allocated."""
+    monkeypatch.setattr("paceline.model.weights._empty", lambda *_: pytest.fail("memory was allocated"))
     change(model / "config.json", **{key: value})
-    with pytest.raises(ModelError, match=told):
+    with pytest.raises(ModelError, match=message):
         load(model)
     with pytest.raises(ModelError, match=r"model"):
         load_hf(model, torch.float32, "cpu")
 
 
-def test_transformers_is_not_asked_to_build_a_billion_layers(model: Path) -> None:
+def test_transformers_does_not_build_a_billion_layers(model: Path) -> None:
     change(model / "config.json", num_hidden_layers=10**9)
     with pytest.raises(ModelError, match=r"model: .*num_hidden_layers = 1000000000: must be at most"):
         load_hf(model, torch.float32, "cpu")
@@ -124,7 +125,7 @@ def test_transformers_is_not_asked_to_build_a_billion_layers(model: Path) -> Non
     ("key", "value"),
     [("architectures", [[]]), ("rope_parameters", {"rope_type": {}}), ("layer_types", 5), ("vocab_size", [])],
 )
-def test_a_config_of_other_types(model: Path, key: str, value: object) -> None:
+def test_a_config_with_wrong_types(model: Path, key: str, value: object) -> None:
     change(model / "config.json", **{key: value})
     with pytest.raises(ModelError, match=r"model: config\.json: (architecture|rope_type|layer_types|vocab_size)"):
         load(model)
@@ -132,20 +133,20 @@ def test_a_config_of_other_types(model: Path, key: str, value: object) -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("text", [DEEP, "[]", '{"a": ' * 50_000, "\x00", "1" * 5000])
-def test_a_config_that_is_no_object(model: Path, name: str, text: str) -> None:
+def test_a_config_that_is_not_an_object(model: Path, name: str, text: str) -> None:
     (model / name).write_text(text)
-    assert name in refused("generate", "hi", "--model", model)
+    assert name in error_of("generate", "hi", "--model", model)
 
 
-def test_a_json_document_that_never_ends(model: Path) -> None:
+def test_a_huge_json_document(model: Path) -> None:
     with (model / "config.json").open("wb") as file:
-        file.truncate(40 << 30)  # a file of zeros that takes no room
+        file.truncate(40 << 30)  # a sparse file of zeros
     with pytest.raises(ModelError, match=r"config\.json: larger than 64 MB"):
         read_config(model)
 
 
 def sharded(directory: Path, name: object) -> None:
-    """The index names `name` for every tensor; what it held is where that leads."""
+    """Moves the tensors to the file `name`, which the index then names for every tensor."""
     tensors = load_file(directory / SINGLE)
     (directory / SINGLE).unlink()
     if isinstance(name, str):
@@ -162,11 +163,11 @@ def test_shards_outside_the_directory(model: Path, tmp_path: Path, kind: str, na
     directory = tmp_path / kind
     where = str(tmp_path / "elsewhere.safetensors") if name == "ABSOLUTE" else name
     sharded(directory, where if where != "" else None)
-    with pytest.raises(ModelError, match=rf"{INDEX}: weight_map names .* not a file of this directory"):
+    with pytest.raises(ModelError, match=rf"{INDEX}: weight_map has .* not a file name in this directory"):
         load(directory) if kind == "model" else load_head(directory, target)
 
 
-def test_shards_may_be_links_of_the_hubs_cache(model: Path, tmp_path: Path) -> None:
+def test_shards_may_be_links_into_the_hub_cache(model: Path, tmp_path: Path) -> None:
     sharded(model, "model-00001-of-00001.safetensors")
     shard = model / "model-00001-of-00001.safetensors"
     (tmp_path / "blobs").mkdir()
@@ -181,26 +182,26 @@ def test_shards_may_be_links_of_the_hubs_cache(model: Path, tmp_path: Path) -> N
 )
 def test_a_chat_template_that_fails(model: Path, tmp_path: Path, template: str) -> None:
     (model / "chat_template.jinja").write_text(template)
-    told = refused("generate", "hi", "--model", model)
-    assert "chat template refuses" in told and str(model) in told and "--raw" in told
+    output = error_of("generate", "hi", "--model", model)
+    assert "chat template refuses" in output and str(model) in output and "--raw" in output
     rollouts = tmp_path / "rollouts.jsonl"
     rollouts.write_text(json.dumps({"prompt": [{"role": "user", "content": "hi"}], "completion": "ho"}) + "\n")
-    told = refused("replay", rollouts, "--tokenizer", model, "--batch", "1", "--policy", "static:1")
-    assert "rollouts.jsonl, line 1" in told and "chat template refuses" in told
+    output = error_of("replay", rollouts, "--tokenizer", model, "--batch", "1", "--policy", "static:1")
+    assert "rollouts.jsonl, line 1" in output and "chat template refuses" in output
 
 
 # ---- tasks, prompts, rollouts ----
 
 
 def bomb(path: Path, line: bytes, num_bytes: int) -> None:
-    """Many members, one after the other: an archive that is quickly made."""
+    """A gzip file of many equal members, which is quick to make."""
     chunk = line * ((8 << 20) // len(line))
     path.write_bytes(gzip.compress(chunk) * (num_bytes // len(chunk)))
 
 
-def test_an_archive_that_expands_a_thousandfold(tmp_path: Path) -> None:
-    """Rows, one endless line, blank lines; in a process of its own that may take 1 GB more than it has: 3 GB from an
-    archive of a few MB would not fit."""
+def test_an_archive_bomb(tmp_path: Path) -> None:
+    """Rows, one endless line, blank lines. Read in a process with a limit of 1 GB of additional memory; each archive
+    expands to 3 GB."""
     paths = [tmp_path / f"{name}.jsonl.gz" for name in ("rows", "line", "blank")]
     for path, line in zip(paths, (b'{"prompt": "a"}\n', b" ", b"\n"), strict=True):
         bomb(path, line, 3 << 30)
@@ -234,13 +235,13 @@ for path in sys.argv[1:]:
 """
     done = subprocess.run([sys.executable, "-c", program, *map(str, paths)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    told = done.stdout.splitlines()
+    output = done.stdout.splitlines()
     expected = [f"{path}: the archive unpacks to more than 200 times its size" for path in paths for _ in range(3)]
-    assert all(line.startswith(start) for line, start in zip(told, expected, strict=True))
+    assert all(line.startswith(start) for line, start in zip(output, expected, strict=True))
 
 
-def test_a_line_without_end_is_told_before_it_is_read(tmp_path: Path) -> None:
-    """By the replay, which reads files of any size: a broken line costs no more than the longest that is allowed."""
+def test_an_endless_line_is_detected_before_it_is_read(tmp_path: Path) -> None:
+    """By the replay, which reads files of any size: at most the maximum length of a line is read."""
     path = tmp_path / "long.jsonl.gz"
     bomb(path, b" ", 3 << 30)
     reads = 0
@@ -253,52 +254,69 @@ def test_a_line_without_end_is_told_before_it_is_read(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gzip, "GzipFile", Counted)
-        told = refused("replay", path, "--batch", "1", "--policy", "static:1")
-    assert "long.jsonl.gz, line 1: longer than 64 MB" in told and reads == 1
+        output = error_of("replay", path, "--batch", "1", "--policy", "static:1")
+    assert "long.jsonl.gz, line 1: longer than 64 MB" in output and reads == 1
 
 
-def test_true_archives_are_read(tmp_path: Path) -> None:
+def test_real_archives_are_read(tmp_path: Path) -> None:
     from paceline.config import TaskSection
     from paceline.tasks.table import TableTask
 
-    path = tmp_path / "true.jsonl.gz"
+    path = tmp_path / "real.jsonl.gz"
     rows = [json.dumps({"prompt": f"What is {i} + {i * i}?", "answer": str(i + i * i)}) for i in range(20_000)]
     path.write_bytes(gzip.compress("\n".join(rows).encode()))
     assert len(TableTask(TaskSection(kind="jsonl", name=str(path))).train) == 20_000 - 64
 
 
 @pytest.mark.parametrize("text", [DEEP, "[]", "\x00", '{"prompt": ' * 50_000])
-def test_lines_that_are_no_rows(tmp_path: Path, text: str) -> None:
+def test_lines_that_are_not_rows(tmp_path: Path, text: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(text + "\n")
-    assert "rows.jsonl, line 1" in refused("train", "task.kind=jsonl", f"task.name={path}", "--dry-run")
-    assert "rows.jsonl, line 1" in refused("generate", "--prompts", path)
-    assert "rows.jsonl, line 1" in refused("replay", path)
+    assert "rows.jsonl, line 1" in error_of("train", "task.kind=jsonl", f"task.name={path}", "--dry-run")
+    assert "rows.jsonl, line 1" in error_of("generate", "--prompts", path)
+    assert "rows.jsonl, line 1" in error_of("replay", path)
 
 
-def test_toml_that_is_nested_too_deep(tmp_path: Path) -> None:
+def test_toml_that_is_nested_too_deeply(tmp_path: Path) -> None:
     path = tmp_path / "deep.toml"
     path.write_text("a = " + DEEP)
-    assert "deep.toml is not valid TOML: nested too deep" in refused("train", path)
-    assert "deep.toml is not valid TOML: nested too deep" in refused("simulate", "nvidia-8b-zero", f"hardware={path}")
+    assert "deep.toml is not valid TOML: nested too deep" in error_of("train", path)
+    assert "deep.toml is not valid TOML: nested too deep" in error_of("simulate", "nvidia-8b-zero", f"hardware={path}")
     trace = tmp_path / "steps.json"
     trace.write_text(DEEP)
-    assert "steps.json: neither JSON nor jsonl" in refused("simulate", "nvidia-8b-zero", "--fit", trace)
+    assert "steps.json: neither JSON nor jsonl" in error_of("simulate", "nvidia-8b-zero", "--fit", trace)
 
 
 # ---- runs ----
 
 
 @pytest.mark.parametrize("text", ["[]", "null", DEEP, "{", "7"])
-def test_a_run_json_of_another_shape(tmp_path: Path, text: str) -> None:
+def test_a_run_json_that_is_not_an_object(tmp_path: Path, text: str) -> None:
     run = make_run(tmp_path / "run", 2)
     (run / "run.json").write_text(text)
-    for words in (["report", run], ["train", "--resume", run], ["train-draft", "--resume", run]):
-        assert f"{run / 'run.json'}: " in refused(*words)
+    for arguments in (["report", run], ["train", "--resume", run], ["train-draft", "--resume", run]):
+        assert f"{run / 'run.json'}: " in error_of(*arguments)
     assert "run.json is left out" in write_report(run).read_text()
 
 
-def test_records_that_no_page_can_show(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("found", "message"), [
+    (None, "an older version of Paceline (format 1; this one reads 2)"), (3, "a newer version of Paceline (format 3;")
+])  # fmt: skip
+def test_a_run_of_another_format(tmp_path: Path, found: int | None, message: str) -> None:
+    run = make_run(tmp_path / "run", 2)
+    info = json.loads((run / "run.json").read_text())
+    del info["format"]
+    (run / "run.json").write_text(json.dumps(info | ({} if found is None else {"format": found})))
+    for arguments in (
+        ["report", run], ["train", "--resume", run], ["train-draft", "--resume", run], ["replay", run], ["advise", run],
+        ["simulate", "nvidia-8b-zero", f"rollouts={run}"], ["export", run, tmp_path / "model"],
+    ):  # fmt: skip
+        assert f"{run} was written by {message}" in error_of(*arguments), arguments
+    with pytest.raises(ValueError, match="start a new run, or use the version that wrote it"):
+        RunFolder.open(run)
+
+
+def test_a_report_of_invalid_records(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 2)
     deep: Any = 1
     for _ in range(400):
@@ -311,10 +329,10 @@ def test_records_that_no_page_can_show(tmp_path: Path) -> None:
             for value in (deep, 10**400, -(10**400), "\x1b[2J", [None]):
                 for key in first:
                     file.write(json.dumps(first | {key: value}) + "\n")
-    assert "(cut off or broken)" in write_report(run).read_text()
+    assert "(cut off or damaged)" in write_report(run).read_text()
 
 
-def test_a_report_replaces_a_link_and_leaves_its_target(tmp_path: Path) -> None:
+def test_a_report_replaces_a_link_and_not_its_target(tmp_path: Path) -> None:
     run, victim = make_run(tmp_path / "run", 2), tmp_path / "victim"
     victim.write_text("precious")
     (run / "report.html").symlink_to(victim)
@@ -331,7 +349,7 @@ def test_a_report_replaces_a_link_and_leaves_its_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["run.json", "config.toml", "metrics.jsonl", "rollouts.jsonl", "trace.jsonl", "summary.json"]
 )
-def test_a_report_holds_nothing_from_outside_the_run(tmp_path: Path, name: str) -> None:
+def test_a_report_contains_nothing_from_outside_the_run(tmp_path: Path, name: str) -> None:
     run, private = make_run(tmp_path / "run", 2), tmp_path / "private"
     text = (run / name).read_text()
     marked = (
@@ -416,8 +434,8 @@ def test_a_file_is_replaced_without_a_look_at_the_umask(tmp_path: Path, monkeypa
         os.umask(before)
 
 
-def test_a_run_is_written_through_no_link(tmp_path: Path) -> None:
-    """A stream would be appended to and cut back, the settings and the summary overwritten."""
+def test_a_run_does_not_write_through_links(tmp_path: Path) -> None:
+    """Otherwise the target would be appended to, truncated or overwritten."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
     with RunFolder.create(tmp_path / "run", "", {}) as run:
@@ -449,7 +467,7 @@ def saved(tmp_path: Path) -> Checkpoints:
 
 
 def rewrite(checkpoints: Checkpoints, edit: Callable[[dict[str, Any]], object]) -> None:
-    """Edited, with a checksum that fits: by whoever wants it to be read."""
+    """Edits a checkpoint and updates its checksum."""
     path = checkpoints.folder / "step-000001" / STATE
     content = json.loads(path.read_text())
     content.pop("checksum")
@@ -459,41 +477,41 @@ def rewrite(checkpoints: Checkpoints, edit: Callable[[dict[str, Any]], object]) 
 
 
 @pytest.mark.parametrize(
-    ("edit", "told"),
+    ("edit", "message"),
     [
         (lambda c: c.pop("files"), "lacks 'files'"),
         (lambda c: c.pop("step"), "lacks 'step'"),
         (lambda c: c.update(state=[]), "lacks 'state'"),
-        (lambda c: c["files"].update({"head.safetensors": {}}), "does not say what head.safetensors"),
-        (lambda c: c["files"].update({"head.safetensors": 3}), "does not say what head.safetensors"),
+        (lambda c: c["files"].update({"head.safetensors": {}}), "has no size and hash of head.safetensors"),
+        (lambda c: c["files"].update({"head.safetensors": 3}), "has no size and hash of head.safetensors"),
         (lambda c: c["files"].update({"../../secret": c["files"]["head.safetensors"]}), "outside of the checkpoint"),
         (lambda c: c["files"].update({"/etc/passwd": c["files"]["head.safetensors"]}), "outside of the checkpoint"),
     ],
 )
-def test_a_checkpoint_that_lacks_a_key(tmp_path: Path, edit: Callable[[dict[str, Any]], object], told: str) -> None:
+def test_an_invalid_checkpoint(tmp_path: Path, edit: Callable[[dict[str, Any]], object], message: str) -> None:
     checkpoints = saved(tmp_path)
     rewrite(checkpoints, edit)
     with (
-        pytest.warns(RuntimeWarning, match=f"step-000001 is damaged.*{told}"),
+        pytest.warns(RuntimeWarning, match=f"step-000001 is damaged.*{message}"),
         pytest.raises(ValueError, match=r"checkpoints: every checkpoint is damaged \(step-000001\)"),
     ):
         checkpoints.latest()
 
 
-def test_a_state_that_is_nested_too_deep(tmp_path: Path) -> None:
+def test_a_state_that_is_nested_too_deeply(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path)
     (checkpoints.folder / "step-000001" / STATE).write_text(DEEP)
     with pytest.warns(RuntimeWarning, match="not as it was written"), pytest.raises(ValueError, match="damaged"):
         checkpoints.latest()
 
 
-def test_what_restoring_does_not_find_is_named(tmp_path: Path) -> None:
+def test_missing_keys_are_named_when_restoring(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path).latest()
     assert checkpoint is not None
     for look_up, missing in (
-        (lambda: checkpoint.state["alarms"]["low"], "lacks 'low'"),
+        (lambda: checkpoint.state["alarms"]["below_floor"], "lacks 'below_floor'"),
         (lambda: checkpoint.tensors("head")["version"], "lacks 'version'"),
         (lambda: checkpoint.tensors("buffer"), "can't be read"),
     ):
-        with pytest.raises(ValueError, match=f"step-000001: the checkpoint {missing}"), checkpoint.complete():
+        with pytest.raises(ValueError, match=f"step-000001: the checkpoint {missing}"), checkpoint.loading():
             look_up()

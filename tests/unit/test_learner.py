@@ -1,4 +1,4 @@
-"""The learner against its slow twin: one sequence at a time, plain softmax, no packing, no sharing, no chunks."""
+"""The learner against a reference implementation: one sequence at a time, plain softmax, no packing, no chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.model.attention import PackedAttention
 from paceline.model.config import with_yarn
 from paceline.model.decoder import Decoder
 from paceline.model.weights import assign, hf_state, init, load
-from paceline.rl import head
+from paceline.rl import logprobs as logprobs_module
 from paceline.rl.batch import TokenBatch, scored
 from paceline.rl.learner import Learner
 from paceline.rl.packing import microbatches, minibatches, pack
@@ -52,16 +52,16 @@ def rollout(prompt: Sequence[int], tokens: Sequence[int], mask: Sequence[bool] |
 
 
 def some_groups(seed: int = 0, num_groups: int = 3, num_samples: int = 4, vocab: int = 60) -> list[Group]:
-    """Completions of very different lengths, one token among them, and a turn of an environment."""
-    dice = np.random.default_rng(seed)
+    """Completions of very different lengths, one of them with one token; one rollout has turns of an environment."""
+    rng = np.random.default_rng(seed)
     groups = []
     for index in range(num_groups):
-        prompt = dice.integers(0, vocab, dice.integers(1, 12)).tolist()
+        prompt = rng.integers(0, vocab, rng.integers(1, 12)).tolist()
         rollouts = [
-            rollout(prompt, dice.integers(0, vocab, n).tolist(), reward=float(dice.normal()))
-            for n in (1, *dice.integers(2, 20, num_samples - 1))
+            rollout(prompt, rng.integers(0, vocab, n).tolist(), reward=float(rng.normal()))
+            for n in (1, *rng.integers(2, 20, num_samples - 1))
         ]
-        rollouts[-1].mask[1::3] = False  # its last token too, sometimes
+        rollouts[-1].mask[1::3] = False  # sometimes also its last token
         groups.append(Group(index, str(index), "", rollouts))
     return groups
 
@@ -78,11 +78,11 @@ def one_by_one(decoder: Decoder, rollouts: Sequence[Rollout], temperature: float
 
 
 def linear_loss(batch: TokenBatch, logprobs_T: Tensor) -> Loss:
-    """Every token with a weight of its own; needs nothing but rewards."""
+    """Every token has its own weight. Needs only the rewards."""
     token_T = batch.reward_S[batch.sequence_T] * logprobs_T * batch.mask_T
     weight_T = 1.0 if batch.weights_T is None else batch.weights_T
     num = int(batch.mask_T.sum())
-    return Loss(-(token_T * weight_T).sum(), {"tokens": float(num), "logprob": float(logprobs_T.detach().sum())})
+    return Loss(-(token_T * weight_T).sum(), {"num_tokens": float(num), "logprob": float(logprobs_T.detach().sum())})
 
 
 def learner(decoder: Decoder | None = None, *, temperature: float = 1.0, **settings: Any) -> Learner:
@@ -91,15 +91,15 @@ def learner(decoder: Decoder | None = None, *, temperature: float = 1.0, **setti
 
 
 def gradients(it: Learner, rollouts: Sequence[Rollout], batch: TokenBatch) -> dict[str, Tensor]:
-    """What the optimiser is given."""
+    """The gradients that the optimizer gets."""
     found: dict[str, Tensor] = {}
 
-    def look(step: int) -> float:
+    def record(step: int) -> float:
         found.update({name: p.grad.clone() for name, p in it.decoder.named_parameters() if p.grad is not None})
         it.optimizer.clear()
         return 0.0
 
-    it.optimizer.step = look  # type: ignore[method-assign]
+    it.optimizer.step = record  # type: ignore[method-assign]
     it.update(rollouts, batch, linear_loss)
     return found
 
@@ -112,42 +112,42 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-# ---- packed = unpacked ----
+# ---- packing ----
 
 
 @pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_is_one_by_one(family: str, dtype: torch.dtype, max_tokens: int) -> None:
+def test_packed_equals_one_by_one(family: str, dtype: torch.dtype, max_tokens: int) -> None:
     groups = some_groups()
     rollouts, batch = scored(groups), TokenBatch.of(groups)
     it = learner(tiny_decoder(dtype, **FAMILIES[family]), temperature=0.7, tokens_per_microbatch=max_tokens)
-    twin = tiny_decoder(dtype, **FAMILIES[family]).requires_grad_(True)
-    expected = one_by_one(twin, rollouts, 0.7)
+    reference = tiny_decoder(dtype, **FAMILIES[family]).requires_grad_(True)
+    expected = one_by_one(reference, rollouts, 0.7)
     linear_loss(batch, expected).loss.backward()
     atol = TOLERANCE[dtype]
     assert expected.std() > 1
     torch.testing.assert_close(it.logprobs(rollouts), expected.detach(), rtol=0, atol=atol)
     found = gradients(it, rollouts, batch)
-    for name, parameter in twin.named_parameters():
+    for name, parameter in reference.named_parameters():
         assert parameter.grad is not None
         largest = float(parameter.grad.abs().max())
         torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=atol * max(1.0, largest))
 
 
-def test_a_completion_that_sees_its_sibling_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_completion_that_attends_to_another_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     rollouts = scored(some_groups())
     expected = one_by_one(tiny_decoder(), rollouts)
 
-    class Blind(PackedAttention):  # everything that is packed after a prompt as one sequence
+    class OneSequence(PackedAttention):  # deliberately broken: all segments are one sequence
         def __init__(self, lengths: Sequence[int], prefixes: Sequence[int | None]) -> None:
             super().__init__([sum(lengths)])
 
-    monkeypatch.setattr("paceline.model.decoder.PackedAttention", Blind)
+    monkeypatch.setattr("paceline.model.decoder.PackedAttention", OneSequence)
     assert (learner().logprobs(rollouts) - expected).abs().max() > 1e-2
 
 
-def test_prompts_are_laid_once_and_last_tokens_never() -> None:
+def test_prompts_are_packed_once_and_last_tokens_never() -> None:
     rollouts = [
         rollout([1, 2, 3], [4, 5, 6]),
         rollout([1, 2, 3], [7]),
@@ -166,18 +166,18 @@ def test_prompts_are_laid_once_and_last_tokens_never() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 13, 30, 57, 1000])
-def test_microbatches_are_whole_in_order_and_within_the_budget(max_tokens: int) -> None:
+def test_microbatches_are_in_order_and_within_max_tokens(max_tokens: int) -> None:
     rollouts = scored(some_groups(num_groups=6))
-    cuts = list(microbatches(rollouts, max_tokens))
-    assert [i for start, end in cuts for i in range(start, end)] == list(range(len(rollouts)))
-    for start, end in cuts:
+    spans = list(microbatches(rollouts, max_tokens))
+    assert [i for start, end in spans for i in range(start, end)] == list(range(len(rollouts)))
+    for start, end in spans:
         assert len(pack(rollouts[start:end])) <= max_tokens or sum(r.mask.any() for r in rollouts[start:end]) == 1
-    for (start, _), (_, end) in pairwise(cuts):  # no two of them would fit into one
+    for (start, _), (_, end) in pairwise(spans):  # no two of them fit into one
         first_of_next = next(i for i in range(start + 1, end + 1) if len(pack(rollouts[start:i])) > max_tokens)
         assert first_of_next <= end
 
 
-def test_minibatches_are_whole_groups_where_possible() -> None:
+def test_minibatches_are_whole_groups_if_possible() -> None:
     group_S = torch.tensor([0, 0, 1, 1, 1, 2, 2, 3])
     assert list(minibatches(group_S, 1)) == [(0, 8)]
     assert list(minibatches(group_S, 2)) == [(0, 5), (5, 8)]
@@ -186,7 +186,7 @@ def test_minibatches_are_whole_groups_where_possible() -> None:
     assert list(minibatches(group_S, 99)) == [(i, i + 1) for i in range(8)]
 
 
-def test_rollouts_without_a_token_of_the_policys_train_nothing() -> None:
+def test_rollouts_without_a_token_of_the_policy_train_nothing() -> None:
     rollouts = [rollout([1, 2], [3, 4], [False, False])]
     it = learner()
     before = weights_of(it)
@@ -196,16 +196,16 @@ def test_rollouts_without_a_token_of_the_policys_train_nothing() -> None:
     assert same(before, weights_of(it))
 
 
-# ---- the head ----
+# ---- logprobs in chunks ----
 
 
 @pytest.mark.parametrize("keep_bytes", [0, 600 * 61 * 8, 1 << 29], ids=["recomputed", "some kept", "kept"])
-def test_head_in_chunks_is_log_softmax(keep_bytes: int) -> None:
+def test_logprobs_in_chunks_equal_log_softmax(keep_bytes: int) -> None:
     decoder = tiny_decoder().requires_grad_(True)
     noise = torch.Generator().manual_seed(0)
-    hidden = torch.randn(head.CHUNK * 2 + 77, 32, dtype=torch.float64, generator=noise).requires_grad_(True)
+    hidden = torch.randn(logprobs_module.CHUNK * 2 + 77, 32, dtype=torch.float64, generator=noise).requires_grad_(True)
     target, weight = torch.randint(0, 61, (len(hidden),), generator=noise), torch.randn(len(hidden), generator=noise)
-    ours, entropy = head.logprobs(decoder, hidden, target, 1.3, keep_bytes)
+    ours, entropy = logprobs_module.token_logprobs(decoder, hidden, target, 1.3, keep_bytes)
     plain = (decoder.logits(hidden) / 1.3).log_softmax(-1)
     theirs = plain.gather(1, target[:, None]).squeeze(1)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
@@ -216,13 +216,13 @@ def test_head_in_chunks_is_log_softmax(keep_bytes: int) -> None:
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-11)
 
 
-def test_head_is_accurate_over_a_large_vocabulary() -> None:
+def test_logprobs_are_accurate_over_a_large_vocabulary() -> None:
     decoder = init(replace(tiny_decoder().config, vocab_size=49_152, num_layers=1), 0)
     noise = torch.Generator().manual_seed(0)
     hidden, target = torch.randn(64, 32, generator=noise) * 30, torch.randint(0, 49_152, (64,), generator=noise)
     logits = decoder.logits(hidden).detach()
     exact = logits.double().log_softmax(-1).gather(1, target[:, None]).squeeze(1)
-    ours = head.logprobs(decoder, hidden, target)[0]
+    ours = logprobs_module.token_logprobs(decoder, hidden, target)[0]
     plain = logits.log_softmax(-1).gather(1, target[:, None]).squeeze(1)
     assert (ours - exact).abs().max() < 2e-6 < 1e-5 < (plain - exact).abs().max()
 
@@ -231,7 +231,7 @@ def test_head_is_accurate_over_a_large_vocabulary() -> None:
 
 
 def by_hand(rollouts: list[Rollout], batch: TokenBatch, cuts: list[tuple[int, int]], num: int, lr: float) -> Decoder:
-    """Plain AdamW steps on the unpacked loss."""
+    """The reference implementation: AdamW steps on the loss of unpacked rollouts."""
     decoder = tiny_decoder().requires_grad_(True)
     adamw = torch.optim.AdamW(decoder.parameters(), lr=lr, weight_decay=0.0)
     for _ in range(num):
@@ -245,7 +245,7 @@ def by_hand(rollouts: list[Rollout], batch: TokenBatch, cuts: list[tuple[int, in
 
 
 @pytest.mark.parametrize("num_minibatches, num_iterations", [(1, 1), (3, 2)])
-def test_an_update_is_its_optimiser_steps(num_minibatches: int, num_iterations: int) -> None:
+def test_an_update_equals_its_optimizer_steps(num_minibatches: int, num_iterations: int) -> None:
     groups = some_groups()
     rollouts, batch = scored(groups), TokenBatch.of(groups)
     settings = {"num_minibatches": num_minibatches, "num_iterations": num_iterations, "tokens_per_microbatch": 50}
@@ -266,7 +266,7 @@ def test_an_update_is_its_optimiser_steps(num_minibatches: int, num_iterations: 
     assert it.version == 1 and report.learning_rate == 1e-2
     torch.testing.assert_close(report.logprobs_T, before, rtol=0, atol=1e-12)
     assert not report.logprobs_T.requires_grad and report.logprobs_T.dtype == torch.float64
-    assert batch.old_logprobs_T is None and batch.weights_T is None  # the caller's batch is as it was
+    assert batch.old_logprobs_T is None and batch.weights_T is None  # the caller's batch does not change
 
 
 def test_report_gives_means_over_trained_tokens() -> None:
@@ -313,15 +313,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     it, clean = learner(), learner()
     for one in (it, clean):
         one.update(rollouts, batch, linear_loss)
-    before = {name: tensor.clone() for name, tensor in it.state().items()}
+    before = {name: tensor.clone() for name, tensor in it.state_dict().items()}
 
     def loss(part: TokenBatch, logprobs_T: Tensor) -> Loss:
-        return Loss((logprobs_T * bad).sum(), {"tokens": 1.0})
+        return Loss((logprobs_T * bad).sum(), {"num_tokens": 1.0})
 
-    with pytest.raises(ValueError, match=r"step 1: the gradient's norm is .*not made"):
+    with pytest.raises(ValueError, match=r"step 1: the gradient norm is .*skipped"):
         it.update(rollouts, batch, loss)
-    assert same(before, it.state()) and it.version == 1
-    for one in (it, clean):  # and nothing of it lingers
+    assert same(before, it.state_dict()) and it.version == 1
+    for one in (it, clean):  # the failed update has no effect on the next one
         one.update(rollouts, batch, linear_loss)
     assert same(weights_of(it), weights_of(clean))
 
@@ -345,13 +345,13 @@ def test_a_loss_that_raises_leaves_no_gradient_behind() -> None:
     assert same(weights_of(it), weights_of(clean))
 
 
-def test_greedy_sampling_is_refused() -> None:
+def test_greedy_sampling_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"sampling\.temperature = 0"):
         learner(temperature=0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_checkpointed_activations_change_nothing(dtype: torch.dtype) -> None:
+def test_activation_checkpointing_changes_nothing(dtype: torch.dtype) -> None:
     groups = some_groups()
     rollouts, batch = scored(groups), TokenBatch.of(groups)
     plain, lean = (learner(tiny_decoder(dtype), activation_checkpointing=on) for on in (False, True))
@@ -359,7 +359,7 @@ def test_checkpointed_activations_change_nothing(dtype: torch.dtype) -> None:
     assert same(gradients(plain, rollouts, batch), gradients(lean, rollouts, batch))
 
 
-def test_checkpointed_activations_are_not_kept() -> None:
+def test_activation_checkpointing_saves_memory() -> None:
     rollouts = scored(some_groups())
     kept = []
     for on in (False, True):
@@ -370,7 +370,7 @@ def test_checkpointed_activations_are_not_kept() -> None:
     assert kept[1] < kept[0] / 3
 
 
-# ---- the same again ----
+# ---- state ----
 
 
 @pytest.mark.parametrize(
@@ -384,40 +384,40 @@ def test_checkpointed_activations_are_not_kept() -> None:
     ],
     ids=["adamw", "muon", "lora", "lora-muon", "masters"],
 )
-def test_a_restored_learner_goes_on_bit_for_bit(settings: dict[str, Any], dtype: torch.dtype) -> None:
-    """And two that are given the same do the same."""
+def test_a_restored_learner_continues_bit_for_bit(settings: dict[str, Any], dtype: torch.dtype) -> None:
+    """And the same input gives the same result twice."""
     settings = {**settings, "warmup_steps": 3, "schedule": "cosine", "tokens_per_microbatch": 40}
     data = [(scored(groups), TokenBatch.of(groups)) for groups in (some_groups(seed, 1, 3) for seed in range(5))]
     straight, first, second = (learner(tiny_decoder(dtype), **settings) for _ in range(3))
     reports = [straight.update(*one, linear_loss) for one in data]
     for one in data[:3]:
         first.update(*one, linear_loss)
-    state = {name: tensor.clone() for name, tensor in first.state().items()}
+    state = {name: tensor.clone() for name, tensor in first.state_dict().items()}
     assert all(isinstance(tensor, Tensor) for tensor in state.values())
-    second.restore(state)
+    second.load_state_dict(state)
     assert second.version == 3
     assert same(weights_of(first), weights_of(second))
     again = [second.update(*one, linear_loss) for one in data[3:]]
-    assert same(weights_of(second), weights_of(straight)) and same(second.state(), straight.state())
+    assert same(weights_of(second), weights_of(straight)) and same(second.state_dict(), straight.state_dict())
     assert [r.loss for r in again] == [r.loss for r in reports[3:]]
     assert not same(weights_of(first), weights_of(second))
     short = {name: tensor for name, tensor in state.items() if not name.startswith(("exp_avg_sq.", "momentum"))}
     other = learner(tiny_decoder(dtype), **settings)
-    other.restore({**short, **{name: torch.zeros_like(state[name]) for name in state.keys() - short.keys()}})
+    other.load_state_dict({**short, **{name: torch.zeros_like(state[name]) for name in state.keys() - short.keys()}})
     for one in data[3:]:
         other.update(*one, linear_loss)
-    assert not same(weights_of(other), weights_of(straight)), "the moments matter, so the test would notice their loss"
+    assert not same(weights_of(other), weights_of(straight)), "the moments matter"
 
 
-def test_a_state_of_another_kind_is_refused() -> None:
+def test_a_state_of_another_optimizer_or_rank_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"learner\.optimizer"):
-        learner(optimizer="muon").restore(learner().state())
+        learner(optimizer="muon").load_state_dict(learner().state_dict())
     with pytest.raises(ValueError, match=r"lora_"):
-        learner(lora_rank=2).restore(learner(lora_rank=3).state())
+        learner(lora_rank=2).load_state_dict(learner(lora_rank=3).state_dict())
 
 
-def test_masters_gather_what_bfloat16_would_lose() -> None:
-    """Steps far below bfloat16's spacing add up in the masters; the parameters are the masters, rounded."""
+def test_master_weights_keep_steps_below_bfloat16_precision() -> None:
+    """Small steps add up in the float32 master weights; the parameters are the rounded master weights."""
     groups = some_groups(0, 1, 2)
     rollouts, batch = scored(groups), TokenBatch.of(groups)
     it = learner(tiny_decoder(torch.bfloat16), learning_rate=1e-4)
@@ -464,7 +464,7 @@ def test_yarn_logits_are_transformers(checkpoint: Callable[..., Any], family: st
         ours = stretched.logits(stretched(ids, torch.arange(120), PackedAttention([120])).hidden)
         short = ids[:30]
         unscaled = plain.logits(plain(short, torch.arange(30), PackedAttention([30])).hidden)
-    # float32, and the two multiply in another order (fused projections); logits reach some tens.
+    # float32, and fused projections multiply in another order; logits are up to some tens.
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=5e-5)
     assert (unscaled - ours[:30]).abs().max() > 1e-2
     with pytest.raises(ValueError, match=r"model\.yarn_factor = 2\.0: the model has yarn rope scaling already"):

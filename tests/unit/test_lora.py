@@ -1,4 +1,4 @@
-"""Adapters: nothing at first, then only they learn, and merged weights are what they say."""
+"""LoRA adapters: attaching them changes nothing, only they are trained, and merged weights give the same outputs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from paceline.model.optim import Optimizer
 from paceline.model.weights import assign, hf_state, load, save
 
 TOKENS = torch.arange(24) * 7 % 60
-EVERY = ("qkv", "o", "gate_up", "down")
+ALL_TARGETS = ("qkv", "o", "gate_up", "down")
 
 
 def logits(decoder: Decoder) -> Tensor:
     return decoder.logits(decoder(TOKENS, torch.arange(24), PackedAttention([24])).hidden)
 
 
-def with_adapters(dtype: torch.dtype = torch.float64, targets: tuple[str, ...] = EVERY, **changes: Any) -> Decoder:
+def with_adapters(
+    dtype: torch.dtype = torch.float64, targets: tuple[str, ...] = ALL_TARGETS, **changes: Any
+) -> Decoder:
     decoder = tiny_decoder(dtype, **changes)
     attach(decoder, rank=3, alpha=6.0, targets=targets, seed=1)
     return decoder
@@ -38,7 +40,7 @@ def trained(decoder: Decoder) -> Decoder:
     return decoder
 
 
-def test_attaching_changes_nothing_and_freezes_the_rest() -> None:
+def test_attaching_changes_nothing_and_freezes_all_other_parameters() -> None:
     decoder = with_adapters()
     assert torch.equal(logits(decoder), logits(tiny_decoder()))
     assert {name.rpartition(".lora.")[2] for name, p in decoder.named_parameters() if p.requires_grad} == {"down", "up"}
@@ -47,16 +49,16 @@ def test_attaching_changes_nothing_and_freezes_the_rest() -> None:
     assert len(ups) == len(downs) == 3 * 4 and not any(p.any() for p in ups) and all(p.any() for p in downs)
 
 
-def test_the_seed_decides() -> None:
+def test_the_seed_determines_the_adapters() -> None:
     one, again = with_adapters(), with_adapters()
     other = tiny_decoder()
-    attach(other, 3, 6.0, EVERY, seed=2)
+    attach(other, 3, 6.0, ALL_TARGETS, seed=2)
     first = [d.layers[0].o.lora.down for d in (one, again, other)]  # type: ignore[union-attr]
     assert torch.equal(first[0], first[1]) and not torch.equal(first[0], first[2])
 
 
-@pytest.mark.parametrize("targets", [EVERY, ("qkv",), ("o", "down")], ids="-".join)
-def test_only_targets_learn(targets: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("targets", [ALL_TARGETS, ("qkv",), ("o", "down")], ids="-".join)
+def test_only_targets_are_trained(targets: tuple[str, ...]) -> None:
     decoder, base = trained(with_adapters(targets=targets)), dict(hf_state(tiny_decoder()))
     parts = {"qkv": ("q_proj", "k_proj", "v_proj"), "o": ("o_proj",), "gate_up": ("gate_", "up_"), "down": ("down_",)}
     for name, tensor in hf_state(decoder):
@@ -65,7 +67,7 @@ def test_only_targets_learn(targets: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["float64", "float32"])
-def test_merged_is_adapted(dtype: torch.dtype, atol: float, tmp_path: Any) -> None:
+def test_merged_weights_give_the_adapted_outputs(dtype: torch.dtype, atol: float, tmp_path: Any) -> None:
     decoder = trained(with_adapters(dtype, family="qwen2", qkv_bias=True))
     merged = tiny_decoder(dtype, seed=9, family="qwen2", qkv_bias=True)
     assign(merged, hf_state(decoder))
@@ -77,7 +79,7 @@ def test_merged_is_adapted(dtype: torch.dtype, atol: float, tmp_path: Any) -> No
         torch.testing.assert_close(logits(load(tmp_path, dtype)), logits(merged), rtol=0, atol=0)
 
 
-def test_adapters_off_is_the_base() -> None:
+def test_adapters_off_gives_the_base_outputs() -> None:
     decoder = trained(with_adapters())
     with torch.no_grad():
         with pytest.raises(RuntimeError), adapters_off(decoder):
@@ -86,8 +88,8 @@ def test_adapters_off_is_the_base() -> None:
         assert (logits(decoder) - logits(tiny_decoder())).abs().max() > 0.1
 
 
-def test_gradients_are_those_of_the_product() -> None:
-    """d/dA and d/dB by way of dW: dB = s dW A^T, dA = s B^T dW."""
+def test_gradients_of_the_adapters() -> None:
+    """dA and dB from dW: dB = s dW A^T, dA = s B^T dW."""
     decoder = trained(with_adapters())
     merged = tiny_decoder()
     assign(merged, hf_state(decoder))
@@ -95,7 +97,7 @@ def test_gradients_are_those_of_the_product() -> None:
     for one in (decoder, merged):
         logits(one).log_softmax(-1)[:, 3].sum().backward()
     for adapted, plain in zip(decoder.layers, merged.layers, strict=True):
-        for name in EVERY:
+        for name in ALL_TARGETS:
             lora, weight = getattr(adapted, name).lora, getattr(plain, name).weight
             torch.testing.assert_close(lora.up.grad, 2.0 * weight.grad @ lora.down.T, rtol=0, atol=1e-9)
             torch.testing.assert_close(lora.down.grad, 2.0 * lora.up.T @ weight.grad, rtol=0, atol=1e-9)

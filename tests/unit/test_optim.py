@@ -1,4 +1,4 @@
-"""AdamW and Muon behind one step, against implementations from their papers; schedules; clipping."""
+"""AdamW and Muon against implementations from their papers; schedules; clipping."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def random_gradients(it: Decoder, seed: int) -> None:
 
 
 def by_name(it: Decoder) -> dict[str, Tensor]:
-    """Weights under Hugging Face's names, where nothing is fused."""
+    """Weights under their Hugging Face names, which are not fused."""
     return {name: tensor.clone() for name, tensor in hf_state(it)}
 
 
@@ -93,22 +93,22 @@ def test_steps_are_the_papers(optimizer: str) -> None:
         torch.testing.assert_close(tensor, weights[name], rtol=0, atol=1e-10)
 
 
-def test_muon_on_a_fused_matrix_as_one_would_be_caught() -> None:
-    it, whole = decoder(), decoder()
+def test_muon_on_a_fused_matrix_is_detected() -> None:
+    it, fused = decoder(), decoder()
     ours = Optimizer(it, it.config, section(optimizer="muon"), 10)
-    qkv = whole.layers[0].qkv.weight
+    qkv = fused.layers[0].qkv.weight
     assert qkv is not None
     other = Muon([qkv], lr=1e-3, weight_decay=0.0)
     other.state[qkv] = {"momentum_buffer": torch.zeros_like(qkv)}
-    for one in (it, whole):
+    for one in (it, fused):
         random_gradients(one, 0)
     ours.step(0)
     other.step()
     assert (it.layers[0].qkv.weight - qkv).abs().max() > 1e-4
 
 
-def test_muon_is_torchs_but_for_its_rounding() -> None:
-    """torch iterates in bfloat16, 8 bits; the update's entries then agree to some hundredths of their size."""
+def test_muon_equals_torchs_except_for_rounding() -> None:
+    """torch iterates in bfloat16 with 8 bits; the updates agree to a few percent."""
     noise = torch.Generator().manual_seed(0)
     for shape in ((24, 16), (16, 24)):
         weight = torch.randn(shape, generator=noise)
@@ -124,7 +124,7 @@ def test_muon_is_torchs_but_for_its_rounding() -> None:
         assert (leaves[0] - leaves[1]).norm() < 0.03 * moved
 
 
-def test_who_is_whose() -> None:
+def test_which_parameters_are_matrices() -> None:
     it = decoder(qkv_bias=True, family="qwen2", tie_embeddings=False)
     parts = Optimizer(it, it.config, section(optimizer="muon"), 1).parts
     matrices = {name for name, part in parts.items() if part.is_matrix}
@@ -134,8 +134,8 @@ def test_who_is_whose() -> None:
         "layers.1.o.weight.0",
         "layers.1.down.weight.0",
     }
-    rest = parts.keys() - matrices
-    assert {"embed.weight", "lm_head.weight", "norm", "layers.1.input_norm", "layers.1.qkv.bias"} <= rest
+    others = parts.keys() - matrices
+    assert {"embed.weight", "lm_head.weight", "norm", "layers.1.input_norm", "layers.1.qkv.bias"} <= others
 
 
 def test_schedules_are_functions_of_the_step() -> None:
@@ -150,7 +150,7 @@ def test_schedules_are_functions_of_the_step() -> None:
     assert schedule(0, section(schedule="cosine", warmup_steps=9), 4) == pytest.approx(1 / 9)
 
 
-def test_the_schedule_is_applied_to_both() -> None:
+def test_the_schedule_is_applied_to_both_optimizers() -> None:
     for optimizer in ("adamw", "muon"):
         settings = {"optimizer": optimizer, "schedule": "linear", "learning_rate": 1e-3}
         moved = []
@@ -167,20 +167,19 @@ def test_the_schedule_is_applied_to_both() -> None:
 
 
 def test_gradients_are_clipped_by_their_global_norm() -> None:
-    it, twin = decoder(), decoder()
-    clipped = Optimizer(
-        it, it.config, section(max_grad_norm=0.5, eps=1.0), 1
-    )  # a large eps, so that AdamW sees the scale
-    plain = Optimizer(twin, twin.config, section(eps=1.0), 1)
-    for one in (it, twin):
+    it, reference = decoder(), decoder()
+    # A large eps, so that AdamW's update depends on the scale of the gradients.
+    clipped = Optimizer(it, it.config, section(max_grad_norm=0.5, eps=1.0), 1)
+    plain = Optimizer(reference, reference.config, section(eps=1.0), 1)
+    for one in (it, reference):
         random_gradients(one, 0)
-    norm = torch.cat([p.grad.flatten() for p in twin.parameters() if p.grad is not None]).norm()
-    for parameter in twin.parameters():
+    norm = torch.cat([p.grad.flatten() for p in reference.parameters() if p.grad is not None]).norm()
+    for parameter in reference.parameters():
         assert parameter.grad is not None
         parameter.grad *= 0.5 / norm
     assert clipped.step(0) == pytest.approx(float(norm)) and plain.step(0) == pytest.approx(0.5)
     for name, tensor in hf_state(it):
-        torch.testing.assert_close(tensor, by_name(twin)[name], rtol=0, atol=1e-9)
+        torch.testing.assert_close(tensor, by_name(reference)[name], rtol=0, atol=1e-9)
     assert all(p.grad is None for p in it.parameters())
 
 
@@ -201,7 +200,7 @@ def test_a_gradient_that_is_not_finite_is_dropped() -> None:
     random_gradients(it, 0)
     it.norm.grad[0] = torch.nan  # type: ignore[index]
     before = by_name(it)
-    with pytest.raises(ValueError, match="step 0: the gradient's norm is nan"):
+    with pytest.raises(ValueError, match="step 0: the gradient norm is nan"):
         ours.step(0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in hf_state(it))
     assert all(p.grad is None for p in it.parameters())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.rl.checkpoint import Checkpoints
-from paceline.rl.records import pack_groups, rollout_of, rollout_record, unpack_groups
+from paceline.rl.records import pack_groups, rollout_record, unpack_groups
 from paceline.types import Group, Rollout
 
 
@@ -82,12 +84,40 @@ def test_a_record() -> None:
     assert rollout_record(7, group, rollout)["mask"] == [1, 1, 0, 1, 1, 1]
 
 
+def rollout_from_record(record: Mapping[str, Any]) -> Rollout:
+    """The rollout of a record: logprobs are rounded, and the draft counts are 0."""
+
+    def number(value: float | None) -> float:
+        return math.nan if value is None else value
+
+    token_ids = np.array(record["token_ids"], np.int32)
+    runs = record["versions"]
+    return Rollout(
+        sample=record["sample"],
+        prompt_ids=tuple(record["prompt_ids"]),
+        token_ids=token_ids,
+        mask=np.array(record.get("mask", [True] * len(token_ids)), bool),
+        logprobs=np.array(record["logprobs"], np.float64),  # null becomes NaN
+        versions=np.repeat(np.array([v for v, _ in runs], np.int32), [num for _, num in runs]),
+        provenance=np.array(record["provenance"], np.uint8),
+        sources=np.array(record["sources"], np.uint8),
+        drafters=tuple(record["drafters"]),
+        finish_reason=record["finish_reason"],
+        num_turns=record["num_turns"],
+        text=record["completion"],
+        reward=number(record["reward"]),
+        rewards={name: number(value) for name, value in record["rewards"].items()},
+        advantage=number(record["advantage"]),
+        failure=record["failure"],
+    )
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("num_tokens", [0, 6])
-def test_a_record_reads_back(seed: int, num_tokens: int) -> None:
+def test_a_record_can_be_read_back(seed: int, num_tokens: int) -> None:
     rollout = make_rollout(seed, num_tokens)
     record = rollout_record(1, Group(0, "p", "q", [rollout]), rollout)
-    found = rollout_of(json.loads(json.dumps(record, allow_nan=False)))
+    found = rollout_from_record(json.loads(json.dumps(record, allow_nan=False)))
     assert_same(rollout, found, but=("logprobs", "num_drafts", "num_draft_tokens", "num_accepted_tokens"))
     np.testing.assert_allclose(found.logprobs, rollout.logprobs, rtol=0, atol=5.1e-7)
 
@@ -95,12 +125,12 @@ def test_a_record_reads_back(seed: int, num_tokens: int) -> None:
 @settings(max_examples=40, deadline=None)
 @given(sizes=st.lists(st.integers(0, 4), max_size=4), num_tokens=st.integers(0, 9))
 def test_packing_is_lossless(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], num_tokens: int) -> None:
-    """Through a checkpoint, where it is to go."""
+    """Through a checkpoint."""
     groups = make_groups(sizes, num_tokens)
-    tensors, rest = pack_groups(groups)
-    json.dumps(rest, allow_nan=False)
+    tensors, metadata = pack_groups(groups)
+    json.dumps(metadata, allow_nan=False)
     checkpoints = Checkpoints(tmp_path_factory.getbasetemp() / "packed", 1)
-    checkpoints.save(1, {"buffer": tensors}, {"buffer": rest})
+    checkpoints.save(1, {"buffer": tensors}, {"buffer": metadata})
     saved = checkpoints.latest()
     assert saved is not None
     found = unpack_groups(saved.tensors("buffer"), saved.state["buffer"])
@@ -112,11 +142,11 @@ def test_packing_is_lossless(tmp_path_factory: pytest.TempPathFactory, sizes: li
             assert_same(ours, theirs)
 
 
-def test_the_packed_is_a_copy_and_must_fit() -> None:
+def test_unpacking_copies_and_checks_the_sizes() -> None:
     groups = make_groups([2])
-    tensors, rest = pack_groups(groups)
-    found = unpack_groups(tensors, rest)
+    tensors, metadata = pack_groups(groups)
+    found = unpack_groups(tensors, metadata)
     found[0].rollouts[0].token_ids[:] = 0
-    assert_same(unpack_groups(tensors, rest)[0].rollouts[0], groups[0].rollouts[0])
-    with pytest.raises(AssertionError, match="not of one packing"):
-        unpack_groups(tensors, [rest[0] | {"rollouts": rest[0]["rollouts"][:1]}])
+    assert_same(unpack_groups(tensors, metadata)[0].rollouts[0], groups[0].rollouts[0])
+    with pytest.raises(AssertionError, match="do not belong together"):
+        unpack_groups(tensors, [metadata[0] | {"rollouts": metadata[0]["rollouts"][:1]}])

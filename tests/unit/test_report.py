@@ -1,4 +1,4 @@
-"""The report's model, charts and page; how it behaves in a browser is tests/e2e/test_report_browser.py."""
+"""The report: reading a run, charts and page. tests/e2e/test_report_browser.py tests it in a browser."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import re
 import subprocess
 import sys
-from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -19,10 +18,11 @@ from hypothesis import strategies as st
 
 from paceline.report import chart, figures, rollouts
 from paceline.report.html import render_page, write_report
-from paceline.report.run import number, read_run
+from paceline.report.run import OUTCOMES, number, read_run
+from paceline.report.table import finite
 
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028 ' \" <img src=x onerror=alert(1)> &lt;"
-JUNK = (None, "x", [], {}, math.nan, math.inf, -1e300, True, [None, "x"], {"reward": "x", "1": None})
+INVALID = (None, "x", [], {}, math.nan, math.inf, -1e300, True, [None, "x"], {"reward": "x", "1": None})
 
 
 @pytest.fixture
@@ -31,12 +31,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Page(HTMLParser):
-    """Elements, attributes, and the text outside style and script."""
+    """The elements and attributes of a page, and its text outside of style and script."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.words: list[str] = []
+        self.texts: list[str] = []
         self.data = ""
         self._inside: list[str] = []
         self.feed(text)
@@ -53,40 +53,40 @@ class Page(HTMLParser):
         if self._inside and self._inside[-1] == "script":
             self.data = self.data or data  # the first script is the data
         elif not self._inside or self._inside[-1] != "style":
-            self.words.append(data)
+            self.texts.append(data)
 
     @property
     def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
+        return " ".join(" ".join(self.texts).split())
 
 
-# The folder
+# Reading a run
 
 
-def test_a_finished_run_is_read_whole(folder):
+def test_a_finished_run_is_read_completely(folder):
     run = read_run(folder)
     assert run.notes == []
     assert run.numbers == list(range(6))
     assert run.rollouts.num_total == len(run.rollouts.records) == 6 * 2 * 4
-    assert sum(totals.num_steps for totals in run.engine.values()) == 200
+    assert sum(totals["num_steps"] for totals in run.engine.values()) == 200
     assert run.setting("speculation", "rule") == "coupled"
 
 
-def test_what_became_of_drafting_is_told_where_anything_was_offered(folder):
+def test_outcomes_of_drafting_are_shown_if_tokens_were_proposed(folder):
     run = read_run(folder)
-    outcomes = sum((totals.outcomes for totals in run.engine.values()), Counter())
-    assert outcomes == {"verified": 120, "probe": 20, "refused": 20, "nothing found": 20, "not asked": 20}
+    outcomes = {name: sum(totals[name] for totals in run.engine.values()) for name in OUTCOMES}
+    assert outcomes == {"verified": 120, "probe": 20, "not selected": 20, "nothing proposed": 20, "not planned": 20}
     text = Page(write_report(folder).read_text(encoding="utf-8")).text
-    assert "Drafting: how many steps ended how" in text and "refused" in text
+    assert "Drafting: number of steps by outcome" in text and "not selected" in text
     traces = [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
     plain = {"num_planned": 0, "num_proposed": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0, "reason": ""}
     write_lines(folder / "trace.jsonl", [trace | plain for trace in traces])
     text = Page(write_report(folder).read_text(encoding="utf-8")).text
-    assert "By number of rows" in text and "Drafting: how many" not in text
+    assert "By number of rows" in text and "Drafting: number of steps" not in text
 
 
 @pytest.mark.parametrize("make", [lambda p: None, lambda p: p.mkdir(), lambda p: p.write_text("")])
-def test_what_is_no_run_is_said_so(tmp_path, make):
+def test_a_folder_without_a_run_is_an_error(tmp_path, make):
     make(tmp_path / "x")
     with pytest.raises(ValueError, match=r"metrics\.jsonl"):
         write_report(tmp_path / "x")
@@ -97,7 +97,7 @@ FILES = ("config.toml", "run.json", "metrics.jsonl", "rollouts.jsonl", "trace.js
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_missing_file_costs_a_note(folder, name):
+def test_a_missing_file_is_a_note(folder, name):
     (folder / name).unlink()
     page = Page(write_report(folder).read_text(encoding="utf-8"))
     assert name in page.text
@@ -106,7 +106,7 @@ def test_a_missing_file_costs_a_note(folder, name):
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("cut", [0, 1, 37])
-def test_a_torn_file_costs_its_end(folder, name, cut):
+def test_a_truncated_file_is_read_as_far_as_possible(folder, name, cut):
     path = folder / name
     path.write_bytes(path.read_bytes()[:-cut] if cut > 1 else path.read_bytes()[:cut])
     run = read_run(folder)
@@ -117,7 +117,7 @@ def test_a_torn_file_costs_its_end(folder, name, cut):
         assert run.numbers == list(range(5))
 
 
-def test_a_step_written_twice_counts_once_the_later(folder):
+def test_if_a_step_was_written_twice_the_later_line_counts(folder):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "reward_mean": 77.0}\n')
     run = read_run(folder)
@@ -126,26 +126,26 @@ def test_a_step_written_twice_counts_once_the_later(folder):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl", "trace.jsonl", "summary.json", "run.json"])
-def test_no_value_of_any_key_breaks_the_page(tmp_path, name):
-    """Each key in turn holds what it should not."""
+def test_invalid_values_do_not_break_the_page(tmp_path, name):
+    """Each key in turn has an invalid value."""
     folder = make_run(tmp_path / "run", 1, groups=1, samples=1)
     path = folder / name
-    first, *rest = path.read_text(encoding="utf-8").splitlines()
+    first, *others = path.read_text(encoding="utf-8").splitlines()
     record = json.loads(first)
-    keys = [(key,) for key in record]
+    keys = [(key,) for key in record if key != "format"]
     keys += [(key, inner) for key, value in record.items() if isinstance(value, dict) for inner in value]
     for i, key in enumerate(keys):
-        for junk in JUNK[i % 5 :: 5]:
-            broken = json.loads(first)
-            place = broken
+        for invalid in INVALID[i % 5 :: 5]:
+            changed = json.loads(first)
+            parent = changed
             for part in key[:-1]:
-                place = place[part]
-            place[key[-1]] = junk
-            path.write_text("\n".join([json.dumps(broken), *rest]) + "\n", encoding="utf-8")
-            assert "</html>" in render_page(read_run(folder)), (key, junk)
+                parent = parent[part]
+            parent[key[-1]] = invalid
+            path.write_text("\n".join([json.dumps(changed), *others]) + "\n", encoding="utf-8")
+            assert "</html>" in render_page(read_run(folder)), (key, invalid)
 
 
-def test_numbers_that_are_none():
+def test_values_that_number_reads_as_none():
     record = {"a": {"b": 2, "nan": math.nan, "yes": True}, "huge": 1e300}
     assert number(record, "a", "b") == 2.0
     assert [number(record, *path) for path in (("a", "nan"), ("a", "yes"), ("a",), ("c", "d"), ("huge",))] == [None] * 5
@@ -154,7 +154,7 @@ def test_numbers_that_are_none():
 # Figures
 
 
-def test_figures_of_a_running_run_come_from_its_steps(folder):
+def test_figures_of_an_unfinished_run_come_from_its_steps(folder):
     finished = read_run(folder)
     (folder / "summary.json").unlink()
     running = read_run(folder)
@@ -167,7 +167,7 @@ def test_figures_of_a_running_run_come_from_its_steps(folder):
     assert figures.acceptance_length(running) == 1 + accepted / drafts
 
 
-def test_a_summary_of_zero_is_not_absent(folder):
+def test_zero_in_the_summary_is_a_value(folder):
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps(summary | {"reward_before": 0.0}))
     assert figures.reward_before(read_run(folder)) == 0.0
@@ -190,9 +190,9 @@ def test_warnings(folder):
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert figures.warnings(read_run(folder)) == []
     records[2]["mismatch_alarm"] = True
-    records[3]["failures"] = 2
+    records[3]["num_failures"] = 2
     records[0]["audit"]["identical"] = False
-    records[4]["lag_max"] = 1
+    records[4]["staleness_max"] = 1
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     alarm, failures, audit, lag = figures.warnings(read_run(folder))
     assert "step 2" in alarm
@@ -205,19 +205,19 @@ def test_warnings(folder):
 # Rollouts
 
 
-def test_rollouts_beyond_the_budget_are_spread_over_the_steps(tmp_path):
+def test_chosen_rollouts_are_spread_over_the_steps(tmp_path):
     folder = make_run(tmp_path, 40)
     path = folder / "rollouts.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    offsets, at = [], 0
+    offsets, offset = [], 0
     for record, line in zip(lines, path.read_bytes().splitlines(keepends=True), strict=True):
-        offsets.append(((record["step"], record["group"], record["sample"]), at))
-        at += len(line)
+        offsets.append(((record["step"], record["group"], record["sample"]), offset))
+        offset += len(line)
     few = rollouts.choose(path, offsets, max_samples=36)
     assert few.num_total == 320
     steps = sorted({record["s"] for record in few.records})
     assert len(few.records) == 36
-    assert len(steps) == 9, "nine groups, of nine different steps"
+    assert len(steps) == 9, "expected nine groups of nine different steps"
     assert (steps[0], steps[-1]) == (0, 39)
     assert max(b - a for a, b in itertools.pairwise(steps)) <= 6
     groups = {(record["s"], record["g"]) for record in few.records}
@@ -228,11 +228,11 @@ def test_rollouts_beyond_the_budget_are_spread_over_the_steps(tmp_path):
     assert rollouts.choose(path, offsets, max_bytes=10).records == []
 
 
-def test_the_page_says_what_it_leaves_out(folder):
+def test_the_page_shows_how_many_samples_it_contains(folder):
     assert "All 48 samples are in this page." in Page(render_page(read_run(folder))).text
     run = read_run(folder)
     run.rollouts.records = run.rollouts.records[:8]
-    assert "This page carries 8 of 48 samples" in Page(render_page(run)).text
+    assert "This page contains 8 of 48 samples" in Page(render_page(run)).text
 
 
 @given(st.integers(0, 200))
@@ -249,11 +249,11 @@ def test_spread_is_a_permutation(num):
     )
 )
 @example({HOSTILE: [HOSTILE, math.nan]})
-def test_encoded_data_holds_no_markup_and_reads_back(content):
+def test_encoded_data_has_no_markup_and_can_be_parsed(content):
     text = rollouts.encode(content)
     assert text.isascii()
     assert not set(text) & set("<>&")
-    assert json.loads(text) == rollouts.finite(content)
+    assert json.loads(text) == finite(content)
 
 
 def test_prompts_are_stored_once(folder):
@@ -262,7 +262,7 @@ def test_prompts_are_stored_once(folder):
     assert all("(problem" in run.rollouts.prompts[record["p"]] for record in run.rollouts.records)
 
 
-def test_per_token_fields_that_do_not_fit_are_left_out(folder):
+def test_per_token_fields_of_the_wrong_length_are_left_out(folder):
     path = folder / "rollouts.jsonl"
     record = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
     record["logprobs"].pop()
@@ -279,7 +279,7 @@ def test_per_token_fields_that_do_not_fit_are_left_out(folder):
 
 
 def coordinates(svg: str) -> list[tuple[float, float]]:
-    """Every point that a line, polygon, circle or bar names."""
+    """Every point of a line, polygon, circle or bar."""
     points = [
         tuple(map(float, pair.split(","))) for group in re.findall(r'points="([^"]*)"', svg) for pair in group.split()
     ]
@@ -305,14 +305,14 @@ def test_lines_stay_inside_their_frame(values, from_zero, small):
     assert all(chart.LEFT - 0.1 <= x <= width and 0 <= y <= height - chart.BOTTOM + 0.1 for x, y in coordinates(svg))
 
 
-def test_lines_have_gaps_where_values_are_missing():
+def test_lines_have_gaps_at_missing_values():
     svg = chart.lines("t", "u", range(5), [chart.Series("s", [1.0, 2.0, None, 3.0, 4.0])])
     assert svg.count("<polyline") == 2
     joined = chart.lines("t", "u", range(5), [chart.Series("s", [1.0, 2.0, None, 3.0, 4.0], style="points")])
     assert joined.count("<polyline") == 1
 
 
-def test_a_band_lies_evenly_around_its_line():
+def test_a_band_is_centred_on_its_line():
     svg = chart.lines("t", "u", range(3), [chart.Series("s", [1.0, 2.0, 3.0], band=[0.5, 0.25, 0.5])])
     (edge,) = re.findall(r'<polygon[^>]*points="([^"]*)"', svg)
     (line,) = re.findall(r'<polyline[^>]*points="([^"]*)"', svg)
@@ -324,14 +324,14 @@ def test_a_band_lies_evenly_around_its_line():
     assert upper[0] < middle[0] < lower[0]
 
 
-def test_many_steps_are_averaged_and_said_so():
+def test_many_steps_are_averaged():
     svg = chart.lines("t", "u", range(1000), [chart.Series("s", [float(i % 2) for i in range(1000)])])
     strips = re.findall(r'data-tip="([^"]*)"', svg)
     assert len(strips) <= chart.MAX_POINTS
     assert strips[0].startswith("steps 0–6, mean\n")
 
 
-def test_stacked_bars_are_as_high_as_their_sum():
+def test_heights_of_stacked_bars():
     svg = chart.stacked("t", "s", [0], {"a": (0, [3.0]), "b": (1, [7.0])})
     heights = [float(h) for h in re.findall(r'class="bar[^>]*width="42.0" height="([^"]*)"', svg)]
     assert len(heights) == 2
@@ -340,7 +340,7 @@ def test_stacked_bars_are_as_high_as_their_sum():
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-9, 1e6))
-def test_ticks_are_round_and_cover(low, span):
+def test_ticks_cover_the_range(low, span):
     high = low + max(span, abs(low) * 1e-6)
     marks = chart.ticks(low, high)
     step = marks[1] - marks[0]
@@ -379,34 +379,34 @@ def test_tick_labels(marks, labels):
         (2.5e-6, "2.5e-6"),
     ],
 )
-def test_numbers_for_people(value, text):
+def test_show(value, text):
     assert chart.show(value) == text
 
 
 # The page
 
 
-def test_a_report_needs_nothing_heavy():
+def test_a_report_does_not_import_torch():
     program = "import sys, paceline.report.html\nprint(sys.modules.keys() & {'torch', 'transformers', 'matplotlib'})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
 
-def test_the_page_holds_every_part(folder):
+def test_the_page_has_every_section(folder):
     page = Page(render_page(read_run(folder)))
-    parts = {attrs["id"] for tag, attrs in page.tags if tag == "section"}
-    assert parts == {
-        "reward", "time", "speculation", "exactness", "lag", "learning", "rollouts", "engine", "steps", "config"
+    sections = {attrs["id"] for tag, attrs in page.tags if tag == "section"}
+    assert sections == {
+        "reward", "time", "speculation", "exactness", "staleness", "learning", "rollouts", "engine", "steps", "config"
     }  # fmt: skip
     links = {attrs["href"] for tag, attrs in page.tags if tag == "a"}
-    assert links == {f"#{part}" for part in parts}
+    assert links == {f"#{section}" for section in sections}
     assert "the same tokens by the same kernels" in page.text
     assert "0.140 → 0.6" in page.text
     assert 'rule = "coupled"' in page.text
     assert len(json.loads(page.data)["rollouts"]) == 48
 
 
-def test_the_page_refers_to_nothing_outside(folder):
+def test_the_page_has_no_external_references(folder):
     page = Page(render_page(read_run(folder)))
     assert not {tag for tag, _ in page.tags} & {
         "link",
@@ -421,7 +421,7 @@ def test_the_page_refers_to_nothing_outside(folder):
     }
     for tag, attrs in page.tags:
         assert "src" not in attrs, tag
-        assert "style" not in attrs, f"{tag}: the policy forbids it"
+        assert "style" not in attrs, f"{tag}: the Content-Security-Policy forbids it"
         assert not [name for name in attrs if name.startswith("on")], tag
         assert (attrs.get("href") or "#").startswith("#")
     (policy,) = [attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy"]
@@ -429,15 +429,15 @@ def test_the_page_refers_to_nothing_outside(folder):
     assert "unsafe" not in policy
 
 
-def test_hostile_texts_make_no_elements(tmp_path):
-    tame = Page(render_page(read_run(make_run(tmp_path / "tame", 8, hostile="tame"))))
-    wild = Page(render_page(read_run(make_run(tmp_path / "wild", 8, hostile=HOSTILE))))
-    assert [tag for tag, _ in wild.tags] == [tag for tag, _ in tame.tags]
-    assert HOSTILE in wild.words
-    assert json.loads(wild.data)["prompts"] == [HOSTILE]
+def test_hostile_text_adds_no_elements(tmp_path):
+    harmless = Page(render_page(read_run(make_run(tmp_path / "harmless", 8, hostile="text"))))
+    hostile = Page(render_page(read_run(make_run(tmp_path / "hostile", 8, hostile=HOSTILE))))
+    assert [tag for tag, _ in hostile.tags] == [tag for tag, _ in harmless.tags]
+    assert HOSTILE in hostile.texts
+    assert json.loads(hostile.data)["prompts"] == [HOSTILE]
 
 
-def test_the_page_is_written_whole_or_not_at_all(folder, monkeypatch):
+def test_the_page_is_written_atomically(folder, monkeypatch):
     first = write_report(folder)
     assert first == folder / "report.html"
     before = first.read_bytes()
@@ -448,7 +448,7 @@ def test_the_page_is_written_whole_or_not_at_all(folder, monkeypatch):
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
-def test_another_place_can_be_named(folder, tmp_path):
+def test_write_to_another_path(folder, tmp_path):
     assert write_report(folder, tmp_path / "x.html") == tmp_path / "x.html"
     assert not (folder / "report.html").exists()
     with pytest.raises(ValueError, match="is a folder"):

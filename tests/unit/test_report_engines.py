@@ -1,4 +1,4 @@
-"""The report of a run that several engines generated for."""
+"""The report of a run with several engines."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def page(folder: Path, cluster: Any) -> str:
     return render_page(read_run(folder))
 
 
-def test_how_busy_each_was(tmp_path: Path) -> None:
+def test_busy_shares_and_restarts(tmp_path: Path) -> None:
     restarts = {"engine_restarts": 1, "reward_restarts": 0, "learner_restarts": 2}
-    text = page(tmp_path / "run", {"busy": [0.75, 0.5], "bubble": 0.375, **restarts})
+    text = page(tmp_path / "run", {"engine_busy": [0.75, 0.5], "engine_idle": 0.375, **restarts})
     for name, value in {
         "engine 0, busy": "75%",
         "engine 1, busy": "50%",
@@ -35,12 +35,13 @@ def test_how_busy_each_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "cluster", [None, {}, {"busy": [0.9], "bubble": 0.1}, {"busy": "x"}, {"busy": []}, "x", [1, 2]]
+    "cluster",
+    [None, {}, {"engine_busy": [0.9], "engine_idle": 0.1}, {"engine_busy": "x"}, {"engine_busy": []}, "x", [1, 2]],
 )
-def test_nothing_where_there_is_one(tmp_path: Path, cluster: Any) -> None:
+def test_no_section_for_a_single_engine(tmp_path: Path, cluster: Any) -> None:
     assert 'id="engines"' not in page(tmp_path / "run", cluster)
 
 
 @pytest.mark.parametrize("busy", [[None, 0.5], ["x", {}], [1e300, -1.0], [0.1, 0.2, 0.3]])
-def test_no_value_breaks_the_page(tmp_path: Path, busy: Any) -> None:
-    assert 'id="engines"' in page(tmp_path / "run", {"busy": busy, "bubble": "x"})
+def test_invalid_values_do_not_break_the_page(tmp_path: Path, busy: Any) -> None:
+    assert 'id="engines"' in page(tmp_path / "run", {"engine_busy": busy, "engine_idle": "x"})

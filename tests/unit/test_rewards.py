@@ -1,4 +1,4 @@
-"""Rewards: right values, and nothing that a function does costs more than the sample it was about."""
+"""Rewards: values are right, and a function that fails costs only the sample that caused it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reward_functions  # noqa: F401  workers must find it by the parent's path
+import reward_functions  # noqa: F401  workers find it through the parent's sys.path
 
 from paceline.config import RewardSection, TaskSection
 from paceline.tasks import checks, pool
 from paceline.tasks.pool import Failed, Pool
-from paceline.tasks.rewards import Rewarder, Sample, Score
+from paceline.tasks.rewards import LocalRewarder, Sample, Score
 
 
 def sample(
@@ -29,7 +29,7 @@ def sample(
 
 
 def score(functions: list[str], samples: list[Sample], task: TaskSection | None = None, **settings: Any) -> list[Score]:
-    rewarder = Rewarder(RewardSection(functions=functions, **{"timeout_s": 20.0, **settings}), task)
+    rewarder = LocalRewarder(RewardSection(functions=functions, **{"timeout_s": 20.0, **settings}), task)
     try:
         return rewarder.score(samples)
     finally:
@@ -59,7 +59,7 @@ def rewards(*args: Any, **settings: Any) -> list[float]:
     ],
 )
 def test_extract_and_compare(completion: str, answer: Any, pattern: str | None, reward: float) -> None:
-    assert checks.exact(pattern)(completion, {"answer": answer}) == reward
+    assert checks.exact_check(pattern)(completion, {"answer": answer}) == reward
 
 
 def test_exact_and_format_with_weights() -> None:
@@ -86,14 +86,14 @@ def test_math_and_a_missing_answer() -> None:
     )
 
 
-def test_a_verification_that_never_ends_costs_one_sample() -> None:
-    samples = [sample("$7$", answer="7"), sample("$(10^{10})!$", name="boom", answer="7"), sample("$8$", answer="8")]
+def test_a_math_check_that_never_returns_costs_one_sample() -> None:
+    samples = [sample("$7$", answer="7"), sample("$(10^{10})!$", name="slow", answer="7"), sample("$8$", answer="8")]
     scores = score(["math"], samples, timeout_s=3.0)
     assert [s.reward for s in scores[::2]] == [1.0, 1.0]
-    assert math.isnan(scores[1].reward) and (scores[1].failure or "").startswith("boom: reward math ")
+    assert math.isnan(scores[1].reward) and (scores[1].failure or "").startswith("slow: reward math ")
 
 
-def test_a_regular_expression_that_never_ends_costs_one_sample() -> None:
+def test_a_regular_expression_that_never_returns_costs_one_sample() -> None:
     samples = [sample("aaaa!"), sample("a" * 64 + "?", name="slow"), sample("a!")]
     scores = score(["format"], samples, format_pattern="(a+)+!", timeout_s=1.0)
     assert [s.reward for s in scores[::2]] == [1.0, 1.0]
@@ -144,7 +144,7 @@ CODE = "Here:\n```python\nold = 1\n```\nbetter:\n```python\ndef double(x):\n    
         ("def f(): return (1,)", ["assert f() == [1]"], 0),
         ("def f():\n    x = []\n    x.append(x)\n    return x", ["assert f() == []"], 0),
         ("def f(): return 'x' * 10**7", ["assert f() == 'x'"], 0),
-        # Test code of every form runs in another process than the program.
+        # All test code runs in another process than the program.
         (CODE, ["def check(f):\n    assert f(2) == 4\n    assert f(3) == 7", "check(double)"], 0),
         ("def double(x): x += x", ["x = [[1], {2: 3}]\ndouble(x)\nassert x == [[1], {2: 3}, [1], {2: 3}]"], 1),
         ("def apply(f, x): return f(f(x))", ["assert apply(lambda x: x + 1, 3) == 5", "assert apply(len, []) == 1"], 0),
@@ -169,7 +169,7 @@ CODE = "Here:\n```python\nold = 1\n```\nbetter:\n```python\ndef double(x):\n    
             1,
         ),
         ("def f(n):\n    for i in range(n): yield i", ["assert list(f(3)) == [0, 1, 2]", "assert next(f(1)) == 0"], 1),
-        ("def sum(a, b): return a * b", ["assert sum(10, 15) == 150"], 1),  # named as one of Python's own
+        ("def sum(a, b): return a * b", ["assert sum(10, 15) == 150"], 1),  # the name of a built-in function
         (
             "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
             "def f(): return P.__annotations__['x'] is int and P.__module__ == 'solution' and P(1).x",
@@ -196,19 +196,19 @@ CODE = "Here:\n```python\nold = 1\n```\nbetter:\n```python\ndef double(x):\n    
     ],
 )  # fmt: skip
 def test_code(completion: str, tests: Any, reward: float) -> None:
-    assert checks.program(1, 256, 20.0, "namespaces")(completion, {"tests": tests}) == reward
+    assert checks.code_check(1, 256, 20.0, "namespaces")(completion, {"tests": tests}) == reward
 
 
-# A program that finds its own end of the wire and answers in place of its functions. It knows what it is asked for,
-# which is no secret, and nothing of what would be right.
-FRAMES = """
+# A program that finds its end of the connection and sends an answer in place of its functions. It can read the request,
+# which is not secret, and no expected value.
+FORGED_ANSWER = """
 import json, os, sys
-wire = sys._getframe(1).f_locals["self"]._wire
-wire.send(["names", ["double"]])
-assert wire.receive() == ["do", "global", ["double"], {{}}]
-wire.send(["value", {{"object": 0}}, {{}}])
-asked = wire.receive()
-{said}
+connection = sys._getframe(1).f_locals["self"]._connection
+connection.send(["names", ["double"]])
+assert connection.receive() == ["do", "global", ["double"], {{}}]
+connection.send(["value", {{"object": 0}}, {{}}])
+request = connection.receive()
+{send}
 os._exit(0)
 """
 
@@ -218,32 +218,32 @@ os._exit(0)
     [
         "class Yes:\n    def __eq__(self, other): return True\ndef double(x): return Yes()",
         "class Yes(int):\n    def __eq__(self, other): return True\ndef double(x): return Yes(7)",
-        FRAMES.format(said=""),
-        FRAMES.format(said='wire.send(["value", True, {}])'),
-        FRAMES.format(said='wire.send(["value", {"object": 0}, {}])'),
-        FRAMES.format(said='wire.send(["value", {"list": {"object": 0}}, {}])'),
-        FRAMES.format(said='wire.send(["value", {"dict": [[{"list": []}, 1]]}, {}])'),
-        FRAMES.format(said='wire.send(["value", 7, {"9": 1}])'),
-        FRAMES.format(said='wire.send(["callback", 0, [], {}])'),
-        FRAMES.format(said='wire.send(["raise", ["SystemExit"], {"dict": [["text", "0"]]}])'),
-        FRAMES.format(said='wire.send(["raise", ["KeyError"], "0"])'),
-        FRAMES.format(said='wire.send(["value", {"namedtuple": ["P", ["__eq__"], [{"object": 0}]]}, {}])'),
-        FRAMES.format(said='wire.send({"value": 4})'),
-        FRAMES.format(said='wire._file.write(b"[" * 10**6 + b"\\n"); wire._file.flush()'),
+        FORGED_ANSWER.format(send=""),
+        FORGED_ANSWER.format(send='connection.send(["value", True, {}])'),
+        FORGED_ANSWER.format(send='connection.send(["value", {"object": 0}, {}])'),
+        FORGED_ANSWER.format(send='connection.send(["value", {"list": {"object": 0}}, {}])'),
+        FORGED_ANSWER.format(send='connection.send(["value", {"dict": [[{"list": []}, 1]]}, {}])'),
+        FORGED_ANSWER.format(send='connection.send(["value", 7, {"9": 1}])'),
+        FORGED_ANSWER.format(send='connection.send(["callback", 0, [], {}])'),
+        FORGED_ANSWER.format(send='connection.send(["raise", ["SystemExit"], {"dict": [["text", "0"]]}])'),
+        FORGED_ANSWER.format(send='connection.send(["raise", ["KeyError"], "0"])'),
+        FORGED_ANSWER.format(send='connection.send(["value", {"namedtuple": ["P", ["__eq__"], [{"object": 0}]]}, {}])'),
+        FORGED_ANSWER.format(send='connection.send({"value": 4})'),
+        FORGED_ANSWER.format(send='connection._file.write(b"[" * 10**6 + b"\\n"); connection._file.flush()'),
     ],
 )
-def test_a_program_can_not_make_up_a_value_that_is_asked_for(completion: str) -> None:
+def test_a_forged_answer_does_not_pass(completion: str) -> None:
     tests = ["assert double(2) == 4", "assert double(3) == 6"]
-    assert checks.program(1, 256, 20.0, "namespaces")(completion, {"tests": tests}) == 0
+    assert checks.code_check(1, 256, 20.0, "namespaces")(completion, {"tests": tests}) == 0
 
 
-def test_a_program_that_answers_by_itself_is_asked_at_all() -> None:
-    """The twin of the test above: what it says is heard, so a right value is right."""
-    honest = FRAMES.format(said='wire.send(["value", 4, {}])')
-    assert checks.program(1, 256, 20.0, "namespaces")(honest, {"tests": ["assert double(2) == 4"]}) == 1
+def test_a_forged_answer_with_the_right_value_passes() -> None:
+    """Shows that the programs of the test above reach the tests: only the value is wrong there."""
+    right = FORGED_ANSWER.format(send='connection.send(["value", 4, {}])')
+    assert checks.code_check(1, 256, 20.0, "namespaces")(right, {"tests": ["assert double(2) == 4"]}) == 1
 
 
-def test_tests_that_pass_more_than_plain_data_are_named() -> None:
+def test_tests_that_pass_other_than_plain_data_are_reported() -> None:
     tests = ["class Node: pass", "assert double(Node()) is None"]
     scores = score(["code"], [sample(CODE, name="odd", tests=tests)])
     assert "column 'tests': tests pass a Node to the solution, which takes plain data only" in (scores[0].failure or "")
@@ -273,6 +273,10 @@ WRONG = "def double(x): return 4"
         ("def f(x): x[0][0].append(1)\n", ["a = []\nx = [(a, 'k')]\nf(x)\nassert a == [1] and x[0][0] is a"], 1),
         ("def f(x): x['b'] = 2", ["import collections as c\nd = c.OrderedDict()\nf(d)\nassert d == {'b': 2}"], 1),
         ("def f(x): x.append(x[0](1))", ["fs = [lambda x: x + 1]\nf(fs)\nassert fs[0](5) == 6 and fs[1] == 2"], 1),
+        # Named arguments with the names of our own parameters.
+        ("def f(function, operation, self): return function(operation) + self", [
+            "assert f(function=abs, operation=-2, self=1) == 3",
+        ], 1),
         # Named tuples, classes, identity.
         ("import collections\nP = collections.namedtuple('P', 'x y')\ndef f(p): return P(p.y, [p.x])", [
             "import collections\nQ = collections.namedtuple('Q', 'x y')\np = f(Q(1, 2))",
@@ -292,7 +296,7 @@ WRONG = "def double(x): return 4"
             "try: f(3)\nexcept Odd as e: assert str(e) == 'odd: 3' and e.n == 3\nelse: assert 0",
         ], 1),
         ("def f(): open('/none')", ["try: f()\nexcept FileNotFoundError as e: assert e.errno == 2\nelse: assert 0"], 1),
-        # Test code that ends by itself.
+        # Test code that exits.
         (CODE, UNITTEST, 1),
         (WRONG, UNITTEST, 0),
         ("", UNITTEST, 0),
@@ -300,23 +304,23 @@ WRONG = "def double(x): return 4"
         (CODE, ["import sys\nsys.exit()", "assert double(3) == 7"], 0),
         (CODE, ["import sys\nsys.exit(double(1))"], 0),
         ("def double(x): raise SystemExit(0)", ["double(1)", "assert False"], 0),
-        # Tests that never came to a call show nothing.
+        # Tests that pass without a call of the solution.
         ("", "def test_double(): assert double(2) == 4", 0),
         ("other = 1", "try: double(2)\nexcept NameError: pass", 0),
         ("answer = 42", "assert answer == 42", 1),
-        # Test code that catches everything does not catch a refusal.
+        # Test code that catches every exception does not catch a refused comparison.
         ("class Yes: pass\ndef f(): return Yes()", ["try: assert f() > 3\nexcept: pass"], 0),
     ],
 )  # fmt: skip
-def test_code_that_two_processes_could_tell_from_one(completion: str, tests: Any, reward: float) -> None:
-    assert checks.program(2, 256, 20.0, "namespaces")(completion, {"tests": tests}) == reward
+def test_code_behaves_as_in_one_process(completion: str, tests: Any, reward: float) -> None:
+    assert checks.code_check(2, 256, 20.0, "namespaces")(completion, {"tests": tests}) == reward
 
 
 @pytest.mark.parametrize(
     ("completion", "tests", "message"),
     [
-        ("class A(int): pass\ndef f(): return A()", "assert isinstance(f(), A)", r"isinstance\(\) about a class"),
-        ("class A: pass", "assert not issubclass(int, A)", r"issubclass\(\) about a class"),
+        ("class A(int): pass\ndef f(): return A()", "assert isinstance(f(), A)", r"isinstance\(\) with a class"),
+        ("class A: pass", "assert not issubclass(int, A)", r"issubclass\(\) with a class"),
         (CODE, "class Node: pass\ntry: double(Node())\nexcept: pass", "pass a Node to the solution"),
         (CODE, UNITTEST.replace('"a"', "object()"), "pass a object to the solution"),
         (CODE, "def test_double(): assert double(2) == 4", "never call the solution"),
@@ -324,12 +328,12 @@ def test_code_that_two_processes_could_tell_from_one(completion: str, tests: Any
         (CODE, "", "never call the solution"),
     ],
 )
-def test_tests_that_can_not_run_in_another_process_are_named(completion: str, tests: str, message: str) -> None:
+def test_tests_that_can_not_run_in_another_process_are_reported(completion: str, tests: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"column 'tests': tests .*{message}"):
-        checks.program(2, 256, 20.0, "namespaces")(completion, {"tests": tests})
+        checks.code_check(2, 256, 20.0, "namespaces")(completion, {"tests": tests})
 
 
-def test_tests_that_are_no_python_are_named() -> None:
+def test_tests_that_are_not_python_are_reported() -> None:
     scores = score(["code"], [sample(CODE, name="odd", tests=["assert double(2) = 4"])])
     assert (scores[0].failure or "").startswith("odd: reward code raised ValueError: column 'tests': not Python")
 
@@ -346,7 +350,7 @@ def test_code_through_the_rewarder() -> None:
 
 
 def test_model(tmp_path: Path, tiny_classifier: Any) -> None:
-    """Rewards in a padded batch equal those one by one, and two labels give the margin."""
+    """Rewards in a padded batch equal those one by one, and two labels give the difference of the logits."""
     import torch
 
     for num_labels in (1, 2):
@@ -384,16 +388,16 @@ def tiny_classifier() -> Any:
     return make
 
 
-def test_env_reward_and_what_does_not_apply() -> None:
+def test_env_reward_and_functions_that_do_not_apply() -> None:
     samples = [Sample("a", "?", "x", (1,), {}, env_reward=0.5), Sample("b", "?", "none", (1,), {})]
-    scores = score(["env", "reward_functions:obey"], samples)
-    assert scores[0] == Score(1.5, {"env": 0.5, "reward_functions:obey": 1.0})
+    scores = score(["env", "reward_functions:scripted"], samples)
+    assert scores[0] == Score(1.5, {"env": 0.5, "reward_functions:scripted": 1.0})
     assert math.isnan(scores[1].reward) and scores[1].failure == "b: no reward function applies to it"
     broken = score(["env"], [Sample("c", "?", "x", (1,), {}, env_reward=math.nan)])
     assert broken[0].failure == "c: reward env returned nan"
 
 
-def test_a_sum_too_large_costs_its_sample() -> None:
+def test_a_sum_that_is_not_finite_costs_its_sample() -> None:
     samples = [Sample(name, "?", "x", (1, 2), {}, env_reward=value) for name, value in (("a", 1e308), ("b", 1.0))]
     weighted = score(["env", "reward_functions:length"], samples, weights=[1.0, 1e308])
     assert weighted[0].failure == "a: the weighted sum of its rewards is not finite" and math.isnan(weighted[0].reward)
@@ -404,21 +408,21 @@ def test_a_sum_too_large_costs_its_sample() -> None:
     assert opposed[0].failure is not None
 
 
-# --- functions of the user's own
+# --- the user's functions
 
 
-def test_user_functions_get_what_trl_gives() -> None:
+def test_user_functions_get_the_arguments_of_trl() -> None:
     chat = [{"role": "user", "content": "?"}]
     samples = [
         sample("yes", ids=(7, 8), answer="a"),
         sample("yes", prompt=chat, ids=(7, 8), answer="b", extra=[1]),
-        sample("yes", prompt=chat, ids=(7, 8), answer="a", extra=[1]),  # what must not be taken for right
+        sample("yes", prompt=chat, ids=(7, 8), answer="a", extra=[1]),  # wrong on purpose
     ]
-    assert rewards(["reward_functions:seen"], samples) == [1.0, 1.0, 0.0]
+    assert rewards(["reward_functions:check_arguments"], samples) == [1.0, 1.0, 0.0]
 
 
 def test_sync_and_async_with_weights() -> None:
-    names = ["reward_functions:length", "reward_functions:slowly"]
+    names = ["reward_functions:length", "reward_functions:asynchronous"]
     assert rewards(names, [sample("abc"), sample("", ids=(1,))], weights=[10.0, 1.0]) == [23.0, 10.0]
 
 
@@ -426,9 +430,9 @@ def test_sync_and_async_with_weights() -> None:
     ("bad", "reason"),
     [
         ("hang", "did not return within 1 s"),
-        ("raise", "raised ValueError: told so"),
+        ("raise", "raised ValueError: on purpose"),
         ("exit", "ended its process (exit code 3)"),
-        ("leave", "raised SystemExit: 0"),
+        ("sys.exit", "raised SystemExit: 0"),
         ("crash", "killed its process (signal 11)"),
         ("few", "returned 0 values for 1 completions"),
         ("nan", "returned nan"),
@@ -436,36 +440,36 @@ def test_sync_and_async_with_weights() -> None:
         ("text", "returned '1.0'"),
     ],
 )
-def test_a_bad_call_costs_one_sample(bad: str, reason: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_call_costs_one_sample(bad: str, reason: str, capfd: pytest.CaptureFixture[str]) -> None:
     samples = [sample("good"), sample(bad, name="step 3, p/17, sample 2"), sample("none"), sample("good")]
-    own = score(["reward_functions:obey"], samples, timeout_s=1.0)
-    assert [s.failure for s in own] == [
-        None, f"step 3, p/17, sample 2: reward reward_functions:obey {reason}",
+    scores = score(["reward_functions:scripted"], samples, timeout_s=1.0)
+    assert [s.failure for s in scores] == [
+        None, f"step 3, p/17, sample 2: reward reward_functions:scripted {reason}",
         "s: no reward function applies to it", None,
     ]  # fmt: skip
-    assert math.isnan(own[1].reward) and [own[i].reward for i in (0, 3)] == [1.0, 1.0]
-    assert capfd.readouterr().out == ""  # their noise stays off standard output
+    assert math.isnan(scores[1].reward) and [scores[i].reward for i in (0, 3)] == [1.0, 1.0]
+    assert capfd.readouterr().out == ""  # the function's prints do not reach standard output
 
 
-def test_the_innocent_are_still_compared_with_each_other() -> None:
+def test_samples_that_do_not_fail_are_scored_in_one_batch() -> None:
     scores = score(["reward_functions:relative"], [sample("a"), sample("bad", name="x"), sample("aa"), sample("aaaa")])
     assert [s.reward for s in (scores[0], *scores[2:])] == pytest.approx([0, 1 / 3, 2 / 3])
     assert scores[1].failure == "x: reward reward_functions:relative raised RuntimeError: bad in two lines"
 
 
-def test_a_hopeless_function_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "HOPELESS", 2)
-    scores = score(["reward_functions:obey"], [sample("hang") for _ in range(40)], timeout_s=0.1)
+def test_the_pool_gives_up_if_every_call_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MAX_LOST_CALLS", 2)
+    scores = score(["reward_functions:scripted"], [sample("hang") for _ in range(40)], timeout_s=0.1)
     assert all(math.isnan(s.reward) for s in scores)
     assert sum("was not called" in (s.failure or "") for s in scores) >= 36
 
 
-def test_a_scalar_is_no_list() -> None:
+def test_a_scalar_is_not_a_list() -> None:
     assert "returned 1.0, not a list" in (score(["reward_functions:scalar"], [sample("x")])[0].failure or "")
 
 
 @pytest.mark.parametrize(
-    ("function", "words"),
+    ("function", "message"),
     [
         ("exakt", "exact, format, math"),
         ("no_such_module:f", "No module named"),
@@ -475,9 +479,9 @@ def test_a_scalar_is_no_list() -> None:
         ("gym", "task.kind"),
     ],
 )
-def test_mistakes_are_named_at_once(function: str, words: str) -> None:
-    with pytest.raises(ValueError, match=rf"(?s)reward\.functions.*{words}"):
-        Rewarder(RewardSection(functions=[function]))
+def test_wrong_settings_are_reported_at_construction(function: str, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"(?s)reward\.functions.*{message}"):
+        LocalRewarder(RewardSection(functions=[function]))
 
 
 def test_functions_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,14 +500,14 @@ def workers() -> Iterator[Pool]:
     made.close()
 
 
-def test_results_come_in_order_and_large(workers: Pool) -> None:
+def test_results_of_large_calls_come_in_order(workers: Pool) -> None:
     calls = [({"completions": ["x" * (i * 50_000)], "prompts": [0], "completion_ids": [[1] * i]},) for i in range(12)]
-    replies = workers.map(checks.batch, ("reward_functions:length",), calls, 20.0)
+    replies = workers.map(checks.user_check, ("reward_functions:length",), calls, 20.0)
     assert replies == [[float(i)] for i in range(12)]
 
 
-def test_what_can_not_be_sent_fails_alone(workers: Pool) -> None:
-    replies = workers.map(checks.exact, (None,), [("1", {"answer": "1"}), ("1", {"answer": lambda: 1})], 20.0)
+def test_a_call_that_can_not_be_pickled_fails_alone(workers: Pool) -> None:
+    replies = workers.map(checks.exact_check, (None,), [("1", {"answer": "1"}), ("1", {"answer": lambda: 1})], 20.0)
     assert replies[0] == 1.0
     assert isinstance(replies[1], Failed) and "can't be sent" in replies[1].reason
 
@@ -511,46 +515,46 @@ def test_what_can_not_be_sent_fails_alone(workers: Pool) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("pickle", "sent something else than an answer"),
-        ("length", "sent something else than an answer"),
-        ("nested", "sent something else than an answer"),
-        ("shape", "sent something else than an answer"),
-        ("again", "sent 'loaded' out of turn"),
+        ("pickle", "sent an invalid message"),
+        ("length", "sent an invalid message"),
+        ("nested", "sent an invalid message"),
+        ("shape", "sent an invalid message"),
+        ("again", "sent 'loaded' unexpectedly"),
         ("object", ""),
         ("huge", ""),
         ("many", ""),
     ],
 )
-def test_a_worker_that_was_taken_over_costs_its_sample(text: str, reason: str, tmp_path: Path) -> None:
-    """It says what it likes to the process that trains; nothing of that runs there, and the run goes on."""
-    bomb = tmp_path / "bomb"
-    bad, good = sample(text, name="bad", bomb=str(bomb)), sample("good", bomb=str(bomb))
-    rewarder = Rewarder(RewardSection(functions=["reward_functions:hostile"], workers=1, timeout_s=20.0))
+def test_a_hostile_worker_costs_its_sample(text: str, reason: str, tmp_path: Path) -> None:
+    """It may send anything to the trainer's process; nothing of that is executed there, and scoring continues."""
+    marker = tmp_path / "executed"
+    bad, good = sample(text, name="bad", marker=str(marker)), sample("good", marker=str(marker))
+    rewarder = LocalRewarder(RewardSection(functions=["reward_functions:hostile"], workers=1, timeout_s=20.0))
     try:
         assert f"bad: reward reward_functions:hostile {reason}" in (rewarder.score([bad])[0].failure or "")
         assert rewarder.score([good]) == [Score(1.0, {"reward_functions:hostile": 1.0})]
     finally:
         rewarder.close()
-    assert not bomb.exists()
+    assert not marker.exists()
 
 
-def test_an_answer_too_many_is_not_taken_for_another_call() -> None:
-    """At worst the worker answers the next call wrongly, which it could in any case; no other call is touched."""
-    rewarder = Rewarder(RewardSection(functions=["reward_functions:hostile"], workers=1, timeout_s=20.0))
+def test_a_second_answer_does_not_count_for_another_call() -> None:
+    """At worst the worker's own next call gets a wrong value, which it could send anyway. Other calls are right."""
+    rewarder = LocalRewarder(RewardSection(functions=["reward_functions:hostile"], workers=1, timeout_s=20.0))
     try:
-        scores = [rewarder.score([sample(text, bomb="")])[0] for text in ("good", "twice", "good", "good")]
+        scores = [rewarder.score([sample(text, marker="")])[0] for text in ("good", "twice", "good", "good")]
     finally:
         rewarder.close()
     assert all(s.reward == 1.0 or s.failure is not None for s in scores) and scores[-1].reward == 1.0
 
 
-def test_workers_are_lazy_reused_light_and_gone_after_close() -> None:
-    rewarder = Rewarder(RewardSection(functions=["exact"], workers=2))
+def test_workers_start_on_demand_are_reused_and_end_with_close() -> None:
+    rewarder = LocalRewarder(RewardSection(functions=["exact"], workers=2))
     assert rewarder._pool._workers == []
     rewarder.close()
-    rewarder = Rewarder(RewardSection(functions=["reward_functions:process"], workers=2))
+    rewarder = LocalRewarder(RewardSection(functions=["reward_functions:process"], workers=2))
     first, second = (rewarder.score([sample("x")])[0].reward for _ in range(2))
-    assert first == second == int(first) != os.getpid()  # no half: torch is not loaded
+    assert first == second == int(first) != os.getpid()  # no fraction: torch is not loaded
     assert os.getsid(int(first)) == int(first)  # Ctrl-C in the terminal does not reach it
     os.kill(int(first), signal.SIGKILL)
     wait_for_end(int(first), reap=rewarder._pool._workers[0].process)
@@ -578,10 +582,10 @@ def test_workers_end_with_a_parent_that_is_killed() -> None:
     program = (
         "import sys, threading, time\n"
         "from paceline.config import RewardSection\n"
-        "from paceline.tasks.rewards import Rewarder, Sample\n"
-        "r = Rewarder(RewardSection(functions=['reward_functions:obey'], workers=1, timeout_s=100.0))\n"
+        "from paceline.tasks.rewards import LocalRewarder, Sample\n"
+        "r = LocalRewarder(RewardSection(functions=['reward_functions:scripted'], workers=1, timeout_s=100.0))\n"
         "threading.Thread(target=r.score, args=([Sample('s', '?', 'hang', (1,), {})],), daemon=True).start()\n"
-        "while r._pool._workers[0].index < 0 or r._pool._workers[0].is_loading: time.sleep(0.05)\n"
+        "while [w.state for w in r._pool._workers] != ['calling']: time.sleep(0.05)\n"
         "time.sleep(0.3)\n"
         "print(r._pool._workers[0].process.pid, flush=True)\n"
         "time.sleep(100)\n"
@@ -603,5 +607,5 @@ def test_an_interrupted_batch_leaves_no_stale_answers(workers: Pool) -> None:
     threading.Thread(target=interrupt).start()
     call = {"prompts": [0], "completions": ["hang"], "completion_ids": [[]]}
     with pytest.raises(KeyboardInterrupt):
-        workers.map(checks.batch, ("reward_functions:obey",), [(call,)], 60.0)
-    assert workers.map(checks.exact, (None,), [("2", {"answer": "2"})], 20.0) == [1.0]
+        workers.map(checks.user_check, ("reward_functions:scripted",), [(call,)], 60.0)
+    assert workers.map(checks.exact_check, (None,), [("2", {"answer": "2"})], 20.0) == [1.0]

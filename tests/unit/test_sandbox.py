@@ -1,7 +1,7 @@
-"""Attacks on the sandbox. After each, the answer is right, and nothing of the program is alive.
+"""Attacks on the sandbox. After each one the outcome is right, and no process of the program is alive.
 
-`sandbox_attacks.py` has those that run in both kinds of sandbox: with namespaces here, and without them as another user
-to whom the kernel denies them.
+`sandbox_attacks.py` has the attacks that run in both kinds of sandbox: with namespaces in this process, and without
+them as another user, for whom the kernel denies namespaces.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from sandbox_attacks import alive
 from paceline.config import Config, RewardSection
 from paceline.doctor import machine
 from paceline.doctor.run import _sandbox
-from paceline.tasks import jail, landlock, memory, sandbox
-from paceline.tasks.rewards import Rewarder
-from paceline.tasks.sandbox import Isolation, Limits, Outcome, Refused, isolation, run_program
+from paceline.tasks import landlock, memory, sandbox, supervisor
+from paceline.tasks.rewards import LocalRewarder
+from paceline.tasks.sandbox import Isolation, Limits, Outcome, SandboxUnavailable, isolation, run_program
 
 TESTS = Path(__file__).parents[1]
 
@@ -33,8 +33,8 @@ TESTS = Path(__file__).parents[1]
 def namespaces() -> None:
     try:
         isolation("namespaces")
-    except Refused as error:
-        pytest.skip(f"this machine has no namespaces for us: {error}")
+    except SandboxUnavailable as error:
+        pytest.skip(f"this machine does not allow namespaces: {error}")
 
 
 def run(source: str, stdin: str = "", **limits: Any) -> Outcome:
@@ -43,7 +43,7 @@ def run(source: str, stdin: str = "", **limits: Any) -> Outcome:
     )
 
 
-def test_a_good_program() -> None:
+def test_a_program_that_succeeds() -> None:
     outcome = run("import json, sys\nprint(json.dumps(input()))\nprint('é', file=sys.stderr)", "two words\nmore")
     assert outcome.ok and outcome.returncode == 0
     assert (outcome.stdout, outcome.stderr) == ('"two words"\n', "é\n")
@@ -55,18 +55,18 @@ def test_a_program_that_fails() -> None:
     assert run("import os; os.abort()").reason == "was ended by signal 6"
 
 
-def test_runs_repeat() -> None:
+def test_a_program_behaves_the_same_in_every_run() -> None:
     assert run("print(hash('a'))").stdout == run("print(hash('a'))").stdout
 
 
-def test_no_environment_and_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HUSH", "secret")
+def test_no_environment_variables_and_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIVATE", "secret")
     outcome = run("import os; print(sorted(os.environ)); print(os.listdir()); open('x', 'w').write('y')")
-    assert outcome.ok and "HUSH" not in outcome.stdout and "['program.py']" in outcome.stdout
+    assert outcome.ok and "PRIVATE" not in outcome.stdout and "['program.py']" in outcome.stdout
     assert run("import os; print(os.path.exists('x'))").stdout == "False\n"
 
 
-def test_a_loop_without_end() -> None:
+def test_an_infinite_loop() -> None:
     assert run("while True: pass", cpu_s=1).reason == "used more than 1 s of CPU time"
 
 
@@ -75,13 +75,13 @@ def test_a_sleep_that_ignores_sigterm() -> None:
     assert run(source, wall_s=0.3).reason == "ran for more than 0.3 s"
 
 
-def test_memory_without_end() -> None:
-    outcome = run("hoard = []\nwhile True: hoard.append(bytearray(1 << 20))")
+def test_unlimited_memory() -> None:
+    outcome = run("buffers = []\nwhile True: buffers.append(bytearray(1 << 20))")
     assert outcome.returncode == 1 and "MemoryError" in outcome.stderr
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_output_without_end(stream: str) -> None:
+def test_unlimited_output(stream: str) -> None:
     outcome = run(f"import sys\nwhile True: sys.{stream}.write('x' * 1000)")
     assert outcome.reason == "wrote more than 64 KB"
     assert len(outcome.stdout) + len(outcome.stderr) <= 2 * (64 << 10)
@@ -96,7 +96,7 @@ def test_a_huge_file_and_many_files() -> None:
 def test_a_fork_bomb() -> None:
     source = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     assert run(source, wall_s=0.5, num_processes=8).reason == "ran for more than 0.5 s"
-    # The limit is what stops it: far fewer than asked for.
+    # The limit stops it long before 50 processes.
     count = """
 import os, time
 n = 0
@@ -110,8 +110,8 @@ print(n)
     assert outcome.ok and int(outcome.stdout) < 8
 
 
-def test_the_hunt_for_processes_finds_them() -> None:
-    """The twin of the tests for survivors that must see something."""
+def test_alive_finds_processes() -> None:
+    """The tests that no process survives rely on `alive`."""
     mark = f"seen-{os.getpid()}"
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)", mark]) as process:
         try:
@@ -132,7 +132,7 @@ def test_no_network() -> None:
         port = server.getsockname()[1]
         connect = f"import socket; socket.create_connection(('127.0.0.1', {port}), timeout=2)"
         assert "OSError" in run(connect).stderr
-        exec(connect)  # from here it can be reached
+        exec(connect)  # without the sandbox the connection works
 
 
 def test_no_files_of_the_user(tmp_path: Path) -> None:
@@ -144,28 +144,28 @@ def test_no_files_of_the_user(tmp_path: Path) -> None:
     assert listing == "False False\n"
 
 
-def test_no_way_to_more_rights() -> None:
+def test_no_privilege_escalation() -> None:
     outcome = run("import os\nfor f in (os.setuid, os.setgid):\n    try: f(0); print('root')\n    except OSError: pass")
     assert outcome.ok and outcome.stdout == ""
-    climb = "import ctypes, os\nlibc = ctypes.CDLL(None)\nprint(libc.unshare(0x10000000), libc.chroot(b'.'))"
-    assert run(climb).stdout == "-1 -1\n"
+    escalate = "import ctypes, os\nlibc = ctypes.CDLL(None)\nprint(libc.unshare(0x10000000), libc.chroot(b'.'))"
+    assert run(escalate).stdout == "-1 -1\n"
 
 
-def test_a_program_can_not_stop_its_keepers() -> None:
+def test_a_program_can_not_kill_init_or_the_supervisor() -> None:
     outcome = run("import os, signal, time\nos.kill(1, 9) if os.getpid() < 5 else None\nprint('here')")
     assert outcome.stdout in ("", "here\n")
     outcome = run("import os\nos.kill(0, 9)")
     assert outcome.returncode == -9 and outcome.reason == "was ended by signal 9"
 
 
-def test_whoever_asked_is_killed_and_the_program_with_it(tmp_path: Path) -> None:
+def test_the_program_ends_when_the_caller_is_killed(tmp_path: Path) -> None:
     mark = f"orphan-{os.getpid()}-{time.monotonic_ns()}"
     inner = f"import os; os.execv({base_python()!r}, ['p', '-I', '-S', '-c', 'import time; time.sleep(600)', {mark!r}])"
     outer = (
         "import sys; from paceline.tasks.sandbox import Limits, run_program; "
         "run_program(sys.stdin.read(), limits=Limits(wall_s=500))"
     )
-    # By standard input, as the mark must be on the program's command line alone.
+    # Through standard input, as the mark must only be on the program's command line.
     with subprocess.Popen([sys.executable, "-c", outer], stdin=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         process.stdin.write(inner)
@@ -182,43 +182,46 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.05)
 
 
-def test_boxes_are_cleaned_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     tmp_path.chmod(0o755)
     run("open('x', 'w').write('y')")
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- the attacks that both kinds of sandbox must withstand ----
+# ---- the attacks on both kinds of sandbox ----
 
-HELD: dict[str, list[str]] = {
-    "files": ["own", "own:truncate"],  # its own folder is the only one
+# What each attack may achieve.
+ALLOWED: dict[str, list[str]] = {
+    "files": ["own", "own:truncate"],  # only files in its own folder
     "other_programs": [],
     "environment": [],
     "descriptors": [],
-    "network": ["pair"],  # a pair of sockets reaches nobody else
+    "network": ["pair"],  # a pair of sockets connects only the program's own processes
     "other_processes": [],
-    "kills_its_supervisor": ["3"],
+    "kill_supervisor": ["3"],
     "survivors": ["started"],
-    "hopping": ["started"],
+    "fork_chain": ["started"],
     "status": ["3"],
     "tree_memory": ["used more than 128 MB of memory in all its processes"],
     "shared_memory": ["shared"],
-    "faked_passes": [],
+    "forged_passes": [],
 }
 
 
 @pytest.mark.parametrize("attack", sandbox_attacks.ATTACKS)
 def test_attacks_with_namespaces(attack: str) -> None:
-    # kill(-1) ends all of its namespace, and nothing else; there are no files but its own to change the mode of
-    held = HELD | {"kills_its_supervisor": ["-9"], "files": ["own", "own:chmod", "own:truncate"]}
-    assert sandbox_attacks.ATTACKS[attack]("namespaces") == held[attack]
+    allowed = ALLOWED | {
+        "kill_supervisor": ["-9"],  # kill(-1) kills every process of its namespace, and no other
+        "files": ["own", "own:chmod", "own:flags", "own:truncate"],  # it has access to no other files
+    }
+    assert sandbox_attacks.ATTACKS[attack]("namespaces") == allowed[attack]
 
 
-def as_other_user(*words: str) -> dict[str, Any]:
+def as_other_user(*arguments: str) -> dict[str, Any]:
     script = (TESTS / "sandbox_attacks.py").read_text()
-    options = [word for word in words if word.startswith("--")]
-    attacks = [word for word in words if not word.startswith("--")]
+    options = [argument for argument in arguments if argument.startswith("--")]
+    attacks = [argument for argument in arguments if not argument.startswith("--")]
     command = [sys.executable, str(TESTS / "other_user.py"), *options, script, *attacks]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -228,18 +231,18 @@ def as_other_user(*words: str) -> dict[str, Any]:
 
 def test_attacks_as_a_user_without_namespaces() -> None:
     if not landlock.version():
-        pytest.skip("this kernel has no Landlock; the next test covers what is left")
+        pytest.skip("this kernel has no Landlock; the next test covers this case")
     found = as_other_user()
     assert os.geteuid() != 0 or found["uid"] not in (0, os.geteuid())
-    refusal = found["namespaces"]
-    assert refusal.startswith('refused: reward.sandbox = "namespaces": programs can\'t be isolated by namespaces')
-    assert "unshare" in refusal and 'set reward.sandbox = "process"' in refusal
+    error = found["namespaces"]
+    assert error.startswith('unavailable: reward.sandbox = "namespaces": programs can\'t be isolated by namespaces')
+    assert "unshare" in error and 'set reward.sandbox = "process"' in error
     assert found["process"] == "process (not isolated: names and sizes of files, disk space)"
-    assert {name: found[name] for name in HELD} == HELD
+    assert {name: found[name] for name in ALLOWED} == ALLOWED
 
 
 def with_mount_beneath_usr(*runner: str) -> list[str]:
-    """In a mount namespace in which /usr/share is a file system that everyone may write."""
+    """Runs the attack `mounts` in a mount namespace where /usr/share is a file system that everyone may write."""
     script = (TESTS / "sandbox_attacks.py").read_text()
     script = script[: script.rindex("if __name__")] + 'print(isolation("namespaces"), *mounts("namespaces"), sep="\\n")'
     prepare = "mount -t tmpfs -o mode=1777 tmpfs /usr/share && (umask 0; echo > /usr/share/secret) && exec"
@@ -252,80 +255,80 @@ def with_mount_beneath_usr(*runner: str) -> list[str]:
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
 def test_a_file_system_that_is_mounted_beneath_usr() -> None:
     assert with_mount_beneath_usr(sys.executable, "-c") == ["namespaces", "own"]
-    # A user namespace keeps such mounts together: it is visible, read-only, and named.
+    # In a user namespace it can't be left out: it is visible, read-only, and reported.
     assert with_mount_beneath_usr(sys.executable, str(TESTS / "other_user.py"), "--namespaces") == [
         "namespaces (not isolated: what is mounted beneath /usr)", "list", "read", "own",
     ]  # fmt: skip
 
 
-def test_attacks_without_landlock_too() -> None:
-    """What is left then, and that what is not is named."""
-    open_ = ("files", "other_programs", "environment", "other_processes", "faked_passes")
-    left = [name for name in HELD if name not in open_]
-    found = as_other_user("--no-landlock", *left, "other_processes", "other_programs", "files")
-    assert {name: found[name] for name in left} == {name: HELD[name] for name in left}
+def test_attacks_without_landlock() -> None:
+    """The other protections still work, and the missing ones are reported."""
+    not_prevented = ("files", "other_programs", "environment", "other_processes", "forged_passes")
+    prevented = [name for name in ALLOWED if name not in not_prevented]
+    found = as_other_user("--no-landlock", *prevented, "other_processes", "other_programs", "files")
+    assert {name: found[name] for name in prevented} == {name: ALLOWED[name] for name in prevented}
     assert found["process"].startswith("process (not isolated: the user's files, memory of the user's processes")
     assert "expected values of tests" in found["process"] and "program.py" in found["other_programs"]
     assert not [name for name in found["other_processes"] if name.startswith(("supervisor", "all")) or "kill" in name]
-    assert found["files"] == ["read", "write", "list", *HELD["files"], "written"], (
-        "if this is held now, say so in `gaps` and in the docs"
+    assert found["files"] == ["read", "write", "list", *ALLOWED["files"], "written"], (
+        "if this is prevented now, change `not_isolated` and the docs"
     )
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives each program a user of its own")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives each program its own user")
 def test_attacks_on_root_without_landlock() -> None:
-    left = ("files", "other_programs", "descriptors", "other_processes", "status")
-    found = as_other_user("--root", "--no-landlock", *left)
+    prevented = ("files", "other_programs", "descriptors", "other_processes", "status")
+    found = as_other_user("--root", "--no-landlock", *prevented)
     assert found["uid"] == 0
     assert found["process"] == "process (not isolated: files that everyone may read, disk space)"
-    assert {name: found[name] for name in left} == {name: HELD[name] for name in left}
+    assert {name: found[name] for name in prevented} == {name: ALLOWED[name] for name in prevented}
 
 
 def test_a_reward_worker_can_not_be_inspected() -> None:
-    """A program that runs as its user must not change what the worker makes of it; root may inspect all."""
+    """A program that runs as the worker's user must not change the worker's memory; root may inspect every process."""
     script = """
 import os
-from paceline.tasks.checks import program
-program(1, 128, 5.0, "process")
+from paceline.tasks.checks import code_check
+code_check(1, 128, 5.0, "process")
 worker = os.getpid()
 if os.fork() == 0:
     try: open(f"/proc/{worker}/mem", "rb"); print("open", flush=True)
-    except OSError: print("held", flush=True)
+    except OSError: print("denied", flush=True)
     os._exit(0)
 os.wait()
 """
     command = [sys.executable, str(TESTS / "other_user.py"), script]
-    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "held\n"
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "denied\n"
 
 
-# ---- what is refused, and what is said ----
+# ---- error messages, and how the isolation is reported ----
 
-DENIED = """
+UNSHARE_DENIED = """
 import sys
 from paceline.tasks import seccomp
 seccomp.install([*seccomp.deny("unshare"), *seccomp.deny(sys.argv[1])])
 from paceline.config import RewardSection
-from paceline.tasks.rewards import Rewarder
-Rewarder(RewardSection(functions=["code"]))
+from paceline.tasks.rewards import LocalRewarder
+LocalRewarder(RewardSection(functions=["code"]))
 """
 
 
-def test_root_is_refused_too() -> None:
-    done = subprocess.run([sys.executable, "-c", DENIED, "setns"], capture_output=True, text=True, timeout=60)
+def test_root_without_namespaces_gets_an_error_too() -> None:
+    done = subprocess.run([sys.executable, "-c", UNSHARE_DENIED, "setns"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and 'set reward.sandbox = "process"' in done.stderr
 
 
-def test_a_program_that_can_not_be_started_is_no_wrong_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What goes wrong between fork and exec is refused, not judged."""
+def test_a_program_that_can_not_be_started_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An error between fork and exec is not the program's failure."""
     python = tmp_path / "python"
     python.write_text("not executable")
     monkeypatch.setattr(sandbox.sys, "_base_executable", str(python))
-    with pytest.raises(Refused, match="programs can't be started"):
+    with pytest.raises(SandboxUnavailable, match="programs can't be started"):
         run("print(1)")
 
 
-def test_the_isolation_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    rewarder = Rewarder(RewardSection(functions=["code"]))
+def test_the_isolation_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    rewarder = LocalRewarder(RewardSection(functions=["code"]))
     assert rewarder.sandbox == "namespaces"
     rewarder.close()
     config = Config(reward=RewardSection(functions=["code"]))
@@ -333,7 +336,7 @@ def test_the_isolation_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def denied(kind: str) -> Isolation:
         if kind == "namespaces":
-            raise Refused('reward.sandbox = "namespaces": no; set reward.sandbox = "process"')
+            raise SandboxUnavailable('reward.sandbox = "namespaces": no; set reward.sandbox = "process"')
         return Isolation("process", ("disk space",))
 
     monkeypatch.setattr(sandbox, "isolation", denied)
@@ -343,12 +346,12 @@ def test_the_isolation_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.status == "degraded" and 'reward.sandbox = "process"' in found.remedy
     weaker = RewardSection(functions=["code"], sandbox="process")
     assert _sandbox(Config(reward=weaker)).detail == "process (not isolated: disk space)"
-    rewarder = Rewarder(weaker)
+    rewarder = LocalRewarder(weaker)
     assert rewarder.sandbox == "process (not isolated: disk space)"
     rewarder.close()
-    with pytest.raises(Refused):
-        Rewarder(RewardSection(functions=["code"]))
-    rewarder = Rewarder(RewardSection(functions=["exact"]))
+    with pytest.raises(SandboxUnavailable):
+        LocalRewarder(RewardSection(functions=["code"]))
+    rewarder = LocalRewarder(RewardSection(functions=["exact"]))
     assert rewarder.sandbox is None
     rewarder.close()
 
@@ -357,7 +360,7 @@ def test_the_isolation_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 IN_USER_NAMESPACE = """
 import ctypes, os, sys
-from paceline.tasks import jail
+from paceline.tasks import supervisor
 for _ in range(2):
     (ready, is_ready), (go, may_go) = os.pipe(), os.pipe()
     child = os.fork()
@@ -365,8 +368,8 @@ for _ in range(2):
         assert ctypes.CDLL(None).unshare(0x10000000) == 0
         os.write(is_ready, b"x")
         os.read(go, 1)
-        uid = jail.unprivileged_uid()
-        if uid != jail.NOBODY: os.setuid(uid)
+        uid = supervisor.unprivileged_uid()
+        if uid != supervisor.NOBODY_UID: os.setuid(uid)
         print(uid, flush=True)
         os._exit(0)
     os.read(ready, 1)
@@ -381,12 +384,12 @@ for _ in range(2):
     ("uid_map", "users"),
     [
         ("0 0 4294967295", range(0x70000000, 0x80000000)),
-        ("0 1000 1\n1 100000 65536", range(32768, 65537)),  # as rootless containers have it
+        ("0 1000 1\n1 100000 65536", range(32768, 65537)),  # as in rootless containers
         ("0 100000 200000", range(100000, 200000)),
         ("0 1000 1", [65534]),
     ],
 )
-def test_a_user_for_each_program_in_a_user_namespace(uid_map: str, users: Any) -> None:
+def test_each_program_gets_its_own_user_in_a_user_namespace(uid_map: str, users: Any) -> None:
     command = [sys.executable, "-c", IN_USER_NAMESPACE, uid_map]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -396,30 +399,30 @@ def test_a_user_for_each_program_in_a_user_namespace(uid_map: str, users: Any) -
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root runs programs as another user")
 def test_programs_that_share_a_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The limit on processes leaves room for those of the other programs, and the gap is named."""
+    """The limit on processes adds the processes of the other programs, and the shared limit is reported."""
     for name in ("prctl", "readable_by_all"):
-        monkeypatch.setattr(jail, name, lambda *_: True)
-    monkeypatch.setattr(jail, "unprivileged_uid", lambda: jail.NOBODY)
+        monkeypatch.setattr(supervisor, name, lambda *_: True)
+    monkeypatch.setattr(supervisor, "unprivileged_uid", lambda: supervisor.NOBODY_UID)
     (tmp_path / "work").mkdir()
     for name in ("program.py", "stdin"):
         (tmp_path / name).touch()
-    spec = {"box": str(tmp_path), "sandbox": "process", "python": sys.executable, "num_processes": 16}
-    with subprocess.Popen(["sleep", "60"], user=jail.NOBODY) as process:
+    spec = {"folder": str(tmp_path), "sandbox": "process", "python": sys.executable, "num_processes": 16}
+    with subprocess.Popen(["sleep", "60"], user=supervisor.NOBODY_UID) as process:
         try:
-            place = jail.Place(spec)
-            assert place.num_processes > 16
+            setup = supervisor.Setup(spec)
+            assert setup.num_processes > 16
         finally:
             process.kill()
-    assert "the limit on processes of programs that run at once" in place.gaps
-    place.has_landlock = False
-    assert "expected values of tests" in place.gaps
+    assert "the limit on processes of programs that run at once" in setup.not_isolated
+    setup.has_landlock = False
+    assert "expected values of tests" in setup.not_isolated
 
 
 # ---- memory ----
 
 
-def test_a_cgroup_below_the_own_one(tmp_path: Path) -> None:
-    """With plain files in place of the kernel's: no machine is sure to have cgroups that we may write."""
+def test_a_cgroup_below_our_own(tmp_path: Path) -> None:
+    """With plain files in place of the kernel's: not every machine has writable cgroups."""
     own, top = tmp_path / "self", tmp_path / "cgroup"
     scope = top / "slice" / "scope"
     scope.mkdir(parents=True)
@@ -453,7 +456,7 @@ def test_memory_of_processes_is_found() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_a_callers_umask_is_not_the_programs() -> None:
+def test_the_callers_umask_does_not_affect_the_program() -> None:
     before = os.umask(0o077)
     try:
         outcome = run("print(1)")

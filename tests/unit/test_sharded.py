@@ -1,4 +1,4 @@
-"""A learner that several ranks share is the learner of one process: the same losses, norms, weights and checkpoints."""
+"""A learner of several ranks equals a learner of one process: the same losses, norms, weights and checkpoints."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from safetensors.torch import load_file
 from support import tiny_decoder
 from tiny_run import SETTINGS, lines, settings
 
-from paceline.build import build_adapter
-from paceline.config import LearnerSection, load_config
+from paceline.build.config import load_config
+from paceline.build.run import build_online_head_trainer
+from paceline.config import LearnerSection
 from paceline.rl.batch import scored
 from paceline.rl.checkpoint import Checkpoints
 from paceline.rl.learner import Learner
-from paceline.rl.packing import pack, shares
+from paceline.rl.packing import microbatches_per_rank, pack
 from paceline.rl.shards import Shards
-from paceline.rl.world import World
+from paceline.rl.worker_group import WorkerGroup
 
 from .test_learner import some_groups
 
 TESTS = Path(__file__).parents[1]
-# Losses and norms are sums of a few hundred float32 terms in another order; AdamW divides gradients by their size, so
-# that rounding in the smallest of them shows in the weights.
+# Losses and norms sum a few hundred float32 terms in another order. AdamW divides gradients by their size, so rounding
+# of the smallest gradients is visible in the weights.
 CLOSE = {"float32": {"rel": 1e-5, "abs": 1e-5}, "float64": {"rel": 1e-12, "abs": 1e-12}}
 WEIGHTS = {"float32": 2e-3, "float64": 1e-9}
 FIGURES = ("losses", "norms", "entropies", "stats", "logprobs")
-CISPO = {"name": "cispo"}  # whose loss speaks of log π, where others on-policy know but advantages
+CISPO = {"name": "cispo"}  # on-policy, its loss depends on the logprobs; those of the others only on the advantages
 FLAVOURS: dict[str, dict[str, Any]] = {
     "float32": {"algorithm": CISPO},
     "float64": {"algorithm": CISPO, "dtype": "float64"},
@@ -62,7 +63,7 @@ Drive = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def drive() -> Iterator[Drive]:
-    """drive(size=…, …) -> what rank 0 found; see rank_driver.py."""
+    """drive(size=…, …) -> the result of rank 0; see rank_driver.py."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS), "COLUMNS": "200"}
     driver = subprocess.Popen(
         [sys.executable, TESTS / "rank_driver.py"],
@@ -91,10 +92,10 @@ def compare(one: dict[str, Any], other: dict[str, Any], dtype: str) -> None:
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_two_ranks_are_one(flavour: str, drive: Drive, tmp_path: Path) -> None:
+def test_two_ranks_equal_one(flavour: str, drive: Drive, tmp_path: Path) -> None:
     job = FLAVOURS[flavour]
     found = [drive(size=size, out=str(tmp_path / str(size)), **job) for size in (1, 2)]
-    assert [f["status"] for f in found] == [[0], [0, 0]], found[1]["said"]
+    assert [f["status"] for f in found] == [[0], [0, 0]], found[1]["output"]
     one, two = found
     dtype = job.get("dtype", "float32")
     compare(two, one, dtype)
@@ -106,12 +107,12 @@ def test_two_ranks_are_one(flavour: str, drive: Drive, tmp_path: Path) -> None:
         torch.testing.assert_close(mine[name], tensor, rtol=0, atol=WEIGHTS[dtype] * (10 if name == "logprobs" else 1))
 
 
-def test_two_ranks_share_float32_masters_of_bfloat16(drive: Drive, tmp_path: Path) -> None:
-    """Gradients are rounded to 8 bits where one process has a microbatch, and where two have summed theirs: alike, no
-    more. What is saved are the masters."""
+def test_two_ranks_shard_the_float32_master_weights_of_bfloat16(drive: Drive, tmp_path: Path) -> None:
+    """Gradients are rounded to bfloat16 per microbatch and after the sum over ranks: the results are only similar. The
+    master weights are saved."""
     job = {"dtype": "bfloat16", "algorithm": CISPO, "updates": [0, 3], "learner": {"learning_rate": 1e-3}}
     one, two = (drive(size=size, save=str(tmp_path / str(size)), **job) for size in (1, 2))
-    assert two["status"] == [0, 0], two["said"]
+    assert two["status"] == [0, 0], two["output"]
     for key in ("losses", "norms", "entropies"):
         assert two[key] == pytest.approx(one[key], rel=0.02, abs=0.01)
     with Shards(tmp_path / "2") as mine, Shards(tmp_path / "1") as theirs:
@@ -126,29 +127,30 @@ def test_two_ranks_share_float32_masters_of_bfloat16(drive: Drive, tmp_path: Pat
         assert apart < 0.2 * moved and moved > 1e-3
 
 
-def test_two_ranks_share_a_model_of_transformers(drive: Drive, checkpoint: Callable[..., Path]) -> None:
-    """Tied, so that a parameter of two names is divided once; in float32, for transformers norms in it."""
+def test_two_ranks_shard_a_transformers_model(drive: Drive, checkpoint: Callable[..., Path]) -> None:
+    """With tied embeddings: a parameter with two names is sharded once. In float32, as transformers computes norms."""
     job = {"directory": str(checkpoint("llama")), "hf": True, "updates": [0, 3], "algorithm": CISPO}
     job["learner"] = {"activation_checkpointing": True}
     one, two = (drive(size=size, **job) for size in (1, 2))
-    assert two["status"] == [0, 0], two["said"]
+    assert two["status"] == [0, 0], two["output"]
     compare(two, one, "float32")
 
 
-def test_a_rank_without_rollouts_takes_part(drive: Drive) -> None:
+def test_a_rank_without_rollouts(drive: Drive) -> None:
     job = {"dtype": "float64", "algorithm": CISPO, "num_groups": 1, "updates": [0, 3]}
     one, three = drive(size=1, **job), drive(size=3, learner={"tokens_per_microbatch": 1000}, **job)
-    assert three["status"] == [0, 0, 0], three["said"]
+    assert three["status"] == [0, 0, 0], three["output"]
     compare(three, one, "float64")
     groups = some_groups(0, 1)
     groups[0].rollouts = groups[0].rollouts[:1]
-    assert shares(scored(groups), 3, 1000).count([(0, 0)]) == 2
+    assert microbatches_per_rank(scored(groups), 3, 1000).count([(0, 0)]) == 2
 
 
-@pytest.mark.parametrize("twin, key", [("averaged", "norms"), ("dropped", "losses")])
-def test_a_broken_twin_is_caught(twin: str, key: str, drive: Drive) -> None:
-    one, two = (drive(size=size, algorithm=CISPO, updates=[0, 3], twin=twin if size > 1 else None) for size in (1, 2))
-    assert two["status"] == [0, 0], two["said"]
+@pytest.mark.parametrize("broken, key", [("averaged", "norms"), ("dropped", "losses")])
+def test_a_broken_implementation_is_caught(broken: str, key: str, drive: Drive) -> None:
+    job = {"algorithm": CISPO, "updates": [0, 3]}
+    one, two = drive(size=1, **job), drive(size=2, broken=broken, **job)
+    assert two["status"] == [0, 0], two["output"]
     assert all(a != pytest.approx(b, rel=1e-2) for a, b in zip(one[key], two[key], strict=True))
     with pytest.raises(AssertionError):
         compare(two, one, "float32")
@@ -156,9 +158,9 @@ def test_a_broken_twin_is_caught(twin: str, key: str, drive: Drive) -> None:
 
 @pytest.mark.parametrize("num", [1, 2, 3, 7, 40])
 @pytest.mark.parametrize("max_tokens", [1, 57, 1000])
-def test_shares_are_everything_once_and_about_even(num: int, max_tokens: int) -> None:
+def test_microbatches_per_rank_are_complete_and_balanced(num: int, max_tokens: int) -> None:
     rollouts = scored(some_groups(num_groups=6))
-    found = shares(rollouts, num, max_tokens)
+    found = microbatches_per_rank(rollouts, num, max_tokens)
     assert len(found) == num and len({len(cuts) for cuts in found}) == 1
     taken = [i for cuts in found for start, end in cuts for i in range(start, end)]
     assert taken == list(range(len(rollouts)))
@@ -172,13 +174,13 @@ def test_shares_are_everything_once_and_about_even(num: int, max_tokens: int) ->
 
 
 @pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (2, 3), (2, 2)])
-def test_a_checkpoint_goes_on_with_any_number_of_ranks(before: int, after: int, drive: Drive, tmp_path: Path) -> None:
+def test_any_number_of_ranks_can_load_a_checkpoint(before: int, after: int, drive: Drive, tmp_path: Path) -> None:
     job = {"dtype": "float64", "algorithm": CISPO, "learner": {"weight_decay": 0.1}}
     saved = tmp_path / "learner"
     first = drive(size=before, updates=[0, 2], save=str(saved), **job)
     second = drive(size=after, updates=[2, 4], load=str(saved), out=str(tmp_path / "out"), **job)
     whole = drive(size=before, updates=[0, 4], out=str(tmp_path / "whole"), **job)
-    assert [first["status"], second["status"]] == [[0] * before, [0] * after], (first["said"], second["said"])
+    assert [first["status"], second["status"]] == [[0] * before, [0] * after], (first["output"], second["output"])
     assert sorted(first["files"]) == [f"shard-{i + 1:05d}-of-{before:05d}.safetensors" for i in range(before)]
     parts = {key: first[key] + second[key] for key in FIGURES}
     compare(parts | {"version": second["version"]}, whole, "float64")
@@ -187,7 +189,7 @@ def test_a_checkpoint_goes_on_with_any_number_of_ranks(before: int, after: int, 
         torch.testing.assert_close(mine[name], tensor, rtol=0, atol=0 if before == after else 1e-9)
 
 
-def test_torch_reads_what_ranks_wrote_without_a_pickle(drive: Drive, tmp_path: Path) -> None:
+def test_torch_reads_the_shards_without_a_pickle(drive: Drive, tmp_path: Path) -> None:
     from torch.distributed import checkpoint as dcp
 
     drive(size=2, updates=[0, 2], save=str(tmp_path / "two"), algorithm=CISPO)
@@ -199,44 +201,44 @@ def test_torch_reads_what_ranks_wrote_without_a_pickle(drive: Drive, tmp_path: P
     it = Learner(tiny_decoder(torch.float32), LearnerSection(), num_steps=5)
     it.load(tmp_path / "two")
     assert it.version == 2
-    (tmp_path / "two" / "shard-00002-of-00002.safetensors").unlink()  # and half a state is none
+    (tmp_path / "two" / "shard-00002-of-00002.safetensors").unlink()  # an incomplete state is rejected
     with pytest.raises(ValueError, match="learner state"):
         it.load(tmp_path / "two")
 
 
-def test_a_full_disk_of_one_rank_is_everybodys(drive: Drive, tmp_path: Path) -> None:
+def test_a_full_disk_of_one_rank_fails_the_save(drive: Drive, tmp_path: Path) -> None:
     found = drive(size=2, updates=[0, 1], save=str(tmp_path / "two"), full=True)
-    assert found["status"] == [1, 0] and "rank 1: No space left on device" in found["said"][0]
+    assert found["status"] == [1, 0] and "rank 1: No space left on device" in found["output"][0]
 
 
-# ---- what is refused, who dies ----
+# ---- errors ----
 
 
-def test_what_ranks_can_not_share_is_refused(drive: Drive, tmp_path: Path) -> None:
+def test_unsupported_settings_are_rejected(drive: Drive, tmp_path: Path) -> None:
     found = drive(size=2, learner={"optimizer": "muon"})
-    assert found["status"] == [1, 1] and 'learner.optimizer = "muon"' in found["said"][0]
+    assert found["status"] == [1, 1] and 'learner.optimizer = "muon"' in found["output"][0]
     it = Learner(tiny_decoder(), LearnerSection(), num_steps=5)
-    it.world = World(0, 2)
+    it.worker_group = WorkerGroup(0, 2)
     config = load_config(None, ["draft.online=every", "speculation.method=eagle3"])
     with pytest.raises(ValueError, match=r'draft.online = "every".*2 ranks share it'):
-        build_adapter(config, it)
+        build_online_head_trainer(config, it)
 
 
-def test_an_update_that_fails_is_not_made_anywhere(drive: Drive) -> None:
+def test_a_failed_update_changes_no_rank(drive: Drive) -> None:
     job = {"dtype": "float64", "algorithm": CISPO, "updates": [0, 3], "bad": 1}
     one, two = (drive(size=size, **job) for size in (1, 2))
-    assert two["status"] == [0, 0] and two["said"][1] == "", two["said"]
-    assert all("step 1: the gradient's norm is nan" in found["said"][0] for found in (one, two))
+    assert two["status"] == [0, 0] and two["output"][1] == "", two["output"]
+    assert all("step 1: the gradient norm is nan" in found["output"][0] for found in (one, two))
     assert len(two["losses"]) == two["version"] == 2
-    assert two["listens"] == ["0100007F"] or sys.platform != "linux"  # to this machine alone: 127.0.0.1
+    assert two["listens"] == ["0100007F"] or sys.platform != "linux"  # only 127.0.0.1
     compare(two, one, "float64")
 
 
 def test_a_rank_that_dies_ends_the_others(drive: Drive) -> None:
     found = drive(size=3, algorithm=CISPO, dies=2)
     assert found["status"][:2] == [1, -9]
-    assert "ConnectionError: one of the 3 ranks that share the learner is gone" in found["said"][0]
-    assert "--resume" in found["said"][0]
+    assert "ConnectionError: one of the learner's 3 ranks is gone" in found["output"][0]
+    assert "--resume" in found["output"][0]
 
 
 # ---- runs ----
@@ -252,16 +254,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def words(folder: Path) -> list[str]:
+def argv(folder: Path) -> list[str]:
     where = [f"model.name={str(folder / 'model')!r}", f"task.name={str(folder / 'task.jsonl')!r}"]
     return ["train", *where, *SETTINGS, "algorithm.beta=0.05", "train.checkpoint_every=2", "train.eval_every=2"]
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path, words: list[str], drive: Drive) -> list[dict[str, Any]]:
+def alone(folder: Path, argv: list[str], drive: Drive) -> list[dict[str, Any]]:
     """The metrics of the run in one process."""
-    end = drive(size=1, words=[*words, "--run", str(folder / "alone")])
-    assert end["status"] == [0], end["said"]
+    end = drive(size=1, argv=[*argv, "--run", str(folder / "alone")])
+    assert end["status"] == [0], end["output"]
     return metrics(folder / "alone")
 
 
@@ -284,43 +286,43 @@ def same_run(run: Path, alone: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun(folder: Path, words: list[str], alone: list[dict[str, Any]]) -> None:
-    """The real thing; the others below are started as it would."""
+def test_torchrun(folder: Path, argv: list[str], alone: list[dict[str, Any]]) -> None:
+    """With the real torchrun; the tests below start ranks in the same way."""
     run = folder / "two"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS), "COLUMNS": "200"}
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--", "paceline"]
     done = subprocess.run(
-        [sys.executable, *start, *words, "--run", str(run)], env=environment, capture_output=True, text=True
+        [sys.executable, *start, *argv, "--run", str(run)], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("step 4/4") == 1 and "error" not in done.stderr.lower()
     same_run(run, alone)
 
 
-def test_a_run_whose_rank_dies_is_resumed_by_any_number(
-    folder: Path, words: list[str], alone: list[dict[str, Any]], drive: Drive, tmp_path: Path
+def test_a_run_with_a_lost_rank_is_resumed_by_any_number_of_ranks(
+    folder: Path, argv: list[str], alone: list[dict[str, Any]], drive: Drive, tmp_path: Path
 ) -> None:
     run = folder / "killed"
-    end = drive(size=2, dies=3, words=[*words, "--run", str(run)])
+    end = drive(size=2, dies=3, argv=[*argv, "--run", str(run)])
     assert end["status"][0] == 2 and end["status"][1] == -9
-    assert "error: one of the 2 ranks that share the learner is gone" in end["said"][0]
+    assert "error: one of the learner's 2 ranks is gone" in end["output"][0]
     last = Checkpoints(run / "checkpoints", 2).latest()
     assert last is not None and last.step == 2 and len(list((last.path / "learner").iterdir())) == 2
-    end = drive(size=1, words=["train", "--resume", str(run)])
-    assert end["status"] == [0], end["said"]
+    end = drive(size=1, argv=["train", "--resume", str(run)])
+    assert end["status"] == [0], end["output"]
     same_run(run, alone)
-    end = drive(size=1, words=["export", str(run), str(tmp_path / "exported")])
-    assert end["status"] == [0] and (tmp_path / "exported" / "model.safetensors").exists(), end["said"]
+    end = drive(size=1, argv=["export", str(run), str(tmp_path / "exported")])
+    assert end["status"] == [0] and (tmp_path / "exported" / "model.safetensors").exists(), end["output"]
 
 
-def test_followers_are_silent_and_end_with_the_first(
-    folder: Path, words: list[str], alone: list[dict[str, Any]], drive: Drive
+def test_other_ranks_print_nothing_and_end_with_rank_0(
+    folder: Path, argv: list[str], alone: list[dict[str, Any]], drive: Drive
 ) -> None:
     run = folder / "stopped"
-    end = drive(size=2, words=[*words, "--run", str(run), "train.num_steps=2"])
-    assert end["status"] == [0, 0] and end["said"][1] == "", end["said"]
-    end = drive(size=3, words=["train", "--resume", str(run), "train.num_steps=4"])
-    assert end["status"] == [0, 0, 0], end["said"]
+    end = drive(size=2, argv=[*argv, "--run", str(run), "train.num_steps=2"])
+    assert end["status"] == [0, 0] and end["output"][1] == "", end["output"]
+    end = drive(size=3, argv=["train", "--resume", str(run), "train.num_steps=4"])
+    assert end["status"] == [0, 0, 0], end["output"]
     same_run(run, alone)
-    end = drive(size=2, words=[*words, "--run", str(run)])  # refused by the first: the folder is there
-    assert end["status"] == [2, 0] and end["said"][1] == "", end["said"]
+    end = drive(size=2, argv=[*argv, "--run", str(run)])  # rank 0 fails: the folder exists
+    assert end["status"] == [2, 0] and end["output"][1] == "", end["output"]

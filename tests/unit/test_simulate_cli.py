@@ -1,4 +1,4 @@
-"""`paceline simulate`: what it prints, writes and refuses."""
+"""`paceline simulate`: output, JSON and errors."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def test_a_preset_as_json(tmp_path):
     assert "generation" in done.output and "training" in done.output
 
 
-def test_settings_change_what_is_simulated(tmp_path):
+def test_overrides_change_the_simulation(tmp_path):
     found = []
-    for words in ([], ["k=5", "acceptance=4"], ["speculation.method=none", "speculation.k=0"]):
-        assert run(app, ["simulate", "nvidia-235b-512", *words, "--json", str(tmp_path / "o.json")]).exit_code == 0
+    for arguments in ([], ["k=5", "acceptance=4"], ["speculation.method=none", "speculation.k=0"]):
+        assert run(app, ["simulate", "nvidia-235b-512", *arguments, "--json", str(tmp_path / "o.json")]).exit_code == 0
         found.append(json.loads((tmp_path / "o.json").read_text())["rollout_speedup"])
     assert found[0] == pytest.approx(2.72, rel=0.1) and found[1] == pytest.approx(3.42, rel=0.1) and found[2] == 1
 
 
 def test_a_sweep(tmp_path):
     path, picture = tmp_path / "o.json", tmp_path / "o.png"
-    words = ["--sweep", "k=1:5:2", "batch=1024,2048", "--json", str(path), "--plot", str(picture)]
-    done = run(app, ["simulate", "nvidia-235b-512", *words])
+    arguments = ["--sweep", "k=1:5:2", "batch=1024,2048", "--json", str(path), "--plot", str(picture)]
+    done = run(app, ["simulate", "nvidia-235b-512", *arguments])
     assert done.exit_code == 0, done.output
     rows = json.loads(path.read_text())["rows"]
     assert [(row["k"], row["batch"]) for row in rows] == [(k, b) for k in "135" for b in ("1024", "2048")]
@@ -43,7 +43,7 @@ def test_a_sweep(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_trace_is_fitted(tmp_path):
+def test_fit_of_a_trace(tmp_path):
     rows = [
         {"batch": b, "num_speculative_tokens": 0, "verified": 0, "context": 640, "step_ms": ms, "drafter": "none"}
         for b, ms in ((1, 5.24), (8, 5.63), (32, 6.17), (64, 7.13), (128, 9.54), (256, 15.53))
@@ -64,18 +64,18 @@ def test_all_presets_are_listed():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
-        (["nvidia-9b"], "is no preset"),
+        (["nvidia-9b"], "is not a preset"),
         (["nvidia-8b-zero", "engine.tp=5"], "does not divide"),
-        (["nvidia-8b-zero", "gpus=32"], "which of pipeline.gpus, engine.gpus"),
+        (["nvidia-8b-zero", "gpus=32"], "ambiguous; give one of pipeline.gpus, engine.gpus"),
         (["nvidia-8b-zero", "k"], "is not of the form"),
         (["nvidia-8b-zero", "--sweep", "k=a:b"], "a range is FROM:TO"),
         (["nvidia-8b-zero", "--sweep", "k"], "write KEY=FROM:TO"),
-        (["nvidia-8b-zero", "--plot", "o.png"], "the picture of a sweep"),
+        (["nvidia-8b-zero", "--plot", "o.png"], "needs --sweep, and a .png file"),
         (["nvidia-8b-zero", "--fit", "none.json"], "No such file"),
     ],
 )
-def test_mistakes_are_named(words, message):
-    done = run(app, ["simulate", *words])
+def test_errors(arguments, message):
+    done = run(app, ["simulate", *arguments])
     assert done.exit_code == 2 and message in done.output

@@ -1,4 +1,4 @@
-"""`paceline sweep`: cells are measured fairly, other tokens are noticed, what does not pay is not recommended."""
+"""`paceline sweep`: fair measurements, detection of different tokens, and recommendations."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from paceline.bench import sweep
 from paceline.bench.sweep import Case, Run, Settings, Sweep, best_settings
-from paceline.build import available_drafters
+from paceline.build.config import load_config
+from paceline.build.drafter import available_drafters
 from paceline.cli import app
-from paceline.config import load_config
 from paceline.engine import accept
 from paceline.model import head_files
 from paceline.model.eagle3 import head_config, init_head
@@ -41,12 +41,12 @@ def prompts(tmp_path) -> Path:
 
 @pytest.fixture
 def command(model, prompts) -> Any:
-    """command("--k", "2", …) -> result of a small sweep with these options on top; a traceback is never an answer."""
+    """command("--k", "2", …) -> result of a small sweep with these further options. Exceptions are raised."""
 
-    def call(*words: object, code: int = 0) -> Any:
+    def call(*arguments: object, code: int = 0) -> Any:
         small = ["--prompts", prompts, "--drafters", "suffix", "--k", "2", "--batch", "2", "--temperature", "1"]
         small += ["--samples", "2", "--max-tokens", "8", "--repeats", "1", f"model.name={str(model)!r}"]
-        result = CliRunner().invoke(app, ["sweep", *map(str, [*small, *words])], env={"COLUMNS": "200"})
+        result = CliRunner().invoke(app, ["sweep", *map(str, [*small, *arguments])], env={"COLUMNS": "200"})
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         assert result.exit_code == code, result.output
@@ -55,18 +55,18 @@ def command(model, prompts) -> Any:
     return call
 
 
-def opened(model: Path, *overrides: str, **settings: Any) -> Sweep:
+def small_sweep(model: Path, *overrides: str, **settings: Any) -> Sweep:
     config = load_config(None, [f"model.name={str(model)!r}", *overrides])
-    chosen = {"drafters": ("suffix",), "draft_lengths": (2,), "batches": (2,), "temperatures": (1.0,), "repeats": 2}
-    chosen |= {"num_samples": 2, "max_tokens": 8, **settings}
-    return sweep.open_sweep(Settings(config=config, **chosen), PROMPTS)
+    small = {"drafters": ("suffix",), "draft_lengths": (2,), "batches": (2,), "temperatures": (1.0,), "repeats": 2}
+    small |= {"num_samples": 2, "max_tokens": 8, **settings}
+    return sweep.open_sweep(Settings(config=config, **small), PROMPTS)
 
 
 def test_every_cell_is_measured(command, tmp_path):
     out, page = tmp_path / "out.json", tmp_path / "out.html"
-    words = ["--drafters", "none,ngram,suffix,draft_model", "speculation.draft_model='layers:2'", "--k", "1,2"]
-    words += ["--batch", "1,2", "--temperature", "0,1", "--repeats", "2", "--json", out, "--plot", page]
-    result = command(*words)
+    arguments = ["--drafters", "none,ngram,suffix,draft_model", "speculation.draft_model='layers:2'", "--k", "1,2"]
+    arguments += ["--batch", "1,2", "--temperature", "0,1", "--repeats", "2", "--json", out, "--plot", page]
+    result = command(*arguments)
     report = json.loads(out.read_text())
     assert report.keys() == {"interrupted", "settings", "rows", "best"}
     assert report["interrupted"] is False
@@ -93,54 +93,54 @@ def test_every_cell_is_measured(command, tmp_path):
     assert "data:image/png;base64," in page.read_text() and "suffix warm" in page.read_text()
 
 
-def credulous(proposal: accept.Proposal, sampler: Any) -> accept.Verdict:
-    """The broken twin of `coupled`: believes every draft, unchecked."""
+def accept_everything(proposal: accept.Proposal, sampler: Any) -> accept.VerificationResult:
+    """A deliberately broken `coupled` rule that accepts every draft token."""
     starts = proposal.starts
     sizes = np.diff(starts)
     positions = np.arange(starts[-1]) + np.repeat(proposal.lengths - starts[:-1], sizes)
     draws = sampler.draw(proposal.logits_PV, np.repeat(proposal.noise_keys, sizes), positions, proposal.params)
-    verdict = accept.Verdict.empty(len(sizes), int(sizes.max()))
+    result = accept.VerificationResult.empty(len(sizes), int(sizes.max()))
     for i, (draft, (a, b)) in enumerate(zip(proposal.drafts, pairwise(starts), strict=True)):
-        verdict.put(i, np.append(draft, draws.tokens[b - 1]), draws.logprobs[a:b], draws.raw_logprobs[a:b])
-    return verdict
+        result.put(i, np.append(draft, draws.tokens[b - 1]), draws.logprobs[a:b], draws.raw_logprobs[a:b])
+    return result
 
 
-def test_other_tokens_are_noticed(command, monkeypatch, tmp_path):
-    monkeypatch.setitem(accept.RULES, "coupled", credulous)
+def test_different_tokens_are_detected(command, monkeypatch, tmp_path):
+    monkeypatch.setitem(accept.RULES, "coupled", accept_everything)
     out = tmp_path / "out.json"
-    words = ["--drafters", "draft_model", "speculation.draft_model='layers:1'", "--json", out]
-    result = command(*words, code=1)
+    arguments = ["--drafters", "draft_model", "speculation.draft_model='layers:1'", "--json", out]
+    result = command(*arguments, code=1)
     report = json.loads(out.read_text())
     assert [(r["drafter"], r["identical"]) for r in report["rows"]] == [("none", True), ("draft_model", False)]
     assert report["rows"][1]["mean_acceptance_length"] > 2
-    assert [b["drafter"] for b in report["best"]] == ["none"], "a cell with other tokens was recommended"
+    assert [b["drafter"] for b in report["best"]] == ["none"], "a cell with different tokens was recommended"
     assert "DIFFERENT TOKENS: draft_model k=2, batch 2, T=1" in result.stderr
 
 
-def test_other_rules_claim_no_identity(command, tmp_path):
+def test_tokens_are_not_compared_with_other_rules(command, tmp_path):
     out = tmp_path / "out.json"
     result = command("speculation.rule=rejection", "--json", out)
     assert {r["identical"] for r in json.loads(out.read_text())["rows"]} == {None}
-    assert "identity is not claimed" in result.stdout
+    assert "tokens are not" in result.stdout
 
 
 def test_runs_are_fair(model, monkeypatch):
-    """The same requests for everybody, new samples in every repeat, prompts computed anew, drafters fresh (or with the
-    history that they are to have), and nobody always first."""
+    """All cases get the same requests. Every repeat has new samples, computes prompts again, uses new drafters (with a
+    history for warm cases), and reverses the order of cases."""
     seen: list[tuple[Case, list[int], Any, int]] = []
     run = Sweep._run
 
-    def noted(self, case, requests, drafter):
-        known = drafter.num_tokens if drafter is not None else 0
+    def recorded(self, case, requests, drafter):
+        num_history = drafter.num_tokens if drafter is not None else 0
         done = run(self, case, requests, drafter)
         first = done.steps[0]
-        assert first.num_query_tokens - first.num_draft_tokens == len(requests[0].prompt_ids), "it was there already"
+        assert first.num_query_tokens - first.num_draft_tokens == len(requests[0].prompt_ids), "the prompt was cached"
         assert max(step.num_rows for step in done.steps) == case.batch
-        seen.append((case, [r.noise_key for r in requests], drafter, known))
+        seen.append((case, [r.noise_key for r in requests], drafter, num_history))
         return done
 
-    monkeypatch.setattr(Sweep, "_run", noted)
-    measured = opened(model, batches=(1,), num_prompts=1)
+    monkeypatch.setattr(Sweep, "_run", recorded)
+    measured = small_sweep(model, batches=(1,), num_prompts=1)
     measured.run()
     order = measured.cases()
     assert [case.name for case in order] == ["none", "suffix cold", "suffix warm"]
@@ -150,27 +150,27 @@ def test_runs_are_fair(model, monkeypatch):
     assert len(keys[0]) == len(keys[1]) == 1 and not set(*keys[0]) & set(*keys[1])
     used = [drafter for *_, drafter, _ in seen if drafter is not None]
     assert len(set(map(id, used))) == len(used), "a drafter was used twice"
-    for case, _, _, known in rounds:
-        assert (known > 0) == (case.history == "warm"), f"{case} knew {known} tokens"
+    for case, _, _, num_history in rounds:
+        assert (num_history > 0) == (case.history == "warm"), f"{case} had {num_history} tokens of history"
 
 
-def test_a_warm_history_is_of_other_samples(model):
-    measured = opened(model)
+def test_a_warm_history_has_other_samples(model):
+    measured = small_sweep(model)
     own = {r.noise_key for repeat in range(2) for r in measured._requests(1.0, repeat)}
     other = {r.noise_key for r in measured._requests(1.0, "history")}
     assert len(own) == 16 and len(other) == 8 and not own & other
 
 
-def test_greedy_takes_more_prompts_instead_of_samples(model):
-    measured = opened(model, temperatures=(0.0, 1.0), num_prompts=2)
+def test_greedy_uses_more_prompts_instead_of_samples(model):
+    measured = small_sweep(model, temperatures=(0.0, 1.0), num_prompts=2)
     greedy, sampled = measured._requests(0.0, 0), measured._requests(1.0, 0)
     assert len({r.prompt_ids for r in greedy}) == len(greedy) == len(sampled) == 4
     assert len({r.prompt_ids for r in sampled}) == 2
     assert not any(case.history == "warm" for case in measured.cases() if case.temperature == 0)
 
 
-class Scripted(Sweep):
-    """Runs take what the script says; every step emits one token, drafts as many again."""
+class ScriptedSweep(Sweep):
+    """Runs take the given seconds. Every step emits one token per row, and one accepted draft token with k > 0."""
 
     seconds: dict[str, list[float]]
 
@@ -194,15 +194,15 @@ class Scripted(Sweep):
         return Run(seconds, completions, [step])  # type: ignore[arg-type, list-item]
 
 
-def scripted(**seconds: list[float]) -> Scripted:
+def scripted(**seconds: list[float]) -> ScriptedSweep:
     settings = Settings(("ngram",), (2,), (2,), (1.0,), num_prompts=1, num_samples=2, repeats=len(seconds["none"]) - 1)
-    measured = Scripted(settings, None, lambda method: None, [(1, 2)])  # type: ignore[arg-type]
+    measured = ScriptedSweep(settings, None, lambda method: None, [(1, 2)])  # type: ignore[arg-type]
     measured.seconds = seconds
     return measured
 
 
-def test_figures_compare_within_a_round():
-    """The machine is half as fast in the second round, and hiccups in the third."""
+def test_metrics_are_ratios_within_a_round():
+    """The machine is half as fast in the second round, and one run of the third is an outlier."""
     measured = scripted(none=[4.0, 4.0, 8.0, 4.0], ngram=[1.0, 2.0, 4.0, 40.0])  # the first ones are the warm-up
     measured.run()
     plain, row = measured.rows()
@@ -226,34 +226,34 @@ def row(name: str, k: int, speedup: float | None, identical: bool | None = True,
 
 
 @pytest.mark.parametrize(
-    ("rivals", "best", "note"),
+    ("rows", "best", "note"),
     [
         ([row("ngram", 3, 1.2), row("suffix warm", 5, 1.3), row("ngram", 5, 1.1)], ("suffix warm", 5, 1.3), ""),
         ([row("ngram", 3, 1.019), row("ngram", 5, 0.7)], ("none", 0, 1.0), "more than 2%; nearest: ngram k=3, 1.02x"),
         ([row("ngram", 3, 0.9), row("ngram", 5, 3.0, False)], ("none", 0, 1.0), "nearest: ngram k=3, 0.90x"),
-        ([row("ngram", 3, 3.0, False)], ("none", 0, 1.0), "no drafter could be judged"),
+        ([row("ngram", 3, 3.0, False)], ("none", 0, 1.0), "no drafter has valid results"),
         ([row("ngram", 3, 1.5, None), row("ngram", 5, None, None)], ("ngram", 3, 1.5), ""),
     ],
 )
-def test_the_best_setting_pays_or_is_none(rivals, best, note):
+def test_the_best_setting_is_faster_or_none(rows, best, note):
     other = [row("none", 0, 1.0, batch=4), row("ngram", 7, 9.0, batch=4)]
-    found, elsewhere = best_settings([row("none", 0, 1.0), *rivals, *other])
+    found, elsewhere = best_settings([row("none", 0, 1.0), *rows, *other])
     assert (found["name"], found["num_speculative_tokens"], found["speedup"]) == best
     assert found["drafter"] == best[0].split()[0]
     assert (elsewhere["batch"], elsewhere["num_speculative_tokens"]) == (4, 7)
     assert note in found["note"] and bool(note) == bool(found["note"])
 
 
-def test_ctrl_c_keeps_what_was_measured(command, monkeypatch, tmp_path):
-    run, left = Sweep._run, [6]  # warm-up, plain, history; then plain, cold, and no more
+def test_ctrl_c_reports_the_cells_measured_so_far(command, monkeypatch, tmp_path):
+    run, left = Sweep._run, [6]  # warm-up, plain, history; then plain, cold, interrupt
 
-    def impatient(self, *args):
+    def interrupted(self, *args):
         left[0] -= 1
         if not left[0]:
             raise KeyboardInterrupt
         return run(self, *args)
 
-    monkeypatch.setattr(Sweep, "_run", impatient)
+    monkeypatch.setattr(Sweep, "_run", interrupted)
     out = tmp_path / "out.json"
     result = command("--json", out, code=130)
     report = json.loads(out.read_text())
@@ -268,7 +268,7 @@ def test_ctrl_c_keeps_what_was_measured(command, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--drafters", "magic"], "--drafters 'magic': not one of none, ngram"),
         (["--drafters", ","], "--drafters: give at least one"),
@@ -279,7 +279,7 @@ def test_ctrl_c_keeps_what_was_measured(command, monkeypatch, tmp_path):
         (["--batch", "0"], "--batch 0: must be at least 1"),
         (["--batch", ""], "--batch: give at least one"),
         (["--batch", "16"], "--batch 16: 4 prompts with 2 samples each are 8 sequences; give more prompts"),
-        (["--batch", "6", "--temperature", "0"], "--batch 6: at temperature 0 samples are all alike"),
+        (["--batch", "6", "--temperature", "0"], "--batch 6: at temperature 0 all samples of a prompt are identical"),
         (["--temperature", "warm"], "--temperature 'warm': give numbers separated by commas, such as 0,0.6,1"),
         (["--temperature", "-1"], "--temperature -1.0: must be 0 (greedy)"),
         (["--temperature", "nan"], "--temperature nan: must be 0 (greedy)"),
@@ -290,11 +290,11 @@ def test_ctrl_c_keeps_what_was_measured(command, monkeypatch, tmp_path):
         (["speculation.methud=ngram"], "speculation.method"),
     ],
 )
-def test_mistakes_are_named(command, words, message):
-    assert message in " ".join(command(*words, code=2).stderr.split())
+def test_errors(command, arguments, message):
+    assert message in " ".join(command(*arguments, code=2).stderr.split())
 
 
-def test_drafters_that_there_are(monkeypatch):
+def test_available_drafters(monkeypatch):
     def resolve(name: str | None, model_name: str) -> Path:
         if name == "there" or (name is None and model_name == "shipped"):
             return Path("there")
@@ -314,19 +314,19 @@ def test_drafters_that_there_are(monkeypatch):
 
 
 def test_prompts_of_the_task(tmp_path):
-    """Held-out ones first: no head was trained on these."""
+    """Held-out prompts first, because no head was trained on them."""
     path = tmp_path / "task.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"ask {i}", "answer": str(i)}) + "\n" for i in range(6)))
     config = load_config(None, ["task.kind=jsonl", f"task.name={str(path)!r}", "task.held_out=2"])
-    from paceline.build import build_task
+    from paceline.build.task import build_task
 
     prompts = sweep.task_prompts(config, 3)
     assert prompts[:2] == [problem.prompt for problem in build_task(config).held_out]
     assert len(prompts) == len(set(prompts)) == 3
 
 
-def test_a_head_drafts_too(command, model, tmp_path):
-    """EAGLE-3 and hybrid, with a random head: same tokens, and hybrid has a history."""
+def test_sweep_with_a_head(command, model, tmp_path):
+    """EAGLE-3 and hybrid, with a random head."""
     target = read_config(model)
     head = init_head(head_config(target, 64, (1, 2, 3)), torch.arange(64))
     head_files.save_head(head, tmp_path / "head", Provenance(str(model), None, "none", 0, 0, 0))

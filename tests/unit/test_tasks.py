@@ -1,4 +1,4 @@
-"""Tasks: the same settings give the same problems, nothing held out is trained on, no token is re-tokenised."""
+"""Tasks: the same settings give the same problems, no held-out problem is trained on, no token is tokenized again."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from conftest import write_tokenizer
 
-from paceline.config import Config, TaskSection, dump_config, load_config
+from paceline.build.config import load_config
+from paceline.config import Config, TaskSection
+from paceline.config_io import dump_config
 from paceline.model.store import load_tokenizer
 from paceline.tasks.calculator import Calculator, calculate
 from paceline.tasks.episodes import EnvTask
-from paceline.tasks.gym import GymTask, score
-from paceline.tasks.prompt import continuation, dress, encode, identity
+from paceline.tasks.gym import GymTask, make_dataset
+from paceline.tasks.prompt import apply_template, continuation, encode, prompt_identity
 from paceline.tasks.table import TableTask
 from paceline.tasks.task import Problem, Task, Turn
 
@@ -26,13 +28,13 @@ ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  
 
 def leaks(task: Task) -> set[str]:
     """Prompts that are both trained on and held out."""
-    return {identity(p.prompt) for p in task.train} & {identity(p.prompt) for p in task.held_out}
+    return {prompt_identity(p.prompt) for p in task.train} & {prompt_identity(p.prompt) for p in task.held_out}
 
 
 def check_names(task: Task) -> None:
-    """One name for every question, one question for every name."""
-    pairs = {(p.name, identity(p.prompt)) for p in [*task.train, *task.held_out]}
-    assert len(pairs) == len({name for name, _ in pairs}) == len({question for _, question in pairs})
+    """One name for every prompt, one prompt for every name."""
+    pairs = {(p.name, prompt_identity(p.prompt)) for p in [*task.train, *task.held_out]}
+    assert len(pairs) == len({name for name, _ in pairs}) == len({prompt for _, prompt in pairs})
 
 
 def gym(**settings: Any) -> GymTask:
@@ -57,28 +59,28 @@ def test_gym_problems_are_the_datasets_own():
     assert "gcd/0" in kept and len(kept) > 150
 
 
-def test_gym_is_deterministic_and_grows_without_changing():
+def test_gym_is_deterministic_and_a_larger_size_keeps_the_first_problems():
     small, again, large = gym(), gym(), gym(size=300)
     assert (small.train, small.held_out) == (again.train, again.held_out)
     assert large.train[:200] == small.train and large.held_out == small.held_out
     assert gym(seed=1).train != small.train
     many = gym(
         params={"min_terms": 5, "min_digits": 4}, seed=7
-    )  # nothing is drawn twice: what is held out costs nothing
+    )  # with many different questions the held-out ones are not among the training ones
     assert [p.name for p in many.train] == [f"chain_sum/{i}" for i in range(200)]
 
 
 @pytest.mark.parametrize(("size", "held_out"), [(1024, 64), (1024, 150), (50, 64), (300, 0)])
-def test_no_question_leaks_where_questions_are_few(size, held_out):
+def test_no_question_leaks_if_there_are_few(size, held_out):
     task = gym(params=ONE_DIGIT, size=size, held_out=held_out)
     assert len(task.train) == size and len(task.held_out) == held_out
     assert leaks(task) == set()
-    assert len({identity(p.prompt) for p in task.held_out}) == held_out
+    assert len({prompt_identity(p.prompt) for p in task.held_out}) == held_out
     check_names(task)
 
 
-def test_a_leak_would_be_seen():
-    """The broken twin: another seed alone does not keep held-out questions apart."""
+def test_leaks_are_detected():
+    """Another seed alone does not prevent leaks."""
     first, second = gym(params=ONE_DIGIT, held_out=0), gym(params=ONE_DIGIT, held_out=0, seed=1)
     first.held_out = second.train
     assert leaks(first)
@@ -86,14 +88,14 @@ def test_a_leak_would_be_seen():
         check_names(first)
 
 
-def test_gym_mistakes_name_the_key():
+def test_gym_errors_name_the_key():
     with pytest.raises(ValueError, match=r"task\.held_out = 201.*too few different questions"):
         gym(params=ONE_DIGIT, held_out=201)
     with pytest.raises(ValueError, match=r"task\.held_out = 200"):  # nothing would be left to train on
         gym(params=ONE_DIGIT, held_out=200)
     with pytest.raises(ValueError, match=r"task\.name = 'chain_sun'.*chain_sum"):
         gym(name="chain_sun")
-    with pytest.raises(ValueError, match=r"the nearest are [a-z_0-9]+, [a-z_0-9]+, [a-z_0-9]+$"):
+    with pytest.raises(ValueError, match=r"similar names are [a-z_0-9]+, [a-z_0-9]+, [a-z_0-9]+$"):
         gym(name="./nothing/like/it.json")
     with pytest.raises(ValueError, match=r"task\.params\.min_term.*min_terms.*allow_negation"):
         gym(params={"min_term": 2})
@@ -110,19 +112,22 @@ def test_gym_scores_with_the_datasets_own_scorer():
         problem = gym(name=name, params=params, size=2, held_out=1).train[0]
         entry = problem.columns["entry"]
         json.dumps(entry)
-        assert score(name, params, problem.columns["answer"], entry) == 1.0, name
-        assert score(name, params, "no idea", entry) < 0.1, name
-        assert score(name, params, None, entry) < 0.1, name
+        assert make_dataset(name, params).score_answer(problem.columns["answer"], entry) == 1.0, name
+        assert make_dataset(name, params).score_answer("no idea", entry) < 0.1, name
+        assert make_dataset(name, params).score_answer(None, entry) < 0.1, name
     countdown = {"question": "", "answer": "", "metadata": {"numbers": [2, 3, 4], "target": 14, "expression": ""}}
-    assert score("countdown", {}, "2 + 3*4", countdown) == 1.0  # any right expression, not one string
-    assert score("countdown", {}, "2 + 3 + 4", countdown) < 1.0
+    assert make_dataset("countdown", {}).score_answer("2 + 3*4", countdown) == 1.0  # any correct expression
+    assert make_dataset("countdown", {}).score_answer("2 + 3 + 4", countdown) < 1.0
 
 
 def test_gym_composite_takes_tables():
     params = {"datasets": [{"name": "gcd", "weight": 1, "config": {}}, {"name": "lcm", "weight": 1, "config": {}}]}
     task = gym(name="composite", params=params, size=20, held_out=2)
     assert {p.columns["entry"]["metadata"]["source_dataset"] for p in task.train} == {"gcd", "lcm"}
-    assert score("composite", params, task.train[0].columns["answer"], task.train[0].columns["entry"]) == 1.0
+    assert (
+        make_dataset("composite", params).score_answer(task.train[0].columns["answer"], task.train[0].columns["entry"])
+        == 1.0
+    )
 
 
 # tables
@@ -158,18 +163,18 @@ def test_columns_by_name_messages_and_numbers(tmp_path):
     found = all_of(table(tmp_path / "t.jsonl", rows, prompt_column="q", answer_column="a"))
     assert found["t/0"].prompt == chat
     assert found["t/0"].columns == {"answer": "4", "a": 4, "tests": ["x"]}
-    dressed = all_of(
+    templated = all_of(
         table(tmp_path / "t.jsonl", rows, prompt_column="q", answer_column="a", template="Q: {prompt} {A}", system="S")
     )
-    assert dressed["t/0"].prompt == chat  # whole messages with their own system message stay as they are
-    assert dressed["t/1"].prompt == [
+    assert templated["t/0"].prompt == chat  # messages with their own system message are not changed
+    assert templated["t/1"].prompt == [
         {"role": "system", "content": "S"},
         {"role": "user", "content": "Q: 3+3? {A}"},
     ]
 
 
 def test_duplicates_share_a_name_and_never_leak(tmp_path):
-    # Every prompt three times, once as a message: the same question all the same.
+    # Every prompt three times, once as a message.
     rows = [{"prompt": f"p{i % 20}", "answer": str(i)} for i in range(40)]
     rows += [{"prompt": [{"role": "user", "content": f"p{i}"}], "answer": "0"} for i in range(20)]
     for seed in range(5):
@@ -206,20 +211,20 @@ GOOD = {"prompt": "1+1?", "answer": "2"}
         ({"prompt": "x", "answer": "1", "completions": 1}, "`completions`.*rename"),
     ],
 )
-def test_a_broken_line_is_named(tmp_path, row, message):
+def test_an_invalid_line_is_named(tmp_path, row, message):
     with pytest.raises(ValueError, match=rf"(?s)t\.jsonl, line 3: .*{message}"):
         table(tmp_path / "t.jsonl", [GOOD, "", row, {"prompt": "y", "answer": "1"}])
 
 
 def test_a_table_without_answers_can_be_resumed(tmp_path):
-    """A run's config.toml names every setting, `answer_column` too."""
+    """A run's config.toml contains every setting, `answer_column` too."""
     (tmp_path / "t.jsonl").write_text('{"prompt": "x", "tests": []}\n')
     config = Config(task=TaskSection(kind="jsonl", name=str(tmp_path / "t.jsonl"), held_out=0))
     (tmp_path / "config.toml").write_text(dump_config(config))
     assert len(TableTask(load_config(tmp_path / "config.toml").task).train) == 1
 
 
-def test_broken_files_and_settings(tmp_path):
+def test_invalid_files_and_settings(tmp_path):
     (tmp_path / "b.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
     with pytest.raises(ValueError, match=r"b\.jsonl, line 2: not UTF-8"):
         TableTask(TaskSection(kind="jsonl", name=str(tmp_path / "b.jsonl")))
@@ -245,7 +250,7 @@ def test_broken_files_and_settings(tmp_path):
         table(tmp_path / "t.jsonl", [])
 
 
-def test_no_answers_at_all_is_fine(tmp_path):
+def test_a_table_without_answers(tmp_path):
     task = table(tmp_path / "t.jsonl", [{"prompt": "a"}, {"prompt": "b", "lang": "en"}])
     assert all("answer" not in p.columns for p in all_of(task).values())
 
@@ -273,15 +278,15 @@ def test_hugging_face_datasets_from_directories(tmp_path):
         TableTask(TaskSection(kind="dataset", name=str(tmp_path / "files"), prompt_column="text"))
 
 
-def test_without_datasets_the_error_says_what_to_install(monkeypatch):
+def test_without_datasets_the_error_names_the_package(monkeypatch):
     original = builtins.__import__
 
-    def refuse(name: str, *args: Any) -> Any:
+    def without_datasets(name: str, *args: Any) -> Any:
         if name == "datasets":
             raise ImportError("No module named 'datasets'")
         return original(name, *args)
 
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setattr(builtins, "__import__", without_datasets)
     with pytest.raises(ValueError, match=r"pip install datasets$"):
         TableTask(TaskSection(kind="dataset", name="openai/gsm8k"))
 
@@ -306,27 +311,27 @@ def test_env_task_makes_fresh_episodes():
     assert first.prompt() == second.prompt() == problem.prompt
     assert problem.prompt[0] == {"role": "system", "content": "S"}
     first.step("<answer>1</answer>")
-    assert second.step("hm").observation is not None  # one episode's end is not another's
+    assert second.step("hm").observation is not None  # episodes are independent
     assert [p.columns for p in env().train] == [p.columns for p in env().train]
     assert [p.columns for p in env(seed=1).train] != [p.columns for p in env().train]
 
 
-def test_env_problems_few_or_finite():
-    few = {"min_digits": 1, "max_digits": 1, "operators": "+"}  # 81 of them
+def test_few_or_finitely_many_env_problems():
+    few = {"min_digits": 1, "max_digits": 1, "operators": "+"}  # 81 problems
     task = env(params=few, size=200, held_out=40)
     assert len(task.train) == 200 and len(task.held_out) == 40 and leaks(task) == set()
     check_names(task)
     with pytest.raises(ValueError, match=r"task\.held_out = 82"):
         env(params=few, held_out=82)
     guess = EnvTask(TaskSection(kind="env", name=f"{__name__}:Guess", held_out=0))
-    assert [p.columns["secret"] for p in guess.train] == list(range(10))  # all the same prompt, but other episodes
+    assert [p.columns["secret"] for p in guess.train] == list(range(10))  # equal prompts, different episodes
     with pytest.raises(ValueError, match=r"task\.size = 11"):
         EnvTask(TaskSection(kind="env", name=f"{__name__}:Guess", held_out=0, size=11))
     with pytest.raises(ValueError, match=r"task\.held_out = 1.*too few different prompts.*\(1 "):
         EnvTask(TaskSection(kind="env", name=f"{__name__}:Guess", held_out=1))
 
 
-def test_no_prompt_leaks_whatever_else_the_arguments_hold():
+def test_no_prompt_leaks_if_other_arguments_differ():
     task = EnvTask(TaskSection(kind="env", name=f"{__name__}:Numbered", size=100, held_out=10))
     assert len(task.train) == 100 and len(task.held_out) == 10
     assert leaks(task) == set()
@@ -349,7 +354,7 @@ class Guess:
 
 
 class Numbered(Guess):
-    """Every problem has a number of its own, and few prompts there are."""
+    """Every problem has its own `uid`, but there are only 20 prompts."""
 
     def __init__(self, secret: int, uid: str) -> None:
         super().__init__(secret)
@@ -363,7 +368,7 @@ class Numbered(Guess):
 
 
 class Broken(Guess):
-    """Raises where it is told to."""
+    """Raises where `how` names it."""
 
     def __init__(self, secret: Any) -> None:
         super().__init__(secret)
@@ -382,12 +387,12 @@ class Broken(Guess):
     def _problems(how: str) -> Any:
         yield {"secret": 1}
         if how == "problems":
-            raise ValueError("out of stock")
+            raise ValueError("no more problems")
         yield {"secret": how}
 
     def prompt(self) -> Any:
         if self.secret == "prompt":
-            raise RuntimeError("speechless")
+            raise RuntimeError("no prompt")
         return None if self.secret == "none" else f"Say {self.secret}."
 
 
@@ -395,11 +400,11 @@ class Broken(Guess):
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("problems", r"Broken\.problems\(\) raised ValueError: out of stock"),
+        ("problems", r"Broken\.problems\(\) raised ValueError: no more problems"),
         ("no list", r"Broken\.problems\(\) raised TypeError: 'NoneType' object is not iterable"),
         ("no arguments", r"5 raised TypeError"),
         ("init", r"\{'secret': 'init'\} raised KeyError: 'no such episode'"),
-        ("prompt", r"\{'secret': 'prompt'\} raised RuntimeError: speechless"),
+        ("prompt", r"\{'secret': 'prompt'\} raised RuntimeError: no prompt"),
         ("none", r"the prompt of \{'secret': 'none'\} must be a non-empty string"),
     ],
 )
@@ -422,7 +427,7 @@ def test_a_module_that_can_not_be_imported_is_named(tmp_path, monkeypatch, sourc
         env(name="my_broken_env:Env")
 
 
-def test_env_mistakes_name_the_key():
+def test_env_errors_name_the_key():
     for settings, message in (
         ({"name": "Calculator"}, r"task\.name = 'Calculator'.*module:EnvClass"),
         ({"name": "absent_module:Env"}, r"task\.name.*can't be imported"),
@@ -436,7 +441,7 @@ def test_env_mistakes_name_the_key():
             env(**settings)
 
 
-def test_the_calculator_answers_and_judges():
+def test_the_calculator_calculates_and_scores():
     episode = Calculator("12 * 34", max_turns=3)
     assert "12 * 34" in episode.prompt()
     turn = episode.step("Let me see: <calc>12*34</calc> and <calc>1/0</calc>")
@@ -446,7 +451,7 @@ def test_the_calculator_answers_and_judges():
     with pytest.raises(AssertionError, match="single-use"):
         episode.step("again")
     assert Calculator("12 * 34").step("<answer>409</answer>") == Turn(None, 0.0)
-    assert Calculator("12 * 34").step("<answer>12 * 34</answer>") == Turn(None, 0.0)  # the question is no answer
+    assert Calculator("12 * 34").step("<answer>12 * 34</answer>") == Turn(None, 0.0)  # not a number
     assert Calculator("12 * 34").step("<answer>408</answer> no, <answer>9</answer>") == Turn(None, 0.0)
     assert Calculator("1200 * 3").step("<answer> 3,600 </answer>") == Turn(None, 1.0)
     assert Calculator("12 * 34", max_turns=1).step("<calc>12*34</calc>") == Turn(None, 0.0)
@@ -472,7 +477,7 @@ def test_calculate(expression, result):
     ],
 )  # fmt: skip
 def test_calculate_refuses(expression):
-    with pytest.raises(ValueError):  # computing some of these would take for ever
+    with pytest.raises(ValueError):  # computing some of these would never finish
         calculate(expression)
 
 
@@ -493,7 +498,7 @@ def tokenizer(request: pytest.FixtureRequest, byte_tokenizer: Any) -> Any:
     if request.param == "bytes":
         return byte_tokenizer
     made = load_tokenizer(byte_tokenizer.name_or_path)
-    made.chat_template = (  # another shape: turns without headers, a closing token without a newline
+    made.chat_template = (  # another format: turns without headers, a closing token without a newline
         "{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] }}<|im_end|>"
         "{% else %}[INST] {{ m['content'] }} [/INST]{% endif %}{% endfor %}"
         "{% if add_generation_prompt %} {% endif %}"
@@ -501,7 +506,7 @@ def tokenizer(request: pytest.FixtureRequest, byte_tokenizer: Any) -> Any:
     return made
 
 
-def test_encode_is_the_chat_template(tokenizer):
+def test_encode_uses_the_chat_template(tokenizer):
     messages = [{"role": "user", "content": "Why is 1 < 2? 你好\n"}]
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert encode(tokenizer, messages) == encode(tokenizer, messages[0]["content"]) == tuple(expected)
@@ -520,37 +525,37 @@ OBSERVATIONS = [
 
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 @pytest.mark.parametrize("num_closed", [0, 1, 2])
-def test_a_conversation_goes_on_as_the_template_would_have_it(tokenizer, observation, num_closed):
-    """Three turns, each closed by none, one or two tokens of its own."""
+def test_continuation_gives_the_ids_of_the_whole_conversation(tokenizer, observation, num_closed):
+    """Three turns. The policy emits none, one or two of the closing tokens itself."""
     conversation: list[dict[str, Any]] = [{"role": "user", "content": "What is 12*34?"}]
     ids = encode(tokenizer, conversation)
     closing = tokenizer.encode("<|im_end|>\n" if "im_start" in tokenizer.chat_template else "<|im_end|>")[:num_closed]
-    for said in ("Let me see:\n<calc>12*34</calc>", "So 408", "Yes."):
-        completion = [*tokenizer.encode(said, add_special_tokens=False), *closing]
+    for text in ("Let me see:\n<calc>12*34</calc>", "So 408", "Yes."):
+        completion = [*tokenizer.encode(text, add_special_tokens=False), *closing]
         between = continuation(tokenizer, observation, True, completion)
         ids += (*completion, *between)
-        conversation += [{"role": "assistant", "content": said}, *observation]
+        conversation += [{"role": "assistant", "content": text}, *observation]
         assert ids == encode(tokenizer, conversation)
 
 
-def test_generated_tokens_stay_as_they_were_sampled(smollm2):
-    """Ids that tokenising their text would not give are kept, and the end token is not doubled."""
+def test_continuation_does_not_repeat_the_end_token(smollm2):
+    """Also for ids that differ from the tokenization of their text."""
     tokenizer = load_tokenizer(smollm2)
-    odd = [tokenizer.encode(letter)[0] for letter in "hello"]
-    assert tokenizer.encode("hello") != odd
+    letters = [tokenizer.encode(letter)[0] for letter in "hello"]
+    assert tokenizer.encode("hello") != letters
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    open_turn = continuation(tokenizer, OBSERVATIONS[0], True, odd)
-    closed_turn = continuation(tokenizer, OBSERVATIONS[0], True, [*odd, end])
+    open_turn = continuation(tokenizer, OBSERVATIONS[0], True, letters)
+    closed_turn = continuation(tokenizer, OBSERVATIONS[0], True, [*letters, end])
     assert open_turn == (end, *closed_turn)
     assert closed_turn[0] != end
 
 
-def test_without_a_template_the_observation_is_bare_text(byte_tokenizer):
+def test_without_a_template_the_continuation_is_the_observations_text(byte_tokenizer):
     assert continuation(byte_tokenizer, OBSERVATIONS[0], False, []) == tuple(byte_tokenizer.encode("12*34 = 408"))
 
 
-def test_dress():
-    assert dress("2+2", TaskSection(template="{prompt} = ?")) == "2+2 = ?"
+def test_apply_template():
+    assert apply_template("2+2", TaskSection(template="{prompt} = ?")) == "2+2 = ?"
     messages = [{"role": "user", "content": "x"}]
-    assert dress(messages, TaskSection(template="{prompt}!")) == messages
-    assert dress(messages, TaskSection(system="S"))[0] == {"role": "system", "content": "S"}
+    assert apply_template(messages, TaskSection(template="{prompt}!")) == messages
+    assert apply_template(messages, TaskSection(system="S"))[0] == {"role": "system", "content": "S"}

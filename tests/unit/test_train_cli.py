@@ -1,4 +1,4 @@
-"""`paceline train`, `report`, `eval` and `export`, and what they show."""
+"""`paceline train`, `report`, `eval` and `export`, and their output."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rich.console import Console
 from tiny_run import SETTINGS, lines, settings
 from typer.testing import CliRunner
 
+from paceline.build.config import load_config
 from paceline.cli import app
-from paceline.cli.progress import TerminalWatcher, _duration
+from paceline.cli.progress import TerminalProgress, format_duration
 from paceline.cli.train import split_arguments
-from paceline.config import load_config
 from paceline.rl.checkpoint import Checkpoints
 
 
 @pytest.fixture
 def command() -> Any:
-    """command("train", …) -> result, with stdout and stderr apart. A traceback is never an answer."""
+    """command("train", …) -> result, with separate stdout and stderr. Uncaught exceptions are raised."""
 
-    def call(*words: object, code: int = 0) -> Any:
-        result = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "200"})
+    def call(*arguments: object, code: int = 0) -> Any:
+        result = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "200"})
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         assert result.exit_code == code, result.output
@@ -43,19 +43,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def words(folder: Path) -> list[str]:
+def overrides(folder: Path) -> list[str]:
     """The tiny task as settings."""
     return [f"model.name={str(folder / 'model')!r}", f"task.name={str(folder / 'task.jsonl')!r}", *SETTINGS]
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path, words: list[str]) -> Path:
-    """A finished run: validated, audited, drafted for."""
+def trained(folder: Path, overrides: list[str]) -> Path:
+    """A finished run with evaluation, audits and drafts."""
     run = folder / "trained"
     extra = ["speculation.method=suffix", "speculation.audit_every=2", "train.eval_every=1", "train.tensorboard=true"]
-    result = CliRunner().invoke(app, ["train", "--run", str(run), *words, *extra], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, ["train", "--run", str(run), *overrides, *extra], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
-    (folder / "said").write_text(result.output)
+    (folder / "output").write_text(result.output)
     return run
 
 
@@ -81,29 +81,29 @@ def test_arguments() -> None:
         (["task.name=no_such_task"], "no_such_task"),
         (["train.eval_every=1", "task.held_out=0"], "train.eval_every needs held-out problems"),
         (["speculation.audit_every=2", "train.max_staleness=1"], "speculation.audit_every = 2"),
-        (['reward.functions=["telepathy"]'], "telepathy"),
+        (['reward.functions=["unknown"]'], "unknown"),
         (["sampling.temperature=0.0"], "sampling.temperature"),
     ],
 )
-def test_mistakes_are_one_clear_message(
-    command: Any, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], message: str
+def test_errors_are_one_message(
+    command: Any, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = command("train", *([] if "--resume" in given else words), *given, code=2)
+    result = command("train", *([] if "--resume" in given else overrides), *given, code=2)
     assert message in result.stderr
     assert "Traceback" not in result.output
-    assert list(tmp_path.iterdir()) == [], "a mistake leaves no run behind"
+    assert list(tmp_path.iterdir()) == [], "an error must not create a run"
 
 
-def test_a_config_in_the_file_is_checked_too(command: Any, tmp_path: Path) -> None:
+def test_config_file_is_checked(command: Any, tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("[algorithm]\nnum_generation = 4\n")
     result = command("train", tmp_path / "c.toml", "train.num_steps=1", code=2)
     assert "unknown key algorithm.num_generation: did you mean algorithm.num_generations?" in result.stderr
 
 
-def test_dry_run(command: Any, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run(command: Any, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    result = command("train", *words, "--dry-run")
+    result = command("train", *overrides, "--dry-run")
     assert "6 to train on, 2 held out" in result.stdout
     assert "2 problems x 4 samples of up to 12 tokens" in result.stdout
     assert re.search(r"say [a-h]", result.stdout), "the first prompt as the model sees it"
@@ -111,27 +111,29 @@ def test_dry_run(command: Any, words: list[str], tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_goes_under_runs(command: Any, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_folder_is_under_runs(
+    command: Any, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    result = command("train", *words, "train.num_steps=1")
+    result = command("train", *overrides, "train.num_steps=1")
     (run,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"task-\d{8}-\d{6}", run.name)
     assert f"runs/{run.name}/report.html" in result.stdout
-    assert "already holds a run" in command("train", "--run", run, *words, code=2).stderr
+    assert "already holds a run" in command("train", "--run", run, *overrides, code=2).stderr
 
 
-def test_what_a_run_says_and_leaves(trained: Path, folder: Path) -> None:
-    said = (folder / "said").read_text()
-    assert [f"step {n}/4" in said for n in (1, 2, 3, 4, 5)] == [True] * 4 + [False]
+def test_output_and_files_of_a_run(trained: Path, folder: Path) -> None:
+    output = (folder / "output").read_text()
+    assert [f"step {n}/4" in output for n in (1, 2, 3, 4, 5)] == [True] * 4 + [False]
     for figure in ("held-out reward before", "held-out reward after", "mean acceptance length", "audited speed-up"):
-        assert figure in said
-    assert str(trained / "report.html") in said.replace("\n", "")
+        assert figure in output
+    assert str(trained / "report.html") in output.replace("\n", "")
     summary = json.loads((trained / "summary.json").read_text())
-    assert summary["finished"] and summary["steps"] == 4 and summary["identical"] is True
+    assert summary["finished"] and summary["num_steps"] == 4 and summary["identical"] is True
     for key in ("reward_before", "reward_after", "generation_speedup", "mean_acceptance_length"):
         assert isinstance(summary[key], float)
     assert set(summary["tail_speedup"]) == {"1", "2", "4"}
-    assert {"generation", "training", "reward", "draft", "exposed"} <= set(summary["stages"])
+    assert {"generation", "training", "reward", "draft", "exposed_generation"} <= set(summary["stages"])
     names = {path.name for path in trained.iterdir()}
     assert names >= {"config.toml", "run.json", "metrics.jsonl", "rollouts.jsonl", "trace.jsonl", "checkpoints"}
     assert list((trained / "tensorboard").iterdir())
@@ -139,7 +141,7 @@ def test_what_a_run_says_and_leaves(trained: Path, folder: Path) -> None:
     assert all("eval" in m for m in metrics) and sum("audit" in m for m in metrics) == 2
 
 
-def test_a_finished_run_resumed(trained: Path, command: Any) -> None:
+def test_resume_of_a_finished_run(trained: Path, command: Any) -> None:
     before = json.loads((trained / "summary.json").read_text())
     command("train", "--resume", trained)
     assert json.loads((trained / "summary.json").read_text()) == before
@@ -165,14 +167,14 @@ def test_report(trained: Path, command: Any, tmp_path: Path) -> None:
 # ---- eval ----
 
 
-def test_eval(folder: Path, words: list[str], command: Any, tmp_path: Path) -> None:
-    """Of a config, of a jsonl file, of a reasoning-gym dataset: the first two are the same task here."""
+def test_eval(folder: Path, overrides: list[str], command: Any, tmp_path: Path) -> None:
+    """With a config, a jsonl file (the same task here) and a reasoning-gym dataset."""
     model, results = folder / "model", {}
-    rest = [word for word in words if not word.startswith(("model.name", "task.name"))]
+    task_overrides = [override for override in overrides if not override.startswith(("model.name", "task.name"))]
     (tmp_path / "c.toml").write_text(f"[task]\nname = {str(folder / 'task.jsonl')!r}\n")
     for name, task in {"config": tmp_path / "c.toml", "jsonl": folder / "task.jsonl"}.items():
         out = tmp_path / f"{name}.json"
-        shown = command("eval", model, task, *rest, "-n", 4, "--json", out).stdout
+        shown = command("eval", model, task, *task_overrides, "-n", 4, "--json", out).stdout
         results[name] = json.loads(out.read_text())
         assert "pass@4" in shown and f"{results[name]['num_problems']}" in shown
     assert results["config"].pop("task") != results["jsonl"].pop("task")
@@ -185,10 +187,10 @@ def test_eval(folder: Path, words: list[str], command: Any, tmp_path: Path) -> N
     assert json.loads(out.read_text())["num_problems"] == 3
     assert "no_such" in command("eval", model, "no_such", code=2).stderr
     for wrong in ("x.json", "./chain_sum", "data/x.gz"):
-        said = command("eval", model, wrong, code=2).stderr
-        assert f"{wrong}: " in said and ".toml" in said and ".jsonl.gz" in said and "reasoning-gym dataset" in said
+        error = command("eval", model, wrong, code=2).stderr
+        assert f"{wrong}: " in error and ".toml" in error and ".jsonl.gz" in error and "reasoning-gym dataset" in error
     env = ["paceline.tasks.calculator:Calculator", "task.kind=env", 'reward.functions=["env"]', "task.held_out=0"]
-    assert "task.held_out = 0" in command("eval", model, *env, code=2).stderr  # a name with a dot, but no file's
+    assert "task.held_out = 0" in command("eval", model, *env, code=2).stderr  # a name with a dot that is not a file
     assert "task.held_out = 0" in command("eval", model, folder / "task.jsonl", "task.held_out=0", code=2).stderr
 
 
@@ -196,19 +198,19 @@ def test_eval(folder: Path, words: list[str], command: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("flavour", ["full", "lora"])
-def test_export_is_the_policy(folder: Path, words: list[str], command: Any, tmp_path: Path, flavour: str) -> None:
-    """transformers reads it and computes what the learner computes."""
+def test_export(folder: Path, overrides: list[str], command: Any, tmp_path: Path, flavour: str) -> None:
+    """transformers loads it and computes the same logits as the learner."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from paceline.build import build_learner
+    from paceline.build.learner import build_learner
     from paceline.model.attention import PackedAttention
 
     run = tmp_path / "run"
     extra = ["learner.lora_rank=4"] if flavour == "lora" else []
-    command("train", "--run", run, *words, *extra, "train.eval_every=1", "train.keep_checkpoints=1")
+    command("train", "--run", run, *overrides, *extra, "train.eval_every=1", "train.keep_checkpoints=1")
     best = json.loads((run / "summary.json").read_text())["best"]["step"]
-    command("train", "--resume", run, "train.num_steps=5", "train.eval_every=0")  # the last is not the best
+    command("train", "--resume", run, "train.num_steps=5", "train.eval_every=0")  # the last checkpoint is not the best
     command("export", run, tmp_path / "last")
     command("export", run, tmp_path / "best", "--best")
     checkpoints = Checkpoints(run / "checkpoints", 1)
@@ -230,12 +232,14 @@ def test_export_is_the_policy(folder: Path, words: list[str], command: Any, tmp_
         assert AutoTokenizer.from_pretrained(tmp_path / name).encode("say b") == tokens.tolist()
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
     with torch.no_grad():
-        assert not torch.allclose(model(tokens[None]).logits[0], logits["last"], atol=1e-3), "it was trained"
+        assert not torch.allclose(model(tokens[None]).logits[0], logits["last"], atol=1e-3), (
+            "the export has the initial weights"
+        )
 
 
-def test_export_of_nothing(command: Any, words: list[str], tmp_path: Path) -> None:
+def test_export_without_a_checkpoint(command: Any, overrides: list[str], tmp_path: Path) -> None:
     assert "not a run" in command("export", tmp_path, tmp_path / "out", code=2).stderr
-    command("train", "--run", tmp_path / "run", *words, "train.num_steps=1")
+    command("train", "--run", tmp_path / "run", *overrides, "train.num_steps=1")
     assert "no validated checkpoint" in command("export", tmp_path / "run", tmp_path / "out", "--best", code=2).stderr
 
 
@@ -243,38 +247,38 @@ def test_export_of_nothing(command: Any, words: list[str], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_a_terminal(trained: Path, max_staleness: int) -> None:
+def test_progress_on_a_terminal(trained: Path, max_staleness: int) -> None:
     config = load_config(None, [f"train.max_staleness={max_staleness}", "train.num_steps=4"])
     screen = io.StringIO()
     console = Console(force_terminal=True, file=screen, width=120, color_system=None)
-    with TerminalWatcher(console, config) as watcher:
-        watcher.progress("generation", 3, 8)
-        watcher._live.refresh()
+    with TerminalProgress(console, config) as callback:
+        callback.progress("generation", 3, 8)
+        callback._live.refresh()
         for metrics in lines(trained, "metrics")[:3]:
-            watcher.step(metrics | {"failures": 2, "lag_max": 1})
-            watcher._live.refresh()
-        watcher.note("ALARM: [bold]not markup[/bold]")
+            callback.step(metrics | {"num_failures": 2, "staleness_max": 1})
+            callback._live.refresh()
+        callback.note("ALARM: [bold]not markup[/bold]")
     seen = screen.getvalue()
-    for text in ("generation", "3/8", "step 3/4", "2 not scored", "lag 1", "held out", "speed-up", " left"):
+    for text in ("generation", "3/8", "step 3/4", "2 not scored", "staleness 1", "held out", "speed-up", " left"):
         assert text in seen
     assert "ALARM: [bold]not markup[/bold]" in seen
-    stages = {"exposed"} if max_staleness else {"generation"}
+    stages = {"exposed_generation"} if max_staleness else {"generation"}
     assert all(re.search(rf"━ *.*{name} \d+%", seen) for name in stages)
 
 
-def test_no_terminal(trained: Path) -> None:
-    """Lines and nothing else: no escape codes, no bars."""
+def test_progress_without_a_terminal(trained: Path) -> None:
+    """Only lines: no escape codes, no bars."""
     log = io.StringIO()
-    with TerminalWatcher(Console(file=log, width=80), load_config(None, ["train.num_steps=4"])) as watcher:
-        watcher.progress("generation", 3, 8)
+    with TerminalProgress(Console(file=log, width=80), load_config(None, ["train.num_steps=4"])) as callback:
+        callback.progress("generation", 3, 8)
         for metrics in lines(trained, "metrics"):
-            watcher.step(metrics)
-        watcher.note("a note")
+            callback.step(metrics)
+        callback.note("a note")
     assert [line.split("  ")[0] for line in log.getvalue().splitlines()] == [f"step {n}/4" for n in (1, 2, 3, 4)] + [
         "a note"
     ]
     assert "\x1b" not in log.getvalue() and "━" not in log.getvalue()
 
 
-def test_durations() -> None:
-    assert [_duration(s) for s in (0, 61, 3661.9)] == ["0:00", "1:01", "1:01:01"]
+def test_format_duration() -> None:
+    assert [format_duration(s) for s in (0, 61, 3661.9)] == ["0:00", "1:01", "1:01:01"]

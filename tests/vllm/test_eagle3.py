@@ -1,8 +1,8 @@
-"""Heads written by Paceline in the real vLLM: they load, and drafting greedily they are right as often as ours.
+"""Heads written by Paceline load in vLLM and have the same acceptance length there, with greedy drafting.
 
-Both engines emit the same greedy tokens, so each draft is made in the same place; what may differ is a draft whose two
-best tokens are equal but for rounding. The last step of a sequence is counted differently (vLLM drafts beyond the end),
-which is why sequences are long.
+Both engines emit the same greedy tokens, so they draft at the same positions. A draft may differ only if its two best
+tokens are equal up to rounding. The last step of a sequence is counted differently (vLLM drafts beyond the end), so the
+sequences are long.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from real_vllm import SHAPE, greedy, pulled, vllm
+from real_vllm import SHAPE, greedy, pulled_models, start_vllm
 
 from paceline.bench.paceline_worker import Worker
-from paceline.bench.prompts import BUILTIN
+from paceline.bench.prompts import read_prompts
 from paceline.config import DraftSection
+from paceline.draft.head_batch import Example, make_head_batch
 from paceline.draft.learner import DraftLearner
-from paceline.draft.lesson import Example, teach
 from paceline.model import store, weights
 from paceline.model.decoder import Decoder
 from paceline.model.eagle3 import Eagle3Head, head_config, init_head
@@ -33,7 +33,7 @@ from paceline.tasks.prompt import encode
 
 pytestmark = pytest.mark.vllm
 K = 3
-PROVENANCE = Provenance("tiny", None, "its own words", seed=0, num_steps=60, num_tokens=0)
+PROVENANCE = Provenance("tiny", None, "its own completions", seed=0, num_steps=60, num_tokens=0)
 
 
 def acceptance(reply: dict[str, Any]) -> float:
@@ -49,7 +49,7 @@ def paceline(model: Path, prompts: list[list[int]], max_tokens: int, head: Path 
 
 
 def in_vllm(model: Path, prompts: list[list[int]], max_tokens: int, head: Path, **load: Any) -> dict[str, Any]:
-    with vllm(model, "eagle3", speculation={"model": str(head)}, **load) as worker:
+    with start_vllm(model, "eagle3", speculation={"model": str(head)}, **load) as worker:
         return greedy(worker, prompts, max_tokens)
 
 
@@ -59,27 +59,27 @@ NUM_TOKENS = 96
 
 @pytest.fixture(scope="module")
 def tiny(checkpoint: Callable[..., Path]) -> tuple[Path, Decoder, list[Example]]:
-    """A target, and what it says."""
+    """A target, and its completions."""
     model = checkpoint("llama", num_hidden_layers=6, **SHAPE)
-    said = paceline(model, PROMPTS, NUM_TOKENS)["token_ids"]
+    completions = paceline(model, PROMPTS, NUM_TOKENS)["token_ids"]
     examples = [
         Example(np.array(prompt + tokens, np.int32), np.arange(len(prompt) + len(tokens)) >= len(prompt))
-        for prompt, tokens in zip(PROMPTS, said, strict=True)
+        for prompt, tokens in zip(PROMPTS, completions, strict=True)
     ]
     return model, weights.load(model).requires_grad_(False), examples
 
 
 def trained(decoder: Decoder, examples: list[Example], **changes: Any) -> Eagle3Head:
-    """A head that has learned these very words, all but some that are not in its vocabulary."""
-    words = np.unique(np.concatenate([example.tokens[example.chosen] for example in examples]))
-    ids = torch.as_tensor(np.delete(words, slice(None, None, 8)))
+    """A head that is trained on these completions. Its vocabulary lacks some of their tokens."""
+    used = np.unique(np.concatenate([example.tokens[example.chosen] for example in examples]))
+    ids = torch.as_tensor(np.delete(used, slice(None, None, 8)))
     head = init_head(replace(head_config(decoder.config, len(ids), (1, 3, 6)), **changes), ids)
-    if head.embed is not None:  # not the target's
+    if head.embed is not None:  # different from the target's
         torch.nn.init.normal_(head.embed.weight, generator=torch.Generator().manual_seed(0))
-    lesson = teach(decoder, examples, head.config.taps)
+    head_batch = make_head_batch(decoder, examples, head.config.aux_layers)
     learner = DraftLearner(head, DraftSection(warmup_steps=0, learning_rate=3e-3), num_steps=60)
     for _ in range(60):
-        learner.update(lesson, decoder.embed)
+        learner.update(head_batch, decoder.embed)
     return head
 
 
@@ -87,19 +87,19 @@ VARIANTS = [{}, {"norm_before_residual": True, "fc_norm": True, "own_embedding":
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=["plain", "variant"])
-def test_a_tiny_head_is_right_as_often_in_vllm(tiny, tmp_path, changes):
+def test_tiny_head_has_the_same_acceptance_in_vllm(tiny, tmp_path, changes):
     model, decoder, examples = tiny
     save_head(trained(decoder, examples, **changes), tmp_path, PROVENANCE, dtype=torch.float32)
-    ours, theirs = (run(model, PROMPTS, NUM_TOKENS, tmp_path) for run in (paceline, in_vllm))
-    assert ours["token_ids"] == theirs["token_ids"]
-    assert acceptance(ours) > 1.5
-    assert acceptance(theirs) == pytest.approx(acceptance(ours), rel=0.03)
-    if not changes:  # and the comparison can fail: one layer off, and it is right less often
+    local_output, vllm_output = (run(model, PROMPTS, NUM_TOKENS, tmp_path) for run in (paceline, in_vllm))
+    assert local_output["token_ids"] == vllm_output["token_ids"]
+    assert acceptance(local_output) > 1.5
+    assert acceptance(vllm_output) == pytest.approx(acceptance(local_output), rel=0.03)
+    if not changes:  # the comparison can fail: with wrong layers the acceptance differs
         config = json.loads((tmp_path / "config.json").read_text())
         config["eagle_aux_hidden_state_layer_ids"] = [2, 4, 5]
         (tmp_path / "config.json").write_text(json.dumps(config))
-        off = in_vllm(model, PROMPTS, NUM_TOKENS, tmp_path)
-        assert acceptance(off) != pytest.approx(acceptance(ours), rel=0.03)
+        wrong = in_vllm(model, PROMPTS, NUM_TOKENS, tmp_path)
+        assert acceptance(wrong) != pytest.approx(acceptance(local_output), rel=0.03)
 
 
 def shipped() -> Path | None:
@@ -109,14 +109,14 @@ def shipped() -> Path | None:
         return None
 
 
-@pytest.mark.skipif(not list(pulled()), reason="paceline pull smollm2-135m first")
+@pytest.mark.skipif(not list(pulled_models()), reason="paceline pull smollm2-135m first")
 @pytest.mark.skipif(shipped() is None, reason="no head ships for smollm2-135m")
-def test_the_shipped_head_is_right_as_often_in_vllm():
+def test_shipped_head_has_the_same_acceptance_in_vllm():
     model, head = store.resolve("smollm2-135m"), shipped()
     tokenizer = store.load_tokenizer(model)
-    prompts = [list(encode(tokenizer, prompt)) for prompt in BUILTIN[:8]]
-    ours = paceline(model, prompts, 128, head)
-    theirs = in_vllm(model, prompts, 128, head, max_model_len=384)
-    assert ours["token_ids"] == theirs["token_ids"]
-    assert acceptance(ours) > 2
-    assert acceptance(theirs) == pytest.approx(acceptance(ours), rel=0.03)
+    prompts = [list(encode(tokenizer, prompt)) for prompt in read_prompts()[:8]]
+    local_output = paceline(model, prompts, 128, head)
+    vllm_output = in_vllm(model, prompts, 128, head, max_model_len=384)
+    assert local_output["token_ids"] == vllm_output["token_ids"]
+    assert acceptance(local_output) > 2
+    assert acceptance(vllm_output) == pytest.approx(acceptance(local_output), rel=0.03)

@@ -1,6 +1,6 @@
-"""The real vLLM beside Paceline: same weights, same prompts, same greedy tokens, same logprobs.
+"""vLLM and Paceline emit the same greedy tokens with the same logprobs, for the same weights and prompts.
 
-Run by `make test-vllm` in vLLM's own environment. Both engines are spoken to as the bench speaks to them.
+`make test-vllm` runs this in vLLM's own environment. Both engines run in the bench's workers.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_vllm import SHAPE, greedy, pulled, vllm
+from real_vllm import SHAPE, greedy, pulled_models, start_vllm
 
 from paceline.bench.process import WorkerError
-from paceline.bench.prompts import BUILTIN
+from paceline.bench.prompts import read_prompts
 from paceline.bench.rollout import Bench, Settings
 from paceline.cluster import vllm_python
 from paceline.model import store
@@ -23,23 +23,24 @@ pytestmark = pytest.mark.vllm
 
 
 def paceline(directory: Path, prompts: list[list[int]], max_tokens: int, mode: str = "plain") -> dict[str, Any]:
-    bench = Bench(Settings(models=(str(directory),), engines=("paceline",), modes=(mode,), batches=(8,)), BUILTIN)
+    settings = Settings(models=(str(directory),), engines=("paceline",), modes=(mode,), batches=(8,))
+    bench = Bench(settings, read_prompts())
     (case,) = bench.cases()
     with bench._start("paceline") as worker:
         worker.call("load", **bench._load_settings(case, directory, 0))
         return greedy(worker, prompts, max_tokens)
 
 
-def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Token for token; logprobs to 1e-3."""
-    assert ours["token_ids"] == theirs["token_ids"]
-    gaps = [
+def assert_same(local_output: dict[str, Any], vllm_output: dict[str, Any]) -> None:
+    """Equal tokens; logprobs within 1e-3."""
+    assert local_output["token_ids"] == vllm_output["token_ids"]
+    differences = [
         abs(a - b)
-        for mine, other in zip(ours["logprobs"], theirs["logprobs"], strict=True)
-        for a, b in zip(mine, other, strict=True)
+        for local_logprobs, vllm_logprobs in zip(local_output["logprobs"], vllm_output["logprobs"], strict=True)
+        for a, b in zip(local_logprobs, vllm_logprobs, strict=True)
     ]
-    assert len(gaps) == ours["num_tokens"] > 0
-    assert max(gaps) < 1e-3
+    assert len(differences) == local_output["num_tokens"] > 0
+    assert max(differences) < 1e-3
 
 
 PROMPTS = [[(7 * i + j * j) % 200 for j in range(5 + 9 * i)] for i in range(6)]
@@ -48,19 +49,19 @@ PROMPTS = [[(7 * i + j * j) % 200 for j in range(5 + 9 * i)] for i in range(6)]
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_greedy_tokens_and_logprobs_on_a_tiny_model(checkpoint, family):
     directory = checkpoint(family, **SHAPE)
-    with vllm(directory) as worker:
-        theirs = greedy(worker, PROMPTS, 24)
-    assert theirs["num_tokens"] == 6 * 24
-    assert_same(paceline(directory, PROMPTS, 24), theirs)
-    if family == "llama":  # and the comparison can fail: other weights give other tokens
+    with start_vllm(directory) as worker:
+        vllm_output = greedy(worker, PROMPTS, 24)
+    assert vllm_output["num_tokens"] == 6 * 24
+    assert_same(paceline(directory, PROMPTS, 24), vllm_output)
+    if family == "llama":  # the comparison can fail: other weights give other tokens
         with pytest.raises(AssertionError):
-            assert_same(paceline(checkpoint(family, seed=1, **SHAPE), PROMPTS, 24), theirs)
+            assert_same(paceline(checkpoint(family, seed=1, **SHAPE), PROMPTS, 24), vllm_output)
 
 
-def test_ngram_counts_its_drafts(checkpoint):
+def test_ngram_draft_counters(checkpoint):
     directory = checkpoint("llama", **SHAPE)
     repeating = [[1, 2, 3, 4] * 8, [9, 8, 7] * 9]
-    with vllm(directory, "ngram", speculation={"prompt_lookup_min": 1, "prompt_lookup_max": 3}) as worker:
+    with start_vllm(directory, "ngram", speculation={"prompt_lookup_min": 1, "prompt_lookup_max": 3}) as worker:
         first = greedy(worker, repeating, 32)
         again = greedy(worker, repeating, 32)
     for reply in (first, again):
@@ -69,21 +70,21 @@ def test_ngram_counts_its_drafts(checkpoint):
     assert first["token_ids"] == again["token_ids"] == paceline(directory, repeating, 32)["token_ids"]
 
 
-def test_what_it_can_not_do_is_said(checkpoint):
+def test_unknown_method_is_reported(checkpoint):
     with pytest.raises(WorkerError, match=r"(?i)no.such.method|speculative"):
-        vllm(checkpoint("llama", **SHAPE), "no_such_method").close()
+        start_vllm(checkpoint("llama", **SHAPE), "no_such_method").close()
 
 
-@pytest.mark.skipif(not list(pulled()), reason="paceline pull smollm2-135m first")
+@pytest.mark.skipif(not list(pulled_models()), reason="paceline pull smollm2-135m first")
 def test_greedy_tokens_and_logprobs_on_real_weights():
-    directory = next(pulled())
+    directory = next(pulled_models())
     tokenizer = store.load_tokenizer(directory)
-    prompts = [list(encode(tokenizer, prompt)) for prompt in BUILTIN[:6]]
-    with vllm(directory) as worker:
-        theirs = greedy(worker, prompts, 24)
-    assert_same(paceline(directory, prompts, 24), theirs)
+    prompts = [list(encode(tokenizer, prompt)) for prompt in read_prompts()[:6]]
+    with start_vllm(directory) as worker:
+        vllm_output = greedy(worker, prompts, 24)
+    assert_same(paceline(directory, prompts, 24), vllm_output)
 
 
 def test_this_interpreter_has_vllm():
-    """Otherwise everything above would have compared against some other installation."""
+    """Otherwise the tests above compare with another installation."""
     assert Path(vllm_python.find_python()).parent.resolve() == Path(sys.executable).parent.resolve()

@@ -1,4 +1,4 @@
-"""What vLLM would refuse late, in its own words, or not at all, is refused before it starts. No engine is started."""
+"""Settings that are rejected before vLLM starts: vLLM would reject them late, unclearly, or not at all."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 import torch
 from real_vllm import SHAPE
 
-pytest.importorskip("vllm.v1", reason="these tests run where vLLM is", exc_type=ImportError)
+pytest.importorskip("vllm.v1", reason="needs vLLM", exc_type=ImportError)
 
+from paceline.build.config import load_config
 from paceline.build.vllm import MAX_DRAFT, TEMPERATURES, vllm_options
 from paceline.cluster import vllm_shared
 from paceline.cluster.vllm_python import in_this_process
-from paceline.config import load_config
 from paceline.model.hf_shape import read_shape
 
 pytestmark = pytest.mark.vllm
@@ -51,12 +51,12 @@ def options(model: Path, *overrides: str) -> dict[str, Any]:
         ),
     ],
 )
-def test_refused_before_the_start(checkpoint: Callable[..., Path], overrides: list[str], message: str) -> None:
+def test_rejected_settings(checkpoint: Callable[..., Path], overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         options(checkpoint("llama", **SHAPE), *overrides)
 
 
-def test_the_limits_are_still_vllms() -> None:
+def test_limits_match_vllm() -> None:
     from vllm import SamplingParams
     from vllm.v1.sample.rejection_sampler import MAX_SPEC_LEN
 
@@ -68,15 +68,17 @@ def test_the_limits_are_still_vllms() -> None:
         SamplingParams(temperature=high + 0.01)
 
 
-def test_a_draft_models_vocabulary_and_memory(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_draft_model_vocabulary_and_memory(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     model = checkpoint("llama", **SHAPE)
     method = ["speculation.method=draft_model", DRAFT, "engine.kv_tokens=128"]
     large = tmp_path / "large"
     shutil.copytree(checkpoint("llama", **{**SHAPE, "head_dim": 64, "num_key_value_heads": 4}), large)
     given = ([], [*method, f"speculation.draft_model={str(large)!r}"])
-    alone, both = (options(model, "engine.kv_tokens=128", *each)["kv_cache_memory_bytes"] for each in given)
-    mine, drafts = (s.num_layers * s.num_kv_heads * s.head_dim for s in map(read_shape, (model, large)))
-    assert both / alone == (mine + drafts) / mine and drafts > mine
+    target_bytes, total_bytes = (
+        options(model, "engine.kv_tokens=128", *each)["kv_cache_memory_bytes"] for each in given
+    )
+    target, draft = (s.num_layers * s.num_kv_heads * s.head_dim for s in map(read_shape, (model, large)))
+    assert total_bytes / target_bytes == (target + draft) / target and draft > target
     other = checkpoint("llama", vocab_size=300, **SHAPE)
     with pytest.raises(ValueError, match="has 300 tokens, the target 259: a draft model must share"):
         options(model, *method, f"speculation.draft_model={str(other)!r}")
@@ -86,26 +88,26 @@ def test_a_draft_models_vocabulary_and_memory(checkpoint: Callable[..., Path], t
         options(model, *method, f"speculation.draft_model={str(large)!r}")
 
 
-def test_the_environment_does_not_outdo_kv_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_does_not_override_kv_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     with in_this_process():
         assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
     assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "2"
 
 
-def test_what_a_killed_run_left_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what another that lives is sending is not."""
+def test_files_of_a_killed_run_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a running process are not."""
     monkeypatch.setattr(vllm_shared, "FOLDERS", (str(tmp_path),))
     weights = [("a", torch.ones(3)), ("b", torch.ones(5))]
-    left = tmp_path / f"{vllm_shared.PREFIX}left"
-    left.touch()
-    other = tmp_path / "of-somebody-else"
+    stale = tmp_path / f"{vllm_shared.PREFIX}stale"
+    stale.touch()
+    other = tmp_path / "unrelated"
     other.touch()
-    first, second = vllm_shared.parcels(weights, 1), vllm_shared.parcels(weights, 1)
-    theirs = Path(next(first)["path"])
-    assert not left.exists() and theirs.exists()
-    ours = Path(next(second)["path"])
-    assert theirs.exists() and ours.exists() and other.exists()
+    first, second = vllm_shared.write_buckets(weights, 1), vllm_shared.write_buckets(weights, 1)
+    first_path = Path(next(first)["path"])
+    assert not stale.exists() and first_path.exists()
+    second_path = Path(next(second)["path"])
+    assert first_path.exists() and second_path.exists() and other.exists()
     first.close()
     second.close()
     assert list(tmp_path.iterdir()) == [other]

@@ -1,4 +1,4 @@
-"""A training run whose rollouts vLLM generates: plain, by n-grams, with our head and with our history."""
+"""Training runs with rollouts from vLLM: without drafts, with n-grams, with a head and with the history drafter."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 from overlap import Overlap, assert_overlapped
-from tiny_run import Quiet, lines, make, write_head, write_model, write_task
+from tiny_run import RecordingCallback, lines, make, write_head, write_model, write_task
 
-pytest.importorskip("vllm.v1", reason="these tests run where vLLM is", exc_type=ImportError)
+pytest.importorskip("vllm.v1", reason="needs vLLM", exc_type=ImportError)
 
-from paceline.build import build_loop
+from paceline.build.config import load_config
+from paceline.build.run import build_trainer
 from paceline.cluster import vllm_transfer
 from paceline.cluster.vllm_engine import VllmEngine
-from paceline.config import load_config
 
 pytestmark = pytest.mark.vllm
 NUM_STEPS = 10
@@ -40,7 +40,7 @@ METHODS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that vLLM's attention takes (head sizes are multiples of 32), a head for it, and a task."""
+    """A model for vLLM's attention (head sizes are multiples of 32), a head for it, and a task."""
     folder = tmp_path_factory.mktemp("vllm-run")
     write_model(folder / "model", hidden_size=64, head_dim=32, num_layers=3)
     write_task(folder / "task.jsonl")
@@ -48,22 +48,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def reward_rises(folder: Path, method: str) -> None:
-    loop = make(folder, method, *VLLM, *METHODS[method])
-    assert isinstance(loop.engine, VllmEngine)
+def check_reward_rises(folder: Path, method: str) -> None:
+    trainer = make(folder, method, *VLLM, *METHODS[method])
+    assert isinstance(trainer.engine, VllmEngine)
     try:
-        summary = loop.run()
-        # What vLLM holds after the last sync is what the learner published then; the head's too.
-        held, learned = loop.engine._call("paceline_holdings", False)[0], loop.producer._published
-        assert held == learned[loop.producer._engine_version].checksum
-        if loop.adapter is not None:
-            assert loop.adapter.version == NUM_STEPS and loop.engine.drafter_version == NUM_STEPS - 1
+        summary = trainer.run()
+        # After the last update vLLM holds the weights that the learner published; so does the head.
+        held, published = trainer.engine._call_workers("paceline_receipt", 0, False), trainer.producer._published
+        assert held.checksum == published[trainer.producer._engine_version].checksum
+        if trainer.head_trainer is not None:
+            assert trainer.head_trainer.version == NUM_STEPS and trainer.engine.drafter_version == NUM_STEPS - 1
     finally:
-        loop.close()
+        trainer.close()
     metrics = lines(folder / method, "metrics")
     rewards = [step["reward_mean"] for step in metrics]
     assert len(rewards) == NUM_STEPS and np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.3
-    # Every step's rollouts were drawn under the weights that it trains: the two sides' logprobs agree.
+    # Every step trains on rollouts of the current weights: the logprobs of vLLM and of the learner agree.
     assert max(step["mismatch_max"] for step in metrics) < 1e-3
     assert (summary["mean_acceptance_length"] > 1.02) == (method != "none")
     assert {trace["drafter"] for trace in lines(folder / method, "trace")} == {method}
@@ -71,10 +71,10 @@ def reward_rises(folder: Path, method: str) -> None:
 
 @pytest.mark.parametrize("method", ["none", "eagle3", "suffix"])
 def test_reward_rises(folder: Path, method: str) -> None:
-    reward_rises(folder, method)
+    check_reward_rises(folder, method)
 
 
-def test_the_shipped_config_trains(folder: Path) -> None:
+def test_shipped_config_trains(folder: Path) -> None:
     small = [
         f"model.name={str(folder / 'model')!r}",
         "engine.max_num_seqs=8",
@@ -86,17 +86,17 @@ def test_the_shipped_config_trains(folder: Path) -> None:
         "train.eval_every=0",
     ]
     config = load_config(Path(__file__).parents[2] / "configs" / "vllm.toml", small)
-    loop = build_loop(config, Quiet(), run=folder / "shipped")
+    trainer = build_trainer(config, RecordingCallback(), run=folder / "shipped")
     try:
-        summary = loop.run()
+        summary = trainer.run()
     finally:
-        loop.close()
+        trainer.close()
     assert summary["finished"] and [step["version"] for step in lines(folder / "shipped", "metrics")] == [1, 2]
     assert {trace["drafter"] for trace in lines(folder / "shipped", "trace")} == {"suffix"}
 
 
-def test_an_architecture_that_is_not_ours_trains_with_vllm(folder: Path) -> None:
-    """Which transformers computes for the learner and vLLM for the rollouts; both sides' logprobs agree."""
+def test_transformers_architecture_trains_with_vllm(folder: Path) -> None:
+    """transformers computes it for the learner and vLLM for the rollouts; their logprobs agree."""
     from conftest import VOCAB_SIZE, write_tokenizer
     from transformers import GemmaConfig, GemmaForCausalLM
 
@@ -109,17 +109,17 @@ def test_an_architecture_that_is_not_ours_trains_with_vllm(folder: Path) -> None
     write_tokenizer(folder / "other" / "model")
     write_task(folder / "other" / "task.jsonl")
     short = ["learner.model=transformers", "train.num_steps=2"]
-    loop = make(folder / "other", "none", *VLLM, *short)
+    trainer = make(folder / "other", "none", *VLLM, *short)
     try:
-        loop.run()
+        trainer.run()
     finally:
-        loop.close()
+        trainer.close()
     metrics = lines(folder / "other" / "none", "metrics")
     assert [step["version"] for step in metrics] == [1, 2] and metrics[-1]["grad_norm"] > 0
     assert max(step["mismatch_max"] for step in metrics) < 1e-3
 
 
-def test_a_learner_whose_classes_vllm_makes_over_is_refused(folder: Path) -> None:
+def test_learner_with_classes_that_vllm_patches_is_rejected(folder: Path) -> None:
     from conftest import VOCAB_SIZE, write_tokenizer
     from transformers import Olmo2Config, Olmo2ForCausalLM
 
@@ -130,47 +130,47 @@ def test_a_learner_whose_classes_vllm_makes_over_is_refused(folder: Path) -> Non
     Olmo2ForCausalLM(config).save_pretrained(folder / "third" / "model")
     write_tokenizer(folder / "third" / "model")
     write_task(folder / "third" / "task.jsonl")
-    with pytest.raises(ValueError, match=r"which it changes for the whole process; put the learner into another one"):
+    with pytest.raises(ValueError, match=r"which it patches for the whole process; put the learner into another"):
         make(folder / "third", "none", *VLLM, "learner.model=transformers")
 
 
-def test_a_drafter_that_missed_its_weights_stops_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafter_update_that_is_lost_stops_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     receive = vllm_transfer.SharedMemoryTransfer.receive_weights
 
-    def policy_only(self: vllm_transfer.SharedMemoryTransfer, info: vllm_transfer.Parcel) -> None:
+    def policy_only(self: vllm_transfer.SharedMemoryTransfer, info: vllm_transfer.BucketInfo) -> None:
         if self.model is self._default_model:
             receive(self, info)
 
     monkeypatch.setattr(vllm_transfer.SharedMemoryTransfer, "receive_weights", policy_only)
-    loop = make(folder, "missed", *VLLM, *METHODS["eagle3"])
+    trainer = make(folder, "missed", *VLLM, *METHODS["eagle3"])
     try:
-        with pytest.raises(ValueError, match=r"the drafter's weights of version 1: the engine holds"):
-            loop.run()
+        with pytest.raises(ValueError, match=r"the drafter's weights of version 1: the engine has checksum"):
+            trainer.run()
     finally:
-        loop.close()
-    assert len(lines(folder / "missed", "metrics")) == 1  # at the first sync after the head has learned
+        trainer.close()
+    assert len(lines(folder / "missed", "metrics")) == 1  # at the first update after the head was trained
 
 
-def test_it_resumes_and_overlaps(folder: Path) -> None:
-    """Generation in a thread beside training; the history comes back with the checkpoint."""
+def test_resumes_and_overlaps(folder: Path) -> None:
+    """Generation overlaps with training; the history is restored from the checkpoint."""
     settings = [*VLLM, *METHODS["suffix"], "train.max_staleness=1", "train.inflight=recompute"]
     first = make(folder, "resumed", *settings, "train.num_steps=2")
     overlap = Overlap(first)
     try:
         first.run()
         assert_overlapped(folder / "resumed", overlap, 1, "recompute", 2)
-        known = first.engine.learned()["drafter"]["logs"]
+        history = first.engine.state_dict()["drafter"]["logs"]
     finally:
         first.close()
     second = make(folder, "resumed", *settings, "train.num_steps=4", resume=True)
     try:
-        assert np.array_equal(second.engine.learned()["drafter"]["logs"], known) and len(known)
-        assert second.run()["steps"] == 4
+        assert np.array_equal(second.engine.state_dict()["drafter"]["logs"], history) and len(history)
+        assert second.run()["num_steps"] == 4
     finally:
         second.close()
 
 
 def test_reward_rises_with_ngrams(folder: Path) -> None:
-    """The last in this process: vLLM's n-grams load numba, after which vLLM 0.32 can't start another engine on a CPU:
-    it looks for its kernels in every module, and stumbles over llvmlite's."""
-    reward_rises(folder, "ngram")
+    """Must be the last test in this process. vLLM's n-grams import numba; after that vLLM 0.32 can't start another
+    engine on a CPU, because its search for kernels in all modules fails in llvmlite."""
+    check_reward_rises(folder, "ngram")

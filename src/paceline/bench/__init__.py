@@ -1,1 +1,1 @@
-"""Engines side by side: same prompts, same threads, one process each, rounds interleaved."""
+"""Benchmarks: rollout throughput of engines, speed-up by drafter and draft length, and the time of engine steps."""

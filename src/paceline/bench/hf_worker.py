@@ -1,6 +1,6 @@
-"""`transformers.generate` for the bench: float32, sdpa attention, dynamic KV cache, left padding.
+"""`transformers.generate` as a bench worker: sdpa attention, dynamic KV cache, left padding.
 
-Speculation is Hugging Face's own prompt lookup (mode ngram), which takes one sequence at a time.
+Speculation is Hugging Face's prompt lookup (mode ngram), which supports one sequence at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteri
 
 
 class Clock(StoppingCriteria):
-    """Stops nothing; notes when each step ended."""
+    """Never stops generation; records the end time of each step."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -30,7 +30,7 @@ class Worker:
             model, dtype=getattr(torch, dtype), attn_implementation="sdpa"
         )
         self.model = self.model.to(device).eval()
-        # Only what `run` says: a model's own generation_config may hold top_k, penalties and an eos_token_id.
+        # Use the arguments of `run` only: the model's generation_config may set top_k, penalties and an eos_token_id.
         self.model.generation_config = GenerationConfig()
         return {}
 
@@ -52,11 +52,11 @@ class Worker:
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self.model.device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.model.device)
-        how: dict[str, Any] = {"do_sample": False}
+        options: dict[str, Any] = {"do_sample": False}
         if temperature > 0:
-            how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+            options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         if mode == "ngram":
-            how["prompt_lookup_num_tokens"] = k
+            options["prompt_lookup_num_tokens"] = k
         clock = Clock()
         start = time.perf_counter()
         with torch.inference_mode():
@@ -67,7 +67,7 @@ class Worker:
                 pad_token_id=0,
                 use_cache=True,
                 stopping_criteria=StoppingCriteriaList([clock]),
-                **how,
+                **options,
             )
         seconds = time.perf_counter() - start
         tokens = out[:, width:].tolist()

@@ -1,4 +1,4 @@
-"""Paceline's own engine for the bench and for tests across engines."""
+"""Paceline's engine as a bench worker, and for tests that compare engines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import time
 from itertools import zip_longest
 from typing import Any
 
-from paceline.build import build_engine
+from paceline.bench.common import decode_steps
+from paceline.build.engine import build_engine
 from paceline.config import Config
 from paceline.speculation.metrics import summarise
 from paceline.types import Request, SamplingParams, StepTrace, noise_key
@@ -14,7 +15,7 @@ from paceline.types import Request, SamplingParams, StepTrace, noise_key
 
 class Worker:
     def load(self, config: dict[str, Any]) -> dict[str, Any]:
-        self.engine = build_engine(Config.model_validate(config))  # measures the cost table that a policy needs
+        self.engine = build_engine(Config.model_validate(config))  # also measures the policy's cost table
         return {}
 
     def run(
@@ -42,7 +43,7 @@ class Worker:
             "num_tokens": sum(len(c.token_ids) for c in completions),
             "step_s": _decode_steps(traces, len(prompts)),
             "token_ids": [c.token_ids.tolist() for c in completions],
-            "logprobs": [c.raw_logprobs.tolist() for c in completions],  # as vLLM's: before temperature
+            "logprobs": [c.raw_logprobs.tolist() for c in completions],  # before temperature, as in vLLM
             **{name: metrics[name] for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")},
             "accepted_per_position": [
                 sum(counts) for counts in zip_longest(*(t.accepted_per_position for t in traces), fillvalue=0)
@@ -51,6 +52,6 @@ class Worker:
 
 
 def _decode_steps(traces: list[StepTrace], batch: int) -> list[float]:
-    """Seconds of the steps that had all rows and no prefill; where something was drafted, of those that verified."""
-    full = [t for t in traces if t.num_rows == batch and t.num_query_tokens == batch + t.num_draft_tokens]
+    """Seconds of the steps with all rows and no prefill; if any of them verified drafts, only of those."""
+    full = decode_steps(traces, batch)
     return [t.total_s for t in full if t.num_drafts] or [t.total_s for t in full]

@@ -1,7 +1,6 @@
-"""A worker as its parent sees it: a child process with one method, `call`.
+"""A bench worker in a child process. The parent uses `call` and `close`.
 
-The child has its own session, so that Ctrl-C reaches the parent alone and the parent decides. Closing ends the child
-and whatever the child started, and nothing else.
+The child has its own session, so that Ctrl-C reaches only the parent. `close` ends the child and its own children.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ SERVE = Path(__file__).with_name("serve.py")
 
 
 class WorkerError(RuntimeError):
-    """The worker said no, or died; the message says why."""
+    """The worker reported an error or died; the message has the reason."""
 
 
 class WorkerProcess:
@@ -47,7 +46,7 @@ class WorkerProcess:
             line = ""
         if not line:
             code = self.process.wait()
-            raise WorkerError(f"the worker died (exit code {code}): {self._last_words()}")
+            raise WorkerError(f"the worker died (exit code {code}): {self._log_tail()}")
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
             raise WorkerError(reply["error"])
@@ -56,26 +55,37 @@ class WorkerProcess:
     def close(self) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
         with contextlib.suppress(OSError):
-            self.process.stdin.close()  # an idle worker ends by itself now
-        for patience_s, sign in ((2, signal.SIGTERM), (5, signal.SIGKILL), (5, signal.SIGKILL)):
+            self.process.stdin.close()  # an idle worker exits
+        for timeout_s, number in ((2, signal.SIGTERM), (5, signal.SIGKILL), (5, signal.SIGKILL)):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(patience_s)
-                sign = signal.SIGKILL  # gone; whatever it started goes too
+                self.process.wait(timeout_s)
+                number = signal.SIGKILL  # the worker exited; kill its children
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, sign)  # its own session: the group is the child and its children
+                os.killpg(self.process.pid, number)  # the group is the child and its children
             if self.process.returncode is not None:
                 break
         self.process.stdout.close()
         self.log.close()
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         with contextlib.suppress(OSError):
             lines = Path(self.log.name).read_text(errors="replace").strip().splitlines()
-            return " | ".join(line.strip() for line in lines[-3:]) or "it left no message"
-        return "its log is gone"
+            return " | ".join(line.strip() for line in lines[-3:]) or "its log is empty"
+        return "its log cannot be read"
 
     def __enter__(self) -> WorkerProcess:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def available_memory() -> int | None:
+    """Bytes of memory available to a new process; None if the system does not report it."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None

@@ -1,5 +1,5 @@
-"""Models of a shape, with random weights that are made where they are needed: for timing, when no checkpoint is at
-hand. Normal with deviation 0.02, norms at one."""
+"""Models of a given shape with random weights, created on the device: for timing without a checkpoint. Weights are
+normal with standard deviation 0.02; norms are one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def random_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device
 
 
 def random_head(target: ModelConfig, draft_vocab_size: int, dtype: torch.dtype, device: torch.device) -> Eagle3Head:
-    """Its vocabulary is spread evenly over the target's."""
+    """Its vocabulary is every n-th token of the target's."""
     with torch.device("meta"):
         head = Eagle3Head(head_config(target, draft_vocab_size))
     head = head.to(dtype).to_empty(device=device).requires_grad_(False)

@@ -1,41 +1,41 @@
-"""`paceline bench rollout`: models × engines × modes × batch sizes, measured so that nobody has an advantage.
+"""`paceline bench rollout`: tokens per second of models × engines × modes × batch sizes, under equal conditions.
 
-Every engine lives in a child process with the same number of threads, and all of them are given the same token ids,
-at the same temperature, for exactly max_tokens tokens (EOS is ignored). A repeat visits every cell once, starting at
-another cell each time, so that a machine that slows down slows down everybody; the figure is the median over
-repeats, after one warm-up each. Prefix caching is off in every engine, and a new repeat takes new prompts: nobody gets
-a free prefill or a history to copy from. A policy's cost table is measured when an engine is loaded, before any round
-is timed. With num_generations > 1 a round holds groups of samples of one prompt, as in RL; samples then see their
-siblings (never an earlier round), and prompt sharing is on where an engine has it.
+Each engine runs in a child process with the same number of threads. All engines get the same token ids at the same
+temperature and generate exactly max_tokens tokens (EOS is ignored). A repeat runs every case once. Each repeat starts
+with a different case, so that a machine that slows down affects all cases. Results are medians over repeats, after one
+warm-up. Prefix caching is off in every engine and every repeat has new prompts, so no engine has a cached prefill or a
+history to draft from. A policy's cost table is measured when its engine is loaded, before any timed round. With
+num_generations > 1 a round has groups of samples of one prompt, as in RL: then drafters see the tokens of their own
+group (never of an earlier round), and prefix caching is on in engines that have it.
 """
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, get_args
 
-from paceline import __version__
-from paceline.bench.process import WorkerError, WorkerProcess
+from paceline.bench.common import check_choices, check_given, check_numbers, describe
+from paceline.bench.process import WorkerError, WorkerProcess, available_memory
+from paceline.build.config import make_config
 from paceline.cluster import vllm_python
-from paceline.config import ADAPTABLE, Config, SpeculationSection, make_config
+from paceline.config import HEAD_METHODS, Config, SpeculationSection
+from paceline.model.head_files import resolve_head
+from paceline.model.store import load_tokenizer, resolve
+from paceline.model.weights import read_config
 from paceline.tasks.prompt import encode
 from paceline.tasks.task import Prompt
 
 ENGINES = ("paceline", "hf", "vllm")
-METHODS = (
-    "plain",
-    *(name for name in get_args(SpeculationSection.model_fields["method"].annotation) if name != "none"),
+METHODS = tuple(
+    "plain" if name == "none" else name for name in get_args(SpeculationSection.model_fields["method"].annotation)
 )
 POLICIES: tuple[str, ...] = get_args(SpeculationSection.model_fields["policy"].annotation)
-WITH_HEAD = ADAPTABLE  # methods that need an EAGLE-3 head
 COLUMNS = {
     "model": "model",
     "engine": "engine",
@@ -66,21 +66,13 @@ class Settings:
     config: Config = field(default_factory=Config)  # dtype, device and paceline's own settings
 
     def __post_init__(self) -> None:
-        for engine in self.engines:
-            if engine not in ENGINES:
-                raise ValueError(f"--engines {engine!r}: not one of {', '.join(ENGINES)}")
+        check_given(model=self.models, modes=self.modes)
+        check_choices(ENGINES, engines=self.engines)
         for mode in self.modes:
             _check_mode(mode)
-        for name in ("models", "engines", "modes", "draft_lengths", "batches"):
-            if not getattr(self, name):
-                raise ValueError(f"--{name}: give at least one")
-        for name in ("max_tokens", "repeats", "threads", "num_generations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
-        if min(self.batches) < 1 or min(self.draft_lengths) < 1:
-            raise ValueError("--batch and --k: must be at least 1")
-        if max(self.draft_lengths) > 256:
-            raise ValueError(f"--k {max(self.draft_lengths)}: must be at most 256")
+        check_numbers(1, 256, k=self.draft_lengths)
+        check_numbers(1, batch=self.batches, max_tokens=self.max_tokens, repeats=self.repeats, threads=self.threads)
+        check_numbers(1, num_generations=self.num_generations)
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"--temperature {self.temperature}: must be a finite number >= 0 (0 is greedy)")
         if self.num_generations > 1 and any(batch % self.num_generations for batch in self.batches):
@@ -92,7 +84,7 @@ class Settings:
                 self.with_mode(mode, self.draft_lengths[0])
 
     def with_mode(self, mode: str, k: int) -> Config:
-        """The config of a mode. A mode that names no policy has the one of `config`."""
+        """The config of a mode. A mode without a policy uses that of `config`."""
         method, _, policy = mode.partition("+")
         tree = self.config.model_dump()
         tree["speculation"] |= {"method": "none" if method == "plain" else method, "num_speculative_tokens": k}
@@ -129,12 +121,12 @@ class Case:
 
     @property
     def policy(self) -> str:
-        """ "" where the mode names none."""
+        """The mode's policy, or ""."""
         return self.mode.partition("+")[2]
 
 
 class Bench:
-    """Holds what was measured so far, so that an interrupted bench still has something to show."""
+    """Keeps the results measured so far, so that an interrupted bench can report them."""
 
     def __init__(self, settings: Settings, prompts: Sequence[Prompt]) -> None:
         self.settings, self.prompts = settings, list(prompts)
@@ -158,21 +150,18 @@ class Bench:
         return len(self.cases()) * (1 + self.settings.repeats)
 
     def run(self, progress: Callable[[Case, str], None] = lambda case, what: None) -> None:
-        opened = {model: self._open(model) for model in self.settings.models}  # mistakes are told before any work
+        opened = {model: self._open(model) for model in self.settings.models}  # all errors come before any work
         for model, (directory, ids) in opened.items():
-            mine = [case for case in self.cases() if case.model == model]
+            cases = [case for case in self.cases() if case.model == model]
             for repeat in range(-1, self.settings.repeats):  # -1 is the warm-up
-                turn = max(repeat, 0) % len(mine)
-                for case in mine[turn:] + mine[:turn]:
+                first = max(repeat, 0) % len(cases)
+                for case in cases[first:] + cases[:first]:
                     progress(case, "warm-up" if repeat < 0 else f"repeat {repeat + 1}")
                     if case not in self.notes:
                         self._round(case, repeat, directory, ids)
             self.close()
 
     def _open(self, model: str) -> tuple[Path, list[tuple[int, ...]]]:
-        from paceline.model.store import load_tokenizer, resolve
-        from paceline.model.weights import read_config
-
         directory = resolve(model)
         tokenizer = load_tokenizer(directory)
         ids = [encode(tokenizer, prompt) for prompt in self.prompts]
@@ -183,13 +172,11 @@ class Bench:
                 f"{model} is {context}; every engine must be able to emit that many"
             )
         for case in self.cases():
-            if case.model == model and case.method in WITH_HEAD and case.engine != "hf":
+            if case.model == model and case.method in HEAD_METHODS and case.engine != "hf":
                 self._head(case)
         return directory, ids
 
     def _head(self, case: Case) -> Path:
-        from paceline.model.head_files import resolve_head
-
         try:
             return resolve_head(self.settings.config.speculation.head, case.model)
         except ValueError as error:
@@ -217,7 +204,7 @@ class Bench:
             self.notes[case] = str(error)
             return
         if repeat >= 0 and reply["num_tokens"] != case.batch * s.max_tokens:
-            self.notes[case] = "stopped before max_tokens: its tokens/s would not compare"
+            self.notes[case] = "stopped before max_tokens: its tokens/s cannot be compared"
         elif repeat >= 0:
             self.rounds.setdefault(case, []).append(reply)
 
@@ -225,8 +212,8 @@ class Bench:
 
     @staticmethod
     def _key(case: Case) -> Case:
-        """Cases with the same key share a process. Speculation is fixed when an engine is built, so modes do not share
-        one; but transformers builds nothing, and batch sizes always share."""
+        """Cases with the same key share a process. Speculation is fixed when an engine is built, so each mode has its
+        own process, except with transformers. Batch sizes always share one."""
         return replace(case, mode="", k=0, batch=0) if case.engine == "hf" else replace(case, batch=0)
 
     def _worker(self, case: Case, directory: Path, longest: int) -> WorkerProcess:
@@ -234,15 +221,13 @@ class Bench:
         if key in self._pool:
             self._pool.move_to_end(key)
             return self._pool[key]
-        self._make_room(directory)
+        self._close_idle_workers(directory)
         worker = self._start(case.engine)
         try:
             worker.call("load", **self._load_settings(case, directory, longest))
         except BaseException as error:
             worker.close()
-            if isinstance(
-                error, WorkerError
-            ):  # what can't be loaded now can't be loaded for the next batch size either
+            if isinstance(error, WorkerError):  # loading would fail for the other batch sizes too
                 self.notes |= {other: str(error) for other in self.cases() if self._key(other) == key}
             raise
         self._pool[key] = worker
@@ -277,7 +262,7 @@ class Bench:
             "k": case.k,
             "speculation": speculation,
             "max_num_seqs": max(s.batches),
-            # In steps of 256: vLLM compiles anew for every other length, and its compiled code is cached.
+            # A multiple of 256: vLLM compiles again for each new length, and caches the compiled code.
             "max_model_len": -(-(longest + s.max_tokens + case.k + 1) // 256) * 256,
             "prefix_caching": s.num_generations > 1,
         }
@@ -285,12 +270,8 @@ class Bench:
     def _paceline_config(self, case: Case, directory: Path) -> Config:
         s = self.settings
         config = s.with_mode(case.mode, case.k)
-        engine = {
-            "max_num_seqs": max(s.batches),
-            "threads": s.threads,
-            "prefix_sharing": s.num_generations > 1,
-        }
-        speculation = {"head": str(self._head(case))} if case.method in WITH_HEAD else {}
+        engine = {"max_num_seqs": max(s.batches), "threads": s.threads, "prefix_sharing": s.num_generations > 1}
+        speculation = {"head": str(self._head(case))} if case.method in HEAD_METHODS else {}
         return config.model_copy(
             update={
                 "model": config.model.model_copy(update={"name": str(directory)}),
@@ -299,8 +280,9 @@ class Bench:
             }
         )
 
-    def _make_room(self, directory: Path) -> None:
-        """Close the workers that waited longest while memory would not hold one more (they come back when needed)."""
+    def _close_idle_workers(self, directory: Path) -> None:
+        """Close the least recently used workers until there is memory for one more. They are started again if
+        needed."""
         weights = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
         while self._pool and (free := available_memory()) is not None and free < 3 * weights + (1 << 30):
             self._pool.popitem(last=False)[1].close()
@@ -312,24 +294,17 @@ class Bench:
     # -- results ------------------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        """What was asked for, and of which machine."""
-        return {
-            **{f.name: getattr(self.settings, f.name) for f in fields(self.settings) if f.name != "config"},
-            "config": self.settings.config.model_dump(mode="json"),
-            "num_prompts": len(self.prompts),
-            "machine": {"cpu": platform.machine(), "num_cores": os.cpu_count(), "system": platform.system()},
-            "version": __version__,
-        }
+        return {**describe(self.settings), "num_prompts": len(self.prompts)}
 
     def describe_notes(self) -> list[str]:
-        """Why some cells are empty; one line per reason."""
+        """Why some cases have no results; one line per reason."""
         cases: dict[str, list[str]] = {}
         for case, note in self.notes.items():
             cases.setdefault(note, []).append(f"{case.engine} {case.mode} at batch {case.batch}")
         return [f"– {', '.join(names)}: {' '.join(note.split())}" for note, names in cases.items()]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One per case, in order; figures are None where nothing was measured, and the note says why."""
+        """One per case, in order. Results are None if the case was not measured; `note` has the reason."""
         return [self._row(case) for case in self.cases()]
 
     def _row(self, case: Case) -> dict[str, Any]:
@@ -369,22 +344,22 @@ class Bench:
         }
 
     def _policy(self, case: Case) -> str | None:
-        """Who decides how much is drafted; None where nothing is."""
+        """The speculation policy; None in plain mode."""
         if case.method == "plain":
             return None
         return case.policy or (self.settings.config.speculation.policy if case.engine == "paceline" else "static")
 
 
 def _check_engine(case: Case) -> None:
-    """Policies and `hybrid` are our own engine's. (Which methods transformers has, its worker says.)"""
+    """Only Paceline has policies and `hybrid`. (The transformers worker checks its methods itself.)"""
     if case.engine != "paceline" and case.policy not in ("", "static"):
-        raise ValueError(f"{case.engine} has no policies: it drafts the same length always")
+        raise ValueError(f"{case.engine} has no policies: its draft length is fixed")
     if case.engine == "vllm" and case.method == "hybrid":
         raise ValueError("vllm has no hybrid drafter")
 
 
 def _rate_per_position(rounds: Sequence[dict[str, Any]], num_drafts: int | None) -> list[float] | None:
-    """Of all drafts, the share that was accepted up to each position, as in vLLM; None where an engine does not say."""
+    """Share of all drafts that were accepted up to each position, as in vLLM; None if the engine does not report it."""
     if not num_drafts or "accepted_per_position" not in rounds[0]:
         return None
     counts = zip_longest(*(r["accepted_per_position"] for r in rounds), fillvalue=0)
@@ -394,14 +369,3 @@ def _rate_per_position(rounds: Sequence[dict[str, Any]], num_drafts: int | None)
 def median_step(rounds: Sequence[dict[str, Any]]) -> float | None:
     steps = [second for r in rounds for second in r["step_s"]]
     return statistics.median(steps) if steps else None
-
-
-def available_memory() -> int | None:
-    """Bytes that a new process could use; None where the system does not say."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None

@@ -1,8 +1,8 @@
-"""The least time that a decode step can take: what it must read, and what it must compute, at the rates of a machine.
+"""Roofline: the minimum time of a decode step, from the bytes it reads, the FLOPs it computes and a machine's rates.
 
-A pass reads its matrices once, and of every row the keys and values of its context once; it multiplies every token with
-the matrices, and attends. It takes at least the longer of the two. A head's passes wait for one another, so their times
-add up. What is small is left out: embeddings, norms, activations, the draw.
+A forward pass reads its matrices once, and the keys and values of each row's context once. It multiplies each token
+with the matrices and computes attention. It takes at least the longer of the memory time and the compute time. A head's
+passes run one after another, so their times add up. Embeddings, norms, activations and sampling are small and left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of a machine, as measured: copying memory, and multiplying large matrices."""
+    """Measured rates of a machine: copying memory, and multiplying large matrices."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -30,7 +30,7 @@ H200 = Rates(4.26e12, 775e12)  # bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A decode step: rows with 1 + k tokens each, and about `context` tokens in memory."""
+    """A decode step: rows of 1 + k query tokens each, with `context` tokens in the KV cache."""
 
     num_rows: int
     num_draft_tokens: int  # k, of each row
@@ -49,8 +49,8 @@ def step_s(
     head: HeadConfig | None = None,
     head_itemsize: int | None = None,
 ) -> float:
-    """`head`: the one that drafts the k tokens of the next step, if one does; its products in numbers of so many bytes,
-    if that is not the load's."""
+    """The minimum time of a step. `head` drafts the k tokens of the next step; `head_itemsize` is the size of its
+    weights in bytes, if it differs from the target's."""
     passes = [_target_pass(target, load)]
     if head is not None:
         passes += _head_passes(head, load, head_itemsize or load.itemsize)
@@ -61,19 +61,20 @@ def _target_pass(target: ModelConfig, load: Load) -> tuple[float, float]:
     num = load.num_tokens
     matrices = [
         (target.num_layers * _layer_size(target, target.hidden_size), num),
-        (target.hidden_size * target.vocab_size, num),  # every token of the step is judged
+        (target.hidden_size * target.vocab_size, num),  # logits of every query token
     ]
     return _pass(target, load, matrices, num, load.itemsize)
 
 
 def _head_passes(head: HeadConfig, load: Load, itemsize: int) -> Iterator[tuple[float, float]]:
-    """It takes in the whole step and guesses a token for each row, then another k - 1 times one."""
+    """The first pass processes all tokens of the step and drafts one token per row; each of k - 1 further passes
+    processes and drafts one token per row."""
     c = head.layer
-    layer, guess = _layer_size(c, 2 * c.hidden_size), (c.hidden_size * head.draft_vocab_size, load.num_rows)
+    layer, lm_head = _layer_size(c, 2 * c.hidden_size), (c.hidden_size * head.draft_vocab_size, load.num_rows)
     for i in range(load.num_draft_tokens):
         num = load.num_rows if i else load.num_tokens
-        fuse = [] if i else [(head.feature_size * c.hidden_size, num)]
-        yield _pass(c, load, [*fuse, (layer, num), guess], num, itemsize)
+        fuse = [] if i else [(head.aux_hidden_size * c.hidden_size, num)]
+        yield _pass(c, load, [*fuse, (layer, num), lm_head], num, itemsize)
 
 
 def _layer_size(c: ModelConfig, num_in: int) -> int:
@@ -85,8 +86,9 @@ def _layer_size(c: ModelConfig, num_in: int) -> int:
 def _pass(
     c: ModelConfig, load: Load, matrices: list[tuple[int, int]], num_tokens: int, itemsize: int
 ) -> tuple[float, float]:
-    """Bytes and FLOPs, from (parameters, tokens that meet them); those of half the bytes count half."""
+    """Bytes and FLOPs of a pass. `matrices`: (parameters, tokens multiplied with them). FLOPs with weights of half the
+    load's itemsize count half."""
     keys = c.num_layers * c.num_kv_heads * c.head_dim * load.context * load.num_rows
-    attention = 4 * c.num_layers * c.num_heads * c.head_dim * load.context * num_tokens  # q·k, and its sum over v
+    attention = 4 * c.num_layers * c.num_heads * c.head_dim * load.context * num_tokens  # q·k, and the sum over v
     num_bytes = itemsize * sum(size for size, _ in matrices) + load.itemsize * 2 * keys
     return num_bytes, sum(2 * size * num for size, num in matrices) * itemsize / load.itemsize + attention

@@ -1,4 +1,4 @@
-"""A training run over a cluster: who is placed where, and what each process builds."""
+"""Builds a training run on a Ray cluster: the placement of processes, and the objects of each process."""
 
 from __future__ import annotations
 
@@ -7,33 +7,37 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.build.learner import build_learner, follow
-from paceline.build.run import build_loop, build_rewarder, build_rollout_engine, with_absolute_paths
-from paceline.config import Config, dump_config
+from paceline.build.config import with_absolute_paths
+from paceline.build.learner import build_learner, run_worker
+from paceline.build.run import build_rollout_engine, build_trainer
+from paceline.build.task import build_rewarder
+from paceline.cluster.ray_cluster import Plan, RayCluster, plan
+from paceline.config import Config
+from paceline.config_io import dump_config
+from paceline.model.store import load_tokenizer, resolve
+from paceline.rl.callback import ProgressCallback
+from paceline.rl.folder import fresh_folder
+from paceline.rl.trainer import Trainer
+from paceline.rl.worker_group import WorkerGroup
 
-if TYPE_CHECKING:
-    from paceline.cluster.ray_cluster import Plan
-    from paceline.cluster.ray_learner import Crew
+if TYPE_CHECKING:  # these import Ray
+    from paceline.cluster.ray_learner import Workers
     from paceline.cluster.ray_supervisor import Supervisor
-    from paceline.rl.loop import Loop, Watcher
-    from paceline.rl.world import World
 
 
 class ClusterRun:
-    """What `paceline train` runs with cluster.kind = "ray"; close it, whatever became of it."""
+    """A run of `paceline train` with cluster.kind = "ray". Close it, also after an error."""
 
-    def __init__(self, config: Config, watcher: Watcher, *, run: Path | None, resume: Path | None) -> None:
-        from paceline.rl.folder import fresh_folder
-
+    def __init__(self, config: Config, callback: ProgressCallback, *, run: Path | None, resume: Path | None) -> None:
         config = with_absolute_paths(config)
-        self._supervisor = build_supervisor(config, watcher)
+        self._supervisor = build_supervisor(config, callback)
         self._resume = resume is not None
         self._is_fresh = run is None and resume is None
-        # The processes may be elsewhere, and one of them may need the folder's name a second time.
+        # Absolute, and chosen once: processes run on other nodes, and a restarted learner opens the same folder.
         self.folder = (resume or run or fresh_folder(dump_config(config))).resolve()
 
     def run(self) -> dict[str, Any]:
-        """To the last step, or until `stop`; returns the summary."""
+        """Run to the last step, or until `stop`, and return the summary."""
         return self._supervisor.run(self.folder, self._resume)
 
     def stop(self) -> None:
@@ -47,9 +51,7 @@ class ClusterRun:
 
 
 def build_plan(config: Config) -> Plan:
-    """What each of a run's processes needs of Ray."""
-    from paceline.cluster.ray_cluster import plan
-
+    """The CPUs and GPUs of each process of a run."""
     section, on_gpu = config.cluster, config.model.device == "cuda"
     gpus_per_engine, gpus_per_learner = section.gpus_per_engine, section.gpus_per_learner
     if gpus_per_engine is None:
@@ -59,62 +61,58 @@ def build_plan(config: Config) -> Plan:
     return plan(section, gpus_per_engine, gpus_per_learner)
 
 
-def build_supervisor(config: Config, watcher: Watcher) -> Supervisor:
-    from paceline.cluster.ray_cluster import RayCluster
-
-    section, places = config.cluster, build_plan(config)
-    cluster = RayCluster(section, places)  # before all else that imports Ray, which reads its environment then
+def build_supervisor(config: Config, callback: ProgressCallback) -> Supervisor:
+    section, placement = config.cluster, build_plan(config)
+    cluster = RayCluster(section, placement)  # before other imports of Ray, which reads its environment when imported
     from paceline.cluster.ray_supervisor import Supervisor
 
     try:
         return Supervisor(
             cluster,
-            places,
+            placement,
             section,
-            watcher,
+            callback,
             make_engine=partial(build_rollout_engine, config),
             make_rewarder=partial(build_rewarder, config),
-            make_loop=partial(build_ray_loop, config),
-            follow=partial(follow_on_ray, config),
+            make_trainer=partial(build_ray_trainer, config),
+            run_rank=partial(run_rank_on_ray, config),
         )
     except BaseException:
         cluster.close()
         raise
 
 
-def build_ray_loop(config: Config, crew: Crew, watcher: Watcher, folder: Path, resume: bool, restarted: bool) -> Loop:
-    """In the learner's process."""
+def build_ray_trainer(
+    config: Config, workers: Workers, callback: ProgressCallback, folder: Path, resume: bool, restarted: bool
+) -> Trainer:
+    """Runs in the learner's process, rank 0."""
     from paceline.cluster.ray_engine import RayEngine
-    from paceline.cluster.ray_follower import call
-    from paceline.cluster.ray_restarts import Restarts
+    from paceline.cluster.ray_learner import RestartCounter, start_ranks
     from paceline.cluster.ray_rewarder import RayRewarder
-    from paceline.model.store import load_tokenizer, resolve
 
     section = config.cluster
-    # NCCL has one member per GPU, and where the learner shares one there would be two.
+    # NCCL allows one process per GPU; with layout "colocated" there are two.
     backend = "nccl" if config.model.device == "cuda" and section.layout == "disaggregated" else "gloo"
-    rewarder = RayRewarder(crew.rewards, section, watcher.note)
-    engine = RayEngine(crew.engines, load_tokenizer(resolve(config.model.name)), section, backend, watcher.note)
-    world = join(config, 0, 1 + len(crew.followers), call(crew.followers))
-    return build_loop(
+    rewarder = RayRewarder(workers.reward_workers, section, callback.note)
+    engine = RayEngine(workers.engines, load_tokenizer(resolve(config.model.name)), section, backend, callback.note)
+    worker_group = join(config, 0, 1 + len(workers.other_ranks), start_ranks(workers.other_ranks))
+    return build_trainer(
         config,
-        watcher,
+        callback,
         run=None if resume else folder,
         resume=folder if resume else None,
         engine=engine,
         rewarder=rewarder,
-        make_learner=partial(build_learner, world=world),
-        restarts=Restarts(engine, rewarder, restarted),
+        make_learner=partial(build_learner, worker_group=worker_group),
+        restarts=RestartCounter(engine, rewarder, restarted),
     )
 
 
-def follow_on_ray(config: Config, rank: int, size: int, address: str) -> None:
-    """In the process of a further rank."""
-    follow(config, join(config, rank, size, address))
+def run_rank_on_ray(config: Config, rank: int, size: int, address: str) -> None:
+    """Runs in the process of a rank above 0."""
+    run_worker(config, join(config, rank, size, address))
 
 
-def join(config: Config, rank: int, size: int, address: str) -> World:
-    """The ranks of the learner, met. Each sees the GPU that Ray gave it, and no other."""
-    from paceline.rl.world import World
-
-    return World.join(rank, size, address, "cuda:0" if config.model.device == "cuda" else "cpu")
+def join(config: Config, rank: int, size: int, address: str) -> WorkerGroup:
+    """Join the ranks of the learner. Each rank sees only the GPU that Ray gave it."""
+    return WorkerGroup.join(rank, size, address, "cuda:0" if config.model.device == "cuda" else "cpu")

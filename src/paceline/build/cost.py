@@ -1,9 +1,10 @@
-"""What steps of an engine take on this machine: measured once, in seconds, and kept.
+"""Measures the cost table of an engine on this machine: the time of steps by number of rows and tokens.
 
-Steps are timed with nothing but padding in them, in blocks of KV that are free and then free again. The
-engine that comes after finds everything as it was. A table is kept beside the models, by all that its times depend on.
-How long drafting takes is not measured: policies learn it while they run. But of a head that drafts at the end of a
-step nothing shows except that the step is longer, so that is measured, at every start.
+The table is measured once and cached with the models. Its file name is a hash of everything that the times depend on.
+The timed steps run on padding tokens, in free KV blocks that are freed again, so they leave no trace in the engine.
+
+Draft times are not measured: policies estimate them while they run. The exception is a head that drafts on the device
+at the end of a step. A policy sees only that the step is longer, so its draft time is measured at every start.
 """
 
 from __future__ import annotations
@@ -19,56 +20,62 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
 
 from paceline import __version__, native
 from paceline.config import Config
+from paceline.console import SafeConsole
+from paceline.engine.runner import Runner
+from paceline.engine.scheduled_batch import ScheduledBatch
+from paceline.engine.sequence import Sequence
+from paceline.engine.sequence_table import SequenceTable
+from paceline.model.kv import BLOCK
+from paceline.model.paged import PagedDecoder
 from paceline.speculation.cost import CostTable, Point
 from paceline.speculation.cost_files import cost_table_of
+from paceline.types import Request, SamplingParams
 
-if TYPE_CHECKING:
-    from paceline.engine.runner import Runner
-    from paceline.model.paged import PagedDecoder
-
-QUERIES = (1, 2, 3, 4, 6, 8)  # tokens of a row that are verified together
-CONTEXT, LONG_CONTEXT = 64, 512  # tokens of a row; what a token of context costs shows between the two
-BUDGET_S = 8.0  # for measuring everything once, the least work first: what does not fit is extrapolated
-AGAIN_S = 10.0  # for measuring again what is quick
-QUICK_S = 0.1
+QUERIES = (1, 2, 3, 4, 6, 8)  # query tokens of a row
+CONTEXT, LONG_CONTEXT = 64, 512  # context tokens of a row; the difference gives the time per context token
+BUDGET_S = 8.0  # for measuring every step once, the smallest first; the cost table extrapolates to the others
+REPEAT_BUDGET_S = 10.0  # for this and for repeating quick steps
+QUICK_S = 0.1  # only quicker steps are measured again
 NUM_ROUNDS = 3
 
-Timer = Callable[[int, int, int], float]  # rows, their query tokens and their context before those; seconds
-DraftTimer = Callable[[int, int, int, int], float]  # and tokens that are drafted at the end
+Timer = Callable[[int, int, int], float]  # (rows, query tokens per row, context tokens per row) -> seconds
+DraftTimer = Callable[[int, int, int, int], float]  # also: draft tokens per row that are proposed at the end
 
 
 def measured_costs(
-    paged: PagedDecoder, runner: Runner, config: Config, heads: Mapping[str, float] | None = None
+    paged: PagedDecoder, runner: Runner, config: Config, draft_costs: Mapping[str, float] | None = None
 ) -> CostTable:
-    """The table that speculation.cost_table names; else this machine's, measured if it was not before. `heads`: what a
-    pass of a drafter's own model costs in steps of the target (`head_cost`), until it shows by itself."""
+    """The table that speculation.cost_table names, or this machine's, measured if it is not cached. `draft_costs`: the
+    time of a draft token relative to a step of the target, by drafter (`relative_draft_cost`). Policies replace it by
+    what they measure."""
     if config.speculation.cost_table is not None:
         return cost_table_of(config.speculation.cost_table)
     identity = identity_of(paged, config)
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     path = native.cache_dir() / "costs" / f"{digest}.json"
-    table = _kept(path) or _measure_and_keep(paged, runner, config, identity, path)
+    table = _read_cached(path) or _measure_and_cache(paged, runner, config, identity, path)
     plain = {p.num_rows: p.seconds for p in table.points if p.num_query_tokens == p.num_rows}
     drafts = {
         drafter: [(rows, k, k * cost * seconds) for rows, seconds in plain.items() for k in (1, 8)]
-        for drafter, cost in (heads or {}).items()
+        for drafter, cost in (draft_costs or {}).items()
     }
-    longest, most = config.speculation.num_speculative_tokens, config.engine.max_num_seqs
-    if drafts and runner.has_head and isinstance(longest, int):
-        some_rows = sorted({min(4**i, most) for i in range(most.bit_length() // 2 + 2)})
-        measured = measure_drafts(partial(time_step, paged, runner), partial(_room, paged), some_rows, longest)
-        drafts = {drafter: measured or guessed for drafter, guessed in drafts.items()}
+    k, max_rows = config.speculation.num_speculative_tokens, config.engine.max_num_seqs
+    if drafts and runner.drafts_ahead and isinstance(k, int):
+        some_rows = sorted({min(4**i, max_rows) for i in range(max_rows.bit_length() // 2 + 2)})
+        measured = measure_drafts(partial(time_step, paged, runner), partial(_tokens_per_row, paged), some_rows, k)
+        drafts = {drafter: measured or estimated for drafter, estimated in drafts.items()}
     return CostTable(table.name, table.points, drafts, table.per_context_token_s, table.source)
 
 
 def identity_of(paged: PagedDecoder, config: Config) -> dict[str, Any]:
-    """All that the times depend on."""
-    import torch
-
+    """Everything that the times depend on."""
     decoder = paged.decoder
     cuda = decoder.device.type == "cuda"
     return {
@@ -80,56 +87,54 @@ def identity_of(paged: PagedDecoder, config: Config) -> dict[str, Any]:
         "threads": None if cuda else torch.get_num_threads(),
         "native": decoder.embed.panels is not None or type(decoder.ops).__name__,
         "graphs": config.engine.graphs if cuda else None,
-        "taps": paged.taps,
-        "rows": config.engine.max_num_seqs,
-        "tokens": config.engine.max_num_batched_tokens,
+        "aux_layers": paged.aux_layers,
+        "max_num_seqs": config.engine.max_num_seqs,
+        "max_num_batched_tokens": config.engine.max_num_batched_tokens,
     }
 
 
 def cpu_name() -> str:
-    """As the kernel calls it; ARM has numbers for names."""
+    """The CPU's name in /proc/cpuinfo; on ARM its identification numbers."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
-    number = " ".join(said[key] for key in ("CPU implementer", "CPU part", "CPU variant") if key in said)
-    return said.get("model name") or f"{platform.machine()} {number}".strip()
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
+    number = " ".join(fields[key] for key in ("CPU implementer", "CPU part", "CPU variant") if key in fields)
+    return fields.get("model name") or f"{platform.machine()} {number}".strip()
 
 
-def _kept(path: Path) -> CostTable | None:
+def _read_cached(path: Path) -> CostTable | None:
     if not path.is_file():
         return None
     try:
         return CostTable.load(path)
     except ValueError as error:
-        warnings.warn(f"{error}; measuring anew", stacklevel=4)
+        warnings.warn(f"{error}; measuring again", stacklevel=4)
         return None
 
 
-def _measure_and_keep(
+def _measure_and_cache(
     paged: PagedDecoder, runner: Runner, config: Config, identity: dict[str, Any], path: Path
 ) -> CostTable:
-    from paceline.console import SafeConsole
-
     console = SafeConsole(stderr=True)
     started = time.perf_counter()
-    with console.status("measuring what a step takes on this machine (once; some ten seconds)"):
+    with console.status("measuring step times on this machine (once; about ten seconds)"):
         points, per_context_token_s = measure(
             partial(time_step, paged, runner),
-            partial(_room, paged),
+            partial(_tokens_per_row, paged),
             config.engine.max_num_seqs,
             config.engine.max_num_batched_tokens,
         )
     threads = f", {identity['threads']} threads" if identity["threads"] else ""
     source = f"measured on {identity['device']}{threads}, {identity['dtype']}"
     table = CostTable(path.stem, points, {}, per_context_token_s, source)
-    console.print(f"measured what a step takes on this machine in {time.perf_counter() - started:.1f} s")
-    _keep(table, path)
+    console.print(f"measured step times on this machine in {time.perf_counter() - started:.1f} s")
+    _cache(table, path)
     return table
 
 
-def _keep(table: CostTable, path: Path) -> None:
+def _cache(table: CostTable, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
@@ -137,31 +142,33 @@ def _keep(table: CostTable, path: Path) -> None:
             os.replace(Path(scratch) / path.name, path)
     except OSError as error:
         warnings.warn(
-            f"the measured costs can't be kept in {path.parent} ({error.strerror}); set PACELINE_CACHE to a folder of "
-            "yours, or they are measured at every start",
+            f"the cost table can't be written to {path.parent} ({error.strerror}) and is measured at every start; set "
+            "PACELINE_CACHE to a writable folder",
             stacklevel=4,
         )
 
 
 def measure(
-    timer: Timer, room: Callable[[int], int], max_num_seqs: int, max_num_batched_tokens: int
+    timer: Timer, tokens_per_row: Callable[[int], int], max_num_seqs: int, max_num_batched_tokens: int
 ) -> tuple[list[Point], float]:
-    """Points, and seconds per token of context. `room(rows)`: tokens that each of so many rows may have."""
+    """Points of a cost table, and seconds per context token. `tokens_per_row(rows)`: how many tokens each of `rows`
+    rows may have."""
     all_rows = sorted({min(2**i, max_num_seqs) for i in range(max_num_seqs.bit_length() + 1)})
-    context = {rows: min(CONTEXT, room(rows) - max(QUERIES)) for rows in all_rows}
+    context = {rows: min(CONTEXT, tokens_per_row(rows) - max(QUERIES)) for rows in all_rows}
     steps = [(r, q) for r in all_rows for q in QUERIES if r * q <= max_num_batched_tokens and context[r] > 0]
-    steps.sort(key=lambda step: (step[1] > 1, step[0] * step[1]))  # plain ones first: nothing stands without them
-    if not steps:  # a memory too small for anything but a single token
+    # Steps without draft tokens first: points with draft tokens are relative to them.
+    steps.sort(key=lambda step: (step[1] > 1, step[0] * step[1]))
+    if not steps:  # the KV cache has room for a single token only
         context, steps = {1: 0}, [(1, 1)]
     timer(*steps[0], context[steps[0][0]])  # warm up
     best: dict[tuple[int, int], float] = {}
     spent_s, token_s = 0.0, 0.0
-    for round in range(NUM_ROUNDS):  # the best of some that lie apart: what else runs here should not count
+    for round in range(NUM_ROUNDS):  # the best of several rounds: other processes may disturb one of them
         for rows, queries in steps:
             known_s = best.get((rows, queries))
             if round and (known_s is None or known_s > QUICK_S):
                 continue
-            if best and spent_s + token_s * rows * queries > (AGAIN_S if round else BUDGET_S):
+            if best and spent_s + token_s * rows * queries > (REPEAT_BUDGET_S if round else BUDGET_S):
                 break
             seconds = timer(rows, queries, context[rows])
             spent_s += seconds
@@ -172,14 +179,16 @@ def measure(
         for (rows, queries), seconds in sorted(best.items())
         if (rows, 1) in best
     ]
-    return points, _per_context_token_s(timer, room, best)
+    return points, _per_context_token_s(timer, tokens_per_row, best)
 
 
-def _per_context_token_s(timer: Timer, room: Callable[[int], int], best: Mapping[tuple[int, int], float]) -> float:
-    """From as many rows as are still quick: the more context, the less it drowns in noise."""
+def _per_context_token_s(
+    timer: Timer, tokens_per_row: Callable[[int], int], best: Mapping[tuple[int, int], float]
+) -> float:
+    """Measured with the largest number of rows that is quick: more context tokens, less noise."""
     quick = [rows for (rows, queries), seconds in best.items() if queries == 1 and seconds <= QUICK_S]
-    rows = max((rows for rows in quick if room(rows) > LONG_CONTEXT), default=1)
-    longer = min(LONG_CONTEXT, room(rows) - 1)
+    rows = max((rows for rows in quick if tokens_per_row(rows) > LONG_CONTEXT), default=1)
+    longer = min(LONG_CONTEXT, tokens_per_row(rows) - 1)
     if longer <= CONTEXT:
         return 0.0
     pairs = [(timer(rows, 1, CONTEXT), timer(rows, 1, longer)) for _ in range(NUM_ROUNDS)]
@@ -188,59 +197,53 @@ def _per_context_token_s(timer: Timer, room: Callable[[int], int], best: Mapping
 
 
 def measure_drafts(
-    timer: DraftTimer, room: Callable[[int], int], all_rows: Iterable[int], k: int
+    timer: DraftTimer, tokens_per_row: Callable[[int], int], all_rows: Iterable[int], k: int
 ) -> list[tuple[int, int, float]]:
-    """(rows, tokens, seconds): what a step takes more at whose end so many tokens are drafted, one and k. Nothing of
-    rows for which there is no room."""
+    """(rows, draft tokens, seconds): how much longer a step takes if it proposes draft tokens at its end, one or k per
+    row. Numbers of rows that do not fit into the KV cache are left out."""
     found = []
     for rows in all_rows:
-        context = min(CONTEXT, room(rows) - 2 - k)
+        context = min(CONTEXT, tokens_per_row(rows) - 2 - k)
         if context > 0:
-            some = sorted({1, k})
-            rounds = [[timer(rows, 1, context, num) for num in (0, *some)] for _ in range(NUM_ROUNDS)]
+            lengths = sorted({1, k})
+            rounds = [[timer(rows, 1, context, length) for length in (0, *lengths)] for _ in range(NUM_ROUNDS)]
             plain_s, *drafting_s = (min(times) for times in zip(*rounds, strict=True))
-            found += [(rows, num, max(0.0, s - plain_s)) for num, s in zip(some, drafting_s, strict=True)]
+            found += [(rows, length, max(0.0, s - plain_s)) for length, s in zip(lengths, drafting_s, strict=True)]
     return found
 
 
-def _room(paged: PagedDecoder, num_rows: int) -> int:
-    from paceline.model.kv import BLOCK
-
+def _tokens_per_row(paged: PagedDecoder, num_rows: int) -> int:
     return min(paged.pool.num_free // num_rows * BLOCK, paged.decoder.config.max_positions)
 
 
 def time_step(
-    paged: PagedDecoder, runner: Runner, num_rows: int, num_queries: int, context: int, num_guesses: int = 0
+    paged: PagedDecoder, runner: Runner, num_rows: int, num_queries: int, context: int, draft_length: int = 0
 ) -> float:
-    """Seconds of a step: num_rows rows that verify num_queries - 1 drafted tokens, each after `context` tokens, and at
-    its end num_guesses are drafted. Of a GPU the device's: while it computes, the host does the rest."""
-    import numpy as np
-
-    from paceline.engine.scheduler import Row
-    from paceline.engine.sequence import Sequence
-    from paceline.types import Request, SamplingParams
-
+    """Seconds of one step: each of `num_rows` rows verifies num_queries - 1 draft tokens after `context` tokens, and
+    the device proposes `draft_length` tokens per row at the end. On a GPU it is the device's time: the host's work
+    overlaps with it."""
     request = Request(-1, (0,) * (context + 1), SamplingParams(max_tokens=num_queries), noise_key=0)
-    room = context + num_queries + num_guesses
-    rows = []
-    for i in range(num_rows):
-        sequence = Sequence(request, -1 - i, 1 + room, ())  # no true one has such a number, nor arrives so early
-        sequence.num_computed = context
-        rows.append(Row(sequence, 1, True, np.zeros(num_queries - 1, np.int32)))
-    runner.guess(num_guesses)
+    num_tokens = context + num_queries + draft_length
+    sequences = [Sequence(request, -1 - i, 1 + num_tokens, ()) for i in range(num_rows)]  # no request has these numbers
+    runner.set_draft_length(draft_length)
     try:
-        for row in rows:
-            assert paged.pool.reserve(row.sequence.table, room)
+        for sequence in sequences:
+            sequence.num_computed = context
+            assert paged.pool.reserve(sequence.table, num_tokens)
+        table, slots = SequenceTable(num_rows), np.arange(num_rows)
+        table.add(*sequences)
+        rows = ScheduledBatch.make(table, slots, np.ones(num_rows, np.int64), np.ones(num_rows, bool))
+        rows.set_drafts(np.zeros((num_rows, num_queries - 1), np.int32), np.full(num_rows, num_queries - 1), 0)
         if paged.decoder.device.type == "cuda":
-            runner.launch(rows, {}).land()  # what is compiled and captured at the first time
-            flight = runner.launch(rows, {})
-            flight.land()
-            return sum(flight.took())
+            runner.launch(rows, {}).wait()  # the first step compiles kernels and captures a graph
+            pending = runner.launch(rows, {})
+            pending.wait()
+            return sum(pending.times())
         started = time.perf_counter()
-        runner.launch(rows, {}).land()
+        runner.launch(rows, {}).wait()
         return time.perf_counter() - started
     finally:
-        runner.guess(0)
-        for row in rows:
-            runner.leave(row.sequence)
-            paged.pool.truncate(row.sequence.table, 0)
+        runner.set_draft_length(0)
+        for sequence in sequences:
+            runner.remove(sequence)
+            paged.pool.truncate(sequence.table, 0)

@@ -1,67 +1,65 @@
-"""Training of a head: sequences, vocabulary, learner and folder."""
+"""Builds a run that trains a head: sequences, vocabulary, learner and folder."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import datetime
+from collections.abc import Callable
+from pathlib import Path
 
-from paceline.build.engine import build_engine, check_device, load_decoder
-from paceline.build.run import build_task, check_prompts, describe_run, with_absolute_paths
-from paceline.config import Config, SpeculationSection, dump_config
+import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from paceline.draft.start import Start
-    from paceline.draft.trainer import DraftTrainer
-    from paceline.draft.trainer import Watcher as DraftWatcher
+from paceline.build.config import with_absolute_paths
+from paceline.build.engine import build_engine
+from paceline.build.model import check_device, load_decoder
+from paceline.build.run import describe_run
+from paceline.build.task import build_task, check_prompts
+from paceline.config import Config, SpeculationSection
+from paceline.config_io import dump_config
+from paceline.draft.data import Reader, read_examples
+from paceline.draft.head_init import HeadInit
+from paceline.draft.learner import DraftLearner
+from paceline.draft.rollouts import generate, num_complete_bytes, rollout_examples, rollout_requests
+from paceline.draft.trainer import DraftTrainer, planned_steps
+from paceline.model.config import with_yarn
+from paceline.model.head_files import load_head, resolve_head
+from paceline.model.provenance import Provenance
+from paceline.model.store import load_tokenizer, resolve
+from paceline.model.weights import ModelError, checkpoint_checksum, read_config
+from paceline.rl.callback import ProgressCallback
+from paceline.rl.checkpoint import Checkpoints
+from paceline.rl.folder import RunFolder
+from paceline.rl.resume import find_checkpoint
 
 
 def build_draft_trainer(
     config: Config,
-    watcher: DraftWatcher,
+    callback: ProgressCallback,
     *,
     run: Path | None = None,
     resume: Path | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> DraftTrainer:
-    """A new run in folder `run` (None: a fresh one under runs/), or one to `resume`. Rollouts that it lacks are
-    generated here, until `stopping` says so. What can be wrong with the settings is found before the folder is made."""
-    import datetime
-    from pathlib import Path
-
-    import torch
-
-    from paceline.draft.data import Reader, read_examples
-    from paceline.draft.learner import DraftLearner
-    from paceline.draft.rollouts import generate, rollout_examples, rollout_requests, whole_lines
-    from paceline.draft.trainer import DraftTrainer, planned_steps
-    from paceline.model.provenance import Provenance
-    from paceline.model.store import load_tokenizer, resolve
-    from paceline.model.weights import checkpoint_checksum
-    from paceline.rl.checkpoint import Checkpoints
-    from paceline.rl.folder import RunFolder
-    from paceline.rl.resume import find_checkpoint
-
+    """A new run in folder `run` (None: a new folder under runs/), or the run to `resume`. Generates missing rollouts,
+    until `stopping` returns True. Errors in the settings are raised before the folder is created."""
     check_device(config)
     config = with_absolute_paths(config)
     directory = resolve(config.model.name)
     tokenizer = load_tokenizer(directory)
-    start = build_start(config, directory)
-    config = config.model_copy(update={"draft": start.section})
+    head_init = build_head_init(config, directory)
+    config = config.model_copy(update={"draft": head_init.section})
     section, sampling = config.draft, config.sampling.params()
-    if bad := [token for token in sampling.stop_token_ids if not 0 <= token < start.target.vocab_size]:
+    if bad := [token for token in sampling.stop_token_ids if not 0 <= token < head_init.target.vocab_size]:
         raise ValueError(
-            f"sampling.stop_token_ids = {bad}: the model has tokens 0 to {start.target.vocab_size - 1}; leave them out"
+            f"sampling.stop_token_ids = {bad}: the model has tokens 0 to {head_init.target.vocab_size - 1}; remove them"
         )
-    reader = Reader(tokenizer, start.target.vocab_size, config.task.chat)
-    max_length = min(section.max_length, start.target.max_positions)
+    reader = Reader(tokenizer, head_init.target.vocab_size, config.task.chat)
+    max_length = min(section.max_length, head_init.target.max_positions)
     requests = examples = None
     if section.data == "rollouts":
         task = build_task(config)
         check_prompts(config, task, tokenizer)
         requests = rollout_requests(task, section, tokenizer, sampling, config.task.chat)
-        source, data = task.name, f"the target's own answers to {task.name} at temperature {sampling.temperature:g}"
+        source, data = task.name, f"the target's own completions of {task.name} at temperature {sampling.temperature:g}"
     else:
         path = Path(section.data)
         examples = read_examples(path, reader, section.num_sequences, section.held_out, max_length, section.seed)
@@ -76,25 +74,25 @@ def build_draft_trainer(
         checkpoints = Checkpoints(folder.checkpoints, config.train.keep_checkpoints)
         checkpoint = None
         if resume is not None:
-            checkpoint = find_checkpoint(folder, checkpoints, watcher.note, keep=("rollouts",))
+            checkpoint = find_checkpoint(folder, checkpoints, callback.note, keep=("rollouts",))
         if resume is not None and checkpoint is None:
-            folder.truncate({"rollouts": whole_lines(folder)})  # the rollouts that are there are not generated again
+            folder.truncate({"rollouts": num_complete_bytes(folder)})  # keep complete rollouts
         if requests is not None:
 
-            def between(done: int, total: int) -> None:
+            def on_progress(done: int, total: int) -> None:
                 if stopping():
-                    watcher.note(f"{done} of {total} rollouts are kept; go on with --resume {folder.path}")
+                    callback.note(f"{done} of {total} rollouts are kept; continue with --resume {folder.path}")
                     raise KeyboardInterrupt
-                watcher.progress("generating", done, total)
+                callback.progress("generating", done, total)
 
             plain = config.model_copy(update={"speculation": SpeculationSection()})
-            records = generate(lambda: build_engine(plain), requests, folder, between)
+            records = generate(lambda: build_engine(plain), requests, folder, on_progress)
             examples = rollout_examples(records, reader, max_length)
         assert examples is not None
         steps = planned_steps(section, examples)
-        ends = (*start.target.eos_token_ids, *sampling.stop_token_ids)
+        eos_ids = (*head_init.target.eos_token_ids, *sampling.stop_token_ids)
         dtype = torch.float64 if config.model.dtype == "float64" else torch.float32
-        head = start.head(examples.train, ends, dtype, config.model.device)
+        head = head_init.head(examples.train, eos_ids, dtype, config.model.device)
         trainer = DraftTrainer(
             section,
             decoder=load_decoder(config, directory),
@@ -105,10 +103,10 @@ def build_draft_trainer(
             provenance=Provenance(config.model.name, checkpoint_checksum(directory), data, section.seed, 0, 0),
             folder=folder,
             checkpoints=checkpoints,
-            watcher=watcher,
+            callback=callback,
         )
         if checkpoint is not None:
-            with checkpoint.complete():
+            with checkpoint.loading():
                 trainer.restore(checkpoint)
     except BaseException:
         folder.close()
@@ -116,23 +114,17 @@ def build_draft_trainer(
     return trainer
 
 
-def build_start(config: Config, directory: Path) -> Start:
-    """The shape, or with draft.init the head, that training begins with."""
-    from pathlib import Path
-
-    from paceline.draft.start import Start
-    from paceline.model.config import with_yarn
-    from paceline.model.head_files import load_head, resolve_head
-    from paceline.model.weights import ModelError, read_config
-
+def build_head_init(config: Config, directory: Path) -> HeadInit:
+    """The shape of a new head, or with draft.init a head to continue from."""
     target, init = read_config(directory), config.draft.init
     if config.model.yarn_factor is not None:
         target = with_yarn(target, config.model.yarn_factor)
     if init is None:
-        return Start(config.draft, target)
+        return HeadInit(config.draft, target)
     path = Path(init).expanduser()
     try:
         found = path if path.is_dir() else resolve_head(None, init)
     except ModelError as error:
         raise ValueError(f"draft.init = {init!r}: no such directory, and {error}") from None
-    return Start(config.draft, target, load_head(found, target, any_target=True))  # whosever it was: it learns
+    # any_target: the head may come from another target, because it is trained again.
+    return HeadInit(config.draft, target, load_head(found, target, any_target=True))

@@ -1,34 +1,40 @@
-"""Who drafts for an engine, by speculation.method."""
+"""Builds the drafter of an engine, by speculation.method."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from paceline.build.engine import build_decoder, build_paged, build_sampler, default_kv_tokens
-from paceline.config import ADAPTABLE, Config
+import torch
 
-if TYPE_CHECKING:
-    import torch
-
-    from paceline.drafters.suffix import SuffixDrafter
-    from paceline.model.config import ModelConfig
-    from paceline.model.decoder import Decoder
-    from paceline.model.eagle3 import Eagle3Head
-    from paceline.speculation.batch import Drafter
-
-MODEL_FREE = ("none", "suffix", "ngram")  # methods without a model of their own
+from paceline.build.model import build_decoder, build_paged, build_sampler, default_kv_tokens
+from paceline.build.model_free import MODEL_FREE, build_history, build_model_free
+from paceline.config import Config, SpeculationSection
+from paceline.drafters.ahead import Eagle3Ahead, HistoryAhead, HybridAhead
+from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.drafters.eagle3 import Eagle3Drafter
+from paceline.drafters.hybrid import HybridDrafter
+from paceline.model import head_files
+from paceline.model.config import ModelConfig
+from paceline.model.decoder import Decoder, first_layers
+from paceline.model.eagle3 import Eagle3Head
+from paceline.model.kernels import pack_for_inference
+from paceline.model.kv import BLOCK
+from paceline.model.provenance import read_provenance
+from paceline.model.store import load_tokenizer, resolve
+from paceline.model.weights import checkpoint_checksum
+from paceline.speculation.batch import Drafter
+from paceline.speculation.history_store import HistoryStore
 
 
 def available_drafters(config: Config) -> tuple[str, ...]:
-    """What can draft for this model without further ado."""
-    from paceline.model.head_files import resolve_head
-
+    """The methods that need no further settings for this model."""
     found = ["ngram", "suffix"]
     try:
-        resolve_head(config.speculation.head, config.model.name)
+        head_files.resolve_head(config.speculation.head, config.model.name)
         found += ["eagle3", "hybrid"]
     except ValueError:
-        if config.speculation.head is not None:  # asked for, so it matters
+        if config.speculation.head is not None:
             raise
     if config.speculation.draft_model is not None:
         found.append("draft_model")
@@ -36,32 +42,26 @@ def available_drafters(config: Config) -> tuple[str, ...]:
 
 
 def build_drafter(config: Config, target: Decoder, tokenizer: Any, head: Eagle3Head | None = None) -> Drafter | None:
-    """A drafter for this target. `head`: an EAGLE-3 head that is already there, packed as the target is, instead of
-    the one on disk."""
+    """A drafter for this target. `head`: use this EAGLE-3 head, packed like the target, instead of loading one."""
     speculation = config.speculation
     if speculation.method == "suffix" and target.ops.is_cuda and speculation.rule == "coupled":
-        return _history_ahead(config)
+        return _build_device_drafter(config)
     if speculation.method in MODEL_FREE:
         return build_model_free(config)
     if speculation.method == "draft_model":
-        from paceline.drafters.draft_model import DraftModelDrafter
-
         draft = _draft_decoder(config, target, tokenizer)
         coupled = speculation.rule == "coupled"
         return DraftModelDrafter(build_paged(config, draft), build_sampler(draft), coupled)
     if speculation.method not in ("eagle3", "hybrid"):
         raise ValueError(f"speculation.method = {speculation.method!r}: there is no such drafter")
-    from paceline.drafters.eagle3 import Eagle3Drafter
-    from paceline.model.kv import BLOCK
-
     if head is None:
         head = pack_head(build_head(config, target.config), target)
     if target.ops.is_cuda and speculation.rule == "coupled":
-        return _ahead(config, target, head)
+        return _build_device_drafter(config, head)
     if speculation.head_dtype == "float8":
         raise ValueError(
-            'speculation.head_dtype = "float8": only where a head drafts on a GPU, by rule = "coupled"; use "auto" or '
-            '"model"'
+            'speculation.head_dtype = "float8": needs a head that drafts on a GPU, with rule = "coupled"; use "auto" '
+            'or "model"'
         )
     num_blocks = -(-(config.engine.kv_tokens or default_kv_tokens(config, target.config)) // BLOCK)
     eagle3 = Eagle3Drafter(
@@ -74,93 +74,53 @@ def build_drafter(config: Config, target: Decoder, tokenizer: Any, head: Eagle3H
     )
     if speculation.method == "eagle3":
         return eagle3
-    from paceline.drafters.hybrid import HybridDrafter
-
     return HybridDrafter(build_history(config), eagle3, head_cost(head, target.config), speculation.hybrid_choice)
 
 
-def _ahead(config: Config, target: Decoder, head: Eagle3Head) -> Drafter:
-    """Where whole steps are computed on the device, a head drafts there too."""
-    from paceline.drafters.ahead import Eagle3Ahead
-    from paceline.drafters.hybrid import HybridAhead
-    from paceline.model.cuda.float8 import settle_dtype
+def _build_device_drafter(config: Config, head: Eagle3Head | None = None) -> Drafter:
+    """A drafter on the GPU, which drafts at the end of a step for the next step: history, a head, or both."""
+    from paceline.model.cuda.device_state import MAX_DRAFT
+    from paceline.model.cuda.float8 import apply_head_dtype
 
-    _check_length(config)
-    settle_dtype(head, config.speculation.head_dtype)
+    s = config.speculation
+    lengths = s.num_speculative_tokens
+    k = lengths if isinstance(lengths, int) else max(lengths.values())
+    if k > MAX_DRAFT:
+        raise ValueError(f"speculation.num_speculative_tokens = {k}: a GPU drafts at most {MAX_DRAFT}; lower it")
+    if head is None:
+        return HistoryAhead(_history_store(s), s.suffix_recency, s.suffix_min_match)
+    apply_head_dtype(head, s.head_dtype)
     eagle3 = Eagle3Ahead(head)
-    if config.speculation.method == "eagle3":
+    if s.method == "eagle3":
         return eagle3
-    cost = head_cost(head, target.config)
-    return HybridAhead(build_history(config), eagle3, cost, config.speculation.hybrid_choice)
+    return HybridAhead(_history_store(s), eagle3, s.suffix_recency, s.suffix_min_match)
 
 
-def _history_ahead(config: Config) -> Drafter:
-    """There history is read on the device as well."""
-    from paceline.drafters.ahead import HistoryAhead
-    from paceline.speculation.library import Library
-
-    _check_length(config)
-    s = config.speculation
-    return HistoryAhead(Library(s.suffix_max_versions, s.suffix_max_bytes), s.suffix_recency, s.suffix_min_match)
-
-
-def _check_length(config: Config) -> None:
-    from paceline.model.cuda.slots import MAX_DRAFT
-
-    lengths = config.speculation.num_speculative_tokens
-    longest = lengths if isinstance(lengths, int) else max(lengths.values())
-    if longest > MAX_DRAFT:
-        raise ValueError(f"speculation.num_speculative_tokens = {longest}: a GPU drafts at most {MAX_DRAFT}; lower it")
-
-
-def build_model_free(config: Config) -> Drafter | None:
-    """For one of MODEL_FREE."""
-    speculation = config.speculation
-    if speculation.method == "none":
-        return None
-    if speculation.method == "suffix":
-        return build_history(config)
-    from paceline.drafters.ngram import NgramDrafter
-
-    assert speculation.method == "ngram"
-    return NgramDrafter(speculation.prompt_lookup_min, speculation.prompt_lookup_max)
-
-
-def build_history(config: Config) -> SuffixDrafter:
-    from paceline.drafters.suffix import SuffixDrafter
-
-    s = config.speculation
-    return SuffixDrafter(s.suffix_min_match, s.suffix_max_bytes, s.suffix_max_versions, s.suffix_recency)
+def _history_store(section: SpeculationSection) -> HistoryStore:
+    return HistoryStore(section.suffix_max_versions, section.suffix_max_bytes)
 
 
 def drafting_head(config: Config, drafter: Any) -> Eagle3Head | None:
-    """The EAGLE-3 head that this config's drafter drafts with, as it is now."""
-    if config.speculation.method not in ADAPTABLE:
+    """The EAGLE-3 head of a drafter that was built from this config, with its current weights."""
+    if not config.speculation.uses_head:
         return None
     head: Eagle3Head = drafter.head if config.speculation.method == "eagle3" else drafter.head.head
     return head
 
 
-def drafting_cost(config: Config, drafter: Any, target: ModelConfig) -> float:
-    """What a token takes that the drafter's own model drafts, in steps of the target; 0 where it has none."""
+def relative_draft_cost(config: Config, drafter: Any, target: ModelConfig) -> float:
+    """Time of one token of the drafter's model, relative to a step of the target; 0 without such a model."""
     if config.speculation.method == "draft_model":
-        return _weights(drafter.paged.decoder.config) / _weights(target)
+        return _num_weights(drafter.paged.decoder.config) / _num_weights(target)
     head = drafting_head(config, drafter)
     return head_cost(head, target) if head is not None else 0.0
 
 
 def build_head(config: Config, target: ModelConfig, dtype: torch.dtype | None = None) -> Eagle3Head:
-    """The EAGLE-3 head that speculation.head names, or the one shipped for the model; plain, where the model is, and as
-    precise unless `dtype` is given."""
-    import torch
-
-    from paceline.model.head_files import load_head, resolve_head
-    from paceline.model.store import resolve
-    from paceline.model.weights import checkpoint_checksum
-
-    directory = resolve_head(config.speculation.head, config.model.name)
-    return load_head(
-        directory,
+    """The EAGLE-3 head that speculation.head names, or the one shipped for the model. It is not packed. It is on
+    model.device, in model.dtype unless `dtype` is given."""
+    return head_files.load_head(
+        head_files.resolve_head(config.speculation.head, config.model.name),
         target,
         dtype=dtype or getattr(torch, config.model.dtype),
         device=config.model.device,
@@ -170,16 +130,13 @@ def build_head(config: Config, target: ModelConfig, dtype: torch.dtype | None = 
 
 
 def recorded_acceptance(config: Config, temperature: float) -> float | None:
-    """How often the first token of the head's drafts was accepted, as its provenance file records it for this way of
-    drafting and this temperature; None where nothing comparable is on record. A head that is used for another target
-    than its own (speculation.any_target) has no comparable record."""
-    from paceline.model.head_files import resolve_head
-    from paceline.model.provenance import read_provenance
-
+    """The share of first draft tokens that were accepted, from the head's provenance file, for this acceptance rule and
+    temperature. None if there is no such record, or if the head may belong to another target
+    (speculation.any_target)."""
     speculation = config.speculation
-    if speculation.method not in ADAPTABLE or speculation.any_target:
+    if not speculation.uses_head or speculation.any_target:
         return None
-    provenance = read_provenance(resolve_head(speculation.head, config.model.name))
+    provenance = read_provenance(head_files.resolve_head(speculation.head, config.model.name))
     if provenance is None:
         return None
     kind = "coupled" if speculation.rule == "coupled" else "sampled"
@@ -187,36 +144,32 @@ def recorded_acceptance(config: Config, temperature: float) -> float | None:
 
 
 def pack_head(head: Eagle3Head, target: Decoder) -> Eagle3Head:
-    """For inference beside this target: packed if the target is."""
+    """Prepare a head for inference: packed if the target is packed."""
     head.requires_grad_(False)
     if target.embed.panels is not None:
-        from paceline.model.kernels import pack_for_inference
-
         pack_for_inference(head)
     return head
 
 
 def head_cost(head: Eagle3Head, target: ModelConfig) -> float:
-    """What a drafted token costs, in steps of the target, where both are bound by reading their weights: as on a CPU,
-    or on a GPU with few rows."""
+    """Time of one of the head's tokens, relative to a step of the target. Assumes that reading weights takes all the
+    time, as on a CPU, or on a GPU with few rows."""
     c = head.config.layer
-    own = c.hidden_size * c.head_dim * (3 * c.num_heads + 4 * c.num_kv_heads) + 3 * c.hidden_size * c.intermediate_size
-    share = 1.0 if head.lm_head.rounded is None else 1 / head.dtype.itemsize  # of the bytes
-    return share * (own + head.config.draft_vocab_size * c.hidden_size) / _weights(target)
+    layer = c.hidden_size * c.head_dim * (3 * c.num_heads + 4 * c.num_kv_heads)
+    layer += 3 * c.hidden_size * c.intermediate_size
+    bytes_ratio = 1.0 if head.lm_head.float8 is None else 1 / head.dtype.itemsize
+    return bytes_ratio * (layer + head.config.draft_vocab_size * c.hidden_size) / _num_weights(target)
 
 
-def _weights(model: ModelConfig) -> int:
-    """Numbers that a step reads."""
+def _num_weights(model: ModelConfig) -> int:
+    """Weights that a step reads."""
     heads = 2 * (model.num_heads + model.num_kv_heads)
     per_layer = model.hidden_size * model.head_dim * heads + 3 * model.hidden_size * model.intermediate_size
     return model.num_layers * per_layer + model.vocab_size * model.hidden_size
 
 
 def _draft_decoder(config: Config, target: Decoder, tokenizer: Any) -> Decoder:
-    """The model that speculation.draft_model names; "layers:N" is the target's own first N layers."""
-    from paceline.model.decoder import first_layers
-    from paceline.model.store import load_tokenizer, resolve
-
+    """The model that speculation.draft_model names. "layers:N" is the target's own first N layers."""
     name = config.speculation.draft_model
     assert name is not None  # the config checks it
     kind, _, count = name.partition(":")
@@ -229,14 +182,19 @@ def _draft_decoder(config: Config, target: Decoder, tokenizer: Any) -> Decoder:
         return first_layers(target, int(count))
     directory = resolve(name)
     draft = build_decoder(config, directory)
-    if draft.config.vocab_size != target.config.vocab_size:
+    check_vocabulary(name, draft.config.vocab_size, target.config.vocab_size, directory, tokenizer)
+    return draft
+
+
+def check_vocabulary(name: str, size: int | None, target_size: int | None, directory: Path, tokenizer: Any) -> None:
+    """Raise ValueError if a draft model does not have the target's vocabulary. A size of None is not known."""
+    if size != target_size and None not in (size, target_size):
         raise ValueError(
-            f"speculation.draft_model = {name!r} has {draft.config.vocab_size} tokens, the target "
-            f"{target.config.vocab_size}: a draft model must share the target's vocabulary"
+            f"speculation.draft_model = {name!r} has {size} tokens, the target {target_size}: a draft model must share "
+            "the target's vocabulary"
         )
     if load_tokenizer(directory).get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"speculation.draft_model = {name!r}: its tokenizer gives other ids than the target's; a draft model must "
             "share the target's vocabulary"
         )
-    return draft

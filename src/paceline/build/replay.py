@@ -1,23 +1,28 @@
-"""Drafters and policies for a replay, by name: no model, and no torch unless a tokenizer is asked for."""
+"""Builds replays: drafters and policies by name, without a model. Imports torch only to load a tokenizer."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from paceline.config import Config, ConfigError, load_config
-
-if TYPE_CHECKING:
-    from paceline.replay.engine import Replay
-    from paceline.replay.run import Cell
-    from paceline.replay.tape import Tape
-    from paceline.speculation.batch import Drafter
-    from paceline.speculation.cost import CostTable
+from paceline.build import model_free
+from paceline.build.config import load_config
+from paceline.build.policy import build_policy
+from paceline.config import HEAD_METHODS, Config
+from paceline.config_io import ConfigError
+from paceline.drafters.hybrid import HybridDrafter
+from paceline.replay.engine import Replay
+from paceline.replay.recorded_head import RecordedHead
+from paceline.replay.round_state import RoundState
+from paceline.replay.run import Cell
+from paceline.speculation.batch import Drafter, Load
+from paceline.speculation.cost import CostTable
+from paceline.speculation.cost_files import cost_table_of, shipped_tables
 
 MODEL_FREE = ("suffix", "ngram")
-RECORDED = ("eagle3", "hybrid")  # where match lengths are stored
 DEFAULT_HARDWARE = "vllm-h200-qwen3-8b"
-LONGEST = 7  # draft of das and auto, unless said
-TAKEN = (
+MAX_DRAFT_LENGTH = 7  # of das and auto, unless the policy's name gives one
+SUPPORTED_SETTINGS = (
     "engine.prefix_sharing", "speculation.hybrid_choice", "speculation.min_confidence", "speculation.prompt_lookup_max",
     "speculation.prompt_lookup_min", "speculation.suffix_max_bytes", "speculation.suffix_max_versions",
     "speculation.suffix_min_match", "speculation.suffix_recency",
@@ -26,9 +31,9 @@ TAKEN = (
 
 def check_names(drafters: tuple[str, ...], policies: tuple[str, ...]) -> None:
     for drafter in drafters:
-        if drafter not in (*MODEL_FREE, *RECORDED):
+        if drafter not in (*MODEL_FREE, *HEAD_METHODS):
             raise ValueError(
-                f"--drafter {drafter!r}: replay has no model; use one of {', '.join((*MODEL_FREE, *RECORDED))}"
+                f"--drafter {drafter!r}: replay has no model; use one of {', '.join((*MODEL_FREE, *HEAD_METHODS))}"
             )
     for policy in policies:
         kind, colon, k = policy.partition(":")
@@ -39,21 +44,21 @@ def check_names(drafters: tuple[str, ...], policies: tuple[str, ...]) -> None:
 
 
 def check_overrides(overrides: tuple[str, ...]) -> None:
-    """Nothing that is set goes unheard."""
+    """Raise ValueError for a setting that a replay would ignore."""
     given = load_config(None, overrides)
     keys = [
         f"{section}.{key}" for section in given.model_fields_set for key in getattr(given, section).model_fields_set
     ]
     for key in sorted(keys):
-        if key not in TAKEN:
+        if key not in SUPPORTED_SETTINGS:
             raise ValueError(
-                f"--set {key}: a replay does not take it, but {', '.join(TAKEN)}; drafters, policies, batches, costs "
-                "and limits are options of the command's own (--help)"
+                f"--set {key}: not a setting of a replay, which has {', '.join(SUPPORTED_SETTINGS)}; drafters, "
+                "policies, batch sizes, costs and limits are options of the command (--help)"
             )
 
 
 def replay_config(cell: Cell, overrides: tuple[str, ...] = ()) -> Config:
-    """The settings that a live run with this cell's drafter and policy would have."""
+    """The settings of a live run with this cell's drafter and policy."""
     kind, _, k = cell.policy.partition(":")
     try:
         return load_config(
@@ -62,7 +67,7 @@ def replay_config(cell: Cell, overrides: tuple[str, ...] = ()) -> Config:
                 *overrides,
                 f'speculation.method="{cell.drafter}"',
                 f'speculation.policy="{kind}"',
-                f"speculation.num_speculative_tokens={k or LONGEST}",
+                f"speculation.num_speculative_tokens={k or MAX_DRAFT_LENGTH}",
                 f"engine.max_num_seqs={cell.batch}",
             ],
         )
@@ -71,51 +76,35 @@ def replay_config(cell: Cell, overrides: tuple[str, ...] = ()) -> Config:
 
 
 def build_replay(cell: Cell, costs: CostTable, overrides: tuple[str, ...] = (), **options: Any) -> Replay:
-    """A replay that begins with an empty history. `options`: of Replay."""
-    from paceline.build.policy import build_policy
-    from paceline.replay.engine import Replay
-    from paceline.replay.tape import Tape
-
-    assert costs.frozen  # or a policy's learning would change the clock
+    """A replay with an empty history. `options`: arguments of Replay."""
+    assert costs.frozen  # a policy must not update the table that gives the replay its step times
     config = replay_config(cell, overrides)
-    tape = Tape()
+    round_state = RoundState()
     return Replay(
         build_policy(config.speculation, lambda: costs),
         costs,
-        _drafter(config, tape, costs),
-        tape=tape,
+        _drafter(config, round_state, costs),
+        round_state=round_state,
         max_num_seqs=cell.batch,
         prefix_sharing=config.engine.prefix_sharing,
         **options,
     )
 
 
-def _drafter(config: Config, tape: Tape, costs: CostTable) -> Drafter | None:
-    from paceline.build import drafter
-
+def _drafter(config: Config, round_state: RoundState, costs: CostTable) -> Drafter | None:
     speculation = config.speculation
-    if speculation.method in drafter.MODEL_FREE:
-        return drafter.build_model_free(config)
-    from paceline.replay.recorded_head import RecordedHead
-
-    head = RecordedHead(tape)
+    if speculation.method in model_free.MODEL_FREE:
+        return model_free.build_model_free(config)
+    head = RecordedHead(round_state)
     if speculation.method == "eagle3":
         return head
-    from paceline.drafters.hybrid import HybridDrafter
-    from paceline.speculation.batch import Load
-
     assert speculation.method == "hybrid"
     head_cost = costs.draft_s("eagle3", 1, 1) / costs.step_s(Load(1, 1, 1))
-    return HybridDrafter(drafter.build_history(config), head, head_cost, speculation.hybrid_choice)
+    return HybridDrafter(model_free.build_history(config), head, head_cost, speculation.hybrid_choice)
 
 
 def frozen_costs(cost: str | None, hardware: str | None) -> CostTable:
-    """The table of --cost or --hardware; DEFAULT_HARDWARE's where neither is given."""
-    from pathlib import Path
-
-    from paceline.speculation.cost import CostTable
-    from paceline.speculation.cost_files import cost_table_of, shipped_tables
-
+    """The cost table of --cost or --hardware, by default that of DEFAULT_HARDWARE. Policies do not update it."""
     if cost is not None and hardware is not None:
         raise ValueError(f"--cost {cost} and --hardware {hardware}: give one of the two")
     if hardware is not None and hardware not in shipped_tables():
@@ -131,15 +120,15 @@ def frozen_costs(cost: str | None, hardware: str | None) -> CostTable:
 
 
 def load_any_tokenizer(name: str) -> Any:
-    """Of a known model, a directory or a hub id: of that the tokenizer alone, and no code."""
+    """The tokenizer of a known model, a directory or a hub id. Downloads no weights and runs no remote code."""
     from transformers import AutoTokenizer
 
     from paceline.model.store import KNOWN, resolve
 
-    place = resolve(name) if name in KNOWN else name
+    source = resolve(name) if name in KNOWN else name
     try:
-        return AutoTokenizer.from_pretrained(str(place), trust_remote_code=False)
-    except Exception as error:  # transformers, tokenizers and their validators raise all sorts
+        return AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
+    except Exception as error:  # transformers and tokenizers raise many types
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
             f"--tokenizer {name!r}: can't be loaded ({reason}); give a directory, a known name ({', '.join(KNOWN)}) "

@@ -1,5 +1,5 @@
-"""The commands. Each is thin: parse, build, run, print. Heavy libraries are imported where they are used, so that
-`--help` and mistakes in the settings answer at once."""
+"""The commands of `paceline`. A command parses its options, builds objects, runs them and prints results. Heavy
+libraries are imported in functions, so that `--help` and errors in the settings appear at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from paceline import __version__
 from paceline.cli import bench, draft, generate, replay, simulate, sweep, train, verify  # each adds its commands
-from paceline.cli.app import app, err, friendly, out
+from paceline.cli.app import app, command, err, out
 from paceline.console import guard_stderr, show_traceback
 
 __all__ = ["app", "bench", "draft", "generate", "main", "replay", "simulate", "sweep", "train", "verify"]
@@ -23,12 +23,11 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-@app.command()
-@friendly
+@command()
 def pull(
-    model: Annotated[str, typer.Argument(help="Known name (smollm2-135m), directory, or hub id.")] = "smollm2-135m",
+    model: Annotated[str, typer.Argument(help="Known name (smollm2-135m), directory or hub id.")] = "smollm2-135m",
 ) -> None:
-    """Bring a model to this machine and print its directory.
+    """Download a model and print its directory.
 
     Example: `paceline pull smollm2-135m`
     """
@@ -41,6 +40,6 @@ def main() -> None:
     guard_stderr(err)
     try:
         app()
-    except Exception as error:  # a bug of ours, or PACELINE_DEBUG: its message may quote anything
+    except Exception as error:  # a bug, or PACELINE_DEBUG is set; the message may contain untrusted text
         show_traceback(err, type(error), error, error.__traceback__)
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""What all commands share: the app, its consoles, its manners, and the options they have in common."""
+"""Shared by all commands: the app, the consoles, common options, error messages and signal handling."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.text import Text
 
-from paceline.config import Config, load_config
+from paceline.build.config import load_config
+from paceline.config import Config
 from paceline.console import SafeConsole
-from paceline.files import read_run_json
+from paceline.files import check_run_format, read_run_json
 from paceline.native import NativeUnavailable
+from paceline.report.table import check_writable, render, write_json
 
 app = typer.Typer(
     name="paceline",
@@ -33,25 +36,31 @@ out = SafeConsole()
 err = SafeConsole(stderr=True)
 Command = TypeVar("Command", bound=Callable[..., None])
 
-Model = Annotated[str | None, typer.Option("--model", help="Known name, Hugging Face directory, or hub id.")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="A.B=C", help="One setting, as in the TOML file; repeatable.")
-]
+Model = Annotated[str | None, typer.Option("--model", help="Known name, Hugging Face directory or hub id.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="Read settings from a TOML file.")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Set one setting; repeatable.")]
 PromptsFile = Annotated[
-    Path | None, typer.Option("--prompts", metavar="FILE", help="jsonl with `prompt` or `question`.")
+    Path | None,
+    typer.Option("--prompts", metavar="FILE", help="Read prompts from a jsonl file with `prompt` or `question`."),
 ]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result here.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result to a JSON file.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Write a plot to a .png or .html file.")]
 
 
-def friendly(command: Command) -> Command:
-    """A user's mistake is one red message and exit code 2; Ctrl-C is 130. PACELINE_DEBUG=1 shows the traceback."""
+def command(name: str | None = None, group: typer.Typer = app) -> Callable[[Command], Command]:
+    """Add a command to the app or to a group of it. Its errors are reported by `_report_errors`."""
+    return lambda function: group.command(name)(_report_errors(function))
 
-    @functools.wraps(command)
+
+def _report_errors(function: Command) -> Command:
+    """Print a user's error as one red message, with exit code 2. Ctrl-C gives exit code 130. With PACELINE_DEBUG=1
+    errors show the traceback."""
+
+    @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
-            command(*args, **kwargs)
-        except BrokenPipeError:  # the reader (`| head`) has seen enough
+            function(*args, **kwargs)
+        except BrokenPipeError:  # the reader (for example `| head`) has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
         except (ValueError, NativeUnavailable, OSError, MemoryError) as error:
@@ -62,58 +71,99 @@ def friendly(command: Command) -> Command:
             )
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            err.print("interrupted", style="yellow")
+            warn("interrupted")
             raise typer.Exit(130) from None
 
     return wrapped  # type: ignore[return-value]
 
 
 def settings(path: Path | None, overrides: Sequence[str] | None, **flags: Any) -> Config:
-    """The config of --config and --set, with the flags that were given on top."""
-    # A JSON string or number is a TOML one; `section__key` spells section.key.
+    """The config of --config and --set, overridden by the flags that are not None."""
+    # JSON strings and numbers are valid TOML. The flag `section__key` sets section.key.
     given = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in flags.items() if value is not None]
     return load_config(path, [*(overrides or []), *given])
 
 
+def check_outputs(json_file: Path | None, plot_file: Path | None) -> None:
+    """Raise ValueError before the work if a result could not be written."""
+    from paceline.report import plot
+
+    check_writable(json_file)
+    check_writable(plot_file)
+    plot.check_format(plot_file)
+
+
+def save_json(path: Path | None, content: Any) -> None:
+    """Write the file of --json, if it is given."""
+    if path is not None:
+        write_json(path, content)
+
+
+def warn(text: str) -> None:
+    err.print(text, style="yellow", soft_wrap=True)
+
+
+def print_note(text: str) -> None:
+    out.print(text, style="dim", soft_wrap=True)
+
+
+def print_figures(figures: Mapping[str, Any]) -> None:
+    rows = [{"figure": name, "value": value} for name, value in figures.items()]
+    out.print(render(rows, {"figure": "figure", "value": "value"}))
+
+
 @contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """SIGTERM (a scheduler's time limit) ends a bench as Ctrl-C does: with its children, and with a report."""
+def results_so_far(message: str) -> Iterator[threading.Event]:
+    """Ctrl-C or SIGTERM (for example a scheduler's time limit) ends the block, prints the message and sets the event.
+    Then Ctrl-C is ignored until `exit_if`: a second one must not prevent the report."""
 
     def interrupt(signum: int, frame: object) -> None:
         raise KeyboardInterrupt
 
+    interrupted = threading.Event()
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield
+        yield interrupted
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        interrupted.set()
+        warn(message)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-@contextlib.contextmanager
-def stoppable(ask: Callable[[], None]) -> Iterator[None]:
-    """The first SIGINT or SIGTERM asks for a stop at the next good moment; a second SIGINT does not ask."""
+def exit_if(interrupted: threading.Event) -> None:
+    if interrupted.is_set():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        raise typer.Exit(130)
 
-    def stop(signum: int, frame: object) -> None:
-        ask()
+
+@contextlib.contextmanager
+def stop_on_signal(stop: Callable[[], None]) -> Iterator[None]:
+    """The first SIGINT or SIGTERM calls `stop`, which ends the run at a step boundary. A second SIGINT raises
+    KeyboardInterrupt."""
+
+    def handler(signum: int, frame: object) -> None:
+        stop()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def comma_list(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    return tuple(dict.fromkeys(item.strip() for item in text.split(",") if item.strip()))
 
 
 def comma_numbers(option: str, text: str) -> tuple[int, ...]:
-    words = comma_list(text)
-    if not all(word.isdecimal() for word in words):
+    items = comma_list(text)
+    if not all(item.isdecimal() for item in items):
         raise ValueError(f"{option} {text!r}: give numbers separated by commas, such as 1,4,16")
-    return tuple(map(int, words))
+    return tuple(map(int, items))
 
 
 def comma_floats(option: str, text: str) -> tuple[float, ...]:
@@ -123,8 +173,8 @@ def comma_floats(option: str, text: str) -> tuple[float, ...]:
         raise ValueError(f"{option} {text!r}: give numbers separated by commas, such as 0,0.6,1") from None
 
 
-def made_by(run: Path) -> str:
-    """The command that a run's folder is of."""
+def command_of(run: Path) -> str:
+    """The command that created a run's folder."""
     try:
         return str(read_run_json(run / "run.json").get("command", "train"))
     except (FileNotFoundError, NotADirectoryError):
@@ -132,8 +182,9 @@ def made_by(run: Path) -> str:
 
 
 def check_resumable(run: Path, command: str) -> None:
-    """Whether this command can go on with a folder."""
+    """Raise ValueError if this command can't resume the run."""
     if not (run / "config.toml").exists():
-        raise ValueError(f"--resume {run}: not a run, config.toml is missing there")
-    if (other := made_by(run)) != command:
-        raise ValueError(f"--resume {run}: a run of another command; go on with: paceline {other} --resume {run}")
+        raise ValueError(f"--resume {run}: not a run (it has no config.toml)")
+    check_run_format(run)
+    if (other := command_of(run)) != command:
+        raise ValueError(f"--resume {run}: a run of another command; use: paceline {other} --resume {run}")

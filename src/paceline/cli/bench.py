@@ -1,9 +1,8 @@
-"""`paceline bench`: engines side by side, and what steps take."""
+"""`paceline bench`: compare engines, and measure engine steps."""
 
 from __future__ import annotations
 
-import signal
-from pathlib import Path
+import contextlib
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,54 +11,59 @@ from paceline.cli.app import (
     ConfigFile,
     JsonFile,
     Overrides,
+    PlotFile,
     PromptsFile,
     app,
+    check_outputs,
     comma_list,
     comma_numbers,
+    command,
     err,
-    friendly,
+    exit_if,
     out,
+    print_note,
+    results_so_far,
+    save_json,
     settings,
-    terminable,
+    warn,
 )
-from paceline.report.table import check_writable, render, write_json
+from paceline.report.table import render
 
 if TYPE_CHECKING:
     from paceline.bench.rollout import Bench, Case
 
-bench_app = typer.Typer(help="Engines side by side, and what steps take.", no_args_is_help=True)
+bench_app = typer.Typer(help="Compare engines, and measure engine steps.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 
 
-@bench_app.command()
-@friendly
+@command(group=bench_app)
 def rollout(
-    model: Annotated[str, typer.Option(help="One or more models, separated by commas.")] = "smollm2-135m",
-    engines: Annotated[str, typer.Option(help="Of paceline, hf, vllm.")] = "paceline,hf,vllm",
+    model: Annotated[str, typer.Option(help="Models, separated by commas.")] = "smollm2-135m",
+    engines: Annotated[str, typer.Option(help="Engines: paceline, hf, vllm.")] = "paceline,hf,vllm",
     modes: Annotated[
         str,
         typer.Option(
-            help="Of plain, ngram, suffix, draft_model, eagle3, hybrid; with a policy: suffix+auto, hybrid+das."
+            help="Modes: plain, ngram, suffix, draft_model, eagle3, hybrid; with a policy: suffix+auto, hybrid+das."
         ),
     ] = "plain",
-    k: Annotated[str, typer.Option("--k", help="Draft lengths of the modes that draft.")] = "4",
+    k: Annotated[str, typer.Option("--k", help="Draft lengths.")] = "4",
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,4,16",
     max_tokens: Annotated[int, typer.Option(help="Tokens per completion; EOS is ignored.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
-    repeats: Annotated[int, typer.Option(help="Measured rounds per cell, after one warm-up.")] = 3,
-    threads: Annotated[int, typer.Option(help="Threads of every engine.")] = 2,
-    num_generations: Annotated[int, typer.Option(help="Samples per prompt within a batch, as in RL groups.")] = 1,
+    repeats: Annotated[int, typer.Option(help="Rounds per configuration, after one warm-up round.")] = 3,
+    threads: Annotated[int, typer.Option(help="Threads of each engine.")] = 2,
+    num_generations: Annotated[int, typer.Option(help="Samples per prompt in a batch, as in an RL group.")] = 1,
     seed: Annotated[int, typer.Option()] = 0,
     prompts_file: PromptsFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
     json_file: JsonFile = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="A .png or .html file.")] = None,
+    plot_file: PlotFile = None,
 ) -> None:
-    """Tokens per second of engines, drafters and batch sizes, in one interleaved run.
+    """Compare the tokens per second of engines, drafters and batch sizes.
 
-    Every engine has its own process with the same threads, prompts and lengths; figures are medians over repeats.
-    Ctrl-C stops the engines and reports what was measured so far.
+    Every engine runs in its own process, with the same threads, prompts and lengths. Rounds are interleaved;
+    results are medians over rounds. Ctrl-C stops the engines and prints the results so far.
 
     Examples:
 
@@ -72,9 +76,7 @@ def rollout(
     from paceline.bench.rollout import COLUMNS, Bench, Settings
     from paceline.report import plot
 
-    for path in (json_file, plot_file):
-        check_writable(path)
-    plot.check_format(plot_file)
+    check_outputs(json_file, plot_file)
     chosen = Settings(
         models=comma_list(model),
         engines=comma_list(engines),
@@ -89,71 +91,62 @@ def rollout(
         seed=seed,
         config=settings(config, overrides),
     )
-    bench = Bench(chosen, read_prompts(prompts_file) if prompts_file else BUILTIN)
-    interrupted = False
-    try:
-        with terminable():
-            run_bench(bench)
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough: the report is not to be lost to a second one
-        interrupted = True
-        err.print("interrupted: stopping the engines; what was measured so far follows", style="yellow")
-    finally:
-        bench.close()
+    bench = Bench(chosen, read_prompts(prompts_file or BUILTIN))
+    message = "interrupted: stopping the engines; results so far:"
+    with contextlib.closing(bench), results_so_far(message) as interrupted:
+        run_bench(bench)
     rows = bench.rows()
     title = f"rollout, {chosen.config.model.dtype}, {threads} threads, temperature {temperature:g}, {max_tokens} tokens"
     hidden = () if len(chosen.models) > 1 else ("model",)
     columns = {key: heading for key, heading in COLUMNS.items() if key not in hidden}
     out.print(render(rows, columns, f"{model}: {title}"))
     for note in bench.describe_notes():
-        out.print(note, style="dim", soft_wrap=True)
-    if json_file is not None:
-        write_json(json_file, {"interrupted": interrupted, "settings": bench.describe(), "rows": rows})
+        print_note(note)
+    save_json(json_file, {"interrupted": interrupted.is_set(), "settings": bench.describe(), "rows": rows})
     if plot_file is not None and bench.rounds:
         plot.save(rows, COLUMNS, plot_file, title)
-    if interrupted:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        raise typer.Exit(130)
+    exit_if(interrupted)
     if not bench.rounds:
-        raise ValueError("nothing could be measured; the notes say why")
+        raise ValueError("nothing could be measured; see the notes")
 
 
-@bench_app.command()
-@friendly
+@command(group=bench_app)
 def step(
-    model: Annotated[str, typer.Option(help="A shape: qwen3-8b, qwen3-0.6b or smollm2-135m.")] = "qwen3-8b",
+    model: Annotated[str, typer.Option(help="Model shape: qwen3-8b, qwen3-0.6b or smollm2-135m.")] = "qwen3-8b",
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,32",
-    k: Annotated[
-        str, typer.Option("--k", help="Draft lengths; 0 is plain, which the others are compared with.")
-    ] = "0,3",
-    drafter: Annotated[str, typer.Option(help="eagle3, or history (which has heard it all before).")] = "eagle3",
-    policy: Annotated[str, typer.Option(help="static, or auto: what pays of at most k tokens a row.")] = "static",
+    k: Annotated[str, typer.Option("--k", help="Draft lengths; others are compared with 0 (no drafts).")] = "0,3",
+    drafter: Annotated[
+        str, typer.Option(help="eagle3, or history (which has seen every completion before).")
+    ] = "eagle3",
+    policy: Annotated[str, typer.Option(help="static, or auto with at most k tokens per row.")] = "static",
     imposed_acceptance: Annotated[
         float | None,
-        typer.Option(metavar="L", help="For timing only: drafted tokens stand by lot, L tokens a step in the mean."),
+        typer.Option(metavar="L", help="For timing only: accept drafts at random; L: mean acceptance length."),
     ] = None,
     imposed_spread: Annotated[
-        float, typer.Option(help="With it: how far chances of tokens differ, which auto sees; 0: all are alike.")
+        float, typer.Option(help="Spread of the acceptance probabilities, which auto sees; 0: all equal.")
     ] = 0.25,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of every prompt.")] = 512,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of every completion.")] = 256,
-    draft_vocab: Annotated[int, typer.Option(help="The head's vocabulary, at most.")] = 32000,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 512,
+    max_tokens: Annotated[int, typer.Option(help="Tokens per completion.")] = 256,
+    draft_vocab: Annotated[int, typer.Option(help="Maximum size of the head's vocabulary.")] = 32000,
     head_dtype: Annotated[
-        str, typer.Option(help="The head's large products: model, float8, or auto (float8 where it is faster).")
+        str, typer.Option(help="Dtype of the head's large matrix products: model, float8 or auto.")
     ] = "auto",
-    eager: Annotated[bool, typer.Option("--eager", help="The same kernels without CUDA graphs.")] = False,
-    plain_torch: Annotated[bool, typer.Option("--plain-torch", help="Neither graphs nor kernels.")] = False,
+    eager: Annotated[bool, typer.Option("--eager", help="Use no CUDA graphs.")] = False,
+    plain_torch: Annotated[
+        bool, typer.Option("--plain-torch", help="Use neither CUDA graphs nor Triton kernels.")
+    ] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu for small shapes.")] = "cuda",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64.")] = "bfloat16",
-    copy_rate: Annotated[float, typer.Option(help="Bytes per second, for the roofline; an H200's.")] = 4.26e12,
-    matmul_rate: Annotated[float, typer.Option(help="FLOPs per second, for the roofline; an H200's.")] = 775e12,
+    copy_rate: Annotated[float, typer.Option(help="Memory bandwidth for the roofline, bytes per second.")] = 4.26e12,
+    matmul_rate: Annotated[float, typer.Option(help="Compute for the roofline, FLOPs per second.")] = 775e12,
     json_file: JsonFile = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="A .png or .html file.")] = None,
+    plot_file: PlotFile = None,
 ) -> None:
-    """What the engine's decode steps take, by batch size and draft length, beside what the machine allows.
+    """Measure decode steps by batch size and draft length, and compare them with the roofline.
 
-    The model has the shape that was asked for and random weights, made on the device. Figures are medians of whole
-    engine steps in which every row verifies k tokens. Ctrl-C reports what was measured so far.
+    The model has random weights. Results are medians of whole engine steps in which every row verifies k draft tokens.
+    Ctrl-C prints the results so far.
 
     Examples:
 
@@ -162,13 +155,11 @@ def step(
     - `paceline bench step --batch 1,8,32 --k 0,3 --drafter history --imposed-acceptance 2`
     - `paceline bench step --model smollm2-135m --device cpu --dtype float32 --batch 1,4 --prompt-tokens 64`
     """
-    from paceline.bench import step as steps
+    from paceline.bench import step_settings as steps
     from paceline.bench.roofline import Rates
     from paceline.report import plot
 
-    for path in (json_file, plot_file):
-        check_writable(path)
-    plot.check_format(plot_file)
+    check_outputs(json_file, plot_file)
     chosen = steps.Settings(
         model=model,
         batches=comma_numbers("--batch", batch),
@@ -187,39 +178,32 @@ def step(
         dtype=dtype,
         rates=Rates(copy_rate, matmul_rate),
     )
+    from paceline.bench.step import measure
+
     rows: list[dict[str, Any]] = []
-    interrupted = False
-    try:
-        with terminable():
-            for row in steps.measure(chosen, err.print):
-                rows.append(row)
-                if row["note"]:
-                    place = f"batch {row['batch']}, k {row['num_speculative_tokens']}"
-                    err.print(f"{place}: {row['note']}", style="yellow", soft_wrap=True)
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough: the report is not to be lost to a second one
-        interrupted = True
-        err.print("interrupted: what was measured so far follows", style="yellow")
+    with results_so_far("interrupted; results so far:") as interrupted:
+        for row in measure(chosen, err.print):
+            rows.append(row)
+            if row["note"]:
+                warn(f"batch {row['batch']}, k {row['num_speculative_tokens']}: {row['note']}")
     title = steps.title(chosen)
     out.print(render(rows, steps.columns(chosen), title))
     for note in steps.notes(chosen):
-        out.print(f"– {note}", style="dim", soft_wrap=True)
+        print_note(f"– {note}")
     if imposed_acceptance is not None:
         out.print(steps.IMPOSED, style="bold yellow", soft_wrap=True)
-    if json_file is not None:
-        write_json(json_file, {"interrupted": interrupted, "settings": steps.describe(chosen), "rows": rows})
+    save_json(json_file, {"interrupted": interrupted.is_set(), "settings": steps.describe(chosen), "rows": rows})
     measured = [row for row in rows if row["step_ms"] is not None]
     if plot_file is not None and measured:
         plot.save_steps(rows, steps.columns(chosen), plot_file, title)
-    if interrupted:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        raise typer.Exit(130)
+    exit_if(interrupted)
     if not measured:
-        raise ValueError("nothing could be measured; the notes say why")
+        raise ValueError("nothing could be measured; see the notes")
 
 
 def run_bench(bench: Bench) -> None:
-    """With a bar on a terminal, else a line per round. The bar moves twice a second: more would cost the engines."""
+    """Show a progress bar on a terminal, else print a line per round. The bar refreshes twice a second only, to leave
+    the CPU to the engines."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()

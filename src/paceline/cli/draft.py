@@ -1,4 +1,4 @@
-"""`paceline train-draft`: an EAGLE-3 head for a model, from the model's own rollouts or from text."""
+"""`paceline train-draft`: train an EAGLE-3 head on the model's own rollouts or on text."""
 
 from __future__ import annotations
 
@@ -7,33 +7,41 @@ import json
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from paceline.cli.app import JsonFile, app, check_resumable, err, friendly, out, stoppable
-from paceline.cli.train import Settings, split_arguments
-from paceline.config import load_config
-from paceline.report.table import check_writable, render, write_json
+from paceline.build.config import load_config
+from paceline.cli.app import (
+    JsonFile,
+    check_resumable,
+    command,
+    err,
+    out,
+    print_figures,
+    save_json,
+    stop_on_signal,
+    warn,
+)
+from paceline.cli.train import ConfigArguments, split_arguments
+from paceline.report.table import check_writable, render
 
-NAMES = {"coupled": "coupled", "greedy": "greedy", "sampled": "sampled (rejection rule)"}
+DRAFT_KINDS = {"coupled": "coupled", "greedy": "greedy", "sampled": "sampled (rejection rule)"}
 
 
-@app.command("train-draft")
-@friendly
+@command("train-draft")
 def train_draft(
-    words: Settings = None,
-    resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Go on with this run.")] = None,
-    run: Annotated[Path | None, typer.Option("--run", metavar="DIR", help="Folder of the new run.")] = None,
+    arguments: ConfigArguments = None,
+    resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Resume a run.")] = None,
+    run: Annotated[Path | None, typer.Option("--run", metavar="DIR", help="Folder for the new run.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Train an EAGLE-3 head that drafts for a model.
+    """Train an EAGLE-3 draft head for a model.
 
-    It learns from what the model answers to the task's prompts, or from a jsonl file (`draft.data`). Ctrl-C or SIGTERM
-    ends it with a checkpoint; `--resume RUN` goes on as if nothing had happened.
+    Train on the model's completions of the task's prompts, or on a jsonl file (`draft.data`). Ctrl-C or SIGTERM stops
+    with a checkpoint; `--resume RUN` continues.
 
     Examples:
 
@@ -42,77 +50,75 @@ def train_draft(
     - `paceline train-draft draft.data=chats.jsonl draft.num_sequences=20000 model.device=cuda`
     - `paceline train-draft --resume runs/draft-chain_sum-20260101-120000`
     """
-    path, overrides = split_arguments(words)
+    path, overrides = split_arguments(arguments)
     check_writable(json_file)
     if resume is not None:
-        if words or run is not None:
-            raise ValueError("--resume goes on with the run's own settings; give no others")
+        if arguments or run is not None:
+            raise ValueError("--resume uses the run's own settings; give no others")
         check_resumable(resume, "train-draft")
         path = resume / "config.toml"
     config = load_config(path, overrides)
-    from paceline.build import build_draft_trainer
+    from paceline.build.draft_run import build_draft_trainer
 
     stopping = threading.Event()
-    watcher = DraftProgress()
+    callback = DraftProgress()
 
     def stop() -> None:
-        watcher.note("stopping after the step under way")
+        callback.note("stopping after this step")
         stopping.set()
 
-    with watcher, stoppable(stop):
-        watcher.note(f"EAGLE-3 head for {config.model.name} on {source_of(config.draft.data, config.task.name)}")
-        trainer = build_draft_trainer(config, watcher, run=run, resume=resume, stopping=stopping.is_set)
+    with callback, stop_on_signal(stop):
+        callback.note(f"EAGLE-3 head for {config.model.name} on {source_of(config.draft.data, config.task.name)}")
+        trainer = build_draft_trainer(config, callback, run=run, resume=resume, stopping=stopping.is_set)
         with contextlib.closing(trainer):
             if config.sampling.params().truncates:
-                watcher.note("acceptance is measured without sampling.top_k, top_p and min_p")
+                callback.note("acceptance is measured without sampling.top_k, top_p and min_p")
             if resume is not None and trainer.finished:
-                watcher.note(f"{resume} is finished: {trainer.step} steps")
+                callback.note(f"{resume} is finished: {trainer.step} steps")
             summary = trainer.run(stopping.is_set)
-    show(summary)
-    if json_file is not None:
-        write_json(json_file, {"config": config.model_dump(mode="json"), **summary})
+    print_summary(summary)
+    save_json(json_file, {"config": config.model_dump(mode="json"), **summary})
     if not summary["finished"]:
-        err.print(
-            f"stopped after {summary['steps']} of {summary['num_steps']} steps; go on with: "
-            f"paceline train-draft --resume {summary['run']}",
-            style="yellow",
-            soft_wrap=True,
+        warn(
+            f"stopped after {summary['num_steps']} of {summary['num_planned_steps']} steps; to continue: "
+            f"paceline train-draft --resume {summary['run']}"
         )
         raise typer.Exit(130)
 
 
 def source_of(data: str, task: str) -> str:
-    return f"its own answers to {task}" if data == "rollouts" else data
+    return f"its own completions of {task}" if data == "rollouts" else data
 
 
-def show(summary: Mapping[str, Any]) -> None:
-    if summary["before"] is not None:
+def print_summary(summary: Mapping[str, Any]) -> None:
+    if summary["acceptance_before"] is not None:
         out.print(acceptance_table(summary))
-    figures = {
-        "steps": f"{summary['steps']} of {summary['num_steps']}",
+    values = {
+        "steps": f"{summary['num_steps']} of {summary['num_planned_steps']}",
         "sequences": f"{summary['num_train']} to train on, {summary['num_held_out']} held out",
         "skipped, too short": summary["num_skipped"] or None,
-        "cut to draft.max_length": summary["num_cut"] or None,
+        "truncated to draft.max_length": summary["num_truncated"] or None,
         "draft vocabulary": summary["draft_vocab_size"],
-        "of held-out tokens it can say": f"{summary['coverage']:.2%}",
-        "tokens learned from": summary["tokens"],
+        "held-out tokens in it": f"{summary['coverage']:.2%}",
+        "tokens trained on": summary["num_tokens"],
         "seconds": summary["seconds"],
     }
-    rows = [{"figure": name, "value": value} for name, value in figures.items() if value is not None]
-    out.print(render(rows, {"figure": "figure", "value": "value"}))
+    print_figures({name: value for name, value in values.items() if value is not None})
     out.print(f"run   {summary['run']}", soft_wrap=True)
     if summary["head"] is not None:
-        use = f'speculation.method = "eagle3"\nspeculation.head = {json.dumps(summary["head"], ensure_ascii=False)}'
-        out.print(f"head  {summary['head']}\nto draft with it:\n{use}", soft_wrap=True)
+        settings = (
+            f'speculation.method = "eagle3"\nspeculation.head = {json.dumps(summary["head"], ensure_ascii=False)}'
+        )
+        out.print(f"head  {summary['head']}\nto draft with it:\n{settings}", soft_wrap=True)
 
 
 def acceptance_table(summary: Mapping[str, Any]) -> Any:
-    """A row for each kind of draft, before and after: tokens a step emits on average, and how many drafts were right
-    up to each position."""
+    """A row for each kind of draft, before and after training: mean acceptance length, and the share of drafts that
+    were accepted up to each position."""
     rows = []
-    for kind, name in NAMES.items():
+    for kind, name in DRAFT_KINDS.items():
         for when in ("before", "after"):
-            found = summary[when][kind]
+            found = summary[f"acceptance_{when}"][kind]
             shares = {f"at {i}": f"{share:.1%}" for i, share in enumerate(found["acceptance_per_position"], 1)}
             rows.append({"drafts": name, "": when, "length": f"{found['mean_acceptance_length']:.3f}", **shares})
     title = f"acceptance on held-out sequences, k = {summary['k']}, temperature {summary['temperature']:g}"
@@ -120,7 +126,7 @@ def acceptance_table(summary: Mapping[str, Any]) -> Any:
 
 
 class DraftProgress:
-    """What goes on now as a bar, and a line for every measurement that stays; without a terminal only the lines."""
+    """Shows a progress bar on a terminal, and prints a line for every measurement."""
 
     def __init__(self) -> None:
         self._bars = Progress(
@@ -133,9 +139,7 @@ class DraftProgress:
         self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bars.stop()
 
     def progress(self, stage: str, done: int, total: int) -> None:
@@ -158,5 +162,5 @@ class DraftProgress:
             self._line(f"step {metrics['step'] + 1}", found)
 
     def _line(self, when: str, found: Mapping[str, Any]) -> None:
-        lengths = "  ".join(f"{kind} {found[kind]['mean_acceptance_length']:.3f}" for kind in NAMES)
+        lengths = "  ".join(f"{kind} {found[kind]['mean_acceptance_length']:.3f}" for kind in DRAFT_KINDS)
         self._bars.console.print(Text(f"{when:>10}  accepted  {lengths}"), soft_wrap=True)

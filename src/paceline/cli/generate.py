@@ -1,4 +1,4 @@
-"""`paceline generate`: prompts in, completions out, coloured by who proposed their tokens."""
+"""`paceline generate`: generate completions and colour their tokens by provenance."""
 
 from __future__ import annotations
 
@@ -16,39 +16,41 @@ from paceline.cli.app import (
     JsonFile,
     Model,
     Overrides,
-    app,
+    command,
     err,
-    friendly,
     out,
+    print_figures,
     settings,
 )
-from paceline.report.table import check_writable, render, write_json
+from paceline.report.table import check_writable, write_json
+from paceline.types import Completion, Provenance, Request, noise_key
 
 if TYPE_CHECKING:
     from paceline.tasks.task import Prompt
-    from paceline.types import Completion
 
 
-@app.command()
-@friendly
+@command()
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; `-` reads one from stdin.")] = None,
     prompts_file: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="jsonl with `prompt` or `question`; `-` is stdin.")
+        Path | None,
+        typer.Option("--prompts", metavar="FILE", help="jsonl file with `prompt` or `question`; `-` is stdin."),
     ] = None,
     num_samples: Annotated[int, typer.Option("-n", min=1, help="Samples per prompt.")] = 1,
-    raw: Annotated[bool, typer.Option("--raw", help="Without the model's chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
     model: Model = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
-    method: Annotated[str | None, typer.Option(help="none, ngram, suffix, draft_model, eagle3 or hybrid.")] = None,
-    k: Annotated[int | None, typer.Option("--k", help="Tokens drafted per step.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Length limit of a completion.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Drafter: none, ngram, suffix, draft_model, eagle3 or hybrid.")
+    ] = None,
+    k: Annotated[int | None, typer.Option("--k", help="Draft length.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum tokens per completion.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens, whatever the drafter.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens, with any drafter.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Generate, and show which tokens were drafted and accepted.
+    """Generate completions, and show which draft tokens were accepted.
 
     Examples:
 
@@ -58,7 +60,6 @@ def generate(
     """
     from paceline.speculation.metrics import summarise
     from paceline.tasks.prompt import encode
-    from paceline.types import Request, noise_key
 
     cfg = settings(
         config,
@@ -71,14 +72,14 @@ def generate(
         sampling__seed=seed,
     )
     check_writable(json_file)
-    asked = gather_prompts(prompts or [], prompts_file)
-    from paceline.build import build_engine
+    all_prompts = read_prompt_arguments(prompts or [], prompts_file)
+    from paceline.build.engine import build_engine
 
     engine = build_engine(cfg)
     params = cfg.sampling.params()
     requests = [
         Request(i * num_samples + j, ids, params, noise_key(cfg.sampling.seed, i, j), f"prompt {i}")
-        for i, ids in enumerate(encode(engine.tokenizer, prompt, chat=not raw) for prompt in asked)
+        for i, ids in enumerate(encode(engine.tokenizer, prompt, chat=not raw) for prompt in all_prompts)
         for j in range(num_samples)
     ]
     start = time.perf_counter()
@@ -88,15 +89,11 @@ def generate(
         )
     seconds = time.perf_counter() - start
     metrics = summarise(completions, engine.drain_trace())
-    show_completions(engine.tokenizer, asked, completions, num_samples)
+    show_completions(engine.tokenizer, all_prompts, completions, num_samples)
     num_tokens = sum(len(c.token_ids) for c in completions)
-    figures = {
-        "completions": len(completions),
-        "tokens": num_tokens,
-        "tokens_per_s": num_tokens / seconds,
-        **{name: value for name, value in metrics.items() if name in SHOWN_METRICS},
-    }
-    out.print(render([{"k": k, "v": v} for k, v in figures.items()], {"k": "figure", "v": "value"}))
+    shown = {name: value for name, value in metrics.items() if name in SHOWN_METRICS}
+    figures = {"completions": len(completions), "tokens": num_tokens, "tokens_per_s": num_tokens / seconds}
+    print_figures(figures | shown)
     if json_file is not None:
         write_json(
             json_file,
@@ -107,7 +104,7 @@ def generate(
                 "tokens_per_s": num_tokens / seconds,
                 "metrics": metrics,
                 "completions": [
-                    completion_record(engine.tokenizer, asked[i // num_samples], i // num_samples, c)
+                    completion_record(engine.tokenizer, all_prompts[i // num_samples], i // num_samples, c)
                     for i, c in enumerate(completions)
                 ],
             },
@@ -126,25 +123,24 @@ SHOWN_METRICS = (
 )
 
 
-def gather_prompts(words: Sequence[str], file: Path | None) -> list[Prompt]:
+def read_prompt_arguments(arguments: Sequence[str], file: Path | None) -> list[Prompt]:
     from paceline.bench.prompts import parse_prompts, read_prompts
 
-    asked: list[Prompt] = [sys.stdin.read() if word == "-" else word for word in words]
+    prompts: list[Prompt] = [sys.stdin.read() if argument == "-" else argument for argument in arguments]
     if file is not None:
-        asked += parse_prompts(enumerate(sys.stdin, 1), "stdin") if str(file) == "-" else read_prompts(file)
-    if not asked:
+        prompts += parse_prompts(enumerate(sys.stdin, 1), "stdin") if str(file) == "-" else read_prompts(file)
+    if not prompts:
         raise ValueError("no prompt; give one as an argument, `-` for stdin, or --prompts FILE")
-    if not all(asked):
+    if not all(prompts):
         raise ValueError("a prompt is empty")
-    return asked
+    return prompts
 
 
 def show_completions(
-    tokenizer: Any, asked: Sequence[Prompt], completions: Sequence[Completion], num_samples: int
+    tokenizer: Any, prompts: Sequence[Prompt], completions: Sequence[Completion], num_samples: int
 ) -> None:
     from paceline.model.text import Pieces
-    from paceline.tasks.prompt import shown
-    from paceline.types import Provenance
+    from paceline.tasks.prompt import prompt_preview
 
     styles = {
         Provenance.SAMPLED: "",
@@ -155,7 +151,7 @@ def show_completions(
     pieces = Pieces(tokenizer)
     for i, completion in enumerate(completions):
         if i % num_samples == 0:
-            out.print(Text(f"❯ {shown(asked[i // num_samples])}", style="bold"), soft_wrap=True)
+            out.print(Text(f"❯ {prompt_preview(prompts[i // num_samples])}", style="bold"), soft_wrap=True)
         text = Text()
         for piece, origin in zip(pieces(completion.token_ids.tolist()), completion.provenance.tolist(), strict=True):
             text.append(piece, styles[Provenance(origin)])
@@ -163,19 +159,12 @@ def show_completions(
         out.print(text, soft_wrap=True)
         out.print()
     if any(c.num_drafts for c in completions):
-        legend = Text("tokens: ")
-        legend.append("drafted and accepted", styles[Provenance.ACCEPTED])
-        legend.append(" · ")
-        legend.append("draft corrected", styles[Provenance.CORRECTED])
-        legend.append(" · ")
-        legend.append("bonus after a whole draft", styles[Provenance.BONUS])
-        legend.append(" · sampled without a draft")
-        out.print(legend)
+        shown = {"accepted draft": Provenance.ACCEPTED, "corrected": Provenance.CORRECTED, "bonus": Provenance.BONUS}
+        named = [Text(name, styles[origin]) for name, origin in shown.items()]
+        out.print(Text("tokens: ") + Text(" · ").join([*named, Text("sampled without a draft")]))
 
 
 def completion_record(tokenizer: Any, prompt: Prompt, index: int, completion: Completion) -> dict[str, Any]:
-    from paceline.types import Provenance
-
     return {
         "prompt_index": index,
         "prompt": prompt,

@@ -1,58 +1,62 @@
-"""`paceline sweep`: which drafter and draft length pay."""
+"""`paceline sweep`: find the fastest drafter and draft length for a model and prompts."""
 
 from __future__ import annotations
 
-import signal
+import contextlib
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.build.config import load_config
 from paceline.cli.app import (
     JsonFile,
+    PlotFile,
     PromptsFile,
-    app,
+    check_outputs,
     comma_floats,
     comma_list,
     comma_numbers,
+    command,
     err,
-    friendly,
+    exit_if,
     out,
-    terminable,
+    print_note,
+    results_so_far,
+    save_json,
+    warn,
 )
-from paceline.cli.train import Settings, split_arguments
-from paceline.config import load_config
-from paceline.report.table import check_writable, render, write_json
+from paceline.cli.train import ConfigArguments, split_arguments
+from paceline.report.table import render
 
 if TYPE_CHECKING:
     from paceline.bench.sweep import Sweep
 
 
-@app.command()
-@friendly
+@command()
 def sweep(
-    words: Settings = None,
+    arguments: ConfigArguments = None,
     drafters: Annotated[
         str | None,
-        typer.Option(help="Of ngram, suffix, draft_model, eagle3, hybrid.", show_default="all that the model has"),
+        typer.Option(
+            help="Drafters: ngram, suffix, draft_model, eagle3, hybrid.", show_default="all that need no settings"
+        ),
     ] = None,
     k: Annotated[str, typer.Option("--k", help="Draft lengths.")] = "1,3,5,7",
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,4,16",
     temperature: Annotated[str, typer.Option(help="Temperatures; 0 is greedy.")] = "0,0.6,1",
-    num_prompts: Annotated[int, typer.Option(help="Prompts of the task, or of --prompts.")] = 4,
-    num_samples: Annotated[int, typer.Option("-n", "--samples", help="Samples per prompt, as in RL groups.")] = 4,
-    max_tokens: Annotated[int, typer.Option(help="Length limit of a completion.")] = 64,
-    repeats: Annotated[int, typer.Option(help="Measured rounds per cell, after one warm-up.")] = 3,
+    num_prompts: Annotated[int, typer.Option(help="Number of prompts, from the task or from --prompts.")] = 4,
+    num_samples: Annotated[int, typer.Option("-n", "--samples", help="Samples per prompt, as in an RL group.")] = 4,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens per completion.")] = 64,
+    repeats: Annotated[int, typer.Option(help="Rounds per configuration, after one warm-up round.")] = 3,
     prompts_file: PromptsFile = None,
     json_file: JsonFile = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="A .png or .html file.")] = None,
+    plot_file: PlotFile = None,
 ) -> None:
-    """Acceptance length, step cost and speed-up of draft lengths, drafters, batch sizes and temperatures, for your
-    model and prompts; and the best setting.
+    """Measure acceptance length, step cost and speed-up of drafters and draft lengths, and print the best ones.
 
-    Each is measured against plain decoding by the same engine in the same round; figures are medians over repeats.
-    Ctrl-C reports what was measured so far.
+    Every configuration is compared with plain decoding in the same engine and round. Results are medians over rounds.
+    Ctrl-C prints the results so far.
 
     Examples:
 
@@ -62,13 +66,11 @@ def sweep(
     """
     from paceline.bench import sweep as sweeps
     from paceline.bench.prompts import read_prompts
-    from paceline.build import available_drafters
+    from paceline.build.drafter import available_drafters
     from paceline.report import plot
 
-    for path in (json_file, plot_file):
-        check_writable(path)
-    plot.check_format(plot_file)
-    config = load_config(*split_arguments(words))
+    check_outputs(json_file, plot_file)
+    config = load_config(*split_arguments(arguments))
     settings = sweeps.Settings(
         drafters=available_drafters(config) if drafters is None else comma_list(drafters),
         draft_lengths=comma_numbers("--k", k),
@@ -80,77 +82,58 @@ def sweep(
         repeats=repeats,
         config=config,
     )
-    num = settings.most_prompts
+    num = settings.max_prompts
     prompts = read_prompts(prompts_file)[:num] if prompts_file else sweeps.task_prompts(config, num)
     measured = sweeps.open_sweep(settings, prompts)
-    interrupted = False
-    try:
-        with terminable():
-            run_sweep(measured)
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough: the report is not to be lost to a second one
-        interrupted = True
-        err.print("interrupted: what was measured so far follows", style="yellow")
-    finally:
-        measured.close()
+    with contextlib.closing(measured), results_so_far("interrupted; results so far:") as interrupted:
+        run_sweep(measured)
     rows = measured.rows()
     best = sweeps.best_settings(rows)
     title = f"{config.model.name}: sweep, rule {config.speculation.rule}, {max_tokens} tokens"
     out.print(render(rows, sweeps.COLUMNS, title))
     out.print(render(best, sweeps.BEST_COLUMNS))
     show_notes(measured)
-    if json_file is not None:
-        content = {"interrupted": interrupted, "settings": measured.describe(), "rows": rows, "best": best}
-        write_json(json_file, content)
+    content = {"interrupted": interrupted.is_set(), "settings": measured.describe(), "rows": rows, "best": best}
+    save_json(json_file, content)
     if plot_file is not None and measured.rounds:
         plot.save_sweep(rows, sweeps.COLUMNS, plot_file, title)
-    if interrupted:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        raise typer.Exit(130)
+    exit_if(interrupted)
     if measured.differing():
         raise typer.Exit(1)
 
 
 def show_notes(sweep: Sweep) -> None:
     settings = sweep.settings
-    out.print(
-        "– accept: mean acceptance length; per step: tokens that a row gains in a step; cost: a step's time / a plain "
-        "step's; draft: the share of it that drafting takes; speed-up is about per step / cost",
-        style="dim",
-        soft_wrap=True,
+    print_note(
+        "– accept: mean acceptance length; per step: tokens per row and step; cost: step time / plain step time; "
+        "draft: share of drafting in the step time; speed-up is about per step / cost"
     )
     if any(case.history == "warm" for case in sweep.cases()):
-        out.print(
-            f"– cold: the drafter knows what is said in the same run; warm: it has read {settings.num_samples} other "
-            "samples of each prompt before",
-            style="dim",
-            soft_wrap=True,
+        print_note(
+            f"– cold: the drafter's history is the same run; warm: it also has {settings.num_samples} earlier samples "
+            "of each prompt"
         )
     if not settings.claims_identity:
-        rule = settings.config.speculation.rule
-        out.print(
-            f"– speculation.rule = {rule!r} samples the same distribution, not the same tokens: tokens per second are "
-            "compared, identity is not claimed",
-            style="dim",
-            soft_wrap=True,
+        print_note(
+            f"– speculation.rule = {settings.config.speculation.rule!r} samples the same distribution, not the same "
+            "tokens: tokens per second are compared, tokens are not"
         )
     for case, (low, high) in sweep.unsteady().items():
-        err.print(
-            f"unsteady: {case} went from {low:.1f} to {high:.1f} tokens/s; the machine was busy with something else, "
-            "so take its figures with care",
-            style="yellow",
-            soft_wrap=True,
+        warn(
+            f"unsteady: {case} varied from {low:.1f} to {high:.1f} tokens/s; other processes may have run on this "
+            "machine, so its results are not reliable"
         )
     for case in sweep.differing():
         err.print(
-            f"DIFFERENT TOKENS: {case}: not what plain decoding emits, so its speed says nothing; please report it",
+            f"DIFFERENT TOKENS: {case}: not those of plain decoding, so its speed is not valid; please report this bug",
             style="bold red",
             soft_wrap=True,
         )
 
 
 def run_sweep(sweep: Sweep) -> None:
-    """With a bar on a terminal, else a line per run. The bar moves twice a second: more would cost the engine."""
+    """Show a progress bar on a terminal, else print a line per run. The bar refreshes twice a second only, to leave the
+    CPU to the engine."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
@@ -162,9 +145,9 @@ def run_sweep(sweep: Sweep) -> None:
             nonlocal announced
             if total_s is not None and not announced:
                 announced = True
-                bars.reset(task, total=total_s)  # the warm-up does not count
-                size = f"{len(sweep.cases())} cells, {sweep.settings.repeats} rounds"
-                err.print(f"{size}: about {timedelta(seconds=round(total_s))}; Ctrl-C shows what there is by then")
+                bars.reset(task, total=total_s)  # after the warm-up
+                size = f"{len(sweep.cases())} configurations, {sweep.settings.repeats} rounds"
+                err.print(f"{size}: about {timedelta(seconds=round(total_s))}; Ctrl-C prints the results so far")
             bars.update(task, description=what, completed=done_s)
             if not err.is_terminal:
                 err.print(what)

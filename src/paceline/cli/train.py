@@ -1,4 +1,4 @@
-"""`paceline train`, `report`, `eval` and `export`: from a config to a better model, and what became of it."""
+"""`paceline train`, `report`, `eval` and `export`."""
 
 from __future__ import annotations
 
@@ -11,38 +11,53 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from paceline.cli.app import JsonFile, app, check_resumable, err, friendly, made_by, out, stoppable
-from paceline.config import Config, load_config
-from paceline.report.table import check_writable, render, write_json
+from paceline.build.config import load_config
+from paceline.cli.app import (
+    JsonFile,
+    check_resumable,
+    command,
+    command_of,
+    err,
+    out,
+    print_figures,
+    save_json,
+    stop_on_signal,
+    warn,
+)
+from paceline.config import Config
+from paceline.report.table import check_writable, render
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paceline.rl.loop import Watcher
+    from paceline.rl.callback import ProgressCallback
     from paceline.tasks.task import Problem
 
-Settings = Annotated[list[str] | None, typer.Argument(metavar="[CONFIG.toml] [A.B=C]…", help="A file, then settings.")]
+ConfigArguments = Annotated[
+    list[str] | None, typer.Argument(metavar="[CONFIG.toml] [A.B=C]…", help="A config file, then settings.")
+]
 
 
-def split_arguments(words: list[str] | None) -> tuple[Path | None, list[str]]:
-    """A word without `=` is the config file; the rest are settings."""
-    files = [word for word in words or [] if "=" not in word]
+def split_arguments(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
+    """The config file (the argument without `=`) and the settings."""
+    files = [argument for argument in arguments or [] if "=" not in argument]
     if len(files) > 1:
         raise ValueError(f"two config files, {files[0]} and {files[1]}; give one, and settings as a.b=c")
-    return Path(files[0]) if files else None, [word for word in words or [] if "=" in word]
+    return Path(files[0]) if files else None, [argument for argument in arguments or [] if "=" in argument]
 
 
-@app.command()
-@friendly
+@command()
 def train(
-    words: Settings = None,
-    resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Go on with this run.")] = None,
-    run: Annotated[Path | None, typer.Option("--run", metavar="DIR", help="Folder of the new run.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, train nothing.")] = False,
+    arguments: ConfigArguments = None,
+    resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Resume a run.")] = None,
+    run: Annotated[Path | None, typer.Option("--run", metavar="DIR", help="Folder for the new run.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the settings and print the plan; do not train.")
+    ] = False,
 ) -> None:
-    """Post-train a model with RL; rollouts are speculative where `speculation.method` says so.
+    """Post-train a model with RL. Set `speculation.method` for speculative rollouts.
 
-    Ctrl-C or SIGTERM ends it with a checkpoint; `--resume RUN` goes on as if nothing had happened.
+    Ctrl-C or SIGTERM stops with a checkpoint; `--resume RUN` continues.
 
     Examples:
 
@@ -50,89 +65,91 @@ def train(
     - `paceline train configs/gsm8k.toml train.num_steps=50 speculation.audit_every=10`
     - `paceline train --resume runs/chain_sum-20260101-120000`
     """
-    from paceline.cli.progress import TerminalWatcher
+    from paceline.cli.progress import TerminalProgress
 
-    path, overrides = split_arguments(words)
+    path, overrides = split_arguments(arguments)
     if resume is not None and (path is not None or run is not None):
         raise ValueError("--resume takes the run's own config.toml; give settings to change as a.b=c")
     if resume is not None:
         check_resumable(resume, "train")
     config = load_config(resume / "config.toml" if resume is not None else path, overrides)
-    from paceline.build import torchrun_rank
+    from paceline.build.learner import torchrun_rank
     from paceline.report.html import write_report
 
     if torchrun_rank():
         if not dry_run:
-            follow_along(config)
+            run_other_rank(config)
         return
     if dry_run:
         show_plan(config)
         return
-    watcher = TerminalWatcher(err, config)
-    with watcher:
-        watcher.note(f"{config.algorithm.name} on {config.task.name} with {config.model.name}")
-        run_it = run_on_cluster if config.cluster.kind == "ray" else run_here
-        folder, summary = run_it(config, watcher, run, resume)
+    callback = TerminalProgress(err, config)
+    with callback:
+        callback.note(f"{config.algorithm.name} on {config.task.name} with {config.model.name}")
+        run_training = run_on_cluster if config.cluster.kind == "ray" else run_in_process
+        folder, summary = run_training(config, callback, run, resume)
         report = write_report(folder)
-    finish(folder, config, summary, report)
+    print_result(folder, config, summary, report)
 
 
-def run_here(config: Config, watcher: Watcher, run: Path | None, resume: Path | None) -> tuple[Path, dict[str, Any]]:
-    """The run's folder and its summary. Where torchrun started several ranks, this is the first, and they follow."""
-    from paceline.build import build_learner, build_loop, build_world
+def run_in_process(
+    config: Config, callback: ProgressCallback, run: Path | None, resume: Path | None
+) -> tuple[Path, dict[str, Any]]:
+    """Run in this process and return the run's folder and summary. Under torchrun this is rank 0."""
+    from paceline.build.learner import build_learner, build_worker_group
+    from paceline.build.run import build_trainer
 
-    make_learner = functools.partial(build_learner, world=build_world(config))
-    loop = build_loop(config, watcher, run=run, resume=resume, make_learner=make_learner)
-    with contextlib.closing(loop), stopping(loop.producer.stop):
-        return loop.folder.path, loop.run()
+    make_learner = functools.partial(build_learner, worker_group=build_worker_group(config))
+    trainer = build_trainer(config, callback, run=run, resume=resume, make_learner=make_learner)
+    with contextlib.closing(trainer), stop_with_note(trainer.producer.stop):
+        return trainer.folder.path, trainer.run()
 
 
-def follow_along(config: Config) -> None:
-    """A rank above 0: silent, and deaf to signals, for when to stop is decided by the first."""
-    from paceline.build import build_world, follow
+def run_other_rank(config: Config) -> None:
+    """Run a rank above 0. It prints nothing and ignores signals: rank 0 decides when to stop."""
+    from paceline.build.learner import build_worker_group, run_worker
 
-    world = build_world(config)
+    worker_group = build_worker_group(config)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    follow(config, world)
+    run_worker(config, worker_group)
 
 
 def run_on_cluster(
-    config: Config, watcher: Watcher, run: Path | None, resume: Path | None
+    config: Config, callback: ProgressCallback, run: Path | None, resume: Path | None
 ) -> tuple[Path, dict[str, Any]]:
-    from paceline.build import ClusterRun
+    from paceline.build.cluster import ClusterRun
 
-    with contextlib.closing(ClusterRun(config, watcher, run=run, resume=resume)) as cluster, stopping(cluster.stop):
+    cluster = ClusterRun(config, callback, run=run, resume=resume)
+    with contextlib.closing(cluster), stop_with_note(cluster.stop):
         return cluster.folder, cluster.run()
 
 
-def stopping(stop: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-    def ask() -> None:
-        err.print("stopping: the step under way is given up, the last whole one is kept", style="yellow")
+def stop_with_note(stop: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+    def stop_and_print() -> None:
+        warn("stopping: this step is discarded, the last complete step is kept")
         stop()
 
-    return stoppable(ask)
+    return stop_on_signal(stop_and_print)
 
 
-def finish(folder: Path, config: Config, summary: dict[str, Any], report: Path) -> None:
-    out.print(closing_table(summary, config.train.max_staleness > 0))
+def print_result(folder: Path, config: Config, summary: dict[str, Any], report: Path) -> None:
+    print_figures(summary_figures(summary, config.train.max_staleness > 0))
     out.print(f"run     {folder}\nreport  {report}", soft_wrap=True)
     if not summary["finished"]:
-        err.print(
-            f"stopped after {summary['steps']} of {config.train.num_steps} steps; go on with: "
-            f"paceline train --resume {folder}",
-            style="yellow",
-            soft_wrap=True,
+        warn(
+            f"stopped after {summary['num_steps']} of {config.train.num_steps} steps; to continue: "
+            f"paceline train --resume {folder}"
         )
         raise typer.Exit(130)
 
 
-def closing_table(summary: dict[str, Any], overlaps: bool) -> Any:
+def summary_figures(summary: dict[str, Any], overlaps: bool) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "held-out reward before": summary["reward_before"],
         "held-out reward after": summary["reward_after"],
-        "steps": summary["steps"],
-        "tokens generated": summary["tokens"],
+        "steps": summary["num_steps"],
+        "tokens generated": summary["num_tokens"],
         "mean acceptance length": summary["mean_acceptance_length"],
     }
     if summary["generation_speedup"] is not None:
@@ -140,17 +157,17 @@ def closing_table(summary: dict[str, Any], overlaps: bool) -> Any:
         for rows, ratio in summary["tail_speedup"].items():
             figures[f"audited speed-up, {rows} running"] = f"{ratio:.2f}x"
         figures["audited tokens identical"] = summary["identical"]
-    hidden = () if overlaps else ("exposed",)  # where nothing overlaps it is generation once more
+    hidden = () if overlaps else ("exposed_generation",)  # without overlap it equals generation
     for name, stage in summary["stages"].items():
         if stage["seconds"] >= 0.05 and name not in hidden:
             figures[f"time in {name}"] = f"{stage['seconds']:.1f} s  {stage['share']:6.1%}"
-    rows = [{"figure": name, "value": value} for name, value in figures.items() if value is not None]
-    return render(rows, {"figure": "figure", "value": "value"})
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def show_plan(config: Config) -> None:
-    """What a run would do: the first problem as the model sees it, its reward for its own answer, and the sizes."""
-    from paceline.build import build_task, check_device
+    """Print the sizes of a run, its first prompt, and the reward of the first problem's answer."""
+    from paceline.build.model import check_device
+    from paceline.build.task import build_task
     from paceline.model.store import load_tokenizer, resolve
     from paceline.tasks.prompt import encode
 
@@ -164,10 +181,10 @@ def show_plan(config: Config) -> None:
     rows = {
         "model": f"{config.model.name} ({directory})",
         "problems": f"{len(task.train)} to train on, {len(task.held_out)} held out",
-        "a step": f"{train.groups_per_step} problems x {samples} samples of up to {config.sampling.max_tokens} tokens",
+        "step": f"{train.groups_per_step} problems x {samples} samples of up to {config.sampling.max_tokens} tokens",
         "steps": f"{train.num_steps} ({train.num_steps * train.groups_per_step / len(task.train):.2g} epochs)",
         "first prompt": f"{len(ids)} tokens",
-        "its own answer scores": score_own_answer(config, problem, tokenizer),
+        "reward of its answer": score_reference_answer(config, problem, tokenizer),
     }
     if "code" in config.reward.functions:
         from paceline.tasks.sandbox import isolation
@@ -178,9 +195,9 @@ def show_plan(config: Config) -> None:
     err.print("dry run: nothing was trained", style="dim")
 
 
-def score_own_answer(config: Config, problem: Problem, tokenizer: Any) -> float | None:
-    """What a problem's own answer is worth; None where it has none, as in an environment."""
-    from paceline.build import build_rewarder
+def score_reference_answer(config: Config, problem: Problem, tokenizer: Any) -> float | None:
+    """The reward of a problem's own answer; None if it has none, as in an environment."""
+    from paceline.build.task import build_rewarder
     from paceline.tasks.rewards import Sample
 
     answer = problem.columns.get("answer")
@@ -194,34 +211,35 @@ def score_own_answer(config: Config, problem: Problem, tokenizer: Any) -> float 
     return score.reward
 
 
-@app.command()
-@friendly
+@command()
 def report(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    output: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Default: report.html in it.")] = None,
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Output file; default: report.html in the run's folder."),
+    ] = None,
 ) -> None:
-    """Write a run's report: one HTML page that needs nothing else.
+    """Write the report of a run: one self-contained HTML file.
 
     Example: `paceline report runs/chain_sum-20260101-120000`
     """
     from paceline.report.html import write_report
 
     check_writable(output)
-    if made_by(run) == "train-draft":
+    if command_of(run) == "train-draft":
         raise ValueError(f"{run}: a train-draft run has no report; its figures are in {run / 'summary.json'}")
     out.print(str(write_report(run, output)), soft_wrap=True)
 
 
-@app.command("eval")
-@friendly
+@command("eval")
 def eval_command(
-    model: Annotated[str, typer.Argument(help="Known name, Hugging Face directory, or hub id.")],
-    task: Annotated[str, typer.Argument(help="A config file, a jsonl file, or a reasoning-gym dataset.")],
+    model: Annotated[str, typer.Argument(help="Known name, Hugging Face directory or hub id.")],
+    task: Annotated[str, typer.Argument(help="Config file, jsonl file, or reasoning-gym dataset.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[A.B=C]…", help="Settings.")] = None,
     num_samples: Annotated[int, typer.Option("-n", min=1, help="Samples per problem.")] = 1,
     json_file: JsonFile = None,
 ) -> None:
-    """Mean reward, avg@n and pass@k on a task's held-out problems.
+    """Compute mean reward, avg@n and pass@k on a task's held-out problems.
 
     Examples:
 
@@ -240,17 +258,19 @@ def eval_command(
     else:
         kind = "jsonl" if task.endswith((".jsonl", ".jsonl.gz")) else "reasoning_gym"
         config = load_config(None, [*given, f"task.kind={kind}", f"task.name={task!r}", *(overrides or [])])
-        if config.task.kind == "reasoning_gym" and ("/" in task or path.suffix):  # no dataset is called so
+        if config.task.kind == "reasoning_gym" and ("/" in task or path.suffix):  # not the name of a dataset
             raise ValueError(
                 f"{task}: not a .toml, .jsonl or .jsonl.gz file, and no reasoning-gym dataset; for a task of another "
                 "kind set task.kind"
             )
-    from paceline.build import build_collector, build_engine, build_rewarder, build_task
-    from paceline.rl.evaluate import evaluate
+    from paceline.build.engine import build_engine
+    from paceline.build.run import build_collector
+    from paceline.build.task import build_rewarder, build_task
+    from paceline.rl.evaluator import evaluate
 
     problems = build_task(config).held_out
     if not problems:
-        raise ValueError("task.held_out = 0: there is nothing to evaluate on")
+        raise ValueError("task.held_out = 0: there are no problems to evaluate on; raise it")
     engine = build_engine(config)
     rewarder = build_rewarder(config)
     try:
@@ -267,43 +287,44 @@ def eval_command(
     finally:
         rewarder.close()
         engine.close()
-    shown = {
-        "mean reward": result["reward"],
-        f"avg@{num_samples}": result["avg_at_n"],
-        **{f"pass@{k}": value for k, value in result["pass_at"].items()},
-        "mean length": result["length_mean"],
-        "problems": result["num_problems"],
-        "not scored": result["failures"],
-    }
     if result["first_failure"] is not None:
-        err.print(f"not scored: {result['first_failure']}", style="yellow", soft_wrap=True)
-    out.print(render([{"figure": k, "value": v} for k, v in shown.items()], {"figure": "figure", "value": "value"}))
-    if json_file is not None:
-        write_json(json_file, {"model": model, "task": task, **result})
+        warn(f"not scored: {result['first_failure']}")
+    print_figures(
+        {
+            "mean reward": result["reward"],
+            f"avg@{num_samples}": result["avg_at_n"],
+            **{f"pass@{k}": value for k, value in result["pass_at"].items()},
+            "mean length": result["length_mean"],
+            "problems": result["num_problems"],
+            "not scored": result["num_failures"],
+        }
+    )
+    save_json(json_file, {"model": model, "task": task, **result})
 
 
-@app.command()
-@friendly
+@command()
 def export(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    directory: Annotated[Path, typer.Argument(help="Where the Hugging Face directory goes.")],
-    best: Annotated[bool, typer.Option("--best", help="The best checkpoint by validation, not the last.")] = False,
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    directory: Annotated[Path, typer.Argument(help="Output directory.")],
+    best: Annotated[
+        bool, typer.Option("--best", help="Export the best checkpoint by held-out reward, not the last.")
+    ] = False,
     head: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="And where the EAGLE-3 head goes that was adapted to it.")
+        Path | None, typer.Option(metavar="DIR", help="Also export the EAGLE-3 head that was trained online.")
     ] = None,
 ) -> None:
-    """Write a run's policy as a plain Hugging Face directory (config.json, safetensors, tokenizer).
+    """Export a run's policy as a Hugging Face directory (config.json, safetensors, tokenizer).
 
     Examples:
 
     - `paceline export runs/chain_sum-20260101-120000 ./my-model --best`
     - `paceline export runs/chain_sum-20260101-120000 ./my-model --head ./my-head`, for a run with draft.online
     """
-    from paceline.build import export_policy
+    from paceline.build.export import export_policy
 
     if not (run / "config.toml").exists():
-        raise ValueError(f"{run}: not a run, config.toml is missing there")
+        raise ValueError(f"{run}: not a run (it has no config.toml)")
     export_policy(load_config(run / "config.toml"), run, directory, best, head)
-    for place in (directory, head):
-        if place is not None:
-            out.print(str(place), soft_wrap=True)
+    for output in (directory, head):
+        if output is not None:
+            out.print(str(output), soft_wrap=True)

@@ -1,1 +1,1 @@
-"""Other people's engines and runtimes: the only files that import vllm or ray."""
+"""Integrations of vLLM and Ray. Only this package imports them."""

@@ -1,4 +1,4 @@
-"""Calls of Ray's actors, and what may become of them."""
+"""Calls to Ray actors and their failures."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
-from paceline.cluster.ray_engine_actor import Stranger
+from paceline.cluster.ray_engine_actor import UnknownSession
 
-LOST = (RayActorError, Stranger)  # the process that was called is gone, or is a new one that knows nothing
+ACTOR_LOST = (RayActorError, UnknownSession)  # the called process died, or was restarted and has lost its state
 
 
-def answer(reference: ray.ObjectRef) -> Any:
-    """What a call returned. What it raised is raised here as it was there; Ray's wrapping has its traceback."""
+def get_result(reference: ray.ObjectRef) -> Any:
+    """The result of a call. Exceptions are raised with their original type; their cause has the remote traceback."""
     try:
         return ray.get(reference)
     except RayTaskError as error:
@@ -22,18 +22,18 @@ def answer(reference: ray.ObjectRef) -> Any:
         raise
 
 
-def patient(method: Any) -> Any:
-    """The same method of an actor that may just be starting, or starting again: Ray asks until it answers."""
+def with_retries(method: Any) -> Any:
+    """The same actor method; Ray repeats the call while the actor starts or restarts."""
     return method.options(max_task_retries=-1)
 
 
-def answer_at_last(reference: ray.ObjectRef, who: str, max_restarts: int) -> Any:
-    """What a patient call returned; ValueError when Ray has given its actor up."""
+def get_when_started(reference: ray.ObjectRef, name: str, max_restarts: int) -> Any:
+    """The result of a call made `with_retries`. Raise ValueError if Ray gives up restarting the actor."""
     try:
-        return answer(reference)
+        return get_result(reference)
     except ActorDiedError as error:
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"{who} can't be started, or died more often than cluster.max_restarts = {max_restarts}; Ray's logs, in "
-            f"/tmp/ray/session_latest/logs on its node, have its last words: {reason[:300]}"
+            f"{name} can't be started, or died more often than cluster.max_restarts = {max_restarts}; see Ray's logs "
+            f"in /tmp/ray/session_latest/logs on its node: {reason[:300]}"
         ) from None

@@ -1,7 +1,7 @@
-"""An engine in a process of its own, as Ray runs it: a `RayEngine` elsewhere gives it work, weights and memories.
+"""An engine in a Ray actor. A `RayEngine` in the learner's process sends it requests, weights and speculation state.
 
-It serves one session at a time, that of the learner that greeted it last. An engine that was restarted knows no
-session, and says so to whoever goes on talking to it: it has neither their weights nor their requests.
+An actor serves one session at a time: that of the learner that called `start_session` last. A restarted actor has no
+session and none of the session's weights or requests, so it answers every other call with UnknownSession.
 """
 
 from __future__ import annotations
@@ -15,77 +15,78 @@ from typing import Any
 import ray
 import torch
 
-from paceline.cluster.channel import Channel, Place
-from paceline.engine.interface import Engine, Handle, Learned
+from paceline.cluster.channel import Channel, Rendezvous
+from paceline.engine.interface import Engine, Handle, SpeculationState
 from paceline.types import Completion, Receipt, Request, StepTrace
 
 
-class Stranger(Exception):
-    """This engine does not know the session that it was called in."""
+class UnknownSession(Exception):
+    """The call belongs to a session that this actor does not serve."""
 
 
 @dataclass(frozen=True, slots=True)
-class Greeting:
-    """What a learner must know of an engine."""
+class EngineInfo:
+    """What a learner needs to know about an engine."""
 
     dtype: torch.dtype
-    crowds: bool
-    process: int
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    completions: list[Completion]
-    traces: list[StepTrace]
+    wants_sleep: bool
+    pid: int
 
 
 class EngineActor:
-    """`make` builds the engine, when it is first greeted: what is wrong with it is then told to who greets."""
+    """`make` builds the engine in the first `start_session`, so that its errors are raised to the caller."""
 
-    def __init__(self, make: Callable[[], Engine], number: int) -> None:
-        self._make, self._number = make, number
+    def __init__(self, make: Callable[[], Engine], index: int) -> None:
+        self._make, self._index = make, index
         self._engine: Engine | None = None
-        self._untaught: Learned = {}
+        self._initial_state: SpeculationState = {}
         self._session: str | None = None
         self._handles: dict[int, Handle] = {}
         self._channel: Channel | None = None
 
-    def greet(self, session: str) -> Greeting:
-        """From here on it works for the caller's session, and for no other. Nothing of an earlier one is left."""
+    def start_session(self, session: str) -> EngineInfo:
+        """Serve this session and no other from now on. All state of an earlier session is reset."""
         if self._engine is None:
             self._engine = self._make()
-            self._untaught = self._engine.learned()
-        self._leave()
-        self._engine.teach(self._untaught)
+            self._initial_state = self._engine.state_dict()
+        self._reset()
+        self._engine.load_state_dict(self._initial_state)
         self._session = session
-        return Greeting(self._engine.dtype, self._engine.crowds, os.getpid())
+        return EngineInfo(self._engine.dtype, self._engine.wants_sleep, os.getpid())
+
+    def end_session(self, session: str) -> None:
+        self._engine_for(session)
+        self._reset()
+        self._session = None
 
     def ping(self, session: str) -> None:
-        self._of(session)
+        self._engine_for(session)
 
     def submit(self, session: str, request: Request) -> str | None:
-        """Why it can't be done, if it can't."""
-        engine = self._of(session)
+        """None if the engine takes the request, else the reason why not."""
+        engine = self._engine_for(session)
         try:
             self._handles[request.request_id] = engine.submit(request)
         except ValueError as error:
             return str(error)
         return None
 
-    def advance(self, session: str, requests: Sequence[Request], patience_s: float) -> Progress:
-        """Take these requests, then work until something is finished, or for so long."""
-        engine = self._of(session)
+    def run_steps(
+        self, session: str, requests: Sequence[Request], max_s: float
+    ) -> tuple[list[Completion], list[StepTrace]]:
+        """Submit these requests, then run steps until a request finishes or max_s have passed."""
+        engine = self._engine_for(session)
         for request in requests:
             self._handles[request.request_id] = engine.submit(request)
-        until = time.monotonic() + patience_s
+        deadline = time.monotonic() + max_s
         completions: list[Completion] = []
-        while self._handles and not completions and time.monotonic() < until:
-            completions = [completion for completion in engine.step() if self._ended(completion)]
-        return Progress(completions, [replace(trace, engine=self._number) for trace in engine.drain_trace()])
+        while self._handles and not completions and time.monotonic() < deadline:
+            completions = [completion for completion in engine.step() if self._finish(completion)]
+        return completions, [replace(trace, engine=self._index) for trace in engine.drain_trace()]
 
     def abort(self, session: str, request_id: int) -> Completion | None:
-        """What it has come to; None where it was not running."""
-        engine = self._of(session)
+        """The completion so far; None if the request is not running."""
+        engine = self._engine_for(session)
         handle = self._handles.pop(request_id, None)
         if handle is None:
             return None
@@ -93,47 +94,41 @@ class EngineActor:
             engine.abort(request_id)
         return handle.completion
 
-    def call(self, session: str, name: str, *args: Any) -> Any:
-        """One of the engine's own methods."""
-        return getattr(self._of(session), name)(*args)
+    def call_engine(self, session: str, method: str, *args: Any) -> Any:
+        return getattr(self._engine_for(session), method)(*args)
 
-    def connect(self, session: str, place: Place, number: int) -> None:
-        self._of(session)
-        self._channel = None  # or the old one's connections would stay open meanwhile
-        self._channel = Channel(place, number, ray.util.get_node_ip_address())
+    def connect(self, session: str, rendezvous: Rendezvous, rank: int) -> None:
+        self._engine_for(session)
+        self._channel = None  # closes the old channel's connections first
+        self._channel = Channel(rendezvous, rank, ray.util.get_node_ip_address())
 
     def receive(self, session: str, kind: str, version: int, *args: Any) -> Receipt:
-        """New weights, of the policy or the drafter."""
-        engine = self._of(session)
-        assert self._channel is not None, "receives before it is connected"
+        """Receive and load new weights of the "policy" or the "drafter"."""
+        engine = self._engine_for(session)
+        assert self._channel is not None, "receive before connect"
         try:
             update = engine.update_weights if kind == "policy" else engine.update_drafter
             return update(self._channel.receive(), version, *args)
-        except BaseException:  # half of it has come, and the rest would be taken for the next
+        except BaseException:  # the next transfer must not read the remaining buckets of this one
             self._channel.close()
             self._channel = None
             raise
 
-    def leave(self, session: str) -> None:
-        self._of(session)
-        self._leave()
-        self._session = None
-
-    def _of(self, session: str) -> Engine:
+    def _engine_for(self, session: str) -> Engine:
         if self._engine is None or session != self._session:
-            raise Stranger
+            raise UnknownSession
         return self._engine
 
-    def _ended(self, completion: Completion) -> bool:
-        """Whether that is news: what was aborted may yet come out of the engine, even after another session has taken
-        its number for a request of its own."""
+    def _finish(self, completion: Completion) -> bool:
+        """Whether the completion is of a request of this session. The engine may still return an aborted request, even
+        after a later session has used its request id again."""
         handle = self._handles.get(completion.request.request_id)
         if handle is None or handle.completion is not completion:
             return False
         del self._handles[completion.request.request_id]
         return True
 
-    def _leave(self) -> None:
+    def _reset(self) -> None:
         assert self._engine is not None
         for request_id, handle in self._handles.items():
             if not handle.done:
@@ -141,5 +136,5 @@ class EngineActor:
         self._handles.clear()
         self._channel = None
         self._engine.wake()
-        self._engine.forget()
+        self._engine.reset_prefix_cache()
         self._engine.drain_trace()

@@ -1,4 +1,4 @@
-"""What there is of Ray: whether it can be imported, and of one that runs, its nodes and what each of them sees."""
+"""Inspect Ray: whether it can be imported, and the nodes of a running cluster."""
 
 from __future__ import annotations
 
@@ -10,63 +10,64 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.probe import ask
+from paceline.cluster.probe import run_module
 
 PACKAGES = ("paceline", "torch", "transformers", "ray", "vllm")
-CONNECT_S = 10.0
-ANSWER_S = 60.0  # a node may have to start Python first
+CONNECT_TIMEOUT_S = 10.0
+NODE_TIMEOUT_S = 60.0  # a node may have to start Python first
 
 
 def ray_version() -> str:
-    """ValueError with the reason where it can't be imported."""
-    return str(ask(__name__)["version"])
+    """Raise ValueError with the reason if Ray can't be imported."""
+    return str(run_module(__name__)["version"])
 
 
 def cluster_facts(address: str, paths: list[str]) -> dict[str, Any]:
-    """`nodes`: host, resources, versions, and which of `paths` it does not see; `free`: what is not in use now; `host`:
-    by which the others reach this one. ValueError with the reason where there is no Ray at this address."""
+    """`nodes`: each node's host, resources, package versions, and the `paths` that are absent there; `free`: resources
+    not in use; `host`: this machine's address in the cluster. Raise ValueError with the reason if no Ray runs at this
+    address."""
     try:
-        knock(address)
+        check_reachable(address)
     except OSError as error:
         raise ValueError(str(error)) from None
-    return ask(__name__, address, *paths)
+    return run_module(__name__, address, *paths)
 
 
-def knock(address: str) -> None:
-    """OSError if nobody listens at HOST:PORT, within seconds; Ray itself would try for minutes. `auto` is what
-    RAY_ADDRESS says, or the Ray that was started last on this machine, which may be gone."""
-    said = ""
+def check_reachable(address: str) -> None:
+    """Raise OSError if no process listens at HOST:PORT. It takes seconds; Ray itself would retry for minutes. `auto`
+    means RAY_ADDRESS, or the Ray that was started last on this machine, which may have ended."""
+    source = ""
     if address == "auto":
         folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
         last = Path(folder, "ray", "ray_current_cluster")
         address = os.environ.get("RAY_ADDRESS") or (last.read_text().strip() if last.is_file() else address)
-        said = f", as {'RAY_ADDRESS' if 'RAY_ADDRESS' in os.environ else last} says"
+        source = f" (the address in {'RAY_ADDRESS' if 'RAY_ADDRESS' in os.environ else last})"
     host, colon, port = address.rpartition(":")
     if colon and host and "/" not in address and port.isdecimal():
         try:
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
         except OSError as error:
-            raise OSError(f"nobody listens at {address}{said}: {error}") from None
+            raise OSError(f"no process listens at {address}{source}: {error}") from None
 
 
-def _join(address: str, paths: list[str]) -> dict[str, Any]:
+def _inspect_cluster(address: str, paths: list[str]) -> dict[str, Any]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ray.init(address, log_to_driver=False, logging_level="error")
     alive = [node for node in ray.nodes() if node["Alive"]]
-    look = ray.remote(num_cpus=0, max_retries=0)(_look)
-    seen = []
+    inspect_node = ray.remote(num_cpus=0, max_retries=0)(_inspect_node)
+    references = []
     for node in alive:
-        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        seen.append(look.options(scheduling_strategy=there).remote(PACKAGES, paths))
+        strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        references.append(inspect_node.options(scheduling_strategy=strategy).remote(PACKAGES, paths))
     nodes = [
         {
             "host": node["NodeManagerAddress"],
             "resources": {name: node["Resources"].get(name, 0) for name in ("CPU", "GPU")},
-            **ray.get(reference, timeout=ANSWER_S),
+            **ray.get(reference, timeout=NODE_TIMEOUT_S),
         }
-        for node, reference in zip(alive, seen, strict=True)
+        for node, reference in zip(alive, references, strict=True)
     ]
     free = {name: ray.available_resources().get(name, 0) for name in ("CPU", "GPU")}
     host = ray.util.get_node_ip_address()
@@ -74,8 +75,8 @@ def _join(address: str, paths: list[str]) -> dict[str, Any]:
     return {"nodes": nodes, "free": free, "host": host}
 
 
-def _look(packages: tuple[str, ...], paths: list[str]) -> dict[str, Any]:
-    """On a node. It travels there by value, so that one without Paceline can say so."""
+def _inspect_node(packages: tuple[str, ...], paths: list[str]) -> dict[str, Any]:
+    """Runs on a node. Ray pickles this function by value, so the node need not have Paceline installed."""
     versions: dict[str, str | None] = {"python": ".".join(map(str, sys.version_info[:2]))}
     for name in packages:
         try:
@@ -89,5 +90,5 @@ if __name__ == "__main__":
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
-    facts = _join(sys.argv[1], sys.argv[2:]) if sys.argv[1:] else {}
+    facts = _inspect_cluster(sys.argv[1], sys.argv[2:]) if sys.argv[1:] else {}
     print(json.dumps({"version": ray.__version__, **facts}))

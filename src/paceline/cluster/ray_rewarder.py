@@ -1,7 +1,7 @@
-"""Rewards in processes of Ray's: every worker has a Rewarder of its own, and scores whole groups.
+"""Reward workers as Ray actors. Each has a Rewarder of its own and scores whole groups.
 
-A group is never divided, since a reward function may compare its samples. A worker that dies is restarted, and its
-group scored again, by whoever is free.
+A group is never split, because a reward function may compare its samples. If a worker dies, Ray restarts it and a free
+worker scores the group again.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-from paceline.cluster.ray_calls import LOST, answer, answer_at_last, patient
+from paceline.cluster.ray_calls import ACTOR_LOST, get_result, get_when_started, with_retries
 from paceline.config import ClusterSection
-from paceline.tasks.rewards import Judge, Sample, Score
+from paceline.tasks.rewards import Rewarder, Sample, Score
 
 
 class RewardActor:
-    """`make` builds the rewarder when it is first needed, so that what is wrong with it is told to who asks."""
+    """`make` builds the rewarder in the first call, so that its errors are raised to the caller."""
 
-    def __init__(self, make: Callable[[], Judge]) -> None:
+    def __init__(self, make: Callable[[], Rewarder]) -> None:
         self._make = make
-        self._rewarder: Judge | None = None
+        self._rewarder: Rewarder | None = None
 
     def open(self) -> str | None:
-        """How programs are isolated where this worker runs."""
+        """Build the rewarder; return how it isolates programs on this machine."""
         self._rewarder = self._rewarder or self._make()
         return self._rewarder.sandbox
 
@@ -38,11 +38,11 @@ class RayRewarder:
         self.num_restarts = 0
         self._max_restarts, self._note = section.max_restarts, note
         self._idle: SimpleQueue[tuple[int, Any]] = SimpleQueue()
-        self._sandboxes: dict[int, str | None] = {}  # by worker, which may be on different machines
+        self._sandboxes: dict[int, str | None] = {}  # by worker; workers may be on different machines
         self.num_parallel = len(actors)
-        opened = [patient(actor.open).remote() for actor in actors]
+        opened = [with_retries(actor.open).remote() for actor in actors]
         for i, reference in enumerate(opened):
-            self._wait(i, reference)
+            self._wait_until_open(i, reference)
             self._idle.put((i, actors[i]))
 
     @property
@@ -51,18 +51,18 @@ class RayRewarder:
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         while True:
-            number, actor = self._idle.get()
+            index, actor = self._idle.get()
             try:
-                return answer(actor.score.remote(samples))
-            except LOST:
+                return get_result(actor.score.remote(samples))
+            except ACTOR_LOST:
                 self.num_restarts += 1
-                self._note(f"reward worker {number} died; it starts again, with {len(samples)} samples to score anew")
-                self._wait(number, patient(actor.open).remote())
+                self._note(f"reward worker {index} died; restarting it and scoring {len(samples)} samples again")
+                self._wait_until_open(index, with_retries(actor.open).remote())
             finally:
-                self._idle.put((number, actor))
+                self._idle.put((index, actor))
 
     def close(self) -> None:
-        """The workers stay, for the next learner."""
+        """Nothing to do: the actors stay alive for the next learner."""
 
-    def _wait(self, number: int, reference: Any) -> None:
-        self._sandboxes[number] = answer_at_last(reference, f"reward worker {number}", self._max_restarts)
+    def _wait_until_open(self, index: int, reference: Any) -> None:
+        self._sandboxes[index] = get_when_started(reference, f"reward worker {index}", self._max_restarts)

@@ -1,4 +1,4 @@
-"""What there is of vLLM in this interpreter: whether all that our engine needs of it can be imported."""
+"""Inspect vLLM in this interpreter: whether it can be imported with everything that the engine needs."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ import json
 from importlib import import_module
 from typing import Any
 
-from paceline.cluster.probe import ask
-from paceline.cluster.vllm_python import in_this_process
-
-IMPORT_S = 300.0
+from paceline.cluster.probe import run_module
+from paceline.cluster.vllm_python import IMPORT_TIMEOUT_S, in_this_process
 
 
 def vllm_facts() -> dict[str, Any]:
-    """`version`, and whether it has the weight-transfer `seam`; ValueError with the reason where it can't be used."""
-    return ask(__name__, timeout_s=IMPORT_S)
+    """`version`, and whether it has a `weight_transfer` API. Raise ValueError with the reason if vLLM is unusable."""
+    return run_module(__name__, timeout_s=IMPORT_TIMEOUT_S)
 
 
 if __name__ == "__main__":
     with in_this_process():
         import vllm
 
-        import_module("paceline.cluster.vllm_engine")  # and with it all that it needs
-        from paceline.cluster.vllm_extension import HAS_SEAM
+        import_module("paceline.cluster.vllm_engine")  # imports all that the engine needs
+        from paceline.cluster.vllm_extension import HAS_WEIGHT_TRANSFER
 
-    print(json.dumps({"version": vllm.__version__, "seam": HAS_SEAM}))
+    print(json.dumps({"version": vllm.__version__, "weight_transfer": HAS_WEIGHT_TRANSFER}))

@@ -1,8 +1,8 @@
-"""Where a vLLM request's tokens came from, as far as vLLM tells.
+"""The provenance of a vLLM request's tokens, as far as vLLM reports it.
 
-What is seen is how many tokens each step emitted. When a request ends, vLLM tells in order how much each of its drafts
-had and how much of it stood, but not which steps drafted. A step that emitted several tokens did. Of those that
-emitted one it is known only if all of them drafted, or none.
+Each step shows how many tokens it emitted. When a request ends, vLLM reports its drafts in order, with the number of
+drafted and accepted tokens, but not the steps that they belong to. A step that emitted several tokens verified a draft.
+For steps that emitted one token this is known only if all of them verified a draft, or none.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import numpy as np
 from paceline.types import Provenance
 
 
-def provenance(chunks: Sequence[int], accepted: Sequence[int], drafted: Sequence[int]) -> np.ndarray:
-    """Of every token: uint8. `chunks` are the tokens of each step, the prompt's first. Where nothing is told of drafts,
-    since the request did not come to an end in vLLM, the last token of a step counts as SAMPLED."""
-    found = np.full(sum(chunks), Provenance.SAMPLED, np.uint8)
-    stood = [(a, d) for a, d in zip(accepted, drafted, strict=True) if a]
-    single: list[int] = []
-    at = 0
-    for i, size in enumerate(chunks):
-        last = i == len(chunks) - 1
-        if size > 1 or (last and size and len(stood) == 1):  # a stop may have cut the last one
-            num_accepted, num_drafted = stood.pop(0) if stood else (size - 1, size - 1)
-            found[at : at + min(size, num_accepted)] = Provenance.ACCEPTED
+def provenance(tokens_per_step: Sequence[int], accepted: Sequence[int], drafted: Sequence[int]) -> np.ndarray:
+    """uint8, one per token. The first step is the prefill. `accepted` and `drafted` are empty if the request did not
+    end in vLLM; then the last token of a step counts as SAMPLED."""
+    found = np.full(sum(tokens_per_step), Provenance.SAMPLED, np.uint8)
+    drafts = [(a, d) for a, d in zip(accepted, drafted, strict=True) if a]  # with at least one accepted token
+    single: list[int] = []  # positions of tokens that a step emitted alone
+    start = 0
+    for i, size in enumerate(tokens_per_step):
+        is_last = i == len(tokens_per_step) - 1
+        if size > 1 or (is_last and size and len(drafts) == 1):  # a stop may have truncated the last step
+            num_accepted, num_drafted = drafts.pop(0) if drafts else (size - 1, size - 1)
+            found[start : start + min(size, num_accepted)] = Provenance.ACCEPTED
             if size > num_accepted and drafted:
-                whole = num_accepted == num_drafted
-                found[at + num_accepted] = Provenance.BONUS if whole else Provenance.CORRECTED
+                all_accepted = num_accepted == num_drafted
+                found[start + num_accepted] = Provenance.BONUS if all_accepted else Provenance.CORRECTED
         elif size and i:
-            single.append(at)
-        at += size
+            single.append(start)
+        start += size
     if len(single) == len(drafted) - sum(a > 0 for a in accepted):
         found[single] = Provenance.CORRECTED
     return found

@@ -1,24 +1,27 @@
-"""Where vLLM lives: the interpreter that can import it, and the environment it runs in.
+"""Find the interpreter that can import vLLM, and set the environment that vLLM runs in.
 
-vLLM pins its own torch, so it usually has a virtual environment of its own (`make setup-vllm` makes `.venv-vllm`).
+vLLM pins its own torch version, so it usually has a virtual environment of its own (`make setup-vllm` makes
+`.venv-vllm`).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from paceline.cluster.probe import last_line
+
+IMPORT_TIMEOUT_S = 300.0
 WORKER = Path(__file__).with_name("vllm_worker.py")
 REMEDY = "run `make setup-vllm` once (it makes .venv-vllm), or set PACELINE_VLLM_PYTHON to an interpreter that has vLLM"
 
 
 def find_python() -> str:
-    """The interpreter to run vLLM with; ValueError with the remedy where there is none."""
+    """The interpreter to run vLLM with. Raise ValueError with the remedy if there is none."""
     if chosen := os.environ.get("PACELINE_VLLM_PYTHON"):
         if not Path(chosen).exists():
             raise ValueError(f"PACELINE_VLLM_PYTHON = {chosen!r}: no such file; {REMEDY}")
@@ -34,18 +37,16 @@ def find_python() -> str:
 
 
 def version(python: str) -> str:
-    """vLLM's version there, by really importing it; ValueError with the reason where that fails."""
-    done = subprocess.run(
-        [python, "-c", "import vllm; print(vllm.__version__)"], capture_output=True, text=True, timeout=300
-    )
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ValueError(f"{python} can't import vLLM: {reason}; {REMEDY}")
-    return done.stdout.strip().splitlines()[-1]
+    """That interpreter's vLLM version. It imports vLLM; raise ValueError with the reason if that fails."""
+    try:
+        return last_line([python, "-c", "import vllm; print(vllm.__version__)"], IMPORT_TIMEOUT_S)
+    except ValueError as error:
+        raise ValueError(f"{python} can't import vLLM: {error}; {REMEDY}") from None
 
 
 def environment(threads: int) -> dict[str, str]:
-    """One process, whose OpenMP threads are ours to set: vLLM's own binding belongs to its worker processes."""
+    """For the benchmark's worker: one process with this many OpenMP threads. vLLM's own thread binding is off, because
+    it is meant for vLLM's worker processes."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2"),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -57,9 +58,9 @@ def environment(threads: int) -> dict[str, str]:
 
 @contextmanager
 def in_this_process() -> Iterator[None]:
-    """vLLM reads its environment when it is imported and when an engine is made: here, without processes of its own
-    but for workers that a model is cut over, without talk, without reports to its makers, and without a variable that
-    would make nothing of engine.kv_tokens."""
+    """Import vLLM and build its engine inside this context; vLLM reads its environment then. It runs in this process,
+    except for tensor-parallel workers, logs only errors, sends no usage reports, and takes its KV size from
+    engine.kv_tokens, not from VLLM_CPU_KVCACHE_SPACE."""
     wanted = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -75,7 +76,7 @@ def in_this_process() -> Iterator[None]:
 
 
 def _set(variables: Mapping[str, str | None]) -> None:
-    """None: it is not there."""
+    """None removes a variable."""
     for name, value in variables.items():
         os.environ.pop(name, None)
         if value is not None:

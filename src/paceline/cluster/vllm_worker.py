@@ -1,7 +1,7 @@
-"""vLLM for the bench and the tests: tokens in, tokens out. `paceline.bench.serve` runs it with vLLM's interpreter.
+"""A vLLM worker for the bench and the tests: prompt tokens in, completion tokens out.
 
-Needs vLLM and nothing of paceline. One LLM per worker: speculation is fixed when it is built. The engine runs in this
-process, with this process's OpenMP threads.
+`paceline.bench.serve` runs it with vLLM's interpreter. It imports vLLM and nothing of Paceline. A worker has one LLM,
+with fixed speculation settings. The engine runs in this process, with this process's OpenMP threads.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Worker:
             max_model_len=max_model_len,
             enable_prefix_caching=prefix_caching,
             speculative_config=speculative,
-            disable_log_stats=False,  # the counters of speculation live there
+            disable_log_stats=False,  # the log stats have the speculation counters
             seed=0,
             **(options or {}),
         )
@@ -70,7 +70,7 @@ class Worker:
         logprobs: bool = False,
         **_: Any,
     ) -> dict[str, Any]:
-        # No seed per request, which would make vLLM draw row by row; the LLM has one.
+        # No seed per request: vLLM would then sample row by row. The LLM has a seed.
         params = SamplingParams(
             temperature=temperature,
             max_tokens=max_tokens,
@@ -87,7 +87,7 @@ class Worker:
         reply: dict[str, Any] = {
             "seconds": seconds,
             "num_tokens": sum(len(sample.token_ids) for sample in samples),
-            "step_s": self.step_s[1:],  # the first is the prefill
+            "step_s": self.step_s[1:],  # the first step is the prefill
             "token_ids": [list(sample.token_ids) for sample in samples],
             **{name: value - before[name] for name, value in self._counters().items()},
         }

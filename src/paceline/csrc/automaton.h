@@ -1,22 +1,24 @@
-/* Token sequences that grow while they are read: a generalised suffix automaton, for one shard of the history, which is
-what one problem's rollouts said under one policy.
+/* A generalised suffix automaton of token sequences that grow. There is one per shard of the history: the rollouts of
+one problem under one policy version.
 
-A state stands for all strings that end at the same places of the shard ("contexts"); `length` is its longest, `link`
-leads to the longest context that ends in more places. A sequence that speaks is one int32, the state of everything it
-said so far: extending it costs amortised O(1), and the longest earlier match of its end is one link away.
+A state represents all strings ("contexts") that end at the same positions of the shard. `length` is that of its longest
+string; `link` is the state of that string's longest suffix that ends at more positions. A sequence is one int32, the
+state of all its tokens: appending a token takes amortised O(1) time, and the longest earlier match of its end is the
+state's link.
 
-What always holds:
-  - State 0 is the empty context. No edge leads to it, so 0 also means "no edge".
-  - A state's number never changes its longest string: a split makes a new state for the shorter ones. So a
-    sequence's state stays right whatever its siblings do, and a cursor at one of the shorter ones finds them by link.
-  - count[v] is how often v's strings were said, num_next[u] how often a token followed u. The strings u.c that lead
-    to v all end where v ends, so count[v] is the count of the event "c after u" for every u with an edge to v.
-  - Every state holds its likeliest edge itself (`best`, the most recent on ties); the others hang in a pool, found
-    by hash. Most states have one edge, so the pool is small: 28 bytes a state and 24 to 28 an edge in the pool.
-  - `log` is all that was said, in order: a token, or ~s where another sequence speaks, from state s on. Saying it
-    again makes the same automaton, to the number of every state, so a checkpoint holds nothing else.
+Invariants:
+  - State 0 is the empty context. No edge has it as target, so 0 also means "no edge".
+  - The longest string of a state never changes: a split creates a new state for the shorter strings. So a sequence's
+    state stays valid when other sequences grow, and a cursor at a shorter string finds its new state by links.
+  - count[v] is the number of occurrences of v's strings, num_next[u] the number of times that a token followed u. The
+    strings u.c of the edges to v all end where v ends, so count[v] is the count of "c after u" for every u with an edge
+    to v.
+  - Every state stores its most frequent edge (`best`, the most recent on ties). The others are in a pool, found by
+    hash. Most states have one edge, so the pool is small: 28 bytes per state, and 24 to 28 per edge in the pool.
+  - `log` has all appended tokens in order: a token, or ~s if the next token is appended to state s of another sequence.
+    Replaying it gives the same automaton with the same state numbers, so a checkpoint stores only the log.
 
-drafters/slow_history.py has the same algorithm in plain Python. */
+drafters/python_history.py is the reference implementation. */
 
 #pragma once
 
@@ -26,8 +28,8 @@ drafters/slow_history.py has the same algorithm in plain Python. */
 #include <string.h>
 #include <sys/mman.h>
 
-/* How many contexts of the new token are counted, longest first. Text rarely has more than 20; a loop ("aaaa...")
-   has as many as it is long, and counting them all would cost O(n) per token for contexts that all say the same. */
+/* How many contexts of the new token are counted, longest first. Usually there are less than 20. A loop ("aaaa...") has
+   as many as tokens: counting all would take O(n) per token, and they all have the same next token. */
 #define MAX_COUNTED 64
 
 typedef struct {
@@ -36,8 +38,8 @@ typedef struct {
 
 typedef struct {
     int32_t source, token, target;
-    int32_t sibling; /* the source's next edge in the pool */
-    int32_t chain;   /* the bucket's next edge */
+    int32_t sibling; /* next edge of the same source in the pool */
+    int32_t chain;   /* next edge of the same bucket */
 } Edge;
 
 typedef struct {
@@ -46,8 +48,8 @@ typedef struct {
     int32_t *buckets;
     int32_t *log;
     int32_t num_states, max_states, num_edges, max_edges, num_log, max_log, limit;
-    int32_t tail;   /* the state that the log has come to; -1: the next to speak is named whoever it is */
-    int32_t broken; /* memory ran out within an extension */
+    int32_t tail;   /* the state after the log's last token; -1: write the state before the next token in any case */
+    int32_t broken; /* out of memory during an append */
     int bits;       /* 2^bits buckets */
     int64_t num_tokens;
 } Automaton;
@@ -67,8 +69,7 @@ static int64_t bytes_of(const Automaton *a) {
 
 #define HUGE_PAGE ((size_t)1 << 21)
 
-/* realloc. Large arrays lie in huge pages where the system has them: read at random, they would otherwise spend more
-   time on finding pages than on reading them. */
+/* realloc, with huge pages for large arrays: they are read at random, and TLB misses would take most of the time. */
 static void *resized(void *items, size_t old, size_t bytes) {
     if (bytes < 2 * HUGE_PAGE) return realloc(items, bytes);
     void *moved;
@@ -81,7 +82,7 @@ static void *resized(void *items, size_t old, size_t bytes) {
     return moved;
 }
 
-/* Room for one more item; grows by a quarter, since the slack is paid for by every stored token. */
+/* Memory for `need` items. Grows by a quarter only, to save memory. */
 static int reserve(void **items, int32_t *max, int64_t need, size_t size, int32_t limit) {
     if (need <= *max) return 1;
     int64_t wanted = need + need / 4 + 16;
@@ -115,7 +116,7 @@ static int32_t find_in_pool(const Automaton *a, int32_t source, int32_t token) {
     return e;
 }
 
-/* Where the target of (source, token) is written, or NULL. Valid until the next edge is added. */
+/* A pointer to the target of edge (source, token), or NULL. Valid until the next edge is added. */
 static inline int32_t *find(const Automaton *a, int32_t source, int32_t token) {
     State *s = &a->states[source];
     if (s->best && s->best_token == token) return &s->best;
@@ -141,7 +142,7 @@ static int add_edge(Automaton *a, int32_t source, int32_t token, int32_t target)
     return 1;
 }
 
-/* The pool's edge (source, token) becomes the best one and changes places with it. */
+/* Swap the pool's edge (source, token) with the source's best edge. */
 static void promote(Automaton *a, int32_t source, int32_t token) {
     State *s = &a->states[source];
     int32_t *at = &a->buckets[bucket_of(a, source, token)];
@@ -159,8 +160,8 @@ static void promote(Automaton *a, int32_t source, int32_t token) {
     s->best_token = token;
 }
 
-/* Split q: a new state takes its strings up to `length`, and the edges that p and its links have to q.
-   The counts are q's, for until now these strings were said exactly where q's were. */
+/* Split q: a new state gets its strings up to `length`, and the edges to q from p and its links. The counts are those
+   of q, because until now these strings occurred exactly where q's did. */
 static int32_t split(Automaton *a, int32_t p, int32_t token, int32_t q, int32_t length) {
     int32_t clone = a->num_states++;
     a->states[clone] = a->states[q];
@@ -174,35 +175,35 @@ static int32_t split(Automaton *a, int32_t p, int32_t token, int32_t q, int32_t 
     return clone;
 }
 
-/* The state of (sequence at `last`) + token, without counting. -1: out of memory. */
+/* The state of (sequence in state `last`) + token, without counting. -1: out of memory. */
 static int32_t extend(Automaton *a, int32_t last, int32_t token) {
     if (!reserve((void **)&a->states, &a->max_states, (int64_t)a->num_states + 2, sizeof(State), a->limit)) return -1;
     int32_t length = a->states[last].length + 1;
     int32_t *target = find(a, last, token);
-    if (target) { /* said before: another sequence is ahead of us, or the context was seen elsewhere */
+    if (target) { /* the string occurred before, in another sequence or elsewhere in this one */
         int32_t q = *target;
         return a->states[q].length == length ? q : split(a, last, token, q, length);
     }
-    int32_t now = a->num_states++;
-    a->states[now] = (State){.length = length};
+    int32_t state = a->num_states++;
+    a->states[state] = (State){.length = length};
     int32_t p = last;
     do {
-        if (!add_edge(a, p, token, now)) return -1;
+        if (!add_edge(a, p, token, state)) return -1;
         p = a->states[p].link;
     } while (p >= 0 && !(target = find(a, p, token)));
     if (p >= 0) {
         int32_t q = *target, shorter = a->states[p].length + 1;
         if (a->states[q].length != shorter && (q = split(a, p, token, q, shorter)) < 0) return -1;
-        a->states[now].link = q;
+        a->states[state].link = q;
     }
-    return now;
+    return state;
 }
 
-/* Count the event "token after u" for every context u of the old end; v is where u's edge leads. Both link chains are
-   walked together, so no edge is looked up unless the best one changes. */
-static void count(Automaton *a, int32_t last, int32_t token, int32_t now) {
+/* Count "token after u" for every context u of the sequence's old end; v is the target of u's edge. Both link chains
+   are walked together, so an edge is looked up only if the best one changes. */
+static void count(Automaton *a, int32_t last, int32_t token, int32_t state) {
     State *states = a->states;
-    int32_t u = last, v = now;
+    int32_t u = last, v = state;
     states[v].count++;
     for (int n = 0; u >= 0 && n < MAX_COUNTED; n++, u = states[u].link) {
         if (states[states[v].link].length > states[u].length) {
@@ -215,20 +216,21 @@ static void count(Automaton *a, int32_t last, int32_t token, int32_t now) {
     }
 }
 
-static int32_t say(Automaton *a, int32_t last, const int32_t *tokens, int64_t num) {
+/* Append tokens to the sequence in state `last`; returns its new state, or -1 if out of memory. */
+static int32_t append(Automaton *a, int32_t last, const int32_t *tokens, int64_t num) {
     for (int64_t i = 0; i < num && last >= 0; i++) {
-        int room = reserve((void **)&a->log, &a->max_log, (int64_t)a->num_log + 2, sizeof *a->log, INT32_MAX);
-        int32_t now = a->broken || !room ? -1 : extend(a, last, tokens[i]);
-        if (now < 0) {
+        int has_space = reserve((void **)&a->log, &a->max_log, (int64_t)a->num_log + 2, sizeof *a->log, INT32_MAX);
+        int32_t state = a->broken || !has_space ? -1 : extend(a, last, tokens[i]);
+        if (state < 0) {
             a->broken = 1;
         } else {
-            count(a, last, tokens[i], now);
+            count(a, last, tokens[i], state);
             if (last != a->tail) a->log[a->num_log++] = ~last;
             a->log[a->num_log++] = tokens[i];
-            a->tail = now;
+            a->tail = state;
         }
-        last = now;
-        a->num_tokens += now >= 0;
+        last = state;
+        a->num_tokens += state >= 0;
     }
     return last;
 }

@@ -1,16 +1,16 @@
-/* The decoder's arithmetic on CPUs, float32.
+/* The decoder's operations on CPUs, float32.
  *
- * What always holds: an output has the same bits whatever other rows are in the call and however many threads run,
- * because every output is one chain of fused multiply-adds in the order of k, in every blocking. A chain may be
- * interrupted (its partial sum goes through memory unrounded); it is never split in two that are added at the end.
+ * Invariant: an output is bit-identical for every batch and every number of threads, because every output is one chain
+ * of fused multiply-adds in the order of k, in every blocking. A chain may be interrupted (its partial sum is stored
+ * without rounding), but is never split into two that are added at the end.
  *
  * Shapes: T tokens, D hidden, H query heads, G key/value heads, E head dimension, I intermediate.
  */
 #include "vec.h"
 
-int omp_get_max_threads(void); /* not every compiler that knows OpenMP brings omp.h */
+int omp_get_max_threads(void); /* some compilers with OpenMP have no omp.h */
 
-#define SMALL 4096 /* floats of work below which waking the other threads costs more than it brings */
+#define SMALL 4096 /* number of floats below which one thread is faster than several */
 #define BLOCK 16   /* positions per KV block */
 
 /* ---- norms and activations ---- */
@@ -61,7 +61,7 @@ void silu_mul(const float *gate_up, float *y, int64_t num_rows, int64_t dim) {
     }
 }
 
-/* In place on qkv [T, (H + 2G) * E]: the heads' norms where the model has them, then the half-split rotation. */
+/* In place on qkv [T, (H + 2G) * E]: the q and k norms, if the model has them, then the half-split rotation. */
 void rotate(float *qkv, const float *q_norm, const float *k_norm, float eps, const float *cos, const float *sin,
             const int64_t *positions, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t dim) {
     int64_t half = dim / 2, width = (num_heads + 2 * num_kv_heads) * dim;
@@ -81,7 +81,7 @@ void rotate(float *qkv, const float *q_norm, const float *k_norm, float eps, con
     }
 }
 
-/* scores[0..limit) -> e^(score - max); returns 1 / their sum. Room for whole blocks; beyond limit become zeros. */
+/* scores[0..limit) -> e^(score - max); returns 1 / their sum. Scores from limit to the end of the block become 0. */
 static float softmax(float *scores, int64_t limit) {
     int64_t end = (limit + BLOCK - 1) / BLOCK * BLOCK;
     for (int64_t p = limit; p < end; p++) scores[p] = -INFINITY;
@@ -100,10 +100,10 @@ static float softmax(float *scores, int64_t limit) {
 /* ---- the matrix product ---- */
 
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("no-schedule-insns") /* it would hoist loads until the accumulators spill */
+#pragma GCC optimize("no-schedule-insns") /* it hoists loads until the accumulators spill */
 #endif
 
-/* Rows that one pass over a panel serves: as many as leave the accumulators in registers. */
+/* Rows per pass over a panel: as many as have their accumulators in registers. */
 #if LANES == 16
 #define MAX_ROWS 12
 #elif LANES == 8
@@ -113,8 +113,8 @@ static float softmax(float *scores, int64_t limit) {
 #endif
 #define EACH_ROW UNROLL for (int r = 0; r < rows; r++)
 
-/* acc[r][0..16) += x[r][k] * panel[k][0..16) for `num_k` k's: the only matrix product here. On the way it fetches
- * `lines` of the four cache lines at `ahead` for every four k's, into the nearest cache or the one behind it. */
+/* acc[r][0..16) += x[r][k] * panel[k][0..16) for `num_k` k's: the only matrix product here. For every four k's it
+ * prefetches `lines` of the four cache lines at `ahead`, into L1 (`near`) or L2. */
 INLINE void product(int rows, int64_t num_k, const float *x, int64_t x_stride, const float *panel, int64_t panel_stride,
                     vf acc[][NV], const float *ahead, int lines, int near) {
     int64_t k = 0;
@@ -126,8 +126,8 @@ INLINE void product(int rows, int64_t num_k, const float *x, int64_t x_stride, c
                 __builtin_prefetch(ahead + i * 16, 0, 2);
         }
 #if defined(__ARM_NEON)
-        /* Four k's of x in one register: a broadcast from memory would occupy a multiplier's pipe. The assembler's
-         * form, because compilers copy accumulators around vfmaq_laneq_f32. */
+        /* Four k's of x in one register: a broadcast from memory would occupy a multiplier's pipe. In assembler,
+         * because compilers copy accumulators around vfmaq_laneq_f32. */
         float32x4_t xs[MAX_ROWS];
         EACH_ROW xs[r] = vld1q_f32(x + r * x_stride + k);
 #define FMA(j) __asm__("fmla %0.4s, %1.4s, %2.s[" #j "]" : "+w"(acc[r][c]) : "w"(w[c]), "w"(xs[r]))
@@ -151,7 +151,7 @@ INLINE void product(int rows, int64_t num_k, const float *x, int64_t x_stride, c
     }
 }
 
-/* f(n, a) with n as a constant, so that f is compiled for that many rows. */
+/* f(n, a) with n as a constant, so that f is compiled for each number of rows. */
 #define CASE(n, f, a)                                                                                                  \
     case n: f(n, a); break;
 #if LANES == 16
@@ -169,9 +169,9 @@ INLINE void product(int rows, int64_t num_k, const float *x, int64_t x_stride, c
 
 typedef struct {
     const float *x, *panel, *bias;
-    float *y, *partial; /* partial [rows, 16]: the sums so far, between two stretches of k */
+    float *y, *partial; /* partial [rows, 16]: the sums so far, between two chunks of k */
     int64_t x_stride, num_k, num_n;
-    int width, first, last; /* of this panel: 16, the last one perhaps less; is this k's first stretch, its last? */
+    int width, first, last; /* the panel's outputs, at most 16; whether this is the first or last chunk of k */
     const float *ahead;
     int lines;
 } LinearPass;
@@ -197,28 +197,28 @@ INLINE void linear_rows(int rows, const LinearPass *a) {
     }
 }
 
-#define GROUP 60    /* rows whose partial sums are kept */
-#define STRETCH 192 /* k's whose weights stay in the nearest cache while a group's rows go over them */
+#define GROUP 60    /* rows per group: the partial sums of a group are stored */
+#define CHUNK_K 192 /* k's per chunk: their weights stay in L1 during the passes of a group */
 
-/* Panels outside, rows inside: the weights come from memory once. */
+/* The outer loop is over panels, the inner one over rows, so weights are read from memory once. */
 void linear(const float *x, const float *panels, const float *bias, float *y, int64_t num_rows, int64_t num_k,
             int64_t num_n) {
-    /* A contiguous share for every thread streams best. Only where there is much to do (the LM head) is it cut finer,
-     * since cores are not always equally fast, nor ours alone. */
-    int64_t num_panels = (num_n + 15) / 16, num_shares = omp_get_max_threads() * (num_panels < 1024 ? 1 : 8);
-    int64_t share = (num_panels + num_shares - 1) / num_shares;
-#pragma omp parallel for schedule(dynamic, share)
+    /* One contiguous part per thread streams best. Large matrices (the LM head) are split finer, because cores may
+     * differ in speed and may be shared. */
+    int64_t num_panels = (num_n + 15) / 16, num_parts = omp_get_max_threads() * (num_panels < 1024 ? 1 : 8);
+    int64_t part = (num_panels + num_parts - 1) / num_parts;
+#pragma omp parallel for schedule(dynamic, part)
     for (int64_t p = 0; p < num_panels; p++)
         for (int64_t group = 0; group < num_rows; group += GROUP) {
             float partial[GROUP * 16];
             int64_t size = num_rows - group < GROUP ? num_rows - group : GROUP;
-            int64_t passes = (size + MAX_ROWS - 1) / MAX_ROWS, stretch = passes > 1 ? STRETCH : num_k;
-            /* One or two rows are bound by memory, and the hardware fetches best alone. More are bound by arithmetic:
-             * the weights of the next stretch come in meanwhile, in equal parts per pass. */
+            int64_t passes = (size + MAX_ROWS - 1) / MAX_ROWS, chunk = passes > 1 ? CHUNK_K : num_k;
+            /* One or two rows are bound by memory, where the hardware prefetcher is best. More rows are bound by
+             * arithmetic: then each pass prefetches an equal part of the weights of the next chunk. */
             int lines = size <= 2 || group ? 0 : passes == 1 ? 4 : passes == 2 ? 2 : 1;
-            for (int64_t k = 0; k < num_k; k += stretch) {
+            for (int64_t k = 0; k < num_k; k += chunk) {
                 const float *panel = panels + (p * num_k + k) * 16;
-                int64_t num = num_k - k < stretch ? num_k - k : stretch;
+                int64_t num = num_k - k < chunk ? num_k - k : chunk;
                 for (int64_t row = 0, pass = 0, rows; pass < passes; row += rows, pass++) {
                     rows = (size - row + passes - pass - 1) / (passes - pass);
                     LinearPass a = {
@@ -233,7 +233,7 @@ void linear(const float *x, const float *panels, const float *bias, float *y, in
                         .width = num_n - p * 16 < 16 ? (int)(num_n - p * 16) : 16,
                         .first = k == 0,
                         .last = k + num == num_k,
-                        .ahead = panel + STRETCH * 16 + pass * lines * 16,
+                        .ahead = panel + CHUNK_K * 16 + pass * lines * 16,
                         .lines = pass < 4 ? lines : 0,
                     };
                     WITH_ROWS(rows, linear_rows, &a)
@@ -252,21 +252,21 @@ void embed(const int64_t *tokens, const float *panels, float *y, int64_t num_row
 
 /* ---- paged attention ---- */
 
-/* One forward, the same for every layer. A tile is some of a row's (query, head of a group) pairs, which share the
- * row's keys and values: tiles[i] = row, first pair, number of pairs. */
+/* One forward pass, the same for every layer. A tile is a range of a row's (query, head of a group) pairs, which share
+ * the row's keys and values: tiles[i] = row, first pair, number of pairs. */
 typedef struct {
     float *k, *v; /* [L, num_blocks, G, E, BLOCK], [L, num_blocks, G, BLOCK, E] */
     const int64_t *slots;
     const int32_t *query_start, *context, *tables, *tiles;
     int64_t num_blocks, max_blocks, num_tiles, num_tokens, num_heads, num_kv_heads, dim;
-    int64_t q_stride, k_stride, v_stride; /* from one token's to the next's */
+    int64_t q_stride, k_stride, v_stride; /* between tokens */
 } Plan;
 
 typedef struct {
     const float *x, *panel;
     float *out;
     int64_t x_stride, out_stride, num_k;
-    const float *ahead; /* the next block: blocks lie anywhere, so the hardware can't guess it */
+    const float *ahead; /* the next block, to prefetch: blocks are scattered, so the hardware can't predict it */
 } ScorePass;
 
 INLINE void score_rows(int rows, const ScorePass *a) {
@@ -324,8 +324,8 @@ static void attend(const Plan *plan, int64_t layer, const int32_t *tile, int64_t
 
 #define AT(i, stride)                                                                                                  \
     ((plan->query_start[row] + (first + (i)) / heads) * (stride) + (group * heads + (first + (i)) % heads) * dim)
-#define LIMIT(i) (before + (first + (i)) / heads + 1) /* what pair i sees: positions before this one */
-#define PASSES(i, rows) /* the pairs in equal passes: of `rows` pairs from i */                                        \
+#define LIMIT(i) (before + (first + (i)) / heads + 1) /* pair i attends to the positions before this one */
+#define PASSES(i, rows) /* loop over equal passes: pairs i to i + rows */                                        \
     for (int64_t i = 0, n = (num_pairs + MAX_ROWS - 1) / MAX_ROWS, rows;                                               \
          n > 0 && (rows = (num_pairs - i + n - 1) / n); i += rows, n--)
     for (int64_t i = 0; i < num_pairs; i++)
@@ -344,8 +344,8 @@ static void attend(const Plan *plan, int64_t layer, const int32_t *tile, int64_t
         int64_t start = b * BLOCK, end = start + BLOCK;
         const float *values = v + table[b] * stride;
         const float *next = b + 1 < num_blocks ? v + table[b + 1] * stride : 0;
-        /* The pairs of a pass go together as far as the first of them sees, then each goes on alone: nothing that a
-         * query must not see is ever multiplied in, not even by zero. */
+        /* The pairs of a pass share the positions up to the limit of the first one; each adds the others separately.
+         * Masked values are never multiplied, not even by zero. */
         PASSES(i, rows) {
             const float *x = scores + i * width + start;
             int64_t common = LIMIT(i) < start ? start : LIMIT(i) < end ? LIMIT(i) : end;
@@ -354,8 +354,8 @@ static void attend(const Plan *plan, int64_t layer, const int32_t *tile, int64_t
                 int64_t limit = LIMIT(j) < end ? LIMIT(j) : end;
                 if (limit <= common) continue;
                 x = scores + j * width + common;
-                const float *rest = values + (common - start) * dim;
-                add_values(1, (ValuePass){x, rest, sums + j * dim, width, dim, limit - common, 0});
+                const float *remaining = values + (common - start) * dim;
+                add_values(1, (ValuePass){x, remaining, sums + j * dim, width, dim, limit - common, 0});
             }
         }
     }
@@ -366,7 +366,7 @@ static void attend(const Plan *plan, int64_t layer, const int32_t *tile, int64_t
 #undef PASSES
 }
 
-/* Writes this call's keys and values to their slots, then q [T, H, E] over the context -> out [T, H * E]. */
+/* Write the keys and values to their slots, then compute the attention of q [T, H, E]: out [T, H * E]. */
 void attention(const Plan *plan, int64_t layer, const float *q, const float *k, const float *v, float *out) {
     int64_t dim = plan->dim, groups = plan->num_kv_heads, layer_size = plan->num_blocks * groups * dim * BLOCK;
 #pragma omp parallel

@@ -1,15 +1,15 @@
-/* From logits to tokens on CPUs. `model/sample.py` is the slow twin and says what the distribution is.
+/* Sample tokens from logits on CPUs. `model/sample.py` is the reference implementation and defines the distribution.
  *
- * A draw is a race: token v arrives at E_v / w_v with E_v = -log1p(-u_v) and u_v = (r_v + 1/2) / 2^32, where r_v is
- * word v mod 4 of Philox4x32-10 at counter (v div 4, position, stream, position's high half). Since E_v >= u_v, v can't
- * win unless u_v < best * w_v (nor come second, where that is asked for, unless u_v < second * w_v): that cheap test
- * decides nearly all of the vocabulary, and tokens whose weight is so small that even the least u_v is too large need
- * no noise at all. What is left is compared in double, ties to the lower token, so the winner is that of the full race.
- * A row is drawn by one thread: its bits depend on nothing else.
+ * A draw is an exponential race: token v arrives at E_v / w_v with E_v = -log1p(-u_v) and u_v = (r_v + 1/2) / 2^32,
+ * where r_v is word v mod 4 of Philox4x32-10 at counter (v div 4, position, stream, position's high half). Because E_v
+ * >= u_v, v can be first only if u_v < first * w_v (and second, for the margin, only if u_v < second * w_v). This cheap
+ * test excludes nearly all of the vocabulary, and tokens with such a small weight that even the least u_v is too large
+ * need no noise at all. The remaining tokens are compared in double, ties to the lower token, so the result is that of
+ * the full race. One thread draws a row, so its result is bit-identical for every number of threads.
  */
 #include "vec.h"
 
-#define CHUNK 64 /* tokens that are raced together: 16 Philox counters */
+#define CHUNK 64 /* tokens that are computed together: 16 Philox counters */
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 
 INLINE void multiply(vu a, uint32_t m, vu *high, vu *low) {
@@ -85,44 +85,44 @@ INLINE void philox(Noise noise, uint32_t first, uint32_t words[CHUNK]) {
 
 static double to_uniform(uint32_t word) { return (word + 0.5) * 0x1p-32; }
 
-/* One row's tokens: weights [size], e^((logit - max) / temperature), zeros after the last token; greatest
- * [size / CHUNK], the largest weight of every chunk. */
+/* The tokens of one row. weights [size]: e^((logit - max) / temperature), padded with zeros. greatest [size / CHUNK]:
+ * the largest weight of every chunk. */
 typedef struct {
     const float *logits;
     float *weights, *greatest;
     int64_t vocab, size;
 } Row;
 
-/* Who arrives first; and, where that is asked for, how far ahead: the logarithm of the second's arrival by its own. */
-static int32_t run_race(const Row *row, Noise noise, double *ahead) {
-    double best = INFINITY, second = INFINITY, bar = INFINITY; /* who comes after the bar is of no interest */
-    int64_t winner = 0, num_chunks = row->size / CHUNK;
-    float favourite = 0;
-    for (int64_t i = 0; i < num_chunks; i++) favourite = row->greatest[i] > favourite ? row->greatest[i] : favourite;
-    favourite *= 0.02f;
-    for (int late = 0; late < 2; late++) /* the likely winners first: the better `best`, the less is left to do */
+/* The token that arrives first. If log_margin is not NULL, also log(second arrival / first arrival). */
+static int32_t run_race(const Row *row, Noise noise, double *log_margin) {
+    double first = INFINITY, second = INFINITY, bound = INFINITY; /* later arrivals than the bound do not matter */
+    int64_t token = 0, num_chunks = row->size / CHUNK;
+    float likely = 0;
+    for (int64_t i = 0; i < num_chunks; i++) likely = row->greatest[i] > likely ? row->greatest[i] : likely;
+    likely *= 0.02f;
+    for (int pass = 0; pass < 2; pass++) /* likely tokens first: an early bound excludes more of the others */
         for (int64_t i = 0; i < num_chunks; i++) {
             float greatest = row->greatest[i];
-            if ((greatest < favourite) != late || !(greatest > 0) || greatest * bar < 0x1p-33) continue;
+            if ((greatest < likely) != pass || !(greatest > 0) || greatest * bound < 0x1p-33) continue;
             const float *w = row->weights + i * CHUNK;
             uint32_t words[CHUNK];
             philox(noise, (uint32_t)(i * CHUNK), words);
-            float limit = (float)(bar * 0x1p32 * 1.000001); /* may let a loser through, never hold a winner back */
+            float limit = (float)(bound * 0x1p32 * 1.000001); /* a little too large, so that no candidate is lost */
             int hit = 0;
             for (int j = 0; j < CHUNK; j++) hit |= (float)words[j] < limit * w[j];
             if (!hit) continue;
             for (int j = 0; j < CHUNK; j++) {
                 double u = to_uniform(words[j]);
-                if (!(w[j] > 0) || u > bar * w[j]) continue;
+                if (!(w[j] > 0) || u > bound * w[j]) continue;
                 double arrival = -log1p(-u) / w[j];
                 int64_t v = i * CHUNK + j;
-                if (arrival < best || (arrival == best && v < winner)) second = best, best = arrival, winner = v;
+                if (arrival < first || (arrival == first && v < token)) second = first, first = arrival, token = v;
                 else if (arrival < second) second = arrival;
-                bar = ahead ? second : best;
+                bound = log_margin ? second : first;
             }
         }
-    if (ahead) *ahead = log(second / best);
-    return (int32_t)winner;
+    if (log_margin) *log_margin = log(second / first);
+    return (int32_t)token;
 }
 
 /* ---- truncation ---- */
@@ -134,14 +134,14 @@ typedef struct {
 
 INLINE int before(Item a, Item b) { return a.logit > b.logit || (a.logit == b.logit && a.token < b.token); }
 
-/* The item at which, in descending order, the running sum of weights (or of ones) reaches `need`; the last one if it
- * never does. Reorders the items. */
+/* The item at which the running sum of weights (or of ones), in descending order, reaches `need`; otherwise the last
+ * one. Reorders the items. */
 static Item find(Item *items, int64_t num, double need, int by_count) {
     double sum = 0;
     for (;;) {
         Item a = items[0], b = items[num / 2], c = items[num - 1];
         Item low = before(a, b) ? a : b, high = before(a, b) ? b : a;
-        Item pivot = before(c, low) ? low : before(c, high) ? c : high; /* the middle one of three */
+        Item pivot = before(c, low) ? low : before(c, high) ? c : high; /* the median of three */
         int64_t head = 0; /* items before the pivot */
         double mass = 0;
         for (int64_t i = 0; i < num; i++) {
@@ -164,7 +164,7 @@ static Item find(Item *items, int64_t num, double need, int by_count) {
     }
 }
 
-/* How many weights are at least `floor`, or their sum. */
+/* The number or the sum of the weights that are at least `floor`. */
 static double measure(const Row *row, float floor, int by_count) {
     double total = 0;
     for (int64_t i = 0; i < row->size / CHUNK; i++) {
@@ -180,12 +180,12 @@ static double measure(const Row *row, float floor, int by_count) {
     return total;
 }
 
-/* The last item that top-k, then top-p, leave in; its token is INT32_MAX where all ties with it stay. */
+/* The last item that top-k, then top-p, keep. Its token is INT32_MAX if all ties with it are kept. */
 static Item boundary(const Row *row, double total, int64_t top_k, double top_p, Item *items) {
     int by_count = top_k > 0;
     double need = by_count ? (double)top_k : top_p * total * 1.000001;
     float floor = 0;
-    for (float depth = 2; depth < 80 && !floor; depth *= 1.5f) /* a little lower, lest exp_v's last bits matter */
+    for (float depth = 2; depth < 80 && !floor; depth *= 1.5f) /* a little lower, because exp_v is inexact */
         if (measure(row, expf(-depth), by_count) >= need) floor = expf(-depth) * 0.99f;
     int64_t num = 0;
     for (int64_t i = 0; i < row->size / CHUNK; i++) {
@@ -208,7 +208,7 @@ static Item boundary(const Row *row, double total, int64_t top_k, double top_p, 
     return top_p < 1 ? find(items, num, top_p * total, 0) : last;
 }
 
-/* Weights of zero for what does not come up to `last` or to min_p, whose sum is returned. */
+/* Set the weights beyond `last` or below min_p to zero; returns the sum of the others. */
 static double truncate_row(const Row *row, Item last, double min_p) {
     double floor = (last.weight > min_p ? last.weight : min_p) * 0.99;
     double total = 0;
@@ -222,14 +222,14 @@ static double truncate_row(const Row *row, Item last, double min_p) {
                 greatest = w > greatest ? w : greatest;
                 total += w;
             }
-        row->greatest[i] = greatest; /* nobody looks into a chunk with nothing in it */
+        row->greatest[i] = greatest; /* chunks with 0 are skipped */
     }
     return total;
 }
 
-/* ---- entries ---- */
+/* ---- exported functions ---- */
 
-/* Of no numbers -infinity. */
+/* -infinity if num is 0. */
 static float max_of(const float *x, int64_t num) {
     vf top[NV];
     EACH_VEC top[c] = splat(-INFINITY);
@@ -240,7 +240,8 @@ static float max_of(const float *x, int64_t num) {
     return max;
 }
 
-/* Sum of weights e^((logit - max) * scale); with `weights` they are kept, and every chunk's greatest. */
+/* The sum of e^((logit - max) * scale). If not NULL, stores them in `weights`, and the maximum of each chunk in
+ * `greatest`. */
 static double exponentials(const float *logits, int64_t num, float max, float scale, float *weights, float *greatest) {
     double total = 0;
     for (int64_t first = 0; first < num; first += CHUNK) {
@@ -264,17 +265,17 @@ static double exponentials(const float *logits, int64_t num, float max, float sc
     return total;
 }
 
-/* What the greatest of the others lacks to logit v. */
+/* Logit v minus the largest other logit. */
 static double gap_of(const float *logits, int64_t vocab, int64_t v) {
     float before = max_of(logits, v), after = max_of(logits + v + 1, vocab - v - 1);
     return (double)logits[v] - (before > after ? before : after);
 }
 
-/* leads: NULL, or how much less each token's logit could have been, and it still would have been first; where nobody
- * else ran (greedy, truncated, or too cold for float32), what others lack to come near. */
+/* margins: NULL, or how much lower each token's logit could be for the same token to be drawn. If no other token has
+ * any weight (greedy, truncated, or a too low temperature for float32): its logit minus the next highest. */
 void draw(const float *logits, int64_t num_rows, int64_t vocab, const uint64_t *keys, const int64_t *positions,
           uint32_t stream, const double *temperature, const int32_t *top_k, const double *top_p, const double *min_p,
-          int32_t *tokens, double *logprobs, double *raw_logprobs, double *leads) {
+          int32_t *tokens, double *logprobs, double *raw_logprobs, double *margins) {
     int64_t size = (vocab + CHUNK - 1) / CHUNK * CHUNK;
 #pragma omp parallel for schedule(dynamic)
     for (int64_t p = 0; p < num_rows; p++) {
@@ -286,7 +287,7 @@ void draw(const float *logits, int64_t num_rows, int64_t vocab, const uint64_t *
             tokens[p] = (int32_t)v;
             logprobs[p] = 0;
             raw_logprobs[p] = -log(exponentials(z, vocab, max, 1, 0, 0));
-            if (leads) leads[p] = gap_of(z, vocab, v);
+            if (margins) margins[p] = gap_of(z, vocab, v);
             continue;
         }
         float *memory = scratch(size * 5);
@@ -294,10 +295,10 @@ void draw(const float *logits, int64_t num_rows, int64_t vocab, const uint64_t *
         Item *items = (Item *)(memory + 2 * size);
         double scale = 1. / temperature[p];
         double total = exponentials(z, vocab, max, (float)scale, row.weights, row.greatest);
-        if (!(total < INFINITY)) { /* NaN or infinite logits: nothing to draw from, and the caller sees it */
+        if (!(total < INFINITY)) { /* NaN or infinite logits: the caller detects NaN logprobs */
             tokens[p] = 0;
             logprobs[p] = raw_logprobs[p] = NAN;
-            if (leads) leads[p] = NAN;
+            if (margins) margins[p] = NAN;
             continue;
         }
         double raw_total = temperature[p] == 1 ? total : exponentials(z, vocab, max, 1, 0, 0);
@@ -307,10 +308,10 @@ void draw(const float *logits, int64_t num_rows, int64_t vocab, const uint64_t *
             if (k || top_p[p] < 1) last = boundary(&row, total, k, top_p[p], items);
             total = truncate_row(&row, last, min_p[p]);
         }
-        double ahead;
-        int32_t v = run_race(&row, (Noise){keys[p], positions[p], stream}, leads ? &ahead : 0);
+        double log_margin;
+        int32_t v = run_race(&row, (Noise){keys[p], positions[p], stream}, margins ? &log_margin : 0);
         tokens[p] = v;
-        if (leads) leads[p] = ahead < INFINITY ? ahead * temperature[p] : gap_of(z, vocab, v);
+        if (margins) margins[p] = log_margin < INFINITY ? log_margin * temperature[p] : gap_of(z, vocab, v);
         logprobs[p] = ((double)z[v] - max) * scale - log(total);
         raw_logprobs[p] = (double)z[v] - max - log(raw_total);
     }

@@ -1,5 +1,5 @@
-/* One vector type for x86 (AVX2, AVX-512) and ARM (NEON), and the arithmetic on it that must round the same everywhere:
- * an explicit fused multiply-add, sums in a fixed order, exp. How wide the machine's vectors are changes only speed. */
+/* One vector type for x86 (AVX2, AVX-512) and ARM (NEON), with operations that round in the same way everywhere: an
+ * explicit fused multiply-add, sums in a fixed order, exp. The vectors' width only affects the speed. */
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -64,7 +64,7 @@ INLINE vf exp_v(vf x) {
     return where(x < -87.3f, (vf){0}, scaled);
 }
 
-/* The sum and the greatest of 16 lanes, halving. */
+/* The sum and the maximum of 16 lanes, by halving. */
 INLINE float sum16(vf v[NV]) {
     float t[LANES];
     UNROLL for (int half = NV / 2; half; half /= 2) UNROLL for (int c = 0; c < half; c++) v[c] += v[c + half];
@@ -82,7 +82,7 @@ INLINE float max16(vf v[NV]) {
     return t[0];
 }
 
-/* Memory of this thread's own, at least so many floats, kept for the next call. */
+/* Thread-local memory for at least num_floats, reused by the next call. */
 static float *scratch(size_t num_floats) {
     static _Thread_local float *memory;
     static _Thread_local size_t have;

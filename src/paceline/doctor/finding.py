@@ -1,4 +1,4 @@
-"""What was found, one thing a row: ok, degraded (works, slower or partly) or missing, with the remedy beside it."""
+"""The result of one check: ok, degraded (slower, or incomplete) or missing, with a remedy."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Finding:
 
 
 def as_json(findings: list[Finding]) -> dict[str, Any]:
-    return {"ok": healthy(findings), "rows": [asdict(finding) for finding in findings]}
+    return {"ok": is_ok(findings), "rows": [asdict(finding) for finding in findings]}
 
 
-def healthy(findings: list[Finding]) -> bool:
+def is_ok(findings: list[Finding]) -> bool:
     return not any(finding.required and finding.status == MISSING for finding in findings)

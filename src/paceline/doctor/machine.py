@@ -1,4 +1,4 @@
-"""What this machine can run, and why not. Nothing is assumed: what a row says works was just tried."""
+"""Checks what this machine can run. Everything that is reported as ok was tried."""
 
 from __future__ import annotations
 
@@ -11,21 +11,13 @@ import sys
 from collections.abc import Callable, Iterable
 
 from paceline import native
-from paceline.bench.rollout import available_memory
+from paceline.bench.process import available_memory
 from paceline.doctor.finding import DEGRADED, MISSING, OK, Finding
 
 LIBRARIES = (
-    "numpy",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "huggingface_hub",
-    "gguf",
-    "pydantic",
-    "typer",
-    "rich",
-)
-EXTRAS = {  # library: what it is for
+    "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "gguf", "pydantic", "typer", "rich"
+)  # fmt: skip
+EXTRAS = {  # library: purpose
     "reasoning_gym": 'task.kind = "reasoning_gym"',
     "datasets": 'task.kind = "dataset"',
     "math_verify": "the reward `math`",
@@ -38,7 +30,7 @@ EXTRAS = {  # library: what it is for
 }
 
 
-def examine() -> list[Finding]:
+def check_machine() -> list[Finding]:
     checks: list[Callable[[], Iterable[Finding]]] = [
         _python, _libraries, _torch, _native, _machine, _cache, _cuda, _vllm, _sandbox, _extras
     ]  # fmt: skip
@@ -46,14 +38,7 @@ def examine() -> list[Finding]:
 
 
 def _python() -> Iterable[Finding]:
-    good = sys.version_info >= (3, 11)
-    yield Finding(
-        "Python",
-        OK if good else MISSING,
-        f"{platform.python_version()} ({sys.executable})",
-        "" if good else "Paceline needs Python 3.11 or newer",
-        required=True,
-    )
+    yield Finding("Python", OK, f"{platform.python_version()} ({sys.executable})", required=True)
 
 
 def _libraries() -> Iterable[Finding]:
@@ -77,16 +62,16 @@ def _version(name: str) -> str:
 def _torch() -> Iterable[Finding]:
     try:
         import torch
-    except Exception as error:  # a broken installation raises OSError, RuntimeError, whatever its libraries throw
+    except Exception as error:  # a broken installation may raise any type
         yield Finding("torch", MISSING, f"import failed: {error}", "pip install torch", required=True)
         return
     yield Finding("torch", OK, f"{torch.__version__}, {torch.get_num_threads()} threads", required=True)
 
 
 def _native() -> Iterable[Finding]:
-    """Compile, load, and compute a little, against the plain torch twin."""
+    """Compile and load the kernels, and compare them with plain torch on a tiny model."""
     compiler = native.compiler()
-    remedy = "install a C compiler (gcc or clang); until then Paceline computes in plain torch, several times slower"
+    remedy = "install a C compiler (gcc or clang); without one Paceline uses plain torch, several times slower"
     if compiler is None:
         yield Finding("C compiler", DEGRADED, "none on the PATH", remedy)
         return
@@ -98,22 +83,22 @@ def _native() -> Iterable[Finding]:
             yield Finding(f"kernels: {name}", DEGRADED, str(error).strip().splitlines()[0], remedy)
         else:
             yield Finding(f"kernels: {name}", OK, "compiled and loaded")
-    yield _self_check()
+    yield _check_kernels()
 
 
-def _self_check() -> Finding:
+def _check_kernels() -> Finding:
     try:
-        gap = native_gap()
-    except Exception as error:  # whatever goes wrong in here is the finding
+        difference = native_difference()
+    except Exception as error:  # every error is a finding
         return Finding("kernels: self-check", DEGRADED, f"{type(error).__name__}: {error}", "set engine.native = false")
-    if gap > 1e-4:
+    if difference > 1e-4:
         remedy = "set engine.native = false, and report this machine's CPU and compiler"
-        return Finding("kernels: self-check", DEGRADED, f"logits differ from plain torch by {gap:.1e}", remedy)
-    return Finding("kernels: self-check", OK, f"tiny model, largest logit difference to plain torch {gap:.0e}")
+        return Finding("kernels: self-check", DEGRADED, f"logits differ from plain torch by {difference:.1e}", remedy)
+    return Finding("kernels: self-check", OK, f"largest difference to plain torch's logits: {difference:.0e}")
 
 
-def native_gap() -> float:
-    """A tiny random model through the compiled kernels and through plain torch: the largest difference of logits."""
+def native_difference() -> float:
+    """The largest difference between the logits of compiled kernels and of plain torch, for a tiny random model."""
     import torch
 
     from paceline.model.config import ModelConfig
@@ -126,7 +111,7 @@ def native_gap() -> float:
         family="llama", vocab_size=96, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
         head_dim=16, norm_eps=1e-6, rope_theta=1e4, max_positions=64, tie_embeddings=True,
     )  # fmt: skip
-    decoder = init(config).requires_grad_(False)  # torch's twin first: packing is for good
+    decoder = init(config).requires_grad_(False)  # plain torch first: packing can't be undone
     tokens = torch.arange(20).numpy()
 
     def logits() -> torch.Tensor:
@@ -144,9 +129,11 @@ def _machine() -> Iterable[Finding]:
     yield Finding("CPU", OK, f"{platform.machine()}, {cores} cores")
     free = available_memory()
     if free is None:
-        yield Finding("memory", OK, "this system does not say how much is free")
+        yield Finding("memory", OK, "free memory is unknown on this system")
     elif free < 2 << 30:
-        yield Finding("memory", DEGRADED, f"{free / 1e9:.1f} GB free", "close something; smollm2-135m needs about 2 GB")
+        yield Finding(
+            "memory", DEGRADED, f"{free / 1e9:.1f} GB free", "end other programs; smollm2-135m needs about 2 GB"
+        )
     else:
         yield Finding("memory", OK, f"{free / 1e9:.1f} GB free")
 
@@ -158,7 +145,7 @@ def _cache() -> Iterable[Finding]:
     existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
     free = shutil.disk_usage(existing).free
     writable = os.access(existing, os.W_OK)
-    elsewhere = "set PACELINE_CACHE to a folder of yours with room in it"
+    elsewhere = "set PACELINE_CACHE to a writable folder with enough space"
     if not writable:
         yield Finding("cache", MISSING, f"{cache} is not writable", elsewhere, required=True)
     elif free < 2 << 30:
@@ -179,7 +166,7 @@ def _cuda() -> Iterable[Finding]:
         if torch.cuda.is_available():
             yield Finding("CUDA", OK, f"{torch.cuda.get_device_name()}, {torch.cuda.device_count()} device(s)")
         else:
-            yield Finding("CUDA", MISSING, "no device, or torch was built without it", "not needed on a CPU")
+            yield Finding("CUDA", MISSING, "no device, or torch was built without CUDA", "not needed on a CPU")
     except Exception as error:
         yield Finding("CUDA", MISSING, str(error).splitlines()[0], "not needed on a CPU")
 
@@ -196,15 +183,15 @@ def _vllm() -> Iterable[Finding]:
 
 
 def _sandbox() -> Iterable[Finding]:
-    from paceline.tasks.sandbox import Refused, isolation
+    from paceline.tasks.sandbox import SandboxUnavailable, isolation
 
     try:
         yield Finding("code sandbox", OK, f"{isolation('namespaces')}: programs have no network, files or processes")
-    except Refused as refused:
+    except SandboxUnavailable as no_namespaces:
         try:
             detail = f"no namespaces; {isolation('process')} is possible"
-            yield Finding("code sandbox", DEGRADED, detail, str(refused).partition("; ")[2])
-        except Refused as error:
+            yield Finding("code sandbox", DEGRADED, detail, str(no_namespaces).partition("; ")[2])
+        except SandboxUnavailable as error:
             yield Finding("code sandbox", MISSING, str(error).splitlines()[0], "the reward `code` can't be used here")
 
 

@@ -1,7 +1,6 @@
-"""Whether a run's settings will find what they ask for: model and head, vLLM, Ray and its nodes, a way for weights.
+"""Checks what the settings of a run require: model and head, vLLM, Ray and its nodes, weight transfer.
 
-Nothing is downloaded, and no run is begun. What the settings do not ask for is not looked at, and what they do ask for
-is required.
+Nothing is downloaded, and no run is started. Only what the settings need is checked, and all of it is required.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline import native
-from paceline.config import ADAPTABLE, Config
+from paceline.config import Config
 from paceline.doctor.finding import DEGRADED, MISSING, OK, Finding
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 
 
-def examine_run(config: Config) -> list[Finding]:
+def check_run(config: Config) -> list[Finding]:
     findings = [*_device(config), *_model(config)]
     if "code" in config.reward.functions:
         findings.append(_sandbox(config))
@@ -35,24 +34,24 @@ def examine_run(config: Config) -> list[Finding]:
     if config.cluster.kind == "ray":
         rows, host = _ray(config)
         findings += rows
-    return [*findings, _channel(host, required=config.cluster.kind == "ray")]
+    return [*findings, _weight_transfer(host, required=config.cluster.kind == "ray")]
 
 
 def _problem(name: str, detail: object, remedy: str = "") -> Finding:
-    """Errors of ours have their remedy behind the semicolon."""
+    """A missing requirement. Without `remedy`, the text after the semicolon of our error messages is the remedy."""
     text, _, rest = str(detail).partition("; ")
     return Finding(f"run: {name}", MISSING, text, remedy or rest or "correct the setting", required=True)
 
 
-def _good(name: str, detail: str) -> Finding:
+def _ok(name: str, detail: str) -> Finding:
     return Finding(f"run: {name}", OK, detail, required=True)
 
 
 def _device(config: Config) -> Iterable[Finding]:
-    """Where the run is on this machine, that is."""
+    """Checks the device, unless the run is on another Ray cluster."""
     import torch
 
-    from paceline.build import check_device
+    from paceline.build.model import check_device
 
     if config.cluster.kind == "ray" and config.cluster.address is not None:
         return
@@ -62,14 +61,14 @@ def _device(config: Config) -> Iterable[Finding]:
         yield _problem("device", error)
         return
     if config.model.device == "cpu":
-        yield _good("device", "cpu")
+        yield _ok("device", "cpu")
         return
-    wanted = config.engine.tensor_parallel_size if config.cluster.kind == "none" else 1
+    required = config.engine.tensor_parallel_size if config.cluster.kind == "none" else 1
     here = torch.cuda.device_count()
-    if here < wanted:
-        yield _problem("device", f"engine.tensor_parallel_size = {wanted}, but there are {here} GPUs", "lower it")
+    if here < required:
+        yield _problem("device", f"engine.tensor_parallel_size = {required}, but there are {here} GPUs", "lower it")
     else:
-        yield _good("device", f"{config.model.device}, {here} GPU(s), {torch.cuda.get_device_name()}")
+        yield _ok("device", f"{config.model.device}, {here} GPU(s), {torch.cuda.get_device_name()}")
 
 
 def _model(config: Config) -> Iterable[Finding]:
@@ -78,43 +77,43 @@ def _model(config: Config) -> Iterable[Finding]:
     from paceline.model.weights import read_config
 
     try:
-        directory = _directory(config.model.name)
+        directory = _local_directory(config.model.name)
         model = read_shape(directory)
         if config.engine.kind == "local":
-            read_config(directory)  # of the families that our own engine computes
-        num_bytes = sum(_sizes(config, directory))
+            read_config(directory)  # raises for models that the local engine does not support
+        num_bytes = sum(_tensor_sizes(config, directory))
         load_tokenizer(directory)
     except (ValueError, OSError) as error:
         yield _problem("model", error)
         return
-    yield _good("model", f"{directory}, {num_bytes / 1e9:.2f} GB as {config.model.dtype}")
+    yield _ok("model", f"{directory}, {num_bytes / 1e9:.2f} GB as {config.model.dtype}")
     yield from _drafter(config, directory, model)
 
 
 def _drafter(config: Config, directory: Path, model: Shape) -> Iterable[Finding]:
-    from paceline.build import build_head
+    from paceline.build.drafter import build_head
     from paceline.build.vllm import vllm_options
     from paceline.model.weights import read_config
 
     speculation = config.speculation
-    name = "head" if speculation.method in ADAPTABLE else "drafter"
-    here = config.model_copy(update={"model": config.model.model_copy(update={"device": "cpu"})})
+    name = "head" if speculation.uses_head else "drafter"
+    on_cpu = config.model_copy(update={"model": config.model.model_copy(update={"device": "cpu"})})
     try:
-        if speculation.method in ADAPTABLE:
-            head = build_head(here, read_config(directory)).config
-            yield _good(name, f"reads layers {list(head.layer_ids)} of {directory.name}")
+        if speculation.uses_head:
+            head = build_head(on_cpu, read_config(directory)).config
+            yield _ok(name, f"reads layers {list(head.layer_ids)} of {directory.name}")
         elif speculation.method == "draft_model" and not str(speculation.draft_model).startswith("layers:"):
-            drafts = _directory(str(speculation.draft_model))
-            read_config(drafts)
-            yield _good(name, str(drafts))
+            draft_directory = _local_directory(str(speculation.draft_model))
+            read_config(draft_directory)
+            yield _ok(name, str(draft_directory))
         if config.engine.kind == "vllm":
-            vllm_options(here, directory, model)
+            vllm_options(on_cpu, directory, model)
     except (ValueError, OSError) as error:
         yield _problem(name, error)
 
 
-def _directory(name: str) -> Path:
-    """Of a model that is on this machine."""
+def _local_directory(name: str) -> Path:
+    """The directory of a model, without downloading it."""
     from huggingface_hub import snapshot_download
 
     from paceline.model.store import HUB_FILES, KNOWN, resolve
@@ -126,12 +125,12 @@ def _directory(name: str) -> Path:
         raise absent
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=True))
-    except Exception:  # the hub's library has one for each kind of absence
+    except Exception:  # huggingface_hub raises many types
         raise absent from None
 
 
-def _sizes(config: Config, directory: Path) -> list[int]:
-    """Bytes of each tensor, as they travel."""
+def _tensor_sizes(config: Config, directory: Path) -> list[int]:
+    """Bytes of each tensor in model.dtype, as it is transferred."""
     import torch
 
     from paceline.model.weights import tensors_in
@@ -142,68 +141,71 @@ def _sizes(config: Config, directory: Path) -> list[int]:
 
 
 def _sandbox(config: Config) -> Finding:
-    """On this machine; reward workers on another one look for themselves when the run begins."""
-    from paceline.tasks.sandbox import Refused, isolation
+    """Checks this machine only. Reward workers on other machines check theirs when the run starts."""
+    from paceline.tasks.sandbox import SandboxUnavailable, isolation
 
     try:
         found = isolation(config.reward.sandbox)
-    except Refused as error:
+    except SandboxUnavailable as error:
         return _problem("code sandbox", error)
-    if found.gaps:
-        remedy = 'reward.sandbox = "namespaces" isolates more, where a machine allows it'
+    if found.not_isolated:
+        remedy = 'reward.sandbox = "namespaces" isolates more, if the machine allows it'
         return Finding("run: code sandbox", DEGRADED, str(found), remedy)
-    return _good("code sandbox", str(found))
+    return _ok("code sandbox", str(found))
 
 
 def _vllm(config: Config) -> Iterable[Finding]:
     from paceline.cluster.vllm_probe import vllm_facts
 
-    elsewhere = "run paceline in an environment that has it (`make setup-vllm` makes .venv-vllm)"
+    remedy = "run paceline in an environment that has vLLM (`make setup-vllm` makes .venv-vllm)"
     try:
         facts = vllm_facts()
     except ValueError as error:
-        yield _problem("vLLM", error, elsewhere)
+        yield _problem("vLLM", error, remedy)
         return
-    said = f"{facts['version']}, imported here with all that our engine needs"
-    if facts["seam"]:
-        yield _good("vLLM", f"{said}; has the weight-transfer seam")
+    version = facts["version"]
+    if facts["weight_transfer"]:
+        yield _ok("vLLM", f"{version}, with the weight transfer API")
     elif config.draft.online != "off":
-        yield _problem("vLLM", f"{said}; without the weight-transfer seam a head can't be updated", "a newer vLLM")
+        detail = f"{version}, without the weight transfer API, which updates of a head need"
+        yield _problem("vLLM", detail, "install a newer vLLM")
     else:
-        remedy = "fine for the policy, which goes through reload_weights; a newer vLLM for draft.online"
-        yield Finding("run: vLLM", DEGRADED, f"{said}; no weight-transfer seam", remedy)
+        remedy = "none needed: the policy is updated by reload_weights; draft.online needs a newer vLLM"
+        yield Finding("run: vLLM", DEGRADED, f"{version}, without the weight transfer API", remedy)
 
 
 def _shared_memory(config: Config) -> Iterable[Finding]:
-    """A parcel as large as the run's largest one, filled and read back."""
+    """Writes a bucket as large as the run's largest one, and reads it back."""
     import torch
 
-    from paceline.cluster.vllm_shared import FOLDERS, MAX_BYTES, parcels, unpack
+    from paceline.cluster.vllm_shared import FOLDERS, MAX_BYTES, read_bucket, write_buckets
 
-    with contextlib.suppress(ValueError, OSError):  # a model that can't be read has its own row
-        sizes = _sizes(config, _directory(config.model.name))
+    with contextlib.suppress(ValueError, OSError):  # `_model` reports a model that can't be read
+        sizes = _tensor_sizes(config, _local_directory(config.model.name))
         num_bytes = max(min(sum(sizes), MAX_BYTES), *sizes)
         content = torch.zeros(num_bytes, dtype=torch.uint8)
         content[:: 1 << 12] = 7  # a mark on every page
         try:
-            for parcel in parcels([("content", content)]):
-                folder = Path(parcel["path"]).parent
-                ((_, received),) = unpack(**parcel, device=torch.device("cpu"))
+            for bucket in write_buckets([("content", content)]):
+                folder = Path(bucket["path"]).parent
+                ((_, received),) = read_bucket(**bucket, device=torch.device("cpu"))
         except ValueError as error:
             yield _problem("shared memory", error)
             return
         size = f"{num_bytes / 1e6:.0f} MB"
         if not received.equal(content):
-            yield _problem("shared memory", f"{folder}: {size} did not come back as they went in", "another TMPDIR")
+            yield _problem("shared memory", f"{folder}: {size} were not read back as written", "set another TMPDIR")
         elif str(folder) == FOLDERS[0]:
-            yield _good("shared memory", f"{folder} takes a parcel of {size}")
+            yield _ok("shared memory", f"{folder} has space for a bucket of {size}")
         else:
-            remedy = f"make {FOLDERS[0]} larger (docker run --shm-size, a Memory emptyDir); else weights go by disk"
-            yield Finding("run: shared memory", DEGRADED, f"{FOLDERS[0]} has no {size}; {folder} has", remedy)
+            remedy = (
+                f"make {FOLDERS[0]} larger (docker run --shm-size, a Memory emptyDir); until then weights go by disk"
+            )
+            yield Finding("run: shared memory", DEGRADED, f"{FOLDERS[0]} has not enough space for {size}", remedy)
 
 
 def _ray(config: Config) -> tuple[list[Finding], str]:
-    """And the address by which other nodes reach this one."""
+    """The findings, and this machine's address in the cluster."""
     from paceline.build.cluster import build_plan
     from paceline.cluster.ray_probe import cluster_facts, ray_version
 
@@ -213,19 +215,22 @@ def _ray(config: Config) -> tuple[list[Finding], str]:
         return [_problem("Ray", error, 'pip install -e ".[ray]"')], LOOPBACK
     address = config.cluster.address
     if address is None:
-        return [_good("Ray", f"{installed}; it is started here for the run"), _room_here(build_plan(config))], LOOPBACK
+        return [
+            _ok("Ray", f"{installed}; the run starts it on this machine"),
+            _local_resources(build_plan(config)),
+        ], LOOPBACK
     try:
-        facts = cluster_facts(address, [*_files(config), str(Path.cwd())])
+        facts = cluster_facts(address, [*_local_files(config), str(Path.cwd())])
     except ValueError as error:
-        remedy = "start it (`ray start --head`, docs/slurm.md), run this on one of its nodes, or leave cluster.address"
+        remedy = "start Ray (`ray start --head`, docs/slurm.md), run this on a Ray node, or leave out cluster.address"
         return [_problem("Ray", f"cluster.address = {address!r}: {error}", remedy)], LOOPBACK
-    found = _good("Ray", f"{installed}; {len(facts['nodes'])} node(s) at {address}")
-    return [found, _room(build_plan(config), facts), _nodes(config, facts["nodes"])], str(facts["host"])
+    found = _ok("Ray", f"{installed}; {len(facts['nodes'])} node(s) at {address}")
+    return [found, _cluster_resources(build_plan(config), facts), _nodes(config, facts["nodes"])], str(facts["host"])
 
 
-def _files(config: Config) -> list[str]:
-    """Of those that the settings name, the ones on this machine."""
-    from paceline.build import with_absolute_paths
+def _local_files(config: Config) -> list[str]:
+    """Files and directories in the settings that exist on this machine."""
+    from paceline.build.config import with_absolute_paths
 
     config = with_absolute_paths(config)
     speculation = config.speculation
@@ -233,74 +238,79 @@ def _files(config: Config) -> list[str]:
     return [name for name in named if name is not None and Path(name).is_absolute()]
 
 
-def _wanted(plan: Plan) -> dict[str, float]:
+def _required_resources(plan: Plan) -> dict[str, float]:
     return {name: sum(bundle.get(name, 0) for bundle in plan.bundles) for name in ("CPU", "GPU")}
 
 
-def _words(resources: dict[str, float]) -> str:
+def _format_resources(resources: dict[str, float]) -> str:
     return f"{resources['CPU']:g} CPUs and {resources['GPU']:g} GPUs"
 
 
-LESS = "lower cluster.num_engines, num_learners, num_reward_workers, cpus_per_… or gpus_per_…, or start Ray with more"
+RESOURCES_REMEDY = (
+    "lower cluster.num_engines, num_learners, num_reward_workers, cpus_per_… or gpus_per_…, or start Ray with more"
+)
 
 
-def _room_here(plan: Plan) -> Finding:
-    """Ray believes whatever it is told of CPUs, so too many are slow and no more."""
+def _local_resources(plan: Plan) -> Finding:
+    """Too many CPUs only make the run slower: the number that Ray is started with need not be the real one."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    wanted, here = _wanted(plan), {"CPU": float(cores), "GPU": float(torch.cuda.device_count())}
-    if wanted["GPU"] > here["GPU"]:
-        return _problem("room", f"{_words(wanted)} wanted, {_words(here)} here", LESS)
-    if wanted["CPU"] > here["CPU"]:
-        return Finding("run: room", DEGRADED, f"{_words(wanted)} wanted, {_words(here)} here", LESS)
-    return _good("room", f"{_words(wanted)} wanted, {_words(here)} here")
+    required, here = _required_resources(plan), {"CPU": float(cores), "GPU": float(torch.cuda.device_count())}
+    detail = f"{_format_resources(required)} required, {_format_resources(here)} available"
+    if required["GPU"] > here["GPU"]:
+        return _problem("resources", detail, RESOURCES_REMEDY)
+    if required["CPU"] > here["CPU"]:
+        return Finding("run: resources", DEGRADED, detail, RESOURCES_REMEDY)
+    return _ok("resources", detail)
 
 
-def _room(plan: Plan, facts: dict[str, Any]) -> Finding:
-    wanted, free = _wanted(plan), facts["free"]
+def _cluster_resources(plan: Plan, facts: dict[str, Any]) -> Finding:
+    required, free = _required_resources(plan), facts["free"]
     nodes = [node["resources"] for node in facts["nodes"]]
-    total = {name: sum(node[name] for node in nodes) for name in wanted}
-    said = f"{_words(wanted)} wanted, {_words(total)} there"
-    if any(wanted[name] > total[name] for name in wanted):
-        return _problem("room", said, LESS)
+    total = {name: sum(node[name] for node in nodes) for name in required}
+    detail = f"{_format_resources(required)} required, {_format_resources(total)} available"
+    if any(required[name] > total[name] for name in required):
+        return _problem("resources", detail, RESOURCES_REMEDY)
     for bundle in plan.bundles:
         if not any(all(node[name] >= number for name, number in bundle.items()) for node in nodes):
-            return _problem("room", f"{said}, but no node has {_words({'GPU': 0, **bundle})} for one process", LESS)
-    if any(wanted[name] > free[name] for name in wanted):
-        return Finding("run: room", DEGRADED, f"{said}, {_words(free)} free", "wait for whoever has the rest")
-    return _good("room", said)
+            detail += f", but no node has {_format_resources({'GPU': 0, **bundle})} for one process"
+            return _problem("resources", detail, RESOURCES_REMEDY)
+    if any(required[name] > free[name] for name in required):
+        detail += f", {_format_resources(free)} free"
+        return Finding("run: resources", DEGRADED, detail, "wait until other runs on the cluster end")
+    return _ok("resources", detail)
 
 
 def _nodes(config: Config, nodes: list[dict[str, Any]]) -> Finding:
-    """Whether all nodes have the same libraries, and see the same files."""
+    """Checks that all nodes have the same packages and files."""
     needed = {"paceline", "torch"} | ({"vllm"} if config.engine.kind == "vllm" else set())
     for node in nodes:
         host, versions, absent = node["host"], node["versions"], node["absent"]
         if lacking := sorted(name for name in needed if versions[name] is None):
             return _problem("nodes", f"{host} has no {', '.join(lacking)}", "install the same environment on all nodes")
-        said, shared = f"{host} does not see {', '.join(absent)}", "a file system that all nodes see"
+        detail, shared = f"{host} does not have {', '.join(absent)}", "a file system that all nodes share"
         if absent and absent != [str(Path.cwd())]:
-            return _problem("nodes", said, f"put model, data and runs into {shared}")
+            return _problem("nodes", detail, f"put model, data and runs into {shared}")
         if absent:
-            return Finding("run: nodes", DEGRADED, said, f"start from {shared}, or give --run a folder in one")
+            return Finding("run: nodes", DEGRADED, detail, f"start from {shared}, or give --run a folder in one")
     for one, other in itertools.pairwise(nodes):
-        if differing := [name for name, has in one["versions"].items() if other["versions"][name] != has]:
+        if differing := [name for name in one["versions"] if other["versions"][name] != one["versions"][name]]:
             listed = ", ".join(f"{name} {one['versions'][name]} and {other['versions'][name]}" for name in differing)
-            said = f"{one['host']} and {other['host']} differ: {listed}"
-            return Finding("run: nodes", DEGRADED, said, "install the same environment on all nodes")
-    versions = ", ".join(f"{name} {has}" for name, has in nodes[0]["versions"].items() if has is not None)
-    return _good("nodes", f"all have {versions}, and see the files that the settings name")
+            detail = f"{one['host']} and {other['host']} differ: {listed}"
+            return Finding("run: nodes", DEGRADED, detail, "install the same environment on all nodes")
+    versions = ", ".join(f"{name} {version}" for name, version in nodes[0]["versions"].items() if version is not None)
+    return _ok("nodes", f"all have {versions}, and the files in the settings")
 
 
-def _channel(host: str, required: bool) -> Finding:
-    """In one process nobody needs it, but torchrun's ranks do."""
-    from paceline.cluster.channel_probe import transfer
+def _weight_transfer(host: str, required: bool) -> Finding:
+    """Checks that two processes can exchange weights. Ray and torchrun's ranks need it."""
+    from paceline.cluster.channel_probe import measure_transfer
 
     try:
-        num_bytes, seconds = transfer(host)
+        num_bytes, seconds = measure_transfer(host)
     except ValueError as error:
         detail = f"two processes at {host} did not exchange weights: {error}"
-        remedy = "look for a firewall; several ranks and Ray need it"
+        remedy = "check the firewall; runs with several ranks and with Ray need this"
         return Finding("run: gloo", MISSING, detail, remedy, required)
-    return _good("gloo", f"two processes met at {host}; {num_bytes / 1e3:.0f} kB in {1e3 * seconds:.0f} ms, same bytes")
+    return _ok("gloo", f"two processes exchanged {num_bytes / 1e3:.0f} kB at {host} in {1e3 * seconds:.0f} ms")

@@ -1,5 +1,5 @@
-"""Which sequences make an optimiser step: a function of their lengths, the sizes and the seed alone, so there is
-nothing to save but the step's number."""
+"""Assignment of sequences to optimizer steps. It depends only on the lengths, the batch size and the seed, so a
+checkpoint needs only the step number."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-BUCKET = 16  # batches' worth of sequences that are sorted by length together
+BUCKET = 16  # batches per bucket; sequences are sorted by length within a bucket
 
 
 def batches(lengths: Sequence[int], tokens_per_batch: int) -> list[np.ndarray]:
-    """Whole sequences in the order given, as many as fit when padded to the longest; one alone in any case."""
+    """Split sequences, in the given order, into batches of at most tokens_per_batch tokens when padded to the longest.
+    A sequence that is longer gets a batch of its own."""
     found: list[list[int]] = []
     longest = 0
     for i, length in enumerate(lengths):
@@ -24,15 +25,15 @@ def batches(lengths: Sequence[int], tokens_per_batch: int) -> list[np.ndarray]:
 
 
 def plan(lengths: Sequence[int], tokens_per_batch: int, num_epochs: int, seed: int) -> list[np.ndarray]:
-    """Every step's sequences. Every epoch is a new shuffle, cut into buckets; in a bucket like lengths come together,
-    so that little is padding, and the batches come in a shuffled order again."""
+    """The sequences of every step. Each epoch shuffles the sequences, splits them into buckets, sorts each bucket by
+    length to reduce padding, and shuffles the batches."""
     size = np.array(lengths)
     steps: list[np.ndarray] = []
     for epoch in range(num_epochs):
-        chance = np.random.default_rng((seed, epoch))
-        order = chance.permutation(len(size))
+        rng = np.random.default_rng((seed, epoch))
+        order = rng.permutation(len(size))
         bucket = np.cumsum(size[order]) // (BUCKET * tokens_per_batch)
         order = order[np.lexsort((size[order], bucket))]
         found = batches(size[order].tolist(), tokens_per_batch)
-        steps += [order[found[i]] for i in chance.permutation(len(found))]
+        steps += [order[found[i]] for i in rng.permutation(len(found))]
     return steps

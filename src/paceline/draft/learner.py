@@ -1,19 +1,19 @@
-"""The draft learner: lessons in, a better head out. It holds the head and the head's optimiser and nothing else.
+"""The draft learner trains a head. It owns only the head and the head's optimizer.
 
-What always holds: nothing of the target is changed or given a gradient; the same lessons give the same bits; `state`
-and `restore` go on bit for bit.
+Invariants: the target is not changed and gets no gradient; the same batches give bit-identical weights; training after
+`load_state_dict` continues bit-identically.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from paceline.config import DraftSection
-from paceline.draft.lesson import Lesson
+from paceline.draft.head_batch import HeadBatch
 from paceline.draft.loss import draft_loss
 from paceline.draft.unroll import unroll
 from paceline.model.eagle3 import Eagle3Head
@@ -29,27 +29,28 @@ class DraftReport:
 
 
 class DraftLearner:
-    """`temperature` is that of the sampling that the head will draft for."""
+    """`temperature`: the sampling temperature of the sequences that the head will draft for."""
 
     def __init__(self, head: Eagle3Head, section: DraftSection, *, num_steps: int, temperature: float = 1.0) -> None:
         self.head, self.section = head.requires_grad_(True), section
-        self.temperature = temperature or 1.0  # greedy targets are as hard as the head can follow at 1
+        self.temperature = temperature or 1.0  # for greedy decoding, train at temperature 1
         self.optimizer = Optimizer(head, head.config.layer, section, num_steps)
-        self.version = 0  # optimiser steps made
+        self.version = 0  # optimizer steps
 
-    def update(self, lesson: Lesson, embed: Linear) -> DraftReport:
-        """One optimiser step."""
+    def update(self, head_batch: HeadBatch, embed: Linear) -> DraftReport:
+        """One optimizer step."""
         section = self.section
         with torch.no_grad():
-            p_TN = self._teacher(lesson)
+            p_TN = self._target_probabilities(head_batch)
         weights = [section.unroll_decay**step for step in range(section.unroll)]
         total = torch.zeros((), device=self.head.device, dtype=self.head.dtype)
         overlaps: list[Tensor] = []
         assert self.head.lm_head.weight is not None
-        half = torch.autocast("cuda", torch.bfloat16, enabled=self.head.device.type == "cuda")
-        with torch.enable_grad(), half:
-            for weight, (h_PD, _, at_P) in zip(weights, unroll(self.head, embed, lesson, section.unroll), strict=True):
-                p_PN = p_TN[at_P - 1]  # the distribution of a token is at the place before it
+        autocast = torch.autocast("cuda", torch.bfloat16, enabled=self.head.device.type == "cuda")
+        with torch.enable_grad(), autocast:
+            steps = unroll(self.head, embed, head_batch, section.unroll)
+            for weight, (h_PD, _, at_P) in zip(weights, steps, strict=True):
+                p_PN = p_TN[at_P - 1]  # position t - 1 predicts token t
                 loss, overlap = draft_loss(
                     h_PD.to(self.head.dtype), self.head.lm_head.weight, p_PN, self.temperature, section.loss
                 )
@@ -60,30 +61,26 @@ class DraftLearner:
         self.version += 1
         return DraftReport(float(total.detach()), tuple(float(o) for o in overlaps), norm)
 
-    def _teacher(self, lesson: Lesson) -> Tensor:
-        """The target's probabilities of the draft vocabulary's tokens, at every place: [S * L, N]."""
-        hidden = lesson.hidden_SLD.flatten(0, 1)
+    def _target_probabilities(self, head_batch: HeadBatch) -> Tensor:
+        """The target's probabilities of the draft vocabulary's tokens, at every position: [S * L, N]."""
         out = []
-        for part in hidden.split(8192):
-            out.append(probabilities(lesson.logits(part).to(self.head.dtype), self.head.draft_ids, self.temperature))
+        for hidden in head_batch.hidden_SLD.flatten(0, 1).split(8192):
+            logits = head_batch.logits(hidden).to(self.head.dtype)
+            out.append(probabilities(logits, self.head.draft_ids, self.temperature))
         return torch.cat(out)
 
-    def state(self) -> dict[str, Tensor]:
-        """All that is needed to go on bit for bit: live tensors, to be written or copied before the next update."""
-        return {"version": torch.tensor(self.version), **self.optimizer.state()}
+    def state_dict(self) -> dict[str, Tensor]:
+        """Weights, optimizer state and version. The tensors are not copied: write or copy them before the next
+        update."""
+        return {"version": torch.tensor(self.version), **self.optimizer.state_dict()}
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        rest = dict(state)
-        version = rest.pop("version")
-        self.optimizer.restore(rest)
-        self.version = int(version)
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, parameter.detach()) for name, parameter in self.head.named_parameters())
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        self.optimizer.load_state_dict({name: tensor for name, tensor in state_dict.items() if name != "version"})
+        self.version = int(state_dict["version"])
 
 
 def probabilities(logits_PV: Tensor, draft_ids_N: Tensor, temperature: float) -> Tensor:
-    """Of the draft vocabulary's tokens, in the distribution over the target's: [P, N]."""
+    """Probabilities of the draft vocabulary's tokens in the distribution over the whole vocabulary: [P, N]."""
     logits = logits_PV / temperature
     total = logits.logsumexp(-1, keepdim=True)
     return logits[:, draft_ids_N].sub_(total).exp_()

@@ -1,25 +1,23 @@
-"""Rollouts to learn from: the engine answers the task's prompts, and each answer is kept as a line as soon as it is
-whole.
+"""Rollouts to train a head on: the engine generates completions of the task's prompts, and each is written to
+rollouts.jsonl as soon as it is complete.
 
-What always holds: a sequence's noise is keyed by (seed, split, problem, sample), so what is generated does not depend
-on when, after how many interruptions or beside what else; no training sequence answers a held-out problem.
+Invariants: the noise key of a sequence is (seed, split, problem, sample), so its tokens do not depend on scheduling or
+interruptions; no training sequence is a completion of a held-out problem.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.config import DraftSection
-from paceline.draft.data import Examples, Reader, gather
+from paceline.draft.data import Examples, Reader, collect_examples
 from paceline.engine.engine import LocalEngine
+from paceline.rl.folder import RunFolder
 from paceline.tasks.prompt import encode
 from paceline.tasks.task import Problem, Task
 from paceline.types import Request, SamplingParams, noise_key
-
-if TYPE_CHECKING:
-    from paceline.rl.folder import RunFolder
 
 Record = dict[str, Any]
 
@@ -27,14 +25,14 @@ Record = dict[str, Any]
 def rollout_requests(
     task: Task, section: DraftSection, tokenizer: Any, sampling: SamplingParams, chat: bool
 ) -> dict[str, list[Request]]:
-    """By split. Ids count through both; samples of one problem stand together, so that the engine computes its prompt
-    once."""
+    """Requests by split. Request ids are unique over both splits. Samples of one problem are consecutive, so that the
+    engine computes its prompt once."""
     if not task.held_out:
         raise ValueError("task.held_out = 0: acceptance is measured on held-out problems; raise it")
     if any(problem.make_env is not None for problem in task.train[:1]):
         raise ValueError(
-            'draft.data = "rollouts": task.kind = "env" answers the model between its turns; train once and give '
-            "that run's rollouts.jsonl as draft.data"
+            'draft.data = "rollouts": not available with task.kind = "env", which has several turns; train a run and '
+            "set draft.data to its rollouts.jsonl"
         )
     found: dict[str, list[Request]] = {}
     num_requests = 0
@@ -43,7 +41,7 @@ def rollout_requests(
         ("held_out", task.held_out, section.held_out),
     ):
         found[split] = []
-        for i, (problem, num_samples) in enumerate(_shares(problems, num)):
+        for i, (problem, num_samples) in enumerate(_samples_per_problem(problems, num)):
             ids = encode(tokenizer, problem.prompt, chat)
             for sample in range(num_samples):
                 key = noise_key(section.seed, "draft", split, i, sample)
@@ -52,8 +50,8 @@ def rollout_requests(
     return found
 
 
-def _shares(problems: Sequence[Problem], num: int) -> Iterator[tuple[Problem, int]]:
-    """How many of `num` samples each problem has: as equal as can be, more for the first ones."""
+def _samples_per_problem(problems: Sequence[Problem], num: int) -> Iterator[tuple[Problem, int]]:
+    """Distribute `num` samples evenly over the problems; the first ones may have one more."""
     each, more = divmod(num, len(problems))
     for i, problem in enumerate(problems[:num]):
         yield problem, each + (i < more)
@@ -65,9 +63,9 @@ def generate(
     folder: RunFolder,
     between: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Record]:
-    """The records of all requests; those that the folder's rollouts do not hold yet are generated and added there.
-    `between(done, in all)` may raise to stop. A prompt that the engine refuses, being too long, costs its own
-    sequences and no others: their records are empty."""
+    """The records of all requests. Those that are missing in the folder's rollouts are generated and appended there.
+    `between(num_done, num_total)` is called between steps and may raise to stop. Requests that the engine refuses,
+    because the prompt is too long, get an empty record."""
     records = list(folder.read("rollouts"))
     done = {record["id"] for record in records}
     missing = {r.request_id: (r, split) for split, part in requests.items() for r in part if r.request_id not in done}
@@ -103,25 +101,28 @@ def generate(
     return records
 
 
-def whole_lines(folder: RunFolder) -> int:
-    """How many bytes of the rollouts that a dead process left are whole lines."""
+def num_complete_bytes(folder: RunFolder) -> int:
+    """Size of rollouts.jsonl without an incomplete last line, which an interrupted process may leave."""
     path = folder.path / "rollouts.jsonl"
     return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
 
 
 def rollout_examples(records: Sequence[Mapping[str, Any]], reader: Reader, max_length: int) -> Examples:
-    """In the order of their ids, whoever finished first."""
+    """Examples in the order of their request ids."""
     ordered = sorted(records, key=lambda record: record["id"])
     train, held_out = (
-        gather((reader.example(r, f"rollout {r['id']}") for r in ordered if r["split"] == split), max_length)
+        collect_examples((reader.example(r, f"rollout {r['id']}") for r in ordered if r["split"] == split), max_length)
         for split in ("train", "held_out")
     )
     for found, key in ((train, "num_sequences"), (held_out, "held_out")):
         if not found.train:
             raise ValueError(
-                f"draft.{key}: none of the sequences that were generated is of use ({found.num_skipped} have too few "
-                "tokens); raise it, draft.max_length or sampling.max_tokens"
+                f"draft.{key}: all generated sequences are too short ({found.num_skipped}); raise draft.{key}, "
+                "draft.max_length or sampling.max_tokens"
             )
     return Examples(
-        train.train, held_out.train, train.num_skipped + held_out.num_skipped, train.num_cut + held_out.num_cut
+        train.train,
+        held_out.train,
+        train.num_skipped + held_out.num_skipped,
+        train.num_truncated + held_out.num_truncated,
     )

@@ -1,16 +1,16 @@
-"""A head's training run: lessons in a planned order, acceptance on held-out sequences now and then, checkpoints.
+"""A head's training run: planned batches, evaluation of acceptance on held-out sequences, and checkpoints.
 
-What always holds: step n is the same bits whether the run was interrupted or not, for all that it depends on is in the
-last checkpoint and the run's folder; the target is read and never changed.
+Invariants: an interrupted and resumed run is bit-identical to an uninterrupted one, because all state is in the last
+checkpoint and the run's folder; the target is never changed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,28 +18,21 @@ from paceline.config import DraftSection
 from paceline.draft.acceptance import KINDS, Acceptance, measure
 from paceline.draft.batches import batches, plan
 from paceline.draft.data import Examples
+from paceline.draft.head_batch import Example, HeadBatch, make_head_batch
 from paceline.draft.learner import DraftLearner
-from paceline.draft.lesson import Example, Lesson, teach
 from paceline.draft.vocabulary import coverage
 from paceline.model.decoder import Decoder
 from paceline.model.head_files import save_head
 from paceline.model.provenance import Provenance
+from paceline.rl.callback import ProgressCallback
+from paceline.rl.checkpoint import Checkpoint, Checkpoints
+from paceline.rl.folder import RunFolder
 
-if TYPE_CHECKING:
-    from paceline.rl.checkpoint import Checkpoint, Checkpoints
-    from paceline.rl.folder import RunFolder
-
-EVAL_TOKENS = 2048  # measured at once: the noise of a whole vocabulary for each of them is held
-
-
-class Watcher(Protocol):
-    def progress(self, stage: str, done: int, total: int) -> None: ...
-    def note(self, text: str) -> None: ...
-    def step(self, metrics: Mapping[str, Any]) -> None: ...
+EVAL_TOKENS = 2048  # per batch: noise for the whole vocabulary is in memory for each token
 
 
 class DraftTrainer:
-    """`temperature` is the one at which the target samples; `provenance` lacks what only the end knows."""
+    """`temperature`: the target's sampling temperature. `provenance`: completed when the head is saved."""
 
     def __init__(
         self,
@@ -53,14 +46,14 @@ class DraftTrainer:
         provenance: Provenance,
         folder: RunFolder,
         checkpoints: Checkpoints,
-        watcher: Watcher,
+        callback: ProgressCallback,
     ) -> None:
         self.section, self.decoder, self.learner, self.examples = section, decoder, learner, examples
         self.steps, self.temperature, self.provenance = steps, temperature, provenance
-        self.folder, self.checkpoints, self.watcher = folder, checkpoints, watcher
+        self.folder, self.checkpoints, self.callback = folder, checkpoints, callback
         self.before: dict[str, Any] | None = None
-        self.after: dict[str, Any] | None = None  # the last that was measured
-        self.num_tokens, self.seconds = 0, 0.0  # that were learned from, and what it took, measuring included
+        self.after: dict[str, Any] | None = None  # the latest evaluation
+        self.num_tokens, self.seconds = 0, 0.0  # trained tokens, and time with evaluation
 
     @property
     def step(self) -> int:
@@ -71,24 +64,24 @@ class DraftTrainer:
         return self.step == len(self.steps)
 
     def run(self, stopping: Callable[[], bool] = lambda: False) -> dict[str, Any]:
-        """To the end, or to a checkpoint as soon as `stopping` says so. What came of it."""
+        """Train to the end, or until `stopping()` is true, with a checkpoint. Returns the summary."""
         started = time.perf_counter() - self.seconds
         while not self.finished and not stopping():
             metrics: dict[str, Any] = {"step": self.step}
             if self.before is None:
                 self.before = self.after = metrics["acceptance_before"] = self.measure()
-            self.watcher.progress("training", self.step, len(self.steps))
+            self.callback.progress("training", self.step, len(self.steps))
             metrics |= self._update()
             done, every = self.step, self.section.eval_every
             if self.finished or (every and done % every == 0):
                 self.after = metrics["acceptance"] = self.measure()
             self.seconds = time.perf_counter() - started
             self.folder.append("metrics", [metrics])
-            self.watcher.step(metrics)
+            self.callback.step(metrics)
             if self.finished or (self.section.checkpoint_every and done % self.section.checkpoint_every == 0):
                 self.save()
         if self.finished:
-            self._publish()
+            self._save_head()
         else:
             self.save()
         summary = self.summary()
@@ -97,10 +90,10 @@ class DraftTrainer:
 
     def _update(self) -> dict[str, Any]:
         started = time.perf_counter()
-        lesson = self._lesson([self.examples.train[i] for i in self.steps[self.step]])
+        head_batch = self._head_batch([self.examples.train[i] for i in self.steps[self.step]])
         rate = self.learner.optimizer.learning_rate(self.step)
-        report = self.learner.update(lesson, self.decoder.embed)
-        num_tokens = int(lesson.chosen_SL.sum())
+        report = self.learner.update(head_batch, self.decoder.embed)
+        num_tokens = int(head_batch.loss_mask_SL.sum())
         self.num_tokens += num_tokens
         return {
             "loss": report.loss,
@@ -112,15 +105,15 @@ class DraftTrainer:
         }
 
     def measure(self) -> dict[str, Any]:
-        """Acceptance on the held-out sequences, with the same noise every time."""
+        """Acceptance on the held-out sequences, with the same noise at every evaluation."""
         held_out, k = self.examples.held_out, self.section.unroll
-        total = {kind: Acceptance.none(k) for kind in KINDS}
+        total = {kind: Acceptance.zeros(k) for kind in KINDS}
         parts = batches([len(example.tokens) for example in held_out], min(EVAL_TOKENS, self.section.tokens_per_batch))
         for i, part in enumerate(parts):
-            self.watcher.progress("measuring", i, len(parts))
-            lesson = self._lesson([held_out[j] for j in part])
+            self.callback.progress("measuring", i, len(parts))
+            head_batch = self._head_batch([held_out[j] for j in part])
             seed = self.section.seed + i
-            found = measure(self.learner.head, self.decoder.embed, lesson, k, self.temperature, seed)
+            found = measure(self.learner.head, self.decoder.embed, head_batch, k, self.temperature, seed)
             for kind, acceptance in found.items():
                 total[kind].add(acceptance)
         return {
@@ -132,10 +125,10 @@ class DraftTrainer:
             for kind, acceptance in total.items()
         }
 
-    def _lesson(self, examples: Sequence[Example]) -> Lesson:
-        return teach(self.decoder, examples, self.learner.head.config.taps)
+    def _head_batch(self, examples: Sequence[Example]) -> HeadBatch:
+        return make_head_batch(self.decoder, examples, self.learner.head.config.aux_layers)
 
-    def _publish(self) -> None:
+    def _save_head(self) -> None:
         lengths = {kind: found["mean_acceptance_length"] for kind, found in (self.after or {}).items()}
         measured = {"temperature": self.temperature, "k": self.section.unroll, **lengths}
         provenance = replace(
@@ -145,55 +138,55 @@ class DraftTrainer:
 
     @property
     def head(self) -> Path:
-        """Where the trained head goes."""
+        """The directory of the trained head."""
         return self.folder.path / "head"
 
     # ---- the run's state ----
 
     def save(self) -> None:
         state = {
-            "before": self.before,
-            "after": self.after,
+            "acceptance_before": self.before,
+            "acceptance_after": self.after,
             "num_tokens": self.num_tokens,
             "seconds": self.seconds,
             "examples": self.examples.fingerprint,
-            "streams": self.folder.offsets(),
+            "stream_offsets": self.folder.offsets(),
         }
-        self.checkpoints.save(self.step, {"head": self.learner.state()}, state)
+        self.checkpoints.save(self.step, {"head": self.learner.state_dict()}, state)
         self.folder.record_checkpoint(self.step)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state
         if state["examples"] != self.examples.fingerprint:
             raise ValueError(
-                f"draft.data: its sequences are not those that {self.folder.path} began with; bring them back, or "
+                f"draft.data: its sequences are not those that {self.folder.path} started with; restore the data, or "
                 "start a new run"
             )
-        self.learner.restore(checkpoint.tensors("head"))
-        self.before, self.after = state["before"], state["after"]
+        self.learner.load_state_dict(checkpoint.tensors("head"))
+        self.before, self.after = state["acceptance_before"], state["acceptance_after"]
         self.num_tokens, self.seconds = state["num_tokens"], state["seconds"]
-        self.folder.truncate(state["streams"])
+        self.folder.truncate(state["stream_offsets"])
 
     def summary(self) -> dict[str, Any]:
         examples = self.examples
         draft_ids = self.learner.head.draft_ids.cpu().numpy()
         return {
             "finished": self.finished,
-            "steps": self.step,
-            "num_steps": len(self.steps),
-            "tokens": self.num_tokens,
+            "num_steps": self.step,
+            "num_planned_steps": len(self.steps),
+            "num_tokens": self.num_tokens,
             "seconds": self.seconds,
             "num_train": len(examples.train),
             "num_held_out": len(examples.held_out),
             "num_skipped": examples.num_skipped,
-            "num_cut": examples.num_cut,
+            "num_truncated": examples.num_truncated,
             "draft_vocab_size": len(draft_ids),
             "coverage": coverage(draft_ids, examples.held_out),
             "coverage_train": coverage(draft_ids, examples.train),
             "k": self.section.unroll,
             "temperature": self.temperature,
-            "before": self.before,
-            "after": self.after,
+            "acceptance_before": self.before,
+            "acceptance_after": self.after,
             "run": str(self.folder.path),
             "head": str(self.head) if self.finished else None,
         }

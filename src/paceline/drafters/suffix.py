@@ -1,11 +1,12 @@
-"""Drafts from history: what siblings and earlier rollouts of the same problem said after the same words.
+"""Drafts from history: continues a sequence as other rollouts of the same problem continued after the same tokens.
 
-A request speaks into the shard of its problem and of the policy version that it began under, so that its siblings
-profit at once, and keeps its place in the problem's older shards. `shards.py` says what is kept; `history.py` has the
-automata. Nothing here walks a sequence: a step costs O(new tokens x shards).
+A request's tokens are appended to the shard of its problem and the policy version that it began under, so the other
+rollouts of its group use them at once. It also has cursors in the problem's older shards. `history_shards.py` decides
+which shards are kept; `history.py` has the automata. No sequence is searched from its start again: a step takes
+O(new tokens x shards).
 
-Every shard keeps the log of what it was told, in order (csrc/suffix.c), which is what a checkpoint holds: told again,
-it becomes the same automaton.
+Every shard keeps a log of its tokens in the order in which they were appended (csrc/suffix.c). A checkpoint holds only
+the logs: replaying one gives the same automaton.
 """
 
 from __future__ import annotations
@@ -18,30 +19,31 @@ from typing import Any
 
 import numpy as np
 
-from paceline.drafters.history import LOST, MAX_WIDTH, NativeHistory
-from paceline.drafters.shards import STATE, Shard, Shelf
-from paceline.drafters.slow_history import SlowHistory
+from paceline.drafters.history import MAX_WIDTH, OUT_OF_MEMORY, NativeHistory
+from paceline.drafters.history_shards import STATE_KEYS, HistoryShards, Shard
+from paceline.drafters.python_history import PythonHistory
 from paceline.native import NativeUnavailable
-from paceline.speculation.batch import Commits, DraftBatch, Rows
+from paceline.speculation.batch import Commits, Drafter, Rows
+from paceline.speculation.draft_batch import DraftBatch
 from paceline.types import Receipt, Request
 
 
 @dataclass(slots=True)
-class _Live:
+class _LiveRequest:
     slot: int
     shard: Shard
 
 
-class SuffixDrafter:
-    """Proposes how the longest known contexts of a row's end went on most often, most recently on ties.
+class SuffixDrafter(Drafter):
+    """Proposes the most frequent continuation of the longest matches of a row's end, the most recent one on ties.
 
-    `min_match` is the shortest context that may speak. Each problem keeps its last `max_versions` versions, of which
-    one counts `recency` times as much as the next. All of them together keep to `max_bytes`, but for what live requests
-    are saying."""
+    `min_match`: tokens of the shortest match that is used. `max_versions`: policy versions that are kept per problem.
+    `recency`: the counts of each older version are multiplied by one more factor of it. `max_bytes`: of all shards
+    together, except those that live requests append to."""
 
     name = "suffix"
     version = 0
-    wants_hidden: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     reads_drafts = False
     listens = True
 
@@ -51,26 +53,28 @@ class SuffixDrafter:
         max_bytes: int = 1 << 30,
         max_versions: int = 4,
         recency: float = 0.8,
-        history: NativeHistory | SlowHistory | None = None,
+        history: NativeHistory | PythonHistory | None = None,
     ) -> None:
         if min_match < 1:
-            raise ValueError(f"suffix.min_match = {min_match}: must be >= 1, the tokens of the shortest context")
+            raise ValueError(f"suffix.min_match = {min_match}: must be >= 1 token")
         if max_bytes < 1:
             raise ValueError(f"suffix.max_bytes = {max_bytes}: must be >= 1")
         if not 1 <= max_versions <= MAX_WIDTH:
             raise ValueError(f"suffix.max_versions = {max_versions}: must be from 1 to {MAX_WIDTH}")
         if not 0 < recency <= 1:
-            raise ValueError(f"suffix.recency = {recency}: must be above 0 and at most 1, which forgets nothing")
+            raise ValueError(
+                f"suffix.recency = {recency}: must be above 0 and at most 1, which weighs all versions equally"
+            )
         self._history = history or make_history()
         self._history.resize(64, max_versions)
-        self._shelf = Shelf(self._history, max_versions, max_bytes)
-        self._live: dict[int, _Live] = {}
+        self._shards = HistoryShards(self._history, max_versions, max_bytes)
+        self._live: dict[int, _LiveRequest] = {}
         self._min_match = min_match
         self._weights = recency ** np.arange(max_versions, dtype=np.float64)
         self._free_slots = list(range(len(self._history.cursors)))
-        # The rows and caps of one step are mostly those of the step before.
-        self._slots_of: dict[bytes, np.ndarray] = {}
-        self._k_of: tuple[bytes, int] = b"", 0
+        # Rows and caps rarely change from one step to the next, so what is computed from them is cached by their bytes.
+        self._slots_cache: dict[bytes, np.ndarray] = {}
+        self._k_cache: tuple[bytes, int] = b"", 0
 
     @property
     def is_native(self) -> bool:
@@ -78,22 +82,22 @@ class SuffixDrafter:
 
     @property
     def num_problems(self) -> int:
-        return len(self._shelf.problems)
+        return len(self._shards.problems)
 
     @property
     def num_shards(self) -> int:
-        """Those of requests without a problem included, as in the figures below."""
-        return len(self._shelf)
+        """Includes shards of requests without a problem, like the properties below."""
+        return len(self._shards)
 
     @property
     def num_bytes(self) -> int:
-        """What the history takes."""
-        return self._shelf.num_bytes
+        """Memory of all shards."""
+        return self._shards.num_bytes
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the history has been told and still knows."""
-        return sum(self._history.num_tokens(shard.handle) for shard in self._shelf)
+        """Tokens in all shards."""
+        return sum(self._history.num_tokens(shard.handle) for shard in self._shards)
 
     def begin(self, request: Request, version: int = 0) -> None:
         assert request.request_id not in self._live, f"request {request.request_id} began twice"
@@ -102,102 +106,102 @@ class SuffixDrafter:
             self._history.resize(2 * num_slots, width)
             self._free_slots += range(num_slots, 2 * num_slots)
         slot = self._free_slots.pop()
-        shard = self._shelf.open(request.problem, version)
+        shard = self._shards.acquire(request.problem, version)
         shard.problem.slots.add(slot)
         prompt = np.array(request.prompt_ids, np.int32)
-        end = self._shelf.end_of_prompt(shard, prompt)
-        if end == LOST:
-            _warn_lost()
+        end = self._shards.prompt_end(shard, prompt)
+        if end == OUT_OF_MEMORY:
+            _warn_out_of_memory()
         cursors = self._history.cursors[slot]
         cursors[:] = 0
-        for i, place in enumerate([(shard.handle, end, len(prompt)), *self._shelf.older(shard, prompt)]):
-            cursors[i] = (*place, 0, 0)
-        self._live[request.request_id] = _Live(slot, shard)
-        self._slots_of.clear()
-        self._shelf.fit()
+        for i, cursor in enumerate([(shard.handle, end, len(prompt)), *self._shards.older_cursors(shard, prompt)]):
+            cursors[i] = (*cursor, 0, 0)
+        self._live[request.request_id] = _LiveRequest(slot, shard)
+        self._slots_cache.clear()
+        self._shards.evict()
 
     def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch:
         key = caps.tobytes()
         if not key:
             return DraftBatch.empty(0)
-        if key != self._k_of[0]:
-            self._k_of = key, int(caps.max())
+        if key != self._k_cache[0]:
+            self._k_cache = key, int(caps.max())
         slots = self._slots(rows.request_ids)
-        return self._history.propose(slots, caps, self._k_of[1], self._min_match, self._weights)
+        return self._history.propose(slots, caps, self._k_cache[1], self._min_match, self._weights)
 
     def observe(self, commits: Commits) -> None:
-        grown = self._history.observe(self._slots(commits.request_ids), commits.tokens, commits.num)
-        if grown == LOST:
-            _warn_lost()
-            self._shelf.recount()
-            self._shelf.fit()
-        elif grown:
-            self._shelf.num_bytes += grown
-            self._shelf.fit()
+        growth = self._history.observe(self._slots(commits.request_ids), commits.tokens, commits.num)
+        if growth == OUT_OF_MEMORY:
+            _warn_out_of_memory()
+            self._shards.recompute_num_bytes()
+            self._shards.evict()
+        elif growth:
+            self._shards.num_bytes += growth
+            self._shards.evict()
 
     def end(self, request_id: int) -> None:
         live = self._live.pop(request_id)
         live.shard.problem.slots.remove(live.slot)
         self._free_slots.append(live.slot)
-        self._slots_of.clear()
-        self._shelf.close(live.shard)
-        self._shelf.fit()
+        self._slots_cache.clear()
+        self._shards.release(live.shard)
+        self._shards.evict()
 
     def remove(self, version: int) -> int:
-        """Forget what was said under a policy version; how many shards that were. Requests that speak there go on, and
-        what they said goes with the last of them."""
-        return self._shelf.remove(version)
+        """Remove the shards of a policy version and return their number. A shard that live requests append to is
+        dropped when the last of them ends."""
+        return self._shards.remove(version)
 
     def update(self, weights: Any, version: int) -> Receipt:
-        raise ValueError("the suffix drafter has no weights to update; it learns from what it observes")
+        raise ValueError("the suffix drafter has no weights to update; it drafts from observed tokens")
 
-    def state(self) -> dict[str, np.ndarray]:
-        """What a live request has said is in it; that it lives, and what requests without a problem say, is not."""
-        return self._shelf.state()
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Includes the tokens of live requests. Excludes which requests are live, and requests without a problem."""
+        return self._shards.state_dict()
 
-    def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """Know what the drafter knew whose state this is, and nothing else."""
-        assert not self._live, "restored while requests run"
-        if state.keys() != STATE:
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """Replaces the whole history."""
+        assert not self._live, "load_state_dict() while requests are live"
+        if state.keys() != STATE_KEYS:
             raise ValueError(
                 f"not a state of the suffix drafter: it holds {sorted(state) or 'nothing'}; "
                 "was speculation.method changed?"
             )
-        self._shelf.restore(state)
+        self._shards.load_state_dict(state)
 
     def close(self) -> None:
-        """Forget everything. Also happens when the drafter is collected."""
+        """Drop all shards. Also runs when the drafter is garbage-collected."""
         self._free_slots += [live.slot for live in self._live.values()]
         self._live.clear()
-        self._slots_of.clear()
-        self._shelf.clear()
+        self._slots_cache.clear()
+        self._shards.clear()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if hasattr(self, "_slots_of") and not is_finalizing():  # then modules are half gone, and so is all memory soon
+        if hasattr(self, "_slots_cache") and not is_finalizing():  # at interpreter exit modules may be gone already
             self.close()
 
     def _slots(self, request_ids: np.ndarray) -> np.ndarray:
         key = request_ids.tobytes()
-        slots = self._slots_of.get(key)
+        slots = self._slots_cache.get(key)
         if slots is None:
-            if len(self._slots_of) > 8:
-                self._slots_of.clear()
+            if len(self._slots_cache) > 8:
+                self._slots_cache.clear()
             slots = np.array([self._live[i].slot for i in request_ids.tolist()], np.int32)
-            self._slots_of[key] = slots
+            self._slots_cache[key] = slots
         return slots
 
 
-def make_history() -> NativeHistory | SlowHistory:
-    """The fast one where there is a C compiler."""
+def make_history() -> NativeHistory | PythonHistory:
+    """The native one if there is a C compiler."""
     try:
         return NativeHistory()
     except NativeUnavailable:
-        return SlowHistory()
+        return PythonHistory()
 
 
-def _warn_lost() -> None:
+def _warn_out_of_memory() -> None:
     warnings.warn(
-        "suffix drafter: no memory to grow a problem's history; its rows are not drafted for any more. "
+        "suffix drafter: no memory to extend a problem's history; its requests are no longer drafted for. "
         "Lower speculation.suffix_max_bytes.",
         RuntimeWarning,
         stacklevel=3,

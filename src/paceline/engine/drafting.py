@@ -1,6 +1,7 @@
-"""Who drafts, and who says how much: what the rows of a step are given to verify, and what both hear when it is over.
+"""Connects the drafter and the speculation policy to the engine: what each row of a step gets to verify, and what both
+observe afterwards.
 
-Always: no draft is longer than what its sequence may still emit before its last token.
+Invariant: no draft is longer than its sequence may still emit before its last token.
 """
 
 from __future__ import annotations
@@ -10,40 +11,34 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from paceline.engine.interface import Learned
-from paceline.engine.lineup import Each, Lineup
+from paceline.engine.interface import SpeculationState
+from paceline.engine.scheduled_batch import ScheduledBatch
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Sequence
 from paceline.model.paged import PagedDecoder
-from paceline.speculation.batch import Ahead, Blind, Commits, DraftBatch, Drafter, Listener, Load, Rows
+from paceline.speculation.acceptance import NUM_RECENT, AcceptanceModel
+from paceline.speculation.ahead_drafter import AheadDrafter
+from paceline.speculation.batch import Commits, Drafter, Load, Rows, are_same, places_of
+from paceline.speculation.draft_batch import DraftBatch
 from paceline.speculation.lengths import LengthModel
 from paceline.speculation.policy import Decision, SpeculationPolicy
-from paceline.types import Completion, Request
+from paceline.types import Completion, Request, StepTrace
 
 
 @dataclass(slots=True)
 class Drafts:
-    """What drafting came to: the policy's decision, and the drafts' distributions by request where there are any."""
+    """The policy's decision about a step, and how its draft tokens are verified."""
 
     decision: Decision = field(default_factory=Decision)
     num_planned: int = 0
-    proposed: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # [B], to each row that decides
-    num_slots: int | None = None  # drafted tokens to be verified, the best; None: all that the rows have
-    q: dict[int, Tensor] = field(default_factory=dict)
+    request_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [B], of the emitting rows
+    proposed: DraftBatch | None = None
+    draft_budget: int | None = None  # draft tokens that the device selects to verify; None: all
+    q: dict[int, Tensor] = field(default_factory=dict)  # by request id
 
     @property
     def num_proposed(self) -> int:
-        return int(self.proposed.sum())
-
-
-@dataclass(slots=True)
-class Plan:
-    """A step's rows; those that decide as drafters see them, and how much they may be given; what comes of it."""
-
-    rows: Lineup
-    view: Rows | None
-    caps: np.ndarray  # int32 [B]
-    drafts: Drafts
+        return int(self.proposed.num.sum()) if self.proposed is not None else 0
 
 
 class Drafting:
@@ -57,15 +52,14 @@ class Drafting:
         policy: SpeculationPolicy,
     ) -> None:
         self.paged, self.scheduler, self.rule, self.lengths = paged, scheduler, rule, lengths
-        self.policy = policy
-        self._equip(drafter)
+        self.policy, self.acceptance = policy, AcceptanceModel(policy.has_probes)
+        self._begun: set[int] = set()  # requests that the drafter knows
+        self._set(drafter)
         self.check(drafter, policy)
 
-    def _equip(self, drafter: Drafter | None) -> None:
+    def _set(self, drafter: Drafter | None) -> None:
         self.drafter = drafter
-        self._ahead = drafter if isinstance(drafter, Ahead) else None
-        self._blind = drafter if isinstance(drafter, Blind) else None
-        self.listens = isinstance(drafter, Listener) and drafter.listens
+        self._ahead = drafter if isinstance(drafter, AheadDrafter) else None
 
     def check(self, drafter: Drafter | None, policy: SpeculationPolicy) -> None:
         if self.rule == "coupled":
@@ -83,8 +77,8 @@ class Drafting:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step can be launched before it is known what the one before it brought."""
-        if self._blind is not None:
+        """Whether a step can be launched before the results of the one before it are known on the host."""
+        if self._ahead is not None:
             return self.policy.takes_best or not self.policy.reads_drafts
         return self.drafter is None
 
@@ -93,13 +87,21 @@ class Drafting:
     def begin(self, request: Request, version: int) -> None:
         self.lengths.begin(request)
         self.policy.begin(request)
+        self._begin(request, version)
+
+    def _begin(self, request: Request, version: int) -> None:
         if self.drafter is not None:
+            self._begun.add(request.request_id)
             self.drafter.begin(request, version)
+
+    def _end(self, request_id: int) -> None:
+        if self.drafter is not None and request_id in self._begun:
+            self._begun.discard(request_id)
+            self.drafter.end(request_id)
 
     def end(self, completion: Completion) -> None:
         request_id = completion.request.request_id
-        if self.drafter is not None:
-            self.drafter.end(request_id)
+        self._end(request_id)
         self.policy.end(request_id)
         self.lengths.end(request_id, len(completion.token_ids), whole=completion.finish_reason != "abort")
 
@@ -109,105 +111,140 @@ class Drafting:
             self.policy.end(sequence.request.request_id)
             policy.begin(sequence.request)
         self.policy = policy
+        self.acceptance.set_probes(policy.has_probes)
 
     def set_drafter(self, drafter: Drafter | None, live: list[Sequence], version: int) -> None:
-        """Another drafter for all requests; it observes what the live ones have emitted so far."""
-        for sequence in live if self.drafter is not None else ():
-            assert self.drafter is not None
-            self.drafter.end(sequence.request.request_id)
-        self._equip(drafter)
+        """Another drafter for all requests, or the same one anew. It observes what they have emitted so far."""
+        for sequence in live:
+            self._end(sequence.request.request_id)
+        self._set(drafter)
         self.scheduler.lookahead = 0
-        for sequence in live if drafter is not None else ():
-            assert drafter is not None
-            drafter.begin(sequence.request, version)
-            emitted = sequence.tokens[sequence.num_prompt :]
-            if len(emitted):
+        if drafter is None:
+            return
+        for sequence in live:
+            self._begin(sequence.request, version)
+            if len(sequence.emitted):
                 none, ids = np.zeros(1, np.int32), np.array([sequence.request.request_id])
-                drafter.observe(Commits(ids, emitted[None].copy(), np.array([len(emitted)], np.int32), none, none))
+                num = np.array([len(sequence.emitted)], np.int32)
+                drafter.observe(Commits(ids, sequence.emitted[None].copy(), num, none, none))
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def plan(self, rows: Lineup, version: int) -> Plan:
-        """How long the drafts of the rows that decide tokens may be."""
-        seats, at = rows.seats, rows.at if rows.all_decide else rows.at[rows.decides]
-        none = np.zeros(len(at), np.int32)
-        if self.drafter is None or not len(at):
-            return Plan(rows, None, none, Drafts())
-        num_query, num_tokens = int(rows.num_query.sum()), seats.num_tokens[at]
-        view = Rows(
-            request_ids=seats.request_ids(at),
-            tokens=Each(len(at), lambda i: seats[at[i]].tokens),
-            noise_keys=seats.noise_key[at],
-            sampling=Each(len(at), lambda i: seats[at[i]].request.sampling),
-            version=version,
-            load=Load(len(rows), num_query, num_query + int(seats.num_computed[rows.at].sum())),
-            draft_budget=max(0, self.scheduler.max_num_batched_tokens - num_query),
-            draft_limits=(seats.limit[at] - num_tokens - 1 - seats.num_flying[at]).astype(np.int32),
-            is_ahead=self._ahead is not None,
-            num_computed=seats.num_computed[at],
-            num_tokens=num_tokens,
-            features=lambda spans: self.paged.features([(seats[at[i]].table, start, end) for i, start, end in spans]),
-        )
-        if self.policy.reads_lengths:
-            view.expected_left = self.lengths.expected_left(view.request_ids, num_tokens - seats.num_prompt[at])
-        caps = self.policy.plan(view)
+    def propose(self, batch: ScheduledBatch, version: int) -> Drafts:
+        """Give the emitting rows drafts."""
+        slots = batch.slots if batch.all_emit else batch.slots[batch.emits]
+        if self.drafter is None or not len(slots):
+            return Drafts()
+        rows = self._rows(batch, slots, version)
+        self.acceptance.set_version(version)
+        caps = self.policy.plan(rows)
         if self._ahead is not None:
-            self.scheduler.lookahead = self._ahead.ask(view, caps)
-        if not caps.any():
-            return Plan(rows, view, none, Drafts(self.policy.decision))
-        caps = view.limited(caps)
-        return Plan(rows, view, caps, Drafts(self.policy.decision, num_planned=int(caps.sum())))
-
-    def propose(self, plan: Plan) -> Drafts:
-        """Put drafts on the rows."""
-        found = plan.drafts
-        # A device that has drafted knows, when they are verified, which are the best.
-        chooses = self._ahead is not None and self.overlaps and self.policy.takes_best
+            self.scheduler.lookahead = self._ahead.set_draft_lengths(rows, caps)
+        caps = rows.limited(caps)
+        # A device that drafts knows best which of its draft tokens are the most probable.
+        selects = self._ahead is not None and self.overlaps and self.policy.takes_best
+        found = Drafts(self.policy.decision, num_planned=int(caps.sum()), draft_budget=0 if selects else None)
         if not found.num_planned:
-            found.num_slots = 0 if chooses else None
             return found
-        assert self.drafter is not None and plan.view is not None
-        drafts = self.drafter.propose(plan.view, plan.caps)
-        assert (drafts.num <= plan.caps).all()  # there are no pages for more
+        drafts = self.drafter.propose(rows, caps)
+        assert (drafts.num <= caps).all()  # there are no blocks for more
+        if self._ahead is None or not self.overlaps:  # else these are the scores of other drafts
+            self.acceptance.rate(drafts, self.drafter.name)
+            if drafts.caps is None:
+                drafts.caps = caps
         lengths = self.policy.select(drafts)
-        assert int(lengths.sum()) <= plan.view.draft_budget
-        found.decision, found.proposed = self.policy.decision, drafts.num
-        if chooses:
-            found.num_slots = int(lengths.sum())
-            lengths = drafts.num if found.num_slots else lengths
-        plan.rows.give(drafts.tokens, lengths, self._numbers(plan.rows, drafts))
+        assert int(lengths.sum()) <= rows.draft_budget
+        found.decision, found.proposed, found.request_ids = self.policy.decision, drafts, rows.request_ids
+        if selects:
+            found.draft_budget = int(lengths.sum())
+            lengths = drafts.num if found.draft_budget else lengths
+        batch.set_drafts(drafts.tokens, lengths, self._sources(batch, drafts))
         if drafts.q is not None:
-            ids = plan.view.request_ids.tolist()
+            ids = rows.request_ids.tolist()
             found.q = {ids[i]: drafts.q[i, : lengths[i]] for i in np.flatnonzero(lengths).tolist()}
         return found
 
-    def _numbers(self, rows: Lineup, drafts: DraftBatch) -> np.ndarray | int:
-        """Whose drafts they are, by the numbers of the rows' seats: uint8 [B], or one for all."""
+    def _rows(self, batch: ScheduledBatch, slots: np.ndarray, version: int) -> Rows:
+        seq_table, num_query = batch.seq_table, int(batch.num_query.sum())
+        num_tokens = seq_table.num_tokens[slots]
+        # A drafter on the device reads neither tokens nor sampling parameters.
+        sequences = seq_table.of(slots) if self._ahead is None else []
+        rows = Rows(
+            request_ids=seq_table.request_ids(slots),
+            tokens=[sequence.tokens for sequence in sequences],
+            noise_keys=seq_table.noise_key[slots],
+            sampling=[sequence.request.sampling for sequence in sequences],
+            version=version,
+            drafter=self.drafter.name if self.drafter is not None else "",
+            acceptance=self.acceptance,
+            load=Load(len(batch), num_query, num_query + int(seq_table.num_computed[batch.slots].sum())),
+            draft_budget=max(0, self.scheduler.max_num_batched_tokens - num_query),
+            draft_limits=(seq_table.limit[slots] - num_tokens - 1 - seq_table.num_in_flight[slots]).astype(np.int32),
+            is_ahead=self._ahead is not None,
+            num_computed=seq_table.num_computed[slots],
+            num_tokens=num_tokens,
+            aux_hidden_states=lambda spans: self.paged.aux_hidden_states(
+                [(sequences[i].table, start, end) for i, start, end in spans]
+            ),
+        )
+        if self.policy.reads_lengths:
+            num_emitted = num_tokens - seq_table.num_prompt[slots]
+            rows.expected_left = self.lengths.expected_left(rows.request_ids, num_emitted)
+        return rows
+
+    def _sources(self, batch: ScheduledBatch, drafts: DraftBatch) -> np.ndarray | int:
+        """Which drafter each draft is from: index into the sequence table's `drafters`, uint8 [B] or one for all."""
         assert self.drafter is not None
         if drafts.sources is None:
-            return rows.seats.number_of(self.drafter.name)
-        return np.array([rows.seats.number_of(name) for name in drafts.names], np.uint8)[drafts.sources]
+            return batch.seq_table.drafter_index(self.drafter.name)
+        return np.array([batch.seq_table.drafter_index(name) for name in drafts.names], np.uint8)[drafts.sources]
 
-    def hear(self, commits: Commits) -> None:
-        """The drafter is told what a step brought."""
+    def verified(self, batch: ScheduledBatch) -> DraftBatch | None:
+        """The drafts that a step has verified, if the host did not know them before. Sets where they are from."""
+        if self._ahead is None:
+            return None
+        drafts = self._ahead.verified(batch.seq_table.request_ids(batch.slots))
+        if drafts.sources is not None:
+            batch.drafters = np.asarray(self._sources(batch, drafts), np.uint8)
+        return drafts
+
+    def observe(self, commits: Commits, verified: DraftBatch | None, trace: StepTrace, drafts: Drafts) -> None:
+        """The outcome of a step, for the acceptance model and the policy."""
         assert self.drafter is not None
-        if self._blind is not None:
-            commits.drafts = self._blind.verified(commits.request_ids)
-        self.drafter.observe(commits)
+        proposed, rows, name = drafts.proposed, None, self.drafter.name
+        if self._ahead is not None and self.overlaps:
+            # A policy needs no more than it can use before its next look.
+            wanted = self._ahead.reads_acceptance or (
+                self.policy.reads_acceptance and self.acceptance.num_new(name) < NUM_RECENT
+            )
+            if verified is not None and wanted and verified.scores.size:
+                self.acceptance.rate(verified, name)
+                # A draft that is older than the last step has no scores any more.
+                accepted, known = (np.minimum(num, verified.num) for num in (commits.num_accepted, commits.num_known))
+                self.acceptance.observe(verified, name, None, accepted, known)
+        elif proposed is not None:
+            if not are_same(commits.request_ids, drafts.request_ids):
+                rows = places_of(commits.request_ids, drafts.request_ids)
+            self.acceptance.observe(proposed, name, rows, commits.num_accepted, commits.num_known)
+        self.policy.observe(commits, trace, drafts.decision)
 
-    # -- for a checkpoint -------------------------------------------------------------------------------------------
+    # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    def learned(self) -> Learned:
+    def state_dict(self) -> SpeculationState:
         return {
-            "drafter": self.drafter.state() if self.drafter is not None else {},
-            "policy": self.policy.state(),
-            "lengths": self.lengths.state(),
+            "drafter": self.drafter.state_dict() if self.drafter is not None else {},
+            "policy": self.policy.state_dict(),
+            "acceptance": self.acceptance.state_dict(),
+            "lengths": self.lengths.state_dict(),
         }
 
-    def teach(self, learned: Learned) -> None:
-        if self.drafter is not None and "drafter" in learned:
-            self.drafter.restore(learned["drafter"])
-        if "policy" in learned:
-            self.policy.restore(learned["policy"])
-        if "lengths" in learned:
-            self.lengths.restore(learned["lengths"])
+    def load_state_dict(self, state: SpeculationState) -> None:
+        """Parts that are not there stay as they are."""
+        if self.drafter is not None and "drafter" in state:
+            self.drafter.load_state_dict(state["drafter"])
+        if "policy" in state:
+            self.policy.load_state_dict(state["policy"])
+        if "acceptance" in state:
+            self.acceptance.load_state_dict(state["acceptance"])
+        if "lengths" in state:
+            self.lengths.load_state_dict(state["lengths"])

@@ -1,7 +1,4 @@
-"""What the loop above knows of an engine: requests go in, completions come out, weights follow the policy.
-
-A local engine, vLLM and several engines behind Ray all look like this. No torch is imported for it.
-"""
+"""The protocol of engines: a local engine, vLLM, or several engines behind Ray. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ if TYPE_CHECKING:
     import torch
 
 Weights = Iterable[tuple[str, "torch.Tensor"]]
-Learned = Mapping[str, Mapping[str, np.ndarray]]  # "drafter", "policy", "lengths": their states
+SpeculationState = Mapping[str, Mapping[str, np.ndarray]]  # of "drafter", "policy", "acceptance", "lengths"
 
 
 class Handle:
-    """A submitted request; `completion` is there once it is done."""
+    """A submitted request. `completion` is set when it has finished."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -32,8 +29,8 @@ class Handle:
 
 
 class Engine(Protocol):
-    """`step` does a piece of work and returns what finished in it; it may be empty. Weights come in between two steps,
-    in `dtype` and under Hugging Face names; the receipt's checksum is of what is held then, not of what was sent."""
+    """`step` returns the completions that finished in it, perhaps none. Weights are updated between two steps, in
+    `dtype` and under Hugging Face names; the receipt's checksum is of the weights that the engine then holds."""
 
     tokenizer: Any
     version: int  # of the policy
@@ -41,7 +38,7 @@ class Engine(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
     @property
-    def crowds(self) -> bool: ...  # whether the learner, on the same device, could do with its memory: see `sleep`
+    def wants_sleep(self) -> bool: ...  # the KV cache takes memory that a learner on the same device needs
 
     def submit(self, request: Request) -> Handle: ...
     def step(self) -> list[Completion]: ...
@@ -50,8 +47,8 @@ class Engine(Protocol):
     def wake(self) -> None: ...
     def update_weights(self, weights: Weights, version: int, inflight: str = "recompute") -> Receipt: ...
     def update_drafter(self, weights: Weights, version: int) -> Receipt: ...
-    def forget(self) -> None: ...  # prompts that are still in memory: the next ones are computed anew
-    def learned(self) -> Learned: ...  # by drafter, policy and length model, from what was generated; may be empty
-    def teach(self, learned: Learned) -> None: ...  # what was learned once; parts that are not there stay as they are
+    def reset_prefix_cache(self) -> None: ...
+    def state_dict(self) -> SpeculationState: ...  # may be empty
+    def load_state_dict(self, state_dict: SpeculationState) -> None: ...  # parts that are missing stay as they are
     def drain_trace(self) -> list[StepTrace]: ...
     def close(self) -> None: ...

@@ -1,143 +1,125 @@
-"""Who computes a step: from rows to what each of them emits.
+"""Computes a step: from scheduled rows to what each of them emits.
 
-A step is launched, flies, and lands. Here it is over when it is launched; `graph_runner` has one that lets the host go
-on meanwhile. Rows that do not decide tokens (a prefill chunk that stops short) have no part in the verdict.
+A step is launched and waited for. The eager runner has finished when `launch` returns; `GraphRunner` computes on the
+device while the host goes on. Rows that do not emit (chunks of prompts) have no part in the result.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
-from paceline.engine.accept import Proposal, Rule, Verdict
-from paceline.engine.lineup import Row
+from paceline.engine.accept import Proposal, Rule, VerificationResult
+from paceline.engine.scheduled_batch import ScheduledBatch
 from paceline.engine.sequence import Sequence
 from paceline.model.paged import PagedDecoder
-from paceline.model.sample import Sampler, SamplingArrays
+from paceline.model.sample import Sampler
+from paceline.model.sampling_arrays import SamplingArrays
 from paceline.speculation.batch import Drafter
 
 
 @dataclass(slots=True)
-class Landed:
-    """What became of a step: of its deciding rows, in their order."""
-
-    verdict: Verdict
-    num_verified: np.ndarray | None = None  # int [B], drafted tokens; None: all that were there
-    num_guessed: int = 0  # tokens that a head drafted for each row at its end
+class StepOutput:
+    result: VerificationResult  # of the emitting rows, in their order
+    num_verified: np.ndarray | None = None  # int [B], draft tokens; None: all that were scheduled
+    num_drafted_ahead: int = 0  # draft tokens that the device proposed for each row of the next step
 
 
-class Flight(Protocol):
+class PendingStep(Protocol):
     @property
-    def may_wait(self) -> bool: ...  # whether the next step may be launched before this one lands
+    def is_async(self) -> bool: ...  # whether the next step may be launched before this one is committed
 
-    def land(self) -> Landed: ...
+    def wait(self) -> StepOutput: ...
 
-    def took(self) -> tuple[float, float]:
-        """Seconds of its forward and of its draws. It has landed."""
+    def times(self) -> tuple[float, float]:
+        """Seconds of its forward pass and of sampling. Only after `wait`."""
         ...
 
 
-class Runner(Protocol):
-    @property
-    def num_captured(self) -> int: ...  # sizes of steps that were made ready on first use, which takes a while
-
-    def equip(self, drafter: Drafter | None) -> None:
-        """This is who drafts from now on. Nothing flies."""
-        ...
+class Runner:
+    """Base of the runners; only `launch` must be overridden."""
 
     @property
-    def has_head(self) -> bool: ...  # whether one drafts at the end of steps
+    def num_captured(self) -> int:
+        """CUDA graphs captured so far. Capturing takes as long as dozens of steps."""
+        return 0
 
-    def guess(self, num: int) -> None:
-        """From now on it drafts so many tokens, if there is one. Whoever plans steps asks the drafter itself."""
-        ...
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether the device drafts for the next step at the end of a step."""
+        return False
 
-    def prepare(self, rows: Seq[Row]) -> None:
-        """These rows fly, and will likely be launched next; only their drafts are not known yet."""
-        ...
+    def set_drafter(self, drafter: Drafter | None) -> None:
+        """Use this drafter from now on. No step is in flight."""
 
-    def launch(self, rows: Seq[Row], q: dict[int, Tensor], num_slots: int | None = None) -> Flight:
-        """q: by request, what its draft was sampled from, where it was. num_slots: of what the rows have drafted so
-        many tokens are to be verified in all, the likeliest; which these were is known when it lands."""
-        ...
+    def set_draft_length(self, num: int) -> None:
+        """Draft so many tokens ahead from now on, for measuring step times. The engine asks the drafter instead."""
 
-    def leave(self, sequence: Sequence) -> None:
+    def launch(self, batch: ScheduledBatch, q: dict[int, Tensor], draft_budget: int | None = None) -> PendingStep:
+        """q: by request, the distributions that its draft was sampled from. draft_budget: verify only so many draft
+        tokens in all, the most probable ones, which the device selects; None: all."""
+        raise NotImplementedError
+
+    def remove(self, sequence: Sequence) -> None:
         """It does not run any more, or its tokens will be computed again."""
-        ...
 
-    def forget(self) -> None:
-        """The KV was given back; when there is memory again it lies elsewhere."""
-        ...
+    def reset(self) -> None:
+        """Wait for the device and forget all sequences."""
+
+    def release_memory(self) -> None:
+        """The KV memory is freed; it will be allocated anew."""
 
 
 @dataclass(slots=True)
-class Over:
-    """A step that was over when it was launched."""
+class FinishedStep:
+    """A step that has finished when `launch` returns."""
 
-    landed: Landed
+    output: StepOutput
     forward_s: float
     sample_s: float
-    may_wait: bool = False
+    is_async: bool = False
 
-    def land(self) -> Landed:
-        return self.landed
+    def wait(self) -> StepOutput:
+        return self.output
 
-    def took(self) -> tuple[float, float]:
+    def times(self) -> tuple[float, float]:
         return self.forward_s, self.sample_s
 
 
-class EagerRunner:
-    """Any device, any rule: forward, then acceptance, and the host waits for both."""
-
-    num_captured = 0
-    has_head = False
+class EagerRunner(Runner):
+    """For any device and any acceptance rule. The host waits for the forward pass and for verification."""
 
     def __init__(self, paged: PagedDecoder, sampler: Sampler, rule: Rule) -> None:
         self.paged, self.sampler, self.rule = paged, sampler, rule
 
-    def launch(self, rows: Seq[Row], q: dict[int, Tensor], num_slots: int | None = None) -> Over:
-        assert num_slots is None, "whoever knows better than the host what is likely"
-        rows, started = list(rows), time.perf_counter()
-        logits_PV = self.paged.forward([row.span() for row in rows])
+    def launch(self, batch: ScheduledBatch, q: dict[int, Tensor], draft_budget: int | None = None) -> FinishedStep:
+        assert draft_budget is None, "only a device that drafts can select"
+        started = time.perf_counter()
+        logits_PV = self.paged.forward(batch.spans())
         forwarded = time.perf_counter()
-        deciding = [row for row in rows if row.decides]
-        verdict = self._accept(deciding, q, logits_PV) if deciding else Verdict.empty(0, 1)
-        return Over(Landed(verdict), forwarded - started, time.perf_counter() - forwarded)
+        emitting = batch.emitting
+        result = self.verify(emitting, q, logits_PV) if len(emitting) else VerificationResult.empty(0, 1)
+        return FinishedStep(StepOutput(result), forwarded - started, time.perf_counter() - forwarded)
 
-    def _accept(self, rows: list[Row], q: dict[int, Tensor], logits_PV: Tensor) -> Verdict:
-        sizes = np.array([1 + len(row.draft) for row in rows])
+    def verify(self, batch: ScheduledBatch, q: dict[int, Tensor], logits_PV: Tensor) -> VerificationResult:
+        sequences, num_draft = batch.sequences, batch.num_draft.tolist()
+        sizes = 1 + batch.num_draft.astype(np.int64)
         return self.rule(
             Proposal(
                 logits_PV=logits_PV,
-                drafts=[row.draft for row in rows],
+                drafts=[batch.draft(i) for i in range(len(batch))],
                 q=[
-                    q[row.sequence.request.request_id][: len(row.draft)] if q and len(row.draft) else None
-                    for row in rows
+                    q[sequence.request.request_id][:num] if q and num else None
+                    for sequence, num in zip(sequences, num_draft, strict=True)
                 ],
-                noise_keys=np.array([row.sequence.request.noise_key for row in rows], np.uint64),
-                lengths=np.array([row.sequence.num_tokens for row in rows], np.int64),
-                params=SamplingArrays.of([row.sequence.request.sampling for row in rows], sizes),
+                noise_keys=batch.seq_table.noise_key[batch.slots],
+                lengths=batch.seq_table.num_tokens[batch.slots],
+                params=SamplingArrays.of([sequence.request.sampling for sequence in sequences], sizes),
                 starts=np.concatenate([[0], np.cumsum(sizes)]),
             ),
             self.sampler,
         )
-
-    def equip(self, drafter: Drafter | None) -> None:
-        pass
-
-    def guess(self, num: int) -> None:
-        pass
-
-    def prepare(self, rows: Seq[Row]) -> None:
-        pass
-
-    def leave(self, sequence: Sequence) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass

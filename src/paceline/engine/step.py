@@ -1,4 +1,4 @@
-"""A step on its way (`Step`), and when its tokens are known (`Taken`): who took part in it, and what is told of it."""
+"""A step in flight, and a step whose tokens are committed."""
 
 from __future__ import annotations
 
@@ -8,37 +8,36 @@ from typing import Any
 import numpy as np
 
 from paceline.engine.drafting import Drafting, Drafts
-from paceline.engine.lineup import Lineup
-from paceline.engine.runner import Flight
+from paceline.engine.runner import PendingStep
+from paceline.engine.scheduled_batch import ScheduledBatch
 from paceline.engine.sequence import Sequence
 from paceline.speculation.batch import Commits
 from paceline.types import StepTrace
 
 
 @dataclass(slots=True)
-class Step:
-    flight: Flight
-    rows: Lineup
+class InFlightStep:
+    pending: PendingStep
+    batch: ScheduledBatch
     drafts: Drafts
     started: float
     draft_s: float
     num_preempted: int
-    reach: np.ndarray  # int64 [R], tokens that each row may emit at most
-    num_captured: int = 0  # sizes that the runner made ready while it was launched, or flew
+    num_tokens: np.ndarray  # int64 [R], that each row may emit at most
+    num_captured: int = 0  # CUDA graphs that were captured while it was launched or in flight
 
-    def fly(self, sign: int = 1) -> None:
-        """Its rows' sequences have so many more tokens on their way; or, with -1, not any more."""
-        rows, reach, left = self.rows, sign * self.reach, self.rows.left
-        rows.seats.num_flying[rows.at if left is None else rows.at[~left]] += reach if left is None else reach[~left]
+    def count_in_flight(self, sign: int) -> None:
+        """Add (1) or subtract (-1) its tokens to its sequences' `num_in_flight`."""
+        batch, ended = self.batch, self.batch.ended
+        running = slice(None) if ended is None else ~ended
+        batch.seq_table.num_in_flight[batch.slots[running]] += sign * self.num_tokens[running]
 
 
 @dataclass(slots=True)
-class Taken:
-    """Tokens are known, and not yet what else there is to know of them."""
-
-    rows: Lineup
-    before: np.ndarray  # int64 [R], tokens that were in memory
-    deciding: Lineup
+class CommittedStep:
+    batch: ScheduledBatch  # without sequences that ended while it was in flight
+    num_computed_before: np.ndarray  # int64 [R]
+    emitting: ScheduledBatch
     commits: Commits
     drafts: Drafts
     finished: list[Sequence]
@@ -61,22 +60,23 @@ class Taken:
             drafter=drafter.name if drafter is not None else "none",
             policy=drafting.policy.name,
             reason=drafts.decision.reason,
+            is_probe=drafts.decision.is_probe,
             expected_accepted=drafts.decision.expected_accepted,
             expected_s=drafts.decision.expected_s,
             num_planned=drafts.num_planned,
             num_proposed=drafts.num_proposed,
-            sources=self._sources(),
+            per_drafter=self._per_drafter(),
             num_history_bytes=drafter.num_bytes if drafter is not None else 0,
             **self.figures,
         )
 
-    def _sources(self) -> tuple[tuple[str, int, int], ...]:
+    def _per_drafter(self) -> tuple[tuple[str, int, int], ...]:
         """By drafter, in order of appearance: tokens verified, and accepted."""
         drafted = self.commits.num_drafted > 0
-        numbers = self.deciding.drafters[drafted]
-        names = self.deciding.seats.drafters
-        verified, stood = (
+        numbers = self.emitting.drafters[drafted]
+        names = self.emitting.seq_table.drafters
+        verified, accepted = (
             np.bincount(numbers, num[drafted], len(names)).astype(int).tolist()
             for num in (self.commits.num_drafted, self.commits.num_accepted)
         )
-        return tuple((names[i], verified[i], stood[i]) for i in dict.fromkeys(numbers.tolist()))
+        return tuple((names[i], verified[i], accepted[i]) for i in dict.fromkeys(numbers.tolist()))

@@ -1,5 +1,5 @@
-"""The traces of an engine's steps, kept until `drain`. Their number is bounded: an engine that serves for days may
-never be asked for them."""
+"""The traces of an engine's steps, kept until `drain`. Their number is bounded, for an engine that runs for days
+without `drain`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One decoder for learner and engine: definition, weights on disk, KV, kernels, and the way from logits to tokens."""
+"""The decoder of learner and engine: definition, weights, KV cache, kernels and sampling."""

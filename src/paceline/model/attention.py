@@ -1,9 +1,11 @@
-"""Which tokens see which. An Attention is made for one forward and called once per layer.
+"""Which tokens attend to which. An Attention is built for one forward pass and called once per layer.
 
-PackedAttention: whole sequences laid end to end, causal within each; for training, with gradients. Sequences that
-begin alike may share their beginning. VarlenAttention: the same in one kernel, for a GPU in 16 bits.
-PagedAttention: rows of (sequence, start, num_query) over the paged KV; a prefill chunk, a decode step and a
-verification are the same thing here. GatheredAttention: the same in one kernel, for a GPU in 16 bits.
+PackedAttention: sequences concatenated, causal within each, with gradients, for training. Sequences may share a prefix.
+VarlenAttention: the same in one kernel, for a GPU in 16 bits.
+PaddedAttention: sequences padded to one length, for training on a GPU.
+PagedAttention: rows of (sequence, start, num_query) over the paged KV. Prefill chunks, decode steps and verification
+are the same case.
+GatheredAttention: the same in one kernel, for a GPU in 16 bits.
 """
 
 from __future__ import annotations
@@ -27,86 +29,86 @@ class Attention(Protocol):
 
 
 class PackedAttention:
-    """Segments of the given lengths, end to end. A segment sees itself, causally, and before that the whole of the
-    segment that `prefixes` names for it, if any: a prompt lies there once for all its completions. A prefix has none
-    itself. Completions of one prompt are computed together, padded at their ends: what is padded lies after every
-    true query, where causality hides it."""
+    """Concatenated segments of the given lengths. A segment attends causally to itself and, if `prefixes[i]` is not
+    None, to all of segment `prefixes[i]`: a prompt is stored once for all its completions. A prefix has no prefix
+    itself. Completions of one prompt are computed together, padded at the end; the causal mask hides the padding."""
 
     def __init__(self, lengths: Sequence[int], prefixes: Sequence[int | None] | None = None) -> None:
         self.lengths = list(lengths)
         prefixes = [None] * len(self.lengths) if prefixes is None else prefixes
         assert len(prefixes) == len(self.lengths)
         assert all(p is None or prefixes[p] is None for p in prefixes), "a prefix has no prefix itself"
-        self.alone = [i for i, prefix in enumerate(prefixes) if prefix is None]
-        self.siblings: dict[int, list[int]] = {}
+        self.without_prefix = [i for i, prefix in enumerate(prefixes) if prefix is None]
+        self.by_prefix: dict[int, list[int]] = {}  # prefix -> the segments that share it
         for i, prefix in enumerate(prefixes):
             if prefix is not None:
-                self.siblings.setdefault(prefix, []).append(i)
+                self.by_prefix.setdefault(prefix, []).append(i)
 
     def __call__(self, layer: int, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> Tensor:
         q, k, v = (x.split(self.lengths) for x in (q_THE, k_TGE, v_TGE))
         outs = [q_THE] * len(self.lengths)
-        for i in self.alone:
+        for i in self.without_prefix:
             qi, ki, vi = (x[i].transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, length, E]
             out = F.scaled_dot_product_attention(qi, ki, vi, is_causal=True, enable_gqa=True)
             outs[i] = out.squeeze(0).transpose(0, 1)
-        for prefix, members in self.siblings.items():
+        for prefix, members in self.by_prefix.items():
             qs, ks, vs = (
                 pad_sequence([x[i] for i in members], batch_first=True) for x in (q, k, v)
             )  # [S, L, heads, E]
             ks, vs = (torch.cat([x[prefix].expand(len(members), -1, -1, -1), y], 1) for x, y in ((k, ks), (v, vs)))
-            seen = qs.new_ones(qs.shape[1], ks.shape[1], dtype=torch.bool).tril(self.lengths[prefix])
+            mask = qs.new_ones(qs.shape[1], ks.shape[1], dtype=torch.bool).tril(self.lengths[prefix])
             qs, ks, vs = (x.transpose(1, 2) for x in (qs, ks, vs))
-            out = F.scaled_dot_product_attention(qs, ks, vs, attn_mask=seen, enable_gqa=True)
+            out = F.scaled_dot_product_attention(qs, ks, vs, attn_mask=mask, enable_gqa=True)
             for i, padded in zip(members, out.transpose(1, 2), strict=True):
                 outs[i] = padded[: self.lengths[i]]
         return torch.cat(outs).flatten(1)
 
 
+def keys_of(lengths: Sequence[int], prefixes: Sequence[int | None]) -> list[np.ndarray]:
+    """For each segment, the indices of the tokens that it attends to: those of its prefix, if any, and its own."""
+    rows = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+    pairs = zip(prefixes, rows, strict=True)
+    return [own if prefix is None else np.concatenate([rows[prefix], own]) for prefix, own in pairs]
+
+
 def has_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether VarlenAttention can compute it: flash attention wants 16 bits, heads of whole 16 bytes, and a GPU that
-    knows bfloat16."""
+    """Whether VarlenAttention supports this. Flash attention needs 16 bits, heads that are a multiple of 16 bytes, and
+    a GPU with bfloat16."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or head_dim % 8 or head_dim > 256:
         return False
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _flash() -> Callable[..., Any]:
-    """Segments of queries, each the last of a segment of keys, causally."""
+    """Causal attention over segments. A segment's queries are the last positions of its keys."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # Before 2.12 torch had no word for grouped heads, and took them as they came.
+    # torch < 2.12 has no `enable_gqa` and always accepts grouped heads.
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     return partial(varlen_attn, window_size=(-1, 0), **grouped)
 
 
 class VarlenAttention:
-    """PackedAttention's segments, all in one kernel. A segment's queries are the last of what it sees. Where there are
-    prefixes, keys and values are laid out once more, a segment's own after those of its prefix. The gradient of the
-    queries is summed in no fixed order, beyond 128 keys."""
+    """PackedAttention in one kernel. A segment's queries are the last positions of its keys. With prefixes, keys and
+    values are gathered into a new layout: each segment's own follow those of its prefix. With more than 128 keys, the
+    order of summation in the gradient of the queries is not deterministic."""
 
     def __init__(
         self, lengths: Sequence[int], prefixes: Sequence[int | None] | None, device: torch.device | str
     ) -> None:
-        num = np.array(lengths, np.int64)
-        start = np.cumsum(num) - num
-        rows = [np.arange(first, first + count) for first, count in zip(start, num, strict=True)]
-        seen = rows
-        if prefixes is not None:
-            pairs = zip(prefixes, rows, strict=True)
-            seen = [own if prefix is None else np.concatenate([rows[prefix], own]) for prefix, own in pairs]
-        sizes = np.array([len(each) for each in seen], np.int64)
+        num, keys = np.array(lengths, np.int64), keys_of(lengths, prefixes or [None] * len(lengths))
+        sizes = np.array([len(each) for each in keys], np.int64)
         self.max_q, self.max_k = int(num.max()), int(sizes.max())
-        self.is_laid_anew = bool((sizes > num).any())
+        self.needs_gather = bool((sizes > num).any())
         self.bounds_q, self.bounds_k = (
             torch.tensor([0, *np.cumsum(x)], dtype=torch.int32, device=device) for x in (num, sizes)
         )
-        self.rows_K = torch.from_numpy(np.concatenate(seen)).to(device)  # of the T, in the order in which they are seen
+        self.rows_K = torch.from_numpy(np.concatenate(keys)).to(device)
         self.attend = _flash()
 
     def __call__(self, layer: int, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> Tensor:
         k, v = k_TGE, v_TGE
-        if self.is_laid_anew:
+        if self.needs_gather:
             both = torch.cat([k, v], 1)  # [T, 2 G, E]
             k, v = F.embedding(self.rows_K, both.flatten(1)).unflatten(1, both.shape[1:]).chunk(2, 1)
         out: Tensor = self.attend(q_THE, k, v, self.bounds_q, self.bounds_k, self.max_q, self.max_k)
@@ -114,7 +116,7 @@ class VarlenAttention:
 
 
 class PaddedAttention:
-    """Sequences of one length, padded at their ends, where causality hides it. No loop: for training on a GPU."""
+    """Sequences padded at the end to one length; the causal mask hides the padding. No loop: for training on a GPU."""
 
     def __init__(self, num_sequences: int) -> None:
         self.num_sequences = num_sequences
@@ -126,11 +128,11 @@ class PaddedAttention:
 
 
 class PagedAttention:
-    """The plain torch twin: correct anywhere, fast nowhere."""
+    """The reference implementation in plain torch: for any device and dtype, slow."""
 
     def __init__(self, kv: PagedKV, plan: BatchPlan) -> None:
         self.kv, self.plan = kv, plan
-        self.slots = torch.as_tensor(plan.slots(), device=kv.k.device)
+        self.slots = torch.as_tensor(plan.slot_mapping(), device=kv.k.device)
         self.tables = torch.as_tensor(plan.block_tables, device=kv.k.device).long()
 
     def __call__(self, layer: int, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> Tensor:
@@ -141,26 +143,26 @@ class PagedAttention:
             context = int(self.plan.context[row])
             k, v = self.kv.read(layer, self.tables[row], context)  # [context, G, E]
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_THE[start:end], k, v))
-            seen = torch.ones(end - start, context, dtype=torch.bool, device=q.device).tril(context - (end - start))
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+            mask = torch.ones(end - start, context, dtype=torch.bool, device=q.device).tril(context - (end - start))
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
             outs.append(out.squeeze(0).transpose(0, 1).flatten(1))
         return torch.cat(outs)
 
 
 class GatheredAttention:
-    """PagedAttention's rows, all in one kernel; what they see is gathered from the pages first. For prompts: a step
-    that decodes reads its pages in place (`model/cuda/attention.py`)."""
+    """PagedAttention in one kernel, after the rows' keys and values are gathered from their blocks. For prefill: decode
+    steps read the blocks in place (`model/cuda/attention.py`)."""
 
     def __init__(self, kv: PagedKV, plan: BatchPlan) -> None:
         self.kv, device = kv, kv.k.device
         context = plan.context.astype(np.int64)
         rows = np.repeat(np.arange(plan.num_rows), context)
         positions = np.arange(len(rows)) - np.repeat(np.cumsum(context) - context, context)
-        pages = plan.block_tables[rows, positions // BLOCK].astype(np.int64)
-        self.slots, self.pages, self.offsets, self.bounds_q, self.bounds_k = (
+        blocks = plan.block_tables[rows, positions // BLOCK].astype(np.int64)
+        self.slots, self.blocks, self.offsets, self.bounds_q, self.bounds_k = (
             torch.as_tensor(array, device=device)
             for array in (
-                plan.slots(), pages, positions % BLOCK, plan.query_start.astype(np.int32),
+                plan.slot_mapping(), blocks, positions % BLOCK, plan.query_start.astype(np.int32),
                 np.concatenate([[0], np.cumsum(context)]).astype(np.int32),
             )
         )  # fmt: skip
@@ -169,6 +171,6 @@ class GatheredAttention:
 
     def __call__(self, layer: int, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> Tensor:
         self.kv.write(layer, self.slots, k_TGE, v_TGE)
-        k, v = (x[layer][self.pages, :, self.offsets] for x in (self.kv.k, self.kv.v))  # [all contexts, G, E]
+        k, v = (x[layer][self.blocks, :, self.offsets] for x in (self.kv.k, self.kv.v))  # [all contexts, G, E]
         out: Tensor = self.attend(q_THE, k, v, self.bounds_q, self.bounds_k, self.max_q, self.max_k)
         return out.flatten(1)

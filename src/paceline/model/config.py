@@ -1,6 +1,6 @@
-"""What a decoder needs to know about itself, and how Hugging Face's config.json says it.
+"""A decoder's configuration, and its conversion from and to a Hugging Face config.json.
 
-A ModelConfig that exists is one that the decoder can run: whatever it can't run is refused here, by name.
+The decoder can run every valid ModelConfig. An unsupported setting raises a ValueError that names the key.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
-# RoPE kind -> the numbers it can't do without. "default" has no scaling at all.
+# RoPE type -> its required parameters. "default" has no scaling.
 ROPE_KEYS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-# No model is larger than this. A larger number is a mistake or an attack: it would take all memory before a tensor is
-# read.
+# Upper limits for the sizes in a config.json. A larger number is a mistake or an attack: it would exhaust the memory
+# before a tensor is read.
 MAX_POSITIONS = 1 << 24
 LIMITS = {
     "vocab_size": 10_000_000,
@@ -62,10 +62,10 @@ class ModelConfig:
                 f"num_key_value_heads = {self.num_kv_heads}"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim = {self.head_dim} must be even, as rotary positions turn pairs")
+            raise ValueError(f"head_dim = {self.head_dim} must be even, because rotary embeddings rotate pairs")
         if self.max_positions > MAX_POSITIONS:
             raise ValueError(
-                f"max_position_embeddings, with the factor of its rope scaling, is {self.max_positions}: must be at "
+                f"max_position_embeddings, multiplied by the rope scaling factor, is {self.max_positions}: must be at "
                 f"most {MAX_POSITIONS}"
             )
         if self.rope_scaling is not None:
@@ -87,7 +87,9 @@ class ModelConfig:
         family = _family(hf)
         _refuse_sliding_window(hf)
         if "quantization_config" in hf:
-            raise ValueError("config.json: quantization_config: quantised weights are not supported; use the originals")
+            raise ValueError(
+                "config.json: quantization_config: quantised weights are not supported; use the original checkpoint"
+            )
         if (act := hf.get("hidden_act", "silu")) != "silu":
             raise ValueError(f"config.json: hidden_act = {act!r} is not supported; supported is 'silu'")
         num_heads = _value(hf, "num_attention_heads", int)
@@ -95,9 +97,10 @@ class ModelConfig:
         max_positions = _value(hf, "max_position_embeddings", int)
         theta, scaling = _rope(hf, max_positions)
         if scaling is not None and scaling["rope_type"] == "yarn":
-            # Qwen's recipe adds yarn without raising max_position_embeddings; the point of it is the longer reach.
-            reach = int(_value(scaling, "factor", float) * _value(scaling, "original_max_position_embeddings", float))
-            max_positions = max(max_positions, reach)
+            # Qwen's recipe adds yarn without raising max_position_embeddings, but it is meant to extend the context.
+            factor = _value(scaling, "factor", float)
+            original = _value(scaling, "original_max_position_embeddings", float)
+            max_positions = max(max_positions, int(factor * original))
         attention_bias = _value(hf, "attention_bias", bool, False)
         return ModelConfig(
             family=family,
@@ -121,7 +124,7 @@ class ModelConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The contents of a config.json that transformers reads as this model."""
+        """The contents of a config.json that transformers loads as this model."""
         attention_bias = self.qkv_bias and self.family != "qwen2"
         assert self.o_bias == attention_bias and self.qk_norm == (self.family == "qwen3")
         hf: dict[str, Any] = {
@@ -152,11 +155,11 @@ class ModelConfig:
 
 
 def with_yarn(config: ModelConfig, factor: float) -> ModelConfig:
-    """The same model with its context stretched `factor` times (YaRN, arXiv 2309.00071)."""
+    """The same model with its context extended `factor` times (YaRN, arXiv 2309.00071)."""
     if config.rope_scaling is not None:
         raise ValueError(
             f"model.yarn_factor = {factor}: the model has {config.rope_scaling['rope_type']} rope scaling already, for "
-            f"{config.max_positions} positions; leave yarn_factor out"
+            f"{config.max_positions} positions; remove yarn_factor"
         )
     original = config.max_positions
     scaling = {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": original}
@@ -164,21 +167,21 @@ def with_yarn(config: ModelConfig, factor: float) -> ModelConfig:
 
 
 def check_limits(hf: Mapping[str, Any]) -> None:
-    """Whether the sizes in a config.json are those of a model. Types are not looked at here."""
-    for key, most in LIMITS.items():
+    """Raise ValueError if a size in a config.json exceeds its limit. Types are not checked here."""
+    for key, limit in LIMITS.items():
         value = hf.get(key)
-        if isinstance(value, int) and value > most:
-            raise ValueError(f"config.json: {key} = {_short(value)}: must be at most {most}")
+        if isinstance(value, int) and value > limit:
+            raise ValueError(f"config.json: {key} = {_short(value)}: must be at most {limit}")
 
 
 def _short(value: object) -> str:
-    """A value as an error quotes it."""
+    """A value as quoted in an error message, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def token_ids(hf: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """Hugging Face writes one token id, a list of them, or null."""
+    """One token id, a list of them, or null, as a tuple."""
     ids = hf.get(key)
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
@@ -192,7 +195,7 @@ def _family(hf: Mapping[str, Any]) -> str:
     if not names:
         if hf.get("model_type") in FAMILIES.values():
             return str(hf["model_type"])
-        raise ValueError(f"config.json: architectures is missing, so the model is unknown; supported are {supported}")
+        raise ValueError(f"config.json: architectures is missing; supported are {supported}")
     name = names[0] if isinstance(names, list) else names
     if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(f"config.json: architecture {str(name)[:60]} is not supported; supported are {supported}")
@@ -212,12 +215,12 @@ def _refuse_sliding_window(hf: Mapping[str, Any]) -> None:
     if sliding:
         raise ValueError(
             f"config.json: sliding window attention (sliding_window = {hf.get('sliding_window')!r}) is not supported; "
-            "use a model whose layers all attend to the whole context"
+            "use a model with full attention in all layers"
         )
 
 
 def _rope(hf: Mapping[str, Any], max_positions: int) -> tuple[float, dict[str, Any] | None]:
-    """theta and scaling from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    """theta and scaling from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (transformers 4)."""
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
         raise ValueError(f"config.json: the rope parameters must be an object, got {given!r}")
@@ -233,7 +236,7 @@ def _rope(hf: Mapping[str, Any], max_positions: int) -> tuple[float, dict[str, A
     keys = (*ROPE_KEYS.get(kind, ()), *ROPE_OPTIONS.get(kind, ()))
     scaling = {"rope_type": kind} | {key: given[key] for key in keys if given.get(key) is not None}
     if "original_max_position_embeddings" in keys:
-        outside = hf.get("original_max_position_embeddings")  # some checkpoints keep it there, and then it counts
+        outside = hf.get("original_max_position_embeddings")  # some checkpoints have it there; it takes precedence
         scaling["original_max_position_embeddings"] = outside or given.get(
             "original_max_position_embeddings", max_positions
         )
@@ -244,7 +247,7 @@ _MISSING: Any = object()
 
 
 def _value(source: Mapping[str, Any], key: str, kind: type, default: Any = _MISSING, of: str = "config.json") -> Any:
-    """A positive int, a positive float (an int will do) or a bool; absent and null are alike."""
+    """A positive int, a positive float (or int) or a bool. Null means absent."""
     value = source.get(key)
     if value is None:
         if default is _MISSING:
@@ -256,6 +259,6 @@ def _value(source: Mapping[str, Any], key: str, kind: type, default: Any = _MISS
         numbers = (int, float) if kind is float else (int,)
         ok = isinstance(value, numbers) and not isinstance(value, bool) and 0 < value < float("inf")
     if not ok:
-        words = {int: "a positive integer", float: "a positive number", bool: "true or false"}[kind]
-        raise ValueError(f"{of}: {key} = {_short(value)}: must be {words}")
+        expected = {int: "a positive integer", float: "a positive number", bool: "true or false"}[kind]
+        raise ValueError(f"{of}: {key} = {_short(value)}: must be {expected}")
     return value

@@ -1,54 +1,41 @@
-"""GGUF (llama.cpp's file) to an ordinary Hugging Face directory: weights dequantised to float32, tokenizer rebuilt.
+"""Convert a GGUF file (llama.cpp) to a Hugging Face directory: weights dequantised to float32, tokenizer rebuilt.
 
-Only what `store.pull` brings: the llama architecture with a byte-level BPE tokenizer. Heavy libraries are imported
-where they are used.
+Supports only what `store.pull` downloads: the llama architecture with a byte-level BPE tokenizer. Heavy libraries are
+imported inside the functions that use them.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from paceline.model.config import ModelConfig
+from paceline.model.decoder import Decoder
+from paceline.model.weights import MAX_SHARD_BYTES, decoder_views, write_directory
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 CONTROL = 3  # token_type of special tokens
 
 
-def gguf_to_hf(source: Path, target: Path, tick: Callable[[int, int], None] = lambda done, total: None) -> None:
-    """Write `target`/{config.json, generation_config.json, model.safetensors, tokenizer files} from a GGUF file."""
-    from gguf import GGUFReader
-    from safetensors.numpy import save_file
+def gguf_to_hf(source: Path, target: Path, track: Callable[[list[Any]], Iterable[Any]] = iter) -> None:
+    """Write `target`/{config.json, generation_config.json, model.safetensors, tokenizer files} from a GGUF file.
+    `track` iterates over the tensors and shows the progress."""
+    from gguf import MODEL_ARCH, GGUFReader, get_tensor_name_map
 
     reader = GGUFReader(source)
     config = _config(reader)
-    tensors = {}
-    for i, tensor in enumerate(reader.tensors):
-        name, values = _tensor(tensor, config)
-        tensors[name] = values
-        tick(i + 1, len(reader.tensors))
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    with torch.device("meta"):
+        views = decoder_views(Decoder(config))
+    to_gguf = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_layers)
+    hf_names = {to_gguf.get_name(name, (".weight",)): name for view in views for name, _ in view.parts}
     special = {
         f"{key}_token_id": reader.fields[field].contents()
         for key, field in (
@@ -57,12 +44,13 @@ def gguf_to_hf(source: Path, target: Path, tick: Callable[[int, int], None] = la
             ("pad", "tokenizer.ggml.padding_token_id"),
         )
     }
-    for name, content in {
-        "config.json": {**config.to_hf(), **special, "dtype": "float32"},
-        "generation_config.json": special,
-    }.items():
-        (target / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-    shutil.copymode(target / "config.json", target / "model.safetensors")  # safetensors writes for the owner alone
+    write_directory(
+        target,
+        ((hf_names[tensor.name], _values(tensor, config)) for tensor in track(reader.tensors)),
+        {hf_names[tensor.name]: 4 * int(tensor.n_elements) for tensor in reader.tensors},
+        {"generation_config.json": special, "config.json": {**config.to_hf(), **special, "dtype": "float32"}},
+        MAX_SHARD_BYTES,
+    )
     _write_tokenizer(reader, target, config.max_positions)
 
 
@@ -82,7 +70,7 @@ def _config(reader: GGUFReader) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=get("llama.attention.head_count_kv"),
         head_dim=hidden_size // num_heads,
-        # The file has float32s; the shortest decimal that is the same float32 is what the model's makers wrote.
+        # The file stores float32. The shortest decimal with the same float32 value is the original number.
         norm_eps=float(str(np.float32(get("llama.attention.layer_norm_rms_epsilon")))),
         rope_theta=float(str(np.float32(get("llama.rope.freq_base")))),
         max_positions=get("llama.context_length"),
@@ -91,19 +79,18 @@ def _config(reader: GGUFReader) -> ModelConfig:
     )
 
 
-def _tensor(tensor: Any, config: ModelConfig) -> tuple[str, np.ndarray]:
+def _values(tensor: Any, config: ModelConfig) -> Tensor:
     from gguf.quants import dequantize
 
-    *block, stem, kind = tensor.name.split(".")  # blk.3.attn_q.weight
-    name = f"{'model.layers.' + block[1] + '.' if block else ''}{NAMES[stem]}.{kind}"
     values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-    if stem in ("attn_q", "attn_k"):
-        values = _half_split(values, config.num_heads if stem == "attn_q" else config.num_kv_heads)
-    return name, np.ascontiguousarray(values)
+    for stem, num_heads in ((".attn_q.", config.num_heads), (".attn_k.", config.num_kv_heads)):
+        if stem in tensor.name:
+            values = _half_split(values, num_heads)
+    return torch.from_numpy(np.array(values))  # a copy: the file is mapped read-only
 
 
 def _half_split(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """llama.cpp turns neighbouring pairs of a head's rows, Hugging Face rows i and i + E/2."""
+    """llama.cpp rotates adjacent pairs of a head's rows, Hugging Face rows i and i + E/2."""
     pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
 
@@ -121,7 +108,7 @@ def _write_tokenizer(reader: GGUFReader, target: Path, max_positions: int) -> No
     tokens, kinds = get("ggml.tokens"), get("ggml.token_type")
     merges = [tuple(merge.split(" ")) for merge in get("ggml.merges")]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    # "smollm": every digit by itself, then GPT-2's pattern.
+    # "smollm": split digits individually, then GPT-2's pattern.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -139,7 +126,7 @@ def _write_tokenizer(reader: GGUFReader, target: Path, max_positions: int) -> No
         model_max_length=max_positions,
     )
     wrapped.save_pretrained(target)
-    # transformers 5 writes a class name of its own, which transformers 4 doesn't know; both know this one.
+    # transformers 5 writes a class name that transformers 4 does not have. Both have this one.
     path = target / "tokenizer_config.json"
     config = json.loads(path.read_text("utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")

@@ -1,9 +1,9 @@
-"""Any causal language model of transformers in the place of our decoder, for the learner alone: `learner.model =
-"transformers"`. Slower, for a prompt is computed once for every completion, but of whatever architecture.
+"""Any causal language model of transformers in place of our decoder, for the learner only: `learner.model =
+"transformers"`. It supports every architecture but is slower: a prompt is computed once per completion.
 
-What a learner asks of a decoder is here under the same names. The sequences of a forward are laid side by side and
-padded at their ends, where causality hides it: no mask is needed, and sliding windows, learned positions or recurrent
-layers are as their authors meant them. T tokens laid end to end, S sequences of at most L, D hidden.
+HFDecoder has the methods of Decoder that the learner calls. The sequences of a forward pass are padded at the end to
+one length. Causal attention hides the padding, so no mask is needed, and sliding windows, learned positions and
+recurrent layers work as they are. T concatenated tokens, S sequences of at most L tokens, D hidden.
 """
 
 from __future__ import annotations
@@ -18,49 +18,46 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from paceline.model.attention import keys_of
 from paceline.model.decoder import Output
-from paceline.model.hf_shape import check_sizes
-from paceline.model.weights import LM_HEAD, Home, ModelError, tensors_in
+from paceline.model.hf_shape import load_hf_config
+from paceline.model.weights import LM_HEAD, ModelError, ParameterView, tensors_in
 
-PROBE = 5  # tokens that show whether logits are the LM head's alone
+NUM_CHECK_TOKENS = 5  # tokens for the check that the logits are the LM head's output
 
 
-class SideBySide:
-    """Where each of the T tokens stands among S sequences of L: segments as in PackedAttention."""
+class PaddedBatch:
+    """Maps T concatenated tokens to S padded sequences of length L and back. Segments are as in PackedAttention."""
 
     def __init__(self, lengths: Sequence[int], prefixes: Sequence[int | None], device: torch.device) -> None:
-        ends = np.cumsum(lengths)
-        rows = [np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-        begun = {prefix for prefix in prefixes if prefix is not None}
-        whole = [
-            rows[i] if prefix is None else np.concatenate([rows[prefix], rows[i]])
-            for i, prefix in enumerate(prefixes)
-            if i not in begun  # a prompt that is no sequence by itself
-        ]
-        longest = max(map(len, whole))
-        rows_SL, place_T = np.zeros((len(whole), longest), np.int64), np.zeros(sum(lengths), np.int64)
-        for s, each in enumerate(whole):
+        # A shared prompt is no sequence by itself.
+        shared = set(prefixes)
+        sequences = [rows for i, rows in enumerate(keys_of(lengths, prefixes)) if i not in shared]
+        longest = max(map(len, sequences))
+        rows_SL, index_T = np.zeros((len(sequences), longest), np.int64), np.zeros(sum(lengths), np.int64)
+        for s, each in enumerate(sequences):
             rows_SL[s, : len(each)] = each
-            place_T[each] = s * longest + np.arange(len(each))  # a shared prompt's: in the last that has it
+            index_T[each] = s * longest + np.arange(len(each))  # for a shared prompt: in its last sequence
         self.rows_SL = torch.from_numpy(rows_SL).to(device)
-        self.place_T = torch.from_numpy(place_T).to(device)
+        self.index_T = torch.from_numpy(index_T).to(device)
 
 
 class HFDecoder(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model: Any = model.eval()  # nothing is dropped: the engine drops nothing either
-        self.layers = [module for module in model.modules() if type(module).__name__ in _block_names(model)]
+        self.model: Any = model.eval()  # no dropout: the engine has none either
+        names = set(getattr(model, "_no_split_modules", None) or ())  # the classes of layers, sharded one by one
+        self.layers = [module for module in model.modules() if type(module).__name__ in names]
 
     def forward(
-        self, tokens_T: Tensor, positions_T: Tensor, attention: SideBySide, taps: tuple[int, ...] = ()
+        self, tokens_T: Tensor, positions_T: Tensor, attention: PaddedBatch, aux_layers: tuple[int, ...] = ()
     ) -> Output:
-        assert not taps, "a drafter that reads states goes with our own decoder"
+        assert not aux_layers, 'auxiliary hidden states need learner.model = "paceline"'
         hidden_SLD = self._body(tokens_T[attention.rows_SL])
-        return Output(hidden_SLD.flatten(0, 1)[attention.place_T], {})
+        return Output(hidden_SLD.flatten(0, 1)[attention.index_T], {})
 
-    def attention(self, lengths: Sequence[int], prefixes: Sequence[int | None]) -> SideBySide:
-        return SideBySide(lengths, prefixes, self.device)
+    def attention(self, lengths: Sequence[int], prefixes: Sequence[int | None]) -> PaddedBatch:
+        return PaddedBatch(lengths, prefixes, self.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)
@@ -87,19 +84,19 @@ class HFDecoder(nn.Module):
 
     @property
     def checkpointing(self) -> bool:
-        """Whether each layer is computed again in the backward pass. Ours, not transformers', which is only for
-        models that drop out."""
+        """Activation checkpointing: whether each layer is recomputed in the backward pass. This is our own:
+        transformers' needs training mode, which enables dropout."""
         return any("forward" in vars(layer) for layer in self.layers)
 
     @checkpointing.setter
-    def checkpointing(self, wanted: bool) -> None:
+    def checkpointing(self, enabled: bool) -> None:
         for layer in self.layers:
             vars(layer).pop("forward", None)
-            if wanted:
+            if enabled:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
-    def homes(self) -> Iterator[Home]:
-        return (Home(parameter, ((name, len(parameter)),)) for name, parameter in self.model.named_parameters())
+    def parameter_views(self) -> Iterator[ParameterView]:
+        return (ParameterView(tensor, ((name, len(tensor)),)) for name, tensor in self.model.named_parameters())
 
     def save(self, directory: Path) -> None:
         self.model.save_pretrained(directory)
@@ -109,13 +106,13 @@ class HFDecoder(nn.Module):
 
 
 def load_hf(directory: Path, dtype: torch.dtype, device: torch.device | str) -> HFDecoder:
-    """From a Hugging Face directory with safetensors; code that comes with a model is never run."""
+    """From a Hugging Face directory with safetensors. Code in the directory is never run."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    with tensors_in(directory) as (shapes, _):  # refuses pickles
+    with tensors_in(directory) as (shapes, _):  # raises for pickles
         _check_stored(directory, shapes)
-    shows = logging.is_progress_bar_enabled()
+    had_progress_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -124,7 +121,7 @@ def load_hf(directory: Path, dtype: torch.dtype, device: torch.device | str) -> 
     except (ValueError, OSError, KeyError, RuntimeError) as error:
         raise ModelError(f'{directory}: learner.model = "transformers" can\'t load it: {error}') from None
     finally:
-        if shows:
+        if had_progress_bar:
             logging.enable_progress_bar()
     decoder = HFDecoder(model.to(device).requires_grad_(False))
     _check_head(decoder, directory)
@@ -132,47 +129,41 @@ def load_hf(directory: Path, dtype: torch.dtype, device: torch.device | str) -> 
 
 
 def _check_stored(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Before any memory is taken: whether the files hold what transformers makes of config.json, by the same names."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """Check before allocating memory that the files have the tensors of transformers' model, under the same names."""
+    from transformers import AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-        check_sizes(config)
-        num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-        numbers = (int(word) for name in shapes for word in name.split(".") if word.isdecimal() and len(word) < 10)
-        if num_layers > (stored := 1 + max(numbers, default=-1)):  # to build so many would take long
+        config, text = load_hf_config(directory)
+        num_layers = getattr(text, "num_hidden_layers", 0)
+        numbers = (int(part) for name in shapes for part in name.split(".") if part.isdecimal() and len(part) < 10)
+        if num_layers > (stored := 1 + max(numbers, default=-1)):  # building too many layers would take long
             raise ValueError(f"config.json: num_hidden_layers = {num_layers}, but {stored} layers are stored")
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # transformers and its validators raise all sorts
+    except Exception as error:  # transformers and its validators raise many types
         raise ModelError(f'{directory}: learner.model = "transformers" can\'t load it: {error}') from None
     needed = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if odd := sorted(needed.keys() - shapes.keys() - {LM_HEAD}):
         raise ModelError(
-            f"{directory}: transformers knows {odd[0]} and {len(odd) - 1} more tensors by names that the files do not "
-            'have, so no engine would; learner.model = "transformers" can\'t train it'
+            f"{directory}: transformers has {odd[0]} and {len(odd) - 1} more tensors under names that the files do not "
+            'have, so they can\'t be sent to an engine; learner.model = "transformers" does not support this model'
         )
     for name, shape in needed.items():
         if shapes.get(name, shape) != shape:
-            raise ModelError(f"{directory}: {name} is {list(shapes[name])}, the config says {list(shape)}")
+            raise ModelError(f"{directory}: {name} is {list(shapes[name])}, the config requires {list(shape)}")
 
 
 @torch.no_grad()
 def _check_head(decoder: HFDecoder, directory: Path) -> None:
-    """The loss is computed from states and the LM head's matrix: whatever else is done to logits would be missed."""
-    tokens = torch.arange(PROBE, device=decoder.device)[None]
+    """The loss is computed from hidden states and the LM head's matrix, so no other operation may affect the logits."""
+    tokens = torch.arange(NUM_CHECK_TOKENS, device=decoder.device)[None]
     head = decoder.lm_head
     if head is not None and getattr(head, "bias", None) is None:
-        mine = head(decoder._body(tokens))
-        theirs = decoder.model(input_ids=tokens, use_cache=False).logits.to(mine.dtype)
-        if (mine - theirs).abs().max() <= 8 * torch.finfo(mine.dtype).eps * theirs.abs().max():
+        ours = head(decoder._body(tokens))
+        theirs = decoder.model(input_ids=tokens, use_cache=False).logits.to(ours.dtype)
+        if (ours - theirs).abs().max() <= 8 * torch.finfo(ours.dtype).eps * theirs.abs().max():
             return
     raise ModelError(
-        f"{directory}: its logits are not its last states times its LM head (a bias, a cap or a scale), which "
-        'learner.model = "transformers" can\'t train'
+        f"{directory}: its logits are not its last hidden states times its LM head (it has a bias, a cap or a scale); "
+        'learner.model = "transformers" does not support this model'
     )
-
-
-def _block_names(model: Any) -> set[str]:
-    """The classes of a model's layers, which are divided among ranks one by one."""
-    return set(getattr(model, "_no_split_modules", None) or ())

@@ -1,35 +1,33 @@
-"""The decoder's arithmetic and the draw of tokens in C (csrc/), for float32 inference on CPUs.
+"""The decoder's operations and the sampling of tokens in C (csrc/), for float32 inference on CPUs.
 
-What always holds: a row's results have the same bits whatever other rows are in the batch, however a prompt was cut
-into chunks and however many threads run. `ops.TorchOps`, `attention.PagedAttention` and `sample.Sampler` are the slow
-twins. Weights lie in panels of 16 outputs, [ceil(N / 16), K, 16], which one pass reads from end to end.
+Invariant: a row's results are bit-identical for every batch, every chunking of a prompt and every number of threads.
+`ops.TorchOps`, `attention.PagedAttention` and `sample.Sampler` are the reference implementations. Weights are packed in
+panels of 16 outputs, [ceil(N / 16), K, 16], which the kernel reads sequentially.
 """
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline import native
-from paceline.model.config import ModelConfig
+from paceline.model.decoder import Decoder
+from paceline.model.eagle3 import Eagle3Head
 from paceline.model.kv import BatchPlan, PagedKV
-from paceline.model.layer import Linear
-from paceline.model.ops import Composed
-
-if TYPE_CHECKING:
-    from paceline.model.decoder import Decoder
-    from paceline.model.eagle3 import Eagle3Head
-    from paceline.model.layer import Layer
+from paceline.model.layer import Layer, Linear
+from paceline.model.ops import Ops
+from paceline.model.rope import Tables
+from paceline.model.sampling_arrays import SamplingArrays
 
 WIDTH = 16  # outputs per panel, positions per KV block
-TILE = 20  # (query, head) pairs that share one reading of a row's keys and values
+TILE = 20  # (query, head) pairs that share one read of a row's keys and values
 
-_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_P, _I, _U, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float
 
 
 class _Plan(ctypes.Structure):
@@ -44,49 +42,35 @@ class _Plan(ctypes.Structure):
     ]
 
 
-@cache
-def _decoder() -> ctypes.CDLL:
-    return _declare(
-        native.load("decoder"),
-        linear=(_P, _P, _P, _P, _I, _I, _I),
-        embed=(_P, _P, _P, _I, _I),
-        norm=(_P, _P, _F, _P, _I, _I),
-        add_norm=(_P, _P, _P, _F, _I, _I),
-        silu_mul=(_P, _P, _I, _I),
-        rotate=(_P, _P, _P, _F, _P, _P, _P, _I, _I, _I, _I),
-        attention=(_P, _I, _P, _P, _P, _P),
-    )
+SIGNATURES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "decoder": {
+        "linear": (_P, _P, _P, _P, _I, _I, _I),
+        "embed": (_P, _P, _P, _I, _I),
+        "norm": (_P, _P, _F, _P, _I, _I),
+        "add_norm": (_P, _P, _P, _F, _I, _I),
+        "silu_mul": (_P, _P, _I, _I),
+        "rotate": (_P, _P, _P, _F, _P, _P, _P, _I, _I, _I, _I),
+        "attention": (_P, _I, _P, _P, _P, _P),
+    },
+    "sample": {
+        "draw": (_P, _I, _I, _P, _P, _U, _P, _P, _P, _P, _P, _P, _P, _P),
+        "race": (_P, _I, _I, _P, _P, _U, _P),
+        "uniform": (_I, _P, _P, _U, _P),
+    },
+    "weights": {"pack": (_P, _P, _I, _I, _I), "unpack": (_P, _P, _I, _I), "sums": (_P, _I, _I, _P, _I, _P)},
+}
 
 
 @cache
-def _sample() -> ctypes.CDLL:
-    return _declare(
-        native.load("sample"),
-        draw=(_P, _I, _I, _P, _P, ctypes.c_uint32, _P, _P, _P, _P, _P, _P, _P, _P),
-        race=(_P, _I, _I, _P, _P, ctypes.c_uint32, _P),
-        uniform=(_I, _P, _P, ctypes.c_uint32, _P),
-    )
-
-
-@cache
-def _weights() -> ctypes.CDLL:
-    return _declare(
-        native.load("weights"),
-        pack=(_P, _P, _I, _I, _I),
-        unpack=(_P, _P, _I, _I),
-        sums=(_P, _I, _I, _P, _I, _P),
-    )
-
-
-def _declare(library: ctypes.CDLL, **signatures: tuple[type, ...]) -> ctypes.CDLL:
-    for name, argtypes in signatures.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = argtypes, None
+def _library(name: str) -> ctypes.CDLL:
+    library = native.load(name)
+    for function, argtypes in SIGNATURES[name].items():
+        getattr(library, function).argtypes, getattr(library, function).restype = argtypes, None
     return library
 
 
 def pack(weight_NK: Tensor) -> Tensor:
-    """[N, K] -> panels [ceil(N / 16), K, 16], zeros after the last output."""
+    """[N, K] -> panels [ceil(N / 16), K, 16], padded with zeros."""
     num_out, num_in = weight_NK.shape
     panels = weight_NK.new_zeros(-(-num_out // WIDTH), num_in, WIDTH)
     pack_rows(weight_NK, panels, 0)
@@ -99,48 +83,48 @@ def pack_rows(rows_NK: Tensor, panels: Tensor, first: int) -> None:
     rows_NK = rows_NK.contiguous()
     assert rows_NK.dtype == panels.dtype == torch.float32 and panels.is_contiguous() and num_in == panels.shape[1]
     assert first >= 0 and first + num_rows <= len(panels) * WIDTH
-    _weights().pack(rows_NK.data_ptr(), panels.data_ptr(), first, num_rows, num_in)
+    _library("weights").pack(rows_NK.data_ptr(), panels.data_ptr(), first, num_rows, num_in)
 
 
 def unpack(panels: Tensor, num_out: int) -> Tensor:
     """The first num_out outputs' weights, [N, K]."""
     assert panels.dtype == torch.float32 and panels.is_contiguous() and num_out <= len(panels) * WIDTH
     weight = panels.new_empty(num_out, panels.shape[1])
-    _weights().unpack(panels.data_ptr(), weight.data_ptr(), *weight.shape)
+    _library("weights").unpack(panels.data_ptr(), weight.data_ptr(), *weight.shape)
     return weight
 
 
 def sums(words: Tensor, high: np.ndarray) -> np.ndarray:
-    """weights._sums of int8, int16 or int32 words: uint64, one for every len(high) words and one for the rest."""
+    """`weights._sums` of int8, int16 or int32 words: uint64, one per len(high) words and one for the remainder."""
     assert words.is_contiguous() and words.itemsize <= 4 and high.dtype == np.uint32
     out = np.empty(len(words) // len(high) + 1, np.uint64)
-    _weights().sums(words.data_ptr(), words.itemsize, len(words), high.ctypes.data, len(high), out.ctypes.data)
+    _library("weights").sums(words.data_ptr(), words.itemsize, len(words), high.ctypes.data, len(high), out.ctypes.data)
     return out
 
 
 def pack_for_inference(model: Decoder | Eagle3Head) -> None:
-    """Turn a float32 CPU model into one for inference: weights into panels, ops into C."""
+    """Convert a float32 CPU model for inference, in place: packed weights and C kernels."""
     assert model.device.type == "cpu" and model.dtype == torch.float32
-    _sample()
+    _library("sample")
     ops = NativeOps()
     for module in model.modules():
         if isinstance(module, Linear) and module.weight is not None:
             module.panels = pack(module.weight.detach())
             module.weight = None
     model.ops = ops
-    # A step looks up some three hundred submodules and parameters, each time by way of nn.Module.__getattr__, a
-    # microsecond or more. As plain attributes too they are found at once (assigning to one puts it right again).
+    # A step looks up about 300 submodules and parameters through nn.Module.__getattr__, which takes a microsecond or
+    # more each. Plain attributes are faster. (Assigning to one through nn.Module removes the plain attribute.)
     for module in model.modules():
         vars(module).update(module._modules | module._parameters)
 
 
-class NativeOps(Composed):
-    """ops.Ops over packed weights."""
+class NativeOps(Ops):
+    """`ops.Ops` with packed weights."""
 
     is_cuda = False
 
     def __init__(self) -> None:
-        self.c = c = _decoder()
+        self.c = c = _library("decoder")
         self._linear, self._add_norm, self._silu_mul, self._rotate = c.linear, c.add_norm, c.silu_mul, c.rotate
 
     def embed(self, tokens_T: Tensor, table: Linear) -> Tensor:
@@ -187,9 +171,8 @@ class NativeOps(Composed):
         self._silu_mul(gate_up_TI.data_ptr(), y.data_ptr(), num_rows, width // 2)
         return y
 
-    def qkv(
-        self, h_TD: Tensor, layer: Layer, config: ModelConfig, positions_T: Tensor, rope: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def qkv(self, h_TD: Tensor, layer: Layer, positions_T: Tensor, rope: Tables) -> tuple[Tensor, Tensor, Tensor]:
+        config = layer.config
         heads, groups, dim = config.num_heads, config.num_kv_heads, config.head_dim
         q_norm, k_norm = layer.q_norm, layer.k_norm
         qkv = self.linear(h_TD, layer.qkv)
@@ -212,7 +195,7 @@ class NativeOps(Composed):
 
 
 class NativePagedAttention:
-    """attention.PagedAttention with the row's queries and the group's heads over one reading of the keys and values."""
+    """`attention.PagedAttention`: a row's queries and a group's heads share one read of the keys and values."""
 
     def __init__(self, kv: PagedKV, plan: BatchPlan) -> None:
         _, num_blocks, groups, dim, block = kv.k.shape
@@ -221,7 +204,7 @@ class NativePagedAttention:
         self.query_start = np.ascontiguousarray(plan.query_start, np.int32)
         self.context = np.ascontiguousarray(plan.context, np.int32)
         self.tables = np.ascontiguousarray(plan.block_tables, np.int32)
-        self.slots = np.ascontiguousarray(plan.slots(), np.int64)
+        self.slots = np.ascontiguousarray(plan.slot_mapping(), np.int64)
         self.c = _Plan(
             k=kv.k.data_ptr(),
             v=kv.v.data_ptr(),
@@ -236,19 +219,19 @@ class NativePagedAttention:
             dim=dim,
         )
         self._address = ctypes.addressof(self.c)
-        self._attention = _decoder().attention
+        self._attention = _library("decoder").attention
 
     def __call__(self, layer: int, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> Tensor:
-        if not self.c.num_heads:  # the first layer of this forward; the others have the same shapes and strides
+        if not self.c.num_heads:  # the first layer of this forward pass; all have the same shapes and strides
             self.c.q_stride, self.c.k_stride, self.c.v_stride = q_THE.stride(0), k_TGE.stride(0), v_TGE.stride(0)
             self._shape = q_THE.shape[0], q_THE.shape[1] * q_THE.shape[2]
-            self._cut(q_THE.shape[1])
+            self._make_tiles(q_THE.shape[1])
         out = q_THE.new_empty(*self._shape)
         self._attention(self._address, layer, q_THE.data_ptr(), k_TGE.data_ptr(), v_TGE.data_ptr(), out.data_ptr())
         return out
 
-    def _cut(self, num_heads: int) -> None:
-        """Every row's (query, head of a group) pairs in equal tiles: (row, first pair, number of pairs)."""
+    def _make_tiles(self, num_heads: int) -> None:
+        """Split every row's (query, head of a group) pairs into equal tiles: (row, first pair, number of pairs)."""
         num_pairs = np.diff(self.query_start) * (num_heads // self.c.num_kv_heads)
         num_tiles = -(-num_pairs // TILE)
         row = np.repeat(np.arange(len(num_pairs)), num_tiles)
@@ -260,53 +243,37 @@ class NativePagedAttention:
 
 
 def draw(
-    logits_PV: Tensor,
-    keys: np.ndarray,
-    positions: np.ndarray,
-    temperature: np.ndarray,
-    top_k: np.ndarray,
-    top_p: np.ndarray,
-    min_p: np.ndarray,
-    stream: int = 0,
-    leads: bool = False,
+    logits_PV: Tensor, keys: np.ndarray, positions: np.ndarray, params: SamplingArrays, stream: int, margins: bool
 ) -> tuple[np.ndarray, ...]:
-    """sample.Sampler.draw: tokens, their logprobs under the processed distribution, the raw ones, and, if they are
-    asked for, the leads."""
+    """`sample.Sampler.draw`: tokens, their logprobs under the processed distribution, their raw logprobs and, if
+    requested, their margins."""
     num_rows, vocab = logits_PV.shape
     logits_PV = logits_PV.contiguous()
-    arrays = [
-        np.ascontiguousarray(array, dtype)
-        for array, dtype in (
-            (keys, np.uint64),
-            (positions, np.int64),
-            (temperature, np.float64),
-            (top_k, np.int32),
-            (top_p, np.float64),
-            (min_p, np.float64),
-        )
-    ]
+    given = keys, positions, params.temperature, params.top_k, params.top_p, params.min_p
+    dtypes = np.uint64, np.int64, np.float64, np.int32, np.float64, np.float64
+    arrays = [np.ascontiguousarray(array, dtype) for array, dtype in zip(given, dtypes, strict=True)]
     assert all(len(array) == num_rows for array in arrays)
-    outs = [np.empty(num_rows, np.int32)] + [np.empty(num_rows) for _ in range(3 if leads else 2)]
-    pointers = [array.ctypes.data for array in (*arrays, *outs)] + ([] if leads else [None])
-    _sample().draw(logits_PV.data_ptr(), num_rows, vocab, *pointers[:2], stream, *pointers[2:])
+    outs = [np.empty(num_rows, np.int32)] + [np.empty(num_rows) for _ in range(3 if margins else 2)]
+    pointers = [array.ctypes.data for array in (*arrays, *outs)] + ([] if margins else [None])
+    _library("sample").draw(logits_PV.data_ptr(), num_rows, vocab, *pointers[:2], stream, *pointers[2:])
     return tuple(outs)
 
 
-def race(weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int = 0) -> np.ndarray:
-    """sample.PhiloxNoise.race: one token per row of non-negative weights."""
+def race(weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
+    """`sample.PhiloxNoise.race`: one token per row of non-negative weights."""
     num_rows, vocab = weights_PV.shape
     weights_PV = weights_PV.contiguous()
     keys, positions = np.ascontiguousarray(keys, np.uint64), np.ascontiguousarray(positions, np.int64)
     tokens = np.empty(num_rows, np.int32)
-    _sample().race(
+    _library("sample").race(
         weights_PV.data_ptr(), num_rows, vocab, keys.ctypes.data, positions.ctypes.data, stream, tokens.ctypes.data
     )
     return tokens
 
 
-def uniform(keys: np.ndarray, positions: np.ndarray, stream: int = 0) -> np.ndarray:
-    """One uniform per position, float64: what sample.PhiloxNoise.coin compares with."""
+def uniform(keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
+    """One uniform number per position, float64, for `sample.PhiloxNoise.bernoulli`."""
     keys, positions = np.ascontiguousarray(keys, np.uint64), np.ascontiguousarray(positions, np.int64)
     out = np.empty(len(keys))
-    _sample().uniform(len(keys), keys.ctypes.data, positions.ctypes.data, stream, out.ctypes.data)
+    _library("sample").uniform(len(keys), keys.ctypes.data, positions.ctypes.data, stream, out.ctypes.data)
     return out

@@ -1,39 +1,64 @@
-"""What a decoder holds: linear maps and, made of them, its layers. How to compute with them is `ops.py`'s business."""
+"""The modules that models consist of: linear maps, with their optional LoRA adapters, and layers.
+
+They hold parameters. `ops.py` computes with them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from paceline.model.config import ModelConfig
-from paceline.model.lora import Lora
+from paceline.model.sharding import full_tensor
 
 FLOAT8 = torch.float8_e4m3fn  # 4 significant bits, from 2^-6 to 448; fewer down to 2^-9
-ROWS = 4096  # of a matrix, rounded at once: meanwhile they lie in memory in float32
+ROWS = 4096  # rows of a matrix that are quantised at once; they need a temporary float32 copy
 
 
-class Rounded:
-    """A matrix in 8 bits: all of it by one scale, since what counts in a float is its relative error."""
+class Float8Weight:
+    """A matrix in float8 with one scale for the whole tensor: what matters in a float is its relative error."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = torch.empty(weight.shape, dtype=FLOAT8, device=weight.device)
         self.scale = torch.empty((), device=weight.device)
-        self.follow(weight)
+        self.update(weight)
 
-    def follow(self, weight: Tensor) -> None:
-        """In place: who computes by graphs knows where it lies."""
+    def update(self, weight: Tensor) -> None:
+        """Quantise new weights in place: CUDA graphs hold the addresses."""
         weight = weight.detach()
         self.scale.copy_(weight.abs().max().float().clamp_min(1e-12) / torch.finfo(FLOAT8).max)
-        for mine, rows in zip(self.weight.split(ROWS), weight.split(ROWS), strict=True):
-            mine.copy_(rows.float() / self.scale)
+        for target, rows in zip(self.weight.split(ROWS), weight.split(ROWS), strict=True):
+            target.copy_(rows.float() / self.scale)
+
+
+class Lora(nn.Module):
+    """A low-rank adapter (LoRA, arXiv 2106.09685) of a linear map: W becomes W + scale * B A, scale = alpha / rank."""
+
+    def __init__(self, num_in: int, num_out: int, rank: int, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.enabled = True
+        self.down = nn.Parameter(torch.empty(rank, num_in))  # A
+        self.up = nn.Parameter(torch.zeros(num_out, rank))  # B
+
+    def forward(self, x_TK: Tensor) -> Tensor:
+        """The term that is added to the linear map's output."""
+        return F.linear(F.linear(x_TK, self.down), self.up) * self.scale
+
+    def merged(self, weight_NK: Tensor) -> Tensor:
+        """W + scale * B A, computed in at least float32."""
+        dtype = torch.promote_types(weight_NK.dtype, torch.float32)
+        up, down = (full_tensor(part.detach()).to(dtype) for part in (self.up, self.down))
+        return torch.addmm(weight_NK.to(dtype), up, down, alpha=self.scale).to(weight_NK.dtype)
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. Holds W as `weight` [N, K]; a CPU engine replaces it by `panels`, its packed twin.
-    A learner may add a trainable difference to W, `lora`; a head that drafts on a GPU may compute with W `rounded`."""
+    """y = x W^T + b, with W as `weight` [N, K]. A CPU engine replaces `weight` by `panels`, the same matrix packed.
+    A learner may add a LoRA adapter, `lora`. A head on a GPU may compute with the quantised matrix `float8`."""
 
     def __init__(self, num_in: int, num_out: int, bias: bool = False) -> None:
         super().__init__()
@@ -42,15 +67,40 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_out)) if bias else None
         self.panels: Tensor | None = None
         self.lora: Lora | None = None
-        self.rounded: Rounded | None = None
+        self.float8: Float8Weight | None = None
+
+
+class Model(nn.Module):
+    """A decoder or an EAGLE-3 head."""
+
+    norm: nn.Parameter  # before the LM head
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.dtype
+
+
+def init_random(parameters: Iterable[tuple[str, Tensor]], seed: int) -> None:
+    """Random weights, the same on every device: normal with standard deviation 0.02; norms are one."""
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in parameters:
+            if name.removesuffix(".weight").endswith("norm"):
+                tensor.fill_(1)
+            else:
+                tensor.copy_(torch.randn(tensor.shape, generator=noise) * 0.02)
 
 
 class Layer(nn.Module):
-    """`num_in` is what attention reads; the residual stream, unless an EAGLE-3 head puts something beside it."""
+    """`num_in` is the size of attention's input: hidden_size, unless an EAGLE-3 head concatenates two inputs."""
 
     def __init__(self, config: ModelConfig, num_in: int | None = None) -> None:
         super().__init__()
-        c = config
+        self.config = c = config
         self.input_norm = nn.Parameter(torch.ones(c.hidden_size))
         self.qkv = Linear(num_in or c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, bias=c.qkv_bias)
         self.q_norm = nn.Parameter(torch.ones(c.head_dim)) if c.qk_norm else None
@@ -61,6 +111,6 @@ class Layer(nn.Module):
         self.down = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
 
     def forward(self, compute: Callable[..., Any], *args: Any) -> Any:
-        """What `compute` makes of this layer. A layer is called as a module, so that who watches modules (sharding
-        gathers a layer's parameters for as long as it computes) sees where it begins and ends."""
+        """Call `compute` with this layer. It is a module call so that FSDP's hooks run: FSDP gathers a layer's
+        parameters before its forward pass and frees them after it."""
         return compute(self, *args)

@@ -1,10 +1,11 @@
-"""The arithmetic that a decoder is made of, in plain torch. `kernels.py` has the same methods for CPUs, faster.
+"""The operations that a decoder consists of, in plain torch. `kernels.py` implements them in C for CPUs, `cuda/ops.py`
+for GPUs.
 
-In 16 bits a step is computed in float32 and rounded once, at its end; the residual stream and the logits are not
-rounded at all. An engine and a learner sum in different orders, and what they then round differently grows from layer
-to layer: this way by a third of it.
+With 16-bit weights, each operation computes in float32 and rounds its result once. The residual stream and the logits
+stay in float32. The engine and the learner sum in different orders, and rounding differences grow from layer to layer:
+this way to a third of what they would be.
 
-Ops is stateless apart from scratch memory; which Ops a decoder uses is decided once, when it is built.
+Ops have no state apart from scratch memory. A decoder's Ops are chosen when it is built.
 """
 
 from __future__ import annotations
@@ -16,102 +17,74 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.model.attention import Attention
-from paceline.model.config import ModelConfig
 from paceline.model.layer import Layer, Linear
+from paceline.model.rope import Tables
 
 
 class Ops(Protocol):
-    is_cuda: bool  # whether it is a GPU's own kernels that compute
+    """Backends implement what has no body here. Operations with a body are composed of others; a backend may fuse
+    them."""
+
+    is_cuda: bool  # whether these are CUDA kernels
 
     def embed(self, tokens_T: Tensor, table: Linear) -> Tensor: ...
     def linear(self, x_TK: Tensor, linear: Linear) -> Tensor: ...
     def logits(self, h_TD: Tensor, linear: Linear) -> Tensor:
-        """In float32 or better."""
+        """In at least float32."""
         ...
 
     def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor: ...
-    def summand(self, x_TK: Tensor, linear: Linear) -> Tensor:
-        """A product that is to be added to the residual stream. It is for `add_norm` and `rounded_sum` alone: an Ops
-        may leave its last sum to them."""
-        ...
-
     def add_norm(self, x_TD: Tensor, y_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x + y and its norm. May reuse the memory of x and y."""
-        ...
-
-    def beside(self, x_TD: Tensor, x_norm_D: Tensor, y_TD: Tensor, y_norm_D: Tensor, eps: float) -> Tensor:
-        """The norms of x and y: [T, 2 D]."""
-        ...
-
-    def rounded_sum(self, x_TD: Tensor, y_TD: Tensor, dtype: torch.dtype) -> Tensor:
-        """x + y, in the dtype of the weights."""
+        """x + y, and its norm. May overwrite x and y."""
         ...
 
     def silu_mul(self, gate_up_TI: Tensor) -> Tensor: ...
-    def gated(self, h_TD: Tensor, gate_up: Linear) -> Tensor:
-        """silu(gate) · up of the two that the linear map makes."""
+    def qkv(self, h_TD: Tensor, layer: Layer, positions_T: Tensor, rope: Tables) -> tuple[Tensor, Tensor, Tensor]:
+        """Project, apply the q and k norms, and rotate: q [T, H, E], k and v [T, G, E]."""
         ...
 
-    def qkv(
-        self, h_TD: Tensor, layer: Layer, config: ModelConfig, positions_T: Tensor, rope: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Projected, normed and rotated: q [T, H, E], k and v [T, G, E]."""
-        ...
-
-    def attend(
-        self, h_TD: Tensor, layer: Layer, config: ModelConfig, positions_T: Tensor, rope: tuple[Tensor, Tensor],
-        attention: Attention, i: int,
-    ) -> Tensor:  # fmt: skip
-        """What layer i's queries find among its keys and values: [T, H * E]."""
-        ...
-
-    def layer(
-        self, layer: Layer, config: ModelConfig, x_TD: Tensor, y_TD: Tensor | None, positions_T: Tensor,
-        rope: tuple[Tensor, Tensor], attention: Attention, i: int,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Through layer i: the residual stream x, and y that is to be added to it, which the next norm does in the same
-        stroke. So a layer needs no parameters but its own. May reuse the memory of x and y."""
-        ...
-
-
-class Composed:
-    """What can be made of the others."""
-
-    def summand(self: Ops, x_TK: Tensor, linear: Linear) -> Tensor:
+    def residual_linear(self, x_TK: Tensor, linear: Linear) -> Tensor:
+        """A linear map with an output that is added to the residual stream. Only `add_norm` and `rounded_sum` may read
+        the output: it may consist of partial sums, which they add up."""
         return self.linear(x_TK, linear)
 
-    def beside(self: Ops, x_TD: Tensor, x_norm_D: Tensor, y_TD: Tensor, y_norm_D: Tensor, eps: float) -> Tensor:
+    def norm_concat(self, x_TD: Tensor, x_norm_D: Tensor, y_TD: Tensor, y_norm_D: Tensor, eps: float) -> Tensor:
+        """The norms of x and y, concatenated: [T, 2 D]."""
         return torch.cat([self.norm(x_TD, x_norm_D, eps), self.norm(y_TD, y_norm_D, eps)], -1)
 
     def rounded_sum(self, x_TD: Tensor, y_TD: Tensor, dtype: torch.dtype) -> Tensor:
+        """x + y, in the dtype of the weights."""
         return (x_TD + y_TD).to(dtype)
 
-    def gated(self: Ops, h_TD: Tensor, gate_up: Linear) -> Tensor:
+    def gated(self, h_TD: Tensor, gate_up: Linear) -> Tensor:
+        """silu(gate) · up, with both from the fused linear map."""
         return self.silu_mul(self.linear(h_TD, gate_up))
 
     def attend(
-        self: Ops, h_TD: Tensor, layer: Layer, config: ModelConfig, positions_T: Tensor, rope: tuple[Tensor, Tensor],
-        attention: Attention, i: int,
-    ) -> Tensor:  # fmt: skip
-        return attention(i, *self.qkv(h_TD, layer, config, positions_T, rope))
+        self, h_TD: Tensor, layer: Layer, positions_T: Tensor, rope: Tables, attention: Attention, i: int
+    ) -> Tensor:
+        """The attention of layer i, without its output projection: [T, H * E]."""
+        return attention(i, *self.qkv(h_TD, layer, positions_T, rope))
 
     def layer(
-        self: Ops, layer: Layer, config: ModelConfig, x_TD: Tensor, y_TD: Tensor | None, positions_T: Tensor,
-        rope: tuple[Tensor, Tensor], attention: Attention, i: int,
+        self, layer: Layer, x_TD: Tensor, y_TD: Tensor | None, positions_T: Tensor, rope: Tables, attention: Attention,
+        i: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        x, norm, eps = x_TD, layer.input_norm, config.norm_eps
+        """Layer i. Takes and returns the residual stream x and a term y that is still to be added to it: the next norm
+        adds it in the same kernel. This way a layer needs only its own parameters. May overwrite x and y."""
+        x, norm, eps = x_TD, layer.input_norm, layer.config.norm_eps
         x, h = (x, self.norm(x, norm, eps)) if y_TD is None else self.add_norm(x, y_TD, norm, eps)
-        h = self.summand(self.attend(h, layer, config, positions_T, rope, attention, i), layer.o)
+        h = self.residual_linear(self.attend(h, layer, positions_T, rope, attention, i), layer.o)
         x, h = self.add_norm(x, h, layer.post_norm, eps)
-        return x, self.summand(self.gated(h, layer.gate_up), layer.down)
+        return x, self.residual_linear(self.gated(h, layer.gate_up), layer.down)
 
 
-def wide(x: Tensor) -> Tensor:
-    """In float32 or better."""
+def upcast(x: Tensor) -> Tensor:
+    """To at least float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-class TorchOps(Composed):
+class TorchOps(Ops):
     """Any device, any dtype, with gradients."""
 
     is_cuda = False
@@ -128,9 +101,9 @@ class TorchOps(Composed):
 
     def logits(self, h_TD: Tensor, linear: Linear) -> Tensor:
         assert linear.weight is not None and linear.bias is None and linear.lora is None
-        if h_TD.is_cuda and h_TD.itemsize == 2 and not torch.is_grad_enabled():  # a product that has no gradient yet
+        if h_TD.is_cuda and h_TD.itemsize == 2 and not torch.is_grad_enabled():  # `out_dtype` has no gradient
             return torch.mm(h_TD, linear.weight.T, out_dtype=torch.float32)
-        return F.linear(wide(h_TD), wide(linear.weight))
+        return F.linear(upcast(h_TD), upcast(linear.weight))
 
     def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         return _normed(x_TD, weight_D, eps).to(weight_D.dtype)
@@ -142,9 +115,8 @@ class TorchOps(Composed):
     def silu_mul(self, gate_up_TI: Tensor) -> Tensor:
         return _SiluMul.apply(gate_up_TI)
 
-    def qkv(
-        self, h_TD: Tensor, layer: Layer, config: ModelConfig, positions_T: Tensor, rope: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def qkv(self, h_TD: Tensor, layer: Layer, positions_T: Tensor, rope: Tables) -> tuple[Tensor, Tensor, Tensor]:
+        config = layer.config
         heads = self.linear(h_TD, layer.qkv).view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], 1)
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -154,7 +126,7 @@ class TorchOps(Composed):
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x = wide(x)
+    x = upcast(x)
     return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
 
 
@@ -165,18 +137,18 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _SiluMul(torch.autograd.Function):
-    """silu(gate) · up. Of all that its gradient is made of only the input is kept."""
+    """silu(gate) · up. Saves only its input for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        gate, up = wide(gate_up).chunk(2, -1)
+        gate, up = upcast(gate_up).chunk(2, -1)
         return (F.silu(gate) * up).to(gate_up.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        gate, up = wide(gate_up).chunk(2, -1)
-        grad = wide(grad)
+        gate, up = upcast(gate_up).chunk(2, -1)
+        grad = upcast(grad)
         gate_grad = torch.ops.aten.silu_backward(grad * up, gate)
         return torch.cat([gate_grad, grad * F.silu(gate)], -1).to(gate_up.dtype)

@@ -1,9 +1,9 @@
-"""The optimiser: AdamW, or Muon for the layers' matrices and AdamW for the rest, behind one step.
+"""The optimiser: AdamW, or Muon for the layers' matrices and AdamW for all other parameters.
 
-What always holds: the learning rate is a function of the step's number alone; a step is made whole or not at all; the
-state is plain tensors. Parameters of less than 32 bits have a float32 master, which gathers the gradients, is
-stepped, and is then rounded into the parameter. Where parameters are divided among ranks (`sharding.py`) so are
-masters, gradients and moments; every rank makes the same step with its rows, and the norm is that of all.
+Invariants: the learning rate depends only on the step number; a step is applied to all parameters or to none; the state
+dict has only tensors. Parameters of less than 32 bits have a float32 master copy. It accumulates the gradients and is
+updated; then it is rounded to the parameter. If parameters are sharded (`sharding.py`), so are master copies, gradients
+and moments: every rank updates its rows, and the gradient norm is that of all ranks.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from paceline.config import OptimizerSection
 from paceline.model.config import ModelConfig
-from paceline.model.sharding import first_row, is_divided, local, whole
+from paceline.model.sharding import first_row, full_tensor, is_sharded, local_tensor
 
 MATRIX = re.compile(r"(?:layers\.\d+|layer)\.(\w+)\.(.+)")  # layers.3.qkv.weight, layers.3.qkv.lora.up, layer.o.weight
 
 
 def schedule(step: int, section: OptimizerSection, num_steps: int) -> float:
-    """The share of the learning rate that step 0 … num_steps-1 has: a linear warm-up, then constant, or down towards
-    zero, which the step after the last would have."""
+    """The factor on the learning rate at step 0 … num_steps-1: a linear warm-up, then constant or decaying. The decay
+    reaches zero at step num_steps."""
     warmup = section.warmup_steps
     if step < warmup:
         return (step + 1) / warmup
@@ -38,8 +38,8 @@ def schedule(step: int, section: OptimizerSection, num_steps: int) -> float:
 
 
 class Muon(torch.optim.Muon):
-    """torch's, which orthogonalises in bfloat16: on a CPU, where that is emulated and takes minutes, in float32 (or
-    the parameters' own precision) instead."""
+    """torch's Muon, except on a CPU. torch orthogonalises in bfloat16, which a CPU emulates in minutes. Here a CPU
+    computes in the precision of the parameters."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -58,9 +58,9 @@ class Muon(torch.optim.Muon):
 
 
 def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], num_steps: int) -> Tensor:
-    """U V^T, about, of the matrix U S V^T, by Newton-Schulz: X <- a X + (b X X^T + c (X X^T)^2) X."""
+    """About U V^T of the matrix U S V^T, by Newton-Schulz: X <- a X + (b X X^T + c (X X^T)^2) X."""
     a, b, c = coefficients
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix  # the smaller of the two products X X^T, X^T X
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix  # so that X X^T is the smaller product
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(num_steps):
         gram = x @ x.T
@@ -69,21 +69,21 @@ def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], num_ste
 
 
 class Optimizer:
-    """Over the parameters of `module`, a decoder or a head with layers of shape `config`, that are trained. Gradients
-    are whatever backward passes have left since the last step."""
+    """Updates the parameters of `module` that require gradients. `module` is a decoder or a head with layers of shape
+    `config`. A step uses the gradients that are accumulated since the last step."""
 
     def __init__(self, module: nn.Module, config: ModelConfig, section: OptimizerSection, num_steps: int) -> None:
         self.section, self.num_steps = section, num_steps
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        if section.optimizer == "muon" and any(map(is_divided, self.parameters.values())):
+        if section.optimizer == "muon" and any(map(is_sharded, self.parameters.values())):
             raise ValueError(
-                'learner.optimizer = "muon": it orthogonalises whole matrices, but here each rank holds some rows of '
-                'them; use "adamw", or train in one process'
+                'learner.optimizer = "muon": it orthogonalises full matrices, but they are sharded over ranks; use '
+                '"adamw", or train in one process'
             )
         self.masters = {name: _master(p) for name, p in self.parameters.items()}
         self.parts = {part.name: part for name in self.masters for part in self._parts(name, config)}
         matrices = [part.leaf for part in self.parts.values() if part.is_matrix]
-        rest = [part.leaf for part in self.parts.values() if not part.is_matrix]
+        others = [part.leaf for part in self.parts.values() if not part.is_matrix]
         decay = section.weight_decay
         self.optimizers: list[tuple[torch.optim.Optimizer, float]] = []  # with their learning rates
         if matrices:
@@ -91,15 +91,15 @@ class Optimizer:
             self.optimizers.append((muon, section.muon_learning_rate))
             for leaf in matrices:
                 muon.state[leaf] = {"momentum_buffer": torch.zeros_like(leaf)}
-        if rest:
-            groups = [  # norms and biases do not decay
-                {"params": [leaf for leaf in rest if leaf.ndim == 2], "weight_decay": decay},
-                {"params": [leaf for leaf in rest if leaf.ndim != 2], "weight_decay": 0.0},
+        if others:
+            groups = [  # no weight decay for norms and biases
+                {"params": [leaf for leaf in others if leaf.ndim == 2], "weight_decay": decay},
+                {"params": [leaf for leaf in others if leaf.ndim != 2], "weight_decay": 0.0},
             ]
             beta1, beta2 = section.betas
-            adamw = torch.optim.AdamW(groups, betas=(beta1, beta2), eps=section.eps, fused=True)  # twice as fast
+            adamw = torch.optim.AdamW(groups, betas=(beta1, beta2), eps=section.eps, fused=True)  # fused: twice as fast
             self.optimizers.append((adamw, section.learning_rate))
-            for leaf in rest:
+            for leaf in others:
                 zeros = {key: torch.zeros_like(leaf.detach()) for key in ("exp_avg", "exp_avg_sq")}
                 adamw.state[leaf] = {"step": torch.zeros((), device=leaf.device), **zeros}
 
@@ -107,16 +107,16 @@ class Optimizer:
         return self.section.learning_rate * schedule(step, self.section, self.num_steps)
 
     def step(self, step: int) -> float:
-        """Step number `step` with the gradients there are. Returns their norm, before clipping to max_grad_norm."""
+        """Make step number `step` with the accumulated gradients. Returns their norm before clipping."""
         for master in self.masters.values():
-            if master.grad is None:  # nothing was trained
+            if master.grad is None:
                 master.grad = torch.zeros_like(master)
-        norm = whole(get_total_norm([master.grad for master in self.masters.values() if master.grad is not None]))
+        norm = full_tensor(get_total_norm([master.grad for master in self.masters.values() if master.grad is not None]))
         if not norm.isfinite():
             self.clear()
             raise ValueError(
-                f"step {step}: the gradient's norm is {norm.item()}; this update was not made, the weights are as they "
-                "were. Lower the learning rate, or look for rewards or logprobs out of range"
+                f"step {step}: the gradient norm is {norm.item()}; the update is skipped, the weights are unchanged. "
+                "Lower the learning rate, or check for rewards or logprobs out of range"
             )
         if norm > self.section.max_grad_norm:
             clip_grads_with_norm_(self.masters.values(), self.section.max_grad_norm, norm)
@@ -124,22 +124,22 @@ class Optimizer:
             grad = self.masters[part.of].grad
             assert grad is not None
             part.leaf.grad = grad if part.rows is None else grad[part.rows]
-        share = schedule(step, self.section, self.num_steps)
+        factor = schedule(step, self.section, self.num_steps)
         for optimizer, learning_rate in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate * share
+                group["lr"] = learning_rate * factor
             optimizer.step()
         self.clear()
         self._round()
         return float(norm)
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Discard all gradients."""
         for leaf in (*self.parameters.values(), *self.masters.values(), *(part.leaf for part in self.parts.values())):
             leaf.grad = None
 
-    def state(self) -> dict[str, Tensor]:
-        """Parameters and moments, the live tensors: write or copy them before the next step."""
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and moments. These are the live tensors: write or copy them before the next step."""
         parameters = {f"parameter.{name}": master.detach() for name, master in self.masters.items()}
         moments = {
             f"{key}.{part.name}": tensor
@@ -149,32 +149,33 @@ class Optimizer:
         }
         return parameters | moments
 
-    def restore(self, state: Mapping[str, Tensor], others: Sequence[str] = ()) -> None:
-        """Take over what `state` gave, of an optimiser of the same parameters and kind, divided or not: here tensors
-        are whole, and read one by one. `others` are in the state but not the optimiser's."""
-        mine = self.state()
-        if different := sorted(mine.keys() ^ (state.keys() - {*others})):
+    def load_state_dict(self, state: Mapping[str, Tensor], others: Sequence[str] = ()) -> None:
+        """Load the `state_dict` of an optimiser with the same parameters and of the same kind, sharded or not. Tensors
+        in `state` are full and are read one by one. `others` are names in `state` that are not the optimiser's."""
+        current = self.state_dict()
+        if different := sorted(current.keys() ^ (state.keys() - {*others})):
             raise ValueError(
-                f"learner state: {different[0]} and {len(different) - 1} more tensors are on one side only; resume "
-                "with the model, learner.optimizer and learner.lora_* that the state was saved with"
+                f"learner state: {different[0]} and {len(different) - 1} more tensors are only in the saved state or "
+                "only in this learner; resume with the model, learner.optimizer and learner.lora_* that the state was "
+                "saved with"
             )
-        for name, tensor in mine.items():
+        for name, tensor in current.items():
             if tensor.shape != state[name].shape:
                 raise ValueError(
-                    f"learner state: {name} is {list(state[name].shape)}, here {list(tensor.shape)}; resume with the "
-                    "model and learner.lora_* that the state was saved with"
+                    f"learner state: {name} is {list(state[name].shape)}, but this learner has {list(tensor.shape)}; "
+                    "resume with the model and learner.lora_* that the state was saved with"
                 )
         with torch.no_grad():
-            for name, tensor in mine.items():
-                given = state[name]
-                if is_divided(tensor):
+            for name, tensor in current.items():
+                saved = state[name]
+                if is_sharded(tensor):
                     start = first_row(tensor)
-                    given = given[start : start + len(local(tensor))]
-                local(tensor).copy_(given)
+                    saved = saved[start : start + len(local_tensor(tensor))]
+                local_tensor(tensor).copy_(saved)
         self._round()
 
     def _parts(self, name: str, config: ModelConfig) -> Iterator[_Part]:
-        """A parameter, or for Muon the matrices that are fused in it: each is orthogonalised by itself, as in a model
+        """A parameter or, for Muon, the matrices that are fused in it: each is orthogonalised separately, as in a model
         that does not fuse them."""
         master = self.masters[name]
         within = MATRIX.fullmatch(name)
@@ -200,25 +201,25 @@ class Optimizer:
 
 @dataclass(slots=True)
 class _Part:
-    """What is stepped as one."""
+    """What torch's optimisers see as one parameter."""
 
     name: str
-    of: str  # the parameter it is, or is rows of
+    of: str  # the parameter that it is, or is a slice of
     leaf: nn.Parameter
     rows: slice | None = None
-    is_matrix: bool = False  # Muon's
+    is_matrix: bool = False  # updated by Muon
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:
-    """Itself, or a float32 copy into which its gradients are gathered as each backward pass leaves them."""
+    """The parameter itself, or a float32 copy with a hook that adds each backward pass's gradients to the copy."""
     if parameter.dtype.itemsize >= 4:
         return parameter
     master = nn.Parameter(parameter.detach().float())
 
-    def gather(half: Tensor) -> None:
+    def accumulate(half: Tensor) -> None:
         assert half.grad is not None
         master.grad = half.grad.float() if master.grad is None else master.grad.add_(half.grad)
         half.grad = None
 
-    parameter.register_post_accumulate_grad_hook(gather)
+    parameter.register_post_accumulate_grad_hook(accumulate)
     return master

@@ -1,6 +1,7 @@
-"""A decoder with paged memory: what the engine decodes with, and the draft model too.
+"""A decoder with a paged KV cache, for the engine's target and for the draft model.
 
-`forward` takes spans: any number of queries of any sequences in one pass, whatever each of them is doing.
+`forward` takes spans: any number of query tokens of any sequences in one forward pass, for prefill, decoding and
+verification alike.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,8 +25,8 @@ from paceline.types import Receipt
 
 @dataclass(slots=True)
 class Span:
-    """The next queries of one sequence: `tokens` stand at positions start, start + 1, …; the last num_logits of them
-    want logits."""
+    """The next query tokens of one sequence, at positions start, start + 1, … Logits are computed for the last
+    `num_logits` of them."""
 
     tokens: np.ndarray
     start: int
@@ -35,7 +37,7 @@ class Span:
 def make_plan(spans: Sequence[Span]) -> BatchPlan:
     sizes = np.array([len(s.tokens) for s in spans])
     starts = np.array([s.start for s in spans])
-    wanted = np.array([s.num_logits for s in spans])
+    num_logits = np.array([s.num_logits for s in spans])
     query_start = np.zeros(len(spans) + 1, np.int32)
     np.cumsum(sizes, out=query_start[1:])
     tables = np.zeros((len(spans), max(len(s.table.blocks) for s in spans)), np.int32)
@@ -48,38 +50,38 @@ def make_plan(spans: Sequence[Span]) -> BatchPlan:
         query_start=query_start,
         context=(starts + sizes).astype(np.int32),
         block_tables=tables,
-        logits_at=np.flatnonzero(np.arange(total) >= np.repeat(query_start[1:] - wanted, sizes)),
+        logits_at=np.flatnonzero(np.arange(total) >= np.repeat(query_start[1:] - num_logits, sizes)),
     )
 
 
 class PagedMemory:
-    """Blocks, what is in them and who holds them: for a decoder, or for a drafting head. `native`: the CPU kernels read
-    it."""
+    """KV tensors and their BlockPool, for a decoder or for an EAGLE-3 head. `native`: in the layout of the CPU
+    kernels."""
 
     def __init__(
         self, config: ModelConfig, num_blocks: int, dtype: torch.dtype, device: torch.device, native: bool
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.kv: PagedKV | None = None
-        self._shape = config, dtype, device, native
+        self._native = native
+        self._make_kv = partial(PagedKV, config, num_blocks, dtype, device, transposed=native)
         self.wake()
 
     def wake(self) -> None:
         if self.kv is None:
-            config, dtype, device, native = self._shape
-            self.kv = PagedKV(config, self.pool.num_blocks, dtype, device, transposed=native)
+            self.kv = self._make_kv()
 
     def sleep(self) -> None:
-        """Give the memory back. No sequence may hold a block."""
-        assert not any(self.pool.references)
-        self.pool.forget_all()
+        """Free the KV tensors. No sequence may hold a block."""
+        assert not any(self.pool.ref_counts)
+        self.pool.reset_prefix_cache()
         self.kv = None
 
-    def adopt(self, table: BlockTable, tokens: np.ndarray) -> int:
-        """Give an empty table the KV that already exists for a prefix of `tokens`; returns that prefix's length. Whole
-        blocks are shared, the part of a block is copied."""
+    def reuse_prefix(self, table: BlockTable, tokens: np.ndarray) -> int:
+        """Fill an empty table with the cached KV of a prefix of `tokens`; returns the prefix's length. Full blocks are
+        shared, a partial block is copied."""
         assert self.kv is not None, "asleep"
-        covered, source = self.pool.share(table, tokens)
+        covered, source = self.pool.share_prefix(table, tokens)
         if source is not None:
             self.kv.copy_blocks([source], table.blocks[-1:])
             self.pool.release(source)
@@ -87,7 +89,7 @@ class PagedMemory:
 
     def attention(self, plan: BatchPlan) -> Attention:
         assert self.kv is not None, "asleep"
-        if not self._shape[3]:
+        if not self._native:
             return PagedAttention(self.kv, plan)
         from paceline.model.kernels import NativePagedAttention
 
@@ -95,33 +97,33 @@ class PagedMemory:
 
 
 class PagedDecoder(PagedMemory):
-    """Always: a sequence's KV up to its number of computed tokens is that of `decoder`'s present weights, or of those
-    the caller chose to keep it from; and so are its features, the outputs of the layers that are tapped."""
+    """Invariant: a sequence's KV and auxiliary hidden states, up to its number of computed tokens, come from the
+    current weights of `decoder`, or from older weights if the caller keeps them across an update."""
 
     def __init__(self, decoder: Decoder, num_blocks: int) -> None:
         self.decoder = decoder
-        self.taps: tuple[int, ...] = ()
+        self.aux_layers: tuple[int, ...] = ()
         native = decoder.embed.panels is not None
         super().__init__(decoder.config, num_blocks, decoder.dtype, decoder.device, native)
 
     def wake(self) -> None:
         super().wake()
-        self.tap(self.taps)
+        self.set_aux_layers(self.aux_layers)
 
-    def tap(self, layers: tuple[int, ...]) -> None:
-        """Keep these layers' outputs of every token from now on. Nothing computed before has them, so nothing of it is
-        shared any more; what runs is to be computed again."""
-        if layers != self.taps:
-            self.pool.forget_all()
-        self.taps = layers
-        if layers and self.kv is not None:  # asleep, it has none; when it wakes it comes here again
-            self.kv.make_features(len(layers) * self.decoder.config.hidden_size)
+    def set_aux_layers(self, layers: tuple[int, ...]) -> None:
+        """Keep the outputs of these layers for every token from now on. Tokens that are computed already do not have
+        them: the prefix cache is reset, and the caller must compute running sequences again."""
+        if layers != self.aux_layers:
+            self.pool.reset_prefix_cache()
+        self.aux_layers = layers
+        if layers and self.kv is not None:  # when asleep, `wake` calls this again
+            self.kv.allocate_aux_hidden_states(len(layers) * self.decoder.config.hidden_size)
 
-    def features(self, spans: Sequence[tuple[BlockTable, int, int]]) -> Tensor:
-        """The features of the tokens start … end-1 of each table, one after another: [T, F]."""
-        assert self.kv is not None and self.kv.features is not None
-        slots = np.concatenate([table.slots(start, end) for table, start, end in spans])
-        return self.kv.features[torch.as_tensor(slots, device=self.kv.features.device)]
+    def aux_hidden_states(self, spans: Sequence[tuple[BlockTable, int, int]]) -> Tensor:
+        """Those of the tokens start … end-1 of each table, concatenated: [T, F]."""
+        assert self.kv is not None and self.kv.aux_hidden_states is not None
+        slots = np.concatenate([table.slot_mapping(start, end) for table, start, end in spans])
+        return self.kv.aux_hidden_states[torch.as_tensor(slots, device=self.kv.aux_hidden_states.device)]
 
     def attention(self, plan: BatchPlan) -> Attention:
         decoder = self.decoder
@@ -131,16 +133,16 @@ class PagedDecoder(PagedMemory):
         return super().attention(plan)
 
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Receipt:
-        """Take new weights (Hugging Face names). Nothing computed before is shared from now on. The receipt's checksum
-        is of what is held now, not of what was sent."""
+        """Load new weights (Hugging Face names) and reset the prefix cache. The receipt's checksum is computed from the
+        decoder's weights after the update."""
         started = time.perf_counter()
         weights_io.assign(self.decoder, weights)
-        self.pool.forget_all()
+        self.pool.reset_prefix_cache()
         return receipt_of(weights_io.hf_state(self.decoder), version, started)
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span]) -> Tensor:
-        """Logits [P, V] of the positions that want them, span by span."""
+        """Logits [P, V] of the last `num_logits` tokens of each span, concatenated."""
         assert self.kv is not None, "asleep"
         plan = make_plan(spans)
         device = self.decoder.device
@@ -148,12 +150,12 @@ class PagedDecoder(PagedMemory):
             torch.as_tensor(plan.tokens, device=device),
             torch.as_tensor(plan.positions, device=device),
             self.attention(plan),
-            self.taps,
+            self.aux_layers,
         )
-        if self.taps:
-            assert self.kv.features is not None
-            slots = torch.as_tensor(plan.slots(), device=device)
-            self.kv.features[slots] = torch.cat([out.taps[i] for i in self.taps], -1)
+        if self.aux_layers:
+            assert self.kv.aux_hidden_states is not None
+            slots = torch.as_tensor(plan.slot_mapping(), device=device)
+            self.kv.aux_hidden_states[slots] = torch.cat([out.aux_hidden_states[i] for i in self.aux_layers], -1)
         hidden = out.hidden
         if len(plan.logits_at) < len(hidden):
             hidden = hidden[torch.as_tensor(plan.logits_at, device=device)]
@@ -161,7 +163,7 @@ class PagedDecoder(PagedMemory):
 
 
 def receipt_of(held: Iterable[tuple[str, Tensor]], version: int, started: float) -> Receipt:
-    """Proof of a transfer that began at `started`: of what is held now, not of what was sent."""
+    """The receipt of a weight update that began at `started`. `held` are the receiver's weights after it."""
     sizes: list[int] = []
 
     def counted() -> Iterator[tuple[str, Tensor]]:

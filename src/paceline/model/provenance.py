@@ -1,17 +1,15 @@
-"""Where a head comes from: what it was trained for and on, by whom, and how well it did. A file beside its weights.
+"""provenance.json, a file in a head's directory: its target, its training data and its measured acceptance.
 
-`target_checksum` is `weights.checkpoint_checksum` of the directory that the target was loaded from, so a head is known
-to belong to a checkpoint however that is loaded. None: the head is good for any target of its shape.
+`target_checksum` is `weights.checkpoint_checksum` of the target's directory. It does not depend on the dtype that the
+target is loaded with. None: the head is for any target of its shape.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -21,52 +19,42 @@ import paceline
 from paceline.model.weights import ModelError, read_json
 
 FILE = "provenance.json"
-
-
-def _versions() -> dict[str, str]:
-    return {"paceline": paceline.__version__, "torch": torch.__version__}
-
-
-def _today() -> str:
-    return datetime.now(UTC).date().isoformat()
+TYPES: dict[str, Any] = {"str": str, "str or null": str | None, "int": int, "dict": dict}
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    target: str  # what the user called it
+    target: str  # the name that the user gave
     target_checksum: str | None
-    data: str  # in words: which prompts, whose answers, at which temperature
+    data: str  # a description: the prompts, the model that answered them, the temperature
     seed: int
     num_steps: int
     num_tokens: int
-    # As measured, by what it was measured on. An entry with `temperature` and `k` gives mean acceptance lengths at
-    # these by kind of draft: "coupled", "greedy", "sampled".
-    acceptance: Mapping[str, Any] = field(default_factory=dict)
-    created: str = field(default_factory=_today)
-    versions: Mapping[str, str] = field(default_factory=_versions)
-
-    def to_json(self) -> dict[str, Any]:
-        return {key: dict(value) if isinstance(value, Mapping) else value for key, value in self._items()}
+    # Measurements by data set. An entry with `temperature` and `k` has the mean acceptance lengths for these by kind of
+    # draft: "coupled", "greedy", "sampled".
+    acceptance: dict[str, Any] = field(default_factory=dict)
+    created: str = field(default_factory=lambda: datetime.now(UTC).date().isoformat())
+    versions: dict[str, str] = field(
+        default_factory=lambda: {"paceline": paceline.__version__, "torch": torch.__version__}
+    )
 
     def first_position_rate(self, temperature: float, kind: str) -> float | None:
-        """How often the first token of a draft was accepted, on the data where it was accepted least; between two
-        recorded temperatures interpolated. None where nothing comparable is on record.
+        """The acceptance rate of the first draft token, on the data set where it is lowest, interpolated between
+        recorded temperatures. None if there is no comparable measurement.
 
-        The first position is compared because its rate depends neither on the draft length nor on how a policy chooses
-        it. The record has mean lengths: the rate is that which, alike at all k positions, gives this length."""
+        The first position is used because its rate does not depend on the draft length or the speculation policy. The
+        record has mean acceptance lengths: the rate is the one that gives this length if it is the same at all k
+        positions."""
         by_temperature: dict[float, float] = {}
         for entry in self.acceptance.values():
             if isinstance(entry, Mapping) and {"temperature", "k", kind} <= entry.keys():
                 rate = _rate(float(entry[kind]), int(entry["k"]))
                 at = float(entry["temperature"])
                 by_temperature[at] = min(rate, by_temperature.get(at, 1.0))
-        known = sorted(by_temperature)
-        if not known or not known[0] <= temperature <= known[-1]:
+        recorded = sorted(by_temperature)
+        if not recorded or not recorded[0] <= temperature <= recorded[-1]:
             return None
-        return float(np.interp(temperature, known, [by_temperature[at] for at in known]))
-
-    def _items(self) -> list[tuple[str, Any]]:
-        return [(entry.name, getattr(self, entry.name)) for entry in dataclasses.fields(self)]
+        return float(np.interp(temperature, recorded, [by_temperature[at] for at in recorded]))
 
 
 def _rate(mean_length: float, k: int) -> float:
@@ -81,32 +69,19 @@ def _rate(mean_length: float, k: int) -> float:
     return low
 
 
-KINDS: dict[str, tuple[type, ...]] = {
-    "target": (str,),
-    "target_checksum": (str, NoneType),
-    "data": (str,),
-    "seed": (int,),
-    "num_steps": (int,),
-    "num_tokens": (int,),
-    "acceptance": (dict,),
-    "created": (str,),
-    "versions": (dict,),
-}
-
-
 def read_provenance(directory: Path | str) -> Provenance | None:
-    """None where there is no such file: heads of other trainers have none."""
+    """None if there is no such file: heads that were trained with other tools have none."""
     path = Path(directory) / FILE
     if not path.exists():
         return None
     content = read_json(path)
-    remedy = "restore the file, or remove it and with it what is known about the head"
-    for key, kinds in KINDS.items():
+    remedy = "restore the file, or delete it to use the head without provenance"
+    for entry in fields(Provenance):
+        key, expected = entry.name, str(entry.type).partition("[")[0].replace(" | None", " or null")
         if key not in content:
             raise ModelError(f"{path}: {key} is missing; {remedy}")
-        if not isinstance(content[key], kinds) or isinstance(content[key], bool):
-            words = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
-            raise ModelError(f"{path}: {key} = {content[key]!r}: must be {words}; {remedy}")
-    if spare := sorted(content.keys() - KINDS.keys()):
-        raise ModelError(f"{path}: {spare[0]} is unknown; {remedy}")
+        if not isinstance(content[key], TYPES[expected]) or isinstance(content[key], bool):
+            raise ModelError(f"{path}: {key} = {content[key]!r}: must be {expected}; {remedy}")
+    if unknown := sorted(content.keys() - {entry.name for entry in fields(Provenance)}):
+        raise ModelError(f"{path}: {unknown[0]} is unknown; {remedy}")
     return Provenance(**content)

@@ -1,8 +1,8 @@
-"""A model's parameters divided among the ranks of a process group: each holds some rows of every tensor (FSDP2).
+"""Shard a model's parameters over the ranks of a process group with FSDP2: each rank holds some rows of every tensor.
 
-A block (a layer) is gathered when it computes, and let go of afterwards; what lies outside of blocks (embedding, final
-norm, LM head) stays gathered from the forward pass to the end of the backward pass, for the loss needs the LM head.
-Gradients are summed over ranks, not averaged: a batch's loss is a sum over its sequences, whoever computes them.
+A layer's parameters are gathered for its forward and backward pass and freed afterwards. Those outside of layers
+(embedding, final norm, LM head) stay gathered from the forward pass to the end of the backward pass, because the loss
+needs the LM head. Gradients are summed over ranks, not averaged: a batch's loss is a sum over its sequences.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 def shard(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device) -> None:
-    """In place, over all ranks of the default process group; all of them have the same weights, on any device."""
+    """Shard in place, over all ranks of the default process group. All ranks have the same weights, on any device."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.distributed_c10d import get_world_size
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -26,35 +26,35 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device) -
     for module in (*blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=precision)
         assert isinstance(module, FSDPModule)
-        # Both: a factor alone is computed in the reduction itself, which gloo can't.
+        # Both are needed: with the factor alone, the reduction itself computes it, which gloo does not support.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
-def rest(model: nn.Module) -> None:
-    """Let go of what a forward pass without a backward pass has left gathered."""
-    if reshard := getattr(model, "reshard", None):
-        reshard()
+def reshard(model: nn.Module) -> None:
+    """Free the parameters that a forward pass without a backward pass leaves gathered."""
+    if method := getattr(model, "reshard", None):
+        method()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All rows. Where they are divided, all ranks ask at the same time."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """All rows. For a sharded tensor this is a collective call: all ranks must make it."""
     gather: Any = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 
 
-def local(tensor: Tensor) -> Tensor:
-    """The rows that this rank holds, the same memory."""
+def local_tensor(tensor: Tensor) -> Tensor:
+    """A view of the rows that this rank holds."""
     part: Any = getattr(tensor, "to_local", None)
     return tensor if part is None else part()
 
 
-def is_divided(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
 def first_row(tensor: Tensor) -> int:
-    """Where this rank's rows of a divided tensor begin."""
+    """The index of this rank's first row of a sharded tensor."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

@@ -1,39 +1,32 @@
-"""Token ids back into text."""
+"""Decode token ids to text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
-MOST_KNOWN = 1 << 20  # windows: some 200 MB
+MAX_CACHED = 1 << 20  # windows, about 200 MB
 
 
 class Pieces:
-    """Each token's share of the text. A character made of several tokens belongs to the last of them. Decodes a short
-    window at a time (what a token adds may depend on the one before it), so that long texts take linear time; and each
-    window once, since texts repeat themselves."""
+    """Splits the decoded text into one piece per token. A character of several tokens belongs to the last of them.
+    Decodes a short window at a time (a token's text may depend on the token before it), so the time is linear in the
+    number of tokens. Windows are cached, because texts repeat themselves."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._known: dict[tuple[int, ...], str] = {}
+        self._decode = lru_cache(MAX_CACHED)(lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
-        shares: list[str] = []
-        start = read = 0  # the window begins at `start`; up to `read` its text has been shared out
+        pieces: list[str] = []
+        start = done = 0  # the window begins at `start`; the text up to `done` is in `pieces`
         for end in range(1, len(ids) + 1):
-            text = self._decode(ids[start:end])
+            text = self._decode(tuple(ids[start:end]))
             if text.endswith("\ufffd") and end < len(ids):
-                shares.append("")
+                pieces.append("")
                 continue
-            shares.append(text[len(self._decode(ids[start:read])) :])
-            start, read = read, end
-        return shares
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        key = tuple(ids)
-        text = self._known.get(key)
-        if text is None:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            text = self._known[key] = self.tokenizer.decode(list(key), skip_special_tokens=True) if key else ""
-        return text
+            before = self._decode(tuple(ids[start:done])) if start < done else ""
+            pieces.append(text[len(before) :])
+            start, done = done, end
+        return pieces

@@ -1,1 +1,1 @@
-"""Recorded rollouts in place of a model: drafters and policies judged offline (no torch)."""
+"""Replay of recorded rollouts without a model, to compare drafters and speculation policies (no torch)."""

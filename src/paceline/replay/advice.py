@@ -1,4 +1,4 @@
-"""What to set, from what replays came to, in plain words."""
+"""Recommended speculation settings, from the results of replays."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from paceline.files import open_run_file, parse_json
 from paceline.replay.rounds import Round
 from paceline.replay.run import Result
 
-WORTH = 1.02  # less than this is not worth turning on
-SAFE = 0.98  # `auto` is preferred where it brings this much of what the best fixed length brings
-FEW = 64  # completions, about those of a small step of RL
-TOKENS_PER_ROW, FEWEST_TOKENS, MOST_TOKENS = 5_000, 30_000, 160_000  # looked at, unless all are asked for
+MIN_SPEEDUP = 1.02  # below it, speculation is not recommended
+AUTO_SHARE = 0.98  # `auto` is preferred if it reaches this share of the best setting's speed-up
+MIN_COMPLETIONS = 64  # about the size of a small RL step
+TOKENS_PER_ROW, MIN_TOKENS, MAX_TOKENS = 5_000, 30_000, 160_000  # of a sample
 
 
 @dataclass(slots=True)
 class Sample:
-    """Some problems of what was recorded, in all of their epochs."""
+    """The recorded rollouts of some problems, in all of their epochs."""
 
     rounds: list[Round]
     num_problems: int
@@ -29,7 +29,7 @@ class Sample:
 
 
 def sample(rounds: Sequence[Round], num_tokens: int | None) -> Sample:
-    """The first problems whose completions together have num_tokens tokens; None: all."""
+    """The first problems, up to num_tokens completion tokens in all; None: all problems."""
     sizes: dict[str, int] = {}
     for recorded in rounds:
         emitted = (recorded.num_total - recorded.num_prompt).tolist()
@@ -40,46 +40,41 @@ def sample(rounds: Sequence[Round], num_tokens: int | None) -> Sample:
         if num_tokens is not None and taken and sum(taken.values()) + size > num_tokens:
             break
         taken[problem] = size
-    kept = [some for recorded in rounds if (some := recorded.only(set(taken))) is not None]
+    kept = [some for recorded in rounds if (some := recorded.select_problems(set(taken))) is not None]
     return Sample(kept, len(taken), len(sizes), sum(taken.values()), sum(sizes.values()))
 
 
-def tokens_to_look_at(batch: int) -> int:
-    """Small batches take many steps, large ones need many rows."""
-    return min(max(TOKENS_PER_ROW * batch, FEWEST_TOKENS), MOST_TOKENS)
+def default_sample_tokens(batch: int) -> int:
+    """Sample size for a batch size: small batches need many steps, large ones many rows."""
+    return min(max(TOKENS_PER_ROW * batch, MIN_TOKENS), MAX_TOKENS)
 
 
-def bounded(rounds: Iterable[Round], num_tokens: int | None) -> tuple[list[Round], bool]:
-    """Rounds until so many tokens were emitted (None: all), and whether that was everything."""
-    held: list[Round] = []
+def take_rounds(rounds: Iterable[Round], num_tokens: int | None) -> tuple[list[Round], bool]:
+    """The first rounds, up to num_tokens emitted tokens (None: all), and whether these are all rounds."""
+    taken: list[Round] = []
     total = 0
     for recorded in rounds:
-        if num_tokens is not None and held and total + recorded.num_emitted > num_tokens:
-            return held, False
-        held.append(recorded)
+        if num_tokens is not None and taken and total + recorded.num_emitted > num_tokens:
+            return taken, False
+        taken.append(recorded)
         total += recorded.num_emitted
-    return held, True
+    return taken, True
 
 
-def caution(rounds: Sequence[Round]) -> str | None:
-    """A sentence, where what was recorded is too little to stand for a run."""
+def small_sample_warning(rounds: Sequence[Round]) -> str | None:
+    """A warning if the recording is too small to represent a run."""
     num = sum(map(len, rounds))
     one_version = len({recorded.version for recorded in rounds}) == 1
     one_epoch = not any(recorded.epochs.any() for recorded in rounds)
-    if num >= FEW and not one_version and not one_epoch:
+    if num >= MIN_COMPLETIONS and not one_version and not one_epoch:
         return None
-    version = " of one version of the policy" if one_version else ""
-    epoch = ", where no problem comes back" if one_epoch else ""
-    return f"Based on {num} completion{'s' if num > 1 else ''}{version}{epoch}; record more before trusting it."
-
-
-def step_speedup(generation_speedup: float, share: float) -> float:
-    """Of a whole RL step, of which generation was a share (Amdahl)."""
-    return 1 / (share / generation_speedup + 1 - share)
+    version = " of one policy version" if one_version else ""
+    epoch = ", each problem in one epoch only" if one_epoch else ""
+    return f"Based on {num} completion{'s' if num > 1 else ''}{version}{epoch}; record more for a reliable result."
 
 
 def generation_share(metrics: Path) -> float | None:
-    """Of a run's time, from its metrics.jsonl; None where it does not say."""
+    """Share of a run's time that generation takes, from its metrics.jsonl; None if it is not recorded there."""
     generation_s = total_s = 0.0
     try:
         with open_run_file(metrics) as file:
@@ -93,19 +88,14 @@ def generation_share(metrics: Path) -> float | None:
 
 
 def best_of(results: Sequence[Result]) -> Result:
-    """The fastest; `auto` where it is about as good, since it also knows when to stop."""
+    """The fastest setting; `auto` if it is almost as fast, because it stops drafting when drafts do not pay."""
     best = max(results, key=lambda result: result.speedup)
-    automatic = [r for r in results if r.cell.policy.startswith("auto") and r.speedup >= SAFE * best.speedup]
-    return max(automatic, key=lambda result: result.speedup, default=best)
-
-
-def in_words(result: Result) -> str:
-    kind, _, k = result.cell.policy.partition(":")
-    return f"{result.cell.drafter}, " + (f"k = {k}" if kind == "static" else f'policy "{kind}"')
+    auto = [r for r in results if r.cell.policy.startswith("auto") and r.speedup >= AUTO_SHARE * best.speedup]
+    return max(auto, key=lambda result: result.speedup, default=best)
 
 
 def advise(results: Sequence[Result], share: float) -> dict[str, Any]:
-    """A sentence for every batch size, then what to set."""
+    """The best setting for every batch size (`batches`, as text in `text`), and one for all of them (`settings`)."""
     batches = list(dict.fromkeys(result.cell.batch for result in results))
     rows = [_at_batch([r for r in results if r.cell.batch == batch], share) for batch in batches]
     return {"generation_share": share, "batches": rows, "settings": _settings(results, batches), "text": _text(rows)}
@@ -113,21 +103,20 @@ def advise(results: Sequence[Result], share: float) -> dict[str, Any]:
 
 def _at_batch(results: Sequence[Result], share: float) -> dict[str, Any]:
     best = best_of(results)
-    whole = best.figures()
-    cold = best.figures(slice(0, 1))["speedup"]
-    warm = best.figures(slice(1, None))["speedup"] if best.tally.num_epochs > 1 else None
-    worth = best.speedup > WORTH
+    kind, _, k = best.cell.policy.partition(":")
+    cold = best.summary(slice(0, 1))["speedup"]
+    warm = best.summary(slice(1, None))["speedup"] if best.stats.num_epochs > 1 else None
     return {
         "batch": best.cell.batch,
-        "speculate": worth,
+        "speculate": best.speedup > MIN_SPEEDUP,
         "drafter": best.cell.drafter,
         "policy": best.cell.policy,
-        "words": in_words(best),
-        "mean_acceptance_length": whole["mean_acceptance_length"],
+        "description": f"{best.cell.drafter}, " + (f"k = {k}" if kind == "static" else f'policy "{kind}"'),
+        "mean_acceptance_length": best.summary()["mean_acceptance_length"],
         "generation_speedup": best.speedup,
         "cold": cold,
         "warm": warm,
-        "step_speedup": step_speedup(best.speedup, share),
+        "step_speedup": 1 / (share / best.speedup + 1 - share),  # Amdahl's law; generation takes `share` of a step
         "auto_speedup": max((r.speedup for r in results if r.cell.policy.startswith("auto")), default=None),
     }
 
@@ -138,23 +127,23 @@ def _text(rows: Sequence[dict[str, Any]]) -> list[str]:
         if not row["speculate"]:
             auto = row["auto_speedup"]
             line = (
-                f"batch {row['batch']}: leave it off here. The best of all ({row['words']}) would bring "
+                f"batch {row['batch']}: do not speculate. The best setting ({row['description']}) gives "
                 f"{row['generation_speedup']:.2f}x."
             )
-            lines.append(line + (f' Policy "auto" stops by itself ({auto:.2f}x).' if auto is not None else ""))
+            lines.append(line + (f' Policy "auto" stops drafting ({auto:.2f}x).' if auto is not None else ""))
             continue
         epochs = (
             f" (cold epoch {row['cold']:.2f}x, warm {row['warm']:.2f}x)" if row["warm"] else " (one epoch only, cold)"
         )
         lines.append(
-            f"batch {row['batch']}: {row['words']}. Generation {row['generation_speedup']:.2f}x{epochs}, "
-            f"a whole step {row['step_speedup']:.2f}x; {row['mean_acceptance_length']:.2f} tokens per draft."
+            f"batch {row['batch']}: {row['description']}. Generation {row['generation_speedup']:.2f}x{epochs}, "
+            f"whole step {row['step_speedup']:.2f}x; acceptance length {row['mean_acceptance_length']:.2f}."
         )
     return lines
 
 
 def _settings(results: Sequence[Result], batches: Sequence[int]) -> dict[str, Any]:
-    """One setting for all batch sizes: the one whose speed-ups' product is largest."""
+    """One setting for all batch sizes: the one with the largest product of speed-ups."""
 
     def product(cell: tuple[str, str]) -> float:
         total = 1.0
@@ -165,11 +154,11 @@ def _settings(results: Sequence[Result], batches: Sequence[int]) -> dict[str, An
 
     cells = list(dict.fromkeys((r.cell.drafter, r.cell.policy) for r in results))
     drafter, policy = max(cells, key=product)
-    floor = SAFE ** len(batches) * product((drafter, policy))
-    automatic = [cell for cell in cells if cell[1].startswith("auto") and product(cell) >= floor]
-    if automatic:
-        drafter, policy = max(automatic, key=product)
-    if max(result.speedup for result in results) <= WORTH:
+    floor = AUTO_SHARE ** len(batches) * product((drafter, policy))
+    auto = [cell for cell in cells if cell[1].startswith("auto") and product(cell) >= floor]
+    if auto:
+        drafter, policy = max(auto, key=product)
+    if max(result.speedup for result in results) <= MIN_SPEEDUP:
         return {"speculation.method": "none"}
     kind, _, k = policy.partition(":")
     settings: dict[str, Any] = {"speculation.method": drafter, "speculation.policy": kind}

@@ -1,7 +1,8 @@
-"""One line of a rollouts file to a Record, by the keys that it has:
+"""Parse one line of a rollouts file into a Record. The format is recognized by the keys:
 
-    prompt_ids, token_ids             our own rollouts.jsonl; `mask` false where an environment spoke, `eagle3` a digit
-                                      per token: how many of a head's tokens would have been accepted there
+    prompt_ids, token_ids             our own rollouts.jsonl; `mask` is false for tokens of an environment;
+                                      `head_accepted` has a digit per token: accepted length of a head's draft that
+                                      starts with it
     prompt_ids, completion_ids        TRL, with token ids
     prompt_token_ids, token_ids       vLLM
     token_ids, token_loss_mask        NeMo RL (train_data_step*.jsonl, every value in a list of one)
@@ -10,12 +11,12 @@
     input, output                     verl (trainer.rollout_data_dir), text
     prompt, response                  text
 
-Token ids go before text. Text needs a tokenizer, and loses what text does not show: special tokens that were left out,
-and how the policy itself had cut it into tokens.
+Token ids take precedence over text. Text needs a tokenizer, and does not have everything: special tokens may be
+missing, and the policy's own tokenization is lost.
 
-A problem is known by `problem`, else by its prompt. (`uid` and `group` name a group within one step, not a problem that
-comes back.) The step is `step`, `global_step` or `training_step`; else a number that ends the file's name. The policy's
-version is `versions` (ours), `version`, or the step.
+A problem is identified by `problem`, else by its prompt. (`uid` and `group` identify a group within one step, not a
+problem across steps.) The step is `step`, `global_step` or `training_step`; else a number at the end of the file's
+name. The policy version is `versions` (ours), `version`, or the step.
 """
 
 from __future__ import annotations
@@ -38,35 +39,35 @@ KNOWN = "; ".join(f"`{a}` and `{b}`" for a, b in (*IDS, ("token_ids", "token_los
 
 
 class Formats:
-    """`tokenizer`: for text; None where the user named none."""
+    """`tokenizer`: for lines with text; None if the user gave none."""
 
     def __init__(self, tokenizer: Any = None) -> None:
         self._tokenizer = tokenizer
 
     def record(self, line: Json, step: int | None = None) -> Record:
-        """`step`: by the file's name. ValueError says what is wrong, but not where."""
+        """`step`: from the file's name. A ValueError does not name the line; the caller adds it."""
         prompt_ids, token_ids, mask = self._tokens(line)
         if not len(prompt_ids):
-            raise ValueError("its prompt is empty; a prompt needs at least one token")
+            raise ValueError("the prompt is empty; it needs at least one token")
         if mask is not None and mask.all():
             mask = None
         step = next((_integer(line, key) for key in STEPS if line.get(key) is not None), step)
         version = _version(line)
-        longest = line.get("max_tokens")
+        max_tokens = line.get("max_tokens")
         return Record(
             problem=str(line["problem"]) if line.get("problem") is not None else _digest(prompt_ids),
             prompt_ids=prompt_ids,
             token_ids=token_ids,
             mask=mask,
-            matches=_matches(line, len(token_ids)),
+            head_accepted=_head_accepted(line, len(token_ids)),
             is_cut=line.get("finish_reason") == "length",
-            max_tokens=_integer(line, "max_tokens", MAX_LENGTH) if longest is not None else None,
+            max_tokens=_integer(line, "max_tokens", MAX_LENGTH) if max_tokens is not None else None,
             step=step,
             version=version if version is not None else step,
         )
 
     def _tokens(self, line: Json) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """The prompt, what follows it, and what of that the policy chose."""
+        """Prompt tokens, the tokens after the prompt, and the mask of those that the policy sampled."""
         for prompt, completion in IDS:
             if line.get(prompt) is not None and line.get(completion) is not None:
                 token_ids = _ids(line, completion)
@@ -78,15 +79,15 @@ class Formats:
             return self._messages(_only(line["message_log"]))
         for prompt, completion in TEXTS:
             if line.get(prompt) is not None and line.get(completion) is not None:
-                return self._text(line[prompt], prompt), *self._said(line[completion], completion)
-        raise ValueError(f"has no rollout: it has the keys {', '.join(line) or '(none)'}. Known are {KNOWN}")
+                return self._text(line[prompt], prompt), *self._completion(line[completion], completion)
+        raise ValueError(f"not a known format: its keys are {', '.join(line) or '(none)'}. Known are {KNOWN}")
 
     # -- text -------------------------------------------------------------------------------------------------------
 
     @property
     def tokenizer(self) -> Any:
         if self._tokenizer is None:
-            raise ValueError("has text and no token ids; name the policy's tokenizer: --tokenizer NAME or directory")
+            raise ValueError("has text but no token ids; give the policy's tokenizer: --tokenizer NAME or directory")
         return self._tokenizer
 
     def _encode(self, text: Any, key: str) -> np.ndarray:
@@ -98,9 +99,9 @@ class Formats:
         if not isinstance(prompt, list):
             return self._encode(prompt, key)
         messages = [{"role": role, "content": content} for role, content, _ in map(_message, prompt)]
-        return self._encode(render_chat(self.tokenizer, messages, reply=True), key)
+        return self._encode(render_chat(self.tokenizer, messages, add_generation_prompt=True), key)
 
-    def _said(self, completion: Any, key: str) -> tuple[np.ndarray, np.ndarray | None]:
+    def _completion(self, completion: Any, key: str) -> tuple[np.ndarray, np.ndarray | None]:
         if not isinstance(completion, list):
             return self._encode(completion, key), None
         return _joined([(role == "assistant", self._encode(content, key)) for role, content, _ in
@@ -116,15 +117,15 @@ class Formats:
             )
             for role, text, ids in map(_message, messages)
         ]
-        first = next((i for i, (chosen, _) in enumerate(parts) if chosen), len(parts))
+        first = next((i for i, (sampled, _) in enumerate(parts) if sampled), len(parts))
         prompt, _ = _joined(parts[:first])
         return prompt, *_joined(parts[first:])
 
 
 def _joined(parts: list[tuple[bool, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens end to end, and which of them the policy chose."""
+    """The concatenated tokens, and the mask of those that the policy sampled."""
     tokens = np.concatenate([np.zeros(0, np.int32), *(ids for _, ids in parts)])
-    return tokens, np.repeat(np.array([chosen for chosen, _ in parts], bool), [len(ids) for _, ids in parts])
+    return tokens, np.repeat(np.array([sampled for sampled, _ in parts], bool), [len(ids) for _, ids in parts])
 
 
 def _message(message: Any) -> tuple[str, Any, Any]:
@@ -136,7 +137,7 @@ def _message(message: Any) -> tuple[str, Any, Any]:
 def _nemo(line: Json) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     token_ids = _ids(line, "token_ids")
     mask = _mask(line, "token_loss_mask", len(token_ids))
-    if line["input_lengths"] is not None:  # beyond it there is padding
+    if line["input_lengths"] is not None:  # the rest is padding
         length = _integer(line, "input_lengths")
         token_ids, mask = token_ids[:length], mask[:length]
     first = int(mask.argmax()) if mask.any() else len(mask)
@@ -144,7 +145,7 @@ def _nemo(line: Json) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _only(value: Any) -> Any:
-    """What is in a list of one list or one text, or the value itself."""
+    """The item of a list with one list or string in it, or the value itself."""
     return value[0] if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], Mapping) else value
 
 
@@ -156,14 +157,14 @@ def _ids(line: Json, key: str) -> np.ndarray:
         return np.zeros(0, np.int32)
     try:
         ids = np.array(values)
-    except (ValueError, OverflowError):  # lists within it, of several lengths
+    except (ValueError, OverflowError):  # nested lists of different lengths, or a huge integer
         ids = np.array([None])
     if ids.ndim != 1 or ids.dtype.kind != "i":
         wrong = next((v for v in values if not isinstance(v, int) or isinstance(v, bool)), values[0])
-        raise ValueError(f"`{key}` holds {str(wrong)[:40]!r}; token ids are integers from 0 to {MAX_ID}")
+        raise ValueError(f"`{key}` contains {str(wrong)[:40]!r}; token ids are integers from 0 to {MAX_ID}")
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high > MAX_ID:
-        raise ValueError(f"`{key}` holds {low if low < 0 else high}; token ids are integers from 0 to {MAX_ID}")
+        raise ValueError(f"`{key}` contains {low if low < 0 else high}; token ids are integers from 0 to {MAX_ID}")
     return ids.astype(np.int32)
 
 
@@ -176,12 +177,12 @@ def _mask(line: Json, key: str, num_tokens: int) -> np.ndarray:
     if mask.shape != (num_tokens,) or mask.dtype.kind not in "bif":
         if not num_tokens and values == []:
             return np.zeros(0, bool)
-        raise ValueError(f"`{key}` is not a list of {num_tokens} times 0 or 1, one per token")
+        raise ValueError(f"`{key}` is not a list of {num_tokens} values 0 or 1, one per token")
     return mask != 0
 
 
-def _matches(line: Json, num_tokens: int) -> np.ndarray | None:
-    digits = line.get("eagle3")
+def _head_accepted(line: Json, num_tokens: int) -> np.ndarray | None:
+    digits = line.get("head_accepted")
     if digits is None:
         return None
     if (
@@ -189,7 +190,7 @@ def _matches(line: Json, num_tokens: int) -> np.ndarray | None:
         or len(digits) != num_tokens
         or (digits and not (digits.isascii() and digits.isdecimal()))
     ):
-        raise ValueError(f"`eagle3` is not a text of {num_tokens} digits, one per token")
+        raise ValueError(f"`head_accepted` is not a string of {num_tokens} digits, one per token")
     return np.frombuffer(digits.encode(), np.uint8) - ord("0")
 
 

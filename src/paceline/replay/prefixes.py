@@ -1,6 +1,6 @@
-"""Which prompts a live engine would find in its memory: a trie of blocks, as model/kv.py keeps it, without the memory.
+"""The prefix cache of a live engine without its memory: a trie of KV blocks, as in model/kv.py.
 
-It never forgets before `clear`, so what a live engine evicts is still found here.
+Nothing is evicted before `clear`, so prefixes that a live engine evicts are still found here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Prefixes:
 
     def clear(self) -> None:
         self._next: dict[tuple[int, bytes], int] = {}  # (node, a block of tokens) -> node
-        self._chunks: dict[int, dict[bytes, np.ndarray]] = {}  # node -> what is known to follow it, at most a block
+        self._chunks: dict[int, dict[bytes, np.ndarray]] = {}  # node -> the chunks that follow it, at most a block long
 
     def add(self, tokens: np.ndarray) -> None:
         node = 0
@@ -28,17 +28,17 @@ class Prefixes:
                 node = self._next.setdefault((node, key), len(self._next) + 1)
 
     def match(self, tokens: np.ndarray) -> int:
-        """How many of these tokens, from the first on, are known."""
-        node = covered = 0
-        while covered + BLOCK <= len(tokens):
-            found = self._next.get((node, tokens[covered : covered + BLOCK].tobytes()))
-            if found is None:
+        """Length of the longest prefix of `tokens` that is in the cache."""
+        node = num_matched = 0
+        while num_matched + BLOCK <= len(tokens):
+            child = self._next.get((node, tokens[num_matched : num_matched + BLOCK].tobytes()))
+            if child is None:
                 break
-            node, covered = found, covered + BLOCK
-        rest = tokens[covered : covered + BLOCK]
-        best = 0
+            node, num_matched = child, num_matched + BLOCK
+        remaining = tokens[num_matched : num_matched + BLOCK]
+        longest = 0
         for chunk in self._chunks.get(node, {}).values():
-            size = min(len(chunk), len(rest))
-            differs = chunk[:size] != rest[:size]
-            best = max(best, int(differs.argmax()) if differs.any() else size)
-        return covered + best
+            size = min(len(chunk), len(remaining))
+            differs = chunk[:size] != remaining[:size]
+            longest = max(longest, int(differs.argmax()) if differs.any() else size)
+        return num_matched + longest

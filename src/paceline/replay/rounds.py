@@ -1,14 +1,16 @@
-"""What was recorded, cut into rounds: the rollouts of one step of RL, which one policy made side by side.
+"""Recorded rollouts, split into rounds. A round holds the rollouts of one RL step, which one policy version generated
+together.
 
-Where a file says which step a rollout is of, a round is a run of rollouts of the same step. Where it does not, samples
-of a problem are taken to stand together, and a round ends when a problem comes back after others. A round is all that
-is held of a file at a time; one of more than MAX_TOKENS is cut into several, which then do not run side by side.
+If rollouts have a step number, consecutive rollouts of the same step form a round. Otherwise the samples of a problem
+must be consecutive, and a round ends when a problem appears again after others. Only one round is in memory at a time.
+A round of more than MAX_TOKENS is split into several, which are then replayed one after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -17,36 +19,36 @@ MAX_TOKENS = 1 << 23
 
 @dataclass(slots=True)
 class Record:
-    """One recorded rollout. `token_ids` is all that follows the prompt; what an environment said has mask false."""
+    """One recorded rollout. `token_ids` is everything after the prompt; tokens of an environment have mask false."""
 
     problem: str
     prompt_ids: np.ndarray  # int32
     token_ids: np.ndarray  # int32
-    mask: np.ndarray | None = None  # bool; None: the policy chose every token
-    # How many tokens an EAGLE-3 head would have had accepted after as many tokens: uint8, one per token of token_ids.
-    matches: np.ndarray | None = None
-    is_cut: bool = False  # it ended because it was as long as it might be
+    mask: np.ndarray | None = None  # bool; None: the policy sampled every token
+    # uint8, one per token of token_ids: accepted length of an EAGLE-3 head's draft that starts with this token
+    head_accepted: np.ndarray | None = None
+    is_cut: bool = False  # it ended at its length limit
     max_tokens: int | None = None
     step: int | None = None
     version: int | None = None
-    num_bytes: int = 0  # of the file, since the record before
+    num_bytes: int = 0  # of the file, since the previous record
 
 
 @dataclass(slots=True)
 class Round:
-    """R requests over one flat array. Request i's whole sequence is tokens[start[i] : start[i] + num_total[i]], its
-    first num_prompt[i] tokens are the prompt. The turns of an episode are requests over the same tokens."""
+    """R requests over one flat array. Request i's sequence is tokens[start[i] : start[i] + num_total[i]]; its first
+    num_prompt[i] tokens are the prompt. The turns of an episode are requests over the same tokens."""
 
     version: int
     tokens: np.ndarray  # int32
     start: np.ndarray  # int64 [R]
     num_prompt: np.ndarray  # int64 [R]
     num_total: np.ndarray  # int64 [R]
-    limit: np.ndarray  # int64 [R], tokens in all that it might have become
+    limit: np.ndarray  # int64 [R], maximum sequence length, including the prompt
     problems: list[str]
-    epochs: np.ndarray  # int64 [R], in how many rounds before this one its problem was
-    follows: np.ndarray  # int64 [R], the request that it begins after, the turn before it; -1: none
-    matches: np.ndarray | None  # uint8 [tokens], of a head's draft for the token at that place and those after it
+    epochs: np.ndarray  # int64 [R], number of earlier rounds with its problem
+    previous_turn: np.ndarray  # int64 [R], the request of the turn before it, which must end first; -1: none
+    head_accepted: np.ndarray | None  # uint8 [tokens], as in `Record`
     num_bytes: int = 0  # of the file
 
     def __len__(self) -> int:
@@ -56,53 +58,51 @@ class Round:
     def num_emitted(self) -> int:
         return int((self.num_total - self.num_prompt).sum())
 
-    def only(self, problems: set[str]) -> Round | None:
-        """The requests of these problems; None: there are none."""
+    def select_problems(self, problems: set[str]) -> Round | None:
+        """The requests of these problems; None if there are none."""
         keep = np.array([problem in problems for problem in self.problems])
         if keep.all():
             return self
-        place = np.cumsum(keep) - 1  # turns stay together: they are of one problem
-        follows = np.where(self.follows[keep] >= 0, place[self.follows[keep]], -1)
+        new_index = np.cumsum(keep) - 1  # all turns of an episode have the same problem, so they are kept together
+        previous_turn = np.where(self.previous_turn[keep] >= 0, new_index[self.previous_turn[keep]], -1)
         return None if not keep.any() else Round(
             self.version, self.tokens, self.start[keep], self.num_prompt[keep], self.num_total[keep],
             self.limit[keep], [p for p, kept in zip(self.problems, keep, strict=True) if kept], self.epochs[keep],
-            follows, self.matches, self.num_bytes,
+            previous_turn, self.head_accepted, self.num_bytes,
         )  # fmt: skip
 
 
-class Rounds:
-    """Records in, rounds out. `max_tokens`: how long a completion might have become, where the file does not say;
-    None: as long as the longest so far that was cut there, or else the longest so far."""
+class RoundSplitter:
+    """Splits records into rounds. `max_tokens`: the length limit of completions, if the file does not have it. None:
+    the longest completion so far that was cut at its limit, or else the longest so far."""
 
     def __init__(self, max_tokens: int | None = None) -> None:
         self.max_tokens = max_tokens
         self._longest = self._longest_cut = 0
-        self._seen: dict[
-            str, tuple[int, int]
-        ] = {}  # problem -> rounds before the last it was in, and that one's number
+        self._seen: dict[str, tuple[int, int]] = {}  # problem -> (epoch, number of its last round)
         self._num_rounds = 0
 
-    def of(self, records: Iterable[Record]) -> Iterator[Round]:
-        """Every record belongs to one round; empty completions to none."""
-        held: list[Record] = []
+    def split(self, records: Iterable[Record]) -> Iterator[Round]:
+        """Every record becomes part of one round; empty completions are left out."""
+        current: list[Record] = []
         problems: set[str] = set()
         num_tokens = 0
         for record in records:
-            ended = bool(held) and (
-                record.step != held[-1].step
-                or (record.step is None and record.problem != held[-1].problem and record.problem in problems)
+            ended = bool(current) and (
+                record.step != current[-1].step
+                or (record.step is None and record.problem != current[-1].problem and record.problem in problems)
             )
-            if held and (ended or num_tokens > MAX_TOKENS):
-                yield self._round(held)
-                held, num_tokens = [], 0
+            if current and (ended or num_tokens > MAX_TOKENS):
+                yield self._round(current)
+                current, num_tokens = [], 0
             if ended:
                 problems = set()
                 self._num_rounds += 1
-            held.append(record)
+            current.append(record)
             problems.add(record.problem)
             num_tokens += len(record.prompt_ids) + len(record.token_ids)
-        if held:
-            yield self._round(held)
+        if current:
+            yield self._round(current)
 
     def _round(self, records: list[Record]) -> Round:
         for record in records:
@@ -111,26 +111,26 @@ class Rounds:
             if record.is_cut:
                 self._longest_cut = max(self._longest_cut, num)
         version = records[0].version
-        turns = [turn for at, record in _placed(records) for turn in self._turns(at, record)]
+        starts = accumulate((len(record.prompt_ids) + len(record.token_ids) for record in records[:-1]), initial=0)
+        turns = [turn for start, record in zip(starts, records, strict=True) for turn in self._turns(start, record)]
         columns = np.array([turn[:4] for turn in turns], np.int64).reshape(-1, 4).T
-        follows = np.array([i - 1 if turn[5] else -1 for i, turn in enumerate(turns)], np.int64)
-        matches = None
-        if any(record.matches is not None for record in records):
+        previous_turn = np.array([i - 1 if turn[5] else -1 for i, turn in enumerate(turns)], np.int64)
+        head_accepted = None
+        if any(record.head_accepted is not None for record in records):
             parts: list[np.ndarray] = []
             for record in records:
                 parts.append(np.zeros(len(record.prompt_ids), np.uint8))
-                parts.append(
-                    record.matches if record.matches is not None else np.zeros(len(record.token_ids), np.uint8)
-                )
-            matches = np.concatenate(parts)
+                none = np.zeros(len(record.token_ids), np.uint8)
+                parts.append(record.head_accepted if record.head_accepted is not None else none)
+            head_accepted = np.concatenate(parts)
         return Round(
             version=version if version is not None else records[0].step or self._num_rounds,
             tokens=np.concatenate([part for record in records for part in (record.prompt_ids, record.token_ids)]),
             start=columns[0], num_prompt=columns[1], num_total=columns[2], limit=columns[3],
             problems=[turn[4] for turn in turns],
             epochs=np.array([self._epoch(turn[4]) for turn in turns], np.int64),
-            follows=follows,
-            matches=matches,
+            previous_turn=previous_turn,
+            head_accepted=head_accepted,
             num_bytes=sum(record.num_bytes for record in records),
         )  # fmt: skip
 
@@ -141,9 +141,9 @@ class Rounds:
             self._seen[problem] = epoch, self._num_rounds
         return epoch
 
-    def _turns(self, at: int, record: Record) -> Iterator[tuple[int, int, int, int, str, bool]]:
-        """(start, num_prompt, num_total, limit, problem, whether another turn was before it)."""
-        room = record.max_tokens or self.max_tokens or self._longest_cut or self._longest
+    def _turns(self, start: int, record: Record) -> Iterator[tuple[int, int, int, int, str, bool]]:
+        """(start, num_prompt, num_total, limit, problem, whether it has a previous turn)."""
+        num_left = record.max_tokens or self.max_tokens or self._longest_cut or self._longest
         num_prompt, num_tokens = len(record.prompt_ids), len(record.token_ids)
         spans = [(0, num_tokens)] if num_tokens else []
         if record.mask is not None:
@@ -152,13 +152,6 @@ class Rounds:
         for i, (first, last) in enumerate(spans):
             num = last - first
             is_cut = record.is_cut and i == len(spans) - 1
-            limit = num if is_cut else max(room, num)
-            yield at, num_prompt + first, num_prompt + last, num_prompt + first + limit, record.problem, i > 0
-            room -= num
-
-
-def _placed(records: list[Record]) -> Iterator[tuple[int, Record]]:
-    at = 0
-    for record in records:
-        yield at, record
-        at += len(record.prompt_ids) + len(record.token_ids)
+            limit = num if is_cut else max(num_left, num)
+            yield start, num_prompt + first, num_prompt + last, num_prompt + first + limit, record.problem, i > 0
+            num_left -= num

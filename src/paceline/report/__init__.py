@@ -1,1 +1,1 @@
-"""Rows in; tables, files and plots out. No torch."""
+"""Tables, plots and the HTML report of a run. Does not import torch."""

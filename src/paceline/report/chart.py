@@ -1,19 +1,21 @@
 """Charts as inline SVG: lines over the steps, stacked bars, single bars, one bar of shares.
 
-A chart is text: no script draws it, so it shows wherever SVG does. Colours are CSS classes (c0 … c8) which follow the
-page's theme; line styles and markers differ too, so that colour alone never carries the meaning. Each place on the
-x axis has an invisible strip whose `data-tip` is what a pointer over it is told.
+No script draws a chart, so it works without JavaScript. Colours are CSS classes (c0 … c8) that follow the page's theme.
+Line styles and markers differ too, so that no meaning depends on colour alone. Each position on the x axis has an
+invisible strip; its `data-tip` is the tooltip.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
+from paceline.report.run import mean
+
 Values = Sequence[float | None]
-MAX_POINTS = 160  # more steps than this are averaged, neighbours together
+MAX_POINTS = 160  # with more steps than this, adjacent steps are averaged
 MAX_BARS = 56
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 12, 38
 
@@ -23,7 +25,7 @@ class Series:
     name: str
     values: Values
     colour: int = 0
-    style: str = "solid"  # solid | dashed | dotted | points (joined by a thin line across steps without a value)
+    style: str = "solid"  # solid | dashed | dotted | points (joined by a thin line, also across missing values)
     band: Values | None = None  # half the height of a band around the line
 
 
@@ -50,7 +52,7 @@ class Frame:
 
 
 def show(value: float | None) -> str:
-    """A number for people: three significant digits, thousands apart, no 1e-05."""
+    """A number for display: three significant digits, commas between thousands, 1e-5 instead of 1e-05."""
     if value is None or not math.isfinite(value):
         return "–"
     size = abs(value)
@@ -68,7 +70,7 @@ def show(value: float | None) -> str:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers that cover low … high: the first is at most low, the last at least high."""
+    """Round numbers that cover low … high: the first is <= low, the last is >= high."""
     step = _round_up((high - low) / about)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [i * step for i in range(first, last + 1)]
@@ -80,16 +82,16 @@ def _round_up(raw: float) -> float:
 
 
 def tick_labels(marks: Sequence[float]) -> list[str]:
-    """All with the same number of decimals, so that they line up; short enough for the margin."""
+    """All labels have the same number of decimals and fit into the margin."""
     largest = max(map(abs, marks))
     step = marks[1] - marks[0] if len(marks) > 1 else largest or 1
+    units = ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))
+    unit, suffix = next(((unit, suffix) for least, unit, suffix in units if largest >= least), (1.0, ""))
     if largest < 1e-3 or largest >= 1e12:
         power = math.floor(math.log10(largest))
-        return [f"{mark / 10.0**power:.{_decimals(step / 10.0**power)}f}e{power}" if mark else "0" for mark in marks]
-    for least, unit, suffix in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
-        if largest >= least:
-            return [f"{mark / unit:.{_decimals(step / unit)}f}{suffix}" if mark else "0" for mark in marks]
-    return [f"{mark:.{_decimals(step)}f}" for mark in marks]
+        unit, suffix = 10.0**power, f"e{power}"
+    decimals = _decimals(step / unit)
+    return [f"{mark / unit:.{decimals}f}{suffix}" if mark or not suffix else "0" for mark in marks]
 
 
 def _decimals(step: float) -> int:
@@ -99,14 +101,13 @@ def _decimals(step: float) -> int:
 
 
 def buckets(num: int, limit: int) -> list[range]:
-    """0 … num-1 in at most `limit` runs of neighbours, all of one length but the last."""
+    """Splits 0 … num-1 into at most `limit` ranges of equal length; the last one may be shorter."""
     length = max(1, math.ceil(num / limit))
     return [range(start, min(start + length, num)) for start in range(0, num, length)]
 
 
-def _mean(values: Values, where: range) -> float | None:
-    present = [value for i in where if (value := values[i]) is not None]
-    return sum(present) / len(present) if present else None
+def _means(values: Values, parts: Sequence[range]) -> list[float | None]:
+    return [mean([values[i] for i in part]) for part in parts]
 
 
 # Charts
@@ -123,78 +124,72 @@ def lines(
     reference: tuple[float, str] | None = None,
     small: bool = False,
 ) -> str:
-    """Figures over the steps. Nothing at all where no series has a value."""
-    series = [one for one in series if any(value is not None for value in one.values)]
+    """A line chart over the steps; "" if no series has a value."""
+    series = [s for s in series if any(value is not None for value in s.values)]
     if not series:
         return ""
     parts = buckets(len(steps), MAX_POINTS)
     centres = [(steps[part[0]] + steps[part[-1]]) / 2 for part in parts]
-    thin = [
-        Series(
-            one.name,
-            [_mean(one.values, part) for part in parts],
-            one.colour,
-            one.style,
-            [_mean(one.band, part) for part in parts] if one.band else None,
-        )
-        for one in series
+    averaged = [
+        replace(s, values=_means(s.values, parts), band=_means(s.band, parts) if s.band else None) for s in series
     ]
-    spans = [span for one in thin for span in _spans(one)]
+    spans = [span for s in averaged for span in _spans(s)]
     if reference:
         spans.append((reference[0], reference[0]))
     frame, marks = _frame(spans, centres[0], centres[-1], small, from_zero, limits)
     body = [_grid(frame, marks), _step_axis(frame, steps)]
     if reference:
         body.append(_reference(frame, *reference))
-    body += [_band(frame, centres, one) for one in thin if one.band]
-    body += [_line(frame, centres, one) for one in thin]
+    body += [_band(frame, centres, s) for s in averaged if s.band]
+    body += [_line(frame, centres, s) for s in averaged]
 
     def tip(i: int) -> str:
         rows = [_name_steps(steps, parts[i])]
-        for one in thin:
-            if (value := one.values[i]) is not None:
-                spread = f" ± {show(one.band[i])}" if one.band and one.band[i] is not None else ""
-                rows.append(f"{one.name}  {show(value)}{spread}")
+        for s in averaged:
+            if (value := s.values[i]) is not None:
+                spread = f" ± {show(s.band[i])}" if s.band and s.band[i] is not None else ""
+                rows.append(f"{s.name}  {show(value)}{spread}")
         return "\n".join(rows)
 
     body.append(_strips(frame, [frame.x(centre) for centre in centres], tip))
-    legend = [(f"{one.style} c{one.colour}", one.name) for one in thin] if len(thin) > 1 or thin[0].band else []
-    if legend and thin[0].band:
-        legend.insert(1, (f"band c{thin[0].colour}", "± one standard deviation"))
+    has_legend = len(averaged) > 1 or averaged[0].band
+    legend = [(f"{s.style} c{s.colour}", s.name) for s in averaged] if has_legend else []
+    if legend and averaged[0].band:
+        legend.insert(1, (f"band c{averaged[0].colour}", "± one standard deviation"))
     return _figure(title, unit, legend, frame, body)
 
 
 def stacked(title: str, unit: str, steps: Sequence[int], layers: Mapping[str, tuple[int, Values]]) -> str:
-    """Bars over the steps, each made of layers (name -> (colour, values)); the first lies at the bottom."""
+    """Stacked bars over the steps. Layers are name -> (colour, values), from bottom to top."""
     layers = {name: layer for name, layer in layers.items() if any(layer[1])}
     if not layers:
         return ""
     parts = buckets(len(steps), MAX_BARS)
-    thin = {name: (colour, [_mean(values, part) or 0.0 for part in parts]) for name, (colour, values) in layers.items()}
-    totals = [sum(values[i] for _, values in thin.values()) for i in range(len(parts))]
+    averaged = {
+        name: (colour, [value or 0.0 for value in _means(values, parts)]) for name, (colour, values) in layers.items()
+    }
+    totals = [sum(values[i] for _, values in averaged.values()) for i in range(len(parts))]
     frame, marks = _frame([(0, max(totals))], -0.5, len(parts) - 0.5, False, True, None)
-    slot = frame.x(1) - frame.x(0)
-    width = min(slot * 0.82, 42)
+    width = min((frame.x(1) - frame.x(0)) * 0.82, 42)
     body = [_grid(frame, marks)]
     for i in range(len(parts)):
         base = 0.0
-        for colour, values in thin.values():
+        for colour, values in averaged.values():
             top, bottom = frame.y(base + values[i]), frame.y(base)
             base += values[i]
             if bottom - top > 0.05:
-                place = f'x="{frame.x(i) - width / 2:.1f}" y="{top:.1f}" width="{width:.1f}"'
-                body.append(f'<rect class="bar c{colour}" {place} height="{bottom - top:.1f}"/>')
+                body.append(_bar(frame.x(i) - width / 2, top, width, bottom - top, colour))
     every = max(1, math.ceil(len(parts) / 8))
     for i in range(0, len(parts), every):
         body.append(_text(frame.x(i), frame.height - BOTTOM + 16, str(steps[parts[i][0]]), "middle"))
     body.append(_axis_name(frame))
 
     def tip(i: int) -> str:
-        rows = [f"{name}  {show(values[i])} s" for name, (_, values) in reversed(thin.items()) if values[i]]
+        rows = [f"{name}  {show(values[i])} s" for name, (_, values) in reversed(averaged.items()) if values[i]]
         return "\n".join([_name_steps(steps, parts[i]), *rows, f"total  {show(totals[i])} s"])
 
     body.append(_strips(frame, [frame.x(i) for i in range(len(parts))], tip))
-    legend = [(f"block c{colour}", name) for name, (colour, _) in thin.items()]
+    legend = [(f"block c{colour}", name) for name, (colour, _) in averaged.items()]
     return _figure(title, unit, legend, frame, body)
 
 
@@ -209,22 +204,20 @@ def bars(
     reference: tuple[float, str] | None = None,
     suffix: str = "",
 ) -> str:
-    """One bar per name, its figure above it."""
+    """One bar per name, with its value above it."""
     present = {name: value for name, value in values.items() if value is not None}
     if not present:
         return ""
-    # A little more than the bars need: their figures stand above them.
+    # 8% of space for the values above the bars.
     spans = [(0.0, value * 1.08) for value in present.values()] + ([(reference[0], reference[0])] if reference else [])
-    room = 0.5 if reference else 0.0  # beside the last bar, for the reference's name
-    frame, marks = _frame(spans, -0.5, len(present) - 0.5 + room, False, True, limits)
+    margin = 0.5 if reference else 0.0  # right of the last bar, for the reference's name
+    frame, marks = _frame(spans, -0.5, len(present) - 0.5 + margin, False, True, limits)
     width = min((frame.x(1) - frame.x(0)) * 0.7, 56)
     body = [_grid(frame, marks)]
     every = max(1, math.ceil(len(present) / 12))
     for i, (name, value) in enumerate(present.items()):
         x, y = frame.x(i), frame.y(value)
-        height = max(frame.y(0) - y, 0.5)
-        place = f'x="{x - width / 2:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
-        body.append(f'<rect class="bar c{colour}" {place}/>')
+        body.append(_bar(x - width / 2, y, width, max(frame.y(0) - y, 0.5), colour))
         if i % every == 0:
             body.append(_text(x, y - 5, f"{value:.2f}{suffix}", "middle", "value"))
             body.append(_text(x, frame.height - BOTTOM + 16, name, "middle"))
@@ -235,18 +228,18 @@ def bars(
 
 
 def shares(title: str, unit: str, parts: Mapping[str, tuple[int, float]]) -> str:
-    """One bar, divided: name -> (colour, share of 1)."""
+    """One bar divided into shares: name -> (colour, share of 1)."""
     width, height, x = 940, 46, 0.0
     body = []
     for name, (colour, share) in parts.items():
         length = share * width
         body.append(f'<g class="share" data-tip="{escape(name)}  {share:.1%}">')
-        body.append(f'<rect class="bar c{colour}" x="{x:.1f}" y="0" width="{length:.1f}" height="{height}"/>')
-        named = length > 14 + 9 * len(name)
-        if named:
+        body.append(_bar(x, 0, length, height, colour))
+        name_fits = length > 14 + 9 * len(name)
+        if name_fits:
             body.append(_text(x + length / 2, 20, name, "middle", "on-bar"))
-        if named or length > 44:
-            body.append(_text(x + length / 2, 38 if named else 29, f"{share:.0%}", "middle", "on-bar"))
+        if name_fits or length > 44:
+            body.append(_text(x + length / 2, 38 if name_fits else 29, f"{share:.0%}", "middle", "on-bar"))
         body.append("</g>")
         x += length
     label = f"{title}: " + ", ".join(f"{name} {share:.0%}" for name, (_, share) in parts.items())
@@ -257,11 +250,11 @@ def shares(title: str, unit: str, parts: Mapping[str, tuple[int, float]]) -> str
     return f'<figure class="chart wide"><figcaption>{_caption(title, unit)}</figcaption>{svg}</figure>'
 
 
-# Pieces
+# Parts of a chart
 
 
 def _spans(series: Series) -> list[tuple[float, float]]:
-    """What each point needs of the y axis. A band beyond is cut at the plot's edge only if it is out of proportion."""
+    """The range of y values of each point, with its band."""
     band = series.band or [None] * len(series.values)
     return [
         (value - (half or 0.0), value + (half or 0.0))
@@ -305,7 +298,7 @@ def _grid(frame: Frame, marks: Sequence[float]) -> str:
 
 
 def _step_axis(frame: Frame, steps: Sequence[int]) -> str:
-    """Whole steps only, and only those inside."""
+    """Labels only at whole steps within the range."""
     low, high = steps[0], steps[-1]
     every = max(1, math.ceil(_round_up(max((high - low) / (5 if frame.width < 400 else 7), 1))))
     marks = [mark for mark in range(math.ceil(low / every) * every, high + 1, every)] or [low]
@@ -322,6 +315,11 @@ def _reference(frame: Frame, value: float, label: str) -> str:
     line = f'<line class="reference" x1="{LEFT}" x2="{frame.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
     above = y - 5 if y - 5 > TOP + 6 else y + 13
     return line + _text(frame.width - RIGHT - 2, above, label, "end", "reference-name")
+
+
+def _bar(x: float, y: float, width: float, height: float, colour: int) -> str:
+    position = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect class="bar c{colour}" {position}/>'
 
 
 def _band(frame: Frame, centres: Sequence[float], series: Series) -> str:
@@ -361,7 +359,7 @@ def _line(frame: Frame, centres: Sequence[float], series: Series) -> str:
 
 
 def _runs(values: Values) -> list[list[int]]:
-    """Neighbouring indices with a value."""
+    """Runs of consecutive indices with a value."""
     runs: list[list[int]] = []
     for i, value in enumerate(values):
         if value is None:
@@ -374,13 +372,14 @@ def _runs(values: Values) -> list[list[int]]:
 
 
 def _strips(frame: Frame, xs: Sequence[float], tip: Callable[[int], str]) -> str:
-    """Invisible strips from halfway to the left neighbour to halfway to the right one."""
+    """Invisible strips with tooltips. Each ends halfway to its neighbours."""
     out = []
     for i, x in enumerate(xs):
         start = (xs[i - 1] + x) / 2 if i else LEFT
         end = (x + xs[i + 1]) / 2 if i + 1 < len(xs) else frame.width - RIGHT
-        place = f'x="{start:.1f}" y="{TOP}" width="{max(end - start, 0.5):.1f}" height="{frame.height - TOP - BOTTOM}"'
-        out.append(f'<rect class="strip" {place} data-x="{x:.1f}" data-tip="{escape(tip(i))}"/>')
+        width, height = max(end - start, 0.5), frame.height - TOP - BOTTOM
+        position = f'x="{start:.1f}" y="{TOP}" width="{width:.1f}" height="{height}"'
+        out.append(f'<rect class="strip" {position} data-x="{x:.1f}" data-tip="{escape(tip(i))}"/>')
     guide = f'<line class="guide" y1="{TOP}" y2="{frame.height - BOTTOM}" x1="0" x2="0"/>'
     return guide + "".join(out)
 
@@ -410,7 +409,7 @@ def _figure(title: str, unit: str, legend: Sequence[tuple[str, str]], frame: Fra
 
 
 def key(kind: str) -> str:
-    """A legend's little picture of a line style or block."""
+    """The icon of a line style or a block in a legend."""
     style = kind.split()[0]
     if style in ("block", "band"):
         shape = f'<rect class="{"bar" if style == "block" else ""} {kind}" x="2" y="1" width="18" height="10"/>'

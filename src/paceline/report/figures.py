@@ -1,8 +1,8 @@
-"""A run in few numbers: those that its summary gives at the end, and its steps give before."""
+"""The key figures of a run: from its summary if it has finished, else from its steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from paceline.report.run import Record, Run, mean, number
 
@@ -24,9 +24,8 @@ def reward_after(run: Run) -> float | None:
 def acceptance_length(run: Run) -> float | None:
     if (found := number(run.summary, "mean_acceptance_length")) is not None:
         return found
-    num_drafts = sum(value or 0 for value in run.series("num_drafts"))
-    num_accepted = sum(value or 0 for value in run.series("num_accepted_tokens"))
-    return 1 + num_accepted / num_drafts if num_drafts else None
+    num_drafts = run.total("num_drafts")
+    return 1 + run.total("num_accepted_tokens") / num_drafts if num_drafts else None
 
 
 def audits(run: Run) -> list[tuple[int, Record]]:
@@ -34,7 +33,7 @@ def audits(run: Run) -> list[tuple[int, Record]]:
 
 
 def speedup(run: Run) -> float | None:
-    """Of all audited steps together: total time over total time."""
+    """Of all audited steps together: total plain time ÷ total speculative time."""
     if (found := number(run.summary, "generation_speedup")) is not None:
         return found
     plain = sum(number(audit, "plain_s") or 0 for _, audit in audits(run))
@@ -45,47 +44,46 @@ def speedup(run: Run) -> float | None:
 def tail_speedup(run: Run) -> dict[str, float | None]:
     """By number of running sequences."""
     found = run.summary.get("tail_speedup")
-    tails = [found] if isinstance(found, dict) else [audit.get("tail") for _, audit in audits(run)]
+    tails = [found] if isinstance(found, dict) else [audit.get("tail_speedup") for _, audit in audits(run)]
     tails = [tail for tail in tails if isinstance(tail, dict)]
     names = sorted({str(name) for tail in tails for name in tail}, key=lambda name: (len(name), name))
     return {name: mean([number(tail, name) for tail in tails]) for name in names}
 
 
 def stage_seconds(run: Run, stages: Iterable[str]) -> dict[str, list[float | None]]:
-    """Stage -> seconds per step. Where generation overlaps training, a step only pays for what it waited."""
-    waited = "exposed" if run.max_staleness > 0 else "generation"
-    return {name: run.series("stages", waited if name == "generation" else name) for name in stages}
+    """Stage -> seconds per step. If generation overlaps training, only the time that the step waited for it counts."""
+    generation = "exposed_generation" if run.max_staleness > 0 else "generation"
+    return {name: run.series("stages", generation if name == "generation" else name) for name in stages}
 
 
 def warnings(run: Run) -> list[str]:
-    found = []
-    alarms = [str(r["step"]) for r in run.steps if r.get("mismatch_alarm") is True]
-    if alarms:
-        found.append(f"Engine and learner logprobs disagreed beyond the alarm at {_steps(alarms)}.")
-    for alarm, what in (
-        ("acceptance_drop_alarm", "Acceptance fell at the weight sync before"),
-        ("acceptance_floor_alarm", "Next to nothing that was drafted stood at"),
-        ("acceptance_record_alarm", "The head accepted far less than its provenance file records at"),
-    ):
-        if raised := [str(r["step"]) for r in run.steps if r.get(alarm) is True]:
-            found.append(f"{what} {_steps(raised)}.")
-    sandboxes = {str(r["step"]): str(r["sandbox"]) for r in run.steps if r.get("sandbox") not in (None, "namespaces")}
-    if sandboxes:
-        kinds = ", ".join(sorted(set(sandboxes.values())))
-        found.append(f"Programs ran without namespaces, as {kinds}, at {_steps(list(sandboxes))}.")
-    if failures := int(sum(value or 0 for value in run.series("failures"))):
-        where = _steps([str(r["step"]) for r in run.steps if (number(r, "failures") or 0) > 0])
-        samples = "1 sample" if failures == 1 else f"{failures} samples"
-        found.append(f"{samples} could not be scored and trained nothing, at {where}.")
-    differing = [str(step) for step, audit in audits(run) if audit.get("identical") is False]
-    if differing:
-        found.append(f"The audit's two generations gave different tokens at {_steps(differing)}.")
-    late = [str(r["step"]) for r in run.steps if (number(r, "lag_max") or 0) > run.max_staleness]
-    if late:
-        found.append(f"Policy lag went beyond train.max_staleness = {run.max_staleness} at {_steps(late)}.")
+    def steps_with(condition: Callable[[Record], object]) -> list[int]:
+        return [record["step"] for record in run.steps if condition(record)]
+
+    found = [
+        f"{message} {_steps(raised)}."
+        for alarm, message in (
+            ("mismatch_alarm", "Engine and learner logprobs differed by more than train.mismatch_alarm at"),
+            ("acceptance_drop_alarm", "Acceptance fell at the weight sync before"),
+            ("acceptance_floor_alarm", "Almost no draft tokens were accepted at"),
+            ("acceptance_record_alarm", "Acceptance was far below the head's provenance file at"),
+        )
+        if (raised := [record["step"] for record in run.steps if record.get(alarm) is True])
+    ]
+    if weak := steps_with(lambda record: record.get("sandbox") not in (None, "namespaces")):
+        kinds = sorted({str(record["sandbox"]) for record in run.steps if record["step"] in weak})
+        found.append(f"Programs ran without namespaces, in sandbox {', '.join(kinds)}, at {_steps(weak)}.")
+    if num_failures := int(run.total("num_failures")):
+        steps = _steps(steps_with(lambda record: (number(record, "num_failures") or 0) > 0))
+        samples = "1 sample" if num_failures == 1 else f"{num_failures} samples"
+        found.append(f"{samples} could not be scored and were not trained on, at {steps}.")
+    if differing := [step for step, audit in audits(run) if audit.get("identical") is False]:
+        found.append(f"The two generations of the audit have different tokens at {_steps(differing)}.")
+    if stale := steps_with(lambda record: (number(record, "staleness_max") or 0) > run.max_staleness):
+        found.append(f"Staleness exceeded train.max_staleness = {run.max_staleness} at {_steps(stale)}.")
     return found
 
 
-def _steps(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return f"step {shown}" if len(names) == 1 else f"steps {shown}"
+def _steps(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+    return f"step {shown}" if len(numbers) == 1 else f"steps {shown}"

@@ -1,7 +1,7 @@
-"""`paceline report RUN`: one self-contained page. It asks nothing of any network, now or later.
+"""`paceline report RUN`: one self-contained page that makes no network requests.
 
-What a model wrote is hostile until shown otherwise: it reaches the page as escaped text or inside a JSON block that
-holds no markup, scripts only ever set it as text, and the page's policy allows no script or style but its own two.
+Model output is untrusted. It is in the page only as escaped text or in a JSON block without markup. Scripts only insert
+it as text, and the page's Content-Security-Policy allows only its own script and style.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from paceline.report.table import check_writable, write_bytes
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
-    """The page of a run's folder, finished or not; beside its files unless `out` says where."""
+    """Writes the page of a run, finished or not, to report.html in its folder or to `out`."""
     if out is not None:
         check_writable(out)
     page = render_page(read_run(run)).encode("utf-8", errors="replace")
     if out is not None:
         write_bytes(out, page)
         return out
-    replace_file(run / "report.html", page)  # a link there is replaced, and its target left alone
+    replace_file(run / "report.html", page)  # replaces a link, and does not write to its target
     return run / "report.html"
 
 
@@ -42,7 +42,7 @@ def render_page(run: Run) -> str:
         "time": ("Time", sections.time(run)),
         "speculation": ("Speculation", sections.speculation(run)),
         "exactness": ("Exactness", sections.exactness(run)),
-        "lag": ("Lag", sections.lag(run)),
+        "staleness": ("Staleness", sections.staleness(run)),
         "learning": ("Learning", sections.learning(run)),
         "rollouts": ("Rollouts", sections.rollout_browser(run)),
         "engine": ("Engine", sections.engine(run)),
@@ -51,7 +51,7 @@ def render_page(run: Run) -> str:
         "config": ("Configuration", sections.config(run)),
     }
     if not run.steps:
-        parts = {"empty": ("", "<section><p>No step has ended yet.</p></section>"), **parts}
+        parts = {"empty": ("", "<section><p>No step has finished yet.</p></section>"), **parts}
         parts.pop("steps")
     links = "".join(f'<a href="#{name}">{title}</a>' for name, (title, text) in parts.items() if title and text)
     data = encode({"rollouts": run.rollouts.records, "prompts": run.rollouts.prompts})

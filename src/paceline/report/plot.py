@@ -1,8 +1,8 @@
-"""Pictures for the bench and the sweep.
+"""Plots of `paceline bench` and `paceline sweep`.
 
-The bench as grouped bars: one panel per model, one group per batch size, one bar per engine and mode. The sweep as
-lines: one panel per temperature and batch size, speed-up over draft length, one line per drafter. Steps as lines: time
-over batch size, one line per draft length, its roofline dashed beneath.
+The bench: grouped bars, one panel per model, one group per batch size, one bar per engine and mode. The sweep: lines,
+one panel per temperature and batch size, speed-up over draft length, one line per drafter. Step times: lines over the
+batch size, one per draft length, with the roofline as a dashed line.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 
 from paceline.report.table import Columns, Row, render_html, write_bytes
 
-# Of draft lengths, in turn.
-STEPS = ("#1a1a1a", "#0b5394", "#c55a11", "#2e7d32", "#8e44ad", "#5f6368")
-# Blues, oranges and greys that stay apart for colour-blind readers; one hue per engine, lighter with each mode.
-HUES = {"paceline": "#0b5394", "vllm": "#c55a11", "hf": "#5f6368"}
-# Of drafters; dashed lines are cold histories.
-LINES = {"ngram": "#5f6368", "suffix": "#0b5394", "draft_model": "#8e44ad", "eagle3": "#c55a11", "hybrid": "#2e7d32"}
+LENGTH_COLOURS = ("#1a1a1a", "#0b5394", "#c55a11", "#2e7d32", "#8e44ad", "#5f6368")  # of draft lengths, in order
+# Blue, orange and grey, which colour-blind readers can distinguish. Further modes of an engine are lighter.
+ENGINE_COLOURS = {"paceline": "#0b5394", "vllm": "#c55a11", "hf": "#5f6368"}
+DRAFTER_COLOURS = {
+    "ngram": "#5f6368", "suffix": "#0b5394", "draft_model": "#8e44ad", "eagle3": "#c55a11", "hybrid": "#2e7d32"
+}  # fmt: skip
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;color:#1a1a1a;max-width:60em;margin:2em auto;padding:0 1em}
 img{max-width:100%}
@@ -35,23 +35,11 @@ def check_format(path: Path | None) -> None:
         raise ValueError(f"--plot {path}: write a .png or a .html file")
 
 
-def save(rows: Sequence[Row], columns: Columns, path: Path, title: str) -> None:
-    _write(bars_png(rows, title), "tokens per second by batch size", rows, columns, path, title)
-
-
-def save_sweep(rows: Sequence[Row], columns: Columns, path: Path, title: str) -> None:
-    _write(lines_png(rows, title), "speed-up by draft length", rows, columns, path, title)
-
-
-def save_steps(rows: Sequence[Row], columns: Columns, path: Path, title: str) -> None:
-    _write(steps_png(rows, title), "step time by batch size", rows, columns, path, title)
-
-
-def _write(picture: bytes, alt: str, rows: Sequence[Row], columns: Columns, path: Path, title: str) -> None:
+def _write(png: bytes, alt: str, rows: Sequence[Row], columns: Columns, path: Path, title: str) -> None:
     if path.suffix == ".png":
-        write_bytes(path, picture)
+        write_bytes(path, png)
         return
-    encoded = base64.b64encode(picture).decode()
+    encoded = base64.b64encode(png).decode()
     page = (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
         f"<h1>{html.escape(title)}</h1>"
@@ -61,7 +49,7 @@ def _write(picture: bytes, alt: str, rows: Sequence[Row], columns: Columns, path
     write_bytes(path, page.encode())
 
 
-def bars_png(rows: Sequence[Row], title: str) -> bytes:
+def save(rows: Sequence[Row], columns: Columns, path: Path, title: str) -> None:
     measured = [row for row in rows if row["tokens_per_s"] is not None]
     models = list(dict.fromkeys(row["model"] for row in measured)) or [""]
 
@@ -69,10 +57,11 @@ def bars_png(rows: Sequence[Row], title: str) -> bytes:
         _panel(axis, [row for row in measured if row["model"] == models[column]])
         axis.set_title(models[column])
 
-    return _png(draw, len(models), 1, (4 + 4.5 * len(models), 4.5), title)
+    png = _png(draw, len(models), 1, (4 + 4.5 * len(models), 4.5), title)
+    _write(png, "tokens per second by batch size", rows, columns, path, title)
 
 
-def lines_png(rows: Sequence[Row], title: str) -> bytes:
+def save_sweep(rows: Sequence[Row], columns: Columns, path: Path, title: str) -> None:
     measured = [row for row in rows if row["speedup"] is not None and row["drafter"] != "none"]
     temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
     batches = list(dict.fromkeys(row["batch"] for row in rows))
@@ -85,16 +74,18 @@ def lines_png(rows: Sequence[Row], title: str) -> bytes:
         axis.set_title(f"temperature {temperature:g}, batch {batch}", fontsize=10)
 
     size = 1 + 3.6 * len(batches), 0.8 + 3.2 * len(temperatures)
-    return _png(draw, len(batches), len(temperatures), size, title)
+    png = _png(draw, len(batches), len(temperatures), size, title)
+    _write(png, "speed-up by draft length", rows, columns, path, title)
 
 
-def steps_png(rows: Sequence[Row], title: str) -> bytes:
+def save_steps(rows: Sequence[Row], columns: Columns, path: Path, title: str) -> None:
     measured = [row for row in rows if row["step_ms"] is not None]
-    return _png(lambda axis, column, line: _steps(axis, measured), 1, 1, (7.5, 4.5), title)
+    png = _png(lambda axis, column, line: _steps(axis, measured), 1, 1, (7.5, 4.5), title)
+    _write(png, "step time by batch size", rows, columns, path, title)
 
 
 def _png(draw: Callable[..., None], num_columns: int, num_lines: int, size: tuple[float, float], title: str) -> bytes:
-    """A grid of panels; `draw(axis, column, line)` fills one."""
+    """A grid of panels. `draw(axis, column, line)` draws one."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -114,40 +105,32 @@ def _png(draw: Callable[..., None], num_columns: int, num_lines: int, size: tupl
 
 def _lines(axis, rows: Sequence[Row]) -> None:  # type: ignore[no-untyped-def]
     for drafter, history in dict.fromkeys((row["drafter"], row["history"]) for row in rows):
-        mine = [row for row in rows if (row["drafter"], row["history"]) == (drafter, history)]
+        matching = [row for row in rows if (row["drafter"], row["history"]) == (drafter, history)]
         axis.plot(
-            [row["num_speculative_tokens"] for row in mine],
-            [row["speedup"] for row in mine],
+            [row["num_speculative_tokens"] for row in matching],
+            [row["speedup"] for row in matching],
             marker="o",
             markersize=4,
-            color=LINES.get(drafter, "#1a1a1a"),
+            color=DRAFTER_COLOURS.get(drafter, "#1a1a1a"),
             linestyle="--" if history == "cold" else "-",
             label=f"{drafter} {history}" if history else drafter,
         )
     axis.axhline(1, color="#1a1a1a", linewidth=0.8)  # plain decoding
     axis.set_xticks(sorted({row["num_speculative_tokens"] for row in rows}))
-    axis.set_xlabel("draft length k")
-    axis.set_ylabel("speed-up (median)")
-    axis.spines[["top", "right"]].set_visible(False)
-    if rows:
-        axis.legend(fontsize=8, frameon=False, loc="lower left")
+    _label(axis, "draft length k", "speed-up (median)", "lower left" if rows else None)
 
 
 def _steps(axis, rows: Sequence[Row]) -> None:  # type: ignore[no-untyped-def]
     batches = sorted({row["batch"] for row in rows})
     for i, k in enumerate(sorted({row["num_speculative_tokens"] for row in rows})):
-        mine = sorted((row for row in rows if row["num_speculative_tokens"] == k), key=lambda row: row["batch"])
-        places, colour = [batches.index(row["batch"]) for row in mine], STEPS[i % len(STEPS)]
+        matching = sorted((row for row in rows if row["num_speculative_tokens"] == k), key=lambda row: row["batch"])
+        xs, colour = [batches.index(row["batch"]) for row in matching], LENGTH_COLOURS[i % len(LENGTH_COLOURS)]
         label = f"k = {k}" if k else "plain"
-        axis.plot(places, [row["step_ms"] for row in mine], marker="o", markersize=4, color=colour, label=label)
-        axis.plot(places, [row["roofline_ms"] for row in mine], color=colour, linestyle="--", linewidth=0.8)
+        axis.plot(xs, [row["step_ms"] for row in matching], marker="o", markersize=4, color=colour, label=label)
+        axis.plot(xs, [row["roofline_ms"] for row in matching], color=colour, linestyle="--", linewidth=0.8)
     axis.set_xticks(range(len(batches)), [str(batch) for batch in batches])
     axis.set_ylim(bottom=0)
-    axis.set_xlabel("batch size")
-    axis.set_ylabel("ms per step (dashed: roofline)")
-    axis.spines[["top", "right"]].set_visible(False)
-    if rows:
-        axis.legend(fontsize=8, frameon=False, loc="upper left")
+    _label(axis, "batch size", "ms per step (dashed: roofline)", "upper left" if rows else None)
 
 
 def _panel(axis, rows: Sequence[Row]) -> None:  # type: ignore[no-untyped-def]
@@ -156,23 +139,27 @@ def _panel(axis, rows: Sequence[Row]) -> None:  # type: ignore[no-untyped-def]
     batches = sorted({row["batch"] for row in rows})
     series = list(dict.fromkeys((row["engine"], row["mode"], row["num_speculative_tokens"]) for row in rows))
     width = 0.8 / max(len(series), 1)
-    shade: dict[str, int] = {}
+    num_modes: dict[str, int] = {}  # of each engine, so far
     for i, (engine, mode, k) in enumerate(series):
-        lighter = 0.28 * shade.get(engine, 0)
-        shade[engine] = shade.get(engine, 0) + 1
-        colour = tuple(c + (1 - c) * min(lighter, 0.75) for c in to_rgb(HUES.get(engine, "#2e7d32")))
-        mine = {
+        lighter = 0.28 * num_modes.get(engine, 0)
+        num_modes[engine] = num_modes.get(engine, 0) + 1
+        colour = tuple(c + (1 - c) * min(lighter, 0.75) for c in to_rgb(ENGINE_COLOURS.get(engine, "#2e7d32")))
+        rate_by_batch = {
             r["batch"]: r["tokens_per_s"]
             for r in rows
             if (r["engine"], r["mode"], r["num_speculative_tokens"]) == (engine, mode, k)
         }
-        places = [batches.index(batch) + (i - (len(series) - 1) / 2) * width for batch in mine]
+        xs = [batches.index(batch) + (i - (len(series) - 1) / 2) * width for batch in rate_by_batch]
         label = f"{engine} {mode}" + (f" k={k}" if k else "")
-        bars = axis.bar(places, list(mine.values()), width * 0.92, color=colour, label=label)
+        bars = axis.bar(xs, list(rate_by_batch.values()), width * 0.92, color=colour, label=label)
         axis.bar_label(bars, fmt="%.0f", fontsize=7, padding=1)
     axis.set_xticks(range(len(batches)), [str(batch) for batch in batches])
-    axis.set_xlabel("batch size")
-    axis.set_ylabel("tokens per second (median)")
+    _label(axis, "batch size", "tokens per second (median)", "upper left" if series else None)
+
+
+def _label(axis, x: str, y: str, legend: str | None) -> None:  # type: ignore[no-untyped-def]
+    axis.set_xlabel(x)
+    axis.set_ylabel(y)
     axis.spines[["top", "right"]].set_visible(False)
-    if series:
-        axis.legend(fontsize=8, frameon=False, loc="upper left")
+    if legend is not None:
+        axis.legend(fontsize=8, frameon=False, loc=legend)

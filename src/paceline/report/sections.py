@@ -1,12 +1,13 @@
-"""The parts of a run's page, each a function from the run to HTML ("" where the run has nothing to say).
+"""The sections of a run's page. Each function returns HTML, or "" if the run has no data for it.
 
-Every text that comes from the run goes through `escape`.
+All text from the run goes through `escape`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from typing import Any
 
 from paceline.report.chart import Series, bars, key, lines, shares, show, stacked
 from paceline.report.figures import (
@@ -23,11 +24,12 @@ from paceline.report.figures import (
 from paceline.report.run import OUTCOMES, ROW_BOUNDS, Run, mean, number
 from paceline.report.table import cell
 
-# Stage -> (name on the page, colour). What a step is made of, bottom to top; together they are its whole time.
+STYLES = ("solid", "dashed", "dotted")
+# Stage -> (name on the page, colour), from bottom to top. Together the stages are the whole time of a step.
 STAGES = {
     "generation": ("generation", 0),
     "training": ("training", 1),
-    "adaptation": ("draft training", 8),
+    "head_training": ("draft training", 8),
     "logprob": ("logprobs", 4),
     "reward": ("rewards", 2),
     "draft": ("drafter", 5),
@@ -38,8 +40,13 @@ STAGES = {
 METHOD = (
     "Coupled rollouts do not depend on the drafter, so an audited step is generated twice more: once with drafts and "
     "once without, the same tokens by the same kernels at the same batch size. The speed-up is the ratio of the two "
-    "measured times, plain ÷ speculative; above 1 speculation was faster."
+    "measured times, plain ÷ speculative. Above 1, speculation was faster."
 )
+RULES = {
+    "coupled": "every token is drawn from the policy with noise keyed by position; drafts change no token",
+    "rejection": "draft tokens are accepted or replaced so that the distribution is the policy's",
+    "block": "drafts are accepted up to a position so that the distribution is the policy's",
+}
 
 
 def section(name: str, title: str, *parts: str) -> str:
@@ -47,17 +54,39 @@ def section(name: str, title: str, *parts: str) -> str:
     return f'<section id="{name}"><h2>{escape(title)}</h2>{content}</section>' if content else ""
 
 
+def folded(name: str, title: str, content: str) -> str:
+    return f'<section id="{name}"><details><summary>{title}</summary>{content}</details></section>'
+
+
 def charts(*figures: str, small: bool = False) -> str:
     present = "".join(figures)
     return f'<div class="charts{" small" if small else ""}">{present}</div>' if present else ""
 
 
-def prose(text: str) -> str:
+def metric_lines(
+    run: Run, title: str, unit: str, paths: Mapping[str, str], *, style: str | None = None, colour: int = 0,
+    **options: Any,
+) -> str:  # fmt: skip
+    """A line for each metric. `paths`: name -> path in a record of metrics.jsonl, with dots."""
+    series = [
+        Series(name, run.series(*path.split(".")), colour + i, style or STYLES[i % 3])
+        for i, (name, path) in enumerate(paths.items())
+    ]
+    return lines(title, unit, run.numbers, series, **options)
+
+
+def by_index(rows: Sequence[Any]) -> list[list[float | None]]:
+    """For each index of a metric that is a list: its values over the steps."""
+    lists = [row if isinstance(row, list) else [] for row in rows]
+    return [[number(row[i]) if i < len(row) else None for row in lists] for i in range(max(map(len, lists), default=0))]
+
+
+def paragraph(text: str) -> str:
     return f"<p>{escape(text)}</p>"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], num_text: int = 1, caption: str = "") -> str:
-    """Cells are HTML. The first `num_text` columns are text, the others numbers, aligned at the right."""
+    """Cells are HTML. The first `num_text` columns are text, the others are numbers, aligned right."""
     kinds = ["text" if i < num_text else "num" for i in range(len(head))]
     title = f"<caption>{escape(caption)}</caption>" if caption else ""
     top = "".join(f'<th class="{kind}" scope="col">{escape(name)}</th>' for kind, name in zip(kinds, head, strict=True))
@@ -67,14 +96,20 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], num_text: int = 1,
     )
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption or head[0])}">'
-        f"<table{' class=words' if num_text > 1 else ''}>{title}"
+        f"<table{' class=wrap' if num_text > 1 else ''}>{title}"
         f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
         if body
         else ""
     )
 
 
-def times(value: float | None) -> str:
+def definitions(kind: str, items: Iterable[tuple[str, str]]) -> str:
+    """(name, HTML) of each item."""
+    content = "".join(f"<div><dt>{escape(name)}</dt><dd>{value}</dd></div>" for name, value in items)
+    return f'<dl class="{kind}">{content}</dl>'
+
+
+def factor(value: float | None) -> str:
     return f"{value:.2f}×" if value is not None else "–"
 
 
@@ -83,120 +118,93 @@ def seconds(value: float | None) -> str:
         return "–"
     if value < 90:
         return f"{show(value)} s"
-    minutes, rest = divmod(round(value), 60)
-    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min {rest:02} s"
+    minutes, remainder = divmod(round(value), 60)
+    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min {remainder:02} s"
 
 
-# The page, from top to bottom
+# The sections, from top to bottom
 
 
 def heading(run: Run) -> str:
     labels = ("task", "model", "device", "seed", "sandbox", "started", "paceline", "torch")
-    facts = "".join(
-        f"<div><dt>{name}</dt><dd>{escape(str(run.info[name]))}</dd></div>" for name in labels if name in run.info
-    )
-    return f'<header><p class="kind">Paceline run</p><h1>{escape(run.name)}</h1><dl class="facts">{facts}</dl></header>'
+    facts = definitions("facts", ((name, escape(str(run.info[name]))) for name in labels if name in run.info))
+    return f'<header><p class="kind">Paceline run</p><h1>{escape(run.name)}</h1>{facts}</header>'
 
 
 def messages(run: Run) -> str:
-    def box(kind: str, title: str, lines_: Sequence[str]) -> str:
-        items = "".join(f"<li>{escape(line)}</li>" for line in lines_)
+    def box(kind: str, title: str, texts: Sequence[str]) -> str:
+        items = "".join(f"<li>{escape(text)}</li>" for text in texts)
         return f'<aside class="{kind}"><b>{title}</b><ul>{items}</ul></aside>' if items else ""
 
     return box("warning", "Warnings", warnings(run)) + box("note", "About this report", run.notes)
 
 
 def key_figures(run: Run) -> str:
-    tiles: list[tuple[str, str, str]] = []
+    tiles: list[tuple[str, str, str]] = []  # name, figure, note
     before, after = reward_before(run), reward_after(run)
     if before is not None or after is not None:
-        change = f"{after - before:+.3f} on held-out problems" if before is not None and after is not None else ""
-        tiles.append(("held-out reward", f"{show(before)} → {show(after)}", change or "on held-out problems"))
+        change = f"{after - before:+.3f} " if before is not None and after is not None else ""
+        tiles.append(("held-out reward", f"{show(before)} → {show(after)}", f"{change}on held-out problems"))
     elif (last := latest(run, "reward_mean")) is not None:
-        tiles.append(("training reward", show(last), "mean of the last step; not validated"))
+        tiles.append(("training reward", show(last), "mean of the last step; no evaluation"))
     if (length := acceptance_length(run)) is not None:
         tiles.append(("acceptance length", f"{length:.2f}", "tokens per verified draft, 1 + accepted ÷ drafts"))
     if (ratio := speedup(run)) is not None:
-        tiles.append(("audited speed-up", times(ratio), "generation, the same tokens plain ÷ speculative"))
+        tiles.append(("audited speed-up", factor(ratio), "generation time of the same tokens, plain ÷ speculative"))
     if tail := {name: value for name, value in tail_speedup(run).items() if value is not None}:
         first, value = next(iter(tail.items()))
         sequences = "sequence" if first == "1" else "sequences"
-        tiles.append(("speed-up in the tail", times(value), f"with {first} running {sequences}, audited"))
-    if done := audits(run):
-        same = sum(audit.get("identical") is True for _, audit in done)
-        tiles.append(("identical audits", f"{same} of {len(done)}", "every token the same with and without drafts"))
+        tiles.append(("speed-up in the tail", factor(value), f"with {first} running {sequences}, audited"))
+    if audits(run):
+        tiles.append(("identical audits", identical_audits(run), "the same tokens with and without drafts"))
     if (mismatch := mean(run.series("mismatch_mean"))) is not None:
         tiles.append(("engine and learner", show(mismatch), "mean |Δ logprob| of the same tokens"))
     if run.steps:
         planned = run.setting("train", "num_steps")
-        ended = f"of {planned} planned" if isinstance(planned, int) else ""
-        wall = number(run.summary, "wall_s") or sum(value or 0 for value in run.series("stages", "total"))
-        tiles.append(("steps", str(len(run.steps)), ", ".join(filter(None, [ended, f"in {seconds(wall)}"]))))
-        tokens = number(run.summary, "tokens") or sum(value or 0 for value in run.series("tokens"))
-        rate = mean(run.series("tokens_per_s"))
+        of_planned = f"of {planned} planned, " if isinstance(planned, int) else ""
+        wall = number(run.summary, "wall_s") or run.total("stages", "total")
+        tiles.append(("steps", str(len(run.steps)), f"{of_planned}in {seconds(wall)}"))
         if (memory := latest(run, "memory_gib")) is not None:
             of = "of the GPU" if str(run.setting("model", "device")).startswith("cuda") else "of the process"
-            tiles.append(("memory", f"{memory:.1f} GiB", f"{of}, at most"))
-        tiles.append(("tokens generated", f"{tokens:,.0f}", f"{show(rate)} per second" if rate else ""))
-    items = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(figure)}<small>{escape(note)}</small></dd></div>"
-        for name, figure, note in tiles
-    )
-    return f'<dl class="tiles">{items}</dl>' if items else ""
+            tiles.append(("memory", f"{memory:.1f} GiB", f"{of}, maximum"))
+        num_tokens = number(run.summary, "num_tokens") or run.total("num_tokens")
+        rate = mean(run.series("tokens_per_s"))
+        tiles.append(("tokens generated", f"{num_tokens:,.0f}", f"{show(rate)} per second" if rate else ""))
+    shown = [(name, f"{escape(figure)}<small>{escape(note)}</small>") for name, figure, note in tiles]
+    return definitions("tiles", shown) if shown else ""
+
+
+def identical_audits(run: Run) -> str:
+    audited = audits(run)
+    return f"{sum(audit.get('identical') is True for _, audit in audited)} of {len(audited)}"
 
 
 def reward(run: Run) -> str:
-    steps = run.numbers
     held_out = run.series("eval", "reward")
     if run.steps and held_out[0] is None:
         held_out[0] = number(run.steps[0], "eval_before", "reward")
     names = list(dict.fromkeys(name for r in run.steps if isinstance(r.get("rewards"), dict) for name in r["rewards"]))
-    styles = ("solid", "dashed", "dotted")
-    parts = [
-        Series(name, run.series("rewards", name), i % 6, styles[i % 3]) for i, name in enumerate(names)
-    ] if len(names) > 1 else []  # fmt: skip
+    by_function = [Series(name, run.series("rewards", name), i % 6, STYLES[i % 3]) for i, name in enumerate(names)]
     evals = [(f"{r['step']} (before)", r["eval_before"]) for r in run.steps if isinstance(r.get("eval_before"), dict)]
     evals += [(str(r["step"]), r["eval"]) for r in run.steps if isinstance(r.get("eval"), dict)]
     columns = {"reward": "mean reward", "avg_at_n": "avg@n", "pass_at_k": "pass@k", "n": "n", "k": "k"}
     columns["length_mean"] = "mean length (tokens)"
     rows = [[step, *(show(number(result, name)) for name in columns)] for step, result in evals]
+    mean_reward = Series("training, mean", run.series("reward_mean"), 0, band=run.series("reward_std"))
+    lengths = {"mean": "length_mean", "longest": "length_max"}
     return section(
         "reward",
         "Reward and length",
         charts(
-            lines(
-                "Reward",
-                "per sample, mean of a step",
-                steps,
-                [
-                    Series("training, mean", run.series("reward_mean"), 0, band=run.series("reward_std")),
-                    Series("held out", held_out, 1, "points"),
-                ],
-            ),
-            lines(
-                "Completion length",
-                "tokens",
-                steps,
-                [
-                    Series("mean", run.series("length_mean"), 0),
-                    Series("longest", run.series("length_max"), 1, "dashed"),
-                ],
-                from_zero=True,
-            ),
-            lines("Reward by function", "mean, before weights", steps, parts),
-            lines(
-                "Shares",
-                "of a step's groups or samples",
-                steps,
-                [
-                    Series("groups solved", run.series("solved"), 2),
-                    Series("samples cut off", run.series("truncated"), 1, "dashed"),
-                ],
-                from_zero=True,
-            ),
+            lines("Reward", "mean over a step's samples", run.numbers,
+                  [mean_reward, Series("held out", held_out, 1, "points")]),
+            metric_lines(run, "Completion length", "tokens", lengths, from_zero=True),
+            lines("Reward by function", "mean, without weights", run.numbers, by_function if len(names) > 1 else []),
+            metric_lines(run, "Truncated", "share of a step's samples", {"truncated": "truncated_ratio"}, colour=1,
+                         from_zero=True),
         ),
         table(["step", *columns.values()], rows, caption="Held-out problems"),
-    )
+    )  # fmt: skip
 
 
 def time(run: Run) -> str:
@@ -205,60 +213,50 @@ def time(run: Run) -> str:
     whole = sum(totals.values())
     if not whole:
         return ""
-    overlaps = run.max_staleness > 0
     names = {name: text for name, (text, _) in STAGES.items()}
-    if overlaps:
+    note = ""
+    if run.max_staleness > 0:
         names["generation"] = "exposed generation"
-    layers = {names[name]: (STAGES[name][1], per_step[name]) for name in STAGES}
-    divided = {names[name]: (STAGES[name][1], totals[name] / whole) for name in STAGES if totals[name]}
-    rows = [
-        [
-            key(f"block c{STAGES[name][1]}") + escape(names[name]),
-            f"{totals[name]:,.1f}",
-            f"{totals[name] / len(run.steps):.2f}",
-            f"{totals[name] / whole:.1%}",
-        ]
-        for name in STAGES
-        if totals[name]
-    ]
-    rows.append(["<b>total</b>", f"{whole:,.1f}", f"{whole / len(run.steps):.2f}", "100.0%"])
-    words = ""
-    if overlaps:
-        worked = sum(value or 0 for value in run.series("stages", "generation"))
-        hidden = 1 - totals["generation"] / worked if worked else 0.0
-        words = prose(
-            f"Generation overlaps training (train.max_staleness = {run.max_staleness}). The engine worked "
-            f"{seconds(worked)}; training waited {seconds(totals['generation'])} of it, so {hidden:.0%} was hidden."
+        generation = run.total("stages", "generation")
+        hidden = 1 - totals["generation"] / generation if generation else 0.0
+        note = paragraph(
+            f"Generation overlaps training (train.max_staleness = {run.max_staleness}). It took {seconds(generation)}; "
+            f"training waited for {seconds(totals['generation'])} of it, so {hidden:.0%} was hidden."
         )
+    colours = {name: colour for name, (_, colour) in STAGES.items()}
+    present = [name for name in STAGES if totals[name]]
+    rows = [(key(f"block c{colours[name]}") + escape(names[name]), totals[name]) for name in present]
     return section(
         "time",
-        "Where the time went",
-        words,
+        "Time",
+        note,
         charts(
-            stacked("Time per step", "seconds", run.numbers, layers),
-            lines(
-                "Rate", "tokens per second of the whole step", run.numbers,
-                [Series("tokens per second", run.series("tokens_per_s"), 0)], from_zero=True,
-            ),
+            stacked("Time per step", "seconds", run.numbers,
+                    {names[name]: (colours[name], per_step[name]) for name in STAGES}),
+            metric_lines(run, "Rate", "tokens per second of the whole step", {"tokens per second": "tokens_per_s"},
+                         from_zero=True),
         ),
-        shares("Shares", "of the whole run's time", divided),
-        table(["stage", "seconds", "per step", "share"], rows, caption="Time by stage"),
+        shares("Shares", "of the whole run's time",
+               {names[name]: (colours[name], totals[name] / whole) for name in present}),
+        table(
+            ["stage", "seconds", "per step", "share"],
+            [[name, f"{total:,.1f}", f"{total / len(run.steps):.2f}", f"{total / whole:.1%}"]
+             for name, total in [*rows, ("<b>total</b>", whole)]],
+            caption="Time by stage",
+        ),
     )  # fmt: skip
 
 
 def speculation(run: Run) -> str:
-    steps = run.numbers
-    rates = [r if isinstance(r := record.get("acceptance_rate_per_position"), list) else [] for record in run.steps]
-    depth = max(map(len, rates), default=0)
-    # The run's rates weigh each step by its drafts; a step that drafted less far got nowhere beyond.
-    drafts = [(value or 1.0) if mine else 0.0 for value, mine in zip(run.series("num_drafts"), rates, strict=True)]
+    rates = [record.get("acceptance_rate_per_position") for record in run.steps]
+    at = by_index(rates)
+    depth = len(at)
+    # The mean over the run weighs each step by its number of drafts. Positions that a step did not draft count as 0.
+    drafted = [isinstance(row, list) and len(row) > 0 for row in rates]
+    drafts = [(value or 1.0) if some else 0.0 for value, some in zip(run.series("num_drafts"), drafted, strict=True)]
     whole = sum(drafts)
-
-    def at(j: int) -> list[float | None]:
-        return [number({"rate": mine[j]}, "rate") if j < len(mine) else None for mine in rates]
-
     by_position: dict[str, float | None] = {
-        str(j + 1): sum((rate or 0.0) * n for rate, n in zip(at(j), drafts, strict=True)) / whole for j in range(depth)
+        str(j + 1): sum((rate or 0.0) * n for rate, n in zip(at[j], drafts, strict=True)) / whole for j in range(depth)
     }
     audited = audits(run)
     ratio = {step: number(audit, "speedup") for step, audit in audited}
@@ -266,243 +264,163 @@ def speculation(run: Run) -> str:
     rows = [
         [
             str(step),
-            show(number(audit, "tokens")),
-            f"{number(audit, 'plain_s') or 0:.2f}",
-            f"{number(audit, 'speculative_s') or 0:.2f}",
-            times(number(audit, "speedup")),
-            *(times(number(audit, "tail", name)) for name in tails),
+            show(number(audit, "num_tokens")),
+            *(f"{number(audit, name) or 0:.2f}" for name in ("plain_s", "speculative_s")),
+            factor(number(audit, "speedup")),
+            *(factor(number(audit, "tail_speedup", name)) for name in tails),
             escape(cell(audit.get("identical"))),
         ]
         for step, audit in audited
     ]
-    head = [
-        "step",
-        "tokens",
-        "plain, s",
-        "speculative, s",
-        "speed-up",
-        *(f"at {n} running" for n in tails),
-        "identical",
-    ]
+    running = [f"at {n} running" for n in tails]
+    up_to, of_times, no_gain = "share of drafts accepted up to it", "plain time ÷ speculative time", (1.0, "no gain")
     return section(
         "speculation",
         "Speculation",
         charts(
-            lines(
-                "Acceptance length", "tokens per verified draft", steps,
-                [Series("acceptance length", run.series("mean_acceptance_length"), 0)],
-            ),
-            bars(
-                "Acceptance by position", "share of drafts accepted up to it", "position in the draft", by_position,
-                limits=(0.0, 1.0),
-            ),
-            lines(
-                "By position over time", "share of drafts accepted up to it", steps,
-                [Series(f"position {j + 1}", at(j), j, ("solid", "dashed", "dotted")[j % 3]) for j in range(depth)[:4]],
-                from_zero=True, limits=(0.0, 1.0),
-            ),
-            lines(
-                "Draft tokens accepted", "share of those proposed", steps,
-                [Series("accepted", run.series("draft_acceptance_rate"), 2)], from_zero=True, limits=(0.0, 1.0),
-            ),
+            metric_lines(run, "Acceptance length", "tokens per verified draft",
+                         {"acceptance length": "mean_acceptance_length"}),
+            bars("Acceptance by position", up_to, "position in the draft", by_position, limits=(0.0, 1.0)),
+            lines("By position over time", up_to, run.numbers,
+                  [Series(f"position {j + 1}", at[j], j, STYLES[j % 3]) for j in range(depth)[:4]],
+                  from_zero=True, limits=(0.0, 1.0)),
+            metric_lines(run, "Draft tokens accepted", "share of those verified", {"accepted": "draft_acceptance_rate"},
+                         colour=2, from_zero=True, limits=(0.0, 1.0)),
         ),
-        adaptation(run),
-        f"<h3>Measured speed-up</h3>{prose(METHOD)}" if audited or speedup(run) is not None else "",
+        head_training(run),
+        f"<h3>Measured speed-up</h3>{paragraph(METHOD)}" if audited or speedup(run) is not None else "",
         charts(
-            lines(
-                "Audited speed-up", "plain time ÷ speculative time", steps,
-                [Series("audited step", [ratio.get(step) for step in steps], 1, "points")],
-                reference=(1.0, "no gain"),
-            ),
-            bars(
-                "Speed-up by running sequences", "plain time ÷ speculative time", "running sequences",
-                tail_speedup(run), colour=1, reference=(1.0, "no gain"), suffix="×",
-            ),
+            lines("Audited speed-up", of_times, run.numbers,
+                  [Series("audited step", [ratio.get(step) for step in run.numbers], 1, "points")], reference=no_gain),
+            bars("Speed-up by running sequences", of_times, "running sequences", tail_speedup(run), colour=1,
+                 reference=no_gain, suffix="×"),
         ),
-        table(head, rows, caption="Audits"),
+        table(["step", "tokens", "plain, s", "speculative, s", "speed-up", *running, "identical"], rows,
+              caption="Audits"),
     )  # fmt: skip
 
 
-def adaptation(run: Run) -> str:
-    """How the head followed the policy, where it did."""
-    steps = run.numbers
-    overlaps = [r["adaptation"].get("overlap") for r in run.steps if isinstance(r.get("adaptation"), dict)]
+def head_training(run: Run) -> str:
+    """Online training of the head."""
+    overlaps = [r["head_training"].get("overlap") for r in run.steps if isinstance(r.get("head_training"), dict)]
     depth = max((len(overlap) for overlap in overlaps if isinstance(overlap, dict)), default=0)
     if not overlaps:
         return ""
-    return "<h3>The head follows the policy</h3>" + charts(
-        lines(
-            "Head's version", "updates made when the step was drafted", steps,
-            [Series("version", run.series("drafter_version"), 0)], from_zero=True, small=True,
-        ),
-        lines(
-            "Head's loss", "at its updates", steps,
-            [Series("loss", run.series("adaptation", "loss"), 8, "points")], small=True,
-        ),
-        lines(
-            "Overlap of head and policy", "Σ min(p, q), by step of the unroll", steps,
-            [
-                Series(f"step {k + 1}", run.series("adaptation", "overlap", str(k + 1)), k, "points")
-                for k in range(depth)[:4]
-            ],
-            from_zero=True, limits=(0.0, 1.0), small=True,
-        ),
+    by_step = {f"step {k + 1}": f"head_training.overlap.{k + 1}" for k in range(depth)[:4]}
+    return "<h3>Online draft training</h3>" + charts(
+        metric_lines(run, "Drafter version", "updates of the head before the step", {"version": "drafter_version"},
+                     from_zero=True, small=True),
+        metric_lines(run, "Loss of the head", "at its updates", {"loss": "head_training.loss"}, colour=8,
+                     style="points", small=True),
+        metric_lines(run, "Overlap of head and policy", "Σ min(p, q), by step of the unroll", by_step, style="points",
+                     from_zero=True, limits=(0.0, 1.0), small=True),
         small=True,
     )  # fmt: skip
 
 
 def exactness(run: Run) -> str:
-    steps = run.numbers
-    rule = run.setting("speculation", "rule") or ("coupled" if run.settings else "unknown")
-    meaning = {
-        "coupled": "the policy draws every token itself with noise keyed by position; a draft changes no token",
-        "rejection": "drafts are accepted or replaced so that the distribution is the policy's",
-        "block": "whole drafts are accepted or cut so that the distribution is the policy's",
-    }.get(str(rule), "")
-    alarm = run.setting("train", "mismatch_alarm")
-    rows = [["acceptance rule", escape(f"{rule}: {meaning}" if meaning else str(rule))]]
-    if done := audits(run):
-        same = sum(audit.get("identical") is True for _, audit in done)
-        rows.append(["audits with identical tokens", f"{same} of {len(done)}"])
-    for name, path, fold in (
-        ("mean |Δ logprob|, engine and learner", "mismatch_mean", mean),
-        ("KL of engine and learner (k3), mean", "mismatch_k3", mean),
-        ("largest |Δ logprob|", "mismatch_max", lambda v: max((x for x in v if x is not None), default=None)),
+    rule = str(run.setting("speculation", "rule") or ("coupled" if run.settings else "unknown"))
+    rows = [["acceptance rule", escape(f"{rule}: {RULES[rule]}" if rule in RULES else rule)]]
+    if audits(run):
+        rows.append(["audits with identical tokens", identical_audits(run)])
+    largest = max((value for value in run.series("mismatch_max") if value is not None), default=None)
+    for name, value in (
+        ("mean |Δ logprob|, engine and learner", mean(run.series("mismatch_mean"))),
+        ("KL of engine and learner (k3), mean", mean(run.series("mismatch_k3"))),
+        ("largest |Δ logprob|", largest),
+        ("alarm if the mean |Δ logprob| exceeds", number(run.settings, "train", "mismatch_alarm")),
     ):
-        if (value := fold(run.series(path))) is not None:
+        if value is not None:
             rows.append([escape(name), show(value)])
-    if isinstance(alarm, int | float):
-        rows.append(["alarm at a mean |Δ logprob| above", show(float(alarm))])
+    figures = [("mean", "|Δ logprob|", "mean"), ("k3", "nats", "k3"), ("largest", "|Δ logprob|", "max")]
     return section(
         "exactness",
         "Exactness",
-        table(["figure", "value"], rows, num_text=2, caption="Is it the same policy?") if len(rows) > 1 else "",
+        table(["figure", "value"], rows, num_text=2, caption="Engine and learner") if len(rows) > 1 else "",
         charts(
-            lines(
-                "Mismatch, mean", "|Δ logprob|", steps, [Series("mean", run.series("mismatch_mean"), 0)],
-                from_zero=True, small=True,
-            ),
-            lines(
-                "Mismatch, k3", "nats", steps, [Series("k3", run.series("mismatch_k3"), 0)], from_zero=True, small=True
-            ),
-            lines(
-                "Mismatch, largest", "|Δ logprob|", steps, [Series("largest", run.series("mismatch_max"), 0)],
-                from_zero=True, small=True,
-            ),
+            *(metric_lines(run, f"Mismatch, {name}", unit, {name: f"mismatch_{end}"}, from_zero=True, small=True)
+              for name, unit, end in figures),
             small=True,
         ),
     )  # fmt: skip
 
 
-def lag(run: Run) -> str:
-    bound = (float(run.max_staleness), "bound") if run.max_staleness else None
+def staleness(run: Run) -> str:
+    limit = (float(run.max_staleness), "limit") if run.max_staleness else None
+    groups = {"trained on": "num_groups", "filtered": "num_groups_filtered", "too stale": "num_groups_stale"}
     return section(
-        "lag",
-        "Policy lag and groups",
+        "staleness",
+        "Staleness and groups",
         charts(
-            lines(
-                "Policy lag", "versions behind the learner", run.numbers,
-                [Series("mean", run.series("lag_mean"), 0), Series("largest", run.series("lag_max"), 1, "dashed")],
-                from_zero=True, reference=bound,
-            ),
-            lines(
-                "Groups", "per step", run.numbers,
-                [
-                    Series("trained on", run.series("num_groups"), 0),
-                    Series("filtered", run.series("groups_filtered"), 1, "dashed"),
-                    Series("too old", run.series("groups_stale"), 3, "dotted"),
-                ],
-                from_zero=True,
-            ),
+            metric_lines(run, "Staleness", "versions behind the learner",
+                         {"mean": "staleness_mean", "largest": "staleness_max"}, from_zero=True, reference=limit),
+            metric_lines(run, "Groups", "per step", groups, from_zero=True),
         ),
     )  # fmt: skip
 
 
 def learning(run: Run) -> str:
-    small = (
+    figures = (
         ("Loss", "", "loss", False),
         ("Gradient norm", "before clipping", "grad_norm", True),
         ("KL to the reference", "nats", "kl", False),
         ("Entropy", "nats per token", "entropy", True),
-        ("Clipped", "share of tokens", "clipped", True),
+        ("Clipped", "share of tokens", "clip_ratio", True),
         ("Learning rate", "", "learning_rate", True),
     )
-    figures = [
-        lines(title, unit, run.numbers, [Series(title.lower(), run.series(path), 0)], from_zero=zero, small=True)
-        for title, unit, path, zero in small
+    drawn = [
+        metric_lines(run, title, unit, {title.lower(): path}, from_zero=from_zero, small=True)
+        for title, unit, path, from_zero in figures
     ]
-    return section("learning", "Learning", charts(*figures, small=True))
+    return section("learning", "Learning", charts(*drawn, small=True))
 
 
 def engine(run: Run) -> str:
-    """trace.jsonl, by the number of rows a step had: where the time went, and what became of drafting."""
-    times, decisions = [], []
+    """Times and outcomes of drafting from trace.jsonl, by number of rows in a step."""
+    timings, decisions = [], []
     for bound, totals in run.engine.items():
         name = f"> {ROW_BOUNDS[-1]}" if bound == 0 else (str(bound) if bound <= 2 else f"{bound // 2 + 1}–{bound}")
-        whole = totals.total_s or 1.0
-        times.append(
-            [
-                name,
-                f"{totals.num_steps:,}",
-                f"{totals.num_emitted:,}",
-                f"{totals.num_emitted / max(totals.num_steps, 1):.2f}",
-                f"{totals.total_s:,.1f}",
-                f"{totals.num_emitted / whole:,.0f}",
-                *(f"{part / whole:.0%}" for part in (totals.draft_s, totals.forward_s, totals.sample_s)),
-            ]
-        )
-        decisions.append(
-            [
-                name,
-                *(f"{totals.outcomes[outcome]:,}" for outcome in OUTCOMES),
-                f"{totals.num_proposed:,}",
-                f"{totals.num_draft_tokens:,}",
-                f"{totals.num_accepted_tokens:,}",
-                f"{totals.expected_accepted:,.0f}" if totals.expected_accepted else "–",
-            ]
-        )
-    head = ["rows in a step", "steps", "tokens", "tokens a step", "seconds", "tokens/s", "draft", "forward", "sample"]
-    inner = table(head, times, caption="By number of rows")
-    if any(totals.num_proposed for totals in run.engine.values()):
-        head = ["rows in a step", *OUTCOMES, "offered", "tokens verified", "accepted", "expected"]
-        inner += table(head, decisions, caption="Drafting: how many steps ended how, and the tokens")
-    remembered = [int(size) for size in run.series("history_bytes") if size]
-    if remembered:
-        inner += prose(f"What the drafter remembers takes {remembered[-1] / 1e6:,.1f} MB at the end.")
+        num_steps, num_emitted, total_s = totals["num_steps"], totals["num_emitted"], totals["total_s"]
+        whole, expected = total_s or 1.0, totals["expected_accepted"]
+        timings.append([
+            name, f"{num_steps:,}", f"{num_emitted:,}", f"{num_emitted / max(num_steps, 1):.2f}", f"{total_s:,.1f}",
+            f"{num_emitted / whole:,.0f}",
+            *(f"{totals[part] / whole:.0%}" for part in ("draft_s", "forward_s", "sample_s")),
+        ])  # fmt: skip
+        counts = (*OUTCOMES, "num_proposed", "num_draft_tokens", "num_accepted_tokens")
+        decisions.append([name, *(f"{totals[key]:,}" for key in counts), f"{expected:,.0f}" if expected else "–"])
+    head = ["rows per step", "steps", "tokens", "tokens per step", "seconds", "tokens/s", "draft", "forward", "sample"]
+    inner = table(head, timings, caption="By number of rows")
+    if any(totals["num_proposed"] for totals in run.engine.values()):
+        head = ["rows per step", *OUTCOMES, "tokens proposed", "tokens verified", "accepted", "expected"]
+        inner += table(head, decisions, caption="Drafting: number of steps by outcome, and draft tokens")
+    if history_bytes := [int(size) for size in run.series("num_history_bytes") if size]:
+        inner += paragraph(f"The drafter's history takes {history_bytes[-1] / 1e6:,.1f} MB at the end.")
     return section("engine", "Engine steps", inner)
 
 
 def engines(run: Run) -> str:
-    """Where several generated: how busy each of them was, and who had to start again."""
-    busy = [r["cluster"].get("busy") if isinstance(r.get("cluster"), dict) else None for r in run.steps]
-    rows = [row if isinstance(row, list) else [] for row in busy]
-    num_engines = max(map(len, rows), default=0)
-    if num_engines < 2:
+    """For runs with several engines: how busy each one was, and how often workers restarted."""
+    busy = [r["cluster"].get("engine_busy") if isinstance(r.get("cluster"), dict) else None for r in run.steps]
+    each = by_index(busy)
+    if len(each) < 2:
         return ""
-    each = [[number({"busy": row[i]}, "busy") if i < len(row) else None for row in rows] for i in range(num_engines)]
-    restarts = {
-        name: sum(int(value or 0) for value in run.series("cluster", f"{key}_restarts"))
-        for key, name in (("engine", "engines"), ("reward", "reward workers"), ("learner", "learner"))
-    }
     figures = [[f"engine {i}, busy", f"{mean(values) or 0:.0%}"] for i, values in enumerate(each)]
-    figures.append(["idle, of all engines' time", f"{mean(run.series('cluster', 'bubble')) or 0:.0%}"])
+    figures.append(["idle, of all engines' time", f"{mean(run.series('cluster', 'engine_idle')) or 0:.0%}"])
     figures.append(["weight sync, per step", seconds(mean(run.series("stages", "sync")))])
-    figures += [[f"{name} restarted", str(num)] for name, num in restarts.items()]
-    styles = ("solid", "dashed", "dotted")
+    for kind, name in (("engine", "engines"), ("reward", "reward workers"), ("learner", "learner")):
+        num_restarts = sum(int(value or 0) for value in run.series("cluster", f"{kind}_restarts"))
+        figures.append([f"{name} restarted", str(num_restarts)])
     return section(
         "engines",
         "Engines",
-        prose("Of the time in which a step's rollouts were generated. What is idle waits for the longest of them."),
+        paragraph("Shares of the time in which rollouts are generated. Idle engines wait for the longest rollout."),
         charts(
-            lines(
-                "Busy", "share of generation time", run.numbers,
-                [Series(f"engine {i}", values, i % 6, styles[i // 6 % 3]) for i, values in enumerate(each)],
-                from_zero=True, limits=(0.0, 1.0),
-            ),
-            lines(
-                "Weight sync", "seconds per step", run.numbers,
-                [Series("weight sync", run.series("stages", "sync"), 3)], from_zero=True,
-            ),
+            lines("Busy", "share of generation time", run.numbers,
+                  [Series(f"engine {i}", values, i % 6, STYLES[i // 6 % 3]) for i, values in enumerate(each)],
+                  from_zero=True, limits=(0.0, 1.0)),
+            metric_lines(run, "Weight sync", "seconds per step", {"weight sync": "stages.sync"}, colour=3,
+                         from_zero=True),
         ),
         table(["figure", "value"], figures, caption="Over the run"),
     )  # fmt: skip
@@ -511,42 +429,40 @@ def engines(run: Run) -> str:
 def every_step(run: Run) -> str:
     columns = {
         "reward_mean": "reward", "reward_std": "± std", "length_mean": "length", "loss": "loss",
-        "grad_norm": "grad norm", "kl": "KL", "entropy": "entropy", "mean_acceptance_length": "accepted length",
-        "tokens": "tokens", "tokens_per_s": "tokens/s", "lag_max": "lag", "failures": "failures",
+        "grad_norm": "grad norm", "kl": "KL", "entropy": "entropy", "mean_acceptance_length": "acceptance length",
+        "num_tokens": "tokens", "tokens_per_s": "tokens/s", "staleness_max": "staleness", "num_failures": "failures",
         "mismatch_mean": "mismatch",
     }  # fmt: skip
     present = {path: name for path, name in columns.items() if any(v is not None for v in run.series(path))}
     rows = [[str(r["step"]), *(show(number(r, path)) for path in present)] for r in run.steps]
-    inner = table(["step", *present.values()], rows, caption="Every step")
-    return f'<section id="steps"><details><summary>Every step in numbers</summary>{inner}</details></section>'
+    return folded("steps", "Figures of every step", table(["step", *present.values()], rows, caption="Every step"))
 
 
 def config(run: Run) -> str:
     if not run.config:
         return ""
-    inner = f'<pre class="config" tabindex="0">{escape(run.config)}</pre>'
-    return f'<section id="config"><details><summary>Configuration</summary>{inner}</details></section>'
+    return folded("config", "Configuration", f'<pre class="config" tabindex="0">{escape(run.config)}</pre>')
 
 
 def rollout_browser(run: Run) -> str:
-    """The frame only; report.js fills it from the embedded data."""
-    shown, total = len(run.rollouts.records), run.rollouts.num_total
+    """Only the controls; report.js fills them from the embedded data."""
+    num_embedded, total = len(run.rollouts.records), run.rollouts.num_total
     if not total:
         return ""
-    carried = f"All {total:,} samples are in this page."
-    if shown < total:
-        carried = (
-            f"This page carries {shown:,} of {total:,} samples: whole groups, spread evenly over the steps, "
-            "to keep the file small. rollouts.jsonl has them all."
+    note = f"All {total:,} samples are in this page."
+    if num_embedded < total:
+        note = (
+            f"This page contains {num_embedded:,} of {total:,} samples: whole groups, spread evenly over the steps, "
+            "to keep the file small. rollouts.jsonl has all of them."
         )
-    if not shown:
-        return section("rollouts", "Rollouts", prose(carried))
-    orders = ("in order", "highest reward first", "lowest reward first", "failed", "cut off")
+    if not num_embedded:
+        return section("rollouts", "Rollouts", paragraph(note))
+    orders = ("in order", "highest reward first", "lowest reward first", "failed", "truncated")
     options = "".join(f"<option>{name}</option>" for name in orders)
     return section(
         "rollouts",
         "Rollouts",
-        prose(carried),
+        paragraph(note),
         f"""<div class="browser" id="browser">
 <div class="controls">
 <label>show <select id="order">{options}</select></label>
@@ -564,5 +480,5 @@ def rollout_browser(run: Run) -> str:
 <h3>Completion</h3><ul class="legend tokens-legend" id="legend"></ul>
 <pre class="tokens" id="tokens" tabindex="0"></pre>
 <output class="token-facts" id="token-facts">Point at a token, or tap it, for its figures.</output>
-</div><noscript><p>The rollout browser needs JavaScript; everything above does not.</p></noscript>""",
+</div><noscript><p>Only the rollout browser needs JavaScript.</p></noscript>""",
     )

@@ -1,9 +1,10 @@
-"""Rows (a list of dicts) as a table on the terminal, as HTML, and as a file that is there whole or not at all."""
+"""Rows (a list of dicts) as a table on the terminal, as HTML, and as a file that is written atomically."""
 
 from __future__ import annotations
 
 import html
 import json
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,7 +40,7 @@ def render(rows: Sequence[Row], columns: Columns, title: str | None = None) -> T
     from rich.table import Table
     from rich.text import Text
 
-    from paceline.console import escape_controls  # here too, so that a column is as wide as what it shows
+    from paceline.console import escape_controls  # before the layout: escaped text is longer
 
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, collapse_padding=True)
     for key, heading in columns.items():
@@ -60,7 +61,7 @@ def render_html(rows: Sequence[Row], columns: Columns) -> str:
 
 
 def check_writable(path: Path | None) -> None:
-    """Before the work, not after it: is there a folder to write this file into?"""
+    """Raises ValueError if the file can't be written. Called before the work, so that no result is lost."""
     if path is None:
         return
     if path.is_dir():
@@ -72,6 +73,18 @@ def check_writable(path: Path | None) -> None:
         raise ValueError(f"{path}: can't write into the folder {folder} ({error.strerror})") from None
 
 
+def finite(value: Any) -> Any:
+    """The same value with None for NaN and infinity, which JSON does not have, and Python's numbers and lists for
+    numpy's."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def to_json(content: Any) -> bytes:
     return (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
@@ -81,8 +94,8 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """To where a user said: all of it or nothing. What is no plain file (a device, a pipe) is written to, not replaced;
-    a link keeps pointing where it points. (In a run's folder links are not followed: `files.replace_file`.)"""
+    """Writes a file that the user named, atomically. A device or a pipe is written to, not replaced; a link is
+    followed. (In a run's folder links are not followed: `files.replace_file`.)"""
     path = path.resolve()
     if path.exists() and not path.is_file():
         path.write_bytes(content)

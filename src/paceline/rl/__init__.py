@@ -1,1 +1,1 @@
-"""Algorithms, the learner, and the one loop."""
+"""RL training: algorithms, the learner, rollouts, the trainer, and the run folder."""

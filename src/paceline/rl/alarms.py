@@ -1,9 +1,8 @@
-"""Acceptance, watched from batch to batch: a drafter that fell behind costs speed, and it is seen.
+"""Acceptance alarms: a drafter that no longer fits the policy costs speed, and the user should know.
 
-Two alarms, for every kind of drafter: acceptance fell at a weight sync, or next to nothing that is drafted stands. A
-third for EAGLE-3 heads: they accept far less than their provenance file records, which a sync cannot show where it was
-so from the first step. Alarms are said when they begin, not again while they last. A batch of few drafts says nothing
-either way.
+Two alarms for every drafter: acceptance drops at a weight sync, or hardly any draft token is accepted. A third one for
+EAGLE-3 heads: the head accepts far less than its provenance file records; this also finds heads that fit badly from the
+first step on. An alarm is reported when it starts, and not again while it lasts. Batches with few drafts are ignored.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ import numpy as np
 from paceline.config import Config
 from paceline.types import Completion, Provenance, Rollout
 
-MIN_DRAFTS = 50  # of a batch, for its acceptance to mean something
+MIN_DRAFTS = 50  # in a batch, to measure its acceptance
 DROP, FLOOR, RECORD = "acceptance_drop_alarm", "acceptance_floor_alarm", "acceptance_record_alarm"
-CHANCE = 4.0  # standard deviations below the record: once in 30,000 batches that are as good as it
-HEAD = "eagle3"  # the name under which a head drafts, alone or in a hybrid
+NUM_DEVIATIONS = 4.0  # standard deviations below the record: one false alarm in 30,000 batches
+HEAD = "eagle3"  # the drafter name of a head, alone or in a hybrid
 
 
 @dataclass(frozen=True, slots=True)
 class FirstPositions:
-    """How the first tokens of a head's drafts fared. Their acceptance rate depends neither on the draft length nor on
-    how a policy chooses it, so that it can be compared with a record."""
+    """Acceptance of the first tokens of a head's drafts. It does not depend on the draft length or the speculation
+    policy, so it is comparable with a recorded rate."""
 
     num: int
     num_accepted: int
@@ -37,7 +36,7 @@ class FirstPositions:
         for sample in samples:
             if HEAD not in sample.drafters:
                 continue
-            # A draft begins with an accepted or a corrected token that follows no accepted one.
+            # A draft begins with an accepted or a corrected token that does not follow an accepted one.
             accepted, corrected = (
                 sample.provenance == origin for origin in (Provenance.ACCEPTED, Provenance.CORRECTED)
             )
@@ -46,82 +45,85 @@ class FirstPositions:
             num_accepted += int((accepted & begins).sum())
         return FirstPositions(num, num_accepted)
 
-    def below(self, recorded: float, share: float, temperature: float) -> str | None:
-        """What is to be said where less than this share of the recorded rate was accepted, and chance does not explain
-        it."""
+    def shortfall_message(self, recorded: float, share: float, temperature: float) -> str | None:
+        """A message if the rate is significantly below this share of the recorded one; else None."""
         rate = self.num_accepted / max(1, self.num)
         deviation = (recorded * (1 - recorded) / max(1, self.num)) ** 0.5
-        if rate >= share * recorded or rate >= recorded - CHANCE * deviation:
+        if rate >= share * recorded or rate >= recorded - NUM_DEVIATIONS * deviation:
             return None
         return (
-            f"the head's first drafted token is accepted in {rate:.0%} of {self.num} drafts; its provenance.json "
-            f"records {recorded:.0%} on its worst data at temperature {temperature:g}, and draft.alarm_record = "
-            f"{share:g} of that is the least. Either it reads other hidden states than it was trained on (another "
-            "model, other layers, a changed engine: run `paceline verify`), or the policy or the task is far from its "
-            'training data: let it follow the policy (draft.online = "every"), or train one for this task (paceline '
+            f"the head's first draft token is accepted in {rate:.0%} of {self.num} drafts; its provenance.json records "
+            f"{recorded:.0%} on its worst data at temperature {temperature:g}, and draft.alarm_record = {share:g} of "
+            "that is the minimum. Either the head reads other hidden states than it was trained on (another model, "
+            "other layers, a changed engine: run `paceline verify`), or the policy or the task is far from its "
+            'training data: train it online (draft.online = "every"), or train a head for this task (paceline '
             "train-draft)"
         )
 
 
 class Alarms:
     def __init__(self, config: Config, recorded: float | None = None) -> None:
-        """`recorded`: what the head's provenance file says of the first position, at this run's temperature."""
+        """`recorded`: the first-position rate in the head's provenance file, at this run's temperature."""
         self.recorded, self.temperature = recorded, config.sampling.temperature
         self.section, self.method = config.draft, config.speculation.method
         self.online = config.draft.online != "off"
-        self.length: float | None = None  # the mean acceptance length of the last batch that had enough drafts
-        self.version: int | None = None  # and the policy it was drafted for
-        self.low = self.below = False
+        self.length: float | None = None  # mean acceptance length of the last batch with enough drafts
+        self.version: int | None = None  # policy version of that batch
+        self.below_floor = self.below_record = False  # the floor alarm and the record alarm are active
 
     def check(self, length: float | None, version: int | None) -> tuple[dict[str, bool], list[str]]:
-        """The flags of a batch, and what is to be said. `length` is its mean acceptance length, None where it had too
-        few drafts; `version` the policy's that generated it."""
+        """The flags of a batch, and messages. `length` is its mean acceptance length, None for too few drafts;
+        `version` the policy version that generated it."""
         flags = {DROP: False, FLOOR: False}
-        said: list[str] = []
+        messages: list[str] = []
         if length is None:
-            return flags, said
+            return flags, messages
         if self.length is not None and version != self.version:
             flags[DROP] = length < (1 - self.section.alarm_drop) * self.length
         if flags[DROP]:
-            said.append(
-                f"ALARM: acceptance fell at the weight sync to version {version}: mean length {self.length:.2f} -> "
-                f"{length:.2f}, more than draft.alarm_drop = {self.section.alarm_drop:g}; {self._remedy('fell')}"
+            messages.append(
+                f"ALARM: acceptance dropped at the weight sync to version {version}: mean length {self.length:.2f} -> "
+                f"{length:.2f}, more than draft.alarm_drop = {self.section.alarm_drop:g}; {self._remedy(DROP)}"
             )
         flags[FLOOR] = length < self.section.alarm_floor
-        if flags[FLOOR] and not self.low:
-            said.append(
-                f"ALARM: drafts are wasted: mean acceptance length {length:.3f} < draft.alarm_floor = "
-                f"{self.section.alarm_floor:g}; {self._remedy('low')}"
+        if flags[FLOOR] and not self.below_floor:
+            messages.append(
+                f"ALARM: hardly any draft token is accepted: mean acceptance length {length:.3f} < draft.alarm_floor = "
+                f"{self.section.alarm_floor:g}; {self._remedy(FLOOR)}"
             )
-        self.length, self.version, self.low = length, version, flags[FLOOR]
-        return flags, said
+        self.length, self.version, self.below_floor = length, version, flags[FLOOR]
+        return flags, messages
 
     def check_record(self, first: FirstPositions) -> tuple[dict[str, bool], list[str]]:
-        """The same for the first tokens of a head's drafts."""
+        """The flag of the record alarm, and messages."""
         if first.num < MIN_DRAFTS or self.recorded is None:
             return {RECORD: False}, []
-        said = first.below(self.recorded, self.section.alarm_record, self.temperature)
-        begins, self.below = not self.below, said is not None
-        return {RECORD: self.below}, [f"ALARM: {said}"] if said is not None and begins else []
+        message = first.shortfall_message(self.recorded, self.section.alarm_record, self.temperature)
+        starts, self.below_record = not self.below_record, message is not None
+        return {RECORD: self.below_record}, [f"ALARM: {message}"] if message is not None and starts else []
 
-    def _remedy(self, what: str) -> str:
+    def _remedy(self, alarm: str) -> str:
         if self.method in ("eagle3", "hybrid"):
             if not self.online:
-                return 'let the head follow the policy (draft.online = "every")'
-            if what == "fell":
+                return 'train the head online (draft.online = "every")'
+            if alarm == DROP:
                 return (
-                    "its head does not follow the policy: where adaptation.loss falls, raise "
-                    "draft.online_learning_rate or draft.online_tokens; where it rises, lower the rate"
+                    "the head does not keep up with the policy: if head_training.loss falls, raise "
+                    "draft.online_learning_rate or draft.online_tokens; if it rises, lower the learning rate"
                 )
-            return "train a head for this model and task (paceline train-draft), and name it in speculation.head"
-        if what == "fell":
-            return "if it stays so, draft less far (speculation.num_speculative_tokens)"
-        return "raise speculation.min_confidence, take another speculation.method, or none"
+            return "train a head for this model and task (paceline train-draft), and set speculation.head to it"
+        if alarm == DROP:
+            return "if this persists, draft fewer tokens (speculation.num_speculative_tokens)"
+        return "raise speculation.min_confidence, or choose another speculation.method or none"
 
-    def state(self) -> dict[str, Any]:
-        """What JSON can say."""
-        return {"length": self.length, "version": self.version, "low": self.low, "below": self.below}
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "mean_acceptance_length": self.length,
+            "version": self.version,
+            "below_floor": self.below_floor,
+            "below_record": self.below_record,
+        }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.length, self.version, self.low = state["length"], state["version"], state["low"]
-        self.below = state["below"]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.length, self.version = state_dict["mean_acceptance_length"], state_dict["version"]
+        self.below_floor, self.below_record = state_dict["below_floor"], state_dict["below_record"]

@@ -1,17 +1,20 @@
-"""The RL algorithms as pure functions of flat token streams.
+"""The RL algorithms as pure functions of per-token tensors.
 
-An algorithm is a composition: how rewards become *advantages*, which *objective* a token has, and how token losses are
-*weighted*; the rest are numbers. `ALGORITHMS` holds the published ones. A new one is an entry there (and its name in
-`config.AlgorithmSection`); what is not like GRPO is a function of a few lines:
+An algorithm combines three parts: how rewards become *advantages*, the *objective* of a token, and how token losses are
+*weighted*. Everything else is a number. `ALGORITHMS` has the published ones. To add one, add an entry there and its
+name to `config.AlgorithmSection`. Parts that differ from GRPO are short functions:
 
     def no_baseline(batch, reward_S, penalty_T, scale):
         return reward_S[batch.sequence_T]
 
     ALGORITHMS["reinforce"] = Algorithm("reinforce", advantages=no_baseline, loss_type="dr_grpo")
 
-Always: a token whose mask is false contributes nothing; weights are made on the whole batch of one optimiser step, so
-that microbatches' losses and gradients add up to the whole's; and unless a correction is asked for, the engine's
-logprobs have no influence. All is computed in float64 on the batch's device, whatever the model's type.
+Invariants:
+  - A token whose mask is false contributes nothing.
+  - Weights are computed on the whole batch of an optimizer step: the losses and gradients of its microbatches sum to
+    those of the batch.
+  - The engine's logprobs have no influence unless `correction` is set.
+Everything is computed in float64 on the batch's device, for every model dtype.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ from paceline.config import AlgorithmSection
 from paceline.rl.batch import TokenBatch
 from paceline.rl.corrections import engine_weight, kl, sum_by
 
-# (batch, reward_S, penalty_T, scale) -> advantages_T. The penalty is beta * KL where the KL is in the reward, else 0.
+# (batch, reward_S, penalty_T, scale) -> advantages_T. The penalty is beta * KL if kl_in = "reward", else 0.
 Advantages = Callable[[TokenBatch, Tensor, Tensor, str], Tensor]
-# (batch, logprobs_T, log_ratio_T, epsilon, epsilon_high) -> token losses_T and which of them were clipped_T.
+# (batch, logprobs_T, log_ratio_T, epsilon, epsilon_high) -> token losses_T, and clipped_T: which of them were clipped.
 Objective = Callable[[TokenBatch, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
 
 STD_FLOOR = 1e-4  # added to standard deviations, as in TRL
@@ -45,7 +48,7 @@ def group_mean(batch: TokenBatch, reward_S: Tensor, penalty_T: Tensor, scale: st
 
 
 def leave_one_out(batch: TokenBatch, reward_S: Tensor, penalty_T: Tensor, scale: str) -> Tensor:
-    """RLOO (arXiv 2402.14740, eq. 8): A_i = r_i - the mean of the others; nothing for one that has no others."""
+    """RLOO (arXiv 2402.14740, eq. 8): A_i = r_i - mean of the group's other rewards; 0 in a group of one."""
     return_S = reward_S - sum_by(penalty_T, batch.sequence_T, batch.num_sequences)
     size_S = _count(batch.group_S)
     advantage_S = (return_S - _mean(return_S, batch.group_S)) * size_S / (size_S - 1).clamp(min=1)
@@ -61,29 +64,29 @@ def batch_mean(batch: TokenBatch, reward_S: Tensor, penalty_T: Tensor, scale: st
 
 
 def group_then_batch_mean(batch: TokenBatch, reward_S: Tensor, penalty_T: Tensor, scale: str) -> Tensor:
-    """REINFORCE++ with baseline (same paper): the group's mean is taken off first, then the batch normalises."""
+    """REINFORCE++ with baseline (same paper): subtract the group's mean, then normalise over the batch."""
     return batch_mean(batch, reward_S - _mean(reward_S, batch.group_S), penalty_T, scale)
 
 
 def _to_go(values_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
-    """For each token the sum from it to its sequence's end, itself included."""
+    """For each token, the sum of the values from this token to the end of its sequence."""
     up_to_T = torch.cumsum(values_T, 0)
     at_end_S = torch.cumsum(sum_by(values_T, sequence_T, num_sequences), 0)
     return at_end_S[sequence_T] - up_to_T + values_T
 
 
 def _count(index_N: Tensor) -> Tensor:
-    """For each entry, how many share its index."""
+    """For each entry, the number of entries with the same index."""
     return torch.bincount(index_N)[index_N]
 
 
 def _mean(values_N: Tensor, index_N: Tensor) -> Tensor:
-    """For each value, the mean of those that share its index."""
+    """For each value, the mean of the values with the same index."""
     return sum_by(values_N, index_N, len(torch.bincount(index_N)))[index_N] / _count(index_N)
 
 
 def _spread(values_N: Tensor, group_N: Tensor, scale: str) -> Tensor:
-    """What centred values are divided by: their (unbiased) standard deviation in the group or the batch, or 1."""
+    """The divisor of centred values: their unbiased standard deviation over the group or the batch, or 1."""
     if scale == "none":
         return torch.ones_like(values_N)
     index_N = group_N if scale == "group" else torch.zeros_like(group_N)
@@ -97,43 +100,40 @@ def _spread(values_N: Tensor, group_N: Tensor, scale: str) -> Tensor:
 def token_clip(
     batch: TokenBatch, logprobs_T: Tensor, log_ratio_T: Tensor, epsilon: float, epsilon_high: float
 ) -> tuple[Tensor, Tensor]:
-    """PPO's, per token: -min(w A, clip(w, 1 - ε, 1 + ε_high) A) with w the token's probability ratio."""
-    return _clip(log_ratio_T, batch, epsilon, epsilon_high)
+    """PPO, per token: -min(w A, clip(w, 1 - ε, 1 + ε_high) A), where w is the token's probability ratio."""
+    assert batch.advantages_T is not None
+    ratio_T = log_ratio_T.exp()
+    free_T = ratio_T * batch.advantages_T
+    bound_T = ratio_T.clamp(1 - epsilon, 1 + epsilon_high) * batch.advantages_T
+    return -torch.minimum(free_T, bound_T), bound_T < free_T
 
 
 def sequence_mean_clip(
     batch: TokenBatch, logprobs_T: Tensor, log_ratio_T: Tensor, epsilon: float, epsilon_high: float
 ) -> tuple[Tensor, Tensor]:
-    """GSPO (arXiv 2507.18071, eq. 5, 7): the same with w the geometric mean of the sequence's ratios."""
+    """GSPO (arXiv 2507.18071, eq. 5, 7): like `token_clip`; w is the geometric mean of the sequence's ratios."""
     total_S = sum_by(log_ratio_T, batch.sequence_T, batch.num_sequences)
-    return _clip((total_S / _lengths(batch).clamp(min=1))[batch.sequence_T], batch, epsilon, epsilon_high)
+    mean_S = total_S / _lengths(batch).clamp(min=1)
+    return token_clip(batch, logprobs_T, mean_S[batch.sequence_T], epsilon, epsilon_high)
 
 
 def sequence_clip(
     batch: TokenBatch, logprobs_T: Tensor, log_ratio_T: Tensor, epsilon: float, epsilon_high: float
 ) -> tuple[Tensor, Tensor]:
-    """RLOO, where the whole completion is one action: the same with w the product of the sequence's ratios. With
-    w = 1 its gradient is the paper's A ∇log π(completion)."""
+    """RLOO, where the whole completion is one action: like `token_clip`; w is the product of the sequence's ratios. At
+    w = 1 the gradient is the paper's A ∇log π(completion)."""
     total_S = sum_by(log_ratio_T, batch.sequence_T, batch.num_sequences)
-    return _clip(total_S[batch.sequence_T], batch, epsilon, epsilon_high)
+    return token_clip(batch, logprobs_T, total_S[batch.sequence_T], epsilon, epsilon_high)
 
 
 def capped_weight(
     batch: TokenBatch, logprobs_T: Tensor, log_ratio_T: Tensor, epsilon: float, epsilon_high: float
 ) -> tuple[Tensor, Tensor]:
-    """CISPO (arXiv 2506.13585, eq. 4-5): -sg(min(w, ε_high)) A log π. There is no lower bound, as in the paper, and
-    ε_high is the cap itself, as in TRL and ScaleRL (arXiv 2510.13786): every token keeps a gradient."""
+    """CISPO (arXiv 2506.13585, eq. 4-5): -sg(min(w, ε_high)) A log π. As in the paper there is no lower bound. As in
+    TRL and ScaleRL (arXiv 2510.13786) ε_high is the cap itself. Every token keeps a gradient."""
     assert batch.advantages_T is not None
     ratio_T = log_ratio_T.detach().exp()
     return -ratio_T.clamp(max=epsilon_high) * batch.advantages_T * logprobs_T, ratio_T > epsilon_high
-
-
-def _clip(log_weight_T: Tensor, batch: TokenBatch, epsilon: float, epsilon_high: float) -> tuple[Tensor, Tensor]:
-    assert batch.advantages_T is not None
-    weight_T = log_weight_T.exp()
-    free_T = weight_T * batch.advantages_T
-    bound_T = weight_T.clamp(1 - epsilon, 1 + epsilon_high) * batch.advantages_T
-    return -torch.minimum(free_T, bound_T), bound_T < free_T
 
 
 def _lengths(batch: TokenBatch) -> Tensor:
@@ -146,13 +146,13 @@ def _lengths(batch: TokenBatch) -> Tensor:
 
 @dataclass(slots=True)
 class LossOutput:
-    loss: Tensor  # with gradient; the sum over microbatches is the batch's
-    stats: dict[str, float]  # sums over the trained tokens; their number is "tokens"
+    loss: Tensor  # with gradient; the losses of microbatches sum to the loss of the batch
+    stats: dict[str, float]  # sums over the trained tokens; "num_tokens" is their number
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """What is not said is GRPO. The words are TRL's and `AlgorithmSection`'s."""
+    """The defaults are GRPO. The field names are those of TRL and `AlgorithmSection`."""
 
     name: str
     advantages: Advantages = group_mean
@@ -179,24 +179,24 @@ class Algorithm:
 
     @property
     def needs_old(self) -> bool:
-        """Whether `prepare` reads old_logprobs_T, even where the first update is on-policy."""
+        """Whether `prepare` reads old_logprobs_T, even if the first update is on-policy."""
         return self.beta > 0 and self.kl_in == "reward"
 
     def keeps(self, rewards: Sequence[float]) -> bool:
-        """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): a group whose rewards are all alike teaches nothing."""
+        """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): drop groups whose rewards are all equal."""
         return not self.dynamic_sampling or len(set(rewards)) > 1
 
     def shape_rewards(self, batch: TokenBatch) -> Tensor:
-        """The rewards less the soft overlong penalty (DAPO, eq. 13): over the last `overlong_buffer` tokens before
-        the limit it grows from 0 to `overlong_penalty`."""
+        """The rewards minus the soft overlong penalty (DAPO, eq. 13). It grows from 0 to `overlong_penalty` over the
+        last `overlong_buffer` tokens before the length limit."""
         if self.overlong_buffer == 0:
             return batch.reward_S
         over_S = batch.length_S.double() - (self.max_tokens - self.overlong_buffer)
         return batch.reward_S - self.overlong_penalty * (over_S / self.overlong_buffer).clamp(0, 1)
 
     def prepare(self, batch: TokenBatch) -> None:
-        """Once per step, on the whole batch: narrows mask_T, fills advantages_T and weights_T."""
-        if self.mask_truncated_completions:  # their rewards still count in the baselines; their KL is not charged
+        """Once per step, on the whole batch: narrows mask_T and sets advantages_T and weights_T."""
+        if self.mask_truncated_completions:  # their rewards still count in the baselines, their KL does not
             batch.mask_T = batch.mask_T & ~batch.truncated_S[batch.sequence_T]
         penalty_T = torch.zeros_like(batch.engine_logprobs_T)
         if self.needs_old:
@@ -208,11 +208,11 @@ class Algorithm:
         batch.weights_T = self.weights(batch)
 
     def weights(self, batch: TokenBatch) -> Tensor:
-        """Token weights for a batch that makes one optimiser step (where a step's batch is divided into minibatches:
-        for each of them). The loss is the sum of weight times token loss.
+        """Token weights of the batch of one optimizer step (a minibatch). The loss is the sum of weight times token
+        loss.
 
-        grpo     mean over each sequence's tokens, then over sequences (those without tokens count)
-        dapo     mean over all tokens (TRL's bnpo is the same: here a batch is never seen in parts)
+        grpo     mean over each sequence's tokens, then over sequences, including those without tokens
+        dapo     mean over all tokens (the same as TRL's bnpo, because here a minibatch is never split)
         dr_grpo  sum over tokens / (sequences * max_tokens)
         """
         mask_T = batch.mask_T.double()
@@ -224,11 +224,11 @@ class Algorithm:
         return mask_T / (batch.num_sequences * self.max_tokens)
 
     def loss(self, batch: TokenBatch, logprobs_T: Tensor) -> LossOutput:
-        """Of a batch or any of its microbatches, under the learner's current logprobs, which carry the gradient."""
-        assert batch.advantages_T is not None and batch.weights_T is not None, "prepare comes first"
+        """The loss of a batch or a microbatch. The learner's current logprobs carry the gradient."""
+        assert batch.advantages_T is not None and batch.weights_T is not None, "call `prepare` first"
         mask_T = batch.mask_T
 
-        def trained(values_T: Tensor) -> Tensor:  # 0 elsewhere, whatever stood there
+        def trained(values_T: Tensor) -> Tensor:  # 0 for untrained tokens, also if the value is NaN
             return torch.where(mask_T, values_T.to(batch.engine_logprobs_T), 0.0)
 
         logprobs_T = trained(logprobs_T)
@@ -236,7 +236,7 @@ class Algorithm:
         log_ratio_T = logprobs_T - old_T
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         loss_T, clipped_T = self.objective(batch, logprobs_T, log_ratio_T, self.epsilon, high)
-        sums = {"tokens": mask_T, "ratio": log_ratio_T.detach().exp() * mask_T, "clipped": clipped_T & mask_T}
+        sums = {"num_tokens": mask_T, "ratio": log_ratio_T.detach().exp() * mask_T, "clip_ratio": clipped_T & mask_T}
         if self.correction != "none":
             weight_T, bounded_T = engine_weight(
                 self.correction,
@@ -247,7 +247,7 @@ class Algorithm:
                 self.correction_cap,
             )
             loss_T = weight_T * loss_T
-            sums |= {"correction": weight_T * mask_T, "correction_clipped": bounded_T & mask_T}
+            sums |= {"correction_weight": weight_T * mask_T, "correction_clip_ratio": bounded_T & mask_T}
         if self.needs_reference:
             assert batch.ref_logprobs_T is not None
             kl_T = kl(self.kl, logprobs_T, trained(batch.ref_logprobs_T))
@@ -274,7 +274,7 @@ ALGORITHMS = {
 
 
 def make_algorithm(section: AlgorithmSection, max_tokens: int) -> Algorithm:
-    """The published algorithm with what the section says otherwise."""
+    """The published algorithm, with the section's settings."""
     if section.overlong_buffer > max_tokens:
         raise ValueError(
             f"algorithm.overlong_buffer = {section.overlong_buffer}: must be at most sampling.max_tokens = {max_tokens}"
@@ -285,5 +285,5 @@ def make_algorithm(section: AlgorithmSection, max_tokens: int) -> Algorithm:
             f"{section.correction_cap}"
         )
     known = {field.name for field in fields(Algorithm)}
-    said = {key: value for key, value in section if key in known and value is not None}
-    return replace(ALGORITHMS[section.name], **said, max_tokens=max_tokens)
+    given = {key: value for key, value in section if key in known and value is not None}
+    return replace(ALGORITHMS[section.name], **given, max_tokens=max_tokens)

@@ -1,7 +1,7 @@
-"""A step's rollouts as flat streams, which is all that algorithms see.
+"""The rollouts of a step as flat tensors without padding: the input of the algorithms.
 
-S sequences of R groups; their tokens after the prompt lie end to end, T in all. Everything per token has suffix _T,
-everything per sequence _S. Nothing is padded. A sequence is never divided between two batches.
+Shapes: S sequences of R groups, and T tokens, the concatenated completions of all sequences. Per-token tensors have the
+suffix _T, per-sequence tensors _S. A sequence is never split between two batches.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from paceline.types import Group, Rollout
 
 @dataclass(slots=True)
 class TokenBatch:
-    sequence_T: Tensor  # int64, which sequence a token belongs to: 0 … S-1, ascending
-    mask_T: Tensor  # bool, whether the policy chose the token and it is to be trained on
-    group_S: Tensor  # int64, which group a sequence belongs to: 0 … R-1, ascending
+    sequence_T: Tensor  # int64, the token's sequence: 0 … S-1, ascending
+    mask_T: Tensor  # bool, whether to train on the token; false for tokens of the environment
+    group_S: Tensor  # int64, the sequence's group: 0 … R-1, ascending
     reward_S: Tensor  # float64
-    length_S: Tensor  # int64, tokens after the prompt that the policy wrote, filtered or not
-    truncated_S: Tensor  # bool, cut off by the length limit
-    engine_logprobs_T: Tensor  # float64, the engine's when it sampled
-    old_logprobs_T: Tensor | None = None  # the learner's before this batch's first update; None: on-policy, the same
-    ref_logprobs_T: Tensor | None = None  # the reference policy's
+    length_S: Tensor  # int64, number of tokens that the policy sampled, trained on or not
+    truncated_S: Tensor  # bool, stopped by the length limit
+    engine_logprobs_T: Tensor  # float64, by the engine at sampling time
+    old_logprobs_T: Tensor | None = None  # by the learner before the first update on this batch; None: on-policy
+    ref_logprobs_T: Tensor | None = None  # by the reference policy
     advantages_T: Tensor | None = None  # float64
     weights_T: Tensor | None = None  # float64; the loss is the sum of weight times token loss
 
@@ -36,7 +36,7 @@ class TokenBatch:
 
     @staticmethod
     def of(groups: Sequence[Group]) -> TokenBatch:
-        """The scored rollouts of these groups, in order."""
+        """A batch of the scored rollouts of these groups, in order."""
         rollouts = scored(groups)
         counts = [len(r.token_ids) for r in rollouts]
         sizes = [len(group.scored) for group in groups]
@@ -51,7 +51,7 @@ class TokenBatch:
         )
 
     def sequences(self, start: int, end: int) -> TokenBatch:
-        """Sequences start … end-1 as a batch of their own, with the weights they have in the whole."""
+        """Sequences start … end-1 as a batch. Their weights stay those of the whole batch."""
         first, last = torch.searchsorted(self.sequence_T, torch.tensor([start, end])).tolist()
         part = {}
         for field in fields(self):
@@ -63,4 +63,5 @@ class TokenBatch:
 
 
 def scored(groups: Sequence[Group]) -> list[Rollout]:
+    """The rollouts that have a reward."""
     return [rollout for group in groups for rollout in group.scored]

@@ -1,15 +1,15 @@
-"""A run's state on disk, so that a crash at any instant costs no more than what came after the last checkpoint.
+"""Checkpoints of a run. A crash at any time loses only the steps since the last checkpoint.
 
-    checkpoints/step-000120/   buffer.safetensors, …: whatever tensors it was given
-                               learner/, …: whatever folders others wrote there
-                               state.json: the rest, with the size and SHA-256 of every file
-                               best: an empty file in the best one so far
+    checkpoints/step-000120/   buffer.safetensors, …: the tensors passed to `save`
+                               learner/, …: folders whose writers were passed to `save`
+                               state.json: the JSON state, and the size and SHA-256 of every file
+                               best: an empty file in the best checkpoint so far
 
-What always holds:
-  - A folder called step-N is whole: it was written and synced under a hidden name, then renamed.
-  - Nothing that stands is touched before what replaces it stands.
-  - Only `save` changes anything, and it alone clears away what dead writers left; so anyone may read at any time, and
-    one process at a time may write (the run folder's lock sees to that).
+Invariants:
+  - A folder named step-N is complete: it is written and synced under a hidden name, then renamed.
+  - An existing checkpoint is not touched before its replacement is complete.
+  - Only `save` changes files, and only it removes leftovers of crashed processes. Anyone may read at any time; one
+    process at a time may write, which the run folder's lock ensures.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.files import open_run_file, read_run_json
 
 STATE, BEST = "state.json", "best"
 CHUNK = 8 << 20
-# Hidden names: being written; moved aside for another of the same step, to come back if that one never stood; to go.
+# Prefixes of hidden names: a checkpoint being written; one moved aside while the same step is saved again, which comes
+# back if the save fails; one being deleted.
 SCRATCH, ASIDE, DROPPED = ".new-", ".aside-", ".drop-"
 Tensors = Mapping[str, Tensor]
-Files = dict[str, dict[str, Any]]  # by name: size and hash
+Files = dict[str, dict[str, Any]]  # by name: num_bytes and sha256
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -51,16 +54,12 @@ class Checkpoint:
     state: dict[str, Any]
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        from safetensors.torch import load_file
-
         return load_file(self.path / f"{name}.safetensors")
 
     @contextmanager
-    def complete(self) -> Iterator[None]:
-        """To restore within. What this checkpoint lacks is then an error that names it."""
-        from safetensors import SafetensorError
-
-        remedy = "go on from another checkpoint, or with the version of Paceline that wrote this one"
+    def loading(self) -> Iterator[None]:
+        """Wrap the code that loads this checkpoint: a missing key or file becomes a ValueError that names it."""
+        remedy = "resume from another checkpoint, or with the version of Paceline that wrote this one"
         try:
             yield
         except KeyError as error:
@@ -70,7 +69,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints in `folder`: the last `keep` and the best."""
+    """The checkpoints in `folder`. Keeps the last `keep` and the best."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         if keep < 1:
@@ -85,21 +84,21 @@ class Checkpoints:
         *,
         best: bool = False,
     ) -> Path:
-        """Write a checkpoint and return its folder. A part is tensors, a file; or who writes a folder of its own, and
-        says which files, all of them synced, are there. `state` is what JSON can say, with strings for keys.
-        Checkpoints of later steps belong to a course that was given up, and go."""
-        text = json.dumps(state)  # before anything is written: may raise TypeError
+        """Write a checkpoint and return its folder. A part is either tensors, written to one file, or a function that
+        writes and syncs files in a folder and returns them. `state` is JSON with string keys. Checkpoints of later
+        steps are deleted: the run was resumed from an earlier one."""
+        text = json.dumps(state)  # first, because it may raise TypeError
         name = f"step-{step:06d}"
         scratch, place, aside = (self.folder / f"{prefix}{name}" for prefix in (SCRATCH, "", ASIDE))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._tidy()
+            self._remove_leftovers()
             scratch.mkdir()
             files: Files = {}
             for key, part in parts.items():
                 if callable(part):
                     (scratch / key).mkdir()
-                    files |= {f"{key}/{name}": written for name, written in part(scratch / key).items()}
+                    files |= {f"{key}/{name}": file for name, file in part(scratch / key).items()}
                     _sync_folder(scratch / key)
                 else:
                     files[f"{key}.safetensors"] = write_tensors(scratch / f"{key}.safetensors", part)
@@ -117,23 +116,23 @@ class Checkpoints:
             shutil.rmtree(scratch, ignore_errors=True)
             if aside.exists() and not place.exists():
                 aside.rename(place)
-            if isinstance(error, OSError) and not isinstance(error, ConnectionError):  # that is no matter of disks
+            if isinstance(error, OSError) and not isinstance(error, ConnectionError):  # a lost rank is no disk error
                 raise OSError(
                     error.errno,
-                    f"{self.folder}: can't write the checkpoint of step {step} ({error.strerror or error}); those "
-                    "before it are untouched. Make room or mend the folder, then go on with --resume",
+                    f"{self.folder}: can't write the checkpoint of step {step} ({error.strerror or error}); earlier "
+                    "checkpoints are unchanged. Free disk space or repair the folder, then continue with --resume",
                 ) from error
             raise
         try:
             self._prune(step)
-        except OSError as error:  # the new one stands; an old one in the way is no reason to end a run
+        except OSError as error:  # the new checkpoint is complete, so the run continues
             warnings.warn(f"can't remove an old checkpoint: {error}", RuntimeWarning, stacklevel=2)
         return place
 
     def latest(self) -> Checkpoint | None:
-        """The last one that is whole; None where there are none at all."""
+        """The last intact checkpoint; None if there is no checkpoint at all."""
         steps = self._steps()
-        found = self._first_good(reversed(steps.values()))
+        found = self._first_intact(reversed(steps.values()))
         if steps and found is None:
             raise ValueError(
                 f"{self.folder}: every checkpoint is damaged ({', '.join(path.name for path in steps.values())}); "
@@ -142,29 +141,29 @@ class Checkpoints:
         return found
 
     def best(self) -> Checkpoint | None:
-        """The last that was saved as the best so far, if it is whole."""
-        return self._first_good(path for path in reversed(self._steps().values()) if (path / BEST).exists())
+        """The last intact checkpoint that was saved as the best."""
+        return self._first_intact(path for path in reversed(self._steps().values()) if (path / BEST).exists())
 
-    def _first_good(self, paths: Iterable[Path]) -> Checkpoint | None:
+    def _first_intact(self, paths: Iterable[Path]) -> Checkpoint | None:
         for path in paths:
             try:
                 return _read(path)
             except (FileNotFoundError, NotADirectoryError, ValueError) as error:
-                warnings.warn(f"checkpoint {path} is damaged and is passed over: {error}", RuntimeWarning, stacklevel=3)
+                warnings.warn(f"checkpoint {path} is damaged and skipped: {error}", RuntimeWarning, stacklevel=3)
         return None
 
     def _steps(self) -> dict[int, Path]:
-        """Where the checkpoint of each step stands, in order."""
+        """The folder of each step's checkpoint, in order of the steps."""
         found: dict[int, Path] = {}
-        for prefix in (ASIDE, ""):  # one that was moved aside counts while its place is empty
+        for prefix in (ASIDE, ""):  # a checkpoint that was moved aside counts until its replacement exists
             for path in self.folder.glob(f"{prefix}step-*"):
                 number = path.name.removeprefix(f"{prefix}step-")
                 if number.isdecimal():
                     found[int(number)] = path
         return dict(sorted(found.items()))
 
-    def _tidy(self) -> None:
-        """What a dead writer left: half written, half deleted, or moved aside."""
+    def _remove_leftovers(self) -> None:
+        """Of a crashed process: checkpoints half written, half deleted, or moved aside."""
         for path in self.folder.glob(f"{ASIDE}*"):
             place = self.folder / path.name.removeprefix(ASIDE)
             if place.exists():
@@ -185,20 +184,20 @@ class Checkpoints:
             self._drop(steps[number])
 
     def _drop(self, path: Path) -> None:
-        """Away from its name in one stroke, so that half a checkpoint never bears it; then for good."""
-        doomed = path.with_name(DROPPED + path.name.removeprefix(ASIDE))
-        shutil.rmtree(doomed, ignore_errors=True)
-        path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)  # what resists is tried again by the next save
+        """Rename, then delete: a partly deleted checkpoint never has its final name."""
+        dropped = path.with_name(DROPPED + path.name.removeprefix(ASIDE))
+        shutil.rmtree(dropped, ignore_errors=True)
+        path.rename(dropped)
+        shutil.rmtree(dropped, ignore_errors=True)  # the next save deletes what is left
 
 
 # ---- files ----
 
 
 def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """A safetensors file, synced; its size and hash. Tensors may be views, share memory, and be on any device: each is
-    copied in its turn."""
-    # Wide elements first, so that every tensor is aligned.
+    """Write and sync a safetensors file; returns its size and hash. Tensors may be views, share memory, and be on any
+    device: they are copied one at a time."""
+    # Wide elements first: every tensor is aligned.
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
@@ -213,7 +212,7 @@ def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str] | No
         yield struct.pack("<Q", len(text)) + text
         for name in order:
             flat = tensors[name].detach().cpu().contiguous()
-            flat = flat.as_strided((flat.numel(),), (1,))  # tensors of one element or none may have any stride
+            flat = flat.as_strided((flat.numel(),), (1,))  # tensors of at most one element may have any stride
             data = flat.view(torch.uint8).numpy().data
             for at in range(0, len(data), CHUNK):
                 yield data[at : at + CHUNK]
@@ -222,14 +221,14 @@ def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str] | No
 
 
 def _write_synced(path: Path, parts: Iterable[memoryview | bytes]) -> dict[str, Any]:
-    """Write and sync a file; its size and hash. Hashing goes on beside the writing, on a thread of its own."""
+    """Write and sync a file; returns its size and hash. Hashing runs on its own thread, in parallel with writing."""
     digest, num_bytes = hashlib.sha256(), 0
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
         for part in parts:
             hashed = hasher.submit(digest.update, part)
-            rest = memoryview(part)
-            while rest:
-                rest = rest[file.write(rest) :]
+            unwritten = memoryview(part)
+            while unwritten:
+                unwritten = unwritten[file.write(unwritten) :]
             num_bytes += len(part)
             hashed.result()
         os.fsync(file.fileno())
@@ -249,8 +248,8 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 def _read(path: Path) -> Checkpoint:
-    """A checkpoint that is as it was written; ValueError or FileNotFoundError names what is not. Another OSError may
-    pass (a disk that is busy or not mounted), so it is no damage."""
+    """Read an intact checkpoint. ValueError or FileNotFoundError names what is damaged. Other OSErrors may be temporary
+    (a busy or unmounted disk), so they are not damage."""
     try:
         content = read_run_json(path / STATE)
         intact = content.pop("checksum", None) == _checksum(content)
@@ -261,14 +260,14 @@ def _read(path: Path) -> Checkpoint:
     kinds = {"step": int, "files": dict, "state": dict}
     if wrong := [key for key, kind in kinds.items() if not isinstance(content.get(key), kind)]:
         raise ValueError(f"{STATE} lacks {wrong[0]!r}")
-    for name, written in content["files"].items():
+    for name, file_info in content["files"].items():
         if name.startswith("/") or ".." in PurePosixPath(name).parts:
             raise ValueError(f"{STATE} names {name!r}, which is outside of the checkpoint")
-        if not isinstance(written, dict) or not written.keys() >= {"num_bytes", "sha256"}:
-            raise ValueError(f"{STATE} does not say what {name} must be")
+        if not isinstance(file_info, dict) or not file_info.keys() >= {"num_bytes", "sha256"}:
+            raise ValueError(f"{STATE} has no size and hash of {name}")
         with open_run_file(path / name) as file:
-            if os.fstat(file.fileno()).st_size != written["num_bytes"]:
-                raise ValueError(f"{name} is not {written['num_bytes']} bytes long")
-            if hashlib.file_digest(file, "sha256").hexdigest() != written["sha256"]:
+            if os.fstat(file.fileno()).st_size != file_info["num_bytes"]:
+                raise ValueError(f"{name} is not {file_info['num_bytes']} bytes long")
+            if hashlib.file_digest(file, "sha256").hexdigest() != file_info["sha256"]:
                 raise ValueError(f"{name} is not as it was written")
     return Checkpoint(content["step"], path, content["state"])

@@ -1,8 +1,9 @@
-"""Problems in, scored groups out: the engine decodes, environments answer, rewards judge.
+"""Collects rollouts: the engine generates, environments answer, the rewarder scores.
 
-Always: what comes out depends on the weights, the problems and the seed, never on who finished first. Groups keep the
-order of their index; a sample's noise is keyed by (seed, group, sample, turn). An environment or a reward that fails
-or hangs costs its sample, which is named, and nothing else.
+Invariants:
+  - The result depends on the weights, the problems and the seed, not on the order in which samples finish. Groups are
+    in the order of their index; a sample's noise key is made of (seed, group, sample, turn).
+  - An environment or a reward that fails or hangs costs only its sample, which gets a `failure`.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, TypeVar
 
 from paceline.engine.interface import Engine
 from paceline.rl.episode import Episode
-from paceline.rl.stopwatch import Stopwatch
+from paceline.rl.stage_timer import StageTimer
 from paceline.tasks.prompt import continuation, encode
-from paceline.tasks.rewards import Judge, Score
+from paceline.tasks.rewards import Rewarder, Score
 from paceline.tasks.task import Env, Problem, Prompt, Turn
 from paceline.types import Completion, Group, Request, SamplingParams
 
-SHARE = 0.1  # of a step's time, in which what has ended is put into words before the next
+DETOKENIZE_SHARE = 0.1  # detokenize finished completions for at most this share of an engine step's time
 
 
 @dataclass(slots=True)
 class Collected:
     groups: list[Group]
-    requests: list[Request]  # all that were submitted, in order; an audit submits them again
-    completions: list[Completion]  # in the requests' order
-    generation_s: float  # until the last token was put into words
+    requests: list[Request]  # all submitted ones, in order; an audit submits them again
+    completions: list[Completion]  # in the order of `requests`
 
 
 class Collector:
@@ -40,7 +41,7 @@ class Collector:
         self,
         engine: Engine,
         tokenizer: Any,
-        rewarder: Judge,
+        rewarder: Rewarder,
         *,
         sampling: SamplingParams,
         chat: bool = True,
@@ -48,7 +49,7 @@ class Collector:
     ) -> None:
         self.engine, self.tokenizer, self.rewarder = engine, tokenizer, rewarder
         self.sampling, self.chat, self.env_timeout_s = sampling, chat, env_timeout_s
-        self._num_requests = 0
+        self.request_ids = count(1)
 
     def collect(
         self,
@@ -57,46 +58,40 @@ class Collector:
         num_samples: int,
         seed: object,
         *,
-        watch: Stopwatch | None = None,
+        timer: StageTimer | None = None,
         sampling: SamplingParams | None = None,
-        between: Callable[[int, int], None] = lambda done, total: None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Collected:
-        """num_samples rollouts of every (group index, problem). `between(samples done, samples in all)` is called
-        before every engine step, and now and then while rewards are awaited; it may raise to stop."""
-        watch = watch or Stopwatch()
+        """num_samples rollouts of every (group index, problem). `on_progress(samples done, samples in total)` is called
+        before every engine step, and regularly while waiting for rewards. It may raise to stop."""
+        timer = timer or StageTimer()
         run = _Run(self, sampling or self.sampling, seed)
-        with watch.stage("data"):
-            members = [self._episodes(index, problem, num_samples) for index, problem in problems]
+        with timer.stage("data"):
+            groups = [self._episodes(index, problem, num_samples) for index, problem in problems]
         scoring = ThreadPoolExecutor(self.rewarder.num_parallel, "reward")
-        started = time.perf_counter()
         try:
-            with watch.stage("generation"):
-                scores = run.finish(members, lambda group: scoring.submit(self._score, step, group), between)
-            generation_s = time.perf_counter() - started
-            with watch.stage("reward"):
+            with timer.stage("generation"):
+                scores = run.generate(groups, lambda group: scoring.submit(self._score, step, group), on_progress)
+            with timer.stage("reward"):
                 total = len(problems) * num_samples
                 while wait(scores.values(), timeout=0.2).not_done:
-                    between(total, total)
-                groups = [self._group(group, scores[i].result()) for i, group in enumerate(members)]
+                    on_progress(total, total)
+                scored = [self._group(group, scores[i].result()) for i, group in enumerate(groups)]
         except BaseException:
-            run.abandon()
+            run.abort()
             scoring.shutdown(wait=False, cancel_futures=True)
             raise
         scoring.shutdown()
         completions = [run.completions[request.request_id] for request in run.requests]
-        return Collected(groups, run.requests, completions, generation_s)
-
-    def next_request_id(self) -> int:
-        self._num_requests += 1
-        return self._num_requests
+        return Collected(scored, run.requests, completions)
 
     def _episodes(self, index: int, problem: Problem, num_samples: int) -> list[Episode]:
         shared = encode(self.tokenizer, problem.prompt, self.chat)
         episodes = [Episode(problem, index, sample, problem.prompt, shared) for sample in range(num_samples)]
         if problem.make_env is not None:
-            opening = [background(_open, problem.make_env) for _ in episodes]
-            wait(opening, timeout=self.env_timeout_s)
-            for episode, future in zip(episodes, opening, strict=True):
+            envs = [run_in_daemon_thread(_open_env, problem.make_env) for _ in episodes]
+            wait(envs, timeout=self.env_timeout_s)
+            for episode, future in zip(episodes, envs, strict=True):
                 if not future.done():
                     limit = self.env_timeout_s
                     episode.failure = f"its environment took more than train.env_timeout_s = {limit:g} s to open"
@@ -109,8 +104,8 @@ class Collector:
         return episodes
 
     def _score(self, step: int, group: list[Episode]) -> list[Score]:
-        sane = [episode for episode in group if episode.failure is None]
-        scores = dict(zip(map(id, sane), self.rewarder.score([e.to_score(step) for e in sane]), strict=True))
+        finished = [episode for episode in group if episode.failure is None]
+        scores = dict(zip(map(id, finished), self.rewarder.score([e.to_score(step) for e in finished]), strict=True))
         return [scores.get(id(e)) or Score(float("nan"), {}, f"step {step}, {e.name}: {e.failure}") for e in group]
 
     def _group(self, episodes: list[Episode], scores: list[Score]) -> Group:
@@ -124,65 +119,69 @@ class Collector:
 
 
 class _Run:
-    """The episodes of one `collect`, from their first request to their last completion."""
+    """The state of one `collect` call."""
 
     def __init__(self, collector: Collector, sampling: SamplingParams, seed: object) -> None:
         self.collector, self.engine, self.sampling, self.seed = collector, collector.engine, sampling, seed
         self.requests: list[Request] = []
         self.completions: dict[int, Completion] = {}
         self.running: dict[int, Episode] = {}
-        self.thinking: dict[Future[Turn], tuple[Episode, float]] = {}  # environments at work, and their deadline
+        self.waiting: dict[Future[Turn], tuple[Episode, float]] = {}  # for their environment, and the deadline
 
-    def finish(
+    def generate(
         self,
-        members: list[list[Episode]],
+        groups: list[list[Episode]],
         score: Callable[[list[Episode]], Future[list[Score]]],
-        between: Callable[[int, int], None],
+        on_progress: Callable[[int, int], None],
     ) -> dict[int, Future[list[Score]]]:
+        """Run all episodes to their end. A group is scored as soon as its last episode ends."""
         scores: dict[int, Future[list[Score]]] = {}
-        left = {id(e): i for i, group in enumerate(members) for e in group}
-        missing = [len(group) for group in members]
-        total = len(left)
+        unfinished = {id(e): i for i, group in enumerate(groups) for e in group}
+        num_unfinished = [len(group) for group in groups]
+        total = len(unfinished)
 
-        def ended(episode: Episode) -> None:
-            i = left.pop(id(episode))
-            missing[i] -= 1
-            if not missing[i]:
-                scores[i] = score(members[i])
+        def finish(episode: Episode) -> None:
+            i = unfinished.pop(id(episode))
+            num_unfinished[i] -= 1
+            if not num_unfinished[i]:
+                scores[i] = score(groups[i])
 
-        for group in members:
+        for group in groups:
             for episode in group:
                 if episode.failure is not None or not self._submit(episode):
-                    ended(episode)
-        over: deque[tuple[Episode, Completion]] = deque()
-        has_env = any(episode.env is not None for group in members for episode in group)
-        while self.running or self.thinking or over:
-            between(total - len(left), total)
+                    finish(episode)
+        completed: deque[tuple[Episode, Completion]] = deque()
+        has_env = any(episode.env is not None for group in groups for episode in group)
+        while self.running or self.waiting or completed:
+            on_progress(total - len(unfinished), total)
             started = time.perf_counter()
             if self.running:
-                done = self.engine.step()  # perhaps also of a run that was given up, which nobody asks for
-                over.extend((e, c) for c in done if (e := self.running.pop(c.request.request_id, None)) is not None)
-            elif not over:
+                done = self.engine.step()  # may include completions of an aborted run: skip them
+                completed.extend(
+                    (e, c) for c in done if (e := self.running.pop(c.request.request_id, None)) is not None
+                )
+            elif not completed:
                 time.sleep(0.005)
-            # When many end at once a fast device waits for the host: what nobody waits for is done bit by bit.
-            until = time.perf_counter() + SHARE * (time.perf_counter() - started)
-            while over:
-                if self._turn_done(*over[0]):
-                    ended(over[0][0])
-                over.popleft()
+            # When many samples finish at once, detokenize only some of them before the next engine step, so that the
+            # device does not wait for the host.
+            until = time.perf_counter() + DETOKENIZE_SHARE * (time.perf_counter() - started)
+            while completed:
+                if self._end_turn(*completed[0]):
+                    finish(completed[0][0])
+                completed.popleft()
                 if self.running and not has_env and time.perf_counter() >= until:
                     break
-            for episode in self._thought():
-                ended(episode)
+            for episode in self._read_environments():
+                finish(episode)
         return scores
 
     def _submit(self, episode: Episode) -> bool:
-        """Whether its next turn could begin. A prompt that the engine refuses, too long for the model's context say,
-        costs its sample."""
+        """Submit the next turn. False if the engine rejects the prompt, e.g. because it is too long; this costs only
+        the sample."""
         sampling = self.sampling
         if episode.turns:
             sampling = replace(sampling, max_tokens=sampling.max_tokens - episode.num_emitted)
-        request = episode.request(self.collector.next_request_id(), sampling, self.seed)
+        request = episode.request(next(self.collector.request_ids), sampling, self.seed)
         try:
             self.engine.submit(request)
         except ValueError as error:
@@ -192,45 +191,42 @@ class _Run:
         self.running[request.request_id] = episode
         return True
 
-    def _turn_done(self, episode: Episode, completion: Completion) -> bool:
-        """Whether that was all; else its environment is thinking."""
+    def _end_turn(self, episode: Episode, completion: Completion) -> bool:
+        """Whether the episode is finished; otherwise its environment is called."""
         self.completions[completion.request.request_id] = completion
         episode.turns.append(completion)
-        # An array: of a list every element would be looked at.
+        # An array is faster than a list, whose elements the tokenizer would check one by one.
         episode.text = self.collector.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         if episode.env is None:
             return True
         deadline = time.monotonic() + self.collector.env_timeout_s
-        self.thinking[background(episode.env.step, episode.text)] = episode, deadline
+        self.waiting[run_in_daemon_thread(episode.env.step, episode.text)] = episode, deadline
         return False
 
-    def _thought(self) -> list[Episode]:
-        """Episodes whose environment has ended them; those that go on are submitted."""
-        over: list[Episode] = []
-        for future, (episode, deadline) in list(self.thinking.items()):
-            if not future.done():
-                if time.monotonic() > deadline:  # the thread can't be killed; it is left behind, and the sample with it
-                    del self.thinking[future]
-                    limit = self.collector.env_timeout_s
-                    episode.failure = f"its environment took more than train.env_timeout_s = {limit:g} s"
-                    over.append(episode)
+    def _read_environments(self) -> list[Episode]:
+        """Continue the episodes whose environment has answered; returns those that are finished."""
+        finished: list[Episode] = []
+        for future, (episode, deadline) in list(self.waiting.items()):
+            has_answered, continues = future.done(), False
+            if not has_answered and time.monotonic() <= deadline:
                 continue
-            del self.thinking[future]
-            error = future.exception()
-            if error is not None:
+            del self.waiting[future]
+            if not has_answered:  # a thread can't be killed: it keeps running, the sample fails
+                limit = self.collector.env_timeout_s
+                episode.failure = f"its environment took more than train.env_timeout_s = {limit:g} s"
+            elif (error := future.exception()) is not None:
                 episode.failure = f"its environment raised {type(error).__name__}: {error}"
-                over.append(episode)
             else:
                 try:
-                    goes_on = self._goes_on(episode, future.result())
-                except Exception as error:  # an answer that is no Turn, or nothing that can be put into tokens
-                    goes_on = False
+                    continues = self._begin_turn(episode, future.result())
+                except Exception as error:  # the answer is no Turn, or can't be tokenized
                     episode.failure = f"its environment's answer can't be used: {type(error).__name__}: {error}"
-                if not goes_on:
-                    over.append(episode)
-        return over
+            if not continues:
+                finished.append(episode)
+        return finished
 
-    def _goes_on(self, episode: Episode, turn: Turn) -> bool:
+    def _begin_turn(self, episode: Episode, turn: Turn) -> bool:
+        """Submit the next turn after the environment's answer; False if the episode is finished."""
         episode.env_reward = (episode.env_reward or 0.0) + turn.reward
         if turn.observation is None or episode.num_emitted >= self.sampling.max_tokens:
             return False
@@ -242,30 +238,30 @@ class _Run:
         episode.observations.pop()
         return False
 
-    def abandon(self) -> None:
-        """After an error, which is not to be hidden by one that comes of giving up."""
+    def abort(self) -> None:
+        """After an error: abort all requests, without raising another error."""
         for request_id in list(self.running):
-            with suppress(ValueError):  # it had ended, and nobody was told
+            with suppress(ValueError):  # the request is finished, but its completion was not returned yet
                 self.engine.abort(request_id)
 
 
 Result = TypeVar("Result")
 
 
-def background(function: Callable[..., Result], *args: Any) -> Future[Result]:
-    """Run it in a thread that nobody has to wait for, not even the end of the program."""
+def run_in_daemon_thread(function: Callable[..., Result], *args: Any) -> Future[Result]:
+    """Unlike the threads of a ThreadPoolExecutor, a daemon thread does not delay the end of the program."""
     future: Future[Result] = Future()
 
-    def work() -> None:
+    def run() -> None:
         try:
             future.set_result(function(*args))
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=work, daemon=True).start()
+    threading.Thread(target=run, daemon=True).start()
     return future
 
 
-def _open(make_env: Callable[[], Env]) -> tuple[Env, Prompt]:
+def _open_env(make_env: Callable[[], Env]) -> tuple[Env, Prompt]:
     env = make_env()
     return env, env.prompt()

@@ -1,7 +1,5 @@
-"""What a token's loss is corrected by: the distance to a reference policy, and the engine's own logprobs.
-
-Everything here is per token of a flat stream (_T), and a pure function of it.
-"""
+"""Terms of the token loss besides the objective: the KL divergence to the reference policy, and the importance weights
+that correct for the engine's logprobs. Pure functions of per-token tensors (_T)."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from torch import Tensor
 
 
 def sum_by(values_N: Tensor, index_N: Tensor, num: int) -> Tensor:
-    """The sum of the values that share an index, for the indices 0 … num-1."""
+    """Sum the values of each index 0 … num-1."""
     return values_N.new_zeros(num).index_add(0, index_N, values_N)
 
 
@@ -27,8 +25,8 @@ def kl(kind: str, logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 def engine_weight(
     kind: str, log_ratio_T: Tensor, sequence_T: Tensor, num_sequences: int, floor: float, cap: float
 ) -> tuple[Tensor, Tensor]:
-    """What token losses are multiplied by because the engine sampled from slightly other probabilities than the
-    learner's, and which tokens it was bounded for. log_ratio = log(learner / engine), 0 where nothing is trained.
+    """Importance weights of the token losses, and which of them were clipped. They correct for the difference between
+    the engine's probabilities and the learner's. log_ratio = log(learner / engine), 0 for untrained tokens.
 
     token_tis     min(ratio, cap)                                          truncated importance sampling
     sequence_tis  min(product of the sequence's ratios, cap)

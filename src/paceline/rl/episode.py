@@ -1,8 +1,7 @@
-"""One sample on its way: a prompt, the policy's turns, what the environment says between them.
+"""An episode: the prompt, the policy's turns, and the environment's observations between them.
 
-Tokens are never tokenised again: a further turn's prompt is the ids so far and those of the observation. What the
-environment wrote is in the stream with mask false, so that the learner sees what the policy saw and trains on what the
-policy chose.
+Emitted tokens are never tokenized again: the prompt of the next turn is the ids so far plus the ids of the observation.
+Observations are part of the rollout with mask false: the learner reads them and does not train on them.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.engine.sequence import NOBODY
+from paceline.engine.sequence import NO_SOURCE
+from paceline.rl.records import PER_TOKEN
 from paceline.tasks.rewards import Sample
 from paceline.tasks.task import Env, Problem, Prompt
 from paceline.types import Completion, Provenance, Request, Rollout, SamplingParams, noise_key
@@ -23,7 +23,7 @@ class Episode:
         self.prompt, self.prompt_ids = prompt, prompt_ids
         self.env: Env | None = None
         self.turns: list[Completion] = []
-        self.observations: list[tuple[int, ...]] = []  # after each turn but the last
+        self.observations: list[tuple[int, ...]] = []  # after each turn except the last
         self.env_reward: float | None = None
         self.failure: str | None = None
         self.text = ""
@@ -37,7 +37,7 @@ class Episode:
         return sum(len(turn.token_ids) for turn in self.turns)
 
     def request(self, request_id: int, sampling: SamplingParams, seed: object) -> Request:
-        """The next turn's. The noise is fresh for every (run, place in the data, sample, turn)."""
+        """The request of the next turn. The noise key is unique to (seed, group, sample, turn)."""
         ids = list(self.prompt_ids)
         for turn, observation in zip(self.turns, self.observations, strict=True):
             ids += [*turn.token_ids.tolist(), *observation]
@@ -45,45 +45,24 @@ class Episode:
         return Request(request_id, tuple(ids), sampling, key, self.problem.name)
 
     def rollout(self) -> Rollout:
-        """What became of it; not scored yet."""
-        if not self.turns:  # the environment failed before the policy said a word
-            empty = np.empty(0, np.int32)
-            return Rollout(
-                self.sample, self.prompt_ids, empty, empty.astype(bool), empty.astype(np.float64), empty,
-                empty.astype(np.uint8), empty.astype(np.uint8), (), "abort", 0, failure=self.failure,
-            )  # fmt: skip
+        """The rollout, without rewards. It has no tokens if the environment failed before the first turn."""
         drafters = tuple(dict.fromkeys(name for turn in self.turns for name in turn.drafters))
-        parts: dict[str, list[np.ndarray]] = {
-            name: [] for name in ("token_ids", "mask", "logprobs", "versions", "provenance", "sources")
-        }
-
-        def add(
-            tokens: np.ndarray, mask: bool, logprobs: np.ndarray, versions: np.ndarray, *origin: np.ndarray
-        ) -> None:
-            values = (tokens, np.full(len(tokens), mask), logprobs, versions, *origin)
-            for name, value in zip(parts, values, strict=True):
-                parts[name].append(value)
-
+        parts: list[tuple[np.ndarray, ...]] = [tuple(np.empty(0, dtype) for dtype in PER_TOKEN.values())]
         for turn, observation in zip(self.turns, [*self.observations, ()], strict=False):
-            where = np.array([drafters.index(name) for name in turn.drafters] + [NOBODY], np.uint8)
-            sources = where[np.minimum(turn.sources, len(where) - 1)]
-            add(turn.token_ids, True, turn.logprobs.astype(np.float64), turn.versions, turn.provenance, sources)
-            count = len(observation)
-            add(
-                np.array(observation, np.int32),
-                False,
-                np.zeros(count),
-                np.full(count, turn.versions[-1], np.int32),
-                np.full(count, Provenance.SAMPLED, np.uint8),
-                np.full(count, NOBODY, np.uint8),
-            )
-        streams: dict[str, Any] = {name: np.concatenate(values) for name, values in parts.items()}
+            new_index = np.array([drafters.index(name) for name in turn.drafters] + [NO_SOURCE], np.uint8)
+            sources = new_index[np.minimum(turn.sources, len(new_index) - 1)]
+            mask, logprobs = np.ones(len(turn.token_ids), bool), turn.logprobs.astype(np.float64)
+            parts.append((turn.token_ids, mask, logprobs, turn.versions, turn.provenance, sources))
+            values = (observation, False, 0.0, turn.versions[-1], Provenance.SAMPLED, NO_SOURCE)
+            per_token = zip(values, PER_TOKEN.values(), strict=True)
+            parts.append(tuple(np.full(len(observation), value, dtype) for value, dtype in per_token))
+        streams: dict[str, Any] = dict(zip(PER_TOKEN, map(np.concatenate, zip(*parts, strict=True)), strict=True))
         return Rollout(
             sample=self.sample,
             prompt_ids=self.prompt_ids,
             **streams,
             drafters=drafters,
-            finish_reason=self.turns[-1].finish_reason,
+            finish_reason=self.turns[-1].finish_reason if self.turns else "abort",
             num_turns=len(self.turns),
             num_drafts=sum(turn.num_drafts for turn in self.turns),
             num_draft_tokens=sum(turn.num_draft_tokens for turn in self.turns),

@@ -1,12 +1,17 @@
-"""The learner: rollouts and a loss in, new weights out. It knows nothing of algorithms, tasks or engines.
+"""The learner: computes logprobs and gradients of rollouts, and updates the weights.
 
-What always holds: the same rollouts, weights and number of threads give the same bits (on a GPU in 16 bits: up to the
-order in which flash attention sums gradients of sequences beyond 128 tokens); how rollouts are packed and cut into
-microbatches changes results only in rounding; `state` and `restore` go on bit for bit. Streams are as in TokenBatch: T
-tokens after the prompts, float64, on the CPU.
+It does not know algorithms, tasks or engines.
 
-Several ranks may share a learner (`world.py`): each has a part of every parameter, and computes a share of every batch.
-Rank 0 is called as if it were alone; the others `follow`. What it returns is of the whole.
+Invariants:
+  - The same rollouts, weights and number of threads give bit-identical results. Exception: on a GPU in 16 bits, flash
+    attention sums the gradients of sequences beyond 128 tokens in any order.
+  - Packing and microbatching change results only by rounding.
+  - Training continues bit for bit after `state_dict` and `load_state_dict`.
+Per-token tensors are as in TokenBatch: T tokens after the prompts, float64, on the CPU.
+
+A learner may have several ranks (`worker_group.py`). Each rank holds a shard of every parameter and computes a part of
+every batch. Rank 0 is called like a learner of one process and returns results of the whole batch; the others run
+`run_worker`.
 """
 
 from __future__ import annotations
@@ -14,11 +19,11 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,51 +33,37 @@ from paceline.model import lora
 from paceline.model.decoder import Decoder, Output
 from paceline.model.hf_decoder import HFDecoder
 from paceline.model.optim import Optimizer
-from paceline.model.sharding import local, rest
-from paceline.model.weights import Home, decoder_homes, read_homes
-from paceline.rl import head
+from paceline.model.sharding import local_tensor, reshard
+from paceline.model.weights import ParameterView, decoder_views, read_views
 from paceline.rl.batch import TokenBatch
-from paceline.rl.packing import Packed, filler, minibatches, pack, shares
+from paceline.rl.logprobs import token_logprobs
+from paceline.rl.observer import Observer
+from paceline.rl.packing import Packed, dummy_packed, microbatches_per_rank, minibatches, pack
+from paceline.rl.payload import pack_payload, unpack_payload
 from paceline.rl.shards import Shards, write_shard
-from paceline.rl.work import pack_work, unpack_work
-from paceline.rl.world import Order, World
+from paceline.rl.worker_group import Command, WorkerGroup
 from paceline.types import Rollout
 
 if TYPE_CHECKING:
     from paceline.rl.algorithms import LossOutput
 
-Loss = Callable[[TokenBatch, Tensor], "LossOutput"]
-Weights = Callable[[TokenBatch], Tensor]
+LossFunction = Callable[[TokenBatch, Tensor], "LossOutput"]
+LossWeights = Callable[[TokenBatch], Tensor]  # the weights_T of a minibatch
 
 
 @dataclass(slots=True)
 class UpdateReport:
-    loss: float  # mean over the update's optimiser steps, as is the norm
-    grad_norm: float  # before clipping
+    loss: float  # mean over the optimizer steps of the update
+    grad_norm: float  # the same mean, before clipping
     learning_rate: float
     entropy: float  # mean over trained tokens, at the sampling temperature
-    stats: dict[str, float]  # the loss's own, means over trained tokens
-    logprobs_T: Tensor  # before the update; 0 where the policy did not choose the token
-
-
-class Observer(Protocol):
-    """Who learns from the states of an update's first pass, which are computed anyway. It must leave alone whatever is
-    the decoder's."""
-
-    taps: tuple[int, ...]  # layers whose outputs it wants to see
-
-    def observe(self, rollouts: Sequence[Rollout], packed: Packed, output: Output) -> None:
-        """The states of these rollouts, detached."""
-        ...
-
-    def learn(self) -> None:
-        """Before the weights that gave what was observed move on."""
-        ...
+    stats: dict[str, float]  # of the loss function, means over trained tokens
+    logprobs_T: Tensor  # before the update; 0 for tokens of the environment
 
 
 class Learner:
-    """Trains `decoder`, in place. The reference policy is the decoder as it is given here. In a world of several ranks
-    each gives the same decoder, whole and on the CPU, which is divided here."""
+    """Trains `decoder` in place. The reference policy is the decoder as passed here. With several ranks, each rank
+    passes the same full decoder on the CPU; the learner shards it."""
 
     def __init__(
         self,
@@ -83,18 +74,18 @@ class Learner:
         temperature: float = 1.0,
         keep_reference: bool = False,
         seed: int = 0,
-        world: World | None = None,
+        worker_group: WorkerGroup | None = None,
     ) -> None:
         if not temperature > 0:
             raise ValueError(
-                f"sampling.temperature = {temperature}: greedy samples teach nothing; train with a temperature above 0"
+                f"sampling.temperature = {temperature}: greedy samples have no advantage to learn from; set it above 0"
             )
         self.decoder, self.section, self.temperature = decoder, section, temperature
-        self.world = world or World()
-        self.version = 0  # updates made
+        self.worker_group = worker_group or WorkerGroup()
+        self.version = 0  # the policy version: updates done, skipped ones included
         self.reference: Decoder | HFDecoder | None = None
         if keep_reference:
-            # With adapters the base stays as it is, so there is nothing to copy.
+            # With LoRA the base weights do not change: no copy needed.
             self.reference = decoder if section.lora_rank else copy.deepcopy(decoder).requires_grad_(False)
         if section.lora_rank:
             assert isinstance(decoder, Decoder)
@@ -102,196 +93,189 @@ class Learner:
         else:
             decoder.requires_grad_(True)
         decoder.checkpointing = section.activation_checkpointing
-        self.world.shard(decoder, decoder.layers)
+        self.worker_group.shard(decoder, decoder.layers)
         if self.reference is not None and self.reference is not decoder:
-            self.world.shard(self.reference, self.reference.layers)
+            self.worker_group.shard(self.reference, self.reference.layers)
         self.optimizer = Optimizer(decoder, decoder.config, section, num_steps)
 
     def logprobs(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """Of every token that the policy chose, under its present weights; 0 at the others. No gradient."""
-        self._tell("logprobs", rollouts)
-        with self.world.together():
+        """Logprobs under the current weights, without gradients; 0 for tokens of the environment."""
+        self._broadcast_command("logprobs", rollouts)
+        with self.worker_group.collective():
             return self._logprobs(self.decoder, rollouts)
 
     def reference_logprobs(self, rollouts: Sequence[Rollout]) -> Tensor:
-        assert self.reference is not None, "made without keep_reference"
-        self._tell("reference_logprobs", rollouts)
-        base: AbstractContextManager[None] = nullcontext()
-        if self.reference is self.decoder:
-            base = lora.adapters_off(self.decoder)
-        with self.world.together(), base:
+        assert self.reference is not None, "the learner was made without keep_reference"
+        self._broadcast_command("reference_logprobs", rollouts)
+        base_weights = lora.adapters_off(self.decoder) if self.reference is self.decoder else nullcontext()
+        with self.worker_group.collective(), base_weights:
             return self._logprobs(self.reference, rollouts)
 
     def update(
         self,
         rollouts: Sequence[Rollout],
         batch: TokenBatch,
-        loss: Loss,
-        weights: Weights | None = None,
+        loss: LossFunction,
+        loss_weights: LossWeights | None = None,
         observer: Observer | None = None,
     ) -> UpdateReport:
-        """One version further: num_iterations passes over the batch, each in num_minibatches optimiser steps. `loss`
-        sees whole sequences, a microbatch at a time, and its sum over an optimiser step is what is minimised;
-        `weights` sees an optimiser step's whole minibatch and gives the weights_T that its microbatches carry."""
-        assert observer is None or self.world.size == 1, "an observer would see a share of the states"
-        self._tell("update", rollouts, batch, version=self.version)
-        with self.world.together():
-            return self._update(rollouts, batch, loss, weights, observer)
-
-    def _update(
-        self,
-        rollouts: Sequence[Rollout],
-        batch: TokenBatch,
-        loss: Loss,
-        weights: Weights | None,
-        observer: Observer | None,
-    ) -> UpdateReport:
-        self.optimizer.clear()  # of what an update that failed may have left
-        cuts = list(minibatches(batch.group_S, self.section.num_minibatches))
-        before_T: Tensor | None = None
-        if len(cuts) > 1:  # all but the first minibatch will see weights that have moved on
-            before_T = self._logprobs(self.decoder, rollouts) if batch.old_logprobs_T is None else batch.old_logprobs_T
-            batch = replace(batch, old_logprobs_T=before_T)
-        sums: Counter[str] = Counter()
-        losses: list[float] = []
-        norms: list[float] = []
-        for _ in range(self.section.num_iterations):
-            for start, end in cuts:
-                mini = batch.sequences(start, end)
-                if weights is not None:
-                    mini = replace(mini, weights_T=weights(mini))
-                found, logprobs_T = self._backward(rollouts[start:end], mini, loss, observer)
-                if observer is not None:
-                    observer.learn()
-                losses.append(found.pop("loss"))
-                sums.update(found)
-                norms.append(self.optimizer.step(self.version))
-                before_T = logprobs_T if before_T is None else before_T
-            if batch.old_logprobs_T is None:
+        """Make the next policy version: num_iterations passes over the batch, each with num_minibatches optimizer
+        steps. `loss` gets one microbatch of whole sequences at a time; an optimizer step minimizes the sum of its
+        microbatch losses. `loss_weights` gets the whole minibatch and returns its weights_T."""
+        assert observer is None or self.worker_group.size == 1, "with several ranks an observer sees only its own shard"
+        self._broadcast_command("update", rollouts, batch, version=self.version)
+        with self.worker_group.collective():
+            self.optimizer.clear()  # gradients of a failed update
+            spans = list(minibatches(batch.group_S, self.section.num_minibatches))
+            before_T: Tensor | None = None
+            if len(spans) > 1:  # the weights change before the second minibatch
+                old_T = batch.old_logprobs_T
+                before_T = self._logprobs(self.decoder, rollouts) if old_T is None else old_T
                 batch = replace(batch, old_logprobs_T=before_T)
-            observer = None  # later passes see the same rollouts again
-        assert before_T is not None
-        self._check_finite()
+            sums: Counter[str] = Counter()
+            losses: list[float] = []
+            norms: list[float] = []
+            for _ in range(self.section.num_iterations):
+                for start, end in spans:
+                    minibatch = batch.sequences(start, end)
+                    if loss_weights is not None:
+                        minibatch = replace(minibatch, weights_T=loss_weights(minibatch))
+                    minibatch_sums, logprobs_T = self._backward(rollouts[start:end], minibatch, loss, observer)
+                    if observer is not None:
+                        observer.before_optimizer_step()
+                    losses.append(minibatch_sums.pop("loss"))
+                    sums.update(minibatch_sums)
+                    norms.append(self.optimizer.step(self.version))
+                    before_T = logprobs_T if before_T is None else before_T
+                if batch.old_logprobs_T is None:
+                    batch = replace(batch, old_logprobs_T=before_T)
+                observer = None  # later passes repeat the same rollouts
+            assert before_T is not None
+            self._check_finite()
         report = UpdateReport(
             loss=sum(losses) / len(losses),
             grad_norm=sum(norms) / len(norms),
             learning_rate=self.optimizer.learning_rate(self.version),
             entropy=sums.pop("entropy") / max(1, sums.pop("trained")),
-            stats={key: value / max(1.0, sums["tokens"]) for key, value in sums.items() if key != "tokens"},
+            stats={key: value / max(1.0, sums["num_tokens"]) for key, value in sums.items() if key != "num_tokens"},
             logprobs_T=before_T,
         )
         self.version += 1
         return report
 
+    def skip_update(self) -> None:
+        """Make the next policy version without changing the weights: the batch has nothing to train on."""
+        self.version += 1
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor under its Hugging Face name, whole, adapters merged: what an engine takes. Each is made, or
-        gathered from the ranks, when its turn comes."""
-        for index, home in enumerate(self._homes()):
-            self.world.tell("gather", index=index)  # each by itself: who takes them may give up half-way
-            with self.world.together():
-                pairs = list(read_homes([home]))
+        """The full tensors under their Hugging Face names, LoRA merged, as `Engine.update_weights` takes them. Each
+        tensor is computed, or gathered from the ranks, when the iterator reaches it."""
+        for index, view in enumerate(self._parameter_views()):
+            self.worker_group.broadcast_command("gather", index=index)  # one by one: the caller may stop early
+            with self.worker_group.collective():
+                pairs = list(read_views([view]))
             yield from pairs
 
-    def state(self) -> dict[str, Tensor]:
-        """All that is needed to go on bit for bit, as far as this rank has it: live tensors, to be written or copied
-        before the next update."""
-        return {"version": torch.tensor(self.version), **self.optimizer.state()}
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's part of the state. Live tensors: write or copy them before the next update."""
+        return {"version": torch.tensor(self.version), **self.optimizer.state_dict()}
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a `state` of whole tensors, with the model (for the reference, or the adapters' base) and
-        settings it was made of. To be called on all ranks."""
-        self.optimizer.restore(state, others=["version"])
-        self.version = int(state["version"])
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Load full tensors, saved with the same model and settings. Call it on all ranks."""
+        self.optimizer.load_state_dict(state_dict, others=["version"])
+        self.version = int(state_dict["version"])
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Write the state into this folder, which all ranks see, each its part; the files, with their sizes and
-        hashes."""
-        self.world.tell("save", folder=str(folder.resolve()))
-        said: dict[str, Any]
+        """Write the state to a folder that all ranks see, one shard per rank. Returns the files with size and hash."""
+        group = self.worker_group
+        group.broadcast_command("save", folder=str(folder.resolve()))
+        result: dict[str, Any]
         try:
-            said = {"files": write_shard(folder, self.world.rank, self.world.size, self.state())}
-        except OSError as error:  # told to all, so that nobody waits for who can't write
-            said = {"errno": error.errno, "error": error.strerror or str(error)}
-        with self.world.together():
-            all_said = self.world.gather(said)
-        for rank, each in enumerate(all_said):
-            if "error" in each and not self.world.rank:
+            result = {"files": write_shard(folder, group.rank, group.size, self.state_dict())}
+        except OSError as error:  # sent to all ranks: otherwise the others would wait for this one
+            result = {"errno": error.errno, "error": error.strerror or str(error)}
+        with group.collective():
+            results = group.all_gather_object(result)
+        for rank, each in enumerate(results):
+            if "error" in each and not group.rank:
                 raise OSError(each["errno"], f"rank {rank}: {each['error']}" if rank else each["error"])
-        return {name: written for each in all_said for name, written in each.get("files", {}).items()}
+        return {name: file for each in results for name, file in each.get("files", {}).items()}
 
     def load(self, folder: Path) -> None:
-        """Go on from what any number of ranks saved there."""
-        self.world.tell("load", folder=str(folder.resolve()))
-        with Shards(folder) as state:
-            self.restore(state)
+        """Load what any number of ranks saved there."""
+        self.worker_group.broadcast_command("load", folder=str(folder.resolve()))
+        with Shards(folder) as state_dict:
+            self.load_state_dict(state_dict)
 
-    def follow(self, loss: Loss, weights: Weights | None = None) -> None:
-        """What a rank above 0 does: the same as rank 0, with its own share, until that one closes. `loss` and
-        `weights` are those that rank 0 is given; no code goes from rank to rank."""
-        while (order := self.world.hear()) is not None:
-            with suppress(ValueError):  # rank 0 has met the same, and says so
-                self._obey(order, loss, weights)
+    def run_worker(self, loss: LossFunction, loss_weights: LossWeights | None = None) -> None:
+        """On ranks above 0: execute rank 0's commands until it closes. `loss` and `loss_weights` are the same functions
+        that rank 0 passes to `update`; no code is sent between ranks."""
+        while (command := self.worker_group.receive_command()) is not None:
+            with suppress(ValueError):  # rank 0 raises the same error and reports it
+                self._execute(command, loss, loss_weights)
 
-    def _obey(self, order: Order, loss: Loss, weights: Weights | None) -> None:
-        labels = order.labels
-        if order.name == "gather":
-            list(read_homes([list(self._homes())[labels["index"]]]))
-        elif order.name in ("save", "load"):
-            getattr(self, order.name)(Path(labels["folder"]))
+    def _execute(self, command: Command, loss: LossFunction, loss_weights: LossWeights | None) -> None:
+        name, arguments, tensors = command
+        if name == "gather":
+            list(read_views([list(self._parameter_views())[arguments["index"]]]))
+        elif name in ("save", "load"):
+            getattr(self, name)(Path(arguments["folder"]))
         else:
-            rollouts, batch = unpack_work(order.tensors, labels["work"])
-            if order.name == "update":
+            rollouts, batch = unpack_payload(tensors, arguments["payload"])
+            if name == "update":
                 assert batch is not None
-                self.version = labels["version"]
-                self.update(rollouts, batch, loss, weights)
+                self.version = arguments["version"]
+                self.update(rollouts, batch, loss, loss_weights)
             else:
-                assert order.name in ("logprobs", "reference_logprobs"), order.name
-                getattr(self, order.name)(rollouts)
+                assert name in ("logprobs", "reference_logprobs"), name
+                getattr(self, name)(rollouts)
 
     def close(self) -> None:
-        """Let the other ranks go."""
-        self.world.close()
+        """End the other ranks."""
+        self.worker_group.close()
 
-    def _tell(self, name: str, rollouts: Sequence[Rollout], batch: TokenBatch | None = None, **labels: Any) -> None:
-        if self.world.size > 1 and self.world.rank == 0:
-            tensors, work = pack_work(rollouts, batch)
-            self.world.tell(name, tensors, work=work, **labels)
+    def _broadcast_command(
+        self, name: str, rollouts: Sequence[Rollout], batch: TokenBatch | None = None, **arguments: Any
+    ) -> None:
+        if self.worker_group.size > 1 and self.worker_group.rank == 0:
+            tensors, payload = pack_payload(rollouts, batch)
+            self.worker_group.broadcast_command(name, tensors, payload=payload, **arguments)
 
-    def _homes(self) -> Iterator[Home]:
+    def _parameter_views(self) -> Iterator[ParameterView]:
         decoder = self.decoder
-        return decoder.homes() if isinstance(decoder, HFDecoder) else decoder_homes(decoder)
+        return decoder.parameter_views() if isinstance(decoder, HFDecoder) else decoder_views(decoder)
 
     def _check_finite(self) -> None:
-        finite = torch.stack([local(parameter).isfinite().all() for parameter in self.decoder.parameters()])
-        if self.world.sum((~finite.all()).long().cpu()):
+        finite = torch.stack([local_tensor(parameter).isfinite().all() for parameter in self.decoder.parameters()])
+        if self.worker_group.all_reduce((~finite.all()).long().cpu()):
             raise ValueError(
                 f"step {self.version}: after the update some weights are not finite; training stops and the last "
-                "checkpoint is kept. Lower learner.learning_rate, then go on with --resume"
+                "checkpoint is kept. Lower learner.learning_rate, then continue with --resume"
             )
 
-    def _cuts(self, rollouts: Sequence[Rollout]) -> list[tuple[int, int, slice]]:
-        """This rank's microbatches: rollouts start … end-1, and where their tokens are in the stream."""
-        cuts = shares(rollouts, self.world.size, self.section.tokens_per_microbatch)[self.world.rank]
+    def _microbatches(self, rollouts: Sequence[Rollout]) -> list[tuple[int, int, slice]]:
+        """This rank's microbatches: rollouts start … end-1, and the slice of their tokens among the T."""
+        group, max_tokens = self.worker_group, self.section.tokens_per_microbatch
+        spans = microbatches_per_rank(rollouts, group.size, max_tokens)[group.rank]
         at = [0, *accumulate(len(rollout.token_ids) for rollout in rollouts)]
-        return [(start, end, slice(at[start], at[end])) for start, end in cuts]
+        return [(start, end, slice(at[start], at[end])) for start, end in spans]
 
     def _backward(
-        self, rollouts: Sequence[Rollout], mini: TokenBatch, loss: Loss, observer: Observer | None
+        self, rollouts: Sequence[Rollout], minibatch: TokenBatch, loss: LossFunction, observer: Observer | None
     ) -> tuple[Counter[str], Tensor]:
-        """Gradients of the loss's sum over a minibatch, microbatch by microbatch; that sum and others, and the
-        logprobs."""
+        """Accumulate the gradients of a minibatch. Returns the sums of losses and stats, and the logprobs."""
         sums: Counter[str] = Counter()
-        stream_T = torch.zeros(len(mini.mask_T), dtype=torch.float64)
-        taps = observer.taps if observer is not None else ()
-        for start, end, tokens in self._cuts(rollouts):
-            part = mini.sequences(start, end)
-            logprobs_T, entropy_T, packed, states = self._forward(self.decoder, rollouts[start:end], taps)
+        all_logprobs_T = torch.zeros(len(minibatch.mask_T), dtype=torch.float64)
+        aux_layers = observer.aux_layers if observer is not None else ()
+        for start, end, tokens in self._microbatches(rollouts):
+            part = minibatch.sequences(start, end)
+            logprobs_T, entropy_T, packed, states = self._forward(self.decoder, rollouts[start:end], aux_layers)
             out = loss(part, logprobs_T)
             out.loss.backward()
-            if observer is not None and packed.spans:  # now that the backward pass has let go of its memory
-                tapped = {layer: x_ND.detach() for layer, x_ND in states.taps.items()}
-                observer.observe(rollouts[start:end], packed, Output(states.hidden.detach(), tapped))
-            stream_T[tokens] = logprobs_T.detach()
+            if observer is not None and packed.spans:  # the backward pass has freed its memory
+                aux_hidden_states = {layer: x_ND.detach() for layer, x_ND in states.aux_hidden_states.items()}
+                observer.observe(rollouts[start:end], packed, Output(states.hidden.detach(), aux_hidden_states))
+            all_logprobs_T[tokens] = logprobs_T.detach()
             sums.update(out.stats)
             sums.update(
                 {
@@ -301,34 +285,32 @@ class Learner:
                 }
             )
         names = sorted(sums)
-        totals = self.world.sum(torch.tensor([sums[name] for name in names], dtype=torch.float64)).tolist()
-        return Counter(dict(zip(names, totals, strict=True))), self.world.sum(stream_T)
+        values = torch.tensor([sums[name] for name in names], dtype=torch.float64)
+        totals = self.worker_group.all_reduce(values).tolist()
+        return Counter(dict(zip(names, totals, strict=True))), self.worker_group.all_reduce(all_logprobs_T)
 
     @torch.no_grad()
     def _logprobs(self, decoder: Decoder | HFDecoder, rollouts: Sequence[Rollout]) -> Tensor:
-        stream_T = torch.zeros(sum(len(rollout.token_ids) for rollout in rollouts), dtype=torch.float64)
-        for start, end, tokens in self._cuts(rollouts):
-            stream_T[tokens] = self._forward(decoder, rollouts[start:end])[0]
-        rest(decoder)
-        return self.world.sum(stream_T)
+        logprobs_T = torch.zeros(sum(len(rollout.token_ids) for rollout in rollouts), dtype=torch.float64)
+        for start, end, tokens in self._microbatches(rollouts):
+            logprobs_T[tokens] = self._forward(decoder, rollouts[start:end])[0]
+        reshard(decoder)
+        return self.worker_group.all_reduce(logprobs_T)
 
     def _forward(
-        self, decoder: Decoder | HFDecoder, rollouts: Sequence[Rollout], taps: tuple[int, ...] = ()
+        self, decoder: Decoder | HFDecoder, rollouts: Sequence[Rollout], aux_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor, Packed, Output]:
-        """Logprobs and entropies of these rollouts' tokens in one forward, 0 where the policy did not choose; and what
-        they were computed from. Where there are none the forward is made all the same, for the other ranks' sake."""
-        packed = pack(rollouts) or filler()
+        """One forward pass: logprobs and entropies of the rollouts' tokens (0 for tokens of the environment), and the
+        packed input and hidden states. Without rollouts it runs on a dummy token: FSDP needs every rank to take part.
+        """
+        packed = pack(rollouts) or dummy_packed()
         zeros_T = torch.zeros(sum(len(rollout.token_ids) for rollout in rollouts), dtype=torch.float64)
         device = decoder.device
         tokens, positions, row_P, target_P = (
             x.to(device) for x in (packed.tokens_N, packed.positions_N, packed.row_P, packed.target_P)
         )
-        states = decoder(tokens, positions, decoder.attention(packed.lengths, packed.prefixes), taps)
-        logprobs_P, entropy_P = head.logprobs(decoder, states.hidden[row_P], target_P, self.temperature)
-        at, num = (packed.index_P,), len(packed.index_P)  # none in a filler
-        return (
-            zeros_T.index_put(at, logprobs_P[:num].cpu()),
-            zeros_T.index_put(at, entropy_P[:num].cpu()),
-            packed,
-            states,
-        )
+        states = decoder(tokens, positions, decoder.attention(packed.lengths, packed.prefixes), aux_layers)
+        logprobs_P, entropy_P = token_logprobs(decoder, states.hidden[row_P], target_P, self.temperature)
+        at, num = (packed.index_P,), len(packed.index_P)  # 0 for the dummy
+        logprobs_T, entropy_T = (zeros_T.index_put(at, x_P[:num].cpu()) for x_P in (logprobs_P, entropy_P))
+        return logprobs_T, entropy_T, packed, states

@@ -1,4 +1,4 @@
-"""Where a step's metrics go besides metrics.jsonl. A sink takes numbers, nested as they are, and drops the rest."""
+"""Sinks for a step's metrics besides metrics.jsonl: TensorBoard and Weights & Biases. They log the numbers only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Sink(Protocol):
 
 
 def scalars(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """{"stages": {"generation": 1}} as ("stages/generation", 1.0). Numbers that are none (NaN) are left out."""
+    """{"stages": {"generation": 1}} as ("stages/generation", 1.0). NaN and infinity are left out."""
     for name, value in metrics.items():
         if isinstance(value, Mapping):
             yield from scalars(value, f"{prefix}{name}/")
@@ -26,7 +26,7 @@ def scalars(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 class TensorBoardSink:
-    """`purge_step`: on resume, the first step to come. Of what an earlier process wrote, that and later is hidden."""
+    """`purge_step`: on resume, the next step. TensorBoard then hides what was logged for this step and later ones."""
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
         try:
@@ -48,9 +48,9 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A Weights & Biases run. Its id lies in `folder`, so that a resumed run goes on in it."""
+    """A Weights & Biases run. Its id is stored in `folder`: a resumed run continues it."""
 
-    def __init__(self, folder: Path, name: str, config: Mapping[str, Any], project: str = "paceline") -> None:
+    def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -62,11 +62,11 @@ class WandbSink:
         if not path.exists():
             replace_file(path, secrets.token_hex(4).encode())
         self._run = wandb.init(
-            project=project, name=name, config=dict(config), dir=str(folder), id=path.read_text(), resume="allow"
+            project="paceline", name=name, config=dict(config), dir=str(folder), id=path.read_text(), resume="allow"
         )
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log(dict(scalars(metrics)), step=step)  # a step it already has is passed over
+        self._run.log(dict(scalars(metrics)), step=step)  # wandb ignores a step that it already has
 
     def close(self) -> None:
         self._run.finish()

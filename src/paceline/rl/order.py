@@ -1,4 +1,4 @@
-"""The order in which problems come: every epoch a new shuffle, known from the seed and the position alone."""
+"""The order of the training problems: a new shuffle every epoch, determined by the seed and the position."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class DataOrder:
-    """Position p, counted from the start of the run, is problem `order[p]`. Nothing to save but p."""
+    """`order[p]` is the problem at position p, counted from the start of the run. A checkpoint saves only p."""
 
     def __init__(self, num_problems: int, seed: int) -> None:
         self.num_problems, self.seed = num_problems, seed
@@ -16,8 +16,8 @@ class DataOrder:
         return position // self.num_problems
 
     def __getitem__(self, position: int) -> int:
-        epoch, at = divmod(position, self.num_problems)
+        epoch, index = divmod(position, self.num_problems)
         if epoch != self._epoch:
             self._epoch = epoch
             self._shuffled = np.random.default_rng((self.seed, epoch)).permutation(self.num_problems)
-        return int(self._shuffled[at])
+        return int(self._shuffled[index])

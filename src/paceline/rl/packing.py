@@ -1,8 +1,8 @@
-"""Rollouts laid out for one forward without padding. A prompt that consecutive rollouts share lies there once, before
-their completions. N tokens in the forward, T tokens after the prompts (as in a TokenBatch), P of them to predict.
+"""Sequence packing: rollouts in one forward pass without padding. Consecutive rollouts of one prompt share it: the
+prompt is packed once, before their completions.
 
-Only what is needed to predict the policy's own tokens is laid out: never a completion's last token, nor what an
-environment said last.
+Shapes: N tokens in the forward pass, T tokens after the prompts (as in a TokenBatch), P of them to predict. Tokens that
+predict none of the policy's tokens are left out: a completion's last token, and the environment's last turn.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from paceline.types import Rollout
 class Packed:
     tokens_N: Tensor  # int64
     positions_N: Tensor  # int64
-    lengths: list[int]  # of the segments: prompts and completions
-    prefixes: list[int | None]  # a completion's prompt, by segment
-    spans: list[tuple[range, range]]  # by rollout: its prompt's rows among the N, and its completion's
-    row_P: Tensor  # int64, which of the N states predicts
-    target_P: Tensor  # int64, the token that is predicted
-    index_P: Tensor  # int64, its place among the T
+    lengths: list[int]  # by segment; a segment is a prompt or a completion
+    prefixes: list[int | None]  # by segment: the segment of a completion's prompt
+    spans: list[tuple[range, range]]  # by rollout: the rows of its prompt and of its completion, among the N
+    row_P: Tensor  # int64, index of the hidden state that predicts, among the N
+    target_P: Tensor  # int64, the predicted token
+    index_P: Tensor  # int64, index of the predicted token, among the T
 
     def __len__(self) -> int:
         return len(self.tokens_N)
 
 
-def filler() -> Packed:
-    """One token, of which nothing is wanted, for who has nothing to compute but must compute with the others."""
+def dummy_packed() -> Packed:
+    """One token that predicts nothing, for a rank without rollouts: every rank must run the forward pass."""
     one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
     return Packed(one, one, [1], [None], [], row_P=one, target_P=one, index_P=none)
 
@@ -57,7 +57,7 @@ def pack(rollouts: Sequence[Rollout]) -> Packed:
             prefixes.append(None)
             num_rows = prompt_end = num_rows + len(prompt_ids)
         chosen = np.flatnonzero(rollout.mask)
-        # The state before the token predicts it: the prompt's last, or the completion's own.
+        # The state before a token predicts it: the prompt's last state for the first token.
         rows.append(np.where(chosen == 0, prompt_end - 1, num_rows + chosen - 1))
         targets.append(rollout.token_ids[chosen])
         indices.append(num_tokens + chosen)
@@ -69,7 +69,7 @@ def pack(rollouts: Sequence[Rollout]) -> Packed:
             lengths.append(num_needed - 1)
             prefixes.append(prompt)
             num_rows += num_needed - 1
-        # Its own rows are the last that were laid out; without any token to predict it has none, nor a prompt.
+        # The completion's rows are the last ones so far. A rollout without a token to predict has no rows.
         before = range(prompt_end - len(rollout.prompt_ids), prompt_end) if num_needed else range(0)
         spans.append((before, range(num_rows - max(0, num_needed - 1), num_rows)))
     return Packed(
@@ -85,7 +85,8 @@ def pack(rollouts: Sequence[Rollout]) -> Packed:
 
 
 def microbatches(rollouts: Sequence[Rollout], max_tokens: int) -> Iterator[tuple[int, int]]:
-    """Rollouts start … end-1, as many in order as fit into `max_tokens` when packed; one alone may exceed it."""
+    """Spans start … end-1 of rollouts, in order, each of at most `max_tokens` packed tokens. A single rollout may have
+    more."""
     start = num_tokens = 0
     prompt_ids: tuple[int, ...] | None = None
     for i, rollout in enumerate(rollouts):
@@ -102,9 +103,9 @@ def microbatches(rollouts: Sequence[Rollout], max_tokens: int) -> Iterator[tuple
         yield start, len(rollouts)
 
 
-def shares(rollouts: Sequence[Rollout], num: int, max_tokens: int) -> list[list[tuple[int, int]]]:
-    """The microbatches of each of `num` ranks: rollouts in order, about as many tokens for each. All have as many,
-    empty ones where one has none left: whatever ranks do together they do equally often."""
+def microbatches_per_rank(rollouts: Sequence[Rollout], num: int, max_tokens: int) -> list[list[tuple[int, int]]]:
+    """The microbatches of each of `num` ranks: rollouts in order, about the same number of tokens per rank. All ranks
+    get the same number of microbatches, some of them empty: collectives must match."""
     if num == 1:
         return [list(microbatches(rollouts, max_tokens))]
     costs = []
@@ -115,27 +116,27 @@ def shares(rollouts: Sequence[Rollout], num: int, max_tokens: int) -> list[list[
         prompt_ids = rollout.prompt_ids if num_needed else prompt_ids
     middle = np.cumsum(costs) - np.array(costs) / 2
     owner = np.minimum(num - 1, (middle * num / max(1, sum(costs))).astype(np.int64))
-    found = []
+    by_rank = []
     for start, end in pairwise(np.searchsorted(owner, np.arange(num + 1)).tolist()):
-        cuts = microbatches(rollouts[start:end], max_tokens)
-        found.append([(start + first, start + last) for first, last in cuts])
-    most = max(1, *map(len, found))
-    return [cuts + [(0, 0)] * (most - len(cuts)) for cuts in found]
+        spans = microbatches(rollouts[start:end], max_tokens)
+        by_rank.append([(start + first, start + last) for first, last in spans])
+    num_spans = max(1, *map(len, by_rank))
+    return [spans + [(0, 0)] * (num_spans - len(spans)) for spans in by_rank]
 
 
 def minibatches(group_S: Tensor, num: int) -> Iterator[tuple[int, int]]:
-    """Sequences start … end-1, divided evenly into `num` parts of whole groups; of whole sequences where there are
-    fewer groups than that; and into fewer parts where there are fewer sequences."""
+    """Spans start … end-1 of sequences: `num` even parts of whole groups. With fewer than `num` groups: parts of whole
+    sequences. With fewer than `num` sequences: fewer parts."""
     starts = [0, *(np.flatnonzero(np.diff(group_S.numpy())) + 1).tolist()]
     if len(starts) < num:
         starts = list(range(len(group_S)))
     num = min(num, len(starts))
-    cuts = [starts[len(starts) * i // num] for i in range(num)] + [len(group_S)]
-    return pairwise(cuts)
+    edges = [starts[len(starts) * i // num] for i in range(num)] + [len(group_S)]
+    return pairwise(edges)
 
 
 def _num_needed(rollout: Rollout) -> int:
-    """Tokens after the prompt up to the last that the policy chose."""
+    """Number of tokens after the prompt, up to the policy's last one."""
     chosen = np.flatnonzero(rollout.mask)
     return int(chosen[-1]) + 1 if len(chosen) else 0
 

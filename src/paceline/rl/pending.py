@@ -1,7 +1,7 @@
-"""Finished batches that wait for the learner, in a checkpoint.
+"""Pending batches in a checkpoint: finished, not yet trained on.
 
-All that a batch puts into the run's records travels with it: groups, dropped groups, engine traces, counts and times.
-Only `rounds` are left out: audits read them, and runs with pending batches have no audits.
+Everything that a batch adds to the run's records is saved: groups, dropped groups, engine traces, counts and times.
+Only `rounds` are not, which audits read: a batch that was pending when the run stopped is not audited.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from paceline.rl.produce import Batch
 from paceline.rl.records import pack_groups, unpack_groups
-from paceline.rl.stopwatch import Stopwatch
+from paceline.rl.stage_timer import StageTimer
 from paceline.types import StepTrace
 
 
 def pack_batches(batches: Sequence[Batch]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors, and the rest, which JSON can hold."""
+    """Tensors, and the remaining fields as JSON."""
     tensors, groups = pack_groups([group for batch in batches for group in [*batch.groups, *batch.dropped]])
-    # JSON as bytes: a long batch has tens of thousands of traces, too many for the checkpoint's state.json.
+    # JSON as bytes: a large batch has tens of thousands of traces, too many for the checkpoint's state.json.
     traces = json.dumps([[asdict(trace) for trace in batch.traces] for batch in batches], default=np.generic.item)
     tensors["traces"] = torch.frombuffer(bytearray(traces.encode()), dtype=torch.uint8)
     return tensors, {
@@ -37,34 +37,34 @@ def pack_batches(batches: Sequence[Batch]) -> tuple[dict[str, Tensor], dict[str,
                 "num_dropped": len(batch.dropped),
                 "num_stale": batch.num_stale,
                 "position": batch.position,
-                "seconds": dict(batch.watch.seconds),
+                "seconds": dict(batch.timer.seconds),
             }
             for batch in batches
         ],
     }
 
 
-def unpack_batches(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> list[Batch]:
+def unpack_batches(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> list[Batch]:
     packed = {name: tensor for name, tensor in tensors.items() if name != "traces"}
-    groups = iter(unpack_groups(packed, rest["groups"]))
-    traces = json.loads(tensors["traces"].numpy().tobytes())
+    groups = iter(unpack_groups(packed, metadata["groups"]))
+    all_traces = json.loads(tensors["traces"].numpy().tobytes())
     return [
         Batch(
-            of["step"],
-            list(islice(groups, of["num_groups"])),
-            Stopwatch(of["seconds"]),
-            traces=[_trace(fields) for fields in of_batch],
-            dropped=list(islice(groups, of["num_dropped"])),
-            num_stale=of["num_stale"],
-            position=of["position"],
+            batch["step"],
+            list(islice(groups, batch["num_groups"])),
+            StageTimer(batch["seconds"]),
+            traces=[_trace(fields) for fields in traces],
+            dropped=list(islice(groups, batch["num_dropped"])),
+            num_stale=batch["num_stale"],
+            position=batch["position"],
         )
-        for of, of_batch in zip(rest["batches"], traces, strict=True)
+        for batch, traces in zip(metadata["batches"], all_traces, strict=True)
     ]
 
 
 def _trace(fields: dict[str, Any]) -> StepTrace:
-    """JSON has lists for tuples."""
+    """Turns JSON's lists back into tuples."""
     for name in ("accepted_per_position", "drafted_per_position"):
         fields[name] = tuple(fields[name])
-    fields["sources"] = tuple(tuple(source) for source in fields["sources"])
+    fields["per_drafter"] = tuple(map(tuple, fields["per_drafter"]))
     return StepTrace(**fields)

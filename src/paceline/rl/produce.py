@@ -1,12 +1,14 @@
-"""Rollouts for step after step, never older than `max_staleness` versions.
+"""Produces the batch of rollouts for each step, at most `max_staleness` policy versions old.
 
-Step n is trained by the weights of version n and makes version n + 1. With max_staleness = s its rollouts begin under
-version max(0, n - s): at s = 0 that is the version being trained, and generation and training take turns; at s > 0
-generation runs ahead in a thread. New weights come in at a defined point, between two batches (`drain`), so that runs
-repeat; or as soon as there are any (`keep`, `recompute`), so that rollouts are fresher.
+Step n trains version n of the policy and makes version n + 1. With max_staleness = s the rollouts of step n begin with
+version max(0, n - s). At s = 0 this is the version being trained: generation and training alternate. At s > 0
+generation runs ahead in a thread. With `inflight = "drain"` the engine gets new weights between two batches, so runs
+are reproducible; with `keep` and `recompute` it gets them as soon as they are published, so rollouts are less stale.
 
-Always: batches come in the order of their step, groups in the order of their index; a group whose oldest token is more
-than s versions behind the step that would train on it is dropped and counted.
+Invariants:
+  - Batches are in the order of their step, groups in the order of their index.
+  - A group whose oldest token is more than s versions older than the step is dropped and counted.
+  - A batch stays pending until the learner has trained on it (`release`), so an interrupt never loses one.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from paceline.engine.interface import Learned
+from paceline.config import Config
+from paceline.engine.interface import SpeculationState
 from paceline.rl.algorithms import Algorithm
 from paceline.rl.collect import Collected, Collector
 from paceline.rl.order import DataOrder
-from paceline.rl.stopwatch import Stopwatch
+from paceline.rl.stage_timer import StageTimer
 from paceline.tasks.task import Task
 from paceline.types import Group, Receipt, StepTrace
 
@@ -30,41 +33,46 @@ Weights = Iterable[tuple[str, Tensor]]
 
 
 class Stopped(Exception):
-    """The run is to end; what was being generated is given up."""
+    """`stop` was called; the batch being generated is discarded."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """What one step trains on."""
+    """The rollouts of one step."""
 
     step: int
     groups: list[Group]
-    watch: Stopwatch
+    timer: StageTimer
     traces: list[StepTrace] = field(default_factory=list)
-    dropped: list[Group] = field(default_factory=list)  # nothing to learn from: all rewards alike, or none
+    dropped: list[Group] = field(default_factory=list)  # by dynamic sampling, or with fewer than two rewards
     num_stale: int = 0
     rounds: list[Collected] = field(default_factory=list)
-    position: int = 0  # of the data, after it
+    position: int = 0  # in the data, after this batch
+
+    @property
+    def all_groups(self) -> list[Group]:
+        """Trained on or dropped, in the order of their index."""
+        return sorted([*self.groups, *self.dropped], key=lambda group: group.index)
 
 
 @dataclass(slots=True)
-class Published:
+class PublishedWeights:
     version: int
     weights: Callable[[], Weights]
     checksum: str
-    head: Published | None = None  # the drafter's, where it follows the policy: the newest, changed or not
+    head: PublishedWeights | None = None  # the newest weights of a head that is trained online
 
 
 @dataclass(slots=True)
 class ProducerState:
-    """What generation continues from, as it was after the last finished batch. A batch that is being generated is no
-    part of it: a resumed run generates that batch again, from the same state and so to the same tokens."""
+    """The state after the last finished batch. It has nothing of the batch being generated: a resumed run generates
+    that batch again, from the same state and with the same tokens."""
 
-    batches: list[Batch]  # finished and not trained on yet, in order
-    position: int  # of the data
+    batches: list[Batch]  # pending ones, in order
+    position: int  # in the data
     surplus: list[Group]
-    learned: Learned
-    published: list[Published]  # versions before the newest that batches to come begin with, oldest first
+    speculation_state: SpeculationState
+    published: list[PublishedWeights]  # older versions that future batches begin with, oldest first
 
 
 class Producer:
@@ -73,111 +81,107 @@ class Producer:
         collector: Collector,
         task: Task,
         algorithm: Algorithm,
-        *,
-        num_steps: int,
-        groups_per_step: int,
-        num_generations: int,
-        max_sampling_rounds: int,
-        max_staleness: int,
-        inflight: str,
-        seed: int,
-        max_failures: float = 1.0,
+        config: Config,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         in_thread: Callable[[], None] = lambda: None,
     ) -> None:
         self.collector, self.task, self.algorithm = collector, task, algorithm
         self.engine = collector.engine
-        self.num_steps, self.groups_per_step, self.num_generations = num_steps, groups_per_step, num_generations
-        self.max_sampling_rounds, self.max_staleness, self.inflight = max_sampling_rounds, max_staleness, inflight
-        self.seed, self.max_failures = seed, max_failures
+        self.config, self.groups_per_step = config, config.train.groups_per_step
+        self.max_staleness, self.inflight = config.train.max_staleness, config.train.inflight
         self.on_progress, self.in_thread = on_progress, in_thread
-        self.order = DataOrder(len(task.train), seed)
-        # These four change together, when a batch is finished.
+        self.order = DataOrder(len(task.train), config.train.seed)
+        # These five change together when a batch is finished.
         self.position = 0
-        self.surplus: list[Group] = []  # groups beyond what a step needs; the next steps may use them
-        self.learned: Learned = self.engine.learned()  # validations after the batch included
+        self.surplus: list[Group] = []  # more groups than a step needs; later steps may use them
+        self.speculation_state: SpeculationState = self.engine.state_dict()  # includes evaluations after the batch
         self._next_step = 0
+        self._pending: dict[int, Batch] = {}  # finished batches by step, until `release`
         self.stopping = False
-        self._published: dict[int, Published] = {}
+        self._published: dict[int, PublishedWeights] = {}
         self._engine_version = self._head_version = -1
-        self._ready: dict[int, Batch] = {}
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._idle, self._pausing = True, False
 
-    # -- the learner's side -----------------------------------------------------------------------------------------
+    # -- called by the trainer --------------------------------------------------------------------------------------
 
     def start(self, step: int) -> None:
-        """Begin with this step, or after the batches that `restore` brought."""
-        if self._ready and min(self._ready) != step:
+        """Start with the batch of this step, or after the pending ones that `load_state` brought."""
+        if self._pending and min(self._pending) != step:
             raise ValueError(
-                f"the checkpoint has the batch of step {min(self._ready)}, but not that of step {step}; resume from an "
-                "earlier checkpoint by moving the newest folder out of the run's checkpoints, or start a new run"
+                f"the checkpoint has the batch of step {min(self._pending)}, but not that of step {step}; resume from "
+                "an earlier checkpoint by moving the newest folder out of the run's checkpoints, or start a new run"
             )
-        self._next_step = max(self._ready, default=step - 1) + 1
+        self._next_step = max(self._pending, default=step - 1) + 1
         if self.max_staleness:
             self._thread = threading.Thread(target=self._run, args=(self._next_step,), daemon=True, name="rollouts")
             self._thread.start()
 
-    def publish(self, published: Published) -> None:
-        """Weights of a new version. With max_staleness = 0 `weights` is read before the next batch is there; else it
-        must be a copy."""
+    def publish(self, published: PublishedWeights) -> None:
+        """Make a new version available. With max_staleness = 0 its weights are read before the next batch is
+        generated; otherwise they must be a copy."""
         with self._changed:
             self._published[published.version] = published
             self._changed.notify_all()
 
-    def next(self, step: int) -> Batch:
-        """The batch of this step; waits for it."""
-        if not self.max_staleness and step not in self._ready:
+    def get(self, step: int) -> Batch:
+        """Wait for the batch of this step. It stays pending until `release`."""
+        if not self.max_staleness and step not in self._pending:
             try:
                 self._produce(step)
             finally:
                 self._idle = True
         with self._changed:
-            self._wait(lambda: self.stopping or step in self._ready or self._error is not None)
-            if self.stopping and self.max_staleness:  # what is ready stays so, for a checkpoint
+            self._wait(lambda: self.stopping or step in self._pending or self._error is not None)
+            if self.stopping and self.max_staleness:
                 raise Stopped
-            if step in self._ready:
-                return self._ready.pop(step)
+            if step in self._pending:
+                return self._pending[step]
             assert self._error is not None
             raise self._error
 
-    def state(self) -> ProducerState:
-        """For a checkpoint, at any time between two updates of the learner."""
+    def release(self, step: int) -> None:
+        """The learner has trained on the batch of this step."""
         with self._changed:
-            batches = [self._ready[step] for step in sorted(self._ready)]
-            published: list[Published] = []
-            if self.inflight == "drain":  # else every batch begins with the newest version
+            del self._pending[step]
+
+    def state(self) -> ProducerState:
+        """For a checkpoint. Call it between two updates of the learner."""
+        with self._changed:
+            batches = [self._pending[step] for step in sorted(self._pending)]
+            published: list[PublishedWeights] = []
+            if self.inflight == "drain":  # otherwise every batch begins with the newest version
                 first, newest = self._next_step - self.max_staleness, max(self._published, default=0)
                 published = [self._published[v] for v in sorted(self._published) if first <= v < newest]
-            return ProducerState(batches, self.position, self.surplus, self.learned, published)
+            return ProducerState(batches, self.position, self.surplus, self.speculation_state, published)
 
-    def restore(self, state: ProducerState) -> None:
-        """Before `start`."""
-        self.position, self.surplus, self.learned = state.position, state.surplus, state.learned
-        self._ready = {batch.step: batch for batch in state.batches}
+    def load_state(self, state: ProducerState) -> None:
+        """Call it before `start`."""
+        self.position, self.surplus, self.speculation_state = state.position, state.surplus, state.speculation_state
+        self._pending = {batch.step: batch for batch in state.batches}
         for published in state.published:
             self.publish(published)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """No batch is in the making meanwhile, and the engine has the newest weights."""
+        """Pause generation between two batches, with the newest weights in the engine."""
         with self._changed:
             self._pausing = True
             self._wait(lambda: self._idle or self._error is not None)
         try:
-            self._take(max(self._published), Stopwatch(), "recompute")
+            self._update_engine(max(self._published), StageTimer(), "recompute")
             yield
-            if self._error is None:  # else the engine has seen part of a batch that is generated again
-                self.learned = self.engine.learned()
+            if self._error is None:  # otherwise the engine has seen part of a batch that will be generated again
+                self.speculation_state = self.engine.state_dict()
         finally:
             with self._changed:
                 self._pausing = False
                 self._changed.notify_all()
 
     def stop(self) -> None:
-        """Give up what is being generated. Safe from a signal handler."""
+        """Discard the batch being generated. Safe to call from a signal handler."""
         self.stopping = True
 
     def close(self) -> None:
@@ -187,35 +191,35 @@ class Producer:
                 self._changed.notify_all()
             self._thread.join()
 
-    # -- the engine's side ------------------------------------------------------------------------------------------
+    # -- generation -------------------------------------------------------------------------------------------------
 
     def _run(self, step: int) -> None:
+        error: BaseException | None = None
         try:
             self.in_thread()
-            for n in range(step, self.num_steps):
+            for n in range(step, self.config.train.num_steps):
                 self._produce(n)
-            with self._changed:
-                self._idle = True
-                self._changed.notify_all()
-        except BaseException as error:  # the learner raises it when it asks for the batch
-            with self._changed:
-                self._error, self._idle = error, True
-                self._changed.notify_all()
+        except BaseException as raised:  # `get` raises it
+            error = raised
+        with self._changed:
+            self._error, self._idle = error, True
+            self._changed.notify_all()
 
     def _produce(self, step: int) -> Batch:
-        batch = Batch(step, [], Stopwatch())
-        wanted = self._await_version(step)
-        if not self._take(wanted, batch.watch, "recompute"):  # nothing is in flight
-            # New weights clear the prefix cache. Without them it is cleared here: a resumed run begins this batch with
-            # an empty one, and counts of computed tokens must be the same.
-            self.engine.forget()
-        batch.groups, batch.num_stale = self._fresh(self.surplus, step)
+        batch = Batch(step, [], StageTimer())
+        version = self._wait_for_version(step)
+        if not self._update_engine(version, batch.timer, "recompute"):  # no request is running
+            # New weights clear the prefix cache. Without new weights it is cleared here: a resumed run begins the batch
+            # with an empty cache, and the counts of computed tokens must be the same.
+            self.engine.reset_prefix_cache()
+        batch.groups = [group for group in self.surplus if step - group.oldest_version <= self.max_staleness]
+        batch.num_stale = len(self.surplus) - len(batch.groups)
         batch.position = self.position
-        for _ in range(self.max_sampling_rounds):
+        for _ in range(self.config.algorithm.max_sampling_rounds):
             missing = self.groups_per_step - len(batch.groups)
             if missing <= 0:
                 break
-            # Whole rounds: how many are asked for depends on how many are missing, never on who came first.
+            # Whole rounds: the number of requested groups does not depend on which samples finish first.
             collected = self._collect(batch, self.groups_per_step if self.max_staleness else missing)
             batch.rounds.append(collected)
             batch.traces += self.engine.drain_trace()
@@ -223,41 +227,39 @@ class Producer:
             for group in collected.groups:
                 useful = len(group.scored) > 1 and self.algorithm.keeps([r.reward for r in group.scored])
                 (batch.groups if useful else batch.dropped).append(group)
-        # Only a whole batch moves the data on: what is given up is generated again.
         batch.groups, surplus = batch.groups[: self.groups_per_step], batch.groups[self.groups_per_step :]
-        learned = self.engine.learned()
-        with self._changed:
-            self.position, self.surplus, self.learned, self._next_step = batch.position, surplus, learned, step + 1
-            self._ready[step] = batch
+        speculation_state = self.engine.state_dict()
+        with self._changed:  # only a finished batch changes the state: a discarded one is generated again
+            self.position, self.surplus, self.speculation_state = batch.position, surplus, speculation_state
+            self._next_step, self._pending[step] = step + 1, batch
             self._changed.notify_all()
         return batch
 
     def _collect(self, batch: Batch, num_groups: int) -> Collected:
-        problems = []
-        for position in range(batch.position, batch.position + num_groups):
-            problems.append((position, self.task.train[self.order[position]]))
+        positions = range(batch.position, batch.position + num_groups)
+        problems = [(position, self.task.train[self.order[position]]) for position in positions]
         batch.position += num_groups
         return self.collector.collect(
             batch.step,
             problems,
-            self.num_generations,
-            self.seed,
-            watch=batch.watch,
-            between=lambda done, total: self._between(batch, done, total),
+            self.config.algorithm.num_generations,
+            self.config.train.seed,
+            timer=batch.timer,
+            on_progress=lambda done, total: self._before_engine_step(batch, done, total),
         )
 
-    def _between(self, batch: Batch, done: int, total: int) -> None:
-        """Before every engine step: is there a reason to stop, are there new weights?"""
+    def _before_engine_step(self, batch: Batch, done: int, total: int) -> None:
+        """Check for `stop`, and for new weights."""
         if self.stopping:
             raise Stopped
         if self.max_staleness and self.inflight != "drain":
             with self._changed:
                 newest = max(self._published)
-            self._take(newest, batch.watch, self.inflight)
+            self._update_engine(newest, batch.timer, self.inflight)
         self.on_progress(done, total)
 
-    def _await_version(self, step: int) -> int:
-        """The version that this step's rollouts begin with."""
+    def _wait_for_version(self, step: int) -> int:
+        """The version that the rollouts of this step begin with."""
         oldest = max(0, step - self.max_staleness)
         with self._changed:
             self._idle = True
@@ -266,47 +268,45 @@ class Producer:
             if self.stopping:
                 raise Stopped
             self._idle = False
-            for version in [v for v in self._published if v < oldest]:  # nobody will ask for these any more
+            for version in [v for v in self._published if v < oldest]:  # no longer needed
                 del self._published[version]
             return max(self._published) if self.inflight != "drain" else min(self._published)
 
-    def _wait(self, happened: Callable[[], bool]) -> None:
-        """Under the condition's lock. Looks up now and then, since a signal handler can't notify."""
-        while not self._changed.wait_for(happened, timeout=0.2):
+    def _wait(self, predicate: Callable[[], bool]) -> None:
+        """Call it with the lock held. It polls, because a signal handler can't notify the condition."""
+        while not self._changed.wait_for(predicate, timeout=0.2):
             pass
 
-    def _take(self, version: int, watch: Stopwatch, inflight: str) -> bool:
-        """Give the engine this version; False: it has it."""
+    def _update_engine(self, version: int, timer: StageTimer, inflight: str) -> bool:
+        """Send this version to the engine; False if the engine already has it."""
         if version == self._engine_version:
             return False
-        with watch.stage("sync"):
+        with timer.stage("sync"):
             published = self._published[version]
             receipt = self.engine.update_weights(published.weights(), version, inflight)
-            _compare("weights", published, receipt)
+            _check_receipt("weights", published, receipt)
             self._engine_version = version
             head = published.head
             if head is not None and head.version != self._head_version:
-                _compare("the drafter's weights", head, self.engine.update_drafter(head.weights(), head.version))
+                receipt = self.engine.update_drafter(head.weights(), head.version)
+                _check_receipt("the drafter's weights", head, receipt)
                 self._head_version = head.version
         return True
-
-    def _fresh(self, groups: list[Group], step: int) -> tuple[list[Group], int]:
-        fresh = [group for group in groups if step - group.oldest_version <= self.max_staleness]
-        return fresh, len(groups) - len(fresh)
 
     def _check_failures(self, step: int, groups: list[Group]) -> None:
         failures = [r.failure for group in groups for r in group.rollouts if r.failure is not None]
         total = sum(len(group.rollouts) for group in groups)
-        if len(failures) > self.max_failures * total:
+        max_failures = self.config.reward.max_failures
+        if len(failures) > max_failures * total:
             raise ValueError(
                 f"step {step}: {len(failures)} of {total} samples could not be scored, more than reward.max_failures = "
-                f"{self.max_failures:g} of them; the first: {failures[0]}"
+                f"{max_failures:g} of them; the first: {failures[0]}"
             )
 
 
-def _compare(what: str, sent: Published, receipt: Receipt) -> None:
+def _check_receipt(what: str, sent: PublishedWeights, receipt: Receipt) -> None:
     if receipt.checksum != sent.checksum:
         raise ValueError(
-            f"{what} of version {sent.version}: the engine holds {receipt.checksum[:12]}, the learner sent "
-            f"{sent.checksum[:12]}; the transfer went wrong, so training stops"
+            f"{what} of version {sent.version}: the engine has checksum {receipt.checksum[:12]}, the learner sent "
+            f"{sent.checksum[:12]}; the transfer failed, so training stops"
         )

@@ -1,6 +1,6 @@
-"""Groups of rollouts outside of memory: a line of rollouts.jsonl for people and reports, tensors for a checkpoint.
+"""Serialized groups of rollouts: a line of rollouts.jsonl for people and reports, tensors for a checkpoint.
 
-A record is rounded and leaves out what can be told from the rest; packing is lossless, NaN rewards included.
+A record has rounded logprobs and omits derived values. Packing to tensors is lossless, including NaN rewards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.types import Group, Rollout
 
 
 def rollout_record(step: int, group: Group, rollout: Rollout) -> dict[str, Any]:
-    """One sample of one group, as JSON has it. What has no number (NaN, infinite) is null."""
+    """One rollout as a JSON object. NaN and infinity become null."""
     record = {
         "step": step,
         "group": group.index,
@@ -47,36 +47,8 @@ def rollout_record(step: int, group: Group, rollout: Rollout) -> dict[str, Any]:
     return record
 
 
-def rollout_of(record: Mapping[str, Any]) -> Rollout:
-    """The rollout that a record tells of, its logprobs rounded; how it was drafted is told by its tokens alone."""
-    token_ids = np.array(record["token_ids"], np.int32)
-    runs = record["versions"]
-    return Rollout(
-        sample=record["sample"],
-        prompt_ids=tuple(record["prompt_ids"]),
-        token_ids=token_ids,
-        mask=np.array(record.get("mask", [True] * len(token_ids)), bool),
-        logprobs=np.array(record["logprobs"], np.float64),  # null becomes NaN
-        versions=np.repeat(np.array([v for v, _ in runs], np.int32), [num for _, num in runs]),
-        provenance=np.array(record["provenance"], np.uint8),
-        sources=np.array(record["sources"], np.uint8),
-        drafters=tuple(record["drafters"]),
-        finish_reason=record["finish_reason"],
-        num_turns=record["num_turns"],
-        text=record["completion"],
-        reward=_float(record["reward"]),
-        rewards={name: _float(value) for name, value in record["rewards"].items()},
-        advantage=_float(record["advantage"]),
-        failure=record["failure"],
-    )
-
-
 def _number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
-
-
-def _float(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 # ---- tensors ----
@@ -85,19 +57,19 @@ PER_TOKEN: dict[str, type] = {
     "token_ids": np.int32, "mask": np.bool_, "logprobs": np.float64, "versions": np.int32, "provenance": np.uint8,
     "sources": np.uint8,
 }  # fmt: skip
-PLAIN = (
+SCALARS = (
     "sample", "finish_reason", "num_turns", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "text", "failure",
 )  # fmt: skip
 
 
 def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Tensors, all rollouts' end to end, and what is left, which JSON can hold."""
+    """Concatenated tensors of all rollouts, and the remaining fields as JSON."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     tensors = {
         name: _flat([getattr(rollout, name) for rollout in rollouts], dtype) for name, dtype in PER_TOKEN.items()
     }
     tensors["prompt_ids"] = _flat([rollout.prompt_ids for rollout in rollouts], np.int64)
-    # Per rollout: its reward, its advantage, then each of its rewards. Not in JSON, which has no NaN.
+    # Per rollout: reward, advantage, then each of `rewards`. Tensors, because JSON has no NaN.
     tensors["scores"] = _flat([[r.reward, r.advantage, *r.rewards.values()] for r in rollouts], np.float64)
     return tensors, [
         {
@@ -105,7 +77,7 @@ def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, Tensor], list[dict[s
             "problem": group.problem,
             "prompt": group.prompt,
             "rollouts": [
-                {name: getattr(rollout, name) for name in PLAIN}
+                {name: getattr(rollout, name) for name in SCALARS}
                 | {
                     "num_prompt": len(rollout.prompt_ids),
                     "num_tokens": len(rollout.token_ids),
@@ -119,24 +91,28 @@ def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, Tensor], list[dict[s
     ]
 
 
-def unpack_groups(tensors: Mapping[str, Tensor], rest: Sequence[Mapping[str, Any]]) -> list[Group]:
+def unpack_groups(tensors: Mapping[str, Tensor], metadata: Sequence[Mapping[str, Any]]) -> list[Group]:
     arrays = {name: _Reader(tensor.numpy()) for name, tensor in tensors.items()}
 
-    def rollout(of: Mapping[str, Any]) -> Rollout:
-        per_token: dict[str, Any] = {name: arrays[name].take(of["num_tokens"]) for name in PER_TOKEN}
-        reward, advantage, *rewards = arrays["scores"].take(2 + len(of["rewards"])).tolist()
+    def rollout(fields: Mapping[str, Any]) -> Rollout:
+        per_token: dict[str, Any] = {name: arrays[name].take(fields["num_tokens"]) for name in PER_TOKEN}
+        reward, advantage, *rewards = arrays["scores"].take(2 + len(fields["rewards"])).tolist()
         return Rollout(
-            prompt_ids=tuple(arrays["prompt_ids"].take(of["num_prompt"]).tolist()),
-            drafters=tuple(of["drafters"]),
+            prompt_ids=tuple(arrays["prompt_ids"].take(fields["num_prompt"]).tolist()),
+            drafters=tuple(fields["drafters"]),
             reward=reward,
             advantage=advantage,
-            rewards=dict(zip(of["rewards"], rewards, strict=True)),
+            rewards=dict(zip(fields["rewards"], rewards, strict=True)),
             **per_token,
-            **{name: of[name] for name in PLAIN},
+            **{name: fields[name] for name in SCALARS},
         )
 
-    groups = [Group(of["index"], of["problem"], of["prompt"], list(map(rollout, of["rollouts"]))) for of in rest]
-    assert all(reader.at == len(reader.array) for reader in arrays.values()), "tensors and rest are not of one packing"
+    groups = [
+        Group(group["index"], group["problem"], group["prompt"], list(map(rollout, group["rollouts"])))
+        for group in metadata
+    ]
+    complete = all(reader.position == len(reader.array) for reader in arrays.values())
+    assert complete, "the tensors and the metadata do not belong together"
     return groups
 
 
@@ -145,9 +121,11 @@ def _flat(parts: Sequence[Any], dtype: type) -> Tensor:
 
 
 class _Reader:
+    """Reads an array from the beginning to the end."""
+
     def __init__(self, array: np.ndarray) -> None:
-        self.array, self.at = array, 0
+        self.array, self.position = array, 0
 
     def take(self, num: int) -> np.ndarray:
-        self.at += num
-        return self.array[self.at - num : self.at].copy()
+        self.position += num
+        return self.array[self.position - num : self.position].copy()

@@ -1,4 +1,4 @@
-"""Where a resumed run continues; which settings may change then, and which may not."""
+"""Resuming a run: which checkpoint it continues from, and which settings may change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.config import Config
 from paceline.rl.checkpoint import Checkpoint, Checkpoints
 from paceline.rl.folder import RunFolder
 
-# What a checkpoint is made of, or what a run is about: with another value it would be another run.
+# Settings that must not change: they define the run or the content of its checkpoints.
 FIXED = (
     "task.",
     "model.name",
@@ -25,36 +25,36 @@ FIXED = (
 def find_checkpoint(
     folder: RunFolder, checkpoints: Checkpoints, note: Callable[[str], None], keep: Sequence[str] = ()
 ) -> Checkpoint | None:
-    """The checkpoint to resume from. None: the run was interrupted before it saved one, and begins again at step 0;
-    its records are moved aside, but for the streams to `keep`. ValueError where checkpoints were saved and are gone:
-    to begin again would in the end replace them, should they come back."""
+    """The checkpoint to resume from. None if the run was interrupted before its first checkpoint: it starts again at
+    step 0, and its records are moved aside, except the streams to `keep`. ValueError if checkpoints were saved and are
+    gone: a restart would replace them if they come back."""
     checkpoint = checkpoints.latest()
     try:
         last = folder.last_checkpoint()
     except ValueError as error:
         if checkpoint is None:
             raise
-        note(f"{error}; the run goes on from the checkpoint of step {checkpoint.step}")
+        note(f"{error}; the run continues from the checkpoint of step {checkpoint.step}")
         last = None
     if checkpoint is None and last is not None:
         raise ValueError(
-            f"{folder.checkpoints}: no checkpoint is there, but this run saved one of step {last}. Put the folder back "
-            "(is its disk mounted?) and resume again, or start a new run; nothing was changed"
+            f"{folder.checkpoints}: no checkpoint found, but this run saved one of step {last}. Restore the folder (is "
+            "its disk mounted?) and resume again, or start a new run. Nothing was changed"
         )
     if checkpoint is None:
-        aside = folder.set_aside(keep)
-        where = f"; its records so far are now in {aside}" if aside is not None else ""
-        note(f"{folder.path} was interrupted before its first checkpoint: it begins again at step 0{where}")
+        aside = folder.move_records_aside(keep)
+        where = f"; its previous records are now in {aside}" if aside is not None else ""
+        note(f"{folder.path} was interrupted before its first checkpoint: it starts again at step 0{where}")
     elif last is not None and checkpoint.step < last:
         note(
-            f"the checkpoint of step {last} is gone or damaged: the run goes on from step {checkpoint.step}, and the "
+            f"the checkpoint of step {last} is gone or damaged: the run continues from step {checkpoint.step}, and the "
             "records of later steps are replaced"
         )
     return checkpoint
 
 
-def changes(old: Config, new: Config) -> Iterator[str]:
-    """A line per setting that is different from here on. ValueError for one that must not be."""
+def changed_settings(old: Config, new: Config) -> Iterator[str]:
+    """One line per setting that changes on resume. ValueError for a setting that must not change."""
     before = old.model_dump()
     for section, values in new.model_dump().items():
         for key, value in values.items():
@@ -63,7 +63,7 @@ def changes(old: Config, new: Config) -> Iterator[str]:
                 continue
             if f"{section}.{key}".startswith(FIXED):
                 raise ValueError(
-                    f"{section}.{key} = {value!r}: this run began with {was!r}, and would be another one; leave it, or "
-                    "start a new run"
+                    f"{section}.{key} = {value!r}: this run started with {was!r}, and the setting can't change on "
+                    "resume; leave it, or start a new run"
                 )
-            yield f"from here on {section}.{key} = {value!r}, was {was!r}"
+            yield f"changed on resume: {section}.{key} = {value!r}, was {was!r}"

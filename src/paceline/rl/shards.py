@@ -1,9 +1,8 @@
-"""A learner's state as a folder of safetensors files, one per rank, each with the rows that its rank holds.
+"""A learner's state as a folder of safetensors files: one per rank, with the rows that the rank holds.
 
-The layout is that of torch.distributed.checkpoint's HuggingFaceStorage: every file says in its header at which offset
-its part of each tensor begins, so that any number of ranks, or torch itself, reads what any other number wrote, and
-there is no pickle. It is written by our own writer, for a checkpoint's files are synced, and hashed as they are
-written.
+The format is torch.distributed.checkpoint's HuggingFaceStorage: the header of each file has the offset of its part of
+each tensor. Any number of ranks, or torch itself, can read it. There is no pickle. The files are written by
+`checkpoint.write_tensors`, which syncs and hashes them.
 """
 
 from __future__ import annotations
@@ -18,21 +17,22 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from paceline.model.sharding import first_row, is_divided, local
+from paceline.model.sharding import first_row, is_sharded, local_tensor
 from paceline.rl.checkpoint import write_tensors
 
 OFFSETS = "DCP_SHARDING_INFO"
 
 
 def write_shard(folder: Path, rank: int, size: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """This rank's rows of what is divided, and at rank 0 what is not; the file's name, size and hash."""
+    """Write this rank's rows of the sharded tensors; rank 0 also writes the others. Returns the file's name, size and
+    hash."""
     parts: dict[str, Tensor] = {}
     offsets: dict[str, dict[str, list[int]]] = {}
     for name, tensor in tensors.items():
-        part, first = local(tensor), [0] * tensor.ndim
-        if is_divided(tensor):
+        part, first = local_tensor(tensor), [0] * tensor.ndim
+        if is_sharded(tensor):
             first[0] = first_row(tensor)
-        if part.numel() if is_divided(tensor) else rank == 0:
+        if part.numel() if is_sharded(tensor) else rank == 0:
             parts[name], offsets[name] = part, {"saved_offsets": first}
     path = folder / f"shard-{rank + 1:05d}-of-{size:05d}.safetensors"
     metadata = {"format": "pt", "DCP_VERSION": "1.0", OFFSETS: json.dumps(offsets)}
@@ -40,7 +40,7 @@ def write_shard(folder: Path, rank: int, size: int, tensors: Mapping[str, Tensor
 
 
 class Shards(Mapping[str, Tensor]):
-    """The whole tensors of such a folder, each put together when it is asked for."""
+    """The full tensors of such a folder, each read on access."""
 
     def __init__(self, folder: Path) -> None:
         self._files = ExitStack()
@@ -52,7 +52,7 @@ class Shards(Mapping[str, Tensor]):
                 first = offsets.get(name, {}).get("saved_offsets") or [0]
                 self._parts.setdefault(name, []).append((first[0], file))
         if not self._parts:
-            raise ValueError(f"{folder}: no learner's state is there; restore the checkpoint from a copy")
+            raise ValueError(f"{folder}: no learner state found; restore the checkpoint from a copy")
 
     def __getitem__(self, name: str) -> Tensor:
         parts = sorted(self._parts[name], key=lambda part: part[0])

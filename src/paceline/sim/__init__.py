@@ -1,1 +1,1 @@
-"""The open simulator: what a decode step, a rollout and an RL step take on machines that nobody has to own."""
+"""Simulator of decode steps, rollouts and RL steps on hardware that you do not have."""

@@ -1,7 +1,7 @@
-"""Least squares on the logarithms of ratios: numbers that are above zero, errors that are relative.
+"""Nonlinear least squares on log ratios, for positive parameters and relative errors.
 
-Levenberg-Marquardt over the logarithms of the parameters. Each is held to its start by a weak prior, so that one the
-rows say nothing of stays where it was, and none leaves its bounds: more than a machine's peak is no efficiency.
+Levenberg-Marquardt over the logarithms of the parameters. A weak prior pulls each parameter towards its start value,
+so a parameter that the data does not determine keeps it. No parameter leaves its bounds.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import numpy as np
 
 Values = Mapping[str, float]
 Bounds = Mapping[str, tuple[float, float]]
-LEAST = 1e-9  # of a number whose range begins at zero, which has no logarithm
-ROUNDS = 40
-NUDGE = 1e-4  # of a logarithm, for derivatives
-ENOUGH = 1e-6  # of the sum of squares: an improvement below that is none
+MIN_BOUND = 1e-9  # replaces a bound of zero, which has no logarithm
+MAX_ITERATIONS = 40
+EPSILON = 1e-4  # of a logarithm, for finite differences
+MIN_IMPROVEMENT = 1e-6  # of the sum of squares, relative: the fit stops below it
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
     values: dict[str, float]
-    errors: np.ndarray  # log(simulated / measured) of each row, at these values
-    at_bounds: tuple[str, ...] = ()  # values that might have gone on
+    errors: np.ndarray  # log(simulated / measured) of each row
+    at_bounds: tuple[str, ...] = ()  # parameters that ended at a bound
 
     @property
-    def worst(self) -> float:
+    def max_error(self) -> float:
         """As a ratio: 0.1 is ten per cent."""
         return float(np.expm1(np.abs(self.errors).max(initial=0.0)))
 
     @property
-    def mean(self) -> float:
+    def mean_error(self) -> float:
         return float(np.expm1(np.abs(self.errors).mean())) if len(self.errors) else 0.0
 
 
@@ -39,40 +39,43 @@ def fit(
     simulated: Callable[[Values], np.ndarray], measured: np.ndarray, start: Values, prior: float = 1.0,
     weights: np.ndarray | None = None, bounds: Bounds | None = None,
 ) -> Fit:  # fmt: skip
-    """The values under which `simulated` comes nearest to `measured`. `prior`: how far (in logarithms) a value may
-    stray as easily as a row may be off by its weight's worth of one. `bounds`: least and most of some values."""
+    """Find the values for which `simulated` is closest to `measured`.
+
+    `prior`: a parameter that moves by this much (in logarithms) costs as much as a row of weight 1 that is off by 1%.
+    `weights`: one per row. `bounds`: (lowest, highest) of some parameters.
+    """
     if not (np.isfinite(measured).all() and (measured > 0).all() and all(value > 0 for value in start.values())):
-        raise ValueError("a fit of ratios needs numbers above zero")
+        raise ValueError("fit: measured and start values must be finite and above zero")
     names = list(start)
-    lowest, highest = np.log(np.maximum([(bounds or {}).get(name, (0.0, np.inf)) for name in names], LEAST)).T
+    lowest, highest = np.log(np.maximum([(bounds or {}).get(name, (0.0, np.inf)) for name in names], MIN_BOUND)).T
     origin = np.log([start[name] for name in names]).clip(lowest, highest)
-    weigh = np.ones(len(measured)) if weights is None else weights
+    row_weights = np.ones(len(measured)) if weights is None else weights
 
     def values(x: np.ndarray) -> dict[str, float]:
         return dict(zip(names, np.exp(x).tolist(), strict=True))
 
     def residuals(x: np.ndarray) -> np.ndarray:
         errors = np.log(simulated(values(x)) / measured)
-        return np.concatenate([weigh * errors, (x - origin) * 0.01 / prior])
+        return np.concatenate([row_weights * errors, (x - origin) * 0.01 / prior])
 
     x, damping = origin.copy(), 1e-2
     now = residuals(x)
-    for _ in range(ROUNDS):
-        jacobian = np.stack([(residuals(x + NUDGE * unit) - now) / NUDGE for unit in np.eye(len(x))], 1)
+    for _ in range(MAX_ITERATIONS):
+        jacobian = np.stack([(residuals(x + EPSILON * unit) - now) / EPSILON for unit in np.eye(len(x))], 1)
         slope = jacobian.T @ now
-        # One that stands at its bound and would go beyond stays, and the others go their way without it.
+        # Hold a parameter fixed in this iteration if it is at its bound and its step would leave the bounds.
         jacobian[:, ((x <= lowest) & (slope > 0)) | ((x >= highest) & (slope < 0))] = 0.0
         normal, slope = jacobian.T @ jacobian, jacobian.T @ now
         before = float(now @ now)
         for _ in range(8):
             step = np.linalg.solve(normal + damping * (np.diag(np.diag(normal)) + 1e-9 * np.eye(len(x))), -slope)
-            there = np.clip(x + np.clip(step, -1, 1), lowest, highest)
-            then = residuals(there)
-            if then @ then < before:
-                x, now, damping = there, then, damping / 3
+            candidate = np.clip(x + np.clip(step, -1, 1), lowest, highest)
+            after = residuals(candidate)
+            if after @ after < before:
+                x, now, damping = candidate, after, damping / 3
                 break
             damping *= 4
-        if before - float(now @ now) < ENOUGH * before:
+        if before - float(now @ now) < MIN_IMPROVEMENT * before:
             break
-    at_bounds = tuple(name for name, ends in zip(names, (x <= lowest) | (x >= highest), strict=True) if ends)
+    at_bounds = tuple(name for name, is_bound in zip(names, (x <= lowest) | (x >= highest), strict=True) if is_bound)
     return Fit(values(x), np.log(simulated(values(x)) / measured), at_bounds)

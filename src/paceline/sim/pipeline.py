@@ -1,14 +1,13 @@
-"""A step of RL: generation, logprobs, training and weight sync, one after the other or side by side.
+"""An RL step: generation, logprobs, training and weight sync, sequential or overlapped.
 
-Step m trains on batch m. A batch may begin under weights that are `lag` updates behind those that it will meet:
+Step m trains on batch m. Generation of a batch may start with weights that are `lag` updates old:
 
-    generation begins   g_m = max(g_(m-1) + G, v_(m-lag))     v_j: when version j is there, the start for j <= 0
+    generation starts   g_m = max(g_(m-1) + G, v_(m-lag))     v_j: time at which version j is published; 0 for j <= 0
     generation ends     e_m = g_m + G
-    training begins     t_m = max(e_m, end of training m-1)
+    training starts     t_m = max(e_m, end of training m-1)
 
-With lag 0 that is synchronous RL. G is what generation takes for a batch, alone (lag 0 and 1) or in a stream of
-overlapping ones. Always: a device does one thing at a time, and what it does not do is counted as idle, never less
-than nothing.
+Lag 0 is synchronous RL. G is the generation time of one batch: alone (lag 0 and 1), or in a stream of overlapping
+batches. Invariants: a device runs one stage at a time; idle time is never negative.
 """
 
 from __future__ import annotations
@@ -17,41 +16,41 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.config import ConfigError
-from paceline.sim.cards import ITEMSIZE, Efficiency, Hardware, Model, Software
+from paceline.config_io import ConfigError
 from paceline.sim.settings import choice, number
+from paceline.sim.specs import ITEMSIZE, Efficiency, Hardware, Model, Software
 
 LAYOUTS = ("colocated", "disaggregated")
-ROUNDS, MEASURED = 16, 4
-FORWARDS = {"logprob": 1.0, "training": 3.0}  # passes over the batch, in forwards; a backward is two
+NUM_ROUNDS, NUM_MEASURED_ROUNDS = 16, 4  # a round is lag + 1 steps
+FORWARDS = {"logprob": 1.0, "training": 3.0}  # cost in forward passes over the batch; a backward pass counts as two
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     gpus: int = number(low=1, high=1 << 20)
     layout: str = choice("colocated", of=LAYOUTS)
-    generation_gpus: int = number(0, low=0, high=1 << 20)  # disaggregated: those that do not train
+    generation_gpus: int = number(0, low=0, high=1 << 20)  # disaggregated only; the others train
     lag: int = number(0, low=0, high=64)
-    reward_s: float = number(0.0, low=0, high=86_400, unit="s")  # what is left of it when generation ends
+    reward_s: float = number(0.0, low=0, high=86_400, unit="s")  # reward time that does not overlap with generation
     training_precision: str = choice("bf16", of=("fp8", "bf16", "fp32"))
-    logprobs: int = number(1, low=0, high=4)  # forwards over the batch before training
+    logprobs: int = number(1, low=0, high=4)  # forward passes over the batch before training
 
     def __post_init__(self) -> None:
         if self.layout == "colocated":
             if self.generation_gpus:
                 raise ConfigError(
-                    f"pipeline.generation_gpus = {self.generation_gpus}: colocated, all devices do both; leave it out, "
-                    'or set pipeline.layout = "disaggregated"'
+                    f"pipeline.generation_gpus = {self.generation_gpus}: with a colocated layout all devices generate; "
+                    'remove it, or set pipeline.layout = "disaggregated"'
                 )
             if self.lag:
                 raise ConfigError(
-                    f"pipeline.lag = {self.lag}: devices that do both can't overlap; set pipeline.layout = "
-                    '"disaggregated"'
+                    f"pipeline.lag = {self.lag}: generation and training can't overlap on colocated devices; set "
+                    'pipeline.layout = "disaggregated"'
                 )
         elif not 0 < self.generation_gpus < self.gpus:
             raise ConfigError(
-                f"pipeline.generation_gpus = {self.generation_gpus}: must be from 1 to {self.gpus - 1}, some of "
-                f"pipeline.gpus = {self.gpus}"
+                f"pipeline.generation_gpus = {self.generation_gpus}: must be from 1 to {self.gpus - 1} "
+                f"(pipeline.gpus = {self.gpus})"
             )
 
     @property
@@ -65,7 +64,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Seconds of a step, each as if it were alone."""
+    """Seconds of each stage of an RL step, without overlap."""
 
     data: float
     prepare: float
@@ -77,13 +76,13 @@ class Stages:
 
     @property
     def learning_s(self) -> float:
-        """All that follows a batch's generation, up to the next version."""
+        """All stages between the end of generation and the next policy version, without weight sync."""
         return self.data + self.prepare + self.reward + self.logprob + self.training
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    who: str  # "generation" or "training": the devices
+    devices: str  # "generation" or "training"
     stage: str
     step: int
     start_s: float
@@ -92,26 +91,26 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A steady step."""
+    """An RL step in the steady state."""
 
     seconds: float
-    exposed_s: float  # that training waits for generation and new weights
-    generation_idle: float  # share of the time that the devices which generate do not
+    exposed_s: float  # time in which training waits for generation and weight sync
+    generation_idle: float  # share of the time in which the generation devices are idle
     training_idle: float
     timeline: tuple[Span, ...]
 
 
-def stages_of(
+def stage_times(
     pipeline: Pipeline, hardware: Hardware, model: Model, software: Software, efficiency: Efficiency,
     rollout_s: float, lengths: np.ndarray, prompts: np.ndarray,
 ) -> Stages:  # fmt: skip
-    """`lengths`, `prompts`: of the batch that is trained on."""
+    """`lengths`, `prompts`: completion and prompt tokens of each request of the batch."""
     colocated = pipeline.layout == "colocated"
     stage_s = software.stage_s if colocated else 0.0
     total = (lengths + prompts).astype(np.float64)
-    # A token attends to half of its sequence, on average.
-    products = model.active_params + model.grouped_params * (1 / efficiency.mfu_experts - 1)
-    forward = float(2.0 * products * total.sum() + model.attention_flops(1.0) * (total**2).sum() / 2)
+    # On average a token attends to half of its sequence. Expert parameters count more because their MFU is lower.
+    params = model.active_params + model.active_expert_params * (1 / efficiency.mfu_experts - 1)
+    forward = float(2.0 * params * total.sum() + model.attention_flops(1.0) * (total**2).sum() / 2)
     rate = pipeline.training_gpus * hardware.flops(pipeline.training_precision, "pipeline.training_precision")
     rate *= efficiency.mfu
     return Stages(
@@ -126,51 +125,51 @@ def stages_of(
 
 
 def _sync_s(pipeline: Pipeline, hardware: Hardware, model: Model, efficiency: Efficiency) -> float:
-    """Weights to the engines: from where they are trained, every receiver's share over its own link."""
+    """Time to send the weights from the training devices to the engines."""
     if pipeline.gpus == 1:
         return 0.0
     near = pipeline.gpus <= hardware.nvlink_gpus
     gb_s = hardware.nvlink_gb_s if near else hardware.network_gb_s
     if not gb_s:
         raise ConfigError(
-            f"pipeline.gpus = {pipeline.gpus}: weights have no way between devices; give "
-            f"{'nvlink' if near else 'network'}_gb_s in the card of {hardware.name}, or set pipeline.gpus = 1"
+            f"pipeline.gpus = {pipeline.gpus}: no link between the devices; set "
+            f"{'nvlink' if near else 'network'}_gb_s in the spec of {hardware.name}, or set pipeline.gpus = 1"
         )
     senders = pipeline.training_gpus
     return model.num_params * ITEMSIZE["bf16"] / (1e9 * gb_s * efficiency.collective * min(senders, 8))
 
 
 def steady_step(pipeline: Pipeline, stages: Stages) -> Step:
-    """From the start, until it goes on as it did: what is measured are the last rounds of lag + 1 steps."""
+    """Simulate NUM_ROUNDS rounds of lag + 1 steps, and measure the last ones, which are in the steady state."""
     lag = pipeline.lag
-    num_steps = ROUNDS * (lag + 1)
-    versions = [0.0] * (num_steps + 1)  # when version j is there
+    num_steps = NUM_ROUNDS * (lag + 1)
+    published_s = [0.0] * (num_steps + 1)  # by policy version
     spans: list[Span] = []
     begin, trained = -stages.generation, 0.0
-    starts: list[float] = []
+    starts: list[float] = []  # of training
     for m in range(num_steps):
-        begin = max(begin + stages.generation, versions[max(0, m - lag)])
+        begin = max(begin + stages.generation, published_s[max(0, m - lag)])
         spans.append(Span("generation", "generation", m, begin, begin + stages.generation))
         starts.append(max(begin + stages.generation, trained))
         at = starts[-1]
         for stage in ("reward", "data", "prepare", "logprob", "training"):
-            taken = getattr(stages, stage)
-            spans.append(Span("training", stage, m, at, at + taken))
-            at += taken
+            seconds = getattr(stages, stage)
+            spans.append(Span("training", stage, m, at, at + seconds))
+            at += seconds
         trained = at
-        versions[m + 1] = trained + stages.sync
-    measured = MEASURED * (lag + 1)
-    period = (starts[-1] - starts[-1 - measured]) / measured
+        published_s[m + 1] = trained + stages.sync
+    num_measured = NUM_MEASURED_ROUNDS * (lag + 1)
+    period = (starts[-1] - starts[-1 - num_measured]) / num_measured
     busy = stages.generation + stages.learning_s if pipeline.layout == "colocated" else 0.0
     return Step(
         seconds=period,
         exposed_s=max(0.0, period - stages.learning_s),
-        generation_idle=_share(period, busy or stages.generation),
-        training_idle=_share(period, busy or stages.learning_s),
+        generation_idle=_idle_share(period, busy or stages.generation),
+        training_idle=_idle_share(period, busy or stages.learning_s),
         timeline=tuple(spans),
     )
 
 
-def _share(period: float, busy: float) -> float:
-    assert busy <= period * (1 + 1e-9), "devices can't do more than one thing at a time"
+def _idle_share(period: float, busy: float) -> float:
+    assert busy <= period * (1 + 1e-9), "a device runs one stage at a time"
     return max(0.0, 1 - busy / period)

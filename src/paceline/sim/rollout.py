@@ -1,8 +1,8 @@
-"""What a batch of requests takes on an engine: from finish to finish under a static policy, step by step under others.
+"""Generation time of a batch of requests.
 
-Under `static` the schedule is known beforehand (`schedule`), and its time is one evaluation over whole arrays. `das`
-and `auto` are the engine's own code (speculation/), which decides step by step: they play in replay's engine, whose
-drafts stand by lot (`lottery`) and whose clock is the step model as a cost table.
+With the `static` policy the schedule does not depend on the drafts (`schedule`), so its time is computed for all
+segments at once. `das` and `auto` decide at every step. They run the engine's own policies (speculation/) in the replay
+engine, with a drafter that has random acceptance (`simulated_drafter`) and the step model as cost table.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paceline.config import ConfigError
+from paceline.config_io import ConfigError
 from paceline.replay.engine import Replay
-from paceline.sim.lottery import LotteryDrafter, round_of
-from paceline.sim.schedule import Schedule, schedule
-from paceline.sim.speculation import PLAIN, Speculation
+from paceline.sim.schedule import Schedule, make_schedule
+from paceline.sim.simulated_drafter import SimulatedDrafter, make_round
+from paceline.sim.speculation import NO_SPECULATION, Speculation
 from paceline.sim.step import StepModel
-from paceline.sim.workload import Workload, lengths_of
+from paceline.sim.workload import Workload, sample_lengths
 from paceline.speculation.auto import AutoPolicy
 from paceline.speculation.batch import Rows
 from paceline.speculation.cost import CostTable
@@ -25,159 +25,174 @@ from paceline.speculation.das import DasPolicy
 from paceline.speculation.policy import SpeculationPolicy, StaticPolicy
 from paceline.types import StepTrace
 
-MOST_STREAMED = 8  # engines that are looked at where batches overlap: all are alike
-MIDDLE = (0.2, 0.6)  # of a stream's tokens: what is looked at, where it goes step by step
-MOST_REQUESTS = 20_000_000
-SETTLING = 3  # batches of a stream, in lags: one to settle, those that are measured, one that drains
+# A stream: batches that overlap (lag > 1).
+MAX_STREAM_ENGINES = 8  # engines that are simulated in a stream; the others behave alike
+MEASURED_SPAN = (0.2, 0.6)  # share of a stream's tokens at which step-by-step measuring starts and ends
+STREAM_BATCHES = 3  # batches of a stream, in multiples of lag: warm-up, measured, drained
+MAX_REQUESTS = 20_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    seconds: float  # from the first request's begin to the last one's end; of a stream: between two batches' ends
-    num_tokens: float  # emitted, by all engines
-    num_steps: float  # of the engine that takes longest
-    mean_rows: float  # in a step of that engine
-    acceptance: float  # tokens that a step brings a row, on average over steps
+    seconds: float  # from the start of the first request to the end of the last; in a stream: time per batch
+    num_tokens: float  # emitted by all engines
+    num_steps: float  # of the slowest engine
+    mean_rows: float  # per step of the slowest engine
+    acceptance: float  # mean emitted tokens per row and step
 
     @property
     def step_s(self) -> float:
         return self.seconds / self.num_steps
 
 
-def plans_of(model: StepModel, workload: Workload, num_engines: int, lag: int) -> list[Schedule]:
-    """Every engine's schedule. It knows nothing of speculation, nor of what anything takes."""
+def make_schedules(model: StepModel, workload: Workload, num_engines: int, lag: int) -> list[Schedule]:
+    """One schedule per engine. It depends neither on speculation nor on step times."""
     if num_engines < 1:
         raise ConfigError(f"pipeline.gpus: too few for an engine of {model.engine.gpus}")
     streamed = lag > 1
-    if streamed and SETTLING * lag * workload.batch > MOST_REQUESTS:
+    if streamed and STREAM_BATCHES * lag * workload.batch > MAX_REQUESTS:
         raise ConfigError(
-            f"workload.batch = {workload.batch} with pipeline.lag = {lag}: {SETTLING * lag} batches are simulated, and "
-            f"at most {MOST_REQUESTS} requests; lower one of them"
+            f"workload.batch = {workload.batch} with pipeline.lag = {lag}: {STREAM_BATCHES * lag} batches are "
+            f"simulated, with at most {MAX_REQUESTS} requests; lower one of them"
         )
-    lengths, prompts = lengths_of(workload, SETTLING * lag if streamed else 1)
-    most = min(num_engines, workload.batch, MOST_STREAMED if streamed else num_engines)
-    each = (_plan(model, lengths[:, i::num_engines], prompts[:, i::num_engines], max(1, lag)) for i in range(most))
-    return [replace(plan, prompts=workload.fresh_share * plan.prompts) for plan in each]
+    lengths, prompts = sample_lengths(workload, STREAM_BATCHES * lag if streamed else 1)
+    num = min(num_engines, workload.batch, MAX_STREAM_ENGINES if streamed else num_engines)
+    schedules = (
+        _engine_schedule(model, lengths[:, i::num_engines], prompts[:, i::num_engines], max(1, lag)) for i in range(num)
+    )
+    return [replace(schedule, prompts=workload.uncached_share * schedule.prompts) for schedule in schedules]
 
 
 def rollout(
     model: StepModel, speculation: Speculation, workload: Workload, num_engines: int, lag: int = 0,
-    plans: list[Schedule] | None = None,
+    schedules: list[Schedule] | None = None,
 ) -> Rollout:  # fmt: skip
-    """One batch after the other (lag 0 and 1), or `lag` of them under way at a time. `plans`: as `plans_of` makes them,
-    where they are at hand."""
+    """One batch at a time (lag 0 and 1), or `lag` overlapping batches. `schedules`: the result of `make_schedules`, to
+    compute it only once."""
     if speculation.policy != "static" and speculation.method != "none":
-        return _stepped(model, speculation, workload, num_engines, lag)
-    plans = plans or plans_of(model, workload, num_engines, lag)
-    found = _slowest(model, speculation, plans, lag if lag > 1 else 0)
-    return replace(found, num_tokens=found.num_tokens * max(1.0, min(num_engines, workload.batch) / len(plans)))
+        return _rollout_by_steps(model, speculation, workload, num_engines, lag)
+    schedules = schedules or make_schedules(model, workload, num_engines, lag)
+    slowest = _slowest(model, speculation, schedules, lag if lag > 1 else 0)
+    return replace(slowest, num_tokens=slowest.num_tokens * max(1.0, min(num_engines, workload.batch) / len(schedules)))
 
 
-def _plan(model: StepModel, lengths: np.ndarray, prompts: np.ndarray, lag: int) -> Schedule:
-    return schedule(list(lengths), list(prompts), model.engine.max_rows, model.kv_tokens, lag)
+def _engine_schedule(model: StepModel, lengths: np.ndarray, prompts: np.ndarray, lag: int) -> Schedule:
+    return make_schedule(list(lengths), list(prompts), model.engine.max_rows, model.kv_tokens, lag)
 
 
-def _slowest(model: StepModel, speculation: Speculation, plans: list[Schedule], measured_from: int) -> Rollout:
-    """`measured_from`: the batch whose end a stream is measured from; 0: the whole schedule."""
-    found: Rollout | None = None
-    num_tokens = sum(plan.num_emitted / len(plan.last) for plan in plans)
-    together = Schedule.joined(plans)  # one evaluation for all
-    times = zip(*(np.split(each, together.last) for each in seconds_of(together, model, speculation)), strict=True)
-    for plan, (seconds, num_steps) in zip(plans, times, strict=False):
-        ends, steps, parts = np.cumsum(seconds), np.cumsum(num_steps), 1
-        first = 0.0, 0.0
-        at = -1
-        if measured_from:
-            # Up to the last batch at whose end another begins: as much is under way at both ends of what is measured.
-            done = np.sort(plan.last)
-            begin, at = int(done[measured_from - 1]), int(done[-1 - measured_from])
-            parts, first = len(done) - 2 * measured_from, (float(ends[begin]), float(steps[begin]))
-        taken, made = (float(ends[at]) - first[0]) / parts, (float(steps[at]) - first[1]) / parts
-        if found is None or taken > found.seconds:
-            row_steps = float((plan.rows * num_steps).sum())
-            per_row = plan.num_emitted / row_steps
-            found = Rollout(taken, num_tokens, made, row_steps / float(num_steps.sum()), per_row)
-    assert found is not None
-    return found
+def _slowest(model: StepModel, speculation: Speculation, schedules: list[Schedule], num_warmup: int) -> Rollout:
+    """The slowest engine's rollout. `num_warmup`: batches of a stream that are not measured, at its start and at its
+    end; 0: measure the whole schedule."""
+    slowest: Rollout | None = None
+    num_tokens = sum(schedule.num_emitted / len(schedule.last) for schedule in schedules)
+    joined = Schedule.joined(schedules)  # one evaluation for all engines
+    times = zip(*(np.split(each, joined.last) for each in segment_times(joined, model, speculation)), strict=True)
+    for schedule, (seconds_S, num_steps_S) in zip(schedules, times, strict=False):
+        ends, steps, num_batches = np.cumsum(seconds_S), np.cumsum(num_steps_S), 1
+        start_s = start_steps = 0.0
+        last = -1
+        if num_warmup:
+            # Both ends of the measured span are ends of batches, with the same number of batches in progress.
+            done = np.sort(schedule.last)
+            first, last = int(done[num_warmup - 1]), int(done[-1 - num_warmup])
+            num_batches = len(done) - 2 * num_warmup
+            start_s, start_steps = float(ends[first]), float(steps[first])
+        seconds = (float(ends[last]) - start_s) / num_batches
+        num_steps = (float(steps[last]) - start_steps) / num_batches
+        if slowest is None or seconds > slowest.seconds:
+            row_steps = float((schedule.rows * num_steps_S).sum())
+            per_row_step = schedule.num_emitted / row_steps
+            slowest = Rollout(seconds, num_tokens, num_steps, row_steps / float(num_steps_S.sum()), per_row_step)
+    assert slowest is not None
+    return slowest
 
 
-def seconds_of(plan: Schedule, model: StepModel, speculation: Speculation) -> tuple[np.ndarray, np.ndarray]:
-    """What each segment takes, and how many steps are made in it: float64 [S]."""
-    k = _static_k(plan.rows, speculation)
-    brings = np.array([speculation.length(each) for each in range(int(k.max(initial=0)) + 1)])[k]
-    num_steps = plan.tokens / brings
-    seconds = num_steps * model.step_s(plan.rows, k, plan.context, brings) + model.prefill_s(plan.prompts)
+def segment_times(schedule: Schedule, model: StepModel, speculation: Speculation) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds and number of steps of each segment: float64 [S]."""
+    k = _static_k(schedule.rows, speculation)
+    per_step = np.array([speculation.length(each) for each in range(int(k.max(initial=0)) + 1)])[k]  # tokens per row
+    num_steps = schedule.tokens / per_step
+    seconds = num_steps * model.step_s(schedule.rows, k, schedule.context, per_step) + model.prefill_s(schedule.prompts)
     return seconds, num_steps
 
 
 def _static_k(rows: np.ndarray, speculation: Speculation) -> np.ndarray:
-    """What the engine's own static policy plans for so many rows: int64 [S]."""
+    """Draft length that the engine's static policy plans for each number of rows: int64 [S]."""
     if speculation.method == "none":
         return np.zeros(len(rows), np.int64)
     policy = StaticPolicy(speculation.k)
-    sizes, place = np.unique(rows, return_inverse=True)
+    sizes, index = np.unique(rows, return_inverse=True)
     planned = [int(policy.plan(Rows(np.zeros(size, np.int64), [], np.zeros(0), []))[0]) for size in sizes.tolist()]
-    return np.array(planned, np.int64)[place]
+    return np.array(planned, np.int64)[index]
 
 
 # ---- step by step ----
 
 
-def _stepped(model: StepModel, speculation: Speculation, workload: Workload, num_engines: int, lag: int) -> Rollout:
-    """The engine that takes longest under a static policy, under this one. Where batches overlap, as many rows run side
-    by side as without speculation on average; both are played, and the ratio of their times is taken."""
+def _rollout_by_steps(
+    model: StepModel, speculation: Speculation, workload: Workload, num_engines: int, lag: int
+) -> Rollout:
+    """The engine that is slowest with a static policy, simulated with this policy. A stream is simulated with its mean
+    number of rows, with and without speculation; the ratio scales the stream's time without speculation."""
     if lag > 1:
-        steady = rollout(model, PLAIN, workload, num_engines, lag)
-        lengths, prompts = (each[:, ::num_engines].ravel() for each in lengths_of(workload, SETTLING))
-        most = max(1, round(steady.mean_rows))
-        mine, twin = (play(model, each, workload, lengths, prompts, most, True) for each in (speculation, PLAIN))
+        steady = rollout(model, NO_SPECULATION, workload, num_engines, lag)
+        lengths, prompts = (each[:, ::num_engines].ravel() for each in sample_lengths(workload, STREAM_BATCHES))
+        max_rows = max(1, round(steady.mean_rows))
+        speculative, baseline = (
+            simulate_steps(model, each, workload, lengths, prompts, max_rows, True)
+            for each in (speculation, NO_SPECULATION)
+        )
         return replace(
             steady,
-            seconds=steady.seconds * mine.seconds / twin.seconds,
-            num_steps=steady.num_steps * mine.num_steps / twin.num_steps,
-            acceptance=mine.acceptance,
+            seconds=steady.seconds * speculative.seconds / baseline.seconds,
+            num_steps=steady.num_steps * speculative.num_steps / baseline.num_steps,
+            acceptance=speculative.acceptance,
         )
     static = replace(speculation, policy="static")
-    lengths, prompts = (each[0] for each in lengths_of(workload))
-    mine_E = [(lengths[i::num_engines], prompts[i::num_engines]) for i in range(min(num_engines, workload.batch))]
-    taken = [seconds_of(_plan(model, n[None], p[None], 1), model, static)[0].sum() for n, p in mine_E]
-    return replace(play(model, speculation, workload, *mine_E[int(np.argmax(taken))]), num_tokens=float(lengths.sum()))
+    lengths, prompts = (each[0] for each in sample_lengths(workload))
+    requests_E = [(lengths[i::num_engines], prompts[i::num_engines]) for i in range(min(num_engines, workload.batch))]
+    seconds_E = [
+        segment_times(_engine_schedule(model, n[None], p[None], 1), model, static)[0].sum() for n, p in requests_E
+    ]
+    slowest = simulate_steps(model, speculation, workload, *requests_E[int(np.argmax(seconds_E))])
+    return replace(slowest, num_tokens=float(lengths.sum()))
 
 
-def play(
+def simulate_steps(
     model: StepModel, speculation: Speculation, workload: Workload, lengths: np.ndarray, prompts: np.ndarray,
     max_rows: int | None = None, streamed: bool = False,
 ) -> Rollout:  # fmt: skip
-    """One engine, step by step, from the first request's begin to the last one's end; of a stream only the middle, in
-    which there are always more to come. Replay's memory is never short, so as many rows run as it holds on average."""
-    held = max(1, int(model.kv_tokens / (prompts + lengths).mean()))
-    most = min(max_rows or model.engine.max_rows, len(lengths), held)
+    """Simulate one engine step by step, from the start of the first request to the end of the last. Of a stream only
+    MEASURED_SPAN is measured, in which requests always wait. The replay engine has no memory limit, so the number of
+    rows is limited to what the KV cache holds on average."""
+    num_fitting = max(1, int(model.kv_tokens / (prompts + lengths).mean()))
+    max_num_seqs = min(max_rows or model.engine.max_rows, len(lengths), num_fitting)
     context = float((prompts + lengths / 2).mean())
-    costs = model.cost_table(most, max(1, speculation.k), context)
-    steps: list[tuple[float, int, int]] = []  # (when it ends, rows, tokens)
+    costs = model.cost_table(max_num_seqs, max(1, speculation.k), context)
+    steps: list[tuple[float, int, int]] = []  # (end time, rows, emitted tokens)
 
-    def watch(trace: StepTrace) -> None:
+    def on_step(trace: StepTrace) -> None:
         steps.append((trace.start_s + trace.total_s, trace.num_rows, trace.num_emitted))
 
     engine = Replay(
-        _policy(speculation, costs), costs, LotteryDrafter(speculation, workload.seed), max_num_seqs=most,
-        max_num_batched_tokens=1 << 30, prefix_sharing=False, watch=watch,
+        _policy(speculation, costs), costs, SimulatedDrafter(speculation, workload.seed), max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=1 << 30, prefix_sharing=False, on_step=on_step,
     )  # fmt: skip
-    engine.play(round_of(lengths, prompts, workload.max_tokens, workload.group))
+    engine.run_round(make_round(lengths, prompts, workload.max_tokens, workload.group))
     clock, rows, num_emitted = np.array(steps).T
     emitted = np.cumsum(num_emitted)
-    # What the host does for every emitted token, which the table does not have.
-    none = np.zeros(1)
-    clock += np.cumsum(model.host_s(rows, none, num_emitted / rows) - model.host_s(rows, none, none))
-    first, last = np.searchsorted(emitted, np.array(MIDDLE) * emitted[-1]) if streamed else (0, len(steps) - 1)
-    begin = clock[first] if streamed else 0.0
-    seconds, num_steps = float(clock[last] - begin), float(last - first + (not streamed))
-    seconds += float(model.prefill_s(workload.fresh_share * prompts.sum())) * (
-        MIDDLE[1] - MIDDLE[0] if streamed else 1.0
+    # Add the host time per emitted token, which the cost table does not include.
+    zero = np.zeros(1)
+    clock += np.cumsum(model.host_s(rows, zero, num_emitted / rows) - model.host_s(rows, zero, zero))
+    first, last = np.searchsorted(emitted, np.array(MEASURED_SPAN) * emitted[-1]) if streamed else (0, len(steps) - 1)
+    start_s = clock[first] if streamed else 0.0
+    seconds, num_steps = float(clock[last] - start_s), float(last - first + (not streamed))
+    seconds += float(model.prefill_s(workload.uncached_share * prompts.sum())) * (
+        MEASURED_SPAN[1] - MEASURED_SPAN[0] if streamed else 1.0
     )
-    per_row = float(engine.tally.figures()["tokens_per_row_step"])
-    mean_rows = float(emitted[-1]) / len(steps) / per_row
-    return Rollout(seconds, float(emitted[-1]), num_steps, mean_rows, per_row)
+    per_row_step = float(engine.stats.summary()["tokens_per_row_step"])
+    mean_rows = float(emitted[-1]) / len(steps) / per_row_step
+    return Rollout(seconds, float(emitted[-1]), num_steps, mean_rows, per_row_step)
 
 
 def _policy(speculation: Speculation, costs: CostTable) -> SpeculationPolicy:

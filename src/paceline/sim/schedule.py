@@ -1,12 +1,11 @@
-"""Continuous batching as events, counted in tokens instead of seconds.
+"""Event-based simulation of continuous batching, with emitted tokens per row as the clock.
 
-Rows of an engine advance alike: in a step each gains as many tokens as any other, on average. So with the tokens that
-a row has gained since the start for a clock, who runs beside whom does not depend on how fast a step is, and not on
-speculation: the schedule is made once for a workload, from finish to finish, and what it takes under any step model
-and any static policy is one evaluation over whole arrays (`rollout`).
+On average every row of a step emits the same number of tokens. With tokens per row as the clock, the rows that run
+together depend neither on step times nor on speculation. So the schedule is computed once per workload, and its time
+with any step model and static policy is one evaluation over arrays (`rollout`).
 
-What it leaves out: acceptance is a matter of luck, so that rows drift apart by the square root of their length
-(`stepwise` has that). Memory is reserved for a row's final length, so nothing is ever preempted.
+Simplifications: the random variation of acceptance between rows is ignored (`rollout.simulate_steps` has it). Memory is
+reserved for a row's final length, so nothing is preempted.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.config import ConfigError
+from paceline.config_io import ConfigError
 
 COLUMNS = ("rows", "tokens", "context", "prompts")
-LONGEST = 1024  # tokens that a segment may last: contexts grow meanwhile
+MAX_SEGMENT = 1024  # tokens per row; longer segments are split because the context grows
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,45 +26,45 @@ class Schedule:
     """Segments in which the same rows run. S segments, D batches."""
 
     rows: np.ndarray  # int64 [S]
-    tokens: np.ndarray  # float64 [S], that each of them gains
-    context: np.ndarray  # float64 [S], of a row, on average over rows and segment
-    prompts: np.ndarray  # float64 [S], tokens of prompts that are computed at its start
-    last: np.ndarray  # int64 [D], the segment in which a batch's last row ends
+    tokens: np.ndarray  # float64 [S], emitted tokens per row
+    context: np.ndarray  # float64 [S], mean context tokens per row
+    prompts: np.ndarray  # float64 [S], prompt tokens that are computed at the segment's start
+    last: np.ndarray  # int64 [D], the segment in which the last row of a batch ends
 
     @property
     def num_emitted(self) -> float:
         return float((self.rows * self.tokens).sum())
 
     @staticmethod
-    def joined(plans: list[Schedule]) -> Schedule:
-        """Several end to end. `last` says where each ends: the number of segments up to and with it."""
-        columns = {name: np.concatenate([getattr(plan, name) for plan in plans]) for name in COLUMNS}
-        return Schedule(**columns, last=np.cumsum([len(plan.rows) for plan in plans]))
+    def joined(schedules: list[Schedule]) -> Schedule:
+        """Concatenate schedules. `last` becomes the end offset of each schedule."""
+        columns = {name: np.concatenate([getattr(schedule, name) for schedule in schedules]) for name in COLUMNS}
+        return Schedule(**columns, last=np.cumsum([len(schedule.rows) for schedule in schedules]))
 
 
-def schedule(
+def make_schedule(
     lengths: list[np.ndarray], prompts: list[np.ndarray], max_rows: int, kv_tokens: int, lag: int = 1
 ) -> Schedule:
-    """Batches of requests in order of arrival, on one engine. Batch b arrives when b + 1 - lag batches are done; the
-    first ones, where there are several, at even distances, as they would come to be in the end."""
-    most = max((int((n + p).max(initial=0)) for n, p in zip(lengths, prompts, strict=True)), default=0)
-    if most > kv_tokens:
+    """Schedule batches of requests on one engine, in order of arrival. Batch b arrives when b + 1 - lag batches are
+    done. The first `lag` batches arrive at even intervals, as they do in the steady state."""
+    longest = max((int((n + p).max(initial=0)) for n, p in zip(lengths, prompts, strict=True)), default=0)
+    if longest > kv_tokens:
         raise ConfigError(
-            f"workload.max_tokens: a sequence of {most} tokens, but an engine's memory holds {kv_tokens}; raise "
+            f"workload.max_tokens: a sequence has {longest} tokens, but an engine's memory holds {kv_tokens}; raise "
             "engine.gpus, or lower workload.max_tokens or engine.kv_precision"
         )
     batches = [
-        [(int(n), int(p), b) for n, p in zip(many.tolist(), them.tolist(), strict=True)]
-        for b, (many, them) in enumerate(zip(lengths, prompts, strict=True))
+        [(int(n), int(p), b) for n, p in zip(lengths_of_batch.tolist(), prompts_of_batch.tolist(), strict=True)]
+        for b, (lengths_of_batch, prompts_of_batch) in enumerate(zip(lengths, prompts, strict=True))
     ]
-    left = [len(batch) for batch in batches]
-    apart = -(-int(lengths[0].max(initial=0)) // lag) if lengths else 0
-    expected = [b * apart for b in range(1, min(lag, len(batches)))]  # clocks at which the first ones arrive
-    arrived = min(1, len(batches))
-    waiting = [request for batch in batches[:arrived] for request in reversed(batch)]
-    running: list[tuple[int, int, int]] = []  # (clock at its end, tokens reserved, batch)
-    clock = held = due = 0
-    base = 0  # Σ (prompt - clock at its start): a row's context is prompt + clock - start
+    num_left = [len(batch) for batch in batches]
+    interval = -(-int(lengths[0].max(initial=0)) // lag) if lengths else 0
+    arrivals = [b * interval for b in range(1, min(lag, len(batches)))]  # clocks at which the first batches arrive
+    num_arrived = min(1, len(batches))
+    waiting = [request for batch in batches[:num_arrived] for request in reversed(batch)]
+    running: list[tuple[int, int, int]] = []  # (end clock, reserved tokens, batch)
+    clock = num_reserved = num_due = 0  # tokens that are reserved in memory; batches that arrive next
+    base = 0  # Σ (prompt - start clock) of running rows: a row's context is prompt + clock - start
     rows_S: list[int] = []
     tokens_S: list[int] = []
     context_S: list[float] = []
@@ -73,37 +72,37 @@ def schedule(
     last = [0] * len(batches)
     while running or waiting:
         admitted = 0
-        while waiting and len(running) < max_rows and held + waiting[-1][0] + waiting[-1][1] <= kv_tokens:
+        while waiting and len(running) < max_rows and num_reserved + waiting[-1][0] + waiting[-1][1] <= kv_tokens:
             length, prompt, b = waiting.pop()
             heapq.heappush(running, (clock + length, length + prompt, b))
-            held += length + prompt
+            num_reserved += length + prompt
             base += prompt - clock
             admitted += prompt
-        until = min(running[0][0], expected[0]) if expected else running[0][0]
+        until = min(running[0][0], arrivals[0]) if arrivals else running[0][0]
         num = len(running)
         while clock < until:
-            gained = min(until - clock, LONGEST)
+            num_tokens = min(until - clock, MAX_SEGMENT)
             rows_S.append(num)
-            tokens_S.append(gained)
-            context_S.append(base / num + clock + gained / 2)
+            tokens_S.append(num_tokens)
+            context_S.append(base / num + clock + num_tokens / 2)
             prompts_S.append(admitted)
             admitted = 0
-            clock += gained
+            clock += num_tokens
         while running and running[0][0] == clock:
             end, size, b = heapq.heappop(running)
-            held -= size
-            # Its prompt less the clock at its start: size - length - (end - length).
+            num_reserved -= size
+            # prompt - start clock = (size - length) - (end - length)
             base -= size - end
-            left[b] -= 1
-            if not left[b]:
+            num_left[b] -= 1
+            if not num_left[b]:
                 last[b] = len(rows_S) - 1
-                due += 1
-        if expected and clock >= expected[0]:
-            expected.pop(0)
-            due += 1
-        while due and arrived < len(batches):
-            waiting[:0] = reversed(batches[arrived])
-            arrived, due = arrived + 1, due - 1
+                num_due += 1
+        if arrivals and clock >= arrivals[0]:
+            arrivals.pop(0)
+            num_due += 1
+        while num_due and num_arrived < len(batches):
+            waiting[:0] = reversed(batches[num_arrived])
+            num_arrived, num_due = num_arrived + 1, num_due - 1
     return Schedule(
         rows=np.array(rows_S, np.int64),
         tokens=np.array(tokens_S, np.float64),

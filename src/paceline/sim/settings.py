@@ -1,7 +1,7 @@
-"""Frozen dataclasses from TOML, with every number's unit and range beside it.
+"""Frozen dataclasses that are read from TOML. Each number declares its range and unit.
 
-A number out of its range is most often one in another unit, so the message names the unit. An unknown key is an error
-that names the nearest one that exists.
+The error for a number out of range names the unit, because a wrong unit is the usual cause. The error for an unknown
+key names the closest known key.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from paceline.config import ConfigError
+from paceline.config_io import ConfigError
 
 T = TypeVar("T")
 
 
 def number(default: Any = dataclasses.MISSING, *, low: float, high: float, unit: str = "") -> Any:
-    """A field that must lie from low to high."""
+    """A field with a value from low to high."""
     return dataclasses.field(default=default, metadata={"low": low, "high": high, "unit": unit})
 
 
-def limits(kind: type, name: str) -> tuple[float, float]:
-    """Where a `number` of that dataclass must lie."""
+def field_range(kind: type, name: str) -> tuple[float, float]:
+    """(low, high) of a `number` field."""
     rules = {field.name: field.metadata for field in dataclasses.fields(kind)}[name]
     return rules["low"], rules["high"]
 
@@ -42,8 +42,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: nested too deep") from None
 
 
-def of_tree(kind: type[T], tree: Mapping[str, Any], where: str = "") -> T:
-    """`where`: the dotted key that the tree stands at, or what it is called by."""
+def parse_settings(kind: type[T], tree: Mapping[str, Any], where: str = "") -> T:
+    """Make a dataclass from parsed TOML. `where`: the section's dotted key or the file's name, for error messages."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{where} = {tree!r}: must be a section")
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
@@ -64,12 +64,12 @@ def _dotted(where: str, key: str) -> str:
 
 def _nearest(key: str, keys: list[str]) -> str:
     close = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(keys)}"
+    return f"did you mean {close[0]}?" if close else f"the known keys are {', '.join(keys)}"
 
 
 def _value(hint: Any, value: Any, key: str, rules: Mapping[str, Any]) -> Any:
     if dataclasses.is_dataclass(hint):
-        return of_tree(hint, value, key)  # type: ignore[arg-type]
+        return parse_settings(hint, value, key)  # type: ignore[arg-type]
     if isinstance(hint, types.UnionType):  # X | None, and TOML has no null
         return _value(get_args(hint)[0], value, key, rules)
     if get_origin(hint) is tuple:
@@ -79,8 +79,8 @@ def _value(hint: Any, value: Any, key: str, rules: Mapping[str, Any]) -> Any:
     if hint is float and type(value) is int:
         value = float(value)
     if type(value) is not hint:
-        words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
-        raise ConfigError(f"{key} = {value!r}: must be {words[hint]}")
+        type_names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+        raise ConfigError(f"{key} = {value!r}: must be {type_names[hint]}")
     if choices := rules.get("choices"):
         if value not in choices:
             raise ConfigError(f"{key} = {value!r}: must be one of {', '.join(choices)}")
@@ -91,5 +91,5 @@ def _value(hint: Any, value: Any, key: str, rules: Mapping[str, Any]) -> Any:
 
 
 def choice(default: Any = dataclasses.MISSING, *, of: tuple[str, ...]) -> Any:
-    """A field that must be one of some words."""
+    """A field with one of these strings as its value."""
     return dataclasses.field(default=default, metadata={"choices": of})

@@ -1,15 +1,16 @@
-"""What one decode step takes, from a machine's rates and a model's shape.
+"""Time of one decode step, from hardware rates and the model's shape (a roofline model).
 
-A pass over a stack of layers, on one of the devices that share an engine (all are alike):
+Time of a forward pass on one device of an engine:
 
-    T = Σ matrices knee(bytes / (B·bandwidth), FLOPs / (F·matmul))      weights are read once, whatever the tokens
-      + knee(KV bytes / (B·attention), FLOPs / (F·matmul))              every row's context is read once
+    T = Σ matrices smooth_max(bytes / (B·bandwidth), FLOPs / (F·matmul))    weights are read once
+      + smooth_max(KV bytes / (B·attention), FLOPs / (F·matmul))            every row's context is read once
       + activations and logits / (B·bandwidth) + collectives + launches
 
-    knee(a, b) = (a^n + b^n)^(1/n)                                      max(a, b), rounded where they are alike
+    smooth_max(a, b) = (a^n + b^n)^(1/n), n = efficiency.knee               close to max(a, b)
 
-Of E experts, n tokens with a of them each touch E·(1 − (1 − a/E)^n): verifying more tokens reads more weights, until
-all are read. Always: all functions take whole arrays and are elementwise; more rows, tokens or context never take less.
+n tokens that use a of E experts each read E·(1 − (1 − a/E)^n) experts: verifying more tokens reads more weights, until
+all experts are read. Invariants: all functions are elementwise over arrays; more rows, tokens or context never take
+less time.
 """
 
 from __future__ import annotations
@@ -20,29 +21,29 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
-from paceline.config import ConfigError
-from paceline.sim.cards import ITEMSIZE, Efficiency, Hardware, Model, Software
+from paceline.config_io import ConfigError
 from paceline.sim.settings import choice, number
+from paceline.sim.specs import ITEMSIZE, Efficiency, Hardware, Model, Software
 from paceline.speculation.cost import CostTable, Point
 
 METHODS = ("none", "eagle3", "draft_model", "free", "hybrid")
 PRECISIONS = ("fp8", "bf16", "fp32")
-DRAFTER_NAMES = {"free": "suffix", "hybrid": "eagle3"}  # what policies and cost tables call a method's drafter
-LOGIT_PASSES, LOGIT_BYTES = 3, 4  # written, and read by the draw, in float32
+DRAFTER_NAMES = {"free": "suffix", "hybrid": "eagle3"}  # method -> drafter name in policies and cost tables
+LOGIT_PASSES, LOGIT_BYTES = 3, 4  # float32 logits: one write, and the reads of sampling
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The devices that serve one copy of a model. Attention and dense matrices are cut `tp` ways; experts are spread
-    over all devices, and groups of `tp` devices then serve rows of their own."""
+    """The devices that serve one copy of a model. Attention and dense matrices are tensor-parallel over `tp` devices;
+    experts are spread over all devices. Each group of `tp` devices has its own rows."""
 
     gpus: int = number(1, low=1, high=4096)
     tp: int = number(1, low=1, high=4096)
     precision: str = choice("bf16", of=PRECISIONS)
     kv_precision: str = choice("bf16", of=PRECISIONS)
-    max_rows: int = number(1024, low=1, high=1 << 20)  # of the whole engine
-    table: str | None = None  # a cost table of measured steps, in the place of what is derived
-    memory_share: float = number(0.9, low=0.05, high=1.0)  # of a device, for weights and KV
+    max_rows: int = number(1024, low=1, high=1 << 20)  # in the whole engine
+    table: str | None = None  # a cost table with measured steps, instead of this model
+    memory_share: float = number(0.9, low=0.05, high=1.0)  # share of device memory for weights and KV cache
 
     @property
     def num_groups(self) -> int:
@@ -50,13 +51,13 @@ class Engine:
 
 
 def check_engine(engine: Engine, model: Model, hardware: Hardware) -> None:
-    """Impossible parallelism, by name."""
+    """Raise an error for parallelism that the model or the hardware can't have."""
     if engine.gpus % engine.tp:
         raise ConfigError(f"engine.tp = {engine.tp}: does not divide engine.gpus = {engine.gpus}")
     if not model.experts and engine.gpus != engine.tp:
         raise ConfigError(
             f"engine.gpus = {engine.gpus} with engine.tp = {engine.tp}: {model.name} has no experts to spread over the "
-            f"rest; set engine.gpus = {engine.tp} and let several engines run"
+            f"other devices; set engine.gpus = {engine.tp} to run several engines"
         )
     if model.heads % engine.tp:
         raise ConfigError(f"engine.tp = {engine.tp}: does not divide the {model.heads} heads of {model.name}")
@@ -64,7 +65,8 @@ def check_engine(engine: Engine, model: Model, hardware: Hardware) -> None:
         raise ConfigError(f"engine.gpus = {engine.gpus}: more than the {model.experts} experts of {model.name}")
     if engine.gpus > hardware.nvlink_gpus and not hardware.network_gb_s:
         raise ConfigError(
-            f"engine.gpus = {engine.gpus}: {hardware.name} joins {hardware.nvlink_gpus} and has no network_gb_s"
+            f"engine.gpus = {engine.gpus}: {hardware.name} connects {hardware.nvlink_gpus} by NVLink and has no "
+            "network_gb_s; lower engine.gpus or set network_gb_s"
         )
     hardware.flops(engine.precision)
 
@@ -80,7 +82,7 @@ class StepModel:
         method: str = "none",
         draft_model: Model | None = None,
         head_precision: str = "bf16",
-        head_tp: bool = False,  # cut like the target; else every device has the whole head
+        head_tp: bool = False,  # tensor-parallel like the target; else every device has a full copy
         free_row_us: float = 2.0,
     ) -> None:
         check_engine(engine, model, hardware)
@@ -89,11 +91,11 @@ class StepModel:
         self.head_precision, self.head_tp, self.free_row_us = head_precision, head_tp, free_row_us
         if method in ("eagle3", "hybrid") and model.head is None:
             raise ConfigError(
-                f"speculation.method = {method!r}: the card of {model.name} has no head; add [head] to it"
+                f"speculation.method = {method!r}: the spec of {model.name} has no head; add [head] to it"
             )
         if method == "draft_model":
             if draft_model is None:
-                raise ConfigError("speculation.draft_model is not set; name a model's card")
+                raise ConfigError("speculation.draft_model is not set; give the name or path of a model spec")
             if draft_model.heads % engine.tp:
                 raise ConfigError(
                     f"engine.tp = {engine.tp}: does not divide the {draft_model.heads} heads of "
@@ -107,7 +109,7 @@ class StepModel:
 
     @cached_property
     def weight_bytes(self) -> float:
-        """Of one device."""
+        """Bytes of the target's weights on one device."""
         m, e = self.model, self.engine
         dense = m.num_params - m.layers * m.experts * m.expert_params
         size = dense / e.tp + m.layers * m.experts * m.expert_params / e.gpus
@@ -115,73 +117,74 @@ class StepModel:
 
     @property
     def drafter_bytes(self) -> float:
-        """Of a draft model or a head, on one device."""
+        """Bytes of the draft model's or head's weights on one device."""
         if self.method == "draft_model":
             assert self.draft_model is not None
             num = self.draft_model.num_params / self.engine.tp
         elif self.method in ("eagle3", "hybrid"):
             layer = self._head_layer
             num = layer.attention_params + 3 * layer.hidden * layer.intermediate + layer.vocab * layer.hidden
-            num = (num + self._head_extra(takes_in=True)) / self._head_tp
+            num = (num + self._head_extra(reads_features=True)) / self._head_tp
         else:
             num = 0.0
         return num * ITEMSIZE[self.head_precision]
 
     @property
-    def _room(self) -> float:
-        """For keys and values: bytes of one device."""
+    def _kv_memory(self) -> float:
+        """Bytes for the KV cache on one device."""
         return 1e9 * self.hardware.memory_gb * self.engine.memory_share - self.weight_bytes
 
     def _check_memory(self) -> None:
-        if self._room <= 0:
+        if self._kv_memory <= 0:
             raise ConfigError(
-                f"{self.model.name} does not fit: {self.weight_bytes / 1e9:.0f} GB of weights a device, "
-                f"{self.hardware.memory_gb * self.engine.memory_share:.0f} GB for them on {self.hardware.name}; raise "
+                f"{self.model.name} does not fit: {self.weight_bytes / 1e9:.0f} GB of weights per device, but "
+                f"{self.hardware.name} has {self.hardware.memory_gb * self.engine.memory_share:.0f} GB for them; raise "
                 f"engine.gpus = {self.engine.gpus} and engine.tp = {self.engine.tp}, or lower engine.precision"
             )
-        if self._room <= self.drafter_bytes:
+        if self._kv_memory <= self.drafter_bytes:
             raise ConfigError(
                 f"speculation.method = {self.method!r}: the drafter does not fit: {self.drafter_bytes / 1e9:.1f} GB of "
-                f"its weights a device, {self._room / 1e9:.1f} GB left beside {self.model.name} on "
+                f"weights per device, but {self._kv_memory / 1e9:.1f} GB left beside {self.model.name} on "
                 f"{self.hardware.name}; raise engine.gpus = {self.engine.gpus} and engine.tp = {self.engine.tp}, or "
-                "choose a smaller one"
+                "choose a smaller drafter"
             )
 
     @property
     def kv_tokens(self) -> int:
-        """What an engine's memory holds beside the weights."""
-        return int(self._room / self._kv_bytes(self.model, self.engine.tp) * self.engine.num_groups)
+        """Tokens that fit into an engine's KV cache."""
+        return int(self._kv_memory / self._kv_bytes(self.model, self.engine.tp) * self.engine.num_groups)
 
     def _kv_bytes(self, model: Model, tp: int) -> float:
-        """Of one token on one device; heads are not cut."""
+        """Bytes of one token on one device; a KV head is not split between devices."""
         return model.kv_bytes(ITEMSIZE[self.engine.kv_precision]) * -(-model.kv_heads // tp) / model.kv_heads
 
     # -- time -------------------------------------------------------------------------------------------------------
 
     def step_s(self, rows: ArrayLike, k: ArrayLike, context: ArrayLike, emitted: ArrayLike = 1.0) -> np.ndarray:
-        """Rows with 1 + k tokens each, `context` tokens each in memory, `emitted` gained by each; drafting included."""
+        """Time of a step with drafting. `k`: draft tokens, `context`: context tokens, `emitted`: emitted tokens, each
+        per row."""
         r, k_, c = np.asarray(rows, np.float64), np.asarray(k, np.float64), np.asarray(context, np.float64)
         device = self.forward_s(r, r * (1 + k_), r * c) + self.draft_s(r, k_, c)
         return device + self.host_s(r, k_, np.asarray(emitted, np.float64))
 
     def host_s(self, rows: np.ndarray, k: np.ndarray, emitted: np.ndarray) -> np.ndarray:
-        s, mine = self.software, self._mine(rows)
+        s, group_rows = self.software, self._group_rows(rows)
         passes_us = s.host_pass_us * self._num_passes(k)
-        return 1e-6 * (s.host_step_us + mine * (s.host_row_us + s.host_token_us * emitted) + passes_us)
+        return 1e-6 * (s.host_step_us + group_rows * (s.host_row_us + s.host_token_us * emitted) + passes_us)
 
     def _num_passes(self, k: np.ndarray) -> np.ndarray:
-        """Of a drafter, for k tokens."""
+        """The drafter's forward passes for k draft tokens."""
         return np.zeros_like(k) if self.method in ("none", "free") else k
 
     def forward_s(self, rows: ArrayLike, tokens: ArrayLike, context: ArrayLike) -> np.ndarray:
-        """The target's pass over so many rows, query tokens and tokens in memory, of the whole engine."""
+        """The target's forward pass. Rows, query tokens and context tokens are totals of the whole engine."""
         r, t, c = np.asarray(rows, np.float64), np.asarray(tokens, np.float64), np.asarray(context, np.float64)
-        mine = self._mine(r) / np.maximum(r, 1e-9)
-        return self._pass_s(self.model, self.engine.precision, self.engine.tp, self.engine.gpus, r * mine, t * mine,
-                            c * mine, t, t * mine)  # fmt: skip
+        share = self._group_rows(r) / np.maximum(r, 1e-9)
+        return self._pass_s(self.model, self.engine.precision, self.engine.tp, self.engine.gpus, r * share, t * share,
+                            c * share, t, t * share)  # fmt: skip
 
     def matrices_s(self, tokens: ArrayLike) -> np.ndarray:
-        """A dense model's matrix products alone."""
+        """Only the matrix products of a dense model."""
         m, e, t = self.model, self.engine, np.asarray(tokens, np.float64)
         assert not m.experts
         mlp = self._matrix_s(3 * m.hidden * m.intermediate / e.tp, e.precision, t)
@@ -189,34 +192,33 @@ class StepModel:
         return m.layers * layer + self._matrix_s(m.vocab * m.hidden / e.tp, e.precision, t)
 
     def prefill_s(self, tokens: ArrayLike) -> np.ndarray:
-        """Prompts of so many tokens in all, beside a step that is made anyway."""
+        """Time that `tokens` prompt tokens add to a step."""
         e = self.engine
         flops = 2.0 * self.model.active_params * np.asarray(tokens, np.float64)
         return flops / (self.hardware.flops(e.precision) * self.efficiency.matmul * e.gpus)
 
     def draft_s(self, rows: ArrayLike, k: ArrayLike, context: ArrayLike) -> np.ndarray:
-        """k tokens for each row."""
+        """Time to draft k tokens for each row."""
         r, k_, c = np.asarray(rows, np.float64), np.asarray(k, np.float64), np.asarray(context, np.float64)
         if self.method == "none":
             return np.zeros(np.broadcast(r, k_, c).shape)
-        mine = self._mine(r)
+        r = self._group_rows(r)
         if self.method == "free":
-            return np.where(k_ > 0, 1e-6 * self.free_row_us * mine, 0.0) + 0 * c
+            return np.where(k_ > 0, 1e-6 * self.free_row_us * r, 0.0) + 0 * c
         if self.method == "draft_model":
             assert self.draft_model is not None
             tp = self.engine.tp
-            each = self._pass_s(self.draft_model, self.head_precision, tp, tp, mine, mine, mine * c, mine, mine)
-            return k_ * each
-        # The first pass takes in what the target has just verified, the others their own guess.
-        first = self._head_pass_s(mine, mine * (1 + k_), mine * c, takes_in=True)
-        return np.where(k_ > 0, first + np.maximum(0, k_ - 1) * self._head_pass_s(mine, mine, mine * c), 0.0)
+            return k_ * self._pass_s(self.draft_model, self.head_precision, tp, tp, r, r, r * c, r, r)
+        # The first pass reads the target's features of the verified tokens, the others one draft token per row.
+        first = self._head_pass_s(r, r * (1 + k_), r * c, reads_features=True)
+        return np.where(k_ > 0, first + np.maximum(0, k_ - 1) * self._head_pass_s(r, r, r * c), 0.0)
 
     def _head_pass_s(
-        self, rows: np.ndarray, tokens: np.ndarray, context: np.ndarray, takes_in: bool = False
+        self, rows: np.ndarray, tokens: np.ndarray, context: np.ndarray, reads_features: bool = False
     ) -> np.ndarray:
         layer, tp = self._head_layer, self._head_tp
         seconds = self._pass_s(layer, self.head_precision, tp, tp, rows, tokens, context, tokens, rows)
-        return seconds + self._matrix_s(self._head_extra(takes_in) / tp, self.head_precision, tokens)
+        return seconds + self._matrix_s(self._head_extra(reads_features) / tp, self.head_precision, tokens)
 
     @property
     def _head_tp(self) -> int:
@@ -231,48 +233,49 @@ class StepModel:
             vocab=head.draft_vocab, intermediate=head.intermediate,
         )  # fmt: skip
 
-    def _head_extra(self, takes_in: bool) -> int:
-        """Parameters of a head beyond its layer: two vectors come in, and where the target's features do, they are
-        fused first."""
+    def _head_extra(self, reads_features: bool) -> int:
+        """Parameters of a head beyond its layer: qkv has a second input vector, and the target's features are projected
+        to one vector."""
         m, head = self.model, self.model.head
         assert head is not None
-        wider = m.hidden * (m.heads + 2 * m.kv_heads) * m.head_dim
-        return wider + head.num_features * m.hidden * m.hidden if takes_in else wider
+        qkv = m.hidden * (m.heads + 2 * m.kv_heads) * m.head_dim
+        return qkv + head.num_features * m.hidden * m.hidden if reads_features else qkv
 
-    def _mine(self, rows: np.ndarray) -> np.ndarray:
-        """Rows of the busiest group of devices."""
+    def _group_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Rows of the busiest group of `tp` devices."""
         return np.minimum(rows, np.maximum(rows / self.engine.num_groups, 1.0))
 
     def _pass_s(
         self, m: Model, precision: str, tp: int, gpus: int, rows: np.ndarray, tokens: np.ndarray, context: np.ndarray,
-        all_tokens: np.ndarray, judged: np.ndarray,
+        all_tokens: np.ndarray, logit_tokens: np.ndarray,
     ) -> np.ndarray:  # fmt: skip
-        """Of one device: rows, tokens and context of its group; all tokens that meet the experts; tokens that meet the
-        LM head."""
+        """A forward pass on one device. `rows`, `tokens`, `context`: of its group. `all_tokens`: of the engine, for the
+        experts. `logit_tokens`: tokens that need logits."""
         bytes_per_s = self.hardware.bytes_per_s * self.efficiency.bandwidth
         seconds = m.layers * self._matrix_s(m.attention_params / tp, precision, tokens)
         if m.experts:
-            touched = m.experts * -np.expm1(all_tokens * np.log1p(-min(m.experts_per_token / m.experts, 1 - 1e-12)))
-            held = np.maximum(touched / gpus, np.minimum(touched, 1.0))  # by the busiest
-            met = all_tokens * m.experts_per_token / gpus
-            seconds = seconds + m.layers * self._product_s(held * m.expert_params, met * m.expert_params, precision)
-            # Each device sends its share of its group's tokens to their experts, and gets what they made in bfloat16.
-            sent = tokens / tp * m.experts_per_token * m.hidden
+            active = m.experts * -np.expm1(all_tokens * np.log1p(-min(m.experts_per_token / m.experts, 1 - 1e-12)))
+            local = np.maximum(active / gpus, np.minimum(active, 1.0))  # active experts of the busiest device
+            local_tokens = all_tokens * m.experts_per_token / gpus
+            seconds = seconds + m.layers * self._product_s(
+                local * m.expert_params, local_tokens * m.expert_params, precision
+            )
+            # Each device sends its share of its group's tokens to their experts, and receives the outputs in bfloat16.
+            num_values = tokens / tp * m.experts_per_token * m.hidden
             for itemsize in (ITEMSIZE[precision], ITEMSIZE["bf16"]):
-                seconds = seconds + m.layers * self._all_to_all_s(gpus, sent * itemsize)
+                seconds = seconds + m.layers * self._all_to_all_s(gpus, num_values * itemsize)
         else:
             seconds = seconds + m.layers * self._matrix_s(3 * m.hidden * m.intermediate / tp, precision, tokens)
-        seconds = seconds + self._matrix_s(m.vocab * m.hidden / tp, precision, judged)
-        queries = tokens / np.maximum(rows, 1e-9)
-        seconds = seconds + self._knee(
+        seconds = seconds + self._matrix_s(m.vocab * m.hidden / tp, precision, logit_tokens)
+        queries = tokens / np.maximum(rows, 1e-9)  # per row
+        seconds = seconds + self._smooth_max(
             context * self._kv_bytes(m, tp) / (self.hardware.bytes_per_s * self.efficiency.attention),
             m.attention_flops(1.0) / tp * context * queries / self._flops(precision),
         )
         width = m.intermediate or m.experts_per_token * m.expert_intermediate
-        moved = (
-            tokens * m.layers * 2 * (8 * m.hidden + 3 * width / tp) + LOGIT_PASSES * LOGIT_BYTES * judged * m.vocab / tp
-        )
-        seconds = seconds + moved / bytes_per_s
+        activation_bytes = tokens * m.layers * 2 * (8 * m.hidden + 3 * width / tp)
+        logit_bytes = LOGIT_PASSES * LOGIT_BYTES * logit_tokens * m.vocab / tp
+        seconds = seconds + (activation_bytes + logit_bytes) / bytes_per_s
         seconds = seconds + m.layers * 2 * self._all_reduce_s(tp, tokens * m.hidden * ITEMSIZE["bf16"])
         launches = m.layers * self.efficiency.layer_us + self.efficiency.pass_us
         return seconds + 1e-6 * self.hardware.launch * launches
@@ -282,25 +285,26 @@ class StepModel:
 
     def _product_s(self, num_params: ArrayLike, num_products: np.ndarray, precision: str) -> np.ndarray:
         read_s = np.asarray(num_params) * ITEMSIZE[precision] / (self.hardware.bytes_per_s * self.efficiency.bandwidth)
-        return self._knee(read_s, 2 * num_products / self._flops(precision))
+        return self._smooth_max(read_s, 2 * num_products / self._flops(precision))
 
     def _flops(self, precision: str) -> float:
         return self.hardware.flops(precision) * self.efficiency.matmul
 
-    def _knee(self, a: ArrayLike, b: ArrayLike) -> np.ndarray:
+    def _smooth_max(self, a: ArrayLike, b: ArrayLike) -> np.ndarray:
         high, low = np.maximum(a, b), np.minimum(a, b)
         ratio = low / np.maximum(high, 1e-300)
         return high * (1 + ratio**self.efficiency.knee) ** (1 / self.efficiency.knee)
 
-    # -- collectives: a latency for every doubling of those who meet, and what goes over a link ----------------------
+    # -- collectives: a latency per doubling of the group size, plus bytes over bandwidth ----------------------------
 
     def _link(self, num: int) -> tuple[float, float]:
+        """(bytes per second, latency) of a collective over `num` devices."""
         h = self.hardware
         near = num <= h.nvlink_gpus
         gb_s, us = (h.nvlink_gb_s, h.nvlink_us) if near else (h.network_gb_s, h.network_us)
         if not gb_s:
             raise ConfigError(
-                f"{num} devices of {h.name} can't meet: the card has no {'nvlink' if near else 'network'}_gb_s"
+                f"{num} devices of {h.name} have no link: set {'nvlink' if near else 'network'}_gb_s in its spec"
             )
         return 1e9 * gb_s * self.efficiency.collective, 1e-6 * us * np.log2(num)
 
@@ -308,9 +312,9 @@ class StepModel:
         if num == 1:
             return np.zeros_like(num_bytes)
         bytes_per_s, latency_s = self._link(num)
-        # NVLink's switch adds up what each sends once; elsewhere parts go round, and their sums go round again.
-        times = 1.0 if num <= self.hardware.nvlink_gpus else 2 * (num - 1) / num
-        return latency_s + times * num_bytes / bytes_per_s
+        # NVLink SHARP reduces in the switch, so each device sends its data once. Elsewhere: ring all-reduce.
+        factor = 1.0 if num <= self.hardware.nvlink_gpus else 2 * (num - 1) / num
+        return latency_s + factor * num_bytes / bytes_per_s
 
     def _all_to_all_s(self, num: int, num_bytes: np.ndarray) -> np.ndarray:
         if num == 1:
@@ -321,23 +325,23 @@ class StepModel:
     # -- for policies -----------------------------------------------------------------------------------------------
 
     def cost_table(self, max_rows: int, max_k: int, context: float, method: str | None = None) -> CostTable:
-        """The same as points, as policies read it (speculation/cost.py). What the host does for an emitted token is not
-        in it: a step's table does not know how many there are, and no policy has a choice about them."""
+        """A cost table for policies (speculation/cost.py). It does not include the host time per emitted token: the
+        number of emitted tokens is not known before the step, and policies do not decide about it."""
         sizes = sorted({1, max_rows, *(2**i for i in range(max_rows.bit_length())), *(3 * 2**i for i in range(30))})
         sizes = [rows for rows in sizes if rows <= max_rows]
         points, drafts = [], []
         for rows in sizes:
             for k in range(max_k + 1):
-                tokens, memory = rows * (1 + k), round(rows * (context + k))
-                seconds = self.forward_s(rows, tokens, memory) + self.host_s(
+                tokens, context_tokens = rows * (1 + k), round(rows * (context + k))
+                seconds = self.forward_s(rows, tokens, context_tokens) + self.host_s(
                     np.asarray(float(rows)), np.asarray(0), np.asarray(0)
                 )
-                points.append(Point(rows, tokens, max(tokens, memory), float(seconds)))
+                points.append(Point(rows, tokens, max(tokens, context_tokens), float(seconds)))
                 if k:
                     passes_s = 1e-6 * self.software.host_pass_us * self._num_passes(np.asarray(k))
                     drafts.append((rows, k, float(self.draft_s(rows, k, context) + passes_s)))
         name = method or DRAFTER_NAMES.get(self.method, self.method)
-        # A table has one price for a token in memory. With many rows, that of the groups that share them out.
+        # A table has one cost per context token: take it from a full batch, in which all groups have rows.
         more_s = self.forward_s(max_rows, max_rows, 2 * max_rows * context) - self.forward_s(
             max_rows, max_rows, max_rows * context
         )

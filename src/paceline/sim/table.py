@@ -1,4 +1,4 @@
-"""A step model whose steps are a measured table's (speculation/cost.py): where they jump, the simulation jumps."""
+"""A step model with forward and draft times from a measured cost table (speculation/cost.py)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from paceline.speculation.batch import Load
 from paceline.speculation.cost import CostTable
 
 
-class TabledStepModel(StepModel):
-    """All but forwards and drafts is as in StepModel: memory, prompts, the host."""
+class CostTableStepModel(StepModel):
+    """Memory, prompt and host times are those of StepModel."""
 
     table: CostTable
 

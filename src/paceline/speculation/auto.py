@@ -1,115 +1,77 @@
-"""The policy that may be left on: drafts what pays at this step's load, for the rows where it pays, and nothing where
-nothing does.
+"""The policy `auto`: drafts only if that makes a step's tokens per second higher, at the present load.
 
-`plan` comes before drafting, since a head's time is spent before its guesses can be judged: from how deep its drafts
-got so far, how much their chances differ and what a step costs it chooses one draft length for the batch, zero
-included: the one whose best slots will bring most. Drafts from history cost next to nothing, so they may always be
-offered.
+`plan` is called before drafting, because a head takes time to draft. From the acceptance of the drafter's latest drafts
+(`DraftCurves`) and from the cost table it chooses one draft length for all rows, which may be 0.
 
-`select` is an auction. A slot is one drafted position; its worth is its chance to stand, which is the product of the
-chances up to it (so slots are taken in order within a row). Slots are taken best first, as long as tokens per second
-rise: with b slots a step brings (rows + their chances) in T_draft + T(rows + b). Drafts that lie on a device alone are
-auctioned there: how many slots are to be had follows from what such auctions bring (`Worth`).
+`select` is called with the drafts and chooses the tokens to verify. A token's survival probability is the probability
+that it and all tokens before it are accepted. Tokens are selected in order of survival, as long as tokens per second
+rise: with n selected tokens a step emits (rows + the sum of their survival) tokens in T_draft + T(rows + n) seconds.
+Drafts that only the device knows are selected there; the host decides how many, from the curves.
 
-Always: taking none is among the choices, and what is taken must beat it by a margin. What is not tried is not learned
-of, so a small share of the time, and of the time that was saved, goes into probes: the best slot that was just refused.
+Invariants: a choice must be faster than plain decoding by a margin, by estimate. A small share of the time, and of the
+time that was saved, is spent on probes: draft tokens that are verified only to measure how a drafter does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.speculation.batch import HEAD_WINDOW, NO_LIMIT, Commits, DraftBatch, Load, Rows, are_same, places_of
-from paceline.speculation.chances import Chances
+from paceline.speculation.acceptance import AcceptanceModel
+from paceline.speculation.batch import HEAD_WINDOW, Commits, Load, Rows
 from paceline.speculation.cost import CostTable
-from paceline.speculation.depths import Depths
-from paceline.speculation.policy import Decision
-from paceline.speculation.worth import Worth
+from paceline.speculation.draft_batch import DraftBatch
+from paceline.speculation.draft_curves import MAX_AGE, DraftCurves
+from paceline.speculation.policy import Decision, SpeculationPolicy
 from paceline.types import Request, StepTrace
 
-HEADS = {"eagle3": "eagle3", "hybrid": "eagle3", "draft_model": "draft_model"}  # who drafts with a model, by method
-MARGIN, COMPANY = 0.01, 0.04  # gain that is wanted of a row alone, and how much more of one among many
-PROBES = 0.001  # share of the time that may go into trying what does not seem to pay, …
+MODELS = {"eagle3": "eagle3", "hybrid": "eagle3", "draft_model": "draft_model"}  # by method: which model drafts
+# Gain that is required with one row, and how much more with many: a token saved on one row of many hardly shortens a
+# rollout, which ends with its last row.
+MARGIN, MARGIN_MANY_ROWS = 0.01, 0.04
+PROBES = 0.001  # share of the time that may be spent on probes, …
 REINVESTED = 0.02  # … and of the time that was saved
-PROBATION = 16  # outcomes before a drafter's drafts are taken at their estimated worth; a slot at a time until then
-NEGLIGIBLE = 0.002  # of a step: drafting that takes less is not worth a thought
-MEMORY, PATIENCE = 32, 16  # auctions that are remembered, about, and that are held before they are judged by
-PROBE_DEPTH = 2  # positions that a head's probe tries
-MAX_POSITIONS = 16  # further ones are taken for the last
-HEAD_PRIOR = 0.6  # a head's acceptance before any was seen
+MIN_OUTCOMES = 16  # of a drafter, before its estimated probabilities are relied on; until then few tokens are selected
+NEGLIGIBLE = 0.002  # of a step: a drafter that takes less may always draft
+PROBE_LENGTH = 2  # draft tokens of a model's probe
 
 
 def margin(num_rows: int) -> float:
-    """How much faster than plain decoding a choice must look. For wrong estimates; and since a token saved on one row
-    of many hardly shortens a rollout that waits for another."""
-    return 1 + MARGIN + COMPANY * (1 - 1 / num_rows)
-
-
-class Yields:
-    """What auctions brought, per row: tokens that stood, and slots that were taken for them. By powers of two of rows;
-    None until some were held: at first, when little was said yet, they bring less than they will."""
-
-    def __init__(self) -> None:
-        self.figures = np.zeros((32, 3))  # by bit length of rows: tokens, slots, and how many auctions they are of
-
-    def at(self, num_rows: int) -> tuple[float, float] | None:
-        brought, taken, num = self.figures[num_rows.bit_length()].tolist()
-        return (brought, taken) if num >= PATIENCE else None
-
-    def observe(self, num_rows: int, brings: float, num_slots: float) -> None:
-        mine = self.figures[num_rows.bit_length()]
-        brought, taken, num = mine.tolist()
-        num = min(num + 1, MEMORY)
-        mine[:] = brought + (brings - brought) / num, taken + (num_slots - taken) / num, num
+    """How much faster than plain decoding a choice must be, by estimate."""
+    return 1 + MARGIN + MARGIN_MANY_ROWS * (1 - 1 / num_rows)
 
 
 @dataclass(slots=True)
 class _Step:
-    """What is to be known of a step when it is over."""
+    """A planned step."""
 
     load: Load
-    ids: np.ndarray
-    load_s: float  # of the step without drafts
-    is_ahead: bool = False  # as of the rows
-    budget: int = NO_LIMIT  # draft tokens that may be verified, over all rows
-    # What `commit` makes the policy's own once the step is launched.
-    credit_s: float = 0.0  # for probes: what the step earns, less what it spends
-    num_probes: int = 0
-    probe_left: int = 0
-    drafted_k: int = 0
+    acceptance: AcceptanceModel
+    request_ids: np.ndarray
+    num_tokens: np.ndarray  # int64 [B], or empty
+    plain_s: float  # estimated time without drafts
+    is_ahead: bool
+    budget: int  # draft tokens that may be verified, over all rows
+    # What `commit` makes part of the policy's state.
+    credit_s: float  # for probes: what the step adds, minus what it spends
+    num_probes: int
+    probe_left: int
+    num_read: dict[int, int] = field(default_factory=dict)  # positions that the model has computed, by request
+    draft_length: int = 0
     draft_s: float = 0.0
-    probing: bool = False
-    num_tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # as of the rows
-    reads: dict[int, int] = field(default_factory=dict)  # positions that the head has computed, by request
-    has_free_slot: bool = False  # one that is paid for, whether it seems to be worth it or not
-    is_fair: bool = True  # no slots were left out for being on probation
-    # With 0, 1, … drafted tokens, as far as it was asked for; as `load_s` from when the step was planned.
-    steps_s: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    curves: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))  # of `Worth`
-    asked: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # [B], for whom the head drafted, or was to
-    cells: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # [B, K], of the drafts
-    from_head: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # [B]
-    chances: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))  # [B, K], 0 where nothing was drafted
-
-    def follow(self, request_ids: np.ndarray) -> None:
-        """Tell of these rows, in their order."""
-        if are_same(request_ids, self.ids):
-            return
-        place = places_of(request_ids, self.ids)
-        self.ids, self.asked, self.cells = request_ids, self.asked[place], self.cells[place]
-        self.from_head, self.chances = self.from_head[place], self.chances[place]
+    is_probe: bool = False
+    probe_row: int = -1  # the row that a model on the host drafts for, to verify it in any case
+    steps_s: np.ndarray = field(default_factory=lambda: np.zeros(0))  # time with 0, 1, … draft tokens verified
+    curves: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))  # see `DraftCurves`
 
 
-class AutoPolicy:
+class AutoPolicy(SpeculationPolicy):
     """For the drafter of this `method`."""
 
     name = "auto"
-    reads_drafts = takes_best = True
-    reads_lengths = False
+    reads_drafts = takes_best = reads_acceptance = has_probes = True
 
     def __init__(self, costs: CostTable, max_tokens: int, method: str = "suffix") -> None:
         if max_tokens < 1:
@@ -117,335 +79,261 @@ class AutoPolicy:
                 f"speculation.num_speculative_tokens = {max_tokens}: the auto policy needs at least 1; to draft "
                 "nothing, use speculation.method = 'none'"
             )
-        self.costs, self.max_tokens = costs, max_tokens
-        self.head = HEADS.get(method)  # who drafts with a model, if anyone
-        self.has_history = self.head != method  # and whether anyone drafts without
-        self.costly = self.head or method  # whose time the cost table knows
-        self.yields = Yields()
-        self.chances = Chances()
-        self.depths = Depths(MAX_POSITIONS, HEAD_PRIOR)
-        self.worth = Worth(max_tokens)
-        self.decision = Decision()
+        self.costs, self.max_tokens, self.method = costs, max_tokens, method
+        self.model = MODELS.get(method)
+        self.cost_name = self.model or method  # in the cost table
+        super().__init__()
+        # A hybrid drafter on the device drafts with its head and from history at once; on the host, history's drafts
+        # cost next to nothing and only the head's length is planned. History without a head gets some steps before its
+        # drafts count: in the beginning few rows find a match.
+        min_age = MAX_AGE if self.model is None else 1
+        self._curves = {
+            is_ahead: DraftCurves(method if is_ahead else self.cost_name, max_tokens, min_age) for is_ahead in (0, 1)
+        }
         self._version = -1  # of the policy; none yet
-        self._step = _Step(Load(), np.zeros(0, np.int64), 0.0)  # the one planned last
+        self._step: _Step  # the one planned last
         self._credit_s = 0.0  # for probes
         self._num_probes = 0
         self._probe_left = 0  # steps that a probe still takes
-        self._num_read: dict[int, int] = {}  # positions that the head has computed, by request
+        self._num_read: dict[int, int] = {}  # positions that the model has computed, by request
+        self._num_live, self._is_new_round = 0, False  # requests; whether there was none before them
 
     def begin(self, request: Request) -> None:
-        pass
+        self._is_new_round = self._is_new_round or not self._num_live
+        self._num_live += 1
 
     def end(self, request_id: int) -> None:
         self._num_read.pop(request_id, None)
+        self._num_live -= 1
 
     # -- before drafting --------------------------------------------------------------------------------------------
 
     def plan(self, rows: Rows) -> np.ndarray:
+        if self._is_new_round or rows.version != self._version:
+            name = self._curves[rows.is_ahead].name
+            if name != self.model:  # history may have drafts now that it did not have before
+                rows.acceptance.forget_recent(name)
+            self._is_new_round = False
+            for curves in self._curves.values():
+                curves.reset()
         if rows.version != self._version:
-            if self._version >= 0:
-                self.chances.fade()
-                self.depths.fade()
-                self.worth.renew()
-                self._num_read.clear()  # a new version's head, or features, make it start again
+            self._num_read.clear()  # KV of a head or a draft model is dropped when the policy changes
             self._version = rows.version
-        num_rows = len(rows)
-        plain_s = self.costs.step_s(rows.load)
+        num_rows, plain_s = len(rows), self.costs.step_s(rows.load)
         credit_s = min(PROBES * plain_s, 10 * plain_s - self._credit_s)
         self._step = step = _Step(
-            rows.load, rows.request_ids, plain_s, rows.is_ahead, rows.draft_budget,
-            credit_s, self._num_probes, self._probe_left, num_tokens=rows.num_tokens,
+            rows.load, rows.acceptance, rows.request_ids, rows.num_tokens, plain_s, rows.is_ahead, rows.draft_budget,
+            credit_s, self._num_probes, self._probe_left,
         )  # fmt: skip
-        caps = np.zeros(num_rows, np.int32)
-        step.asked = np.zeros(num_rows, bool)
         if not step.budget:
-            reason = "no room for drafts: engine.max_num_batched_tokens"
-        else:
-            if self.head is None:
-                if self._history_pays(num_rows, plain_s):
-                    caps[:] = step.drafted_k = self.max_tokens
-            else:
-                rows.head_caps = head_caps = self._head_caps(rows, plain_s)
-                step.asked = head_caps > 0
-                caps = np.maximum(caps, self.max_tokens) if self.has_history else head_caps
-            reason = "nothing was drafted" if step.drafted_k else f"{self.costly} would not pay at {num_rows} rows"
-        self.decision = Decision(reason, 0.0, plain_s, step)
+            self.decision = Decision("no drafts: engine.max_num_batched_tokens is used up", 0.0, plain_s, about=step)
+            return np.zeros(num_rows, np.int32)
+        caps = self._draft_lengths(rows)
+        if self.model not in (None, self.method) and not step.is_ahead:
+            rows.head_caps, rows.is_head_probe = caps, step.is_probe
+            caps = np.full(num_rows, self.max_tokens, np.int32)
+        reason = "nothing was drafted" if step.draft_length else f"{self.cost_name} would not pay at {num_rows} rows"
+        self.decision = Decision(reason, 0.0, plain_s, about=step)
         return rows.limited(caps)
 
     def commit(self, decision: Decision) -> None:
         step: _Step = decision.about
         self._credit_s += step.credit_s
         self._num_probes, self._probe_left = step.num_probes, step.probe_left
-        self._num_read.update(step.reads)
-        self.worth.grow_older()
+        self._num_read.update(step.num_read)
+        self._curves[step.is_ahead].step_launched()
 
-    def _history_pays(self, num_rows: int, plain_s: float) -> bool:
-        """Looking into history takes time too, where a fast GPU waits for it: is what auctions brought so far worth
-        it?"""
-        self._step.draft_s = draft_s = self.costs.draft_s(self.costly, num_rows, self.max_tokens)
-        found = self.yields.at(num_rows)
-        if draft_s < NEGLIGIBLE * plain_s or found is None:
-            return True
-        brings, num_slots = found  # per row
-        num_taken = min(round(num_slots * num_rows), self._step.budget)
-        seconds = draft_s + (float(self.costs.steps_s(self._step.load, num_taken)[-1]) if num_taken else plain_s)
-        if (1 + brings) / seconds >= 1 / plain_s:  # what is taken of it then must look faster by a margin
-            self._step.probe_left = 0
-            return True
-        price_s = draft_s + float(self.costs.steps_s(self._step.load, 1)[1]) - plain_s  # or nothing would be learned
-        self._step.has_free_slot = True
-        return self._goes_on(price_s, 2 if self._step.is_ahead else 0)
-
-    def _head_caps(self, rows: Rows, plain_s: float) -> np.ndarray:
-        """One draft length for all rows: argmax_k max_b (1 + G_k(b)) · rows / (T_draft(k) + T(rows + b)), G_k(b) the
-        tokens that the best b slots of drafts of k bring a row."""
+    def _draft_lengths(self, rows: Rows) -> np.ndarray:
+        """argmax_k max_n rows · curve_k(n) / (T_draft(k) + T(rows + n)) for all rows; a probe; or none. int32 [B]."""
         num_rows, k_max, step = len(rows), self.max_tokens, self._step
-        step.steps_s = self.costs.steps_s(step.load, num_rows * k_max)
-        draft_s = [self.costs.draft_s(self.costly, num_rows, k) for k in range(1, 1 + k_max)]
-        slots = self.worth.slots(num_rows)
-        seconds = np.array(draft_s)[:, None] + step.steps_s[slots]
-        step.curves = self.worth(self.depths)
-        rates = np.where(slots <= step.budget, step.curves / seconds, 0.0)
-        best = int(rates.argmax())
+        draft_s = [self.costs.draft_s(self.cost_name, num_rows, k) for k in range(1, 1 + k_max)]
         caps = np.zeros(num_rows, np.int32)
-        unread = self._num_unread(rows)
-        gain = float(rates.flat[best]) * plain_s
-        if gain >= margin(num_rows) and self._repays(rows, unread, gain, draft_s):
+        if self.model is None and not step.is_ahead and draft_s[-1] < NEGLIGIBLE * step.plain_s:
+            caps[:], step.draft_s = k_max, draft_s[-1]
+            step.draft_length = k_max
+            return caps
+        curves = self._curves[step.is_ahead]
+        step.curves = curves.tokens_per_row(step.acceptance)
+        step.steps_s = self.costs.steps_s(step.load, num_rows * k_max)
+        num_verified = curves.num_verified(num_rows)
+        rates = step.curves / (np.array(draft_s)[:, None] + step.steps_s[num_verified])
+        rates = np.where(num_verified <= step.budget, rates, 0.0)
+        best = int(rates.argmax())
+        num_unread = self._num_unread(rows)
+        gain = float(rates.flat[best]) * step.plain_s
+        if gain >= margin(num_rows) and self._repays(rows, num_unread, gain, draft_s):
             step.probe_left = 0
             k = best // rates.shape[1] + 1
-            caps[:] = step.drafted_k = k
+            caps[:] = step.draft_length = k
             step.draft_s = draft_s[k - 1]
             return caps
-        k = min(PROBE_DEPTH, k_max, step.budget)
-        draft_once_s = self.costs.draft_s(self.costly, num_rows if step.is_ahead else 1, k)
-        # Rows take turns where that costs nothing; else the one with the fewest positions to compute first.
-        row = step.num_probes % num_rows if step.is_ahead else int(unread.argmin())
-        read_s = self._read_s(int(unread[row]))
-        price_s = draft_once_s + read_s + float(self.costs.steps_s(step.load, k)[k]) - plain_s
-        if not self._goes_on(price_s, 1 if step.is_ahead else 0):
-            return caps
-        caps[row] = step.drafted_k = k
-        step.draft_s, step.probing = draft_once_s, True
+        k = min(PROBE_LENGTH if self.model is not None else k_max, k_max, step.budget)
+        # A model on the host drafts for one row only, the one with the fewest positions to compute first.
+        for_all = step.is_ahead or self.model is None
+        probe_s = self.costs.draft_s(self.cost_name, num_rows if for_all else 1, k)
+        row = step.num_probes % num_rows if for_all else int(num_unread.argmin())
+        cost_s = probe_s + self._read_s(int(num_unread[row])) + float(step.steps_s[min(k, PROBE_LENGTH)]) - step.plain_s
+        if self._may_probe(cost_s):
+            caps[slice(None) if self.model is None else row] = step.draft_length = k
+            step.draft_s, step.is_probe, step.probe_row = probe_s, True, -1 if for_all else row
         return caps
 
     def _num_unread(self, rows: Rows) -> np.ndarray:
-        """Positions of each row that the head has to compute before it can draft: int64 [B]. None for a head on a
-        device, which computes them along with the target. A draft model computes all tokens but the last. An EAGLE-3
-        head needs the target's features of these, so it can't draft before they are there."""
-        if self._step.is_ahead or not len(rows.num_tokens):
+        """Positions of each row that a model has to compute before it can draft: int64 [B]. 0 on the device, where they
+        are computed along with the target's. A draft model computes all tokens but the last. An EAGLE-3 head needs the
+        target's hidden states of these, so it can't draft before they are computed."""
+        if self._step.is_ahead or self.model is None or not len(rows.num_tokens):
             return np.zeros(len(rows), np.int64)
         read = np.array([self._num_read.get(request_id, 0) for request_id in rows.request_ids.tolist()])
         unread = np.maximum(rows.num_tokens - 1 - read, 0)
-        if self.head == "draft_model":
+        if self.model == "draft_model":
             return unread
         return np.where(rows.num_computed >= rows.num_tokens - 1, np.minimum(unread, HEAD_WINDOW), 0)
 
     def _read_s(self, num_unread: int) -> float:
-        """What it takes the head to compute so many positions: as many as a first draft token of as many rows."""
-        return self.costs.draft_s(self.costly, num_unread, 1) if num_unread else 0.0
+        """Time that a model needs to compute these positions: that of a first draft token for as many rows."""
+        return self.costs.draft_s(self.cost_name, num_unread, 1) if num_unread else 0.0
 
-    def _repays(self, rows: Rows, unread: np.ndarray, gain: float, draft_s: list[float]) -> bool:
-        """Whether what the head has to compute before its first draft is paid back by the tokens that rows may still
-        emit. Judged by steps that only decode: next to a prompt's every draft seems to be cheap."""
-        num_unread = int(unread.sum())
-        if num_unread <= len(rows) * self.max_tokens:  # no more than what a step emits
+    def _repays(self, rows: Rows, num_unread: np.ndarray, gain: float, draft_s: list[float]) -> bool:
+        """Whether the tokens that rows may still emit save the time that a model needs before its first draft. Steps
+        that only decode count here: in a step with a prompt a draft costs little more, and nearly always pays."""
+        total = int(num_unread.sum())
+        if total <= len(rows) * self.max_tokens:  # no more than what a step emits
             return True
         load = self._step.load
         decode = Load(load.num_rows, load.num_rows, load.num_context_tokens)
         plain_s = self.costs.step_s(decode)
         if load.num_query_tokens > load.num_rows:
-            slots = np.minimum(self.worth.slots(load.num_rows), load.num_rows * self.max_tokens)
-            steps_s = self.costs.steps_s(decode, int(slots[-1]))
-            seconds = np.array(draft_s)[:, None] + steps_s[slots]
+            num_verified = self._curves[self._step.is_ahead].num_verified(load.num_rows)
+            num_verified = np.minimum(num_verified, load.num_rows * self.max_tokens)
+            seconds = np.array(draft_s)[:, None] + self.costs.steps_s(decode, int(num_verified[-1]))[num_verified]
             gain = float((self._step.curves / seconds).max()) * plain_s
         num_left = math.inf if rows.draft_limits is None else 1 + float(rows.draft_limits.mean())
-        return gain >= margin(len(rows)) and num_left * plain_s * (1 - 1 / gain) >= self._read_s(num_unread)
+        return gain >= margin(len(rows)) and num_left * plain_s * (1 - 1 / gain) >= self._read_s(total)
 
-    def _goes_on(self, price_s: float, num_more: int) -> bool:
-        """A probe, or another one if there is credit. Who drafts on a device, at the end of a step, is verified in the
-        next, and what it is sure of is known in the one after that: so it takes some more steps."""
+    def _may_probe(self, cost_s: float) -> bool:
+        """Whether a probe goes on, or there is credit for another. On the device it takes two steps: a draft is made at
+        the end of one and verified in the next."""
         step = self._step
         if step.probe_left:
             step.probe_left -= 1
-            step.credit_s -= price_s  # a debt, if need be
+            step.credit_s -= cost_s  # may become a debt
             return True
-        if not self._pay(price_s):
+        if not self._pay(cost_s):
             return False
         step.num_probes += 1
-        step.probe_left = num_more
+        step.probe_left = 1 if step.is_ahead else 0
         return True
 
-    def _pay(self, price_s: float) -> bool:
-        if self._credit_s + self._step.credit_s < price_s:
+    def _pay(self, cost_s: float) -> bool:
+        if self._credit_s + self._step.credit_s < cost_s:
             return False
-        self._step.credit_s -= price_s
+        self._step.credit_s -= cost_s
         return True
 
     # -- after drafting ---------------------------------------------------------------------------------------------
 
     def select(self, drafts: DraftBatch) -> np.ndarray:
+        if self._step.is_ahead:
+            return self._select_ahead(drafts.num)
         num_rows, k = drafts.tokens.shape
         step, num_drafted = self._step, int(drafts.num.sum())
-        if self._is_blind(step) and num_drafted and not step.probing and self.chances.least_seen() >= PROBATION:
-            return self._select_unseen(drafts.num, num_drafted)
-        self._look_at(drafts, step)
-        chances = self.chances(step.cells)
-        if num_drafted < chances.size:
-            chances[np.arange(k) >= drafts.num[:, None]] = 0
-        step.chances = chances
-        survival = chances.cumprod(axis=1).ravel()
-        order = self._admitted((-survival).argsort(kind="stable")[:num_drafted], num_rows)
-        is_whole, order = len(order) == num_drafted, order[: step.budget]
+        assert drafts.probabilities is not None
+        self._note_read(drafts)
+        survival = drafts.probabilities.cumprod(axis=1).ravel()
+        order = (-survival).argsort(kind="stable")[:num_drafted]
+        order, is_known = self._limit_unknown(drafts, order)
+        if step.probe_row >= 0:
+            probed = step.probe_row * k + np.arange(min(PROBE_LENGTH, int(drafts.num[step.probe_row])))
+            order = np.concatenate([probed, order[~np.isin(order, probed)]])
+        order = order[: step.budget]
         gain = np.zeros(len(order) + 1)
         survival[order].cumsum(out=gain[1:])
         if len(step.steps_s) <= len(order):
             step.steps_s = self.costs.steps_s(step.load, len(order))
         seconds = step.draft_s + step.steps_s[: len(order) + 1]
         rates = (num_rows + gain) / seconds
-        best, verb = int(rates.argmax()), "takes"
+        best, is_probe = int(rates.argmax()), step.is_probe
         if rates[best] < margin(num_rows) * rates[0]:
             best = 0
-        step.is_fair = not best or is_whole
-        if step.probing:
-            best, verb = max(best, min(PROBE_DEPTH, len(order))), "probes"
-        elif not best and len(order) and self._may_try(order[:1], float(seconds[1] - seconds[0])):
-            best, verb, step.is_fair = 1, "probes", False  # one of many is no auction
-        self.decision = _decision(verb, best, len(order), float(gain[best]), float(seconds[best]), step)
+        if is_probe:
+            best = max(best, min(PROBE_LENGTH, len(order)))
+        elif not best and len(order):
+            # A model that was asked before enough is known of it must get outcomes, or it would be asked on and on.
+            is_due = self.model is not None and step.draft_length > 0 and not is_known
+            is_probe = is_due or self._pay(float(seconds[1] - seconds[0]))
+            best = int(is_probe)
+        self._decide(best, len(order), float(gain[best]), float(seconds[best]), is_probe)
         if best == num_drafted:
             return drafts.num
         return np.bincount(order[:best] // k, minlength=num_rows).astype(np.int32)
 
-    def _is_blind(self, step: _Step) -> bool:
-        """Whether drafts lie on the device alone: what is said of them here is of those before."""
-        return step.is_ahead and not self.has_history
-
-    def _select_unseen(self, num: np.ndarray, num_drafted: int) -> np.ndarray:
-        """The same, by what auctions of such drafts bring. Which slots are the best is known where they lie; here they
-        are shared evenly."""
+    def _select_ahead(self, num: np.ndarray) -> np.ndarray:
+        """How many tokens the device selects. It knows which are the best; here they are distributed evenly."""
         step, num_rows, num_drafting = self._step, len(num), int(np.count_nonzero(num))
-        points, most = self.worth.slots(num_drafting), min(num_drafted, step.budget)
-        slots = np.minimum(points[: max(1, int(points.searchsorted(most, "right")))], most)
-        gain = (step.curves[int(num.max()) - 1, : len(slots)] - 1) * num_drafting
-        gain[0] *= slots[0] / points[0]  # where there are fewer than the first point of the curve
-        seconds = step.draft_s + step.steps_s[slots]
+        num_drafted = int(num.sum())
+        if not num_drafted:
+            return num
+        most, is_known = min(num_drafted, step.budget), step.acceptance.num_outcomes() >= MIN_OUTCOMES
+        if not is_known:
+            most = min(most, max(1, num_rows // 16))
+        points = self._curves[True].num_verified(num_drafting)
+        counts = np.minimum(points[: max(1, int(points.searchsorted(most, "right")))], most)
+        gain = (step.curves[int(num.max()) - 1, : len(counts)] - 1) * num_drafting
+        gain[0] *= counts[0] / points[0]  # if it is less than the curve's first point
+        seconds = step.draft_s + step.steps_s[counts]
         rates = (num_rows + gain) / seconds
-        at, verb = int(rates.argmax()), "takes"
-        best, brings, takes_s = int(slots[at]), float(gain[at]), float(seconds[at])
-        if rates[at] < margin(num_rows) * num_rows / (step.draft_s + step.steps_s[0]):
-            best, brings, takes_s = 0, 0.0, step.draft_s + float(step.steps_s[0])
-            if self._pay(price_s := float(step.steps_s[1] - step.steps_s[0])):
-                best, verb, takes_s = 1, "probes", takes_s + price_s
-        self.decision = _decision(verb, best, num_drafted, brings, takes_s, step)
+        at, is_probe, plain_s = int(rates.argmax()), step.is_probe, step.draft_s + float(step.steps_s[0])
+        best, expected, expected_s = int(counts[at]), float(gain[at]), float(seconds[at])
+        if rates[at] < margin(num_rows) * num_rows / plain_s:
+            best, expected, expected_s = 0, 0.0, plain_s
+            is_due = step.draft_length > 0 and not is_known  # as in `select`
+            if is_probe or is_due or self._pay(float(step.steps_s[1] - step.steps_s[0])):
+                best, is_probe = (min(PROBE_LENGTH, most) if is_probe else 1), True
+                expected_s = step.draft_s + float(step.steps_s[best])
+        self._decide(best, num_drafted, expected, expected_s, is_probe)
         if best == num_drafted:
             return num
         each, more = divmod(best, num_drafting)
         return np.minimum(num, each + ((num > 0).cumsum() <= more)).astype(np.int32)
 
-    def _look_at(self, drafts: DraftBatch, step: _Step) -> None:
-        step.cells = self.chances.cells(drafts)
-        step.from_head = self._are_from_head(drafts)
-        if self.head is not None and not step.is_ahead and len(step.num_tokens) == len(drafts.num):
-            read = step.from_head & (drafts.num > 0)
-            step.reads = dict(zip(step.ids[read].tolist(), (step.num_tokens[read] - 1).tolist(), strict=True))
+    def _note_read(self, drafts: DraftBatch) -> None:
+        step = self._step
+        if self.model is None or len(step.num_tokens) != len(drafts.num):
+            return
+        read = drafts.num > 0
+        if drafts.sources is not None:
+            read &= drafts.sources == drafts.names.index(self.model)
+        step.num_read = dict(zip(step.request_ids[read].tolist(), (step.num_tokens[read] - 1).tolist(), strict=True))
 
-    def _are_from_head(self, drafts: DraftBatch) -> np.ndarray:
-        if self.head is None or drafts.sources is None:
-            return np.full(len(drafts.num), self.head is not None)
-        return drafts.sources == drafts.names.index(self.head)
+    def _limit_unknown(self, drafts: DraftBatch, order: np.ndarray) -> tuple[np.ndarray, bool]:
+        """Leave only a few tokens of drafters with few outcomes, whatever their scores. Returns also whether all
+        drafters have enough."""
+        names = drafts.names or (self.cost_name,)
+        unknown = np.array([self._step.acceptance.num_outcomes(name) < MIN_OUTCOMES for name in names])
+        if not unknown.any():
+            return order, True
+        rows = order // drafts.tokens.shape[1]
+        of_unknown = unknown[0 if drafts.sources is None else drafts.sources[rows]] & np.ones(len(order), bool)
+        return order[~of_unknown | (np.cumsum(of_unknown) <= max(1, len(drafts.num) // 16))], False
 
-    def _admitted(self, order: np.ndarray, num_rows: int) -> np.ndarray:
-        """Which of these slots may bid: of a drafter of which next to nothing is known only a few, whatever it says of
-        them."""
-        if self.chances.least_seen() >= PROBATION:
-            return order
-        unknown = self.chances.num_seen(self._step.cells.ravel()[order]) < PROBATION
-        return order[~unknown | (np.cumsum(unknown) <= max(1, num_rows // 16))]
-
-    def _may_try(self, slot: np.ndarray, price_s: float) -> bool:
-        """One that does not seem to be worth it."""
-        return self._step.has_free_slot or self._is_due(slot) or self._pay(price_s)
-
-    def _is_due(self, slot: np.ndarray) -> bool:
-        """Whether a head was asked of which next to nothing is known: where a step's first slot costs most, those that
-        may bid never pay, and it would be asked on and on."""
-        asked = self.head is not None and self._step.drafted_k > 0
-        return asked and bool((self.chances.num_seen(self._step.cells.ravel()[slot]) < PROBATION).all())
+    def _decide(self, num: int, num_drafted: int, expected: float, expected_s: float, is_probe: bool) -> None:
+        step = self._step
+        verb, more_ms = "probes" if is_probe else "verifies", 1e3 * (expected_s - step.plain_s)
+        reason = f"{verb} {num} of {num_drafted} draft tokens: {expected:.2f} accepted for {more_ms:.2f} ms more"
+        self.decision = Decision(reason, expected, expected_s, is_probe, step)
 
     def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
         step: _Step = decision.about
-        unseen, is_curious = commits.drafts, self.head is not None and self.worth.is_curious
-        if unseen is not None and unseen.tokens.shape[1]:  # other ones than were looked at
-            self._account(commits, step, decision)
-            if is_curious or not self._is_blind(step) or self.chances.least_seen() < PROBATION:
-                step.ids = commits.request_ids
-                step.asked = unseen.num > 0
-                self._look_at(unseen, step)
-                step.chances = self.chances(step.cells) * step.asked[:, None]
-                self._learn(commits, step, is_curious)
-        elif step.cells.shape[1]:
-            self._account(commits, step, decision)
-            step.follow(commits.request_ids)
-            self._learn(commits, step, is_curious)
-        if step.is_ahead:  # drafted for all, where the step was computed: as much of its time as was thought
-            k, draft_s = step.drafted_k, step.draft_s
-            if trace.num_guessed > k > 0:  # its graph could no less
-                k = trace.num_guessed
-                draft_s = self.costs.draft_s(self.costly, trace.num_rows, k)
-            self.costs.observe(trace, k, self.costly, None, min(draft_s, trace.total_s / 2))
-        else:
-            self.costs.observe(trace, step.drafted_k, self.costly, 1 if step.probing else None, None)
-
-    def _account(self, commits: Commits, step: _Step, decision: Decision) -> None:
-        num = len(commits.num)
-        brings = int(commits.num_accepted.sum()) / num
-        if (step.is_fair or not commits.num_drafted.any()) and not step.probing:
-            self.yields.observe(num, brings, int(commits.num_drafted.sum()) / num)
-        saved_s = step.load_s * (1 + brings) - decision.expected_s
-        self._credit_s += max(0.0, REINVESTED * saved_s)
-
-    def _learn(self, commits: Commits, step: _Step, is_curious: bool) -> None:
-        if is_curious:
-            self._judge(commits, step)
-        if commits.num_drafted.any():
-            self.chances.observe(step.cells, commits.num_accepted, commits.num_known)
-
-    def _judge(self, commits: Commits, step: _Step) -> None:
-        """How deep a head's drafts get. One that was asked, and whose guesses (if any came) were then refused, is not
-        worth asking again; and one of whose guesses only the likeliest are tried is not as good as those. So where all
-        that was tried stood, what is thought of the guesses behind it counts as their outcome."""
-        mine = step.from_head
-        self.depths.observe(commits.num_accepted * mine, commits.num_known * mine)
-        if int(commits.num_drafted.sum()) < step.chances.size:
-            is_open = mine & step.asked & (commits.num_accepted == commits.num_drafted)
-            self.depths.estimate(step.chances[is_open], commits.num_drafted[is_open])
-        self.worth.hear(step.chances[mine & (step.chances[:, 0] > 0)])
-
-    def state(self) -> dict[str, np.ndarray]:
-        return {
-            **self.chances.state(),
-            "depths": self.depths.counts.copy(),
-            "yields": self.yields.figures.copy(),
-            "version": np.array([self._version]),
-        }
-
-    def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        if state.keys() != {"counts", "depths", "yields", "version"}:
-            raise ValueError(
-                f"not a state of the auto policy: it holds {sorted(state) or 'nothing'}; "
-                "was speculation.policy changed?"
-            )
-        depths, yields = self.depths.counts.shape, self.yields.figures.shape
-        if (state["depths"].shape, state["yields"].shape, state["version"].shape) != (depths, yields, (1,)):
-            raise ValueError("the auto policy's state is damaged: its arrays have other shapes than it saves")
-        self.chances.restore(state)
-        self.depths.counts = state["depths"].copy()
-        self.worth.renew()
-        self.yields.figures = state["yields"].copy()
-        self._version = int(state["version"][0])
-
-
-def _decision(verb: str, num_taken: int, num_slots: int, brings: float, seconds: float, step: _Step) -> Decision:
-    said = (
-        f"{verb} {num_taken} of {num_slots} slots: {brings:.2f} tokens for {1e3 * (seconds - step.load_s):.2f} ms more"
-    )
-    return Decision(said, brings, seconds, step)
+        if commits.num_drafted.any() or step.draft_length:
+            emitted = 1 + int(commits.num_accepted.sum()) / len(commits.num)
+            self._credit_s += max(0.0, REINVESTED * (step.plain_s * emitted - decision.expected_s))
+        k, draft_s = step.draft_length, None
+        if step.is_ahead:  # the time of drafting is not measured: assumed to be as estimated
+            draft_s = step.draft_s
+            if trace.num_drafted_ahead > k > 0:  # the graph's draft length
+                k = trace.num_drafted_ahead
+                draft_s = self.costs.draft_s(self.cost_name, trace.num_rows, k)
+            draft_s = min(draft_s, trace.total_s / 2)
+        one_row = step.is_probe and not step.is_ahead and self.model is not None
+        self.costs.observe(trace, k, self.cost_name, 1 if one_row else None, draft_s)

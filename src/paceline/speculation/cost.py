@@ -1,15 +1,15 @@
-"""What a step takes: T(rows, query tokens, context), from measured points.
+"""The cost table: the time of a step, T(rows, query tokens, context tokens), from measured points.
 
     T(r, q, c) = plain(r) + extra_r(q - r) + per_context_token · (c - c_r)
 
 `plain(r)`: r rows that decode one token each, at the context c_r at which they were measured. `extra_r(x)`: what x
-query tokens beyond one per row add; steps jump where kernels change, so it is a table and not a line. Between rows
-and between extras it is interpolated. Beyond a row count's last extra it goes on as for the next larger row count, and
-beyond everything with the last slope.
+query tokens beyond one per row add. Step times jump where kernels change, so it is a table and not a line. It is
+interpolated between rows and between extra tokens. After a row count's last point it continues like the next larger row
+count, and after the last point of all with the last slope.
 
-More work never takes less time, so where points say so it is noise, and the larger of the two stands: a policy that
-searches for the best number of tokens would find every dip. What is seen while running (`observe`) moves the table's
-regions; its shape, and what is saved, stay as they were measured.
+More work never takes less time. If points say so, that is noise, and the larger one counts: a policy that searches for
+the best number of tokens would find every dip. Steps that are observed while running (`observe`) scale regions of the
+table. What is saved stays as it was measured.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from paceline.speculation.batch import Load
 from paceline.types import StepTrace
 
 NUM_ROW_BUCKETS, NUM_EXTRA_BUCKETS, NUM_DRAFT_BUCKETS = 16, 24, 64
-DRIFT = 0.1  # how far one step moves the level of its rows, when many have been seen
-SHAPE = 0.02  # and how far it moves its own region against that level
-FAR = math.log(2.0)  # a step further off than this counts as one so far off: it was held up by something else
-OFTEN = 16  # times a region is seen until it is held against those of fewer tokens
-SETTLED = 4  # steps until when the table itself may be far off: their median counts
-LEAST_S, MOST_S, MOST_TOKENS = 1e-9, 86_400, 2**31 - 1  # what a table may say
+LEVEL_RATE = 0.1  # weight of one step in the level of its row count, after many steps
+OFFSET_RATE = 0.02  # and in its region's offset from that level
+MAX_ERROR = math.log(2.0)  # larger errors are cut to this: something else delayed the step
+BOUND_EVERY = 16  # observations of a region between comparisons with regions of fewer tokens
+NUM_FIRST = 4  # steps of a row count whose median is its level: the table itself may be far off
+MIN_S, MAX_S, MAX_TOKENS = 1e-9, 86_400, 2**31 - 1  # limits of a table's values
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class CostTable:
         points: list[Point],
         drafts: Mapping[str, list[tuple[int, int, float]]] | None = None,  # drafter -> (rows, k, seconds)
         per_context_token_s: float = 0.0,
-        source: str = "",  # where the numbers come from, for people
-        frozen: bool = False,  # learns nothing from what it is shown
+        source: str = "",  # where the numbers come from
+        frozen: bool = False,  # ignore `observe`
     ) -> None:
         self.name, self.source, self.frozen = name, source, frozen
         self.points, self.per_context_token_s = points, per_context_token_s
@@ -62,31 +62,31 @@ class CostTable:
         _check(points, self.drafts, per_context_token_s)
         self._surface = _Surface(points, per_context_token_s)
         self._priors = {drafter: _DraftTimes(times) for drafter, times in self.drafts.items()}
-        self._steps = _Drift(NUM_EXTRA_BUCKETS)
-        self._drafting: dict[str, _Drift] = {}  # by drafter: time it takes against what the table says
-        self._idling: dict[str, _Drift] = {}  # and seconds that it takes where it proposes nothing
-        self._places = np.zeros(0)  # of extras among buckets
+        self._steps = _Correction(NUM_EXTRA_BUCKETS)
+        self._drafting: dict[str, _Correction] = {}  # by drafter
+        self._idling: dict[str, _Correction] = {}  # by drafter: seconds that it takes when it proposes nothing
+        self._buckets = np.zeros(0)  # by number of extra tokens
 
     def step_s(self, load: Load) -> float:
-        """A step without drafts. Asked at every step, so in plain numbers: what `steps_s` begins with."""
+        """A step without drafts: the first element of `steps_s`, without arrays."""
         if load.num_query_tokens > load.num_rows:
             return float(self.steps_s(load, 0)[0])
         seconds = self._measured_s(load, 0)
         return seconds if self._steps.is_new else seconds * math.exp(self._steps.log(load.num_rows, 0))
 
     def _measured_s(self, load: Load, num_extra: int) -> float:
-        """As measured, for rows with one query token each, and so many more."""
+        """As measured, for rows with one query token each and so many extra tokens."""
         curve, least_s = self._surface.curve(load.num_rows, num_extra + 1)
         return max(float(curve[num_extra]) + self.per_context_token_s * load.num_context_tokens, least_s)
 
     def steps_s(self, load: Load, num_extra: int) -> np.ndarray:
-        """The same step with 0 … num_extra further query tokens: float64 [num_extra + 1]. Never falling."""
+        """The step with 0 … num_extra further query tokens: float64 [num_extra + 1], not decreasing."""
         seconds = self._measured(load, num_extra)
         if self._steps.is_new:
             return seconds
         first = max(0, load.num_query_tokens - load.num_rows)
-        places = self._places_of(first + num_extra + 1)[first : first + num_extra + 1]
-        factors = np.interp(places, self._steps.columns, np.exp(self._steps.logs(load.num_rows)))
+        buckets = self._buckets_of(first + num_extra + 1)[first : first + num_extra + 1]
+        factors = np.interp(buckets, self._steps.columns, np.exp(self._steps.logs(load.num_rows)))
         return np.maximum.accumulate(seconds * factors)
 
     def _measured(self, load: Load, num_extra: int) -> np.ndarray:
@@ -95,14 +95,14 @@ class CostTable:
         seconds = curve[first : first + num_extra + 1] + self.per_context_token_s * load.num_context_tokens
         return np.maximum(seconds, least_s)
 
-    def _places_of(self, num: int) -> np.ndarray:
-        if len(self._places) < num:
-            self._places = np.log2(1.0 + np.arange(2 * num))
-        return self._places
+    def _buckets_of(self, num: int) -> np.ndarray:
+        if len(self._buckets) < num:
+            self._buckets = np.log2(1.0 + np.arange(2 * num))
+        return self._buckets
 
     def draft_s(self, drafter: str, num_rows: int, k: int) -> float:
-        """What it takes `drafter` to propose k tokens for num_rows rows, beyond what it takes in any case. 0 where k is
-        0 or the drafter is not in it."""
+        """Time that `drafter` takes to propose k tokens for num_rows rows, beyond what it takes in any case. 0 if k is
+        0 or the drafter is not in the table."""
         if k == 0:
             return 0.0
         prior, seen = self._priors.get(drafter), self._drafting.get(drafter)
@@ -121,11 +121,9 @@ class CostTable:
         num_rows: int | None = None,
         draft_s: float | None = None,
     ) -> None:
-        """Learn from a step that was really made, for which `drafter` (the engine's own unless named) was asked for
-        drafts of at most k, 0 if it was not asked, for num_rows rows (all, unless given), which took draft_s of it (as
-        measured, unless given). The table keeps its shape, and each region of it moves towards what is seen. Steps that
-        computed prompts are passed over, and those in which something was made ready that will be there the next
-        time."""
+        """Adapt to a step. `drafter` (by default the trace's) was asked for drafts of at most k tokens (0: not asked)
+        for num_rows rows (by default all), which took draft_s (by default the trace's). Steps that computed prompts or
+        captured CUDA graphs are ignored."""
         num_extra = trace.num_draft_tokens
         if self.frozen or not trace.num_rows or trace.num_query_tokens - trace.num_rows != num_extra:
             return
@@ -136,9 +134,9 @@ class CostTable:
         step_s = trace.total_s - draft_s
         if step_s > 0:
             measured_s, column = self._measured_s(plain, num_extra), round(math.log2(1 + num_extra))
-            num_seen = self._steps.learn(trace.num_rows, column, math.log(step_s / measured_s))
-            # Fewer tokens take no longer, whatever was seen of them once or twice.
-            for fewer in range(1, column if num_seen % OFTEN == 0 else 0):
+            num_seen = self._steps.observe(trace.num_rows, column, math.log(step_s / measured_s))
+            # Fewer tokens take no longer.
+            for fewer in range(1, column if num_seen % BOUND_EVERY == 0 else 0):
                 ratio = measured_s / self._measured_s(plain, 2**fewer - 1)
                 self._steps.bound(trace.num_rows, fewer, column, math.log(ratio))
         if draft_s > 0:
@@ -147,18 +145,18 @@ class CostTable:
     def _observe_drafting(self, drafter: str, num_rows: int, k: int, seconds: float) -> None:
         if k == 0:
             if drafter not in self._idling:
-                self._idling[drafter] = _Drift(1)
-            self._idling[drafter].learn(num_rows, 0, math.log(seconds))
+                self._idling[drafter] = _Correction(1)
+            self._idling[drafter].observe(num_rows, 0, math.log(seconds))
             return
         prior = self._priors.get(drafter)
         expected_s = max(prior.seconds(num_rows, k), 1e-9) if prior is not None else 1.0
         if drafter not in self._drafting:
-            # Who drafts for the first time has prompts to read, which is not what a draft takes.
-            self._drafting[drafter] = _Drift(NUM_DRAFT_BUCKETS, is_believed=prior is not None)
-        self._drafting[drafter].learn(num_rows, k, math.log(seconds / expected_s))
+            # The first draft takes longer: it computes prompts.
+            self._drafting[drafter] = _Correction(NUM_DRAFT_BUCKETS, trusts_table=prior is not None)
+        self._drafting[drafter].observe(num_rows, k, math.log(seconds / expected_s))
 
     def save(self, path: Path) -> None:
-        """As it was measured, without what it has learned since."""
+        """Save the measured table, without what was observed since."""
         drafts = ",\n".join(f"    {json.dumps(drafter)}: {_lines(times, 6)}" for drafter, times in self.drafts.items())
         path.write_text(
             "{\n"
@@ -184,29 +182,29 @@ class CostTable:
 
 
 class _Surface:
-    """plain(r) + extra_r(x) at a context of no tokens, over rows and extras."""
+    """plain(r) + extra_r(x) without context, over rows and extra tokens."""
 
     def __init__(self, points: list[Point], per_context_token_s: float) -> None:
         plain = {p.num_rows: p for p in points if p.num_query_tokens == p.num_rows}
         own: dict[int, dict[int, float]] = {num_rows: {} for num_rows in sorted(plain)}
         for p in points:
             extra, at = p.num_query_tokens - p.num_rows, plain[p.num_rows]
-            # What the extra tokens add to the context is part of what they cost.
-            beside_s = per_context_token_s * (p.num_context_tokens - at.num_context_tokens - extra)
-            own[p.num_rows][extra] = p.seconds - beside_s - at.seconds
+            # That extra tokens make the context longer is part of their cost.
+            context_s = per_context_token_s * (p.num_context_tokens - at.num_context_tokens - extra)
+            own[p.num_rows][extra] = p.seconds - context_s - at.seconds
         self._rows = np.array(list(own))
         self._extras = np.array(sorted({extra for curve in own.values() for extra in curve}))
         self._plain_s = np.maximum.accumulate([plain[r].seconds for r in own])
         base = np.array([p.seconds - per_context_token_s * p.num_context_tokens for _, p in sorted(plain.items())])
-        # A row more, beyond those measured; from a single point, as if time were in proportion.
+        # Time of a row more, above the measured ones; with a single point, time is proportional to rows.
         self._row_s = (
             max(0.0, float((base[-1] - base[-2]) / (self._rows[-1] - self._rows[-2])))
             if len(base) > 1
             else float(self._plain_s[0] / self._rows[0])
         )
         extra_s = np.zeros((len(own), len(self._extras)))
-        self._extra_s = self._row_s  # an extra token, beyond those measured: a row's, if none were
-        for i in reversed(range(len(own))):  # the most rows first, as those with fewer go on like the next
+        self._extra_s = self._row_s  # time of an extra token above the measured ones
+        for i in reversed(range(len(own))):  # most rows first: fewer rows continue like the next larger count
             curve = sorted(own[int(self._rows[i])].items())
             at_most, last_s = curve[-1]
             extra_s[i] = np.interp(self._extras, [x for x, _ in curve], [s for _, s in curve])
@@ -224,8 +222,7 @@ class _Surface:
         self._curves: dict[int, tuple[np.ndarray, float]] = {}
 
     def curve(self, num_rows: int, num: int) -> tuple[np.ndarray, float]:
-        """The step with 0, 1, … extras, for `num` of them or more, and what it takes at the very least, however short
-        the context."""
+        """The step with 0, 1, … extra tokens, at least `num` of them; and the least time, for any context."""
         known = self._curves.get(num_rows)
         if known is None or len(known[0]) < num:
             extras = np.arange(max(64, 2 * num))
@@ -239,7 +236,7 @@ class _Surface:
 
 
 class _DraftTimes:
-    """Seconds over (rows, k): nothing for k = 0, lines between what is known, the last slope beyond it."""
+    """Seconds over (rows, k): 0 for k = 0, interpolated, and extrapolated with the last slope."""
 
     def __init__(self, times: list[tuple[int, int, float]]) -> None:
         self._curves: dict[int, list[tuple[int, float]]] = {}
@@ -256,24 +253,24 @@ class _DraftTimes:
 
 
 def _line(curve: list[tuple[int, float]], x: int) -> float:
-    """Interpolated, and past the end with the last slope, which never falls."""
+    """Interpolated, and past the end with the last slope, if it is positive."""
     (before, before_s), (last, last_s) = curve[max(0, len(curve) - 2)], curve[-1]
     slope = max(0.0, (last_s - before_s) / (last - before)) if last > before else 0.0
     return float(np.interp(x, [at for at, _ in curve], [s for _, s in curve])) + slope * max(0, x - last)
 
 
-class _Drift:
-    """How far what is seen is off, as logarithms of ratios: a level for each power of two of rows, which follows the
-    machine, and how each region lies against it, which is learned slowly. So a region that has not been seen, or not
-    for long, moves along with its rows, and rows that have not been seen with those next to them. In plain numbers, as
-    every step reads and moves a few of them. `is_believed`: that nothing is off counts as if it had been seen once."""
+class _Correction:
+    """Logarithms of observed / expected time: a level for each power of two of rows, which adapts fast, and an offset
+    from it for each column, which adapts slowly. So a column that was not observed for long changes with its rows, and
+    rows that were not observed at all change with their neighbours. Lists, not arrays: every step reads and writes a
+    few elements. `trusts_table`: count the table as one observation."""
 
-    def __init__(self, num_columns: int, is_believed: bool = False) -> None:
+    def __init__(self, num_columns: int, trusts_table: bool = False) -> None:
         self.columns = np.arange(num_columns)
         self.is_new = True
         self._level, self._num = [0.0] * NUM_ROW_BUCKETS, [0] * NUM_ROW_BUCKETS
-        # Levels by those until it is settled.
-        self._first: list[list[float]] = [[0.0] if is_believed else [] for _ in range(NUM_ROW_BUCKETS)]
+        # The first observations.
+        self._first: list[list[float]] = [[0.0] if trusts_table else [] for _ in range(NUM_ROW_BUCKETS)]
         self._offset = [[0.0] * num_columns for _ in range(NUM_ROW_BUCKETS)]
         self._num_offset = [[0] * num_columns for _ in range(NUM_ROW_BUCKETS)]
 
@@ -292,28 +289,28 @@ class _Drift:
         seen = [other for other, num in enumerate(self._num) if num]
         return float(np.interp(bucket, seen, [self._level[other] for other in seen]))
 
-    def learn(self, num_rows: int, column: int, log_ratio: float) -> int:
-        """How often the column has been seen with it."""
+    def observe(self, num_rows: int, column: int, log_ratio: float) -> int:
+        """Returns how often the column was observed."""
         bucket, column = _row_bucket(num_rows), min(column, len(self.columns) - 1)
         num, first = self._num[bucket], self._first[bucket]
-        level = log_ratio - self._offset[bucket][column]  # by this one
-        if num < SETTLED:
+        level = log_ratio - self._offset[bucket][column]
+        if num < NUM_FIRST:
             first.append(level)
-            # Of two the lower: a step is held up more often than not.
+            # Of two medians the lower: delays are more frequent than the opposite.
             self._level[bucket] = sorted(first)[(len(first) - 1) // 2]
         else:
-            error = min(max(level - self._level[bucket], -FAR), FAR)
-            rate = max(DRIFT, 1 / (1 + num))
+            error = min(max(level - self._level[bucket], -MAX_ERROR), MAX_ERROR)
+            rate = max(LEVEL_RATE, 1 / (1 + num))
             self._level[bucket] += rate * error
-            shape = max(SHAPE, 1 / (2 + self._num_offset[bucket][column]))
-            self._offset[bucket][column] += shape * (1 - rate) * error
+            offset_rate = max(OFFSET_RATE, 1 / (2 + self._num_offset[bucket][column]))
+            self._offset[bucket][column] += offset_rate * (1 - rate) * error
         self._num[bucket] += 1
         self._num_offset[bucket][column] += 1
         self.is_new = False
         return self._num_offset[bucket][column]
 
     def bound(self, num_rows: int, column: int, by: int, log_ratio: float) -> None:
-        """A column of which less is known than of another lies at most so far above it."""
+        """Limit a column to another one plus log_ratio, if the other was observed more often."""
         bucket = _row_bucket(num_rows)
         offset, num = self._offset[bucket], self._num_offset[bucket]
         by = min(by, len(offset) - 1)
@@ -363,12 +360,12 @@ def _of_tree(tree: Any) -> CostTable:
 
 
 def _numbers(where: str, row: Any, num: int) -> Any:
-    """A row of whole numbers, with seconds at its end."""
+    """A row of integers, with seconds at its end."""
     wanted = "[rows, query tokens, context tokens, seconds]" if num == 4 else "[rows, k, seconds]"
     if not isinstance(row, list) or len(row) != num or not all(type(x) in (int, float) for x in row):
         raise ValueError(f"{where} = {short(row)}: must be {wanted}")
     if not all(isinstance(x, int) for x in row[:-1]):
-        raise ValueError(f"{where} = {short(row)}: counts must be whole numbers")
+        raise ValueError(f"{where} = {short(row)}: counts must be integers")
     return tuple(row)
 
 
@@ -379,15 +376,15 @@ def _check(points: list[Point], drafts: Mapping[str, list[tuple[int, int, float]
 
     need(bool(points), "points", "there are none; a cost table needs at least one measured step")
     at = f"per_context_token_s = {short(per_context_token_s)}"
-    need(0 <= per_context_token_s <= MOST_S, at, f"must be a number from 0 to {MOST_S}")
+    need(0 <= per_context_token_s <= MAX_S, at, f"must be a number from 0 to {MAX_S}")
     seen: set[tuple[int, int]] = set()
     for i, p in enumerate(points):
         at = f"points[{i}] = {short(list(astuple(p)))}"
-        need(LEAST_S <= p.seconds <= MOST_S, at, f"seconds must be a number from {LEAST_S} to {MOST_S}")
+        need(MIN_S <= p.seconds <= MAX_S, at, f"seconds must be a number from {MIN_S} to {MAX_S}")
         need(p.num_rows >= 1, at, "rows must be at least 1")
         need(p.num_query_tokens >= p.num_rows, at, "every row has at least one query token")
         need(p.num_context_tokens >= p.num_query_tokens, at, "the query tokens are part of the context")
-        need(p.num_context_tokens <= MOST_TOKENS, at, f"there may be {MOST_TOKENS} tokens at most")
+        need(p.num_context_tokens <= MAX_TOKENS, at, f"there may be {MAX_TOKENS} tokens at most")
         need((p.num_rows, p.num_query_tokens) not in seen, at, "these rows and query tokens are there already")
         seen.add((p.num_rows, p.num_query_tokens))
     for num_rows in sorted({p.num_rows for p in points}):
@@ -398,7 +395,7 @@ def _check(points: list[Point], drafts: Mapping[str, list[tuple[int, int, float]
         for i, (num_rows, k, seconds) in enumerate(times):
             at = f"drafts.{drafter}[{i}] = {short([num_rows, k, seconds])}"
             need(num_rows >= 1 and k >= 1, at, "rows and k must be at least 1")
-            need(num_rows <= MOST_TOKENS and k <= MOST_TOKENS, at, f"rows and k may be {MOST_TOKENS} at most")
-            need(0 <= seconds <= MOST_S, at, f"seconds must be a number from 0 to {MOST_S}")
+            need(num_rows <= MAX_TOKENS and k <= MAX_TOKENS, at, f"rows and k may be {MAX_TOKENS} at most")
+            need(0 <= seconds <= MAX_S, at, f"seconds must be a number from 0 to {MAX_S}")
             need((num_rows, k) not in drafted, at, "these rows and k are there already")
             drafted.add((num_rows, k))

@@ -1,110 +1,85 @@
-"""Length-aware budgets: drafts go to the rows that would keep everybody waiting (DAS, arXiv 2511.13841).
+"""The policy `das`: longer drafts for rows that are expected to end last (DAS, arXiv 2511.13841).
 
-Every few steps the long tail's problem (`budgets`) is solved for the rows that run: expected lengths from the length
-model, prices from the cost table at the present load, and how drafts fare from what became of earlier ones. A row's
-budget is then spread over the steps it has left. Parts of tokens are carried over, so that a row with 0.5 drafts one
-token every other step.
+Every few steps the budgets of the running rows are computed (`budgets`), from expected lengths (the length model), the
+cost table at the present load, and the acceptance model. A row's budget is distributed over its remaining steps.
+Fractions of tokens are carried over: a row with 0.5 drafts one token every other step.
 
-Always: caps depend on lengths, load and past outcomes, never on what is drafted now, so every verification rule may be
-used. The same inputs give the same caps.
+Invariant: caps depend on lengths, load and past drafts, never on the drafts of this step, so every acceptance rule may
+be used. The same inputs give the same caps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from paceline.speculation import budgets
-from paceline.speculation.batch import Commits, DraftBatch, Load, Rows, places_of
+from paceline.speculation.acceptance import KEPT_BY_NEW_VERSION
+from paceline.speculation.batch import Commits, Load, Rows, places_of
 from paceline.speculation.cost import CostTable
-from paceline.speculation.policy import Decision, level
+from paceline.speculation.policy import Decision, SpeculationPolicy, level
 from paceline.types import Request, StepTrace
 
-EVERY = 16  # steps between two solutions
-CHANGED = 4  # and where rows came or went
-FADE = 0.5  # what a new policy version leaves of the outcomes counted
-PRIOR = 0.6  # chance of a drafted token before any was seen, …
-PRIOR_STEPS = 16.0  # … worth so many rows' steps
-OWN_STEPS = 32.0  # rows' steps that all others' outcomes are worth beside a request's own
-PRICE = 0.05  # a price per token this close to the one solved with is the same
-ROUNDS = 4  # solutions at most, until price and use agree
-PHASE = (5**0.5 - 1) / 2  # sets requests' carried parts apart, so that they do not all draft in the same step
+SOLVE_EVERY = 16  # steps
+SOLVE_CHANGED = 4  # steps, if rows were added or removed
+OWN_PRIOR = 32.0  # outcomes of all requests that count beside a request's own
+MIN_SHARE, MIN_ACCEPTED = 1e-6, 1e-3  # of steps in which a position is drafted; of draft tokens that are accepted
+SAME_COST = 0.05  # relative difference of costs per token that does not matter
+MAX_ROUNDS = 4  # solutions until the cost per token and the number of tokens agree
+PHASE = (5**0.5 - 1) / 2  # of carried fractions, so that requests do not all draft in the same step
 BELOW_ONE = float(np.nextafter(1, 0))
-OFFERED, DRAFTED, ACCEPTED = range(3)  # rows of the counts: caps, drafts and acceptances that got beyond a position
 
 
-def chance(counts: np.ndarray) -> float:
-    """That a drafted token stands if those before it do, at any position."""
-    reached = counts[DRAFTED].copy()
-    reached[1:] = np.minimum(reached[1:], counts[ACCEPTED, :-1])
-    return float((counts[ACCEPTED].sum() + PRIOR_STEPS * PRIOR) / (reached.sum() + PRIOR_STEPS))
+def fit(survival: np.ndarray, drafted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(α, k) of each row: float64 [B]. `survival` [B, K]: the probability that a token is drafted and accepted at each
+    position. `drafted` [B, K]: the probability that one is drafted.
 
-
-def shares(counts: np.ndarray, ratios: np.ndarray, weight: float) -> np.ndarray:
-    """Of the steps in which position j was offered: in how many a token stood there, and in how many one was drafted.
-    [2, ..., K], never rising with j. ratios [2, K] says beforehand what position j has of what the one before it has,
-    as if seen `weight` times."""
-    found = np.empty((2, *counts.shape[:-2], counts.shape[-1]))
-    for kind, row in enumerate((ACCEPTED, DRAFTED)):
-        level = np.ones(counts.shape[:-2])
-        for j in range(counts.shape[-1]):
-            expected = counts[..., row, j] + weight * ratios[kind, j] * level
-            level = np.minimum(level, expected / (counts[..., OFFERED, j] + weight))
-            found[kind, ..., j] = level
-    return found
-
-
-def fit(standing: np.ndarray, filled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(α, k) of rows whose positions fare so, both [B].
-
-    Draft up to m positions at every step: a step then verifies V(m) = Σ_{j<m} filled_j tokens and emits 1 + S(m), with
-    S(m) = Σ_{j<m} standing_j. So per emitted token, V/(1+S) are spent and the share S/(1+S) is accepted. The model has
-    k(1 − e^{−αb}) for a spending of b. Two parameters meet two facts: the first tokens' worth, α·k = S(1)/V(1), which
-    decides whether to draft at all, and the share at full length. With x = αb and ρ = (S(K)/V(K)) / (S(1)/V(1)):
+    With drafts of up to m positions a step verifies V(m) = Σ_{j<m} drafted_j tokens and emits 1 + S(m), with
+    S(m) = Σ_{j<m} survival_j. So per emitted token, V/(1+S) are spent and the share S/(1+S) is accepted. The model has
+    k(1 − e^{−αb}) for a spending of b. Two parameters meet two conditions: the value of the first tokens,
+    α·k = S(1)/V(1), which decides whether to draft at all, and the share at full length. With x = αb and
+    ρ = (S(K)/V(K)) / (S(1)/V(1)):
 
         (1 − e^{−x}) / x = ρ,    k = b · αk / x
 
-    Drafts so good that k would pass 1 keep the first fact and k = 1: they are underrated, never overrated.
+    If k would be more than 1, only the first condition is met, with k = 1: that underestimates the drafts.
     """
-    worth = standing[:, 0] / filled[:, 0]
-    brings, takes = standing.sum(1), filled.sum(1)
-    rho = np.clip(brings / (takes * worth), 1e-6, 1.0)
-    x = 1 / rho  # right of the root of a concave function, from where Newton comes down without passing it
+    first = survival[:, 0] / drafted[:, 0]
+    num_accepted, num_verified = survival.sum(1), drafted.sum(1)
+    rho = np.clip(num_accepted / (num_verified * first), 1e-6, 1.0)
+    x = 1 / rho  # above the root of a concave function: Newton's method does not pass it
     for _ in range(8):
         x = x - (1 - np.exp(-x) - rho * x) / np.minimum(np.exp(-x) - rho, -1e-12)
-    k = np.clip(worth * takes / (1 + brings) / np.maximum(x, 1e-9), 1e-6, 1.0)
-    return worth / k, k
+    k = np.clip(first * num_verified / (1 + num_accepted) / np.maximum(x, 1e-9), 1e-6, 1.0)
+    return first / k, k
 
 
 @dataclass(frozen=True, slots=True)
-class _Spread:
-    """Budgets of some rows, spread over their steps."""
+class _Solution:
+    """Draft lengths of some rows, and what is expected of them."""
 
-    depths: np.ndarray  # float64 [B], positions per step, parts included
-    standing: np.ndarray  # float64 [B, K], see `shares`
-    filled: np.ndarray
-    why: str
+    lengths: np.ndarray  # float64 [B], tokens per step, with fractions
+    survival: np.ndarray  # float64 [B, K], see `fit`
+    drafted: np.ndarray
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """What a step was planned with."""
+    """A planned step."""
 
     request_ids: np.ndarray
     caps: np.ndarray  # int32 [B]
-    carried: np.ndarray  # float64 [B], parts of a token that are left for the next step
-    solved: _Spread | None  # where budgets were solved anew for it
+    carried: np.ndarray  # float64 [B], fractions of a token that are left for the next step
+    solution: _Solution | None  # if budgets were computed for it
 
 
-class DasPolicy:
-    """`solve` is the rule that makes budgets: `budgets.solve`, or another to compare it with."""
+class DasPolicy(SpeculationPolicy):
+    """`solve` computes the budgets."""
 
     name = "das"
-    reads_drafts = False
-    reads_lengths = True
-    takes_best = False
+    reads_lengths = reads_acceptance = True
 
     def __init__(self, costs: CostTable, max_tokens: int, solve: budgets.Solver = budgets.solve) -> None:
         if max_tokens < 1:
@@ -113,46 +88,44 @@ class DasPolicy:
                 "nothing, use speculation.policy = 'static' with 0"
             )
         self.costs, self.max_tokens, self.solve = costs, max_tokens, solve
-        self.counts = np.zeros((3, max_tokens))
-        self.decision = Decision()
+        super().__init__()
         self._version = -1  # of the policy; none yet
-        self._why = ""
-        self._drafter = ""  # as traces call it; none seen yet
-        self._num_steps = EVERY  # since the last solution
+        self._reason = ""
+        self._num_steps = SOLVE_EVERY  # since the last solution
         self._solved_for = np.zeros(0, np.int64)
-        # Of live requests, by slot.
+        # Of live requests, by index.
         self._num_begun = 0
-        self._slots: dict[int, int] = {}
+        self._indices: dict[int, int] = {}
         self._free: list[int] = []
-        self._own = np.zeros((0, 3, max_tokens))
-        self._depths = np.zeros(0)  # positions per step, parts included
-        self._carried = np.zeros(0)  # parts of a token, below 1
-        self._standing = np.zeros((0, max_tokens))
-        self._filled = np.zeros((0, max_tokens))
+        self._outcomes = np.zeros((0, 2))  # accepted tokens, and tokens with a known outcome
+        self._lengths = np.zeros(0)  # tokens per step, with fractions
+        self._carried = np.zeros(0)  # fractions of a token, below 1
+        self._survival = np.zeros((0, max_tokens))
+        self._drafted = np.zeros((0, max_tokens))
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def begin(self, request: Request) -> None:
         if not self._free:
             self._grow()
-        slot = self._slots[request.request_id] = self._free.pop()
-        self._own[slot], self._depths[slot] = 0, 0
-        self._carried[slot] = self._num_begun * PHASE % 1
+        index = self._indices[request.request_id] = self._free.pop()
+        for array in (self._outcomes, self._lengths, self._survival, self._drafted):
+            array[index] = 0
+        self._carried[index] = self._num_begun * PHASE % 1
         self._num_begun += 1
-        self._standing[slot], self._filled[slot] = 0, 0
 
     def end(self, request_id: int) -> None:
-        self._free.append(self._slots.pop(request_id))
+        self._free.append(self._indices.pop(request_id))
 
     def _grow(self) -> None:
-        num, more = len(self._own), max(16, len(self._own))
-        for name in ("_own", "_depths", "_carried", "_standing", "_filled"):
+        num, more = len(self._lengths), max(16, len(self._lengths))
+        for name in ("_outcomes", "_lengths", "_carried", "_survival", "_drafted"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros((more, *array.shape[1:]), array.dtype)]))
         self._free += range(num + more - 1, num - 1, -1)
 
-    def _slots_of(self, request_ids: np.ndarray) -> np.ndarray:
-        return np.array([self._slots[request_id] for request_id in request_ids.tolist()], np.int64)
+    def _indices_of(self, request_ids: np.ndarray) -> np.ndarray:
+        return np.array([self._indices[request_id] for request_id in request_ids.tolist()], np.int64)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -160,122 +133,100 @@ class DasPolicy:
         assert len(rows.expected_left) == len(rows)
         if rows.version != self._version:
             if self._version >= 0:
-                self.counts *= FADE
-                self._own *= FADE
-            self._version, self._num_steps = rows.version, EVERY
-        slots = self._slots_of(rows.request_ids)
+                self._outcomes *= KEPT_BY_NEW_VERSION
+            self._version, self._num_steps = rows.version, SOLVE_EVERY
+        at = self._indices_of(rows.request_ids)
         changed = not np.array_equal(rows.request_ids, self._solved_for)
-        solved = self._spread(rows, slots) if self._num_steps >= (CHANGED if changed else EVERY) else None
-        spread = solved or _Spread(self._depths[slots], self._standing[slots], self._filled[slots], self._why)
-        depths = rows.limited(spread.depths)
-        if (total := float(depths.sum())) > rows.draft_budget:
-            depths = depths * (rows.draft_budget / total)  # shares stay: the longest rows keep the longest drafts
-        wanted = rows.limited(np.minimum(depths + self._carried[slots], self.max_tokens))
+        is_due = self._num_steps >= (SOLVE_CHANGED if changed else SOLVE_EVERY)
+        new = self._solve(rows, at) if is_due else None
+        solution = new or _Solution(self._lengths[at], self._survival[at], self._drafted[at], self._reason)
+        lengths = rows.limited(solution.lengths)
+        if (total := float(lengths.sum())) > rows.draft_budget:
+            lengths = lengths * (rows.draft_budget / total)
+        wanted = rows.limited(np.minimum(lengths + self._carried[at], self.max_tokens))
         caps = wanted.astype(np.int32)
-        if int(caps.sum()) > rows.draft_budget:  # many carried parts came to a token at once
+        if int(caps.sum()) > rows.draft_budget:  # many carried fractions became a token at once
             caps = level(caps, rows.draft_budget)
         reached = np.arange(self.max_tokens) < caps[:, None]
-        num_extra = round(float((spread.filled * reached).sum()))
+        num_verified = round(float((solution.drafted * reached).sum()))
         self.decision = Decision(
-            f"{caps.sum()} for {(caps > 0).sum()} of {len(rows)} rows; {spread.why}",
-            float((spread.standing * reached).sum()),
-            float(self.costs.steps_s(rows.load, num_extra)[num_extra]) + self._draft_s(caps),
-            _Planned(rows.request_ids, caps, np.minimum(wanted - caps, BELOW_ONE), solved),
+            f"{caps.sum()} for {(caps > 0).sum()} of {len(rows)} rows; {solution.reason}",
+            float((solution.survival * reached).sum()),
+            float(self.costs.steps_s(rows.load, num_verified)[num_verified]) + self._draft_s(rows.drafter, caps),
+            about=_Planned(rows.request_ids, caps, np.minimum(wanted - caps, BELOW_ONE), new),
         )
         return caps
 
     def commit(self, decision: Decision) -> None:
         planned: _Planned = decision.about
-        slots, solved = self._slots_of(planned.request_ids), planned.solved
-        self._carried[slots] = planned.carried
-        if solved is not None:
-            self._depths[slots], self._standing[slots], self._filled[slots] = (
-                solved.depths, solved.standing, solved.filled
-            )  # fmt: skip
-            self._why, self._num_steps, self._solved_for = solved.why, 0, planned.request_ids.copy()
+        at, new = self._indices_of(planned.request_ids), planned.solution
+        self._carried[at] = planned.carried
+        if new is not None:
+            self._lengths[at], self._survival[at], self._drafted[at] = new.lengths, new.survival, new.drafted
+            self._reason, self._num_steps, self._solved_for = new.reason, 0, planned.request_ids.copy()
         self._num_steps += 1
 
-    def _spread(self, rows: Rows, slots: np.ndarray) -> _Spread:
-        """Solve, and spread each row's budget over its steps. A token's price is what all tokens of a step add to it,
-        shared out, and so depends on how many there are; start from all that might be, and look again until price and
-        use agree."""
+    def _acceptance(self, rows: Rows, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`survival` and `drafted` of each row, [B, K]: those of the drafter's latest drafts, with probabilities scaled
+        by how a request's own draft tokens did, compared with all requests'."""
+        survival = rows.acceptance.survival(rows.drafter, self.max_tokens).mean(0)
+        drafted = np.maximum(rows.acceptance.is_drafted(rows.drafter, self.max_tokens).mean(0), MIN_SHARE)
+        survival = np.maximum(survival, MIN_ACCEPTED * drafted)
+        reached = np.minimum(drafted, np.concatenate([[1.0], survival[:-1]]))
+        mean = float(survival.sum() / reached.sum())  # of all draft tokens with an outcome
+        accepted, known = self._outcomes[at].T
+        scale = (accepted + OWN_PRIOR * mean) / (known + OWN_PRIOR) / mean
+        own = survival * scale[:, None] ** np.arange(1, 1 + self.max_tokens)
+        drafted_BK = np.broadcast_to(drafted, own.shape)
+        return np.minimum.accumulate(np.minimum(own, drafted_BK), axis=1), drafted_BK
+
+    def _solve(self, rows: Rows, at: np.ndarray) -> _Solution:
+        """Compute budgets and distribute them over the rows' steps. The cost per token depends on how many tokens a
+        step has: start with the most, and repeat until both agree."""
         lengths = rows.expected_left
-        ratios = np.array([[chance(self.counts)], [1.0]]).repeat(self.max_tokens, 1)
-        levels = shares(self.counts, ratios, PRIOR_STEPS)
-        ratios = levels / np.concatenate([np.ones((2, 1)), levels[:, :-1]], 1)
-        standing, filled = shares(self._own[slots], ratios, OWN_STEPS)
-        alpha_B, k_B = fit(standing, filled)
-        # Full drafts get the last row down to so many steps. Nobody needs to be done before that.
-        enough_B = budgets.needed(lengths, alpha_B, k_B, (lengths / (1 + standing.sum(1))).max(initial=0))
-        low, high = 0, int(np.ceil(filled.sum()))
-        # As the steps to come will be: prompts that this one computes are no part of them.
+        survival, drafted = self._acceptance(rows, at)
+        alpha_B, k_B = fit(survival, drafted)
+        # Full drafts reduce the last row to so many steps. No row needs to end before that.
+        enough_B = budgets.needed(lengths, alpha_B, k_B, (lengths / (1 + survival.sum(1))).max(initial=0))
+        low, high = 0, int(np.ceil(drafted.sum()))
+        # The steps to come compute no prompts.
         load = Load(len(rows), len(rows), rows.load.num_context_tokens)
         seconds = self.costs.steps_s(load, high)
-        num_extra, price, num_steps = high, 0.0, 0.0
-        depths = np.full(len(rows), float(self.max_tokens))
-        draft_s = self._draft_s(depths)
-        for again in range(ROUNDS):
-            now = (float(seconds[num_extra] - seconds[0]) + draft_s) / max(1, num_extra)
-            if again and abs(now - price) <= PRICE * price:
+        num_verified, cost, num_steps = high, 0.0, 0.0
+        draft_lengths = np.full(len(rows), float(self.max_tokens))
+        draft_s = self._draft_s(rows.drafter, draft_lengths)
+        for again in range(MAX_ROUNDS):
+            now = (float(seconds[num_verified] - seconds[0]) + draft_s) / max(1, num_verified)
+            if again and abs(now - cost) <= SAME_COST * cost:
                 break
-            price = now
-            p_B = np.minimum(enough_B, self.solve(lengths, alpha_B, k_B, float(seconds[0]), price).budgets)
+            cost = now
+            p_B = np.minimum(enough_B, self.solve(lengths, alpha_B, k_B, float(seconds[0]), cost).budgets)
             steps_B = lengths - budgets.accepted(lengths, alpha_B, k_B, p_B)
-            rates = np.minimum(p_B / np.maximum(steps_B, 1e-9), filled.sum(1))
-            depths, num_steps, used = _depths(rates, filled), float(steps_B.max(initial=0)), int(np.ceil(rates.sum()))
-            draft_s = self._draft_s(depths) if used else draft_s
-            low, high = (num_extra, high) if used >= num_extra else (low, num_extra)
-            num_extra = used if low < used < high else (low + high) // 2
-        why = (
-            f"{num_steps:.0f} steps to go instead of {lengths.max(initial=0):.0f}, "
-            f"a token costs {price / float(seconds[0]):.1%} of a step"
+            rates = np.minimum(p_B / np.maximum(steps_B, 1e-9), drafted.sum(1))
+            draft_lengths, num_steps = _draft_lengths(rates, drafted), float(steps_B.max(initial=0))
+            used = int(np.ceil(rates.sum()))
+            draft_s = self._draft_s(rows.drafter, draft_lengths) if used else draft_s
+            low, high = (num_verified, high) if used >= num_verified else (low, num_verified)
+            num_verified = used if low < used < high else (low + high) // 2
+        reason = (
+            f"{num_steps:.0f} steps left instead of {lengths.max(initial=0):.0f}, "
+            f"a token costs {cost / float(seconds[0]):.1%} of a step"
         )
-        return _Spread(depths, standing, filled, why)
+        return _Solution(draft_lengths, survival, drafted, reason)
 
-    def _draft_s(self, depths: np.ndarray) -> float:
-        return self.costs.draft_s(self._drafter, int((depths > 0).sum()), int(np.ceil(depths.max(initial=0))))
-
-    def select(self, drafts: DraftBatch) -> np.ndarray:
-        return drafts.num
+    def _draft_s(self, drafter: str, lengths: np.ndarray) -> float:
+        return self.costs.draft_s(drafter, int((lengths > 0).sum()), int(np.ceil(lengths.max(initial=0))))
 
     def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
-        self._drafter = trace.drafter
-        slots = self._slots_of(commits.request_ids)
         planned: _Planned = decision.about
-        offered = planned.caps[places_of(commits.request_ids, planned.request_ids)]
-        self.costs.observe(trace, int(offered.max(initial=0)))
-        position = np.arange(self.max_tokens)
-        beyond = np.stack(
-            [count[:, None] > position for count in (offered, commits.num_drafted, commits.num_accepted)],
-            1,
-        )  # [B, 3, K]
-        # A draft that its sequence's end cut short was not wrong.
-        beyond &= (commits.num > commits.num_accepted)[:, None, None]
-        self._own[slots] += beyond
-        self.counts += beyond.sum(0)
-
-    # -- checkpoints ------------------------------------------------------------------------------------------------
-
-    def state(self) -> dict[str, np.ndarray]:
-        return {"counts": self.counts.copy(), "version": np.array([self._version])}
-
-    def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        if state.keys() != {"counts", "version"}:
-            raise ValueError(
-                f"not a state of the das policy: it holds {sorted(state) or 'nothing'}; was speculation.policy changed?"
-            )
-        if state["counts"].ndim != 2 or len(state["counts"]) != 3 or state["version"].shape != (1,):
-            raise ValueError("the das policy's state is damaged: its arrays have other shapes than it saves")
-        known = min(self.max_tokens, state["counts"].shape[1])  # positions; there may have been more, or fewer
-        self.counts = np.zeros((3, self.max_tokens))
-        self.counts[:, :known] = state["counts"][:, :known]
-        self._version = int(state["version"][0])
+        caps = planned.caps[places_of(commits.request_ids, planned.request_ids)]
+        self.costs.observe(trace, int(caps.max(initial=0)))
+        self._outcomes[self._indices_of(commits.request_ids)] += np.stack([commits.num_accepted, commits.num_known], 1)
 
 
-def _depths(rates: np.ndarray, filled: np.ndarray) -> np.ndarray:
-    """How many positions to offer, so that as many as `rates` are drafted: V(m) = rate, between two positions in
-    parts."""
-    takes = np.concatenate([np.zeros((len(filled), 1)), np.cumsum(filled, 1)], 1)  # V(0) … V(K)
-    whole = np.minimum((takes[:, 1:] <= rates[:, None]).sum(1), filled.shape[1] - 1)
-    row = np.arange(len(filled))
-    return whole + np.clip((rates - takes[row, whole]) / filled[row, whole], 0, 1)
+def _draft_lengths(rates: np.ndarray, drafted: np.ndarray) -> np.ndarray:
+    """Draft lengths, with fractions, at which V(length) = rate: see `fit`."""
+    num_verified = np.concatenate([np.zeros((len(drafted), 1)), np.cumsum(drafted, 1)], 1)  # V(0) … V(K)
+    whole = np.minimum((num_verified[:, 1:] <= rates[:, None]).sum(1), drafted.shape[1] - 1)
+    row = np.arange(len(drafted))
+    return whole + np.clip((rates - num_verified[row, whole]) / drafted[row, whole], 0, 1)

@@ -1,9 +1,8 @@
-"""How long a completion may be expected to become, from how long those of the same problem were.
+"""Expected completion lengths, from the lengths of earlier completions of the same problem.
 
-A problem's own lengths speak for it; while there are few, all problems' lengths fill in, and before any there is
-only the limit. A sequence that has outlived some of them is judged by those that were longer still, so its class
-(short, medium, long) moves up as it goes on. Lengths of recent versions push out older ones, and problems seen lately
-those not seen for long, so memory is bounded.
+While a problem has few lengths, those of all problems count too; before any there is only the limit. For a running
+sequence only lengths above its present one count. A problem keeps its newest lengths, and the model the most recently
+used problems, so memory is bounded.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ import numpy as np
 
 from paceline.types import Request
 
-SHORT, MEDIUM, LONG = range(3)
-OWN = 64  # lengths remembered of a problem
+OWN = 64  # lengths kept of a problem
 ALL = 1024  # and of all problems together
-PRIOR = 4.0  # how many of a problem's own lengths all the others' together are worth
+PRIOR = 4.0  # all problems' lengths together count like so many of a problem's own
 MAX_PROBLEMS = 16384
-STATE = {"names", "name_ends", "lengths", "length_ends", "lengths_of_all"}  # what `LengthModel.state` holds
+STATE = {"names", "name_ends", "lengths", "length_ends", "lengths_of_all"}
 ONES = np.ones(OWN)
-NOBODY = 0  # the row of `_own` that stays empty: for requests without a problem, or of one that was forgotten
+NO_PROBLEM = 0  # the row of `_own` that stays empty: for requests without a problem or of a forgotten one
 
 
 class LengthModel:
@@ -31,24 +29,24 @@ class LengthModel:
         self._forget_all()
 
     def _forget_all(self) -> None:
-        self._rows: dict[str | None, int] = {}  # problem -> row of `_own`; the one seen last stands last
-        self._own = np.zeros((1, OWN))  # rings of lengths. 0 is no length, and never longer than anything
-        self._num = [0]  # lengths that each ring was told
-        self._all = np.zeros(ALL)  # a ring too
+        self._rows: dict[str | None, int] = {}  # problem -> row of `_own`; least recently used first
+        self._own = np.zeros((1, OWN))  # ring buffers of lengths; 0: empty
+        self._num = [0]  # lengths that each ring buffer got
+        self._all = np.zeros(ALL)  # a ring buffer too
         self._num_all = 0
         self._sorted: tuple[np.ndarray, np.ndarray] | None = None
-        self._asked: tuple[bytes, np.ndarray, np.ndarray] | None = None  # see `_of`; until anyone begins or ends
+        self._cached: tuple[bytes, np.ndarray, np.ndarray] | None = None  # see `_of`; until a request begins or ends
 
     def begin(self, request: Request) -> None:
         self._live[request.request_id] = request.problem, request.sampling.max_tokens
-        self._asked = None
+        self._cached = None
         if request.problem in self._rows:
             self._rows[request.problem] = self._rows.pop(request.problem)
 
     def end(self, request_id: int, num_tokens: int, whole: bool = True) -> None:
-        """It emitted num_tokens. Those that were not let finish (`whole` is false) teach nothing."""
+        """It emitted num_tokens. Aborted ones (`whole` is false) do not count."""
         problem, _ = self._live.pop(request_id)
-        self._asked = None
+        self._cached = None
         if not whole or num_tokens < 1:
             return
         self._all[self._num_all % ALL] = num_tokens
@@ -60,7 +58,7 @@ class LengthModel:
             self._num[row] += 1
 
     def _row(self, problem: str) -> int:
-        """The problem's row. It is now the one seen last; where all are taken it gets that of the one seen first."""
+        """The problem's row. If all are used, the least recently used problem is forgotten."""
         row = self._rows.pop(problem, None)
         if row is None and len(self._rows) < self.max_problems:
             row = len(self._num)
@@ -74,53 +72,37 @@ class LengthModel:
         return row
 
     def expected(self, request: Request) -> float:
-        """Tokens of a request that has not begun."""
-        own = self._own[[self._rows.get(request.problem, NOBODY)]]
+        """Tokens of a waiting request."""
+        own = self._own[[self._rows.get(request.problem, NO_PROBLEM)]]
         return float(self._left(own, np.zeros(1), np.array([request.sampling.max_tokens]))[0])
 
     def expected_left(self, request_ids: np.ndarray, num_emitted: np.ndarray) -> np.ndarray:
-        """Tokens yet to come of live requests that have emitted so many: float64 [B], at least 1, at most what
-        max_tokens leaves."""
+        """Tokens that live requests will still emit: float64 [B], at least 1, at most what max_tokens leaves."""
         own, limits = self._of(request_ids)
         return self._left(own, num_emitted.astype(np.float64), limits)
 
-    def classes(self, request_ids: np.ndarray, num_emitted: np.ndarray) -> np.ndarray:
-        """SHORT, MEDIUM or LONG, by thirds of all lengths: uint8 [B]. MEDIUM while there are none."""
-        own, limits = self._of(request_ids)
-        if not self._num_all:
-            return np.full(len(own), MEDIUM, np.uint8)
-        lengths, _ = self._all_sorted()
-        now, _ = self._beyond(own, num_emitted)
-        classes = np.zeros(len(own), np.uint8)
-        for third in (1, 2):  # it belongs above a bound that it will more likely pass than not
-            bound = lengths[(len(lengths) * third - 1) // 3]
-            then, _ = self._beyond(own, np.maximum(num_emitted, bound))
-            classes += (limits > bound) & ((num_emitted >= bound) | (2 * then > now))
-        return classes
-
     def _of(self, request_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The lengths that each request's problem had [B, OWN], and its max_tokens [B]. The same are asked for step
-        after step."""
+        """The lengths of each request's problem [B, OWN], and its max_tokens [B]."""
         key = request_ids.tobytes()
-        if self._asked is None or self._asked[0] != key:
+        if self._cached is None or self._cached[0] != key:
             live = [self._live[request_id] for request_id in request_ids.tolist()]
-            rows = np.array([self._rows.get(problem, NOBODY) for problem, _ in live], np.int64)
-            self._asked = key, self._own[rows], np.array([limit for _, limit in live], np.float64)
-        return self._asked[1:]
+            rows = np.array([self._rows.get(problem, NO_PROBLEM) for problem, _ in live], np.int64)
+            self._cached = key, self._own[rows], np.array([limit for _, limit in live], np.float64)
+        return self._cached[1:]
 
     def _left(self, own: np.ndarray, num_emitted: np.ndarray, limits: np.ndarray) -> np.ndarray:
         num_longer, excess = self._beyond(own, num_emitted)
-        room = limits - num_emitted
-        # Longer than any before: as long again as it is now, for all that is known, or half of what the limit leaves.
-        unheard_of = np.minimum(room / 2, num_emitted if self._num_all else np.inf)
-        left = np.where(num_longer > 0, excess / np.maximum(num_longer, 1e-9), unheard_of)
-        return np.maximum(1.0, np.minimum(left, room))
+        most = limits - num_emitted
+        # Longer than all before: as long again as it is now, or half of what the limit leaves.
+        unknown = np.minimum(most / 2, num_emitted if self._num_all else np.inf)
+        left = np.where(num_longer > 0, excess / np.maximum(num_longer, 1e-9), unknown)
+        return np.maximum(1.0, np.minimum(left, most))
 
     def _beyond(self, own: np.ndarray, num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of the lengths that speak for each row, those above num_tokens: how many, and by how much in all."""
+        """Of the lengths that count for each row, those above num_tokens: how many, and by how much in total."""
         beyond = own - num_tokens[:, None]  # [B, OWN]
         np.maximum(beyond, 0, out=beyond)
-        num_longer, excess = np.minimum(beyond, 1) @ ONES, beyond @ ONES  # lengths are whole: above is 1 or more
+        num_longer, excess = np.minimum(beyond, 1) @ ONES, beyond @ ONES  # lengths are integers: above is 1 or more
         if self._num_all:
             lengths, sums = self._all_sorted()
             at = lengths.searchsorted(num_tokens, "right")
@@ -130,14 +112,14 @@ class LengthModel:
         return num_longer, excess
 
     def _all_sorted(self) -> tuple[np.ndarray, np.ndarray]:
-        """All lengths in order, and the sum of those from each place on."""
+        """All lengths sorted, and the sum of those from each index on."""
         if self._sorted is None:
             lengths = np.sort(self._all[: self._num_all])
             self._sorted = lengths, np.append(lengths[::-1].cumsum()[::-1], 0.0)
         return self._sorted
 
-    def state(self) -> dict[str, np.ndarray]:
-        """Every problem's lengths, oldest first; the problem seen last stands last. Live requests are no part of it."""
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Lengths by problem, oldest first; the least recently used problem first. Without live requests."""
         names = [np.frombuffer(str(problem).encode(), np.uint8) for problem in self._rows]
         lengths = [_in_order(self._own[row], self._num[row]) for row in self._rows.values()]
         return {
@@ -148,8 +130,8 @@ class LengthModel:
             "lengths_of_all": _in_order(self._all, self._num_all),
         }
 
-    def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """Know what the model knew whose state this is, and nothing else. Live requests stay."""
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """Live requests stay."""
         if state.keys() != STATE:
             raise ValueError(f"not a state of the length model: it holds {sorted(state) or 'nothing'}")
         names, owns = _parts(state["names"], state["name_ends"]), _parts(state["lengths"], state["length_ends"])
@@ -165,7 +147,7 @@ class LengthModel:
 
 
 def _in_order(ring: np.ndarray, num: int) -> np.ndarray:
-    """What a ring that was told `num` numbers still holds, oldest first: int64."""
+    """The lengths in a ring buffer that got `num`, oldest first: int64."""
     held = np.roll(ring, -(num % len(ring))) if num > len(ring) else ring[:num]
     return held.astype(np.int64)
 

@@ -1,70 +1,93 @@
-"""How many tokens to draft, for whom. Zero is a fine answer: it is plain decoding."""
+"""Speculation policies decide how many tokens to draft and to verify, for each row. 0 is plain decoding."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from paceline.speculation.batch import Commits, DraftBatch, Rows
+from paceline.speculation.batch import Commits, Rows
+from paceline.speculation.draft_batch import DraftBatch
 from paceline.types import Request, StepTrace
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Why a step verifies what it verifies; the trace keeps it."""
+    """What a policy decided about a step; the trace keeps all but `about`."""
 
     reason: str = ""
     expected_accepted: float = 0.0
     expected_s: float = 0.0  # 0: not estimated
-    about: Any = field(default=None, repr=False, compare=False)  # the policy's own, which `observe` gets back
+    is_probe: bool = False
+    about: Any = field(default=None, repr=False, compare=False)  # the policy's own data
 
 
-class SpeculationPolicy(Protocol):
-    """`plan` caps every row's draft before anything is drafted; `select` then says how much of each draft is worth
-    verifying, and is not asked where nothing was. What it selects adds up to at most `Rows.draft_budget`: the policy,
-    which sees all rows, shares the budget out.
+class SpeculationPolicy:
+    """`plan` limits every row's draft before anything is drafted. `select` then chooses how many tokens of each draft
+    are verified; it is not called if nothing was drafted. It selects at most `Rows.draft_budget` tokens.
 
     The engine may discard a step after `plan` or `select` and plan again. So these two change nothing that a later
-    plan depends on: `commit` does, and is called once for every step that is launched, with its decision.
+    plan depends on. `commit` does; it is called once for every step that is launched, with its decision. `observe` is
+    called after every launched step, with its outcome and time. Fewer tokens than selected may have been verified if
+    memory was short, and further steps may have been launched meanwhile. `begin` and `end` are called for every
+    request, as for a drafter."""
 
-    `reads_drafts` tells whether `select` looks at what was drafted: harmless under `coupled`, a bias under the
-    rejection rules, which therefore refuse it. `takes_best` tells that it takes the likeliest of all: who knows better
-    by then which these are may take others, as many. After every step that was launched `observe` learns what stood and
-    what it took; fewer tokens than selected may have been verified, where memory was short, and further steps may have
-    been launched meanwhile. `begin` and `end` bracket a request's life, as for a drafter."""
+    name = ""
+    reads_drafts = False  # `select` depends on the draft tokens: a bias under the rejection rules, which refuse it
+    reads_lengths = False  # needs `Rows.expected_left`
+    reads_acceptance = False  # needs `Rows.acceptance` or `DraftBatch.probabilities`
+    has_probes = False  # tries a drafter again after most of its draft tokens were rejected
+    takes_best = False  # selects the most probable tokens: a device that knows them better may select as many others
 
-    name: str
-    reads_drafts: bool
-    reads_lengths: bool  # wants `Rows.expected_left`
-    takes_best: bool
-    decision: Decision  # of the step that was planned last
+    def __init__(self) -> None:
+        self.decision = Decision()  # of the step that was planned last
 
-    def begin(self, request: Request) -> None: ...
-    def plan(self, rows: Rows) -> np.ndarray: ...  # int32 [B]
-    def select(self, drafts: DraftBatch) -> np.ndarray: ...  # int32 [B], at most drafts.num
-    def commit(self, decision: Decision) -> None: ...  # the step with this decision was launched
-    def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None: ...
-    def end(self, request_id: int) -> None: ...
-    def state(self) -> dict[str, np.ndarray]: ...  # what it learned, for a checkpoint
-    def restore(self, state: Mapping[str, np.ndarray]) -> None: ...  # ValueError for another policy's
+    def begin(self, request: Request) -> None:
+        pass
+
+    def plan(self, rows: Rows) -> np.ndarray:
+        """The longest draft of each row: int32 [B]."""
+        raise NotImplementedError
+
+    def select(self, drafts: DraftBatch) -> np.ndarray:
+        """How many tokens of each draft to verify: int32 [B]."""
+        return drafts.num
+
+    def commit(self, decision: Decision) -> None:
+        pass
+
+    def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
+        pass
+
+    def end(self, request_id: int) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        if state:
+            raise ValueError(
+                f"not a state of the {self.name} policy, which keeps none: it holds {sorted(state)}; was "
+                "speculation.policy changed?"
+            )
 
 
-class StaticPolicy:
+class StaticPolicy(SpeculationPolicy):
     """A fixed number of tokens per batch-size bucket: {1: 6, 8: 3} drafts 6 for a single row, 3 for up to 8 rows, and
-    none for more. A plain number means any batch size. A draft ends before the first position that it is less likely
-    than `min_confidence` to survive to, by the drafter's own estimate."""
+    none for more. A plain number is for any batch size. A draft is cut before the first token whose survival
+    probability is below `min_confidence`."""
 
     name = "static"
-    reads_lengths = takes_best = False
 
     def __init__(self, num_speculative_tokens: int | Mapping[int, int], min_confidence: float = 0.0) -> None:
+        super().__init__()
         if not 0 <= min_confidence <= 1:
             raise ValueError(f"speculation.min_confidence = {min_confidence}: must be from 0 (off) to 1")
         self.min_confidence = min_confidence
-        self.reads_drafts = min_confidence > 0
+        self.reads_drafts = self.reads_acceptance = min_confidence > 0
         given = num_speculative_tokens
         self.buckets = sorted(given.items()) if isinstance(given, Mapping) else [(2**31 - 1, given)]
         for bound, k in self.buckets:
@@ -73,10 +96,6 @@ class StaticPolicy:
                     f"speculation.num_speculative_tokens: bucket {bound} = {k}: batch sizes start at 1, draft "
                     "lengths at 0"
                 )
-        self.decision = Decision()
-
-    def begin(self, request: Request) -> None:
-        pass
 
     def plan(self, rows: Rows) -> np.ndarray:
         k = next((k for bound, k in self.buckets if len(rows) <= bound), 0)
@@ -91,32 +110,15 @@ class StaticPolicy:
     def select(self, drafts: DraftBatch) -> np.ndarray:
         if self.min_confidence == 0:
             return drafts.num
-        survival = drafts.confidence.cumprod(1, np.float64)  # P(positions 0..j are all accepted), [B, K]
+        assert drafts.probabilities is not None
+        survival = drafts.probabilities.cumprod(1)  # P(positions 0..j are all accepted), [B, K]
         likely = np.logical_and.accumulate(survival >= self.min_confidence, axis=1)
         return np.minimum(drafts.num, likely.sum(1, dtype=np.int32))
 
-    def commit(self, decision: Decision) -> None:
-        pass
-
-    def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
-        pass
-
-    def end(self, request_id: int) -> None:
-        pass
-
-    def state(self) -> dict[str, np.ndarray]:
-        return {}
-
-    def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        if state:
-            raise ValueError(
-                f"not a state of the static policy: it holds {sorted(state)}; was speculation.policy changed?"
-            )
-
 
 def level(caps: np.ndarray, budget: int) -> np.ndarray:
-    """Caps shortened so that they add up to `budget`, the longest ones first: all rows keep min(cap, level), and what
-    is left of the budget gives one token more to the first of those that were shortened. int32 [B]."""
+    """Shorten caps to a sum of `budget`, the longest ones first: each becomes min(cap, level), and the rest of the
+    budget is one token more for the first ones that were shortened. int32 [B]."""
     assert 0 <= budget < caps.sum()
     # sums[n]: what the rows use at level n.
     sums = np.minimum(caps[:, None], np.arange(int(caps.max()) + 1)).sum(0)

@@ -1,7 +1,7 @@
-"""An environment with a tool: long sums and products, and a calculator to work them out with.
+"""An environment with a tool: arithmetic problems, and a calculator to solve them with.
 
-The policy writes `<calc>12*34</calc>` and is told the result, as often as there are turns; `<answer>408</answer>` ends
-the episode with reward 1 or 0. As a task: kind = "env", name = "paceline.tasks.calculator:Calculator".
+The policy writes `<calc>12*34</calc>` and receives the result in the next turn. `<answer>408</answer>` ends the episode
+with reward 1 or 0. As a task: kind = "env", name = "paceline.tasks.calculator:Calculator".
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPERATIONS: dict[type[ast.AST], Callable[..., Fraction]] = {
     ast.USub: operator.neg,
 }
 MAX_CHARS = 200
-MAX_BITS = 1024  # of a number's numerator and denominator, on the way too
+MAX_BITS = 1024  # of a number's numerator and denominator, intermediate results included
 
 
 class Calculator:
@@ -63,19 +63,19 @@ class Calculator:
         )
 
     def step(self, completion: str) -> Turn:
-        assert self.num_turns_left > 0, "an environment is single-use, and this one has ended"
+        assert self.num_turns_left > 0, "this episode has ended; an environment is single-use"
         self.num_turns_left -= 1
         if answers := ANSWER.findall(completion):
             self.num_turns_left = 0
-            given = answers[-1].strip().replace(",", "").removeprefix("+")  # a number: sums don't count as answers
-            return Turn(None, float(given == calculate(self.expression)))
+            answer = answers[-1].strip().replace(",", "").removeprefix("+")  # must be a number, not an expression
+            return Turn(None, float(answer == calculate(self.expression)))
         if self.num_turns_left == 0:
             return Turn(None)
-        results = [f"{asked.strip()} = {_told(asked)}" for asked in CALC.findall(completion)]
+        results = [f"{expression.strip()} = {_result_or_error(expression)}" for expression in CALC.findall(completion)]
         return Turn([{"role": "user", "content": "\n".join(results) or HELP}])
 
 
-def _told(expression: str) -> str:
+def _result_or_error(expression: str) -> str:
     try:
         return calculate(expression)
     except ValueError as error:
@@ -83,15 +83,15 @@ def _told(expression: str) -> str:
 
 
 def calculate(expression: str) -> str:
-    """Arithmetic on numbers, exact on the way; ValueError says what is wrong with it. Never slow: lengths are limited
-    before anything is computed."""
+    """The value of an arithmetic expression, computed with fractions. Raises ValueError for an invalid expression.
+    Always fast: sizes are limited before anything is computed."""
     text = expression.strip().replace(",", "").replace("×", "*")
     if len(text) > MAX_CHARS:
         raise ValueError(f"longer than {MAX_CHARS} characters")
     if not re.fullmatch(r"[0-9+\-*/%.() ]+", text):
         raise ValueError("only numbers, + - * / // % ** and parentheses")
     try:
-        value = _value(ast.parse(text, mode="eval").body)
+        value = _evaluate(ast.parse(text, mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError("not an expression") from None
     except ZeroDivisionError:
@@ -99,22 +99,22 @@ def calculate(expression: str) -> str:
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"
 
 
-def _value(node: ast.AST) -> Fraction:
+def _evaluate(node: ast.AST) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return _bounded(Fraction(str(node.value)))
     if isinstance(node, ast.UnaryOp):
-        return OPERATIONS[type(node.op)](_value(node.operand))
+        return OPERATIONS[type(node.op)](_evaluate(node.operand))
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-        return _power(_value(node.left), _value(node.right))
+        return _power(_evaluate(node.left), _evaluate(node.right))
     if isinstance(node, ast.BinOp):
-        return _bounded(OPERATIONS[type(node.op)](_value(node.left), _value(node.right)))
+        return _bounded(OPERATIONS[type(node.op)](_evaluate(node.left), _evaluate(node.right)))
     raise ValueError("not an expression")
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1:
         raise ValueError("an exponent must be a whole number")
-    if abs(exponent) * _num_bits(base) > 2 * MAX_BITS:  # before it is computed: 9**9**9 would take for ever
+    if abs(exponent) * _num_bits(base) > 2 * MAX_BITS:  # checked before computing: 9**9**9 would never finish
         raise ValueError("too large")
     return _bounded(base ** int(exponent))
 

@@ -1,9 +1,9 @@
-"""Problems that are environments: `module:EnvClass`, a class that knows how to make its own.
+"""Problems from an environment class, `module:EnvClass`.
 
-`EnvClass.problems(seed, **task.params)` gives keyword arguments, a dictionary for every problem, as many as it likes or
-without end; `EnvClass(**arguments)` is one episode. The same seed must give the same problems. Problems with the same
-prompt are the same problem, as anywhere: whatever else their arguments hold, none is trained on while another is held
-out. The arguments are also the columns that rewards see.
+`EnvClass.problems(seed, **task.params)` yields a dictionary of keyword arguments for every problem, finitely or
+infinitely many. `EnvClass(**arguments)` is one episode. The same seed must give the same problems. Problems with equal
+prompts count as one problem, even if their other arguments differ: training never uses the prompt of a held-out
+problem. The arguments are also the columns that rewards get.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import TaskSection
-from paceline.tasks.pool import describe
-from paceline.tasks.prompt import NEEDED, dress, identity, is_prompt
-from paceline.tasks.split import DEFAULT_SIZE, HELD_OUT_SEED, PATIENCE, split
+from paceline.tasks.pool import describe_error
+from paceline.tasks.prompt import PROMPT_FORMAT, apply_template, is_prompt
+from paceline.tasks.split import DEFAULT_SIZE, HELD_OUT_SEED, MAX_REPEATS, split
 from paceline.tasks.task import Env, Problem, Prompt, Turn
 
 
@@ -32,8 +32,7 @@ class EnvTask:
             _problems(env_class, section, f"{self.name}/held_out", section.seed + HELD_OUT_SEED),
             section.size or DEFAULT_SIZE,
             section.held_out,
-            lambda problem: identity(problem.prompt),
-            PATIENCE,
+            MAX_REPEATS,
         )
         if len(self.held_out) < section.held_out or not self.train:
             raise ValueError(
@@ -47,15 +46,15 @@ class EnvTask:
             )
 
 
-class DressedEnv:
-    """An environment whose prompt wears `task.template` and `task.system`."""
+class TemplatedEnv:
+    """An environment with `task.template` and `task.system` applied to its prompt."""
 
     def __init__(self, env_class: type[Env], arguments: Mapping[str, Any], section: TaskSection) -> None:
         self.env = env_class(**arguments)
         self.section = section
 
     def prompt(self) -> Prompt:
-        return dress(self.env.prompt(), self.section)
+        return apply_template(self.env.prompt(), self.section)
 
     def step(self, completion: str) -> Turn:
         return self.env.step(completion)
@@ -67,12 +66,12 @@ def _problems(env_class: Any, section: TaskSection, stem: str, seed: int) -> Ite
             prompt = env_class(**arguments).prompt()
         except Exception as error:
             raise ValueError(
-                f"task.name = {section.name!r}: the problem {arguments!r} raised {describe(error)}"
+                f"task.name = {section.name!r}: the problem {arguments!r} raised {describe_error(error)}"
             ) from error
         if not is_prompt(prompt):
-            raise ValueError(f"task.name = {section.name!r}: the prompt of {arguments!r} must be {NEEDED}")
-        make_env = partial(DressedEnv, env_class, arguments, section)
-        yield Problem(f"{stem}/{index}", dress(prompt, section), dict(arguments), make_env)
+            raise ValueError(f"task.name = {section.name!r}: the prompt of {arguments!r} must be {PROMPT_FORMAT}")
+        make_env = partial(TemplatedEnv, env_class, arguments, section)
+        yield Problem(f"{stem}/{index}", apply_template(prompt, section), dict(arguments), make_env)
 
 
 def _arguments(env_class: Any, section: TaskSection, seed: int) -> Iterator[Any]:
@@ -80,7 +79,7 @@ def _arguments(env_class: Any, section: TaskSection, seed: int) -> Iterator[Any]
         yield from env_class.problems(seed, **section.params)
     except Exception as error:
         raise ValueError(
-            f"task.name = {section.name!r}: {env_class.__name__}.problems() raised {describe(error)}"
+            f"task.name = {section.name!r}: {env_class.__name__}.problems() raised {describe_error(error)}"
         ) from error
 
 
@@ -88,24 +87,28 @@ def _env_class(section: TaskSection) -> type:
     name = section.name
     module_name, _, class_name = name.partition(":")
     if not module_name or not class_name:
-        raise ValueError(f"task.name = {name!r}: an environment is written module:EnvClass")
-    if (here := str(Path.cwd())) not in sys.path:  # a file beside the user's config
+        raise ValueError(f"task.name = {name!r}: write an environment as module:EnvClass")
+    if (here := str(Path.cwd())) not in sys.path:  # so that a file in the current folder is found
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # a module may do anything
-        remedy = "install it, or go to its folder" if isinstance(error, ImportError) else "mend it"
+    except (Exception, SystemExit) as error:  # importing runs the user's code
+        remedy = "install it, or change to its folder" if isinstance(error, ImportError) else "fix it"
         raise ValueError(
-            f"task.name = {name!r}: {module_name} can't be imported ({describe(error)}); {remedy}"
+            f"task.name = {name!r}: {module_name} can't be imported ({describe_error(error)}); {remedy}"
         ) from error
     env_class = getattr(module, class_name, None)
     if not isinstance(env_class, type):
         raise ValueError(f"task.name = {name!r}: {module_name} has no class {class_name}")
     if missing := [method for method in ("problems", "prompt", "step") if not callable(getattr(env_class, method, 0))]:
-        raise ValueError(f"task.name = {name!r}: has no {missing[0]}(); see paceline.tasks.calculator for an example")
+        raise ValueError(
+            f"task.name = {name!r}: the class has no {missing[0]}(); for an example see paceline.tasks.calculator"
+        )
     signature = inspect.signature(env_class.problems)  # type: ignore[attr-defined]
     try:
         signature.bind(section.seed, **section.params)
     except TypeError as error:
-        raise ValueError(f"task.params = {section.params!r}: {error}; it is {class_name}.problems{signature}") from None
+        raise ValueError(
+            f"task.params = {section.params!r}: {error}; the signature is {class_name}.problems{signature}"
+        ) from None
     return env_class

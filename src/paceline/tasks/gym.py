@@ -1,21 +1,19 @@
-"""Any dataset of reasoning-gym, by name and parameters; it makes the problems and scores the answers.
+"""Any reasoning-gym dataset, by name and parameters. The dataset makes the problems and scores the answers.
 
-Problems are drawn from the dataset in its own order, so that problem i is the same whatever the number of problems. The
-held-out ones are drawn with another seed.
+Problems keep the dataset's order, so problem i does not depend on the number of problems. Held-out problems come from
+another seed.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterator
 from dataclasses import fields
-from functools import lru_cache
 from typing import Any
 
 from paceline.config import TaskSection
-from paceline.tasks.prompt import dress, identity
-from paceline.tasks.split import DEFAULT_SIZE, HELD_OUT_SEED, PATIENCE, split
+from paceline.tasks.prompt import apply_template
+from paceline.tasks.split import DEFAULT_SIZE, HELD_OUT_SEED, MAX_REPEATS, split
 from paceline.tasks.task import Problem
 
 
@@ -28,8 +26,7 @@ class GymTask:
             _problems(section, f"{self.name}/held_out", section.seed + HELD_OUT_SEED, max(section.held_out, 1)),
             size,
             section.held_out,
-            lambda problem: identity(problem.prompt),
-            PATIENCE,
+            MAX_REPEATS,
         )
         if len(self.held_out) < section.held_out or len(self.train) < size:
             raise ValueError(
@@ -39,28 +36,18 @@ class GymTask:
             )
 
 
-def score(dataset_name: str, params: dict[str, Any], answer: str | None, entry: dict[str, Any]) -> float:
-    """What reasoning-gym's own scorer gives this answer to this entry, 0 … 1."""
-    return float(_scorer(dataset_name, json.dumps(params, sort_keys=True)).score_answer(answer, entry))
-
-
-@lru_cache(maxsize=64)
-def _scorer(name: str, params: str) -> Any:
-    return _create(name, json.loads(params), seed=0, size=1)
-
-
 def _problems(section: TaskSection, stem: str, seed: int, size: int) -> Iterator[Problem]:
     for index, entry in enumerate(_entries(section.name, section.params, seed, size)):
-        prompt = dress(str(entry["question"]), section)
+        prompt = apply_template(str(entry["question"]), section)
         yield Problem(f"{stem}/{index}", prompt, {"answer": entry["answer"], "entry": entry})
 
 
 def _entries(name: str, params: dict[str, Any], seed: int, size: int) -> Iterator[dict[str, Any]]:
-    """Endless where the dataset is. Some datasets can't give more than their size, so it is made anew, twice as large,
-    where it ends; what came before stays the same."""
+    """The entries of a dataset, infinitely many if the dataset is infinite. Some datasets can't give more entries than
+    their size: at its end the dataset is made again with twice the size. The entries before stay the same."""
     index = 0
     while True:
-        dataset = _create(name, params, seed, size)
+        dataset = make_dataset(name, params, seed, size)
         while index < size:
             try:
                 entry = dataset[index]
@@ -68,14 +55,14 @@ def _entries(name: str, params: dict[str, Any], seed: int, size: int) -> Iterato
                 return
             except Exception as error:
                 raise ValueError(
-                    f"task.params = {params!r}: {name} can't make a problem of them: {type(error).__name__}: {error}"
+                    f"task.params = {params!r}: {name} can't make a problem with them: {type(error).__name__}: {error}"
                 ) from error
             yield entry
             index += 1
         size *= 2
 
 
-def _create(name: str, params: dict[str, Any], seed: int, size: int) -> Any:
+def make_dataset(name: str, params: dict[str, Any], seed: int = 0, size: int = 1) -> Any:
     try:
         from reasoning_gym.composite import DatasetSpec
         from reasoning_gym.factory import DATASETS, create_dataset
@@ -85,20 +72,20 @@ def _create(name: str, params: dict[str, Any], seed: int, size: int) -> Any:
         ) from None
     if name not in DATASETS:
         close = difflib.get_close_matches(name, DATASETS, n=3, cutoff=0.0)
-        raise ValueError(f"task.name = {name!r}: no such reasoning-gym dataset; the nearest are {', '.join(close)}")
+        raise ValueError(f"task.name = {name!r}: no such reasoning-gym dataset; similar names are {', '.join(close)}")
     known = [field.name for field in fields(DATASETS[name][1])]
     for key, instead in (("seed", "task.seed"), ("size", "task.size")):
         known.remove(key)
         if key in params:
             raise ValueError(f"task.params.{key} = {params[key]!r}: set {instead} instead")
     if unknown := [key for key in params if key not in known]:
-        raise ValueError(f"task.params.{unknown[0]}: {name} does not know it; it has {', '.join(known)}")
+        raise ValueError(f"task.params.{unknown[0]}: not a parameter of {name}, which has {', '.join(known)}")
     try:
         if name == "composite":
             params = {key: [DatasetSpec(**spec) for spec in specs] for key, specs in params.items()}
         return create_dataset(name, seed=seed, size=size, **params)
     except Exception as error:  # the datasets check their parameters by assertions, or not at all
         raise ValueError(
-            f"task.params = {params!r}: {name} can't use them: {error or type(error).__name__}; it has "
+            f"task.params = {params!r}: {name} can't use them: {error or type(error).__name__}; its parameters are "
             f"{', '.join(known)}"
         ) from error

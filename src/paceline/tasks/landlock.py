@@ -1,4 +1,4 @@
-"""Landlock: a process gives up access to all files but some, and to the memory of processes that have not done so.
+"""Landlock: a process restricts itself to some files, and loses access to the memory of unrestricted processes.
 
 It needs no privileges and no namespaces, but Linux 5.13 or newer with Landlock enabled. Every child inherits it.
 """
@@ -11,6 +11,8 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
+from paceline.tasks.libc import libc_call
+
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same on every architecture
 PATH_BENEATH, GET_VERSION = 1, 1
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE, IOCTL_DEVICE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
@@ -20,21 +22,25 @@ TCP, SIGNALS_AND_SOCKETS = 0b11, 0b11
 
 
 def _call(*arguments: object) -> int:
-    return int(ctypes.CDLL(None, use_errno=True).syscall(*arguments))
+    return libc_call("syscall", *arguments, label="Landlock")
 
 
 def version() -> int:
-    """0 where the kernel has none."""
-    return max(0, _call(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(GET_VERSION)))
+    """The version of the kernel's Landlock interface; 0 if there is none."""
+    try:
+        return _call(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(GET_VERSION))
+    except OSError:
+        return 0
 
 
 def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Leave this process reading and executing beneath `readable`, everything beneath `writable`, and no other file."""
+    """Restrict this process: it may read and execute beneath `readable`, do everything beneath `writable`, and access
+    no other file."""
     interface = version()
     handled = (1 << NUM_RIGHTS.get(interface, 16)) - 1
     fields = [handled, *([TCP] if interface >= 4 else []), *([SIGNALS_AND_SOCKETS] if interface >= 6 else [])]
     attributes = ctypes.create_string_buffer(struct.pack(f"={len(fields)}Q", *fields), 8 * len(fields))
-    ruleset = _checked(_call(CREATE_RULESET, attributes, ctypes.c_size_t(8 * len(fields)), ctypes.c_uint(0)))
+    ruleset = _call(CREATE_RULESET, attributes, ctypes.c_size_t(8 * len(fields)), ctypes.c_uint(0))
     rights = {path: EXECUTE | READ_FILE | READ_DIR for path in readable} | {path: handled for path in writable}
     for path, allowed in rights.items():
         if not Path(path).exists():
@@ -42,14 +48,7 @@ def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
         handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
         allowed &= handled if Path(path).is_dir() else handled & FILE_RIGHTS
         rule = ctypes.create_string_buffer(struct.pack("=Qi", allowed, handle), 12)
-        _checked(_call(ADD_RULE, ctypes.c_int(ruleset), ctypes.c_int(PATH_BENEATH), rule, ctypes.c_uint(0)))
+        _call(ADD_RULE, ctypes.c_int(ruleset), ctypes.c_int(PATH_BENEATH), rule, ctypes.c_uint(0))
         os.close(handle)
-    _checked(_call(RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint(0)))
+    _call(RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint(0))
     os.close(ruleset)
-
-
-def _checked(result: int) -> int:
-    if result < 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"Landlock: {os.strerror(error)}")
-    return result

@@ -1,13 +1,15 @@
-"""Worker processes for calls that may hang, crash or eat memory: each is killed and replaced when it does.
+"""Worker processes for calls that may hang, crash or use too much memory. Such a worker is killed and replaced.
 
-A call is `make(*setup)(*args)`: `make` is an importable function that loads what is needed (once per worker, with a
-patience of its own), what it returns is called with a timeout. Always: results come in the order of the calls; a call
-that fails costs its own result only; `map` ends. Workers are fresh interpreters, not forks (the parent has threads)
-and not multiprocessing's (which would run the user's main script again). They have their own session, so that Ctrl-C
-reaches the parent alone, and end when the parent does.
+A call is `factory(*setup)(*args)`. `factory` is an importable function that loads what the call needs, once per worker
+and with a timeout of its own. The function that it returns is called with the caller's timeout.
 
-Calls go to a worker as pickles, answers come back as JSON: what runs in a worker may have been taken over, and the
-parent must not run what it says. A message that is not an answer costs the call and the worker.
+Invariants: results come in the order of the calls; a call that fails costs only its own result; `map` always returns.
+Workers are fresh interpreters: not forks, because the parent has threads, and not multiprocessing's, which would run
+the user's main script again. Each has its own session, so that Ctrl-C reaches only the parent, and ends when the parent
+ends.
+
+Calls are sent as pickles, answers come back as lines of JSON: code in a worker may be hostile, and the parent must
+never execute what a worker sends. An invalid message costs the call and the worker.
 """
 
 from __future__ import annotations
@@ -18,312 +20,271 @@ import json
 import os
 import pickle
 import random
-import selectors
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LOAD_S = 180.0  # for a worker to start and load: imports from a cold disk take their time
-TICK_S = 0.5  # how often a silent worker is looked at
-MAX_REPLY_BYTES = 64 << 20  # a worker that announces more is not waited for
-HOPELESS = 16  # so many calls hung or died and none succeeded: it is the function, not the samples
+LOAD_TIMEOUT_S = 180.0  # for a worker to start and load: imports from a cold disk are slow
+POLL_S = 0.5  # how often a worker that sends nothing is checked
+MAX_REPLY_BYTES = 64 << 20  # a worker that sends more is killed
+MAX_LOST_CALLS = 16  # after so many calls hung or crashed and none succeeded, the function itself is broken: give up
 
-Make = Callable[..., Callable[..., Any]]
+Factory = Callable[..., Callable[..., Any]]
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from paceline.tasks.pool import serve; serve(int(sys.argv[1]))"
+    "from paceline.tasks.pool import run_worker; run_worker(int(sys.argv[1]))"
 )
-_HEADER = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A call without a result; the reason reads on from the name of what was called."""
+    """A call without a result. `reason` continues a sentence that begins with the function's name."""
 
     reason: str
 
 
+class WorkerLost(Exception):
+    """A call failed and cost its worker: it hung, crashed or sent an invalid message. The text is the reason."""
+
+
 class Worker:
-    """A process and the wire to it, as the parent sees them. Nothing here waits."""
+    """The parent's side of a worker: its process and the connection to it."""
 
     def __init__(self) -> None:
-        self.wire, theirs = socket.socketpair()
-        with theirs:
+        self.connection, workers_end = socket.socketpair()
+        with workers_end:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(theirs.fileno()), json.dumps(sys.path)],
+                [sys.executable, "-c", _BOOT, str(workers_end.fileno()), json.dumps(sys.path)],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[workers_end.fileno()],
                 start_new_session=True,
             )
-        self.wire.setblocking(False)
-        self.outgoing = bytearray()
         self.incoming = bytearray()
-        self.loaded: set[bytes] = set()  # jobs
-        self.index = -1  # the call it is busy with; -1: idle
-        self.deadline_s = 0.0
-        self.is_loading = False
-        self.has_begun = False  # the function is loaded, and called
+        self.state = "idle"  # during a call: "taken", "loading" or "calling"
+        self.loaded_jobs: set[bytes] = set()
 
-    def start(self, index: int, job: bytes, frame: bytes, timeout_s: float) -> None:
-        assert self.index == -1 and not self.outgoing
-        self.index = index
-        self.is_loading, self.has_begun = job not in self.loaded, False
-        self.loaded.add(job)
-        self.deadline_s = time.monotonic() + (LOAD_S if self.is_loading else timeout_s)
-        self.outgoing += frame
+    def call(self, job: bytes, data: bytes, timeout_s: float) -> Any:
+        """The result of a call, or `Failed`. Raises WorkerLost if this worker can't be used again."""
+        is_new = job not in self.loaded_jobs
+        self.loaded_jobs.add(job)
+        self._enter("loading" if is_new else "calling", LOAD_TIMEOUT_S if is_new else timeout_s)
+        with contextlib.suppress(OSError):  # a dead worker is detected when its reply is read
+            self.connection.settimeout(self.limit_s)
+            self.connection.sendall(data)
+        kind, value = self._receive_message()
+        if has_loaded := kind == "loaded":
+            self._enter("calling", timeout_s)
+            kind, value = self._receive_message()
+        if kind != "error" and (kind == "loaded") == has_loaded:
+            raise WorkerLost(f"sent {kind!r} unexpectedly")
+        self.state = "idle"
+        return value if kind == "result" else Failed(value)
 
-    def push(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):  # a dead worker is noticed where replies are read
-            sent = self.wire.send(self.outgoing)
-            del self.outgoing[:sent]
+    def _enter(self, state: str, limit_s: float) -> None:
+        self.state, self.limit_s, self.deadline_s = state, limit_s, time.monotonic() + limit_s
 
-    def pull(self) -> list[tuple[str, Any]] | None:
-        """The messages that have come; None: the worker is gone. ValueError: what came is no message of a worker's."""
+    def _receive_message(self) -> tuple[str, Any]:
+        searched = 0
+        while (end := self.incoming.find(b"\n", searched)) < 0:
+            searched = len(self.incoming)
+            self._receive()
+        line = bytes(self.incoming[:end])
+        del self.incoming[: end + 1]
         try:
-            data = self.wire.recv(1 << 16)
-        except BlockingIOError:
-            data = None
-        except OSError:
-            data = b""
-        if data is not None:
-            self.incoming += data
-        messages = []
-        while len(self.incoming) >= _HEADER.size:
-            end = _HEADER.size + _HEADER.unpack_from(self.incoming)[0]
-            if end > MAX_REPLY_BYTES:
-                raise ValueError(f"a message of {end} bytes")
-            if len(self.incoming) < end:
-                break
-            messages.append(_parse(bytes(self.incoming[_HEADER.size : end])))
-            del self.incoming[:end]
-        return None if data == b"" and not messages else messages
+            message = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise WorkerLost(f"sent an invalid message: not JSON ({describe_error(error)})") from None
+        match message:
+            case ["loaded", None] | ["result", _] | ["error", str()]:
+                return message[0], message[1]
+        raise WorkerLost("sent an invalid message")
 
-    def has_more_to_say(self) -> bool:
-        """Though its call has ended, or it has hung up: it can't be used again."""
+    def _receive(self) -> None:
+        """Receive some bytes, or none after `POLL_S`."""
+        # Checked before reading: what a worker sent before its end still counts. The connection of an ended worker
+        # stays open if a child of the worker holds it.
+        has_ended = self.process.poll() is not None
+        left_s = self.deadline_s - time.monotonic()
         try:
-            return bool(self.incoming) or self.wire.recv(1, socket.MSG_PEEK) is not None
-        except BlockingIOError:
-            return False
+            self.connection.settimeout(1e-3 if has_ended else max(1e-3, min(left_s, POLL_S)))
+            part: bytes | None = self.connection.recv(1 << 20)
+        except TimeoutError:
+            part = b"" if has_ended else None
         except OSError:
-            return True
+            part = b""
+        if part == b"":
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(POLL_S)
+            raise WorkerLost(_exit_of(self.process))
+        self.incoming += part or b""
+        if len(self.incoming) > MAX_REPLY_BYTES:
+            raise WorkerLost("sent an invalid message: too long")
+        if left_s < 0 and b"\n" not in (part or b""):
+            verb = "took more than {:g} s to load" if self.state == "loading" else "did not return within {:g} s"
+            raise WorkerLost(verb.format(self.limit_s))
+
+    def is_usable(self) -> bool:
+        """Whether this idle worker is alive and sent nothing after its last reply."""
+        try:
+            self.connection.setblocking(False)
+            self.connection.recv(1, socket.MSG_PEEK)  # it sent more, or closed the connection
+        except BlockingIOError:
+            return not self.incoming and self.process.poll() is None
+        except OSError:
+            pass
+        return False
 
     def kill(self) -> None:
-        """The worker and what it started in its session; idempotent."""
+        """Kills the worker and the processes that it started in its session. May be called again."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if self.process.returncode is None:  # not yet reaped, so the number is still its own
+            if self.process.returncode is None:  # not yet reaped, so the process id is not reused
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()
-        self.wire.close()
+        self.connection.close()
 
 
 class Pool:
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
         self._workers: list[Worker] = []
+        self._lock = threading.RLock()  # held to choose or start a worker, and to close
         self._is_closed = False
         atexit.register(self.close)
 
-    def map(self, make: Make, setup: tuple[Any, ...], calls: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
-        """The result of every call, or Failed; at most `timeout_s` each."""
+    def map(
+        self, factory: Factory, setup: tuple[Any, ...], calls: Sequence[tuple[Any, ...]], timeout_s: float
+    ) -> list[Any]:
+        """The result of every call, or `Failed`. Each call may take `timeout_s`."""
         assert not self._is_closed
-        job = pickle.dumps((make, setup))
+        job = pickle.dumps((factory, setup))
         results: list[Any] = [None] * len(calls)
-        # Neighbours are much alike (samples of one problem): shuffled, they can't make all look hopeless.
-        waiting = deque(random.Random(0).sample(range(len(calls)), len(calls)))
-        num_lost, any_success = 0, False
-        try:
-            while waiting or any(worker.index >= 0 for worker in self._workers):
-                if self._is_closed:  # by another thread: nobody waits for the results any more
-                    raise RuntimeError("the pool was closed")
-                if num_lost >= HOPELESS and not any_success:
-                    for index in waiting:
-                        results[index] = Failed(f"was not called: {num_lost} calls hung or died, none succeeded")
-                    waiting.clear()
-                for worker in self._idle(len(waiting)):
-                    index = waiting.popleft()
-                    try:
-                        frame = _frame(pickle.dumps((job, calls[index])))
-                    except Exception as error:  # pickle raises what it likes
-                        results[index] = Failed(f"can't be sent to a worker: {describe(error)}")
+        # Samples of one problem are similar and adjacent. Shuffled, they do not all fail first and make `map` give up.
+        waiting = iter(random.Random(0).sample(range(len(calls)), len(calls)))
+        lost: list[int] = []
+        succeeded: list[int] = []
+        errors: list[BaseException] = []
+
+        def run_calls() -> None:
+            try:
+                for index in waiting:  # shared by the threads
+                    if len(lost) >= MAX_LOST_CALLS and not succeeded:
+                        results[index] = Failed(f"was not called: {len(lost)} calls hung or crashed, none succeeded")
                         continue
-                    worker.start(index, job, frame, timeout_s)
-                for index, result in self._wait(timeout_s):
-                    results[index] = result
-                    if isinstance(result, _Lost):
-                        num_lost += 1
-                        results[index] = Failed(result.reason)
-                    elif not isinstance(result, Failed):
-                        any_success = True
-        except BaseException:  # Ctrl-C in the middle: answers to these calls must not be taken for later ones'
-            self._discard([worker for worker in self._workers if worker.index >= 0])
+                    try:
+                        data = pickle.dumps((job, calls[index]))
+                    except Exception as error:  # pickle may raise any exception
+                        results[index] = Failed(f"can't be sent to a worker: {describe_error(error)}")
+                        continue
+                    worker = self._take_worker()
+                    try:
+                        results[index] = worker.call(job, data, timeout_s)
+                        if not isinstance(results[index], Failed):
+                            succeeded.append(index)
+                    except WorkerLost as error:
+                        self._discard([worker])
+                        results[index] = Failed(str(error))
+                        lost.append(index)
+            except BaseException as error:
+                errors.append(error)
+
+        # Daemons, so that the interpreter can exit during a call.
+        threads = [threading.Thread(target=run_calls, daemon=True) for _ in calls[: self._num_workers]]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if self._is_closed:
+                raise RuntimeError("the pool was closed")
+            if errors:
+                raise errors[0]
+        except BaseException:  # for example Ctrl-C
+            list(waiting)  # the threads start no further call
+            self._discard([worker for worker in self._workers if worker.state != "idle"])
             raise
         return results
 
     def close(self) -> None:
-        self._is_closed = True
+        with self._lock:
+            self._is_closed = True
         self._discard(list(self._workers))
         atexit.unregister(self.close)
 
-    def _idle(self, num_wanted: int) -> list[Worker]:
-        idle = [worker for worker in self._workers if worker.index < 0]
-        self._discard([worker for worker in idle if worker.process.poll() is not None or worker.has_more_to_say()])
-        idle = [worker for worker in self._workers if worker.index < 0]
-        while len(idle) < num_wanted and len(self._workers) < self._num_workers:
-            self._workers.append(Worker())
-            idle.append(self._workers[-1])
-        return idle[:num_wanted]
+    def _take_worker(self) -> Worker:
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the pool was closed")
+            idle = [worker for worker in self._workers if worker.state == "idle"]
+            usable = [worker for worker in idle if worker.is_usable()]
+            self._discard([worker for worker in idle if worker not in usable])
+            if not usable:
+                usable = [Worker()]
+                self._workers += usable
+            usable[0].state = "taken"
+            return usable[0]
 
     def _discard(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
             worker.kill()
-            with contextlib.suppress(ValueError):  # `close` in another thread was quicker
+            with contextlib.suppress(ValueError):  # another thread has removed it
                 self._workers.remove(worker)
 
-    def _wait(self, timeout_s: float) -> list[tuple[int, Any]]:
-        """Let things happen for a moment: (call, result) of those that ended, well or badly."""
-        busy = [worker for worker in self._workers if worker.index >= 0]
-        if not busy:
-            return []
-        with selectors.DefaultSelector() as selector:
-            for worker in busy:
-                writes = selectors.EVENT_WRITE if worker.outgoing else 0
-                selector.register(worker.wire, selectors.EVENT_READ | writes, worker)
-            next_s = min(worker.deadline_s for worker in busy) - time.monotonic()
-            ready = selector.select(max(0.0, min(next_s, TICK_S)))
-        ended: list[tuple[int, Any]] = []
-        for key, events in ready:
-            worker = key.data
-            if events & selectors.EVENT_WRITE:
-                worker.push()
-            if events & selectors.EVENT_READ:
-                ended += self._read(worker, timeout_s)
-        for worker in busy:
-            if worker.index < 0 or worker not in self._workers:
-                continue
-            if worker.process.poll() is not None:  # its end of the wire may live on in a child of its own
-                ended += self._read(worker, timeout_s) or [self._lose(worker, _death(worker.process))]
-            elif time.monotonic() > worker.deadline_s:
-                limit_s = LOAD_S if worker.is_loading else timeout_s
-                what = "took more than {:g} s to load" if worker.is_loading else "did not return within {:g} s"
-                ended.append(self._lose(worker, what.format(limit_s)))
-        return ended
 
-    def _read(self, worker: Worker, timeout_s: float) -> list[tuple[int, Any]]:
-        try:
-            messages = worker.pull()
-        except ValueError as error:
-            return [self._lose(worker, f"sent something else than an answer: {describe(error)}")]
-        if messages is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(TICK_S)
-            return [self._lose(worker, _death(worker.process))]
-        ended: list[tuple[int, Any]] = []
-        for kind, value in messages:
-            if worker.index < 0:  # its call has ended already
-                self._discard([worker])
-                break
-            if kind != "error" and (kind == "loaded") == worker.has_begun:
-                return [self._lose(worker, f"sent {kind!r} out of turn")]
-            if kind == "loaded":
-                worker.is_loading, worker.has_begun = False, True
-                worker.deadline_s = time.monotonic() + timeout_s
-            else:
-                ended.append((worker.index, value if kind == "result" else Failed(value)))
-                worker.index = -1
-        return ended
-
-    def _lose(self, worker: Worker, reason: str) -> tuple[int, Any]:
-        self._discard([worker])
-        return worker.index, _Lost(reason)
-
-
-@dataclass(frozen=True, slots=True)
-class _Lost:
-    """Failed, and took its worker along."""
-
-    reason: str
-
-
-def _death(process: subprocess.Popen[bytes]) -> str:
+def _exit_of(process: subprocess.Popen[bytes]) -> str:
     code = process.returncode
     if code is None:
         return "closed its connection"
     return f"killed its process (signal {-code})" if code < 0 else f"ended its process (exit code {code})"
 
 
-def _frame(data: bytes) -> bytes:
-    return _HEADER.pack(len(data)) + data
-
-
-def _parse(data: bytes) -> tuple[str, Any]:
-    """A worker's message: ("loaded", None), ("result", plain data) or ("error", text)."""
-    try:
-        message = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"no JSON ({error})") from None
-    match message:
-        case ["loaded", None] | ["result", _] | ["error", str()]:
-            return message[0], message[1]
-    raise ValueError("no message of a worker's")
-
-
-def serve(fd: int) -> None:
-    """A worker's life: load, call, answer, until the parent hangs up."""
+def run_worker(fd: int) -> None:
+    """The main loop of a worker: load, call, answer, until the parent closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.set_inheritable(fd, False)  # what the function starts must not keep the wire open
-    os.dup2(2, 1)  # what it prints is no answer
-    with contextlib.suppress(OSError):  # short of memory, this process goes before the trainer
+    os.set_inheritable(fd, False)  # processes that the function starts must not keep the connection open
+    os.dup2(2, 1)  # the function's prints go to standard error
+    with contextlib.suppress(OSError):  # when memory runs out, the kernel kills this process before the trainer
         Path("/proc/self/oom_score_adj").write_text("700")
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     pid = os.getpid()
-    wire = socket.socket(fileno=fd)
-    made: dict[bytes, Callable[..., Any]] = {}
+    connection = socket.socket(fileno=fd)
+    calls = connection.makefile("rb")
+    functions: dict[bytes, Callable[..., Any]] = {}  # by job
     while True:
-        header = _receive(wire, _HEADER.size)
-        job, args = pickle.loads(_receive(wire, _HEADER.unpack(header)[0]))
         try:
-            if job not in made:
-                make, setup = pickle.loads(job)
-                made[job] = make(*setup)
-            wire.sendall(_frame(json.dumps(["loaded", None]).encode()))
-            reply = json.dumps(["result", made[job](*args)])
-        except BaseException as error:  # SystemExit too: it must not end the worker
-            what = "could not be loaded: " if job not in made else "raised "
-            reply = json.dumps(["error", f"{what}{describe(error)}"])
+            job, args = pickle.load(calls)
+        except (EOFError, OSError, pickle.UnpicklingError):
+            os._exit(0)  # the parent has ended, or has closed the pool
+        try:
+            if job not in functions:
+                factory, setup = pickle.loads(job)
+                functions[job] = factory(*setup)
+            connection.sendall(b'["loaded", null]\n')
+            reply = json.dumps(["result", functions[job](*args)])
+        except BaseException as error:  # also SystemExit: it must not end the worker
+            what = "could not be loaded: " if job not in functions else "raised "
+            reply = json.dumps(["error", f"{what}{describe_error(error)}"])
         if os.getpid() != pid:
-            os._exit(1)  # a fork that came back from the function has nothing to say here
-        wire.sendall(_frame(reply.encode()))
+            os._exit(1)  # the function forked and the child returned: only the parent may answer
+        connection.sendall(reply.encode() + b"\n")
 
 
-def _end_with(parent: int) -> None:
-    """A function that never returns would outlive a parent that was killed."""
+def _exit_with_parent(parent: int) -> None:
+    """Ends this worker when the parent was killed, even if the function never returns."""
     while os.getppid() == parent:
-        time.sleep(TICK_S)
+        time.sleep(POLL_S)
     os._exit(1)
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An exception in one line of bounded length."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}{': ' if text else ''}{text[:300]}"
-
-
-def _receive(wire: socket.socket, num_bytes: int) -> bytes:
-    data = bytearray()
-    while len(data) < num_bytes:
-        part = wire.recv(min(1 << 20, num_bytes - len(data)))
-        if not part:
-            os._exit(0)  # the parent is gone, or done with us
-        data += part
-    return bytes(data)

@@ -1,7 +1,7 @@
-"""Prompts on their way to token ids.
+"""From prompts to token ids.
 
-Always: what the policy wrote is never tokenised again. A conversation that goes on is the ids so far, the policy's own
-as it sampled them, and `continuation`, the ids of what comes between its turns.
+Invariant: completions are never tokenized again. The next turn of a conversation gets the ids so far, completions as
+they were sampled, and `continuation`, the ids between two completions.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, TypeGuard
 from paceline.config import TaskSection
 from paceline.tasks.task import Message, Prompt, as_messages
 
-NEEDED = "a non-empty string or a list of messages with `role` and `content`, both strings"
-MARK = "paceline-assistant-turn"  # stands for what the assistant said; no template has a reason to change it
+PROMPT_FORMAT = "a non-empty string or a list of messages with `role` and `content`, both strings"
+PLACEHOLDER = "paceline-assistant-turn"  # the assistant's turn in a template; no template has a reason to change it
 
 
 def is_prompt(value: Any) -> TypeGuard[Prompt]:
-    """Whether this can be asked: see NEEDED."""
+    """Whether this is a valid prompt: see PROMPT_FORMAT."""
     if isinstance(value, str):
         return bool(value.strip())
     return (
@@ -29,7 +29,7 @@ def is_prompt(value: Any) -> TypeGuard[Prompt]:
 
 
 def is_unicode(value: Any) -> bool:
-    """JSON can hold half a surrogate pair, which no tokenizer takes."""
+    """False for a lone surrogate, which JSON allows and tokenizers reject."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
@@ -37,23 +37,23 @@ def is_unicode(value: Any) -> bool:
     return True
 
 
-def identity(prompt: Prompt) -> str:
-    """Equal exactly where the same question is asked, be it as a string or as messages."""
+def prompt_identity(prompt: Prompt) -> str:
+    """Equal for equal prompts. A string equals a list with one user message of the same content."""
     return json.dumps(as_messages(prompt), sort_keys=True, default=str)
 
 
-def dress(prompt: Prompt, section: TaskSection) -> Prompt:
-    """A task's raw prompt with `task.template` around it (strings only) and `task.system` before it, unless it brings
-    a system message of its own."""
+def apply_template(prompt: Prompt, section: TaskSection) -> Prompt:
+    """A task's prompt in `task.template` (strings only), after the system message `task.system` unless the prompt has
+    one of its own."""
     if "{prompt}" not in section.template:
-        raise ValueError(f'task.template = {section.template!r}: must hold "{{prompt}}", where the prompt is to go')
+        raise ValueError(f'task.template = {section.template!r}: must contain "{{prompt}}" in place of the prompt')
     if isinstance(prompt, str):
         prompt = section.template.replace("{prompt}", prompt)
     if not section.system:
         return prompt
     if not section.chat:
         raise ValueError(
-            f"task.system = {section.system!r}: needs the chat template, but task.chat = false; write it into "
+            f"task.system = {section.system!r}: needs the chat template, but task.chat = false; put the text into "
             "task.template"
         )
     if not isinstance(prompt, str) and any(message["role"] == "system" for message in prompt):
@@ -62,63 +62,66 @@ def dress(prompt: Prompt, section: TaskSection) -> Prompt:
 
 
 def encode(tokenizer: Any, prompt: Prompt, chat: bool = True) -> tuple[int, ...]:
-    """Token ids; through the model's chat template where it has one and `chat` is on, ready for the first answer."""
+    """Token ids of a prompt. Uses the model's chat template, if it has one and `chat` is on, with generation prompt."""
     if not is_unicode(prompt):
-        raise ValueError(f"prompt {ascii(shown(prompt))[:60]}: not valid Unicode text")
+        raise ValueError(f"prompt {ascii(prompt_preview(prompt))[:60]}: not valid Unicode text")
     if chat and tokenizer.chat_template:
-        return _ids(tokenizer, render_chat(tokenizer, as_messages(prompt), reply=True))
+        return _ids(tokenizer, render_chat(tokenizer, as_messages(prompt), add_generation_prompt=True))
     if isinstance(prompt, str):
         return tuple(tokenizer.encode(prompt))
-    why = "this model has no chat template" if chat else "the chat template is turned off"
-    raise ValueError(f"a prompt is a list of messages, but {why}; give a string")
+    reason = "this model has no chat template" if chat else "the chat template is turned off"
+    raise ValueError(f"a prompt is a list of messages, but {reason}; give a string")
 
 
 def continuation(
     tokenizer: Any, observation: Sequence[Message], chat: bool, completion_ids: Sequence[int]
 ) -> tuple[int, ...]:
-    """What to append to a turn that ended in `completion_ids` so that the next turn can begin: the closing tokens that
-    the turn lacks, the observation in the template's form, and the generation prompt. Then
+    """The ids to append to `completion_ids` so that the next turn can begin: the template's closing tokens that the
+    completion lacks, the formatted observation, and the generation prompt. Then
 
-        encode([*prompt, said, *observation]) == encode(prompt) + completion_ids + continuation
+        encode([*prompt, completion, *observation]) == encode(prompt) + completion_ids + continuation
 
-    where the template keeps earlier turns as they were said and their text tokenises the way it was sampled. Without a
-    chat template: the observation's bare text."""
+    if the template does not change earlier turns and the completion's text tokenizes the way it was sampled. Without a
+    chat template: the tokens of the observation's text."""
     if not is_unicode(list(observation)):
-        raise ValueError(f"observation {ascii(shown(list(observation)))[:60]}: not valid Unicode text")
+        raise ValueError(f"observation {ascii(prompt_preview(list(observation)))[:60]}: not valid Unicode text")
     if not (chat and tokenizer.chat_template):
         return _ids(tokenizer, "".join(message["content"] for message in observation))
-    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
-    rest = _ids(tokenizer, _after_mark(render_chat(tokenizer, [*said, *observation], reply=True)))
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PLACEHOLDER}]
+    following = render_chat(tokenizer, [*turns, *observation], add_generation_prompt=True)
+    following_ids = _ids(tokenizer, _after_placeholder(following))
     # What the template puts after every assistant turn, such as <|im_end|> and a newline. The policy may have emitted
-    # the first few of these itself (its end token); tokens are compared, so none is emitted twice or re-tokenised.
-    closing = _ids(tokenizer, _after_mark(render_chat(tokenizer, said, reply=False)))
-    for num_closed in range(min(len(closing), len(completion_ids)), 0, -1):
-        if tuple(map(int, completion_ids[-num_closed:])) == closing[:num_closed] == rest[:num_closed]:
-            return rest[num_closed:]
-    return rest
+    # the first of these itself (its end token). Ids are compared, so that none is repeated or tokenized again.
+    closing_ids = _ids(tokenizer, _after_placeholder(render_chat(tokenizer, turns, add_generation_prompt=False)))
+    for num_closed in range(min(len(closing_ids), len(completion_ids)), 0, -1):
+        if tuple(map(int, completion_ids[-num_closed:])) == closing_ids[:num_closed] == following_ids[:num_closed]:
+            return following_ids[num_closed:]
+    return following_ids
 
 
-def shown(prompt: Prompt) -> str:
-    """A prompt as one would quote it: the string, or the last message."""
+def prompt_preview(prompt: Prompt) -> str:
+    """A prompt for display: the string, or the content of the last message."""
     return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Message], reply: bool) -> str:
-    """The messages as the model's chat template writes them; with `reply`, ready for an answer."""
+def render_chat(tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    """The messages in the format of the model's chat template."""
     try:
-        return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=reply, tokenize=False))
-    except Exception as error:  # a template is the model's own program: it may fail in any way
+        return str(
+            tokenizer.apply_chat_template(list(messages), add_generation_prompt=add_generation_prompt, tokenize=False)
+        )
+    except Exception as error:  # a template is a program of the model: it may raise any exception
         kind = "" if str(error) else type(error).__name__
         raise ValueError(
-            f"{tokenizer.name_or_path}: the model's chat template refuses this prompt: {error}{kind}; go without it: "
-            "--raw, or task.chat = false"
+            f"{tokenizer.name_or_path}: the model's chat template refuses this prompt: {error}{kind}; turn it off "
+            "with --raw or task.chat = false"
         ) from None
 
 
-def _after_mark(text: str) -> str:
-    _, mark, after = text.rpartition(MARK)
-    if not mark:
-        raise ValueError("the model's chat template leaves out what the assistant said; set task.chat = false")
+def _after_placeholder(text: str) -> str:
+    _, found, after = text.rpartition(PLACEHOLDER)
+    if not found:
+        raise ValueError("the model's chat template leaves out the assistant's messages; set task.chat = false")
     return after
 
 

@@ -1,9 +1,9 @@
-"""Rewards: functions in TRL's signature, built in or the user's, summed by weight.
+"""Rewards: the weighted sum of reward functions with TRL's signature, built in or the user's own.
 
-Always: `score` gives one Score per sample, in order, and ends. What hangs, raises, crashes or returns no number costs
-the sample it was about, as does a sum that is no number, or of nothing: its reward is NaN and `failure` says why.
-Everything that could hang or crash runs in worker processes (`pool`), regular expressions too; only the reward model
-lives here.
+Invariants: `score` returns one Score per sample, in order, and always returns. A function that hangs, raises, crashes
+or returns no number costs only the sample that caused it: its reward is NaN and `failure` has the reason. The same
+holds if no function applies to a sample or the sum is not finite. Everything that could hang or crash runs in worker
+processes (`pool`), regular expressions too; only the reward model runs in this process.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any, Protocol
 
 from paceline.config import RewardSection, TaskSection
 from paceline.tasks import checks, sandbox
-from paceline.tasks.pool import Failed, Make, Pool, describe
+from paceline.tasks.pool import Factory, Failed, Pool, describe_error
 from paceline.tasks.reward_model import RewardModel
 from paceline.tasks.task import Prompt
 
 BUILT_IN = ("exact", "format", "math", "code", "gym", "model", "env")
-BATCH_PATIENCE = 16  # a batch may take `timeout_s` per sample, but for no more samples than this
+MAX_BATCH_TIMEOUTS = 16  # a batch may take `timeout_s` per sample, but at most this many times
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One completion to be scored."""
 
-    name: str  # for messages, e.g. "step 3, chain_sum/17, sample 2"
+    name: str  # for error messages, e.g. "step 3, chain_sum/17, sample 2"
     prompt: Prompt
     completion: str
     completion_ids: tuple[int, ...]
@@ -37,27 +37,27 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    reward: float  # weighted sum; NaN when failed
-    parts: dict[str, float]  # by function name, those that apply
-    failure: str | None = None  # one line naming sample, function and reason
+    reward: float  # the weighted sum; NaN if scoring failed
+    parts: dict[str, float]  # by function name, without weights; only functions that apply
+    failure: str | None = None  # one line with sample, function and reason
 
 
 Value = float | None | Failed  # None: the function does not apply
 Scorer = Callable[[Sequence[Sample]], list[Value]]
 
 
-class Judge(Protocol):
-    """Who scores: a Rewarder, or several of them elsewhere."""
+class Rewarder(Protocol):
+    """Scores samples: on this machine (`LocalRewarder`) or on others."""
 
     @property
-    def num_parallel(self) -> int: ...  # calls of `score` that may be under way at a time
+    def num_parallel(self) -> int: ...  # calls of `score` that may run at the same time
     @property
-    def sandbox(self) -> str | None: ...  # how programs are isolated; None: none are run
+    def sandbox(self) -> str | None: ...  # how programs are isolated; None: no programs are run
     def score(self, samples: Sequence[Sample]) -> list[Score]: ...
     def close(self) -> None: ...
 
 
-class Rewarder:
+class LocalRewarder:
     num_parallel = 1  # the pool's workers share the samples of one call
 
     def __init__(self, section: RewardSection, task: TaskSection | None = None) -> None:
@@ -68,15 +68,18 @@ class Rewarder:
         self._weights = section.weights or [1.0] * len(section.functions)
         try:
             if len(set(section.functions)) < len(section.functions):
-                raise ValueError(f"reward.functions = {section.functions}: a function is named twice; add its weights")
+                raise ValueError(
+                    f"reward.functions = {section.functions}: a function is listed twice; list it once, with the sum "
+                    "of its weights"
+                )
             self._scorers = {name: self._scorer(name) for name in section.functions}
         except BaseException:
             self.close()
             raise
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        columns = {name: scorer(samples) for name, scorer in self._scorers.items()} if samples else {}
-        return [self._sum(sample, {name: columns[name][i] for name in columns}) for i, sample in enumerate(samples)]
+        values = {name: scorer(samples) for name, scorer in self._scorers.items()} if samples else {}
+        return [self._sum(sample, {name: values[name][i] for name in values}) for i, sample in enumerate(samples)]
 
     def close(self) -> None:
         self._pool.close()
@@ -93,7 +96,7 @@ class Rewarder:
                 parts[name] = value
         if failure:
             return Score(math.nan, parts, failure)
-        if not parts:  # 0 would be a judgement, and nobody judged
+        if not parts:  # not 0, which would be a reward
             return Score(math.nan, parts, f"{sample.name}: no reward function applies to it")
         weights = dict(zip(self._scorers, self._weights, strict=True))
         terms = [weights[name] * value for name, value in parts.items()]
@@ -104,80 +107,81 @@ class Rewarder:
     def _scorer(self, name: str) -> Scorer:
         section, pattern = self._section, self._section.answer_pattern
         if name == "exact":
-            return self._each(checks.exact, (pattern,))
+            return self._score_each(checks.exact_check, (pattern,))
         if name == "format":
-            return self._each(checks.shape, (section.format_pattern,))
+            return self._score_each(checks.format_check, (section.format_pattern,))
         if name == "math":
-            return self._each(checks.symbolic, (pattern,))
+            return self._score_each(checks.math_check, (pattern,))
         if name == "gym":
             if self._task is None or self._task.kind != "reasoning_gym":
                 kind = self._task.kind if self._task else None
                 raise ValueError(
-                    f'reward.functions has "gym", but task.kind = {kind!r}; it scores "reasoning_gym" alone'
+                    f'reward.functions has "gym", but task.kind = {kind!r}; it scores only "reasoning_gym"'
                 )
-            return self._each(checks.gym, (self._task.name, self._task.params, pattern))
+            return self._score_each(checks.gym_check, (self._task.name, self._task.params, pattern))
         if name == "code":
             self.sandbox = str(sandbox.isolation(section.sandbox))
             limits = (section.code_cpu_s, section.code_memory_mb, section.timeout_s, section.sandbox)
-            # A program too slow is a wrong program: the check sees to that itself, the pool only to what is stuck.
-            return self._each(checks.program, limits, section.timeout_s + 2 * sandbox.SETUP_S)
+            # The check enforces `timeout_s` itself and gives a slow program reward 0. The pool's timeout is only for a
+            # check that hangs.
+            return self._score_each(checks.code_check, limits, section.timeout_s + 2 * sandbox.SETUP_S)
         if name == "model":
             assert section.model is not None
             model = RewardModel(section.model)
-            return lambda samples: self._judge(model, samples)
+            return lambda samples: self._score_with_model(model, samples)
         if name == "env":
             return lambda samples: [sample.env_reward for sample in samples]
         if ":" not in name:
             raise ValueError(
                 f"reward.functions has {name!r}: not one of {', '.join(BUILT_IN)}; write your own as module:function"
             )
-        loaded = self._pool.map(checks.ping, (name,), [()], section.timeout_s)[0]
+        loaded = self._pool.map(checks.import_only, (name,), [()], section.timeout_s)[0]
         if isinstance(loaded, Failed):
             raise ValueError(f"reward.functions has {name!r}, which {loaded.reason}")
-        return lambda samples: self._user(name, samples)
+        return lambda samples: self._score_with_function(name, samples)
 
-    def _each(self, make: Make, setup: tuple[Any, ...], timeout_s: float | None = None) -> Scorer:
+    def _score_each(self, factory: Factory, setup: tuple[Any, ...], timeout_s: float | None = None) -> Scorer:
         """One call per sample."""
-        patience_s = timeout_s or self._section.timeout_s
+        call_timeout_s = timeout_s or self._section.timeout_s
 
         def score(samples: Sequence[Sample]) -> list[Value]:
             calls = [(sample.completion, sample.columns) for sample in samples]
-            return [_value(reply) for reply in self._pool.map(make, setup, calls, patience_s)]
+            return [_value(reply) for reply in self._pool.map(factory, setup, calls, call_timeout_s)]
 
         return score
 
     @staticmethod
-    def _judge(model: RewardModel, samples: Sequence[Sample]) -> list[Value]:
+    def _score_with_model(model: RewardModel, samples: Sequence[Sample]) -> list[Value]:
         try:
             return list(model.score([sample.prompt for sample in samples], [sample.completion for sample in samples]))
-        except RuntimeError as error:  # out of memory, mostly; a model that can't be loaded is a ValueError and ends it
-            return [Failed(f"raised {describe(error)}") for _ in samples]
+        except RuntimeError as error:  # mostly out of memory; a model that can't be loaded raises ValueError: run ends
+            return [Failed(f"raised {describe_error(error)}") for _ in samples]
 
-    def _user(self, path: str, samples: Sequence[Sample]) -> list[Value]:
-        """One call with all samples, as a reward may compare them. If it fails: one call each to find the guilty, then
-        all the others together once more."""
-        values = self._call(path, [samples])[0]
+    def _score_with_function(self, path: str, samples: Sequence[Sample]) -> list[Value]:
+        """One call of the user's function with all samples, since it may compare them. If the call fails: one call per
+        sample to find those that fail, then one call with all others."""
+        values = self._call_function(path, [samples])[0]
         if not isinstance(values, Failed):
             return values
-        singles = self._call(path, [[sample] for sample in samples])
-        alone: list[Value] = [single if isinstance(single, Failed) else single[0] for single in singles]
-        innocent = [i for i, value in enumerate(alone) if not isinstance(value, Failed)]
-        if innocent:
-            values = self._call(path, [[samples[i] for i in innocent]])[0]
+        singles = self._call_function(path, [[sample] for sample in samples])
+        found: list[Value] = [single if isinstance(single, Failed) else single[0] for single in singles]
+        succeeded = [i for i, value in enumerate(found) if not isinstance(value, Failed)]
+        if succeeded:
+            values = self._call_function(path, [[samples[i] for i in succeeded]])[0]
             if not isinstance(values, Failed):
-                for i, value in zip(innocent, values, strict=True):
-                    alone[i] = value
-        return alone
+                for i, value in zip(succeeded, values, strict=True):
+                    found[i] = value
+        return found
 
-    def _call(self, path: str, batches: Sequence[Sequence[Sample]]) -> list[list[Value] | Failed]:
+    def _call_function(self, path: str, batches: Sequence[Sequence[Sample]]) -> list[list[Value] | Failed]:
         largest = max(len(batch) for batch in batches)
-        timeout_s = self._section.timeout_s * min(largest, BATCH_PATIENCE)
-        replies = self._pool.map(checks.batch, (path,), [(_arguments(batch),) for batch in batches], timeout_s)
+        timeout_s = self._section.timeout_s * min(largest, MAX_BATCH_TIMEOUTS)
+        replies = self._pool.map(checks.user_check, (path,), [(_arguments(batch),) for batch in batches], timeout_s)
         return [_values(reply, len(batch)) for reply, batch in zip(replies, batches, strict=True)]
 
 
 def _value(reply: Any) -> Value:
-    """A worker's answer about one sample. Workers are not trusted: it may be any JSON."""
+    """The value in a worker's reply for one sample. Workers are not trusted: a reply may be any JSON."""
     if reply is None or isinstance(reply, Failed):
         return reply
     if isinstance(reply, str):
@@ -185,11 +189,11 @@ def _value(reply: Any) -> Value:
     try:
         return float(reply)
     except (TypeError, OverflowError):
-        return Failed(f"returned a {type(reply).__name__} that is no reward")
+        return Failed(f"returned a {type(reply).__name__}, not a number")
 
 
 def _values(reply: Any, num_samples: int) -> list[Value] | Failed:
-    """And about a batch."""
+    """The values in a worker's reply for a batch."""
     if isinstance(reply, Failed):
         return reply
     if isinstance(reply, list) and len(reply) == num_samples:
@@ -198,7 +202,7 @@ def _values(reply: Any, num_samples: int) -> list[Value] | Failed:
 
 
 def _arguments(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """A batch as TRL passes it: completions of chats as messages, every column as a list."""
+    """The keyword arguments that TRL passes for a batch: completions of chats as messages, every column as a list."""
     names = dict.fromkeys(name for sample in samples for name in sample.columns)
     return {name: [sample.columns.get(name) for sample in samples] for name in names} | {
         "prompts": [sample.prompt for sample in samples],

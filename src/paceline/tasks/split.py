@@ -1,20 +1,21 @@
-"""Which problems are trained on and which are held out.
+"""Splits problems into training and held-out problems.
 
-Always: no problem that is held out is trained on, no problem is held out twice, and equal problems have one name, that
-of the first of them.
+Invariants: no held-out problem is trained on, no problem is held out twice, and equal problems have the same name, that
+of the first one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
+from paceline.tasks.prompt import prompt_identity
 from paceline.tasks.task import Problem
 
-DEFAULT_SIZE = 1024  # of a source that may be endless
-HELD_OUT_SEED = 1_000_000_007  # added for the held-out source: far off, as some sources seed problem i with seed + i
-PATIENCE = 5000  # draws in a row without anything new: an endless source has nothing more to give
+DEFAULT_SIZE = 1024  # of a source that may be infinite
+HELD_OUT_SEED = 1_000_000_007  # added to the seed for held-out problems; large, as some sources use seed + i
+MAX_REPEATS = 5000  # after so many consecutive repeats an infinite source has no new problem
 
 
 def split(
@@ -22,40 +23,26 @@ def split(
     held_out_source: Iterable[Problem],
     size: int | None,
     num_held_out: int,
-    identity: Callable[[Problem], str],
-    patience: float = math.inf,
+    max_repeats: float = math.inf,
 ) -> tuple[list[Problem], list[Problem]]:
-    """Training and held-out problems. The held-out ones are chosen first: where there are few problems in all, training
-    gets what they leave. Either list may come out short; the task knows what to say then."""
-    names: dict[str, str] = {}
+    """Training and held-out problems. Held-out problems are taken first, training gets the remaining ones. Either list
+    may be too short: the caller must check."""
+    names: dict[str, str] = {}  # by identity of the prompt
+    excluded: set[str] = set()  # names of held-out problems
 
-    def named(problems: Iterable[Problem]) -> Iterator[Problem]:
-        for problem in problems:
-            yield replace(problem, name=names.setdefault(identity(problem), problem.name))
-
-    held_out = _take(named(held_out_source), num_held_out, set(), True, patience)
-    train = _take(named(source), size, {problem.name for problem in held_out}, False, patience)
-    return train, held_out
-
-
-def _take(
-    problems: Iterable[Problem], num: int | None, without: set[str], once: bool, patience: float
-) -> list[Problem]:
-    taken: list[Problem] = []
-    without = set(without)
-    num_misses = 0
-    if num == 0:
-        return taken
-    for problem in problems:
-        if problem.name in without:
-            num_misses += 1
-            if num_misses >= patience:
+    def take(problems: Iterable[Problem], num: int | None, is_held_out: bool) -> list[Problem]:
+        taken: list[Problem] = []
+        num_repeats = 0
+        for problem in problems if num != 0 else ():
+            name = names.setdefault(prompt_identity(problem.prompt), problem.name)
+            num_repeats = num_repeats + 1 if name in excluded else 0
+            if num_repeats == 0:
+                taken.append(replace(problem, name=name))
+                if is_held_out:
+                    excluded.add(name)
+            if len(taken) == num or num_repeats >= max_repeats:
                 break
-            continue
-        num_misses = 0
-        taken.append(problem)
-        if once:
-            without.add(problem.name)
-        if len(taken) == num:
-            break
-    return taken
+        return taken
+
+    held_out = take(held_out_source, num_held_out, True)
+    return take(source, size, False), held_out

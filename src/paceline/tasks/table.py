@@ -1,7 +1,7 @@
-"""Problems from a table: a jsonl file (gzip too) or a Hugging Face dataset, one problem a row.
+"""Problems from a table: a jsonl file (also gzipped) or a Hugging Face dataset, one problem per row.
 
-Every row is checked before any work starts. Columns other than the prompt go to the rewards as they are; `answer` is
-the final answer, and where a row spells out the way to it (GSM8K's `#### 72`), `solution` is the whole.
+Every row is checked before any work starts. Rewards get all columns except the prompt. `answer` is the final answer. If
+a row's answer contains the reasoning too (GSM8K's `#### 72`), `solution` is the complete text.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 from paceline.config import TaskSection
 from paceline.files import parse_json, read_lines
-from paceline.tasks.prompt import NEEDED, dress, identity, is_prompt, is_unicode
+from paceline.tasks.prompt import PROMPT_FORMAT, apply_template, is_prompt, is_unicode, prompt_identity
 from paceline.tasks.split import split
 from paceline.tasks.task import Problem
 from paceline.types import noise_key
 
-Row = tuple[int, str, dict[str, Any]]  # its index, where it is in a user's words, its columns
-RESERVED = ("prompts", "completions", "completion_ids")  # what every reward is given besides the columns
-FINAL = "####"
+Row = tuple[int, str, dict[str, Any]]  # index, location for error messages, columns
+RESERVED = ("prompts", "completions", "completion_ids")  # arguments of every reward function besides the columns
+FINAL_ANSWER_MARK = "####"
 
 
 class TableTask:
@@ -27,25 +27,21 @@ class TableTask:
         path = section.name.rstrip("/")
         self.name = Path(path).name.removesuffix(".gz").removesuffix(".jsonl")
         problems = list(_problems(section, self.name))
-
-        def key(problem: Problem) -> str:
-            return identity(problem.prompt)
-
-        first = {key(problem): problem for problem in reversed(problems)}
+        first = {prompt_identity(problem.prompt): problem for problem in reversed(problems)}
         if not problems:
-            raise ValueError(f'task.name = {section.name!r}: no rows in it; it needs some like {{"prompt": "…"}}')
+            raise ValueError(f'task.name = {section.name!r}: no rows in it; add rows like {{"prompt": "…"}}')
         if section.held_out >= len(first):
             raise ValueError(
                 f"task.held_out = {section.held_out}: {section.name} has only {len(first)} different prompts, and "
                 f"training needs some; set it to at most {len(first) - 1}"
             )
-        # Any row may be held out, by lot: tables are often sorted. The lot is the prompt's own, whatever its place.
-        by_lot = sorted(first.values(), key=lambda problem: noise_key(section.seed, "held_out", key(problem)))
-        self.train, self.held_out = split(problems, by_lot, section.size, section.held_out, key)
+        # Held-out rows are random, as tables are often sorted. The order depends on seed and prompts, not on positions.
+        shuffled = [first[key] for key in sorted(first, key=lambda key: noise_key(section.seed, "held_out", key))]
+        self.train, self.held_out = split(problems, shuffled, section.size, section.held_out)
         if section.size and len(self.train) < section.size:
             raise ValueError(
                 f"task.size = {section.size}: {section.name} has only {len(self.train)} rows left for training; lower "
-                "it, or leave it out to take them all"
+                "it, or leave it out to use all"
             )
 
 
@@ -58,41 +54,43 @@ def _problems(section: TaskSection, stem: str) -> Iterator[Problem]:
         if not is_prompt(prompt):
             names = f"`{section.prompt_column}`" if section.prompt_column else "`prompt` or `question`"
             raise ValueError(
-                f"{where}: needs {names}, {NEEDED}; its columns are {_listed(row)}. Mend or remove it, or name the "
-                "column by task.prompt_column"
+                f"{where}: needs {names}, {PROMPT_FORMAT}; its columns are {_listed(row)}. Fix or remove the row, or "
+                "set task.prompt_column"
             )
         if not is_unicode(prompt):
-            raise ValueError(f"{where}: its prompt is not valid Unicode text; mend or remove it")
+            raise ValueError(f"{where}: the prompt is not valid Unicode text; fix or remove the row")
         if reserved := [column for column in RESERVED if column in row and column != prompt_column]:
-            raise ValueError(f"{where}: a column is called `{reserved[0]}`, which rewards use themselves; rename it")
+            raise ValueError(
+                f"{where}: the column name `{reserved[0]}` is reserved for an argument of reward functions; rename it"
+            )
         columns = {column: value for column, value in row.items() if column != prompt_column}
         if row.get(section.answer_column) is None:
             unanswered = unanswered or f"{where}: no `{section.answer_column}`; its columns are {_listed(row)}"
         else:
             some_answered = True
             columns |= _answer(row[section.answer_column], columns, where)
-        yield Problem(f"{stem}/{index}", dress(prompt, section), columns)
-    # A table without any answers is fine: not every reward wants one. A run's config.toml names every setting, so that
-    # the default must count as not given.
+        yield Problem(f"{stem}/{index}", apply_template(prompt, section), columns)
+    # A table without any answers is fine: not every reward needs one. A run's config.toml contains every setting, so
+    # the default value counts as not given.
     if unanswered and (some_answered or section.answer_column != TaskSection().answer_column):
-        raise ValueError(f"{unanswered}. Mend or remove it, or name the column by task.answer_column")
+        raise ValueError(f"{unanswered}. Fix or remove the row, or set task.answer_column")
 
 
 def _answer(answer: Any, columns: Mapping[str, Any], where: str) -> dict[str, Any]:
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
-    if not isinstance(answer, str) or FINAL not in answer:
+    if not isinstance(answer, str) or FINAL_ANSWER_MARK not in answer:
         return {"answer": answer}
-    final = answer.rpartition(FINAL)[2].strip().replace(",", "")
+    final = answer.rpartition(FINAL_ANSWER_MARK)[2].strip().replace(",", "")
     if not final:
-        raise ValueError(f"{where}: its answer has nothing after {FINAL}, where the final answer goes; mend it")
+        raise ValueError(f"{where}: the answer has nothing after {FINAL_ANSWER_MARK}; put the final answer there")
     return {"answer": final, "solution": columns.get("solution", answer)}
 
 
 def _rows(section: TaskSection) -> Iterator[Row]:
     if section.kind == "jsonl":
         if section.params:
-            raise ValueError(f"task.params = {section.params!r}: a jsonl file has no parameters; leave it out")
+            raise ValueError(f"task.params = {section.params!r}: a jsonl file has no parameters; remove the setting")
         return _jsonl_rows(Path(section.name))
     assert section.kind == "dataset"
     return _dataset_rows(section)
@@ -105,9 +103,9 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             try:
                 row = parse_json(line)
             except ValueError as error:
-                raise ValueError(f"{where}: {error}; mend or remove it") from None
+                raise ValueError(f"{where}: {error}; fix or remove the line") from None
             if not isinstance(row, dict):
-                raise ValueError(f'{where}: must be an object like {{"prompt": "…"}}; mend or remove it')
+                raise ValueError(f'{where}: must be an object like {{"prompt": "…"}}; fix or remove the line')
             yield number - 1, where, row
     except OSError as error:
         raise ValueError(f"task.name = {str(path)!r}: can't be read: {error.strerror or error}") from None
@@ -119,10 +117,9 @@ def _dataset_rows(section: TaskSection) -> Iterator[Row]:
     except ImportError as error:
         raise ValueError(f'task.kind = "dataset" needs the datasets library ({error}); pip install datasets') from None
     name = section.name
-    directory = Path(name)
-    saved = any((directory / file).is_file() for file in ("state.json", "dataset_dict.json"))
+    is_saved = any(Path(name, file).is_file() for file in ("state.json", "dataset_dict.json"))
     try:
-        table = load_from_disk(name) if saved else load_dataset(name, split=section.split, **section.params)
+        table = load_from_disk(name) if is_saved else load_dataset(name, split=section.split, **section.params)
     except Exception as error:
         raise ValueError(
             f"task.name = {name!r}, task.split = {section.split!r}, task.params = {section.params!r}: can't be loaded: "
@@ -130,7 +127,7 @@ def _dataset_rows(section: TaskSection) -> Iterator[Row]:
         ) from error
     if isinstance(table, DatasetDict):
         if section.split not in table:
-            raise ValueError(f"task.split = {section.split!r}: {name} has {', '.join(table)}")
+            raise ValueError(f"task.split = {section.split!r}: {name} has the splits {', '.join(table)}")
         table = table[section.split]
     for index, row in enumerate(table):
         yield index, f"{name} ({section.split}), row {index}", dict(row)

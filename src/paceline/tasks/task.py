@@ -1,4 +1,4 @@
-"""What there is to be learned: problems, each with a name that stays the same from epoch to epoch."""
+"""The types of a task: problems with stable names, and multi-turn environments."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Prompt = str | list[Message]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What an environment says to a completion: messages to go on with, or None at the end."""
+    """The response of an environment to a completion."""
 
-    observation: list[Message] | None
+    observation: list[Message] | None  # the messages of the next turn; None: the episode has ended
     reward: float = 0.0  # a sample's environment reward is the sum over its turns
 
 
 class Env(Protocol):
-    """One episode, single-use: made for a sample, asked for its prompt once, then told each completion."""
+    """One episode, for one sample. `prompt` is called once, then `step` with each completion."""
 
     def prompt(self) -> Prompt: ...
     def step(self, completion: str) -> Turn: ...
@@ -27,14 +27,14 @@ class Env(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    name: str  # stable across epochs and runs, e.g. "chain_sum/17": draft history hangs on it
+    name: str  # stable across epochs and runs, e.g. "chain_sum/17": the key of the draft history
     prompt: Prompt
-    columns: dict[str, Any] = field(default_factory=dict)  # `answer` and what else rewards may want
-    make_env: Callable[[], Env] | None = None  # multi-turn; None: the answer is the first completion
+    columns: dict[str, Any] = field(default_factory=dict)  # for rewards, e.g. `answer`
+    make_env: Callable[[], Env] | None = None  # for a multi-turn problem; None: single-turn
 
 
 class Task(Protocol):
-    """Always: the same settings give the same problems in the same order; no held-out problem is trained on."""
+    """Invariants: the same settings give the same problems in the same order; no held-out problem is trained on."""
 
     name: str
     train: list[Problem]

@@ -1,2 +1,2 @@
-"""The exactness ladder as a product: what `paceline verify` runs on a user's own model, and what the tests run on
-correct and on deliberately broken engines."""
+"""The exactness checks. `paceline verify` runs them on a user's own model; the tests run them on correct and on
+deliberately broken engines."""

@@ -1,4 +1,4 @@
-"""Small engines over table targets: every rule with every drafter, for rungs 1 and 2."""
+"""Small engines over table targets: every rule with every drafter, for levels 1 and 2."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from paceline.speculation.cost import CostTable, Point
 from paceline.speculation.das import DasPolicy
 from paceline.speculation.policy import SpeculationPolicy, StaticPolicy
 from paceline.types import Request, SamplingParams
-from paceline.verify.chance import Sample
+from paceline.verify.chi_square import Sample
 from paceline.verify.drafters import AdversarialDrafter
 from paceline.verify.table import Table, TableDecoder
 
 RULES = ("coupled", "rejection", "block")
 POLICIES = {"coupled": ("static", "das", "auto"), "rejection": ("static", "das"), "block": ("static", "das")}  # by rule
 DRAFTERS = ("adversarial", "ngram", "suffix", "draft_model", "eagle3", "hybrid")
-SAMPLING_DRAFTERS = ("draft_model", "eagle3", "hybrid")  # under `coupled` their own draws are forks of chance too
+SAMPLING_DRAFTERS = ("draft_model", "eagle3", "hybrid")  # under `coupled` the enumeration branches at their draws too
 
 
-def policy_of(name: str, k: int, drafter: str) -> SpeculationPolicy:
-    """On times that are made up, so that some drafts pay and some don't, and frozen: real ones would let chance in by
-    another door."""
+def make_policy(name: str, k: int, drafter: str) -> SpeculationPolicy:
+    """A policy with an invented, frozen cost table, under which some drafts pay and some do not. Measured times would
+    make the policy's choices random."""
     if name == "static":
         return StaticPolicy(k)
     points = [Point(rows, rows + extra, 9 * rows + extra, 1 + 0.02 * extra) for rows in (1, 64) for extra in (0, 1, 64)]
@@ -59,7 +59,7 @@ class TableCase:
             self.decoder(num_blocks),
             sampler=sampler,
             drafter=self._drafter(drafter, rule, sampler, num_blocks) if drafter else None,
-            policy=policy_of(policy, self.k, drafter or "none"),
+            policy=make_policy(policy, self.k, drafter or "none"),
             rule=rule,
             max_num_seqs=max_num_seqs,
         )
@@ -78,7 +78,7 @@ class TableCase:
         return eagle3 if name == "eagle3" else HybridDrafter(SuffixDrafter(), eagle3, head_cost=0.1)
 
     def _eagle3(self, sampler: Sampler, num_blocks: int, coupled: bool) -> Eagle3Drafter:
-        """A random head that reads the table's logits for hidden states, and knows all tokens but the first."""
+        """A random head. Its auxiliary hidden states are the table's logits; its vocabulary lacks the first token."""
         size, vocab = 8, self.vocab_size
         layer = ModelConfig("llama", vocab, size, size, 1, 2, 1, 4, 1e-6, 10_000.0, 512)
         config = HeadConfig(layer, vocab - 1, layer_ids=(1,), target_hidden_size=vocab)
@@ -91,6 +91,6 @@ class TableCase:
         return Eagle3Drafter(head, embed, sampler, num_blocks, coupled)
 
     def sample(self, engine: LocalEngine, sampling: SamplingParams, num: int, first_key: int) -> Sample:
-        """`num` independent sequences of one prompt: keys first_key, first_key + 1, …"""
+        """`num` independent completions of one prompt, with noise keys first_key, first_key + 1, …"""
         requests = [Request(i, (0, 1, 0), sampling, first_key + i, "case") for i in range(num)]
         return [tuple(c.token_ids.tolist()) for c in engine.generate(requests)]

@@ -1,12 +1,13 @@
-"""Rung 1: the exact distribution of whole sequences, by walking every path of chance through the real engine.
+"""Level 1: the exact distribution of whole sequences, by running the real engine with every outcome of its noise.
 
-Every place where the engine consults its noise becomes a fork; each run takes one way at every fork, its probability
-is the product of the ways taken, and depth-first search takes them all. No statistics: the sum over runs is the
-engine's distribution, to rounding. Brute force multiplies the target's own probabilities.
+Each random draw of the engine is a branching point. One run takes one outcome at each draw; its probability is the
+product of the probabilities of these outcomes. Depth-first search runs the engine once per combination of outcomes.
+There is no statistical error: the sum over all runs is the engine's distribution, up to rounding. `brute_force`
+multiplies the target's own probabilities instead, and the two must agree.
 
-Forks count as independent, which holds only if no noise is consulted twice: so every consultation is remembered by
-(key, position, round, stream), and repeated ones are counted. Under `coupled` a drafter reads the target's own noise
-by design (stream SAMPLE, not counted); there the output does not depend on drafts.
+The product assumes independent draws. This holds only if no noise is used twice, so each use is recorded by (key,
+position, round, stream) and repeated uses are counted. Under `coupled` a drafter uses the target's own noise by design
+(stream SAMPLE, not counted); under that rule the output does not depend on drafts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import torch
 from torch import Tensor
 
 from paceline.engine.engine import LocalEngine
-from paceline.engine.sequence import Sequence
 from paceline.model.sample import Noise, Sampler, Stream
 from paceline.types import Request
 from paceline.verify.reference import processed_logprobs
@@ -30,70 +30,71 @@ Distribution = dict[tuple[int, ...], float]
 
 
 class Enumerator(Noise):
-    """A noise that takes the scripted way at every fork, and the first possible one beyond the script."""
+    """Noise with draws that follow `path`. Beyond its end each draw takes the first outcome with a positive
+    probability, which is appended to the path."""
 
     def __init__(self) -> None:
-        self.script: list[int] = []
-        self.ways: list[np.ndarray] = []  # the chances at each fork of this run
-        self.consulted: set[tuple[int, int, int]] = set()  # key, position with its round, stream: in this run
-        self.num_reused = 0  # consultations of noise that an earlier fork of the same run had consulted; over all runs
+        self.path: list[int] = []  # the outcome of each draw
+        self.draws: list[np.ndarray] = []  # the outcomes' probabilities at each draw of this run
+        self.used: set[tuple[int, int, int]] = set()  # (key, position with its round, stream) in this run
+        self.num_reused = 0  # draws with noise that the same run had used before; over all runs
 
     def begin(self) -> None:
-        self.ways = []
-        self.consulted = set()
+        self.draws = []
+        self.used = set()
 
     @property
     def probability(self) -> float:
-        return float(np.prod([chances[way] for chances, way in zip(self.ways, self.script, strict=True)]))
+        return float(np.prod([probabilities[i] for probabilities, i in zip(self.draws, self.path, strict=True)]))
 
     def advance(self) -> bool:
-        """Script the next path; False when all have been taken."""
-        while self.script:
-            later = np.flatnonzero(self.ways[len(self.script) - 1][self.script[-1] + 1 :] > 0)
+        """Set the next path; False if every path has been run."""
+        while self.path:
+            later = np.flatnonzero(self.draws[len(self.path) - 1][self.path[-1] + 1 :] > 0)
             if len(later):
-                self.script[-1] += 1 + int(later[0])
+                self.path[-1] += 1 + int(later[0])
                 return True
-            self.script.pop()
+            self.path.pop()
         return False
 
-    def _fork(self, chances: np.ndarray) -> int:
-        at = len(self.ways)
-        self.ways.append(chances)
-        if at == len(self.script):
-            self.script.append(int(np.flatnonzero(chances > 0)[0]))
-        return self.script[at]
+    def _draw(self, probabilities: np.ndarray) -> int:
+        at = len(self.draws)
+        self.draws.append(probabilities)
+        if at == len(self.path):
+            self.path.append(int(np.flatnonzero(probabilities > 0)[0]))
+        return self.path[at]
 
-    def _remember(self, keys: np.ndarray, positions: np.ndarray, stream: int) -> None:
+    def _record_use(self, keys: np.ndarray, positions: np.ndarray, stream: int) -> None:
         if stream == Stream.SAMPLE:
             return
         for key, position in zip(keys.tolist(), positions.tolist(), strict=True):
-            self.num_reused += (key, position, stream) in self.consulted
-            self.consulted.add((key, position, stream))
+            self.num_reused += (key, position, stream) in self.used
+            self.used.add((key, position, stream))
 
     def race(self, weights_PV: Tensor, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
-        self._remember(keys, positions, stream)
-        chances = (weights_PV.double() / weights_PV.double().sum(-1, keepdim=True)).numpy()
-        return np.array([self._fork(row) for row in chances], np.int32)
+        self._record_use(keys, positions, stream)
+        probabilities = (weights_PV.double() / weights_PV.double().sum(-1, keepdim=True)).numpy()
+        return np.array([self._draw(row) for row in probabilities], np.int32)
 
-    def ahead(
+    def log_margins(
         self, weights_PV: Tensor, tokens: np.ndarray, keys: np.ndarray, positions: np.ndarray, stream: int
     ) -> np.ndarray:
-        return np.zeros(len(tokens))  # all happens: nobody leads
+        return np.zeros(len(tokens))  # every outcome is taken, so no token has a margin
 
-    def coin(self, chances: np.ndarray, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
-        self._remember(keys, positions, stream)
-        return np.array([self._fork(np.array([c, 1 - c])) == 0 for c in np.clip(chances, 0, 1)])
+    def bernoulli(self, probabilities: np.ndarray, keys: np.ndarray, positions: np.ndarray, stream: int) -> np.ndarray:
+        self._record_use(keys, positions, stream)
+        return np.array([self._draw(np.array([p, 1 - p])) == 0 for p in np.clip(probabilities, 0, 1)])
 
 
 @dataclass(slots=True)
 class Enumeration:
-    """The exact distribution of a request's tokens, and what happened on all paths together."""
+    """The exact distribution of a request's tokens, and counts over all paths."""
 
     distribution: Distribution = field(default_factory=dict)
     num_paths: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    num_reused: int = 0  # noise consulted twice: above 0 the distribution is not to be trusted
+    num_reused: int = 0  # draws with noise that was used before; above 0 the distribution is not valid
 
 
 def enumerate_engine(
@@ -102,8 +103,8 @@ def enumerate_engine(
     others: tuple[Request, ...] = (),
     noise: Enumerator | None = None,
 ) -> Enumeration:
-    """Run the request on every path of chance. `make` gives a fresh engine that uses this sampler. `others` run beside
-    it and must be greedy (no chance of their own), with noise keys of their own."""
+    """Run the request with every outcome of the noise. `make` returns a new engine that uses the given sampler.
+    `others` run in the same batch. They must be greedy, so that they add no draws, and have their own noise keys."""
     noise = noise or Enumerator()
     found: Distribution = defaultdict(float)
     result = Enumeration()
@@ -121,22 +122,24 @@ def enumerate_engine(
 
 
 def brute_force(target: TableDecoder, request: Request) -> Distribution:
-    """The same from the definition: probabilities multiplied along every sequence."""
+    """The same distribution from its definition: the product of the target's probabilities along each sequence."""
     found: Distribution = {}
+    sampling, config = request.sampling, target.config
+    assert not sampling.stop, "needs a tokenizer"
+    stop_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else config.eos_token_ids)}
+    limit = min(sampling.max_tokens, config.max_positions - len(request.prompt_ids))
 
-    def walk(emitted: tuple[int, ...], chance: float) -> None:
-        sequence = Sequence(request, 0, target.config.max_positions, target.config.eos_token_ids)
-        for token in emitted:
-            sequence.take([token], None)
-        if sequence.finish_reason is not None:
-            found[emitted] = chance
+    def extend(emitted: tuple[int, ...], probability: float) -> None:
+        if len(emitted) == limit or (emitted and emitted[-1] in stop_ids):
+            found[emitted] = probability
             return
-        logits = torch.from_numpy(target.table.logits_after(sequence.tokens))
+        tokens = np.array([*request.prompt_ids, *emitted], np.int32)
+        logits = torch.from_numpy(target.table.logits_after(tokens))
         for token, p in enumerate(processed_logprobs(logits.unsqueeze(0), request.sampling)[0].exp().tolist()):
             if p > 0:
-                walk((*emitted, token), chance * p)
+                extend((*emitted, token), probability * p)
 
-    walk((), 1.0)
+    extend((), 1.0)
     return found
 
 

@@ -1,5 +1,5 @@
-"""Rungs 3 to 5: the same tokens with speculation on and off, the same greedy tokens as Hugging Face, the same
-logprobs from learner, prefill, decode and verification."""
+"""Levels 3 to 5: the same tokens with speculation on and off, the same greedy tokens as Hugging Face, the same
+logprobs from learner, prefill, decode and verification. P positions, V vocabulary."""
 
 from __future__ import annotations
 
@@ -16,6 +16,18 @@ from paceline.model.kv import BlockTable
 from paceline.model.paged import PagedDecoder, Span
 from paceline.types import Completion
 from paceline.verify.reference import processed_logprobs, race_scores
+from paceline.verify.result import CheckResult
+
+LOGPROB_TOLERANCE = 1e-4  # float32, across kernels with different summation orders
+# In 16 bits the mean: bfloat16 has 8 bits, so a logit of 10 is exact to 0.03, and learner and engine round differently.
+# A larger mean is not rounding, and would change importance ratios by two percent.
+MEAN_LOGPROB_TOLERANCE = 0.02
+# How much lower than the reference's best race score that of an emitted token may be. Learner and engine logprobs
+# differ by LOGPROB_TOLERANCE at most, and a race score is a logprob divided by the temperature.
+DRAW_TOLERANCE = 1e-3
+# In place of -inf. A truncated token must not be emitted; its difference to any logprob exceeds every tolerance.
+EXCLUDED_LOGPROB = -1000.0
+LogprobPairs = dict[str, tuple[list[np.ndarray], list[np.ndarray]]]  # two logprobs of each token, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +63,11 @@ def transformers_greedy(
     progress: Callable[[int], None] | None = None,
     device: torch.device | str = "cpu",
 ) -> list[list[int]]:
-    """What Hugging Face's generate says, prompt by prompt (no padding, so no doubt about it), float32."""
+    """Completions of Hugging Face's `generate` in float32, one prompt at a time and so without padding."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # our own progress is enough
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()
     outs = []
     for i, prompt in enumerate(prompts):
@@ -79,7 +91,7 @@ def transformers_greedy(
 
 @torch.inference_mode()
 def learner_logits(decoder: Decoder, tokens: Sequence[int], num: int) -> Tensor:
-    """After each of the last `num` tokens, float64, as a learner computes them: the plain decoder over all of them."""
+    """Logits after each of the last `num` tokens, float64 [num, V], from the learner's plain decoder."""
     ids = torch.tensor(tokens, device=decoder.device)
     positions = torch.arange(len(ids), device=decoder.device)
     hidden = decoder(ids, positions, decoder.attention([len(ids)], [None])).hidden
@@ -87,55 +99,79 @@ def learner_logits(decoder: Decoder, tokens: Sequence[int], num: int) -> Tensor:
 
 
 def prefill_logits(paged: PagedDecoder, tokens: Sequence[int], num: int) -> Tensor:
-    """The same from one forward of the engine's own model."""
+    """The same from one forward pass of the engine's model."""
     table = BlockTable()
     if not paged.pool.reserve(table, len(tokens)):
-        raise ValueError("the KV memory is too small for one sequence; raise engine.kv_tokens")
+        raise ValueError("the KV cache is too small for one sequence; raise engine.kv_tokens")
     logits = paged.forward([Span(np.array(tokens, np.int32), 0, table, num)])
     paged.pool.truncate(table, 0)
     return logits.double()
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """What a model says of a completion's tokens, by `reference`'s definitions. One entry per token."""
+class TokenScores:
+    """Logprobs and race scores of a completion's tokens, computed by `reference`. One float64 entry per token."""
 
-    raw: np.ndarray  # float64, logprobs before temperature and truncation
-    processed: np.ndarray  # float64, logprobs under the processed distribution; NEVER where that excludes the token
-    behind: np.ndarray  # float64, the highest race score less the token's own: 0 where the noise draws this very token
-
-
-NEVER = -1000.0  # for -inf: such a token may not be emitted, and its gap to any logprob is far beyond every tolerance
+    raw: np.ndarray  # logprobs before temperature and truncation
+    processed: np.ndarray  # logprobs under the processed distribution; EXCLUDED_LOGPROB for a truncated token
+    score_gap: np.ndarray  # the highest race score less the token's own: 0 if the noise draws this token
 
 
-def learner_scores(decoder: Decoder, completions: Sequence[Completion]) -> list[Scored]:
+def learner_scores(decoder: Decoder, completions: Sequence[Completion]) -> list[TokenScores]:
     return [score(completion_logits(decoder, c), c) for c in completions]
 
 
 def completion_logits(decoder: Decoder, c: Completion) -> Tensor:
-    """Those that a completion's tokens were drawn from, by a learner: float64 [P, V]."""
+    """The learner's logits from which a completion's tokens are drawn: float64 [P, V]."""
     tokens = c.token_ids.tolist()
     return learner_logits(decoder, [*c.request.prompt_ids, *tokens[:-1]], len(tokens))
 
 
-def prefill_scores(paged: PagedDecoder, completions: Sequence[Completion]) -> list[Scored]:
+def prefill_scores(paged: PagedDecoder, completions: Sequence[Completion]) -> list[TokenScores]:
     return [
         score(prefill_logits(paged, [*c.request.prompt_ids, *c.token_ids[:-1].tolist()], len(c.token_ids)), c)
         for c in completions
     ]
 
 
-def score(logits_PV: Tensor, c: Completion) -> Scored:
+def score(logits_PV: Tensor, c: Completion) -> TokenScores:
     tokens = c.token_ids.tolist()
-    processed_PV = processed_logprobs(logits_PV, c.request.sampling).clamp_min(NEVER)
+    processed_PV = processed_logprobs(logits_PV, c.request.sampling).clamp_min(EXCLUDED_LOGPROB)
     scores_PV = race_scores(processed_PV, c.request, len(c.request.prompt_ids) + np.arange(len(tokens)))
     at = torch.tensor(tokens, device=logits_PV.device)[:, None]
 
     def of_tokens(values_PV: Tensor) -> np.ndarray:
         return values_PV.gather(-1, at)[:, 0].cpu().numpy()
 
-    behind = scores_PV.amax(-1).cpu().numpy() - of_tokens(scores_PV)
-    return Scored(of_tokens(logits_PV.log_softmax(-1)), of_tokens(processed_PV), behind)
+    score_gap = scores_PV.amax(-1).cpu().numpy() - of_tokens(scores_PV)
+    return TokenScores(of_tokens(logits_PV.log_softmax(-1)), of_tokens(processed_PV), score_gap)
+
+
+def wrong_draws(run: str, scored: Sequence[TokenScores]) -> list[str]:
+    """Tokens that the reference would not draw. Not to be used if rounding depends on the batch: then a near-tie may
+    have either result, and level 3 checks near-ties."""
+    num = sum(int((~(s.score_gap <= DRAW_TOLERANCE)).sum()) for s in scored)  # NaN is wrong too
+    return [f"{run}: {num} tokens are not those that the noise draws from the processed distribution"] if num else []
+
+
+def compare_logprobs(pairs: LogprobPairs, in_16_bits: bool) -> CheckResult:
+    """The largest gap is limited, in 16 bits the mean gap."""
+    largest, means = ({name: gap(*pair) for name, pair in pairs.items()} for gap in (largest_gap, mean_gap))
+    kind, limited, tolerance = ("largest", largest, LOGPROB_TOLERANCE)
+    if in_16_bits:
+        kind, limited, tolerance = ("mean", means, MEAN_LOGPROB_TOLERANCE)
+    return {
+        "problems": [
+            f"{name}: the {kind} gap between logprobs is {gap:.2g}, above {tolerance:g}"
+            for name, gap in limited.items()
+            if not gap <= tolerance
+        ],
+        "tolerance": tolerance,
+        **({"mean_gap": max(means.values())} if in_16_bits else {}),
+        "max_gap": max(largest.values()),
+        "mean_abs": means,
+        "max_abs": largest,
+    }
 
 
 def largest_gap(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:

@@ -1,7 +1,7 @@
-"""The processed distribution and the token that the noise draws from it, from their definitions.
+"""Reference implementation of the processed distribution, and of the token that the noise draws from it.
 
-The ladder judges engines by this, so it shares no code with `model.sample.process` and the kernels: a mistake made
-there must not be made here too. Hugging Face's order: temperature, top-k, top-p, min-p. P positions, V vocabulary.
+It shares no code with `model.sample.process` and the kernels, so that it does not repeat their mistakes. Hugging
+Face's order: temperature, top-k, top-p, min-p. P positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.types import Request, SamplingParams
 
 
 def processed_logprobs(logits_PV: Tensor, sampling: SamplingParams) -> Tensor:
-    """Log-probabilities of the processed distribution, float64 [P, V] on the logits' device; -inf where truncated."""
+    """Logprobs of the processed distribution, float64 [P, V] on the logits' device; -inf for truncated tokens."""
     rows = [_process(row, sampling) for row in logits_PV.double().cpu().numpy()]
     return torch.from_numpy(np.stack(rows)).to(logits_PV.device)
 
@@ -31,7 +31,7 @@ def _process(logits_V: np.ndarray, sampling: SamplingParams) -> np.ndarray:
     if sampling.top_p < 1:
         order = np.argsort(-z, kind="stable")
         p = np.exp(_normalise(z[order]))
-        before = np.concatenate([[0.0], np.cumsum(p)[:-1]])  # the mass of likelier tokens
+        before = np.concatenate([[0.0], np.cumsum(p)[:-1]])  # probability of all likelier tokens
         z[order[before >= sampling.top_p]] = -np.inf
     if sampling.min_p > 0:
         p = np.exp(_normalise(z))
@@ -45,8 +45,9 @@ def _normalise(z: np.ndarray) -> np.ndarray:
 
 
 def race_scores(logprobs_PV: Tensor, request: Request, positions: np.ndarray) -> Tensor:
-    """What every token races with at these positions: log p - log E under the request's noise. The highest score is
-    the token that rule `coupled` emits. At temperature 0 there is no noise. `logprobs_PV` may lack a constant."""
+    """log p - log E of each token, with exponential noise E from the request's noise key: [P, V]. Rule `coupled` emits
+    the token with the highest score. At temperature 0 there is no noise. Each row of `logprobs_PV` may be shifted by a
+    constant."""
     if request.sampling.temperature == 0:
         return logprobs_PV
     keys = np.full(len(positions), request.noise_key, np.uint64)

@@ -1,8 +1,8 @@
-"""A target whose exact distribution is known: logits are a fixed function of the context, tokens live in real blocks.
+"""A target with a known distribution: its logits are a fixed function of the context.
 
-It stands where a decoder stands (same scheduler, same block pool, same spans), but its KV holds the tokens themselves,
-and logits are looked up from the context *as read back from the blocks*: a block leaked, shared wrongly, left stale or
-truncated wrongly gives another context and so another distribution.
+It replaces the decoder in a real engine (same scheduler, block pool and spans). Its KV blocks store the tokens
+themselves, and the logits are computed from the context *as read back from the blocks*. So a block that is leaked,
+shared wrongly, stale or truncated wrongly changes the context, and with it the distribution.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from paceline.model.kv import BLOCK, BlockPool
 from paceline.model.paged import PagedDecoder, Span, make_plan
 
 
-class TokenMemory:
+class TokenKV:
+    """In place of `PagedKV`: one token per slot."""
+
     def __init__(self, num_blocks: int) -> None:
         self.slots = np.full(num_blocks * BLOCK, -1, np.int64)
-        self.features: Tensor | None = None
+        self.aux_hidden_states: Tensor | None = None
 
-    def make_features(self, num_features: int) -> None:
-        self.features = torch.zeros(len(self.slots), num_features, dtype=torch.float64)
+    def allocate_aux_hidden_states(self, size: int) -> None:
+        self.aux_hidden_states = torch.zeros(len(self.slots), size, dtype=torch.float64)
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
-        for slots in (self.slots, self.features):
+        for slots in (self.slots, self.aux_hidden_states):
             if slots is not None:
                 blocks: Any = slots.reshape(-1, BLOCK, *slots.shape[1:])
                 blocks[targets] = blocks[sources]
 
 
 class Table:
-    """The function: `seed` picks it, `sharpness` scales its logits."""
+    """A fixed random function from contexts to logits. `seed` selects it, `sharpness` scales the logits."""
 
     def __init__(self, vocab_size: int, seed: int = 0, sharpness: float = 1.5) -> None:
         self.vocab_size, self.seed, self.sharpness = vocab_size, seed, sharpness
@@ -66,7 +68,7 @@ class TableDecoder(PagedDecoder):
         self.config = ModelConfig(
             family="llama",
             vocab_size=table.vocab_size,
-            hidden_size=table.vocab_size,  # what stands for a hidden state is the context's logits
+            hidden_size=table.vocab_size,  # the logits serve as hidden states
             intermediate_size=1,
             num_layers=1,
             num_heads=1,
@@ -77,28 +79,28 @@ class TableDecoder(PagedDecoder):
             max_positions=max_positions,
             eos_token_ids=eos_token_ids,
         )
-        self.decoder: Any = self  # what an engine asks of a decoder is its config, and whose weights it has
+        self.decoder: Any = self  # engines read only its config
         self.shares_weights = False
         self.pool = BlockPool(num_blocks)
-        self.taps = ()
+        self.aux_layers = ()
         self.kv = None
         self.wake()
 
     def wake(self) -> None:
-        self.kv = TokenMemory(self.pool.num_blocks)
-        self.tap(self.taps)
+        self.kv = TokenKV(self.pool.num_blocks)
+        self.set_aux_layers(self.aux_layers)
 
     def forward(self, spans: Sequence[Span]) -> Tensor:
         plan = make_plan(spans)
-        slots = plan.slots()
+        slots = plan.slot_mapping()
         self.kv.slots[slots] = plan.tokens
         rows = np.repeat(np.arange(plan.num_rows), np.diff(plan.query_start))
         out = np.zeros((len(plan.tokens), self.config.vocab_size))
-        for at in range(len(plan.tokens)) if self.taps else plan.logits_at.tolist():
+        for at in range(len(plan.tokens)) if self.aux_layers else plan.logits_at.tolist():
             positions = np.arange(plan.positions[at] + 1)
             blocks = plan.block_tables[rows[at], positions // BLOCK].astype(np.int64)
             out[at] = self.table.logits_after(self.kv.slots[blocks * BLOCK + positions % BLOCK])
         logits = torch.from_numpy(out)
-        if self.taps:
-            self.kv.features[slots] = logits
+        if self.aux_layers:
+            self.kv.aux_hidden_states[slots] = logits
         return logits[plan.logits_at]

@@ -1,4 +1,4 @@
-"""What Ray is asked for, and what is refused before it is asked for anything."""
+"""Placement of processes, and settings that are rejected before Ray starts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from paceline.build.config import load_config
 from paceline.cluster.ray_cluster import plan
-from paceline.cluster.ray_probe import knock
-from paceline.config import ClusterSection, ConfigError, load_config
+from paceline.cluster.ray_probe import check_reachable
+from paceline.config import ClusterSection
+from paceline.config_io import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (["speculation.audit_every=2"], r"speculation.audit_every = 2: .* cluster.kind = \"ray\" has none there"),
         (["model.device=cuda:1"], r'model.device = "cuda:1": .* use "cuda"'),
@@ -30,34 +32,34 @@ from paceline.config import ClusterSection, ConfigError, load_config
         (["cluster.engines=2"], r"did you mean cluster.num_engines"),
     ],
 )
-def test_what_does_not_go_with_ray(settings: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_settings_that_ray_rejects(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_config(None, ["cluster.kind=ray", *settings])
     if "cluster." not in " ".join(settings):
-        load_config(None, settings)  # in one process it does
+        load_config(None, settings)  # valid in one process
 
 
-def test_everybody_has_a_place() -> None:
+def test_every_process_has_a_bundle() -> None:
     section = ClusterSection(kind="ray", num_engines=3, num_learners=2, num_reward_workers=2, cpus_per_engine=4)
-    places = plan(section, 2, 1)
-    shares = [places.learner, *places.followers, *places.engines, *places.rewards]
-    assert [share.bundle for share in shares] == list(range(7))
-    assert places.bundles == [{"CPU": 1, "GPU": 1}] * 2 + [{"CPU": 4, "GPU": 2}] * 3 + [{"CPU": 1}] * 2
+    found = plan(section, 2, 1)
+    placements = [found.learner, *found.other_ranks, *found.engines, *found.reward_workers]
+    assert [placement.bundle for placement in placements] == list(range(7))
+    assert found.bundles == [{"CPU": 1, "GPU": 1}] * 2 + [{"CPU": 4, "GPU": 2}] * 3 + [{"CPU": 1}] * 2
 
 
-def test_colocated_shares_its_place() -> None:
+def test_colocated_engines_share_the_learner_bundles() -> None:
     section = ClusterSection(kind="ray", num_engines=3, num_learners=2, layout="colocated", cpus_per_engine=4)
-    places = plan(section, 1, 1)
-    assert [share.bundle for share in (places.learner, *places.followers)] == [0, 1]
-    assert [share.bundle for share in places.engines] == [0, 1, 2]
-    for i, bundle in enumerate(places.bundles):
-        mine = [s for s in (places.learner, *places.followers, *places.engines, *places.rewards) if s.bundle == i]
-        assert sum(share.cpus for share in mine) == bundle["CPU"]
-        assert sum(share.gpus for share in mine) == bundle.get("GPU", 0)
+    found = plan(section, 1, 1)
+    placements = [found.learner, *found.other_ranks, *found.engines, *found.reward_workers]
+    assert [placement.bundle for placement in placements] == [0, 1, 0, 1, 2, 3]
+    for i, bundle in enumerate(found.bundles):
+        in_bundle = [placement for placement in placements if placement.bundle == i]
+        assert sum(placement.cpus for placement in in_bundle) == bundle["CPU"]
+        assert sum(placement.gpus for placement in in_bundle) == bundle.get("GPU", 0)
 
 
-def test_without_ray_it_is_said_how_to_get_it() -> None:
-    """In an interpreter that does not find it."""
+def test_missing_ray_is_reported_with_the_install_command() -> None:
+    """In an interpreter that can't import it."""
     program = (
         "import sys; sys.modules['ray'] = None\n"
         "from paceline.cluster.ray_cluster import RayCluster, plan\n"
@@ -68,18 +70,18 @@ def test_without_ray_it_is_said_how_to_get_it() -> None:
     assert 'Ray is not installed; pip install -e ".[ray]"' in done.stderr
 
 
-def test_an_address_where_nobody_listens_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_address_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        knock(f"127.0.0.1:{port}")
+        check_reachable(f"127.0.0.1:{port}")
     with pytest.raises(OSError):
-        knock(f"127.0.0.1:{port}")
-    for other in ("auto", "ray://somewhere:10001"):  # which Ray itself understands
-        knock(other)
+        check_reachable(f"127.0.0.1:{port}")
+    for other in ("auto", "ray://somewhere:10001"):  # Ray resolves these itself
+        check_reachable(other)
     last = tmp_path / "ray" / "ray_current_cluster"
     last.parent.mkdir()
     last.write_text(f"127.0.0.1:{port}")
-    with pytest.raises(OSError, match="ray_current_cluster says"):
-        knock("auto")
+    with pytest.raises(OSError, match=r"the address in .*ray_current_cluster"):
+        check_reachable("auto")

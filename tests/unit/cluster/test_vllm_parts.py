@@ -1,7 +1,8 @@
-"""The parts of the vLLM engine that need no vLLM."""
+"""The parts of the vLLM engine that do not import vLLM."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -10,27 +11,27 @@ import torch
 
 from paceline.cluster import vllm_shared
 from paceline.cluster.vllm_provenance import provenance
-from paceline.cluster.vllm_shared import parcels, unpack, with_tied_head
+from paceline.cluster.vllm_shared import read_bucket, with_tied_head, write_buckets
 from paceline.types import Provenance
 
 S, A, C, B = Provenance.SAMPLED, Provenance.ACCEPTED, Provenance.CORRECTED, Provenance.BONUS
 
 
 @pytest.mark.parametrize(
-    ("chunks", "accepted", "drafted", "expected"),
+    ("tokens_per_step", "accepted", "drafted", "expected"),
     [
         ([1, 1, 1], [], [], [S, S, S]),
         ([1, 3, 1], [2, 0], [2, 3], [S, A, A, B, C]),
         ([1, 2, 1, 3], [1, 0, 2], [3, 3, 3], [S, A, C, C, A, A, C]),
-        ([1, 1, 1, 3], [0, 2], [3, 2], [S, S, S, A, A, B]),  # which of the two drafted is not known
-        ([1, 2], [3], [3], [S, A, A]),  # a stop cut it
+        ([1, 1, 1, 3], [0, 2], [3, 2], [S, S, S, A, A, B]),  # it is unknown which of the two steps had a draft
+        ([1, 2], [3], [3], [S, A, A]),  # truncated by a stop
         ([1, 1], [3], [3], [S, A]),
-        ([1, 3, 1], [], [], [S, A, A, S, S]),  # nothing was told, since we ended it
+        ([1, 3, 1], [], [], [S, A, A, S, S]),  # the engine aborted it, so vLLM reported no drafts
         ([], [], [], []),
     ],
 )
-def test_provenance(chunks, accepted, drafted, expected) -> None:
-    found = provenance(chunks, accepted, drafted)
+def test_provenance(tokens_per_step, accepted, drafted, expected) -> None:
+    found = provenance(tokens_per_step, accepted, drafted)
     assert found.tolist() == expected and found.dtype == np.uint8
 
 
@@ -44,32 +45,32 @@ def weights() -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("max_bytes", [None, 64, 1])
-def test_parcels_arrive_as_they_were_sent(max_bytes: int | None, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("max_bytes", [math.inf, 64, 1])
+def test_buckets_arrive_as_they_were_sent(max_bytes: float, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(vllm_shared, "FOLDERS", (str(tmp_path / "missing"), str(tmp_path)))
     sent, received, paths = weights(), [], set()
-    for parcel in parcels(sent, max_bytes):
-        received += unpack(parcel["path"], parcel["size"], parcel["tensors"], torch.device("cpu"))
-        paths.add(parcel["path"])
-        assert Path(parcel["path"]).stat().st_mode & 0o077 == 0
+    for bucket in write_buckets(sent, max_bytes):
+        received += read_bucket(bucket["path"], bucket["size"], bucket["tensors"], torch.device("cpu"))
+        paths.add(bucket["path"])
+        assert Path(bucket["path"]).stat().st_mode & 0o077 == 0
     assert [name for name, _ in received] == list("abcde")
     assert all(a.dtype == b.dtype and torch.equal(a, b) for (_, a), (_, b) in zip(sent, received, strict=True))
     assert list(tmp_path.iterdir()) == [] and paths
 
 
-def test_a_parcel_that_nobody_wanted_is_removed(tmp_path: Path, monkeypatch) -> None:
+def test_unread_buckets_are_removed(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(vllm_shared, "FOLDERS", (str(tmp_path),))
-    sending = parcels(weights(), 1)
-    next(sending)
+    buckets = write_buckets(weights(), 1)
+    next(buckets)
     assert len(list(tmp_path.iterdir())) == 1
-    sending.close()
+    buckets.close()
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(vllm_shared, "FOLDERS", (str(tmp_path / "missing"),))
-    with pytest.raises(ValueError, match="no room for"):
-        list(parcels(weights()))
+    with pytest.raises(ValueError, match="not enough space for"):
+        list(write_buckets(weights()))
 
 
-def test_a_tied_head_is_told() -> None:
+def test_tied_head_is_sent_explicitly() -> None:
     class Config:
         tie_word_embeddings = True
 

@@ -1,4 +1,4 @@
-"""What vLLM is asked to do, and what is refused before it is asked. None of this needs vLLM."""
+"""vLLM's options, and settings that are rejected before vLLM starts. No test here imports vLLM."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from support import tiny_config
 
-from paceline.build import build_engine
+from paceline.build.config import load_config
+from paceline.build.engine import build_engine
 from paceline.build.run import build_rollout_engine
 from paceline.build.vllm import vllm_options
-from paceline.config import ConfigError, load_config
+from paceline.config_io import ConfigError
 
 VLLM = "engine.kind=vllm"
 DRAFT = "speculation.rule=rejection"
@@ -30,36 +31,36 @@ DRAFT = "speculation.rule=rejection"
         (["speculation.policy=auto"], r"policy = \"auto\": .*schedules by itself"),
         (["speculation.method=ngram", DRAFT, "speculation.num_speculative_tokens={8 = 2}"], "takes one draft length"),
         (["speculation.method=ngram", DRAFT, "speculation.num_speculative_tokens=0"], "takes one draft length above 0"),
-        (["speculation.head_dtype=float8"], 'head_dtype = "float8": .*computes a head as the model'),
-        (["speculation.min_confidence=0.5"], "min_confidence = 0.5: .*verifies drafts whole"),
+        (["speculation.head_dtype=float8"], 'head_dtype = "float8": .*computes a head in model.dtype'),
+        (["speculation.min_confidence=0.5"], "min_confidence = 0.5: .*verifies the whole draft"),
         (["speculation.method=draft_model", "speculation.draft_model='layers:1'", DRAFT], "loads a draft model from"),
-        (["speculation.method=suffix", DRAFT, "sampling.min_p=0.1"], "min_p = 0.1: .*does not know min_p with drafts"),
-        (["model.dtype=float64"], "does not compute in it"),
+        (["speculation.method=suffix", DRAFT, "sampling.min_p=0.1"], "min_p = 0.1: .*not support min_p with drafts"),
+        (["model.dtype=float64"], "does not support it"),
         (["model.yarn_factor=2.0"], "yarn_factor = 2.0: .*config.json"),
-        (["engine.order=longest"], "begins requests as they arrive"),
-        (["train.inflight=keep"], "can't forget prompts"),
+        (["engine.order=longest"], "starts requests in order of arrival"),
+        (["train.inflight=keep"], "can't clear its prefix cache"),
         (["engine.vllm.speculative_config={rejection_sample_method = 'synthetic'}"], "keeps the policy's distribution"),
         (["engine.vllm.rejection_sample_method=synthetic"], "synthetic or typical acceptance does not"),
         (["engine.vllm.posterior_acceptance_threshold=0.09"], "synthetic or typical acceptance does not"),
-        (["engine.vllm.quantization=fp8"], "engine.vllm.quantization: not one of those that may be given"),
-        (["engine.vllm.trust_remote_code=true"], "engine.vllm.trust_remote_code: not one of those"),
+        (["engine.vllm.quantization=fp8"], "engine.vllm.quantization: not an allowed vLLM option"),
+        (["engine.vllm.trust_remote_code=true"], "engine.vllm.trust_remote_code: not an allowed vLLM option"),
     ],
 )
-def test_what_vllm_can_not_do_is_refused(overrides: list[str], message: str) -> None:
+def test_settings_that_vllm_rejects(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(None, [VLLM, *overrides])
-    if not any(".vllm." in override for override in overrides):  # our own engine takes it, but for one or the other
+    if not any(".vllm." in override for override in overrides):  # the local engine takes them
         load_config(None, [override for override in overrides if override != DRAFT])
 
 
 @pytest.mark.parametrize("override", ["engine.tensor_parallel_size=2", "engine.vllm.block_size=64"])
-def test_what_only_vllm_can_do_is_refused_elsewhere(override: str) -> None:
+def test_settings_that_only_vllm_takes(override: str) -> None:
     with pytest.raises(ConfigError, match=r'engine.kind = "vllm"'):
         load_config(None, [override])
     load_config(None, [VLLM, override])
 
 
-def test_our_settings_in_its_words() -> None:
+def test_settings_as_vllm_options() -> None:
     model = tiny_config(head_dim=32, num_layers=3)
     given = [VLLM, "engine.kv_tokens=1000", "engine.max_num_seqs=4", "engine.graphs=false", "engine.vllm.block_size=32"]
     draft = ["speculation.method=ngram", DRAFT, "speculation.num_speculative_tokens=5"]
@@ -72,8 +73,8 @@ def test_our_settings_in_its_words() -> None:
         "rejection_sample_method": "standard",
     }
     assert options["enforce_eager"] and options["block_size"] == 32 and not options["enable_prefix_caching"]
-    assert options["kv_cache_memory_bytes"] == 2 * 3 * 2 * 32 * 4 * 9 * 128  # 8 blocks of 128, and vLLM's own
-    assert options["max_model_len"] == options["max_num_batched_tokens"] - 256 == 256  # prompts come whole
+    assert options["kv_cache_memory_bytes"] == 2 * 3 * 2 * 32 * 4 * 9 * 128  # 8 blocks of 128, and a reserved one
+    assert options["max_model_len"] == options["max_num_batched_tokens"] - 256 == 256  # no chunked prefill
     suffix = vllm_options(
         load_config(None, [VLLM, DRAFT, "speculation.method=suffix", "speculation.suffix_recency=0.5"]),
         Path("x"),
@@ -84,7 +85,7 @@ def test_our_settings_in_its_words() -> None:
     assert vllm_options(load_config(None, [VLLM]), Path("x"), model)["speculative_config"] is None
 
 
-def test_where_it_can_not_run() -> None:
+def test_vllm_is_rejected_where_it_can_not_run() -> None:
     config = load_config(None, [VLLM, "model.name=smollm2-135m"])
     with pytest.raises(ValueError, match=r'engine.kind = "vllm": is for `paceline train`; here use "local"'):
         build_engine(config)
@@ -92,7 +93,7 @@ def test_where_it_can_not_run() -> None:
         build_rollout_engine(config)
 
 
-def test_the_shipped_configuration_is_one_of_vllms(tmp_path: Path) -> None:
+def test_shipped_configuration_uses_vllm(tmp_path: Path) -> None:
     tiny = tiny_config()
     config = load_config(Path(__file__).parents[3] / "configs" / "vllm.toml")
     assert config.engine.kind == "vllm" and not config.speculation.audit_every

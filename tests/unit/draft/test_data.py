@@ -1,4 +1,4 @@
-"""Lines of a file as examples, what is refused and in which words, the split, and the order of batches."""
+"""Examples from lines of a file, error messages, the split, and the order of batches."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from conftest import VOCAB_SIZE, write_tokenizer
 
 from paceline.draft.batches import BUCKET, batches, plan
-from paceline.draft.data import Examples, Reader, gather, read_examples
-from paceline.draft.lesson import Example
+from paceline.draft.data import Examples, Reader, collect_examples, read_examples
+from paceline.draft.head_batch import Example
 from paceline.model.store import load_tokenizer
 from paceline.tasks.prompt import encode
 
@@ -22,7 +22,7 @@ END = VOCAB_SIZE - 1  # <|im_end|>
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
-    """A token per byte, and a chat template."""
+    """With one token per byte, and a chat template."""
     directory = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(directory)
     (directory / "config.json").write_text('{"model_type": "llama"}')
@@ -30,55 +30,54 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
 
 
 def shown(reader: Reader, example: Example) -> list[tuple[str, bool]]:
-    """Runs of tokens as text, and whether they are the model's own."""
+    """Runs of tokens as text, and whether they are in the loss mask."""
     runs: list[tuple[list[int], bool]] = []
-    for token, own in zip(example.tokens.tolist(), example.chosen.tolist(), strict=True):
-        if not runs or runs[-1][1] != own:
-            runs.append(([], own))
+    for token, in_loss in zip(example.tokens.tolist(), example.loss_mask.tolist(), strict=True):
+        if not runs or runs[-1][1] != in_loss:
+            runs.append(([], in_loss))
         runs[-1][0].append(token)
-    return [(reader.tokenizer.decode(ids), own) for ids, own in runs]
+    return [(reader.tokenizer.decode(ids), in_loss) for ids, in_loss in runs]
 
 
-# ---- what a line is ----
+# ---- formats ----
 
 
 def test_text(reader: Reader) -> None:
-    """All of it counts."""
     assert shown(reader, reader.example({"text": "abc def"}, "")) == [("abc def", True)]
 
 
 def test_prompt_and_completion(reader: Reader) -> None:
     record = {"prompt": "1+1?", "completion": "2", "other": [1]}
-    asked = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
-    assert shown(reader, reader.example(record, "")) == [(asked, False), ("2<|im_end|>", True)]
-    bare = Reader(reader.tokenizer, VOCAB_SIZE, chat=False)
-    assert shown(reader, bare.example(record, "")) == [("1+1?", False), ("2<|im_end|>", True)]
+    prompt = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    assert shown(reader, reader.example(record, "")) == [(prompt, False), ("2<|im_end|>", True)]
+    without_chat = Reader(reader.tokenizer, VOCAB_SIZE, chat=False)
+    assert shown(reader, without_chat.example(record, "")) == [("1+1?", False), ("2<|im_end|>", True)]
 
 
 def test_messages(reader: Reader) -> None:
-    """Every turn of the assistant, its end included, and nothing of what the template puts around it."""
-    said = [("system", "S"), ("user", "A"), ("assistant", "B"), ("user", "C"), ("assistant", "D")]
-    messages = [{"role": role, "content": content} for role, content in said]
+    """The loss mask has every assistant message with its end token, and nothing of the template around it."""
+    contents = [("system", "S"), ("user", "A"), ("assistant", "B"), ("user", "C"), ("assistant", "D")]
+    messages = [{"role": role, "content": content} for role, content in contents]
     example = reader.example({"messages": messages}, "")
-    head = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\n"
+    prompt = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\n"
     between = "\n<|im_start|>user\nC<|im_end|>\n<|im_start|>assistant\n"
     assert shown(reader, example) == [
-        (head, False), ("B<|im_end|>", True), (between, False), ("D<|im_end|>", True),
+        (prompt, False), ("B<|im_end|>", True), (between, False), ("D<|im_end|>", True),
     ]  # fmt: skip
-    # What the model would have been shown before its last turn is a prefix of it.
-    asked = encode(reader.tokenizer, messages[:-1])
-    assert tuple(example.tokens[: len(asked)].tolist()) == asked
+    # The model's prompt for its last turn is a prefix of the example.
+    last_prompt = encode(reader.tokenizer, messages[:-1])
+    assert tuple(example.tokens[: len(last_prompt)].tolist()) == last_prompt
     longer = reader.example({"messages": [*messages, messages[1]]}, "")
-    assert longer.tokens.tolist() == example.tokens.tolist(), "what follows its last turn teaches nothing"
+    assert longer.tokens.tolist() == example.tokens.tolist(), "messages after the last assistant message are dropped"
 
 
-def test_recorded_rollouts_are_not_tokenised_again(reader: Reader) -> None:
+def test_recorded_rollouts_are_not_tokenized_again(reader: Reader) -> None:
     record = {"prompt": "not read", "completion": "nor this", "prompt_ids": [1, 2], "token_ids": [3, 4, 5, END]}
     example = reader.example(record, "")
     assert example.tokens.tolist() == [1, 2, 3, 4, 5, END]
-    assert example.chosen.tolist() == [False, False, True, True, True, True]
+    assert example.loss_mask.tolist() == [False, False, True, True, True, True]
     masked = reader.example(record | {"mask": [1, 0, 0, 1]}, "")
-    assert masked.chosen.tolist() == [False, False, True, False, False, True]
+    assert masked.loss_mask.tolist() == [False, False, True, False, False, True]
 
 
 USER = [{"role": "user", "content": "A"}]
@@ -89,7 +88,7 @@ USER = [{"role": "user", "content": "A"}]
     [
         ('{"text": "a"', r"line 2: not valid JSON \("),
         ("[1]", "line 2: not a JSON object; give one with `text`"),
-        ('{"txt": "a"}', "line 2: has none of the keys that are known; give `text`; `prompt` and `completion`"),
+        ('{"txt": "a"}', "line 2: has none of the known keys; give `text`; `prompt` and `completion`"),
         ('{"text": 3}', "line 2: `text`: give a string that is not empty"),
         ('{"text": " "}', "line 2: `text`: give a string"),
         ('{"text": "\\ud800"}', "line 2: not valid Unicode"),
@@ -98,23 +97,23 @@ USER = [{"role": "user", "content": "A"}]
         ('{"prompt": "a", "completion": null}', "line 2: `completion`: give a string"),
         ('{"messages": "hello"}', "line 2: `messages`: give a list of messages"),
         ('{"messages": [{"role": "user"}]}', "line 2: `messages`: give a list of messages"),
-        (json.dumps({"messages": USER}), "line 2: `messages`: give a turn of the user and, after it, one of the"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 2: `messages`: give a turn of the user"),
+        (json.dumps({"messages": USER}), "line 2: `messages`: give a user message and, after it, an"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 2: `messages`: give a user message"),
         ('{"token_ids": [1, 2]}', "line 2: `prompt_ids`: give a list of token ids"),
         ('{"prompt_ids": [1], "token_ids": [1.5]}', "line 2: `token_ids`: give a list of token ids"),
-        ('{"prompt_ids": [1], "token_ids": [259]}', "line 2: `token_ids`: 259 is no token of this model.* model.name"),
-        ('{"prompt_ids": [-1], "token_ids": [2]}', "line 2: `prompt_ids`: -1 is no token of this model"),
+        ('{"prompt_ids": [1], "token_ids": [259]}', "line 2: `token_ids`: 259 is not a token of this .* model.name"),
+        ('{"prompt_ids": [-1], "token_ids": [2]}', "line 2: `prompt_ids`: -1 is not a token of this model"),
         ('{"prompt_ids": [1], "token_ids": [2], "mask": [1, 1]}', "line 2: `mask`: give a list of 0 and 1"),
     ],
 )
-def test_what_is_refused(reader: Reader, tmp_path: Path, line: str, message: str) -> None:
+def test_invalid_lines(reader: Reader, tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(f'{{"text": "fine, this one"}}\n{line}\n')
     with pytest.raises(ValueError, match=f"bad.jsonl, {message}"):
         list(reader.read(path))
 
 
-def test_files_that_are_none(reader: Reader, tmp_path: Path) -> None:
+def test_invalid_files(reader: Reader, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"draft.data = .*no such file; give a jsonl file, or"):
         list(reader.read(tmp_path / "nowhere.jsonl"))
     (tmp_path / "latin").write_bytes(b'{"text": "\xff"}\n')
@@ -125,30 +124,32 @@ def test_files_that_are_none(reader: Reader, tmp_path: Path) -> None:
         read_examples(tmp_path / "empty", reader, 10, 1, 64, 0)
 
 
-def test_packed_files_and_blank_lines(reader: Reader, tmp_path: Path) -> None:
+def test_compressed_files_and_blank_lines(reader: Reader, tmp_path: Path) -> None:
     text = '{"text": "abc"}\n\n{"text": "def"}\n'
     (tmp_path / "a.jsonl").write_text("\ufeff" + text)
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.write(text)
-    plain, packed = (list(reader.read(tmp_path / name)) for name in ("a.jsonl", "a.jsonl.gz"))
-    assert [shown(reader, x) for x in plain] == [shown(reader, x) for x in packed] == [[("abc", True)], [("def", True)]]
+    plain, compressed = (list(reader.read(tmp_path / name)) for name in ("a.jsonl", "a.jsonl.gz"))
+    assert [shown(reader, x) for x in plain] == [[("abc", True)], [("def", True)]]
+    assert [shown(reader, x) for x in compressed] == [shown(reader, x) for x in plain]
 
 
-# ---- what is kept ----
+# ---- selection ----
 
 
-def example(prompt: int, said: int, first: int = 0) -> Example:
-    tokens = np.arange(first, first + prompt + said, dtype=np.int32)
-    return Example(tokens, np.arange(prompt + said) >= prompt)
+def example(num_prompt: int, num_completion: int, first: int = 0) -> Example:
+    tokens = np.arange(first, first + num_prompt + num_completion, dtype=np.int32)
+    return Example(tokens, np.arange(num_prompt + num_completion) >= num_prompt)
 
 
-def test_long_ones_are_cut_and_short_ones_left_out() -> None:
-    """A head's first guess is the third token."""
-    found = gather([example(1, 9), example(1, 1), example(1, 2), example(0, 2), example(9, 3), example(2, 1)], 8)
+def test_long_examples_are_cut_and_short_ones_skipped() -> None:
+    """The first token that a head predicts is the third one."""
+    sizes = [(1, 9), (1, 1), (1, 2), (0, 2), (9, 3), (2, 1)]
+    found = collect_examples([example(*size) for size in sizes], 8)
     assert [len(x.tokens) for x in found.train] == [8, 3, 3]
-    assert found.num_cut == 2  # one of which has no chosen token left
+    assert found.num_truncated == 2  # one of them has no token left in the loss mask
     assert found.num_skipped == 3
-    assert len(gather([example(1, 5)] * 9, 8, limit=4).train) == 4
+    assert len(collect_examples([example(1, 5)] * 9, 8, limit=4).train) == 4
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> Path:
@@ -157,7 +158,7 @@ def write(path: Path, records: list[dict[str, Any]]) -> Path:
 
 
 def test_no_held_out_prompt_is_trained_on(reader: Reader, tmp_path: Path) -> None:
-    """However many answers it has, and whatever the order of the file."""
+    """Neither with another completion, nor in another order of the file."""
     records = [{"prompt": f"p{i // 4}", "completion": f"answer {i}"} for i in range(40)]
     path = write(tmp_path / "a.jsonl", records)
     found = read_examples(path, reader, 100, 6, 512, seed=0)
@@ -174,7 +175,7 @@ def test_no_held_out_prompt_is_trained_on(reader: Reader, tmp_path: Path) -> Non
     assert order == sorted(order, key=lambda text: int(text.split()[1].removesuffix("<|im_end|>")))
 
 
-def test_no_more_is_read_than_asked_for(reader: Reader, tmp_path: Path) -> None:
+def test_only_as_many_lines_are_read_as_needed(reader: Reader, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"text": f"text {i}"} for i in range(20)])
     path.write_text(path.read_text() + "not JSON\n")
     found = read_examples(path, reader, 10, 4, 512, 0)
@@ -184,34 +185,34 @@ def test_no_more_is_read_than_asked_for(reader: Reader, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("held_out", [4, 5])
-def test_nothing_left_to_train_on(reader: Reader, tmp_path: Path, held_out: int) -> None:
+def test_no_examples_left_to_train_on(reader: Reader, tmp_path: Path, held_out: int) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": f"p{i}", "completion": "yes"} for i in range(4)])
     with pytest.raises(ValueError, match=rf"draft.held_out = {held_out}: .* has 4 sequences of 4 prompts"):
         read_examples(path, reader, 10, held_out, 512, 0)
 
 
-def test_a_fingerprint_tells_apart() -> None:
+def test_fingerprints_of_different_examples_differ() -> None:
     one = example(2, 3)
-    other = Example(one.tokens, ~one.chosen)
-    prints = {
+    other = Example(one.tokens, ~one.loss_mask)
+    fingerprints = {
         Examples(*pair).fingerprint
         for pair in (([one], [other]), ([other], [one]), ([one, other], []), ([one], [one]), ([example(2, 4)], [other]))
     }
-    assert len(prints) == 5
+    assert len(fingerprints) == 5
     assert Examples([one], [other]).fingerprint == Examples([example(2, 3)], [other]).fingerprint
 
 
 # ---- batches ----
 
 
-def test_batches_are_whole_sequences_that_fit() -> None:
+def test_batches_stay_within_tokens_per_batch() -> None:
     lengths = [5, 5, 5, 9, 2, 30, 1]
     found = [batch.tolist() for batch in batches(lengths, 20)]
-    assert found == [[0, 1, 2], [3, 4], [5], [6]]  # 3 x 5, 2 x 9, one that alone is too long, the rest
+    assert found == [[0, 1, 2], [3, 4], [5], [6]]  # 3 x 5, 2 x 9, a single sequence that is too long, 1
     assert batches([], 20) == []
 
 
-def test_every_epoch_is_every_sequence_once_in_another_order() -> None:
+def test_every_epoch_has_every_sequence_once_in_a_new_order() -> None:
     lengths = np.random.default_rng(0).integers(5, 200, 500)
     steps = plan(lengths.tolist(), 1000, 3, seed=7)
     flat = np.concatenate(steps)
@@ -224,12 +225,12 @@ def test_every_epoch_is_every_sequence_once_in_another_order() -> None:
     assert np.concatenate(other).tolist() != flat.tolist()
 
 
-def test_like_lengths_come_together() -> None:
-    """Little of a batch is padding, and yet short and long ones are not learned one after the other."""
+def test_batches_have_similar_lengths_in_random_order() -> None:
+    """Little padding within a batch, and no correlation of lengths between consecutive batches."""
     lengths = np.random.default_rng(0).integers(5, 200, 3000)
     steps = plan(lengths.tolist(), 1000, 1, seed=0)
     padded = sum(int(lengths[step].max()) * len(step) for step in steps)
     assert lengths.sum() / padded > 0.8
     means = np.array([lengths[step].mean() for step in steps])
     assert abs(np.corrcoef(means[1:], means[:-1])[0, 1]) < 0.2
-    assert len(steps) > 4 * BUCKET, "several buckets, or this shows nothing"
+    assert len(steps) > 4 * BUCKET, "the test needs several buckets"

@@ -1,4 +1,4 @@
-"""The loss against plain autograd, in float64."""
+"""The loss compared with a reference implementation by autograd, in float64."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from paceline.draft.loss import draft_loss
 P, D, N, V = 11, 6, 9, 14  # positions, hidden, draft vocabulary, the target's
 
 
-def twin(h: Tensor, weight: Tensor, p: Tensor, temperature: float, kind: str) -> tuple[Tensor, Tensor]:
+def reference_loss(h: Tensor, weight: Tensor, p: Tensor, temperature: float, kind: str) -> tuple[Tensor, Tensor]:
     log_q = (h @ weight.T / temperature).log_softmax(-1)
     overlap = torch.minimum(p, log_q.exp()).sum(-1)
     return (-(p * log_q).sum(-1) if kind == "kl" else -overlap.log()).mean(), overlap.mean()
 
 
 def case(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """p is the target's over its whole vocabulary, of which the head knows a part: its rows sum to less than one."""
+    """Hidden states, LM head, and p of the draft vocabulary's tokens, which sums to less than one."""
     noise = torch.Generator().manual_seed(seed)
     h, weight = (torch.randn(shape, generator=noise, dtype=torch.float64) for shape in ((P, D), (N, D)))
     p = (2 * torch.randn(P, V, generator=noise, dtype=torch.float64)).softmax(-1)[:, :N]
     return h.requires_grad_(), weight.requires_grad_(), p
 
 
-def difference(twin_kind: str, kind: str, temperature: float, twin_temperature: float | None = None) -> float:
-    """The largest one of loss, overlap and both gradients."""
+def difference(reference_kind: str, kind: str, temperature: float, reference_temperature: float | None = None) -> float:
+    """The largest difference of loss, overlap and both gradients."""
     h, weight, p = case()
-    ours = draft_loss(h, weight, p, temperature, kind)
-    theirs = twin(h, weight, p, twin_temperature or temperature, twin_kind)
-    grads = [torch.autograd.grad(3 * found[0], (h, weight)) for found in (ours, theirs)]
-    pairs = [*zip(ours, theirs, strict=True), *zip(*grads, strict=True)]
+    found = draft_loss(h, weight, p, temperature, kind)
+    expected = reference_loss(h, weight, p, reference_temperature or temperature, reference_kind)
+    grads = [torch.autograd.grad(3 * loss_, (h, weight)) for loss_, _ in (found, expected)]
+    pairs = [*zip(found, expected, strict=True), *zip(*grads, strict=True)]
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
 @pytest.mark.parametrize("kind", ["kl", "acceptance"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.0])
 @pytest.mark.parametrize("chunk", [3, 8192])
-def test_equals_plain_autograd(kind: str, temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_the_reference(kind: str, temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss, "CHUNK", chunk)
     assert difference(kind, kind, temperature) < 1e-12
 
 
-def test_another_loss_or_temperature_is_told_apart() -> None:
+def test_another_loss_or_temperature_differs() -> None:
     assert difference("acceptance", "kl", 1.0) > 1e-3
-    assert difference("kl", "kl", 0.6, twin_temperature=1.0) > 1e-3
+    assert difference("kl", "kl", 0.6, reference_temperature=1.0) > 1e-3
 
 
-def test_a_perfect_head_has_nothing_to_learn() -> None:
-    """q = p over the whole vocabulary: no gradient, and every draft is accepted. (The other loss has a kink there.)"""
+def test_a_perfect_head_has_no_gradient() -> None:
+    """q = p over the whole vocabulary. (The `acceptance` loss is not differentiable there.)"""
     h, weight, _ = case()
     p = (h @ weight.T).detach().softmax(-1)
     found, overlap = draft_loss(h, weight, p, 1.0, "kl")
@@ -59,7 +59,7 @@ def test_a_perfect_head_has_nothing_to_learn() -> None:
 
 
 @pytest.mark.parametrize("kind", ["kl", "acceptance"])
-def test_the_overlap_rises_along_the_gradient(kind: str) -> None:
+def test_gradient_steps_increase_the_overlap(kind: str) -> None:
     h, weight, p = case()
     first = float(draft_loss(h, weight, p, 1.0, kind)[1])
     for _ in range(50):
@@ -69,7 +69,7 @@ def test_the_overlap_rises_along_the_gradient(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["kl", "acceptance"])
-def test_nothing_to_learn_from_and_nothing_in_common(kind: str) -> None:
+def test_no_positions_and_no_overlap(kind: str) -> None:
     h, weight, p = case()
     found, overlap = draft_loss(h[:0], weight, p[:0], 1.0, kind)
     assert float(found.detach()) == float(overlap) == 0

@@ -1,4 +1,4 @@
-"""A training run from end to end on a tiny model, interrupted and not."""
+"""Training runs on a tiny model, interrupted and uninterrupted."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_run import Quiet, lines, settings
+from tiny_run import RecordingCallback, lines, settings
 
-import paceline.build as build
-from paceline.config import Config, load_config
+import paceline.build.draft_run as build
+from paceline.build.config import load_config
+from paceline.config import Config
 from paceline.draft.learner import DraftLearner
 from paceline.draft.trainer import DraftTrainer
 from paceline.model.head_files import load_head
@@ -50,8 +51,9 @@ def make(
 ) -> DraftTrainer:
     run = folder / name
     if resume:
-        return build.build_draft_trainer(load_config(run / "config.toml"), Quiet(), resume=run, stopping=stopping)
-    return build.build_draft_trainer(small(folder, *overrides), Quiet(), run=run, stopping=stopping)
+        config = load_config(run / "config.toml")
+        return build.build_draft_trainer(config, RecordingCallback(), resume=run, stopping=stopping)
+    return build.build_draft_trainer(small(folder, *overrides), RecordingCallback(), run=run, stopping=stopping)
 
 
 def train(folder: Path, name: str, *overrides: str, resume: bool = False) -> dict[str, Any]:
@@ -63,13 +65,14 @@ def train(folder: Path, name: str, *overrides: str, resume: bool = False) -> dic
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """All that a run came to, times apart."""
+    """Everything that a run writes, except times."""
     last = sorted((run / "checkpoints").glob("step-*"))[-1]
     written = json.loads((last / "state.json").read_text())
+    keys = ("acceptance_before", "acceptance_after", "num_tokens", "examples")
     return {
         "step": written["step"],
         "files": {name: file["sha256"] for name, file in written["files"].items()},
-        "state": {key: written["state"][key] for key in ("before", "after", "num_tokens", "examples")},
+        "state": {key: written["state"][key] for key in keys},
         "metrics": [{key: value for key, value in m.items() if key != "seconds"} for m in lines(run, "metrics")],
         "rollouts": sorted(lines(run, "rollouts"), key=lambda record: record["id"]),
         "head": (run / "head" / "model.safetensors").read_bytes(),
@@ -86,17 +89,18 @@ def whole(folder: Path) -> tuple[Path, dict[str, Any]]:
 # ---- a run ----
 
 
-def test_what_a_run_leaves(whole: tuple[Path, dict[str, Any]]) -> None:
+def test_files_of_a_run(whole: tuple[Path, dict[str, Any]]) -> None:
     run, summary = whole
     metrics, rollouts = lines(run, "metrics"), lines(run, "rollouts")
-    num_steps = summary["num_steps"]
-    assert summary["finished"] and summary["steps"] == num_steps > 6
+    num_steps = summary["num_planned_steps"]
+    assert summary["finished"] and summary["num_steps"] == num_steps > 6
     assert [m["step"] for m in metrics] == list(range(num_steps))
     assert [m["step"] for m in metrics if "acceptance_before" in m] == [0]
     measured = [m["step"] + 1 for m in metrics if "acceptance" in m]
     assert measured == sorted({*range(3, num_steps + 1, 3), num_steps})
-    assert summary["before"] == metrics[0]["acceptance_before"] and summary["after"] == metrics[-1]["acceptance"]
-    for found in (summary["before"], summary["after"]):
+    assert summary["acceptance_before"] == metrics[0]["acceptance_before"]
+    assert summary["acceptance_after"] == metrics[-1]["acceptance"]
+    for found in (summary["acceptance_before"], summary["acceptance_after"]):
         assert found.keys() == {"coupled", "greedy", "sampled"}
         assert all(len(kind["acceptance_per_position"]) == summary["k"] == 2 for kind in found.values())
         assert all(kind["num_drafts"] > 0 for kind in found.values())
@@ -107,8 +111,8 @@ def test_what_a_run_leaves(whole: tuple[Path, dict[str, Any]]) -> None:
     problems = {split: {r["problem"] for r in rollouts if r["split"] == split} for split in ("train", "held_out")}
     assert not problems["train"] & problems["held_out"]
     assert [sum(r["split"] == split for r in rollouts) for split in ("train", "held_out")] == [10, 3]
-    said = [t for r in rollouts if r["split"] == "train" for t in r["token_ids"]]
-    assert summary["tokens"] == 2 * len(said), "two epochs of what the target said"
+    tokens = [t for r in rollouts if r["split"] == "train" for t in r["token_ids"]]
+    assert summary["num_tokens"] == 2 * len(tokens), "two epochs of the target's completions"
 
 
 def test_the_head_can_be_loaded(whole: tuple[Path, dict[str, Any]], folder: Path) -> None:
@@ -117,19 +121,19 @@ def test_the_head_can_be_loaded(whole: tuple[Path, dict[str, Any]], folder: Path
     head = load_head(summary["head"], target, dtype=torch.float64)
     assert head.config.layer_ids == (1, 2) and head.config.draft_vocab_size == 64
     assert set(target.eos_token_ids) <= set(head.draft_ids.tolist())
-    said = np.array([t for r in lines(run, "rollouts") if r["split"] == "held_out" for t in r["token_ids"]])
-    assert summary["coverage"] == pytest.approx(np.isin(said, head.draft_ids.numpy()).mean())
+    tokens = np.array([t for r in lines(run, "rollouts") if r["split"] == "held_out" for t in r["token_ids"]])
+    assert summary["coverage"] == pytest.approx(np.isin(tokens, head.draft_ids.numpy()).mean())
     provenance = read_provenance(summary["head"])
     assert provenance is not None and provenance.target_checksum is not None
-    assert provenance.num_steps == summary["steps"] and provenance.num_tokens == summary["tokens"]
+    assert provenance.num_steps == summary["num_steps"] and provenance.num_tokens == summary["num_tokens"]
     measured = provenance.acceptance["held-out"]
     assert (measured["temperature"], measured["k"]) == (1.0, 2)
-    assert measured["coupled"] == summary["after"]["coupled"]["mean_acceptance_length"]
+    assert measured["coupled"] == summary["acceptance_after"]["coupled"]["mean_acceptance_length"]
     assert provenance.first_position_rate(1.0, "coupled") is not None
     assert "temperature 1" in provenance.data and provenance.seed == 0
 
 
-def test_the_target_is_as_it_was(folder: Path) -> None:
+def test_the_target_is_not_changed(folder: Path) -> None:
     trainer = make(folder, "untouched", "draft.num_epochs=1")
     before = checksum(hf_state(trainer.decoder))
     trainer.run()
@@ -139,14 +143,13 @@ def test_the_target_is_as_it_was(folder: Path) -> None:
 
 
 def test_every_measurement_has_the_same_noise(folder: Path) -> None:
-    """A head that learns nothing is as good after as before."""
-    still = ("draft.learning_rate=0.0", "draft.num_epochs=1")
-    summary = train(folder, "still", *still)
-    assert summary["after"] == summary["before"]
+    """With learning rate 0, acceptance is the same before and after."""
+    summary = train(folder, "no learning rate", "draft.learning_rate=0.0", "draft.num_epochs=1")
+    assert summary["acceptance_after"] == summary["acceptance_before"]
 
 
-def test_another_seed_is_another_run(folder: Path, whole: tuple[Path, dict[str, Any]]) -> None:
-    """Had the comparisons here no teeth, any run would pass for any other."""
+def test_another_seed_gives_another_outcome(folder: Path, whole: tuple[Path, dict[str, Any]]) -> None:
+    """So the comparisons of this file can fail."""
     train(folder, "seed", "draft.seed=1")
     one, other = outcome(folder / "seed"), outcome(whole[0])
     assert all(one[key] != other[key] for key in ("files", "state", "metrics", "rollouts", "head"))
@@ -156,20 +159,20 @@ def test_another_seed_is_another_run(folder: Path, whole: tuple[Path, dict[str, 
 
 
 @pytest.mark.parametrize("at", [0, 1, 3, 5])
-def test_a_death_at_any_step(
+def test_a_crash_at_any_step(
     folder: Path, whole: tuple[Path, dict[str, Any]], at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No last words: what came after the last checkpoint is lost, and made again to the bit."""
-    name, update = f"death {at}", DraftLearner.update
+    """Steps after the last checkpoint are lost, and repeated bit-identically."""
+    name, update = f"crash {at}", DraftLearner.update
     with monkeypatch.context() as patch:
 
-        def dies(self: DraftLearner, *args: Any) -> Any:
+        def crash(self: DraftLearner, *args: Any) -> Any:
             if self.version == at:
-                raise RuntimeError("the end")
+                raise RuntimeError("crash")
             return update(self, *args)
 
-        patch.setattr(DraftLearner, "update", dies)
-        with pytest.raises(RuntimeError, match="the end"):
+        patch.setattr(DraftLearner, "update", crash)
+        with pytest.raises(RuntimeError, match="crash"):
             train(folder, name)
     assert not (folder / name / "head").exists()
     monkeypatch.setattr(build, "build_engine", lambda config: pytest.fail("generated again"))
@@ -183,22 +186,22 @@ def test_a_death_at_any_step(
     assert outcome(folder / name) == outcome(whole[0])
 
 
-def test_checkpoints_that_are_gone_end_the_resume(folder: Path) -> None:
+def test_missing_checkpoints_are_an_error(folder: Path) -> None:
     train(folder, "gone")
     run = folder / "gone"
     shutil.rmtree(run / "checkpoints")
     before = {path: path.read_bytes() for path in run.glob("*.json*")}
-    with pytest.raises(ValueError, match=f"{run / 'checkpoints'}: no checkpoint is there, but this run saved one"):
+    with pytest.raises(ValueError, match=f"{run / 'checkpoints'}: no checkpoint found, but this run saved one"):
         make(folder, "gone", resume=True)
     assert {path: path.read_bytes() for path in run.glob("*.json*")} == before
 
 
-def test_asked_to_stop(folder: Path, whole: tuple[Path, dict[str, Any]]) -> None:
-    """It stops after the step under way, with a checkpoint of it."""
+def test_stopping(folder: Path, whole: tuple[Path, dict[str, Any]]) -> None:
+    """It stops after the current step, with a checkpoint."""
     trainer = make(folder, "asked")
     summary = trainer.run(stopping=lambda: trainer.step == 4)
     trainer.close()
-    assert not summary["finished"] and summary["steps"] == 4 and summary["head"] is None
+    assert not summary["finished"] and summary["num_steps"] == 4 and summary["head"] is None
     trainer = make(folder, "asked", resume=True)
     assert trainer.step == 4
     trainer.run()
@@ -209,10 +212,10 @@ def test_asked_to_stop(folder: Path, whole: tuple[Path, dict[str, Any]]) -> None
 def test_stopped_while_generating(
     folder: Path, whole: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rollouts that are whole are kept, a torn line is not, and only the rest is generated."""
+    """Complete rollouts are kept, an incomplete line is dropped, and only the missing ones are generated."""
     calls = iter(range(1000))
     with pytest.raises(KeyboardInterrupt):
-        # Two at a time, so that some are done when others have not begun.
+        # Two at a time, so that some are finished before others start.
         make(folder, "early", "engine.max_num_seqs=2", stopping=lambda: next(calls) > 18)
     kept = lines(folder / "early", "rollouts")
     assert 0 < len(kept) < 13
@@ -225,7 +228,7 @@ def test_stopped_while_generating(
     assert outcome(folder / "early") == outcome(whole[0])
 
 
-def test_a_finished_run_is_finished(folder: Path, whole: tuple[Path, dict[str, Any]]) -> None:
+def test_resuming_a_finished_run_changes_nothing(folder: Path, whole: tuple[Path, dict[str, Any]]) -> None:
     before = outcome(whole[0])
     again = train(folder, "whole", resume=True)
     assert again == whole[1] and outcome(whole[0]) == before
@@ -235,7 +238,7 @@ def test_a_finished_run_is_finished(folder: Path, whole: tuple[Path, dict[str, A
 
 
 def test_recorded_rollouts_as_data(folder: Path, whole: tuple[Path, dict[str, Any]]) -> None:
-    """No engine, the same tokens, and a head that goes on from another."""
+    """Without an engine, with the same tokens, and starting from an existing head."""
     data = folder / "recorded.jsonl"
     data.write_bytes((whole[0] / "rollouts.jsonl").read_bytes())
     init = [f"draft.init={str(whole[0] / 'head')!r}", f"draft.data={str(data)!r}"]
@@ -245,15 +248,15 @@ def test_recorded_rollouts_as_data(folder: Path, whole: tuple[Path, dict[str, An
     assert trainer.learner.head.draft_ids.equal(given.draft_ids)
     summary = trainer.run()
     trainer.close()
-    # Prompts are held out with all of their answers: 6 problems have 1 or 2 each, the 2 held-out ones 1 or 2.
+    # Prompts are held out with all of their completions: 6 problems have 1 or 2 each, the 2 held-out ones 1 or 2.
     assert summary["num_held_out"] == 3 and 9 <= summary["num_train"] <= 10
-    assert summary["before"]["coupled"]["num_drafts"] > 0
+    assert summary["acceptance_before"]["coupled"]["num_drafts"] > 0
     data.write_bytes(data.read_bytes().replace(b'"token_ids": [', b'"token_ids": [5, ', 1))
-    with pytest.raises(ValueError, match=r"draft.data: its sequences are not those that .*recorded began with"):
+    with pytest.raises(ValueError, match=r"draft.data: its sequences are not those that .*recorded started with"):
         make(folder, "recorded", resume=True)
 
 
-def test_a_heads_shape_is_what_was_asked_for(folder: Path) -> None:
+def test_the_heads_shape(folder: Path) -> None:
     shape = ["draft.layer_ids=[2]", "draft.fc_norm=true", "draft.norm_before_residual=true", "draft.num_epochs=1"]
     summary = train(folder, "shape", *shape, "draft.draft_vocab_size=33")
     head = load_head(summary["head"], read_config(folder / "model"))
@@ -261,38 +264,38 @@ def test_a_heads_shape_is_what_was_asked_for(folder: Path) -> None:
     assert head.config.draft_vocab_size == len(head.draft_ids) == 33
     init = f"draft.init={summary['head']!r}"
     config = load_config(None, [f"model.name={str(folder / 'model')!r}", init])
-    assert build.build_start(config, folder / "model").section.layer_ids == [2]
+    assert build.build_head_init(config, folder / "model").section.layer_ids == [2]
     with pytest.raises(ValueError, match=r"draft.layer_ids = \[1, 2\]: the head draft.init = .* has \[2\]"):
         make(folder, "other shape", init, "draft.draft_vocab_size=33")
-    assert not (folder / "other shape").exists(), "mistakes are found before there is a folder"
+    assert not (folder / "other shape").exists(), "config errors are found before the folder is created"
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("draft.layer_ids=[1, 3]", r"draft.layer_ids = \[1, 3\] of a model with 2 layers: give ascending numbers"),
-        ("draft.layer_ids=[2, 1]", r"draft.layer_ids = \[2, 1\] of a model with 2 layers"),
+        ("draft.layer_ids=[1, 3]", r"draft.layer_ids = \[1, 3\]: the model has 2 layers; give ascending numbers"),
+        ("draft.layer_ids=[2, 1]", r"draft.layer_ids = \[2, 1\]: the model has 2 layers"),
         ("draft.draft_vocab_size=1000", "draft.draft_vocab_size = 1000: the model has 259 tokens; lower it"),
         ("draft.data=nowhere.jsonl", "draft.data = .*no such file"),
         ("draft.init=nowhere", "draft.init = 'nowhere': no such directory, and no EAGLE-3 head ships"),
         ("task.held_out=0", "task.held_out = 0: acceptance is measured on held-out problems"),
     ],
 )
-def test_mistakes(folder: Path, setting: str, message: str) -> None:
+def test_config_errors(folder: Path, setting: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(folder, "mistake", setting)
     assert not (folder / "mistake").exists()
 
 
-def test_nothing_to_guess(folder: Path) -> None:
-    """A prompt of one token and a completion of one."""
+def test_sequences_that_are_too_short(folder: Path) -> None:
+    """One prompt token and one completion token."""
     (folder / "short.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n')
     short = ("sampling.max_tokens=1", f"task.name={str(folder / 'short.jsonl')!r}", "task.held_out=1")
-    with pytest.raises(ValueError, match=r"draft.num_sequences: none of the sequences .* is of use \(10 have too few"):
+    with pytest.raises(ValueError, match=r"draft.num_sequences: all generated sequences are too short \(10\)"):
         make(folder, "short", *short)
 
 
-def test_a_prompt_that_is_too_long_costs_itself_alone(folder: Path) -> None:
+def test_a_prompt_that_is_too_long_is_skipped(folder: Path) -> None:
     rows = [{"prompt": "x" * 300}, *({"prompt": f"say {i}"} for i in range(6))]
     (folder / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     summary = train(folder, "long", f"task.name={str(folder / 'long.jsonl')!r}", "draft.num_epochs=1")

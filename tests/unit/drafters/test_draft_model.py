@@ -1,4 +1,4 @@
-"""A draft model that is the target's own first layers: it follows the policy's weights, and nobody else's."""
+"""A draft model of the target's first layers: it always has the policy's weights."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def requests(first: int = 0) -> list[Request]:
     return [Request(first + i, (1, 2, 3, 4 + i), sampling, first + i) for i in range(3)]
 
 
-def test_after_a_policy_update_all_layers_still_draft_what_the_target_says() -> None:
-    """With all of the target's layers and its noise every draft is right, unless its KV is that of older weights."""
+def test_all_layers_are_accepted_after_a_policy_update() -> None:
+    """With all layers and the noise of the target every draft token is accepted, unless KV of older weights is used."""
     running = engine(3)
     for request in requests():
         running.submit(request)
@@ -42,8 +42,8 @@ def test_after_a_policy_update_all_layers_still_draft_what_the_target_says() -> 
     assert all(trace.num_accepted_tokens == trace.num_draft_tokens for trace in traces)
 
 
-def test_prompts_of_older_weights_are_not_shared() -> None:
-    """The second request has the prompt of the first, whose KV the drafter may still hold."""
+def test_prefix_cache_of_older_weights_is_not_used() -> None:
+    """The second request has the same prompt as the first, which the drafter may have cached."""
     running, prompt = engine(3), tuple(range(1, 41))
     running.generate([Request(0, prompt, SamplingParams(max_tokens=8, ignore_eos=True), 0)])
     running.update_weights(list(hf_state(tiny_decoder(seed=9))), 1)
@@ -52,7 +52,7 @@ def test_prompts_of_older_weights_are_not_shared() -> None:
     assert found.num_draft_tokens > 15 and found.num_accepted_tokens == found.num_draft_tokens
 
 
-def test_weights_of_its_own_are_refused_and_the_policys_stay() -> None:
+def test_refuses_other_weights() -> None:
     running = engine(2)
     before = checksum(hf_state(running.paged.decoder))
     with pytest.raises(ValueError, match=r"layers:N.*update_weights"):

@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter computes, batched and step by step over paged memory, what training unrolls."""
+"""The EAGLE-3 drafter computes, in batches and step by step over paged memory, what training unrolls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from support import check_blocks, tiny_decoder, tiny_head
 from torch import Tensor
 
-from paceline.draft.lesson import Example, teach
+from paceline.draft.head_batch import Example, make_head_batch
 from paceline.draft.unroll import unroll
 from paceline.drafters.eagle3 import Eagle3Drafter
 from paceline.engine.engine import LocalEngine
@@ -22,7 +22,9 @@ from paceline.model.kernels import pack_for_inference
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
 from paceline.model.weights import hf_state
-from paceline.speculation.batch import DraftBatch, Rows
+from paceline.speculation.acceptance import AcceptanceModel
+from paceline.speculation.batch import Rows
+from paceline.speculation.draft_batch import DraftBatch
 from paceline.speculation.policy import StaticPolicy
 from paceline.types import Request, SamplingParams
 
@@ -77,11 +79,11 @@ def largest_gap(decoder: Decoder, head: Eagle3Head, drafts: list[tuple[np.ndarra
     """Between the drafter's logits and the unrolled ones of the same sequences."""
     gaps = []
     for sequence, logits in drafts:
-        # Two more tokens at the end, so that the last prediction is one of the lesson's.
+        # Two more tokens at the end, so that the batch has the last prediction.
         tokens = np.concatenate([sequence, [0, 0]]).astype(np.int32)
-        lesson = teach(decoder, [Example(tokens, np.ones(len(tokens), bool))], head.config.taps)
+        head_batch = make_head_batch(decoder, [Example(tokens, np.ones(len(tokens), bool))], head.config.aux_layers)
         base = len(sequence) - len(logits) - 2
-        for step, (h, base_P, _) in enumerate(unroll(head, decoder.embed, lesson, len(logits))):
+        for step, (h, base_P, _) in enumerate(unroll(head, decoder.embed, head_batch, len(logits))):
             (at,) = torch.nonzero(base_P == base, as_tuple=True)
             gaps.append(float((head.logits(h[at[0]][None])[0] - logits[step]).abs().max()))
     return max(gaps)
@@ -95,7 +97,7 @@ def test_drafting_is_the_unrolling_that_was_trained(changes: dict[str, bool]) ->
     assert len(drafter.drafts) > 40
     assert largest_gap(decoder, head, drafter.drafts) < 1e-9  # float64
     check_blocks(engine)
-    assert not any(drafter.memory.pool.references)
+    assert not any(drafter.memory.pool.ref_counts)
 
 
 def test_the_kernels_draft_the_same() -> None:
@@ -115,8 +117,8 @@ def swapped_kv(head: Eagle3Head, decoder: Decoder) -> None:
 
 
 def other_layers(head: Eagle3Head, decoder: Decoder) -> None:
-    drafter_taps = (0, 1, 1)
-    object.__setattr__(head.config, "layer_ids", tuple(i + 1 for i in drafter_taps))
+    aux_layers = (0, 1, 1)
+    object.__setattr__(head.config, "layer_ids", tuple(i + 1 for i in aux_layers))
 
 
 def swapped_inputs(head: Eagle3Head, decoder: Decoder) -> None:
@@ -134,7 +136,7 @@ def test_a_wrong_layout_is_caught(damage: Callable[[Eagle3Head, Decoder], None])
 
 
 def test_an_embedding_that_is_not_shifted_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Broken: feature i goes with token i instead of token i + 1."""
+    """Broken: hidden state i goes with token i instead of token i + 1."""
     forward = Eagle3Drafter._forward
 
     def unshifted(self: Eagle3Drafter, spans: list, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,13 +160,13 @@ def test_its_tokens_are_the_targets_and_never_outside_its_vocabulary() -> None:
         assert set(sequence[-len(logits) :].tolist()) <= known
 
 
-def test_a_twin_of_the_target_is_always_accepted() -> None:
-    """Where q = p at every position, the same noise gives the same tokens: all drafts stand."""
+def test_a_head_with_the_targets_logits_is_always_accepted() -> None:
+    """If q = p at every position, the same noise gives the same tokens."""
     decoder = tiny_decoder()
     head = tiny_head(decoder, draft_vocab_size=61)
 
-    class Psychic(Recording):
-        def _draw(self, rows, active, h, step, drafts, said, chances):
+    class TargetLogits(Recording):
+        def _draw(self, rows, active, h, step, drafts, distributions):
             sequences = [[*rows.tokens[i], *drafts.tokens[i, :step]] for i in active]
             logits = []
             for tokens in sequences:
@@ -174,20 +176,20 @@ def test_a_twin_of_the_target_is_always_accepted() -> None:
                 out = decoder(torch.tensor(tokens), torch.arange(length), PackedAttention([length]))
                 logits.append(decoder.logits(out.hidden[-1:])[0])
             self.head.logits = lambda _: torch.stack(logits)
-            self.head.spread = lambda given: given
+            self.head.to_target_vocab = lambda given: given
             try:
-                Eagle3Drafter._draw(self, rows, active, h, step, drafts, said, chances)
+                Eagle3Drafter._draw(self, rows, active, h, step, drafts, distributions)
             finally:
-                del self.head.logits, self.head.spread
+                del self.head.logits, self.head.to_target_vocab
 
     sampler = Sampler()
-    drafter = Psychic(head, decoder.embed, sampler, 64)
+    drafter = TargetLogits(head, decoder.embed, sampler, 64)
     engine = LocalEngine(PagedDecoder(decoder, 64), sampler=sampler, drafter=drafter, policy=StaticPolicy(K))
     (completion,) = engine.generate([Request(0, (1, 2, 3), SamplingParams(max_tokens=25, ignore_eos=True), 9)])
     assert completion.num_accepted_tokens == completion.num_draft_tokens > 15
 
 
-def test_new_policy_weights_and_new_head_weights_start_it_again() -> None:
+def test_new_policy_weights_and_new_head_weights_drop_its_kv() -> None:
     decoder = tiny_decoder()
     head = tiny_head(decoder)
     engine, drafter = run(decoder, head)
@@ -203,7 +205,7 @@ def test_new_policy_weights_and_new_head_weights_start_it_again() -> None:
     assert {trace.drafter_version for trace in engine.drain_trace()} == {0, 5}
 
 
-def test_too_little_memory_costs_drafts_not_tokens() -> None:
+def test_with_too_little_memory_there_are_fewer_drafts_but_the_same_tokens() -> None:
     decoder = tiny_decoder()
     sampler = Sampler()
     wanted = [Request(i, tuple(range(1, 30)), SamplingParams(max_tokens=20, ignore_eos=True), i) for i in range(4)]
@@ -215,8 +217,8 @@ def test_too_little_memory_costs_drafts_not_tokens() -> None:
     assert sum(c.num_drafts for c in found) > 0
 
 
-def test_a_head_that_comes_late_starts_within_its_window() -> None:
-    """It then knows less, and drafts all the same; what it drafts is the unrolling of what it knows."""
+def test_a_head_that_begins_late_starts_within_its_window() -> None:
+    """It drafts without the tokens before: the same as training unrolls from there."""
     decoder, sampler, window = tiny_decoder(), Sampler(), 8
     drafter = Recording(tiny_head(decoder), decoder.embed, sampler, 64, True, 0.0, window)
     engine = LocalEngine(PagedDecoder(decoder, 64), sampler=sampler, drafter=drafter, policy=StaticPolicy(K))
@@ -226,16 +228,16 @@ def test_a_head_that_comes_late_starts_within_its_window() -> None:
     assert len(drafter.drafts) > 5
     head = tiny_head(decoder)
     assert largest_gap(decoder, head, drafter.drafts) > 1e-3  # it did not see the beginning
-    first = len(drafter.drafts[0][0]) - K - 1 - window  # where it came in
+    first = len(drafter.drafts[0][0]) - K - 1 - window  # where it starts
     for sequence, logits in drafter.drafts:
         tokens = np.concatenate([sequence, [0, 0]]).astype(np.int32)
-        lesson = teach(decoder, [Example(tokens, np.ones(len(tokens), bool))], head.config.taps)
+        head_batch = make_head_batch(decoder, [Example(tokens, np.ones(len(tokens), bool))], head.config.aux_layers)
         late = replace(
-            lesson,
-            tokens_SL=lesson.tokens_SL[:, first:],
-            chosen_SL=lesson.chosen_SL[:, first:],
-            features_SLF=lesson.features_SLF[:, first:],
-            hidden_SLD=lesson.hidden_SLD[:, first:],
+            head_batch,
+            tokens_SL=head_batch.tokens_SL[:, first:],
+            loss_mask_SL=head_batch.loss_mask_SL[:, first:],
+            aux_hidden_SLF=head_batch.aux_hidden_SLF[:, first:],
+            hidden_SLD=head_batch.hidden_SLD[:, first:],
         )
         base = len(sequence) - len(logits) - 2 - first
         for step, (h, base_P, _) in enumerate(unroll(head, decoder.embed, late, len(logits))):
@@ -243,7 +245,7 @@ def test_a_head_that_comes_late_starts_within_its_window() -> None:
             assert float((head.logits(h[at[0]][None])[0] - logits[step]).abs().max()) < 1e-9
 
 
-def test_min_confidence_ends_a_draft_and_is_refused_where_it_would_be_a_bias() -> None:
+def test_min_confidence_ends_a_draft_and_is_refused_with_the_rejection_rules() -> None:
     decoder = tiny_decoder()
     sampler = Sampler()
     wanted = [Request(i, (1, 2, 3 + i), SamplingParams(max_tokens=30, ignore_eos=True), i) for i in range(4)]
@@ -262,26 +264,33 @@ def test_min_confidence_ends_a_draft_and_is_refused_where_it_would_be_a_bias() -
         LocalEngine(PagedDecoder(decoder, 64), drafter=drafter, rule="rejection")
 
 
-def test_confidences_learn_what_they_are_worth() -> None:
-    """A random head is hardly ever right, and says so after a while; a state carries it on."""
+def test_a_random_heads_probabilities_fall_below_its_scores() -> None:
+    """It is hardly ever right. The acceptance model keeps that, also in a checkpoint; the drafter keeps nothing."""
     decoder = tiny_decoder()
-    _, drafter = run(decoder, tiny_head(decoder))
-    said = np.array([0.03, 0.15, 0.6, 0.99])
-    fresh = Eagle3Drafter(tiny_head(decoder), decoder.embed, Sampler(), 8)
-    assert (drafter.calibration(said) < fresh.calibration(said)).any()
-    fresh.restore(drafter.state())
-    assert np.array_equal(fresh.calibration(said), drafter.calibration(said))
+    engine, drafter = run(decoder, tiny_head(decoder))
+    scores = np.array([[0.03, 0.15, 0.6, 0.99]], np.float32)
+
+    def probabilities(acceptance: AcceptanceModel) -> np.ndarray:
+        return acceptance.probabilities(acceptance.cells_of(scores, np.arange(4), ("eagle3",)))[0]
+
+    restored = AcceptanceModel()
+    before = probabilities(restored)
+    state = engine.state_dict()
+    restored.load_state_dict(state["acceptance"])
+    assert (probabilities(restored) < before - 0.1).any() and (probabilities(restored) <= before + 0.02).all()
+    assert state["drafter"] == {}
+    drafter.load_state_dict({})
     with pytest.raises(ValueError, match="not a state of the eagle3 drafter"):
-        drafter.restore({"names": np.zeros(1)})
+        drafter.load_state_dict({"names": np.zeros(1)})
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_damaged_head_is_not_believed(rule: str) -> None:
-    """q of NaN would compare as accepted; under `coupled` it costs drafts alone."""
+def test_a_damaged_head_is_an_error_with_the_rejection_rules(rule: str) -> None:
+    """A q of NaN would compare as accepted. With `coupled` only its drafts are lost."""
     decoder = tiny_decoder()
     head = tiny_head(decoder)
     head.norm.data.fill_(torch.nan)
-    with pytest.raises(ValueError, match=r"distribution is not one .* lower draft\.online_learning_rate"):
+    with pytest.raises(ValueError, match=r"distribution is invalid .* lower draft\.online_learning_rate"):
         run(decoder, head, rule=rule)
     run(decoder, head)
 

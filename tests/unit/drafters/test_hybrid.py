@@ -1,4 +1,4 @@
-"""The hybrid drafter: each row gets the source that promises more, and learns what promises are worth."""
+"""The hybrid drafter: each row gets the draft of which more is expected for its cost."""
 
 from __future__ import annotations
 
@@ -8,68 +8,68 @@ import torch
 from support import tiny_decoder, tiny_head
 
 from paceline.drafters.eagle3 import Eagle3Drafter
-from paceline.drafters.hybrid import HybridAhead, HybridDrafter
+from paceline.drafters.hybrid import HybridDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import LocalEngine
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
-from paceline.speculation.batch import Commits, DraftBatch, Rows
-from paceline.speculation.calibration import Calibration, of_positions, of_probabilities
+from paceline.speculation.acceptance import AcceptanceModel
+from paceline.speculation.batch import Commits, Rows
+from paceline.speculation.draft_batch import DraftBatch
 from paceline.speculation.policy import StaticPolicy
 from paceline.types import Request, SamplingParams
 
 VOCAB, K = 61, 3
 
 
-class Scripted(SuffixDrafter):
-    """Says what it is told to."""
+class ScriptedDrafter(SuffixDrafter):
+    """Row i gets a draft of num[i] times the same token."""
 
-    def __init__(self, name: str, num: list[int], confidence: float, token: int) -> None:
+    def __init__(self, name: str, num: list[int], score: float, token: int) -> None:
         super().__init__()
-        self.name, self.num, self.confidence, self.token = name, num, confidence, token
+        self.name, self.num, self.score, self.token = name, num, score, token
         self.caps: list[list[int]] = []
-        self.seen: list[list[int]] = []
 
     def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch:
         self.caps.append(caps.tolist())
-        num = np.minimum(np.array(self.num, np.int32), caps)
-        width = int(caps.max(initial=0))
-        full = np.full((len(rows), width), self.confidence, np.float32)
-        return DraftBatch(np.full((len(rows), width), self.token, np.int32), num, full)
+        num, shape = np.minimum(np.array(self.num, np.int32), caps), (len(rows), int(caps.max(initial=0)))
+        return DraftBatch(np.full(shape, self.token, np.int32), num, np.full(shape, self.score, np.float32))
 
     def observe(self, commits: Commits) -> None:
-        self.seen.append(commits.num_drafted.tolist())
+        pass
 
 
-def rows(num: int) -> Rows:
-    return Rows(
-        np.arange(num), [np.arange(5, dtype=np.int32)] * num, np.zeros(num, np.uint64), [SamplingParams()] * num
-    )
+def rows(num: int, acceptance: AcceptanceModel | None = None) -> Rows:
+    tokens, sampling = [np.arange(5, dtype=np.int32)] * num, [SamplingParams()] * num
+    return Rows(np.arange(num), tokens, np.zeros(num, np.uint64), sampling, acceptance=acceptance or AcceptanceModel())
 
 
-def commits(drafted: list[int], accepted: list[int]) -> Commits:
-    num = len(drafted)
-    of = lambda values: np.array(values, np.int32)  # noqa: E731
-    return Commits(np.arange(num), np.zeros((num, 8), np.int32), of(accepted) + 1, of(drafted), of(accepted))
+def caps_of(num: int) -> np.ndarray:
+    return np.full(num, K, np.int32)
 
 
-def hybrid(history: Scripted, head: Scripted, choice: str = "before", cost: float = 0.1) -> HybridDrafter:
-    return HybridDrafter(history, head, cost, choice)  # type: ignore[arg-type]
+def drafters_of(drafts: DraftBatch) -> list[str]:
+    assert drafts.sources is not None
+    return [drafts.names[i] for i in drafts.sources]
 
 
-def test_history_drafts_where_it_is_sure_and_the_head_is_spared() -> None:
-    history, head = Scripted("suffix", [K, 0], 0.95, 7), Scripted("eagle3", [K, K], 0.6, 9)
-    drafts = hybrid(history, head).propose(rows(2), np.array([K, K], np.int32))
-    assert head.caps == [[0, K]]  # not asked about the first row
+def hybrid(history: ScriptedDrafter, head: ScriptedDrafter, choice: str = "before", cost: float = 0.1) -> HybridDrafter:
+    return HybridDrafter(history, head, cost, choice)
+
+
+def test_history_drafts_if_more_is_expected_of_it_and_the_head_does_not_compute_the_row() -> None:
+    history, head = ScriptedDrafter("suffix", [K, 0], 0.95, 7), ScriptedDrafter("eagle3", [K, K], 0.6, 9)
+    drafts = hybrid(history, head).propose(rows(2), caps_of(2))
+    assert head.caps == [[0, K]]
     assert drafts.tokens.tolist() == [[7] * K, [9] * K]
-    assert [drafts.names[i] for i in drafts.sources] == ["suffix", "eagle3"]
+    assert drafters_of(drafts) == ["suffix", "eagle3"]
     assert drafts.num.tolist() == [K, K]
 
 
-def test_a_match_stays_with_history_s_rows() -> None:
-    history, head = Scripted("suffix", [K, 0, K], 0.95, 7), Scripted("eagle3", [K, K, 0], 0.6, 9)
-    it, caps = hybrid(history, head), np.array([K, K, K], np.int32)
-    assert it.propose(rows(3), caps).match is None
+def test_the_match_length_is_of_rows_with_a_draft_from_history() -> None:
+    history, head = ScriptedDrafter("suffix", [K, 0, K], 0.95, 7), ScriptedDrafter("eagle3", [K, K, 0], 0.6, 9)
+    it = hybrid(history, head)
+    assert it.propose(rows(3), caps_of(3)).match is None
     propose = history.propose
 
     def matched(rows: Rows, caps: np.ndarray) -> DraftBatch:
@@ -78,97 +78,73 @@ def test_a_match_stays_with_history_s_rows() -> None:
         return drafts
 
     history.propose = matched  # type: ignore[method-assign]
-    drafts = it.propose(rows(3), caps)
-    assert drafts.match.tolist() == [5, 0, 8] and drafts.match.dtype == np.int32
-    assert [drafts.names[i] for i in drafts.sources] == ["suffix", "eagle3", "suffix"]
+    drafts = it.propose(rows(3), caps_of(3))
+    assert drafts.match is not None and drafts.match.tolist() == [5, 0, 8] and drafts.match.dtype == np.int32
+    assert drafters_of(drafts) == ["suffix", "eagle3", "suffix"]
 
 
-def test_rows_sent_back_to_wait_are_not_mistaken_for_others() -> None:
-    """Of three rows the first does not come back; the head's is the second, which was right."""
-    history, head = Scripted("suffix", [K, 0, K], 0.95, 7), Scripted("eagle3", [K, K, K], 0.6, 9)
-    it, twin = hybrid(history, head), hybrid(history, head)
-    it.propose(rows(3), np.array([K] * 3, np.int32))
-    some = commits([0, K, K], [0, K, 0])
-    columns = ("request_ids", "tokens", "num", "num_drafted", "num_accepted")
-    it.observe(Commits(*(getattr(some, name)[1:] for name in columns)))
-    twin.calibrations["positions"].observe(np.arange(K), K)
-    twin.calibrations["history"].observe(np.full(K, 0.95), 0)
-    for name, calibration in it.calibrations.items():
-        np.testing.assert_allclose(calibration.counts, twin.calibrations[name].counts)
-    assert history.seen == [[0, K]] and head.seen == [[K, 0]]
+def test_the_head_is_limited_by_its_own_caps() -> None:
+    """A row that the head may not draft for gets history's draft. The caps are those of the drafter that drafted."""
+    history, head = ScriptedDrafter("suffix", [1, 1, 1], 0.2, 7), ScriptedDrafter("eagle3", [K] * 3, 0.6, 9)
+    view = rows(3)
+    view.head_caps = np.array([0, 2, 9], np.int32)
+    drafts = hybrid(history, head).propose(view, caps_of(3))
+    assert head.caps == [[0, 2, K]] and drafts.num.tolist() == [1, 2, K]
+    assert drafters_of(drafts) == ["suffix", "eagle3", "eagle3"]
+    assert drafts.caps is not None and drafts.caps.tolist() == [K, 2, K]
 
 
-def test_a_draft_that_its_sequence_s_end_cut_short_was_not_wrong() -> None:
-    history, head = Scripted("suffix", [0], 0.95, 7), Scripted("eagle3", [K], 0.6, 9)
-    it, twin = hybrid(history, head), of_positions(16, 0.6)
-    it.propose(rows(1), np.array([K], np.int32))
-    ended = commits([K], [2])
-    ended.num[0] = 2
-    assert ended.num_known.tolist() == [2] and commits([K], [2]).num_known.tolist() == [3]
-    it.observe(ended)
-    twin.observe(np.arange(2), 2)
-    np.testing.assert_array_equal(it.calibrations["positions"].counts, twin.counts)
+@pytest.mark.parametrize("choice", ["before", "after"])
+def test_a_probe_is_a_draft_of_the_head(choice: str) -> None:
+    """Whatever history has: else the head would never be tried again."""
+    history, head = ScriptedDrafter("suffix", [K, K], 0.95, 7), ScriptedDrafter("eagle3", [K, K], 0.1, 9)
+    for is_probe in (False, True):
+        view = rows(2)
+        view.head_caps, view.is_head_probe = np.array([0, 2], np.int32), is_probe
+        drafts = hybrid(history, head, choice).propose(view, caps_of(2))
+        assert drafters_of(drafts) == ["suffix", "eagle3" if is_probe else "suffix"]
+        assert drafts.num.tolist() == [K, 2 if is_probe else K]
 
 
-def test_history_that_lies_loses_its_say() -> None:
-    history, head = Scripted("suffix", [K], 0.95, 7), Scripted("eagle3", [K], 0.6, 9)
-    it = hybrid(history, head)
-    caps = np.array([K], np.int32)
-    assert it.propose(rows(1), caps).tokens[0, 0] == 7
-    for _ in range(60):
-        it.observe(commits([K], [0]))
-        it.propose(rows(1), caps)
-    drafts = it.propose(rows(1), caps)
-    assert drafts.tokens[0, 0] == 9
-    assert history.seen[0] == [K]  # each source hears of its own drafts only
-    assert head.seen[0] == [0]
-    assert [K] in head.seen
+def test_outcomes_count_for_the_drafter_of_each_row() -> None:
+    """Of three rows the first was preempted. The second has a draft of the head, which is accepted."""
+    history, head = ScriptedDrafter("suffix", [K, 0, K], 0.95, 7), ScriptedDrafter("eagle3", [K] * 3, 0.6, 9)
+    it, acceptance = hybrid(history, head), AcceptanceModel()
+    drafts = it.propose(rows(3, acceptance), caps_of(3))
+    acceptance.rate(drafts, it.name)
+    acceptance.observe(drafts, it.name, np.array([1, 2]), np.array([K, 0]), np.array([K, 1]))
+    counts = {name: acceptance.state_dict()[f"counts.{name}"].sum(1).tolist() for name in ("suffix", "eagle3")}
+    assert counts == {"suffix": [0, 1], "eagle3": [K, K]}
+    assert acceptance.num_new("suffix") == 2 and acceptance.num_new("eagle3") == 1
 
 
-def test_ahead_it_learns_of_a_step_when_it_is_asked_for_more() -> None:
-    class Asked(Scripted):
-        def ask(self, rows: Rows, caps: np.ndarray) -> int:
-            return K
-
-    caps, stood = np.full(2, K, np.int32), commits([3, 3], [2, 1])
-    parts = [(Scripted("history", [3, 0], 0.9, 1), Asked("head", [3, 3], 0.5, 2)) for _ in range(3)]
-    at_once, waits, fresh = hybrid(*parts[0]), HybridAhead(*parts[1], 0.1), hybrid(*parts[2])  # type: ignore[arg-type]
-
-    def learned(drafter: HybridDrafter) -> list[list[list[float]]]:
-        return [calibration.counts.tolist() for calibration in drafter.calibrations.values()]
-
-    for drafter in (at_once, waits):
-        drafter.propose(rows(2), caps)
-        drafter.observe(stood)
-    assert learned(waits) == learned(fresh) != learned(at_once)
-    parts[1][0].num = [0, 3]  # the step that is drafted for meanwhile, the other way round
-    waits.propose(rows(2), caps)
-    waits.ask(rows(2), caps)
-    assert learned(waits) == learned(at_once)
-    waits.ask(rows(2), caps)
-    assert learned(waits) == learned(at_once)
-
-    parts[0][0].num = [0, 3]
-    at_once.propose(rows(2), caps)
-    for drafter in (at_once, waits):
-        drafter.observe(stood)
-    for key, array in at_once.state().items():  # what waits is part of it
-        assert (waits.state()[key] == array).all(), key
+@pytest.mark.parametrize("choice", ["before", "after"])
+def test_history_with_rejected_drafts_is_replaced_by_the_head(choice: str) -> None:
+    """Whatever its scores; and the head by history if the head's drafts are rejected."""
+    for good, bad in (("eagle3", "suffix"), ("suffix", "eagle3")):
+        history, head = ScriptedDrafter("suffix", [K], 0.9, 7), ScriptedDrafter("eagle3", [K], 0.9, 9)
+        it, acceptance, found = hybrid(history, head, choice), AcceptanceModel(), list[str]()
+        for _ in range(60):
+            drafts = it.propose(rows(1, acceptance), caps_of(1))
+            found += drafters_of(drafts)
+            acceptance.rate(drafts, it.name)
+            accepted = np.array([0 if found[-1] == bad else K])
+            acceptance.observe(drafts, it.name, None, accepted, np.minimum(accepted + 1, K))
+        assert set(found[-40:]) == {good}
 
 
-def test_after_seeing_both_it_takes_the_better_one_for_its_cost() -> None:
-    for confidence, cost, token in ((0.9, 0.1, 9), (0.9, 2.0, 7), (0.3, 0.1, 7)):
-        history, head = Scripted("suffix", [K], 0.65, 7), Scripted("eagle3", [K], confidence, 9)
+def test_after_both_have_drafted_the_better_draft_for_its_cost_is_taken() -> None:
+    for score, cost, token in ((0.9, 0.1, 9), (0.9, 2.0, 7), (0.3, 0.1, 7)):
+        history, head = ScriptedDrafter("suffix", [K], 0.65, 7), ScriptedDrafter("eagle3", [K], score, 9)
         it = hybrid(history, head, "after", cost)
-        assert it.reads_drafts
-        assert it.propose(rows(1), np.array([K], np.int32)).tokens[0, 0] == token
+        assert it.reads_drafts and not hybrid(history, head).reads_drafts
+        assert it.propose(rows(1), caps_of(1)).tokens[0, 0] == token
 
 
-def test_certain_guesses_and_sampled_ones_share_a_q() -> None:
-    """Under the rejection rules: the head's rows keep what they were sampled from, history's are one-hot."""
-    history, head = Scripted("suffix", [2, 0], 0.95, 7), Scripted("eagle3", [K, K], 0.6, 9)
-    it = hybrid(history, head)
-    propose = head.propose
+def test_one_q_for_deterministic_and_sampled_drafts() -> None:
+    """For the rejection rules: the head's rows keep the distributions they were sampled from, history's are one-hot."""
+    history, head = ScriptedDrafter("suffix", [2, 0], 0.95, 7), ScriptedDrafter("eagle3", [K, K], 0.6, 9)
+    it, propose = hybrid(history, head), head.propose
 
     def with_q(rows: Rows, caps: np.ndarray) -> DraftBatch:
         drafts = propose(rows, caps)
@@ -176,13 +152,13 @@ def test_certain_guesses_and_sampled_ones_share_a_q() -> None:
         return drafts
 
     head.propose = with_q  # type: ignore[method-assign]
-    drafts = it.propose(rows(2), np.array([K, K], np.int32))
+    drafts = it.propose(rows(2), caps_of(2))
     assert torch.equal(drafts.q[1], torch.full((K, VOCAB), 1 / VOCAB))
     assert drafts.q[0, :2, 7].tolist() == [1, 1]
     assert drafts.q[0].sum() == 2
 
 
-def test_completions_say_who_drafted() -> None:
+def test_completions_have_the_names_of_both_drafters() -> None:
     decoder, sampler = tiny_decoder(), Sampler()
     eagle3 = Eagle3Drafter(tiny_head(decoder), decoder.embed, sampler, 64)
     it = HybridDrafter(SuffixDrafter(), eagle3, 0.1)
@@ -192,53 +168,19 @@ def test_completions_say_who_drafted() -> None:
     assert {name for c in found for name in c.drafters} == {"suffix", "eagle3"}
 
 
-def test_its_state_is_that_of_its_parts_and_what_it_learned() -> None:
+def test_its_state_is_that_of_history() -> None:
+    """The head's weights have files of their own; outcomes are in the acceptance model."""
     decoder = tiny_decoder()
 
     def make() -> HybridDrafter:
         return HybridDrafter(SuffixDrafter(), Eagle3Drafter(tiny_head(decoder), decoder.embed, Sampler(), 8), 0.1)
 
     one, two = make(), make()
-    one.calibrations["history"].observe(np.array([0.9, 0.9]), 0)
-    one.calibrations["positions"].observe(np.arange(3), 2)
-    one.head.calibration.observe(np.array([0.3]), 1)
-    two.restore(one.state())
-    assert all(np.array_equal(two.state()[key], value) for key, value in one.state().items())
-    assert not np.array_equal(make().state()["calibration.positions"], one.state()["calibration.positions"])
-    with pytest.raises(ValueError, match="not a state of the hybrid drafter"):
-        two.restore(SuffixDrafter().state())
-
-
-def test_calibration_counts_up_to_the_first_mistake_and_fades() -> None:
-    it = of_positions(4, 0.5)
-    for _ in range(400):
-        it.observe(np.arange(4), 2)  # positions 0 and 1 right, 2 wrong, 3 never known
-    chances = it(np.arange(4))
-    assert chances[0] > 0.95 and chances[1] > 0.95 and chances[2] < 0.05 and chances[3] == 0.5
-    before = chances[0]
-    it.fade()
-    assert 0.5 < it(np.arange(1))[0] < before
-    assert of_probabilities()(np.array([0.0, 0.5, 1.0])).tolist() == pytest.approx([0.05, 0.55, 0.95])
-    with pytest.raises(AssertionError):
-        Calibration(np.arange(3), np.ones(3))
-
-
-def test_many_drafts_are_counted_as_one_by_one() -> None:
-    """Where no bin sees more than one of them, to the bit; else but for the fading of these few among themselves."""
-    rng = np.random.default_rng(0)
-    said = rng.random((24, 5))
-    num_known = rng.integers(0, 6, 24)
-    num_right = np.maximum(0, num_known - rng.integers(0, 2, 24))
-    many, slow = of_probabilities(), of_probabilities()
-    many.observe_many(said, num_right, num_known)
-    for i in range(24):
-        for j in range(num_known[i]):
-            at = int(np.digitize(said[i, j], slow.edges))
-            slow.counts[:, at] = slow.counts[:, at] * (1 - 1 / 256) + (j < num_right[i], 1)
-    assert num_known.sum() > 40
-    np.testing.assert_allclose(many.counts, slow.counts, rtol=0.02)
-    np.testing.assert_allclose(many(said), slow(said), atol=0.005)
-    one, other = of_positions(4, 0.5), of_positions(4, 0.5)
-    one.observe_many(np.arange(4)[None], np.array([2]), np.array([3]))
-    other.counts[:, :3] = other.counts[:, :3] * (1 - 1 / 256) + [[1, 1, 0], [1, 1, 1]]
-    np.testing.assert_array_equal(one.counts, other.counts)
+    one.begin(Request(0, (1, 2), problem="p"))
+    one.observe(Commits(np.arange(1), np.array([[3, 4]], np.int32), *(np.array([n], np.int32) for n in (2, 0, 0))))
+    one.end(0)
+    two.load_state_dict(one.state_dict())
+    assert all(np.array_equal(two.state_dict()[key], value) for key, value in one.state_dict().items())
+    assert any(not np.array_equal(make().state_dict()[key], value) for key, value in one.state_dict().items())
+    with pytest.raises(ValueError, match="not a state of the suffix drafter"):
+        two.load_state_dict({"counts": np.zeros(1)})

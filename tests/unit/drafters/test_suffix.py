@@ -1,4 +1,4 @@
-"""The history drafter: who shares what and when, what is dropped, what a checkpoint keeps."""
+"""The suffix drafter: which requests share history, which shards are dropped, and what a checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import sys
 
 import numpy as np
 import pytest
-from history_world import HISTORIES, commits_of, drafts_of, rows_of
+from history_reference import HISTORIES, commits_of, drafts_of, rows_of
 
 from paceline.drafters import history as history_module
 from paceline.drafters.history import NativeHistory
-from paceline.drafters.slow_history import MAX_COUNTED, SlowHistory
+from paceline.drafters.python_history import MAX_COUNTED, PythonHistory
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.native import NativeUnavailable
 from paceline.types import Request
@@ -23,12 +23,12 @@ def tokens_of(drafter: SuffixDrafter, sequences: dict[int, list[int]], cap: int 
 
 
 def shards_of(drafter: SuffixDrafter) -> list[tuple[str | None, int]]:
-    return [(shard.problem.name, shard.version) for shard in drafter._shelf]
+    return [(shard.problem.name, shard.version) for shard in drafter._shards]
 
 
 @pytest.mark.skipif(len(HISTORIES) < 2, reason="no C compiler")
 @pytest.mark.parametrize("loop", [(1,), (1, 2, 3), tuple(range(40))])
-def test_twins_agree_past_the_counted_contexts(loop: tuple[int, ...]) -> None:
+def test_native_and_python_history_agree_beyond_max_counted(loop: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
     drafters = [SuffixDrafter(history=history()) for history in HISTORIES]
     sequences = {i: [9] for i in range(3)}
@@ -36,17 +36,17 @@ def test_twins_agree_past_the_counted_contexts(loop: tuple[int, ...]) -> None:
         for i in sequences:
             drafter.begin(Request(i, (9,), problem="loop"))
     for step in range(20 * MAX_COUNTED):
-        said = {i: [int(rng.integers(50)) if rng.random() < 0.01 else loop[step % len(loop)]] for i in sequences}
+        emitted = {i: [int(rng.integers(50)) if rng.random() < 0.01 else loop[step % len(loop)]] for i in sequences}
         fast, slow = (drafts_of(d.propose(rows_of(sequences), np.full(3, 6, np.int32))) for d in drafters)
         assert fast == slow
         for drafter in drafters:
-            drafter.observe(commits_of(said))
+            drafter.observe(commits_of(emitted))
     assert fast[0][1], "a loop is easy to predict"
     assert drafters[0].num_tokens == drafters[1].num_tokens == 1 + 3 * 20 * MAX_COUNTED
 
 
 @pytest.mark.parametrize("history", HISTORIES)
-def test_siblings_speak_while_they_live(history: type) -> None:
+def test_live_requests_of_a_problem_share_history(history: type) -> None:
     drafter = SuffixDrafter(history=history())
     for i in range(2):
         drafter.begin(Request(i, (1, 2), problem="p"))
@@ -54,12 +54,12 @@ def test_siblings_speak_while_they_live(history: type) -> None:
     drafter.begin(Request(3, (1, 2)))
     drafter.observe(commits_of({0: [3, 4, 5]}))
     assert tokens_of(drafter, {1: [1, 2]}) == [[3, 4, 5]]
-    quiet = tokens_of(drafter, {2: [1, 2], 3: [1, 2]})
-    assert quiet == [[], []], "what one problem said is no business of another's, nor of a request without one"
+    others = tokens_of(drafter, {2: [1, 2], 3: [1, 2]})
+    assert others == [[], []], "other problems, and requests without a problem, do not share it"
 
 
 @pytest.mark.parametrize("history", HISTORIES)
-def test_older_versions_speak_and_count_less(history: type) -> None:
+def test_older_versions_count_less(history: type) -> None:
     drafter = SuffixDrafter(recency=0.4, history=history())
     for version, token in enumerate([5, 5, 6]):
         drafter.begin(Request(version, (1, 2), problem="p"), version)
@@ -71,16 +71,16 @@ def test_older_versions_speak_and_count_less(history: type) -> None:
     assert batch.tokens.tolist() == [[6]]
     assert batch.match is not None
     assert batch.match.tolist() == [2]
-    np.testing.assert_allclose(batch.confidence, [[0.6 * 0.4 / (0.4 + 0.16 + 0.064 + 2 / 2)]], rtol=1e-6)
-    even = SuffixDrafter(recency=1, history=history())
-    even.restore(drafter.state())
-    even.begin(Request(9, (1, 2), problem="p"), 3)
-    assert even.propose(rows_of({9: [1, 2]}), np.ones(1, np.int32)).tokens.tolist() == [[5]]
+    np.testing.assert_allclose(batch.scores, [[0.6 * 0.4 / (0.4 + 0.16 + 0.064 + 2 / 2)]], rtol=1e-6)
+    equal_weights = SuffixDrafter(recency=1, history=history())
+    equal_weights.load_state_dict(drafter.state_dict())
+    equal_weights.begin(Request(9, (1, 2), problem="p"), 3)
+    assert equal_weights.propose(rows_of({9: [1, 2]}), np.ones(1, np.int32)).tokens.tolist() == [[5]]
 
 
 @pytest.mark.parametrize("history", HISTORIES)
-def test_the_window_counts_a_problems_own_versions(history: type) -> None:
-    """Problem q comes once in ten versions and keeps its two epochs all the same."""
+def test_max_versions_counts_versions_of_each_problem(history: type) -> None:
+    """Problem q comes up once in ten versions, and keeps its last two."""
     drafter = SuffixDrafter(max_versions=2, history=history())
     for version in range(21):
         for i, problem in enumerate(["p", "q"] if version % 10 == 0 else ["p"]):
@@ -95,15 +95,17 @@ def test_the_window_counts_a_problems_own_versions(history: type) -> None:
 
 
 @pytest.mark.parametrize("history", HISTORIES)
-def test_a_request_outlives_its_version(history: type) -> None:
-    """What it says goes where it began, also beyond the window, and is heard by the next version's requests."""
+def test_request_outlives_its_version(history: type) -> None:
+    """Its tokens go to the shard it began in, even beyond max_versions, and requests of the next version read them."""
     drafter = SuffixDrafter(max_versions=2, history=history())
     drafter.begin(Request(0, (1,), problem="p"), 0)
     drafter.begin(Request(1, (1,), problem="p"), 1)
     drafter.begin(Request(2, (1,), problem="p"), 2)
-    assert drafter.num_shards == 3, "nobody's words are taken from him while he speaks"
+    assert drafter.num_shards == 3, "a shard is not dropped while a live request appends to it"
     drafter.observe(commits_of({0: [3, 4], 1: [5, 6]}))
-    assert tokens_of(drafter, {0: [1, 3, 4], 1: [1, 5, 6], 2: [1]}) == [[], [], [5, 6]], "2 hears 1, 1 only what 0 said"
+    assert tokens_of(drafter, {0: [1, 3, 4], 1: [1, 5, 6], 2: [1]}) == [[], [], [5, 6]], (
+        "2 reads 1's shard, 1 reads 0's"
+    )
     drafter.end(0)
     assert shards_of(drafter) == [("p", 1), ("p", 2)]
     drafter.observe(commits_of({1: [1]}))
@@ -111,7 +113,7 @@ def test_a_request_outlives_its_version(history: type) -> None:
 
 
 @pytest.mark.parametrize("history", HISTORIES)
-def test_drops_the_shards_begun_in_least_recently(history: type) -> None:
+def test_evicts_the_least_recently_used_shards(history: type) -> None:
     rng = np.random.default_rng(0)
     drafter = SuffixDrafter(history=history())
     drafter.begin(Request(0, (1,), problem="live"), 0)
@@ -124,20 +126,20 @@ def test_drops_the_shards_begun_in_least_recently(history: type) -> None:
     drafter.begin(Request(9, (1,), problem="q"), 1)  # one more sample of an old version
     drafter.end(9)
     assert drafter.num_bytes == sizes[-1]
-    drafter._shelf.max_bytes = sizes[-1] - 1
+    drafter._shards.max_bytes = sizes[-1] - 1
     drafter.observe(commits_of({0: [1] * 40}))
     assert shards_of(drafter) == [("live", 0), ("q", 2), ("p", 3), ("r", 3), ("q", 1)]
     assert drafter.num_bytes <= sizes[-1] - 1
-    drafter._shelf.max_bytes = 1
+    drafter._shards.max_bytes = 1
     drafter.observe(commits_of({0: [2] * 300}))
-    assert shards_of(drafter) == [("live", 0)], "a shard that a live request speaks in is never dropped"
+    assert shards_of(drafter) == [("live", 0)], "a shard that a live request appends to is never dropped"
     drafter.end(0)
     assert drafter.num_problems == drafter.num_shards == drafter.num_bytes == drafter.num_tokens == 0
 
 
 @pytest.mark.parametrize("history", HISTORIES)
-@pytest.mark.parametrize("how", ["remove", "bytes", "window"])
-def test_a_shard_may_go_while_others_follow_it(history: type, how: str) -> None:
+@pytest.mark.parametrize("how", ["remove", "max_bytes", "max_versions"])
+def test_drops_a_shard_that_newer_requests_have_cursors_in(history: type, how: str) -> None:
     drafter = SuffixDrafter(max_versions=2, history=history())
     for i, problem in enumerate(["p", "q"]):
         drafter.begin(Request(i, (1, 2), problem=problem), 0)
@@ -148,20 +150,20 @@ def test_a_shard_may_go_while_others_follow_it(history: type, how: str) -> None:
     assert tokens_of(drafter, {2: [1, 2], 3: [1, 2]}) == [[3, 4, 5]] * 2
     if how == "remove":
         assert drafter.remove(0) == 2
-    elif how == "bytes":
-        drafter._shelf.max_bytes = 1
-        drafter._shelf.fit()
+    elif how == "max_bytes":
+        drafter._shards.max_bytes = 1
+        drafter._shards.evict()
     else:
         drafter.begin(Request(4, (7,), problem="p"), 2)
         drafter.begin(Request(5, (7,), problem="q"), 2)
     assert tokens_of(drafter, {2: [1, 2], 3: [1, 2]}) == [[], []]
     drafter.observe(commits_of({2: [3], 3: [3, 1, 2]}))
     assert tokens_of(drafter, {2: [1, 2, 3], 3: [1, 2, 3, 1, 2]}, 2) == [[], [3, 1]]
-    assert {version for _, version in shards_of(drafter)} == ({1, 2} if how == "window" else {1})
+    assert {version for _, version in shards_of(drafter)} == ({1, 2} if how == "max_versions" else {1})
 
 
 @pytest.mark.parametrize("history", HISTORIES)
-def test_a_removed_version_goes_on_alone(history: type) -> None:
+def test_removed_version_stays_until_its_requests_end(history: type) -> None:
     drafter = SuffixDrafter(history=history())
     for i in range(2):
         drafter.begin(Request(i, (1,), problem="p"), 3)
@@ -179,9 +181,9 @@ def test_a_removed_version_goes_on_alone(history: type) -> None:
 
 
 @pytest.mark.parametrize("history", HISTORIES)
-def test_private_histories_end_with_their_request(history: type) -> None:
+def test_request_without_a_problem_has_its_own_history(history: type) -> None:
     drafter = SuffixDrafter(history=history())
-    for i in range(200):  # more than there are slots at first
+    for i in range(200):  # more than the initial number of slots
         drafter.begin(Request(i, (1, 2, 1)))
     assert drafter.num_bytes > 0
     drafts = drafter.propose(rows_of({i: [1, 2, 1] for i in range(200)}), np.full(200, 2, np.int32))
@@ -193,15 +195,15 @@ def test_private_histories_end_with_their_request(history: type) -> None:
 
 
 @pytest.mark.skipif(len(HISTORIES) < 2, reason="no C compiler")
-def test_a_history_that_cannot_grow_warns_and_goes_quiet() -> None:
+def test_history_that_cannot_grow_warns_and_drafts_nothing() -> None:
     drafter = SuffixDrafter(history=NativeHistory(max_states=100))
     drafter.begin(Request(0, (1, 2), problem="big"))
     drafter.begin(Request(1, (1, 2), problem="small"))
-    said = np.random.default_rng(0).integers(0, 9, 300).tolist()
+    tokens = np.random.default_rng(0).integers(0, 9, 300).tolist()
     with pytest.warns(RuntimeWarning, match="max_bytes"):
-        drafter.observe(commits_of({0: said, 1: [3, 1, 2]}))
-    drafter.observe(commits_of({0: said, 1: [3]}))
-    drafts = drafter.propose(rows_of({0: [1, 2, *said, *said], 1: [1, 2, 3, 1, 2, 3]}), np.full(2, 3, np.int32))
+        drafter.observe(commits_of({0: tokens, 1: [3, 1, 2]}))
+    drafter.observe(commits_of({0: tokens, 1: [3]}))
+    drafts = drafter.propose(rows_of({0: [1, 2, *tokens, *tokens], 1: [1, 2, 3, 1, 2, 3]}), np.full(2, 3, np.int32))
     assert drafts.num.tolist() == [0, 3]
     with pytest.warns(RuntimeWarning, match="max_bytes"):
         drafter.begin(Request(2, tuple(range(1000)), problem="big"))
@@ -209,9 +211,9 @@ def test_a_history_that_cannot_grow_warns_and_goes_quiet() -> None:
         drafter.end(i)
 
 
-def told(history: type) -> SuffixDrafter:
-    """Three problems and versions with interleaved rollouts that share much, two prompts in one of them, one begun
-    again last."""
+def filled_drafter(history: type) -> SuffixDrafter:
+    """Three problems and versions with interleaved rollouts that share much. One problem has two prompts, one is used
+    again at the end."""
     rng = np.random.default_rng(0)
     drafter = SuffixDrafter(history=history())
     for round_ in range(3):
@@ -232,18 +234,18 @@ def told(history: type) -> SuffixDrafter:
 
 @pytest.mark.parametrize("target", HISTORIES)
 @pytest.mark.parametrize("source", HISTORIES)
-def test_a_restored_history_is_the_same_automaton(source: type, target: type) -> None:
-    drafter, restored = told(source), SuffixDrafter(history=target())
-    restored.begin(Request(0, (5, 5), problem="forgotten"))
+def test_restored_history_is_the_same_automaton(source: type, target: type) -> None:
+    drafter, restored = filled_drafter(source), SuffixDrafter(history=target())
+    restored.begin(Request(0, (5, 5), problem="replaced"))
     restored.end(0)
-    restored.restore(drafter.state())
+    restored.load_state_dict(drafter.state_dict())
     assert shards_of(restored) == shards_of(drafter)
     assert set(shards_of(drafter)) == {
         ("eins", 0), ("eins", 1), ("zwei", 0), ("zwei", 1), ("zwei", 2), ("drei 🎲", 0), ("drei 🎲", 2)
     }  # fmt: skip
     assert shards_of(drafter)[-1] == ("eins", 0)
-    for one, other in zip(drafter._shelf, restored._shelf, strict=True):
-        assert one.prompts == other.prompts, "every state has the number it had"
+    for one, other in zip(drafter._shards, restored._shards, strict=True):
+        assert one.prompt_ends == other.prompt_ends, "states keep their numbers"
     assert restored.num_tokens == drafter.num_tokens
     if source is target:
         assert restored.num_bytes == drafter.num_bytes, "so that the same shards are dropped at the same time"
@@ -261,13 +263,13 @@ def test_a_restored_history_is_the_same_automaton(source: type, target: type) ->
             sequence.append(token)
         for one in (drafter, restored):
             one.end(0)
-    drafter.restore(SuffixDrafter(history=SlowHistory()).state())
+    drafter.load_state_dict(SuffixDrafter(history=PythonHistory()).state_dict())
     assert drafter.num_problems == drafter.num_bytes == 0
 
 
 @pytest.mark.parametrize("history", HISTORIES)
-def test_the_order_in_which_siblings_spoke_is_kept(history: type) -> None:
-    """The most recent of two equals is drafted: retelling one rollout after the other would get it wrong."""
+def test_checkpoint_keeps_the_order_of_interleaved_rollouts(history: type) -> None:
+    """On ties the most recent token is drafted, so replaying one rollout after the other would be wrong."""
     drafter, restored = SuffixDrafter(history=history()), SuffixDrafter(history=history())
     for i in range(2):
         drafter.begin(Request(i, (1,), problem="p"))
@@ -275,7 +277,7 @@ def test_the_order_in_which_siblings_spoke_is_kept(history: type) -> None:
     drafter.observe(commits_of({0: [3]}))
     for i in range(2):
         drafter.end(i)
-    restored.restore(drafter.state())
+    restored.load_state_dict(drafter.state_dict())
     restored.begin(Request(5, (1,), problem="p"))
     assert tokens_of(restored, {5: [1]}) == [[3]]
 
@@ -302,29 +304,29 @@ def a_state(**changes: list[int]) -> dict[str, np.ndarray]:
     ],
     ids=str,
 )
-def test_a_damaged_state_is_refused(history: type, changes: dict[str, list[int]]) -> None:
+def test_refuses_a_damaged_state(history: type, changes: dict[str, list[int]]) -> None:
     drafter = SuffixDrafter(history=history())
-    drafter.restore(a_state())
+    drafter.load_state_dict(a_state())
     assert shards_of(drafter) == [("p", 0), ("q", 0)]
     with pytest.raises(ValueError, match="damaged"):
-        drafter.restore(a_state(**changes))
+        drafter.load_state_dict(a_state(**changes))
     assert drafter.num_shards == drafter.num_bytes == 0
 
 
 @pytest.mark.parametrize("history", HISTORIES)
-def test_a_smaller_window_restores_the_newest(history: type) -> None:
-    drafter = told(history)
+def test_smaller_limits_restore_the_newest_shards(history: type) -> None:
+    drafter = filled_drafter(history)
     small = SuffixDrafter(max_versions=1, history=history())
-    small.restore(drafter.state())
+    small.load_state_dict(drafter.state_dict())
     assert sorted(shards_of(small)) == [("drei 🎲", 2), ("eins", 1), ("zwei", 2)]
-    poor = SuffixDrafter(max_bytes=small.num_bytes, max_versions=4, history=history())
-    poor.restore(drafter.state())
-    assert 0 < poor.num_bytes <= small.num_bytes
-    assert shards_of(poor)[-1] == ("eins", 0)
+    few_bytes = SuffixDrafter(max_bytes=small.num_bytes, max_versions=4, history=history())
+    few_bytes.load_state_dict(drafter.state_dict())
+    assert 0 < few_bytes.num_bytes <= small.num_bytes
+    assert shards_of(few_bytes)[-1] == ("eins", 0)
 
 
 @pytest.mark.parametrize("history", HISTORIES)
-def test_what_was_said_is_counted_though_no_state_is_new(history: type) -> None:
+def test_num_bytes_counts_tokens_that_add_no_state(history: type) -> None:
     drafter = SuffixDrafter(history=history())
     for i in range(60):
         drafter.begin(Request(i, (1,), problem="p"))
@@ -337,7 +339,7 @@ def test_what_was_said_is_counted_though_no_state_is_new(history: type) -> None:
 
 def test_refuses_weights_and_bad_parameters() -> None:
     with pytest.raises(ValueError, match="no weights"):
-        SuffixDrafter(history=SlowHistory()).update({}, 1)
+        SuffixDrafter(history=PythonHistory()).update({}, 1)
     with pytest.raises(ValueError, match="min_match = 0"):
         SuffixDrafter(min_match=0)
     with pytest.raises(ValueError, match="max_bytes"):
@@ -350,7 +352,7 @@ def test_refuses_weights_and_bad_parameters() -> None:
             SuffixDrafter(recency=recency)
 
 
-def test_falls_back_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_falls_back_to_python_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def unavailable(name: str) -> None:
         raise NativeUnavailable("no C compiler")
 
@@ -358,7 +360,7 @@ def test_falls_back_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) 
     assert not SuffixDrafter().is_native
 
 
-def test_one_that_is_left_when_modules_are_emptied_goes_quietly() -> None:
+def test_no_error_at_interpreter_exit() -> None:
     script = """
 import sys, torch
 from paceline.drafters.suffix import SuffixDrafter

@@ -1,4 +1,4 @@
-"""Where a step has room for fewer draft tokens than rows could use, the policy shares them out among all rows."""
+"""If a step can verify fewer draft tokens than rows could use, the policy distributes them over all rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ POLICIES = {
 
 
 def run(policy: SpeculationPolicy, budget: int) -> tuple[list[StepTrace], list[Completion]]:
-    """Rows of the same length, whose drafts are all right, and room for `budget` draft tokens beside them."""
+    """Rows of the same length with correct drafts, in a step that can verify `budget` draft tokens."""
     decoder = tiny_decoder()
     drafter = DraftModelDrafter(PagedDecoder(first_layers(decoder, 3), 128), Sampler())
     engine = LocalEngine(

@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support import LetterTokenizer, check_blocks, naive_table, tiny_decoder
+from support import LetterTokenizer, check_blocks, naive_generate, tiny_decoder
 
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import LocalEngine
-from paceline.engine.sequence import Sequence
+from paceline.engine.sequence import Record, Sequence
 from paceline.model.attention import PackedAttention
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
@@ -40,15 +40,15 @@ class Oracle(SuffixDrafter):
     def propose(self, rows, caps):
         drafts = super().propose(rows, np.zeros_like(caps))
         width = int(caps.max())
-        drafts.tokens, drafts.confidence = (
+        drafts.tokens, drafts.scores = (
             np.zeros((len(rows), width), np.int32),
             np.ones((len(rows), width), np.float32),
         )
         for i, (request_id, tokens) in enumerate(zip(rows.request_ids.tolist(), rows.tokens, strict=True)):
             future = self.futures[request_id][len(tokens) - 3 :]
-            guess = [*future[: self.num_right], *((t + 1) % VOCAB for t in future[self.num_right :])][: caps[i]]
-            drafts.tokens[i, : len(guess)] = guess
-            drafts.num[i] = len(guess)
+            draft = [*future[: self.num_right], *((t + 1) % VOCAB for t in future[self.num_right :])][: caps[i]]
+            drafts.tokens[i, : len(draft)] = draft
+            drafts.num[i] = len(draft)
         return drafts
 
 
@@ -57,7 +57,7 @@ def requests(num: int, **sampling: object) -> list[Request]:
 
 
 def engine(num_right: int, k: int, wanted: list[Request], **options: object) -> LocalEngine:
-    futures = dict(enumerate(naive_table(TABLE, wanted, EOS)))
+    futures = dict(enumerate(naive_generate(TABLE, wanted, EOS)))
     return LocalEngine(
         TableDecoder(TABLE, eos_token_ids=EOS),
         drafter=Oracle(futures, num_right),
@@ -72,7 +72,7 @@ def engine(num_right: int, k: int, wanted: list[Request], **options: object) -> 
 def test_the_length_limit_is_exact(max_tokens: int, k: int) -> None:
     wanted = requests(4, max_tokens=max_tokens, ignore_eos=True)
     found = engine(k, k, wanted).generate(wanted)
-    assert [c.token_ids.tolist() for c in found] == naive_table(TABLE, wanted, EOS)
+    assert [c.token_ids.tolist() for c in found] == naive_generate(TABLE, wanted, EOS)
     assert all(len(c.token_ids) == max_tokens and c.finish_reason == "length" for c in found)
 
 
@@ -88,8 +88,8 @@ def test_a_stop_inside_an_accepted_draft_ends_it_there() -> None:
     for k in (0, 6):
         running = engine(6, k, wanted)
         found = running.generate(wanted)
-        assert [c.token_ids.tolist() for c in found] == naive_table(TABLE, wanted, EOS)
-        assert not any(running.paged.pool.references)
+        assert [c.token_ids.tolist() for c in found] == naive_generate(TABLE, wanted, EOS)
+        assert not any(running.paged.pool.ref_counts)
     reasons = {c.stop_reason for c in found}
     assert {4, 5, "ab", "cd"} <= reasons
     for c in found:
@@ -108,10 +108,8 @@ def test_a_stop_string_of_many_tokens_per_character_is_seen() -> None:
 
     stop = "𓀀" * 10
     sequence = Sequence(Request(0, (1,), SamplingParams(max_tokens=99, stop=(stop,))), 0, 200, ())
-    tokens = np.array(list(("so: " + stop + " and on").encode()), np.int32)
-    taken = sequence.take(tokens.tolist(), ByteTokenizer().decode)
-    assert taken == len(("so: " + stop).encode())
-    assert sequence.stop_reason == stop
+    tokens = list(("so: " + stop + " and on").encode())
+    assert sequence.find_stop(tokens, 1, ByteTokenizer().decode) == (len(("so: " + stop).encode()), stop)
 
 
 def test_provenance_and_metrics_tell_what_happened() -> None:
@@ -172,7 +170,7 @@ def test_abort_keeps_what_was_emitted_and_frees_the_rest() -> None:
     while running.has_work:
         running.step()
     assert handles[1].completion.finish_reason == "length"
-    assert not any(running.paged.pool.references)
+    assert not any(running.paged.pool.ref_counts)
     with pytest.raises(ValueError, match="not running"):
         running.abort(0)
 
@@ -186,7 +184,7 @@ def test_an_interrupted_generate_leaves_nothing_behind() -> None:
     with pytest.raises(KeyboardInterrupt):
         running.generate(requests(3, max_tokens=30), interrupt)
     assert not running.has_work
-    assert not any(running.paged.pool.references)
+    assert not any(running.paged.pool.ref_counts)
     assert len(running.generate(requests(3, max_tokens=5))) == 3
 
 
@@ -325,7 +323,7 @@ def test_drafter_weights_and_drafters_are_swapped_between_steps() -> None:
     assert handles[0].completion.drafters[0] == "draft_model"
     for c in (h.completion for h in handles):
         assert all(source == 255 or source < len(c.drafters) for source in c.sources)
-    assert not any(drafter.paged.pool.references)
+    assert not any(drafter.paged.pool.ref_counts)
     with pytest.raises(ValueError, match="no weights"):
         running.update_drafter(update, 8)
 
@@ -346,7 +344,7 @@ def test_sleep_gives_the_memory_back() -> None:
 class Asking(SuffixDrafter):
     """Compares the features it is offered with those of a plain forward over the whole sequence."""
 
-    wants_hidden = (0, 2)
+    aux_layers = (0, 2)
 
     def __init__(self, decoder) -> None:
         super().__init__()
@@ -359,8 +357,8 @@ class Asking(SuffixDrafter):
                 plain = self.decoder(
                     torch.as_tensor(tokens[:count]).long(), torch.arange(count), PackedAttention([count]), (0, 2)
                 )
-                expected = torch.cat([plain.taps[0], plain.taps[2]], -1)
-                self.wrong += not torch.allclose(rows.features([(i, 0, count)]), expected, atol=1e-9)
+                expected = torch.cat([plain.aux_hidden_states[0], plain.aux_hidden_states[2]], -1)
+                self.wrong += not torch.allclose(rows.aux_hidden_states([(i, 0, count)]), expected, atol=1e-9)
                 self.num_compared += 1
         return super().propose(rows, caps)
 
@@ -396,8 +394,8 @@ def test_a_drafter_that_comes_later_finds_features_too() -> None:
 
 
 def test_features_of_the_wrong_layer_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    tap = PagedDecoder.tap
-    monkeypatch.setattr(PagedDecoder, "tap", lambda self, layers: tap(self, (0, 1) if layers else ()))
+    right = PagedDecoder.set_aux_layers
+    monkeypatch.setattr(PagedDecoder, "set_aux_layers", lambda self, layers: right(self, (0, 1) if layers else ()))
     running, drafter = asking_engine(tiny_decoder())
     running.generate([Request(0, (1, 2, 3), SamplingParams(max_tokens=8, ignore_eos=True), 5)])
     assert drafter.wrong > 0
@@ -407,8 +405,8 @@ def test_a_stop_string_is_looked_for_in_the_tail_alone() -> None:
     """A step's cost must not grow with the completion: a list of all of its 200 000 tokens takes 1.6 MB."""
     sampling = SamplingParams(max_tokens=200_100, stop=("xyz",))
     sequence = Sequence(Request(0, (1, 2), sampling, 0), 0, 300_000, ())
-    sequence.record.tokens[2:200_000] = 3
-    sequence.num_tokens = 200_000
+    sequence.move(Record(200_010))
+    sequence.record.tokens[2:] = 3
     seen: list[int] = []
 
     def decode(ids: list[int]) -> str:
@@ -416,12 +414,12 @@ def test_a_stop_string_is_looked_for_in_the_tail_alone() -> None:
         return LetterTokenizer().decode(ids)
 
     tracemalloc.start()
-    sequence.take([4, 5], decode)
+    assert sequence.find_stop([4, 5], 200_000, decode) == (2, None)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 100_000 and max(seen) <= len("xyz") + 16
-    assert sequence.take([23, 24], decode) == 2 and sequence.take([25, 4], decode) == 1
-    assert sequence.stop_reason == "xyz"
+    sequence.record.tokens[200_000:200_002] = [23, 24]
+    assert sequence.find_stop([25, 4], 200_002, decode) == (1, "xyz")
 
 
 class Lengthy(StaticPolicy):
@@ -467,7 +465,7 @@ def test_a_policy_is_replaced_while_requests_run() -> None:
         running.step()
     assert not second.live and first.observed == first.committed and second.observed == second.committed
     assert len(first.observed) == 3 and second.observed
-    assert [h.completion.token_ids.tolist() for h in handles] == naive_table(TABLE, wanted, EOS)
+    assert [h.completion.token_ids.tolist() for h in handles] == naive_generate(TABLE, wanted, EOS)
 
 
 def test_a_policy_that_a_rule_does_not_bear_is_refused_later_too() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference_engine
 from support import tiny_decoder
 
 from paceline.drafters.suffix import SuffixDrafter
-from paceline.engine import naive
 from paceline.engine.engine import LocalEngine
 from paceline.model.paged import PagedDecoder
 from paceline.speculation.policy import StaticPolicy
@@ -38,7 +38,7 @@ def test_their_keys_follow_from_the_seed_and_the_order_of_submission() -> None:
     drafted = engine(drafter=SuffixDrafter(), policy=StaticPolicy(3))
     assert texts(drafted, 8) == texts(engine(), 8)
     assert sum(trace.num_accepted_tokens for trace in drafted.drain_trace()) > 0
-    slow = naive.generate(tiny_decoder(), [Request(i, (1, 2, 3), SAMPLING) for i in range(3)])
+    slow = reference_engine.generate(tiny_decoder(), [Request(i, (1, 2, 3), SAMPLING) for i in range(3)])
     assert texts(engine()) == [completion.token_ids.tolist() for completion in slow]
 
 

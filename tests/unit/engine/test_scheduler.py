@@ -1,4 +1,4 @@
-"""Random arrivals, lengths, memory and drafts: no block leaked, none shared wrongly, tokens as the naive twin's."""
+"""Random arrivals, lengths, memory and drafts: no block leaks, none is shared wrongly, tokens as of the reference."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import LetterTokenizer, check_blocks, naive_table
+from support import LetterTokenizer, check_blocks, naive_generate
 
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import LocalEngine
@@ -15,7 +15,7 @@ from paceline.speculation.lengths import LengthModel
 from paceline.speculation.policy import StaticPolicy
 from paceline.types import Request, SamplingParams
 from paceline.verify.drafters import AdversarialDrafter
-from paceline.verify.table import Table, TableDecoder, TokenMemory
+from paceline.verify.table import Table, TableDecoder, TokenKV
 
 VOCAB = 6
 TABLE = Table(VOCAB, seed=3)
@@ -69,18 +69,18 @@ def run(workload: dict[str, object], decoder: type[TableDecoder] = TableDecoder)
         if not arriving and not engine.has_work:
             break
     assert not engine.has_work, "the engine makes no progress"
-    assert not any(engine.paged.pool.references)
+    assert not any(engine.paged.pool.ref_counts)
     assert all(t.num_query_tokens <= workload["max_num_batched_tokens"] for t in engine.drain_trace())
     return [h.completion.token_ids.tolist() for h in handles]
 
 
 def expected(workload: dict[str, object]) -> list[list[int]]:
-    return naive_table(TABLE, workload["requests"], (VOCAB - 1,))
+    return naive_generate(TABLE, workload["requests"], (VOCAB - 1,))
 
 
 @settings(max_examples=150, deadline=None)
 @given(workloads())
-def test_equal_to_the_naive_twin(workload: dict[str, object]) -> None:
+def test_equal_to_the_reference_engine(workload: dict[str, object]) -> None:
     assert run(workload) == expected(workload)
 
 
@@ -103,7 +103,7 @@ def test_preemption_happens_and_changes_nothing() -> None:
     engine = LocalEngine(TableDecoder(TABLE, 9), drafter=SuffixDrafter(), policy=StaticPolicy(3))
     completions = engine.generate(TIGHT["requests"])
     assert sum(c.num_preemptions for c in completions) > 0
-    assert [c.token_ids.tolist() for c in completions] == naive_table(TABLE, TIGHT["requests"], ())
+    assert [c.token_ids.tolist() for c in completions] == naive_generate(TABLE, TIGHT["requests"], ())
 
 
 def test_a_prompt_is_computed_once_for_its_group() -> None:
@@ -114,7 +114,7 @@ def test_a_prompt_is_computed_once_for_its_group() -> None:
         engine = LocalEngine(TableDecoder(TABLE, 64), prefix_sharing=sharing)
         completions = engine.generate(requests)
         counts[sharing] = sum(t.num_query_tokens for t in engine.drain_trace())
-        assert [c.token_ids.tolist() for c in completions] == naive_table(TABLE, requests, ())
+        assert [c.token_ids.tolist() for c in completions] == naive_generate(TABLE, requests, ())
     # Shared: the whole prompt once, then its last token for each sibling (that is where they begin to differ).
     assert counts[True] == len(prompt) + (num - 1) + num * 4
     assert counts[False] == num * len(prompt) + num * 4
@@ -127,10 +127,10 @@ def test_what_a_copy_holds_is_given_up_in_time() -> None:
     second = Request(1, prompt[:63], SamplingParams(max_tokens=1, **kind), 1)
     engine = LocalEngine(TableDecoder(TABLE, 4))
     found = [engine.generate([request])[0].token_ids.tolist() for request in (first, second)]
-    assert found == naive_table(TABLE, [first, second], ())
+    assert found == naive_generate(TABLE, [first, second], ())
 
 
-class _CopiesNothing(TokenMemory):
+class _CopiesNothing(TokenKV):
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
         pass
 
@@ -160,8 +160,8 @@ class _LeakyDecoder(TableDecoder):
 class _MatchesTooMuch(BlockPool):
     """Broken: a partial match is taken for one token longer than it is."""
 
-    def match(self, table: BlockTable, tokens: np.ndarray) -> tuple[int, tuple[int, int] | None]:
-        covered, partial = super().match(table, tokens)
+    def match_prefix(self, table: BlockTable, tokens: np.ndarray) -> tuple[int, tuple[int, int] | None]:
+        covered, partial = super().match_prefix(table, tokens)
         if partial is not None and covered + partial[1] < len(tokens):
             partial = partial[0], partial[1] + 1
         return covered, partial
@@ -195,7 +195,7 @@ def test_broken_memory_is_caught(broken: type[TableDecoder]) -> None:
 EOS = VOCAB - 1
 
 
-def told(lengths: dict[str, int]) -> LengthModel:
+def length_model(lengths: dict[str, int]) -> LengthModel:
     """A model that has seen each problem once."""
     model = LengthModel()
     for i, (problem, num_tokens) in enumerate(lengths.items()):
@@ -222,25 +222,25 @@ def run_of(engine: LocalEngine, requests: list[Request]) -> tuple[int, list[list
 
 
 def test_longest_first_ends_sooner_with_the_same_tokens() -> None:
-    """Many short ones, and a long one that arrives last. Limits are alike: only history tells them apart."""
+    """Many short ones, and a long one that arrives last. Limits are alike: only history distinguishes them."""
     short = [Request(i, (i % 5, 1, 2), SamplingParams(max_tokens=40), i, f"p{i}") for i in range(24)]
     long = Request(99, (3, 1, 2), SamplingParams(max_tokens=40, ignore_eos=True), 99, "long")
     requests = [*short, long]
-    outs = naive_table(TABLE, requests, (EOS,))
+    outs = naive_generate(TABLE, requests, (EOS,))
     known = {str(r.problem): len(out) for r, out in zip(requests, outs, strict=True)}
     num_tokens = sum(known.values())
-    arrival, tokens, _ = run_of(ordered("arrival", told(known)), requests)
-    longest, same_tokens, _ = run_of(ordered("longest", told(known)), requests)
+    arrival, tokens, _ = run_of(ordered("arrival", length_model(known)), requests)
+    longest, same_tokens, _ = run_of(ordered("longest", length_model(known)), requests)
     assert tokens == same_tokens == outs
     assert longest <= max(known["long"], num_tokens / 4) + 12 < arrival - 10
-    # Broken twins: a model that has it backwards, and one that knows nothing.
-    backwards = told({problem: 41 - n for problem, n in known.items()})
+    # Broken variants: a model that has it backwards, and one that knows nothing.
+    backwards = length_model({problem: 41 - n for problem, n in known.items()})
     assert run_of(ordered("longest", backwards), requests)[0] > longest + 20
     assert run_of(ordered("longest", LengthModel()), requests)[2][-1] == "long"
 
 
 def test_all_of_a_problem_begin_together() -> None:
-    """More samples than places, arriving mixed: a problem begins in chunks, with nobody else between them; the longest
+    """More samples than places, arriving mixed: a problem begins in chunks, no other one between them; the longest
     first, equals by arrival."""
     lengths = {"a": 4, "b": 4, "c": 12}
     requests = [
@@ -249,14 +249,14 @@ def test_all_of_a_problem_begin_together() -> None:
         for i, problem in enumerate(lengths)
     ]
     for max_num_seqs in (1, 2, 3, 5):
-        _, tokens, began = run_of(ordered("longest", told(lengths), max_num_seqs), requests)
+        _, tokens, began = run_of(ordered("longest", length_model(lengths), max_num_seqs), requests)
         assert began == ["c"] * 5 + ["a"] * 5 + ["b"] * 5
-        assert tokens == naive_table(TABLE, requests, ())
-    assert run_of(ordered("arrival", told(lengths), 3), requests)[2][:3] == ["a", "b", "c"]
+        assert tokens == naive_generate(TABLE, requests, ())
+    assert run_of(ordered("arrival", length_model(lengths), 3), requests)[2][:3] == ["a", "b", "c"]
 
 
 def test_those_sent_back_come_first() -> None:
-    engine = ordered("longest", told({"short": 4, "long": 40}), max_num_seqs=1)
+    engine = ordered("longest", length_model({"short": 4, "long": 40}), max_num_seqs=1)
     engine.submit(Request(0, (1, 2), SamplingParams(max_tokens=4, ignore_eos=True), problem="short"))
     engine.step()
     engine.step()
@@ -269,7 +269,7 @@ def test_those_sent_back_come_first() -> None:
 def test_a_problem_that_has_begun_goes_on() -> None:
     """Its first samples turn out short; the rest of them are not put off for that."""
     requests = [Request(i, (ord(p) % 5, 1, 2), SamplingParams(max_tokens=40), i, p) for i, p in enumerate("ab" * 4)]
-    lengths = told({"a": 30, "b": 28})
+    lengths = length_model({"a": 30, "b": 28})
     _, tokens, began = run_of(ordered("longest", lengths, 2), requests)
-    assert began == ["a"] * 4 + ["b"] * 4 and tokens == naive_table(TABLE, requests, (EOS,))
+    assert began == ["a"] * 4 + ["b"] * 4 and tokens == naive_generate(TABLE, requests, (EOS,))
     assert max(map(len, tokens)) < 28, "the example has no short ones"

@@ -1,4 +1,4 @@
-"""An engine that nobody asks for its traces does not grow."""
+"""An engine without `drain_trace` does not grow."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def engine() -> LocalEngine:
     return LocalEngine(PagedDecoder(tiny_decoder(), 32))
 
 
-def test_the_last_traces_are_kept_and_the_loss_is_told_once() -> None:
+def test_the_last_traces_are_kept_and_a_warning_is_given_once() -> None:
     running = engine()
     running._traces = TraceLog(10)
     wanted = [Request(i, (1, 2), SamplingParams(max_tokens=25, ignore_eos=True)) for i in range(2)]
-    with pytest.warns(UserWarning, match=r"last 10 steps .* drain_trace") as told:
+    with pytest.warns(UserWarning, match=r"last 10 steps .* drain_trace") as warned:
         running.generate(wanted)
-    assert len(told) == 1
+    assert len(warned) == 1
     assert [trace.step for trace in running.drain_trace()] == list(range(running._num_steps - 10, running._num_steps))
     assert running.drain_trace() == []
 

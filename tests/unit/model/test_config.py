@@ -1,4 +1,4 @@
-"""config.json in and out."""
+"""ModelConfig from and to config.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from paceline.model.config import ModelConfig
 
-# As they stand on the hub, written by transformers 4.
+# As on the hub, written by transformers 4.
 LLAMA_32 = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -76,7 +76,7 @@ def test_qwen2_of_transformers_4() -> None:
     assert config.qkv_bias and not config.o_bias
 
 
-def test_qwen_with_yarn_reaches_further() -> None:
+def test_qwen_with_yarn_has_a_longer_context() -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     config = ModelConfig.from_hf(QWEN_25 | {"rope_scaling": scaling})
     assert config.rope_scaling == {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -96,7 +96,7 @@ def test_round_trip_through_transformers(
 
 
 @pytest.mark.parametrize(
-    "changes, words",
+    "changes, message",
     [
         (
             {"architectures": ["GptOssForCausalLM"]},
@@ -122,10 +122,10 @@ def test_round_trip_through_transformers(
     ],
     ids=lambda value: None if isinstance(value, str) else str(value)[:40],
 )
-def test_refuses(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_unsupported_configs_raise(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ModelConfig.from_hf(QWEN_25 | changes)
 
 
-def test_a_sliding_window_that_no_layer_uses_is_fine() -> None:
+def test_a_sliding_window_that_no_layer_uses_is_accepted() -> None:
     assert ModelConfig.from_hf(QWEN_25 | {"use_sliding_window": True, "max_window_layers": 24}).num_layers == 24

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads under the names of others: written, read, refused."""
+"""EAGLE-3 heads in the layouts of `speculators` and SpecForge: save, load, errors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import tiny_config
+from support import head_checksum, tiny_config
 from torch import Tensor
 
 import paceline
 from paceline.model import head_files, kernels, layer
 from paceline.model.eagle3 import Eagle3Head, HeadConfig, head_config, init_head
-from paceline.model.head_files import assign_head, head_checksum, head_state, load_head, resolve_head, save_head
-from paceline.model.layer import FLOAT8, Linear, Rounded
+from paceline.model.head_files import assign_head, head_state, load_head, resolve_head, save_head
+from paceline.model.layer import FLOAT8, Float8Weight, Linear
 from paceline.model.provenance import Provenance, read_provenance
 from paceline.model.weights import ModelError, checkpoint_checksum, init, save
 from paceline.native import NativeUnavailable
@@ -34,7 +34,7 @@ def head(
 ) -> Eagle3Head:
     made = init_head(config, ids, seed=seed)
     noise = torch.Generator().manual_seed(seed)
-    with torch.no_grad():  # norms that differ from each other, so that a swap is noticed
+    with torch.no_grad():  # norms that differ from each other, so that a swap is detected
         for parameter in made.parameters():
             if parameter.ndim == 1 or parameter is made.fc_norm:
                 parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.1)
@@ -59,23 +59,23 @@ NAMES = {"fc.weight", "norm.weight", "lm_head.weight", *(f"layers.0.{name}.weigh
 
 
 def test_names_and_shapes_are_those_of_speculators() -> None:
-    """As the state_dict of its Eagle3DraftModel 0.9 has them, less what belongs to the target."""
+    """As in the state_dict of its Eagle3DraftModel 0.9, without the target's tensors."""
     found = state(head())
     assert found.keys() == NAMES | {"d2t", "t2d"}
-    assert found["layers.0.self_attn.k_proj.weight"].shape == (16, 64)  # reads the embedding and the state
+    assert found["layers.0.self_attn.k_proj.weight"].shape == (16, 64)  # its input is the embedding and the state
     assert found["fc.weight"].shape == (32, 3 * 32) and found["lm_head.weight"].shape == (8, 32)
     assert found["d2t"].tolist() == [0, 2, 2, 6, 16, 28, 28, 53] and found["d2t"].dtype == torch.int64
     assert found["t2d"].nonzero().flatten().tolist() == IDS.tolist() and found["t2d"].dtype == torch.bool
 
 
-def test_names_of_what_a_head_may_have() -> None:
+def test_names_of_optional_tensors() -> None:
     full = replace(CONFIG, draft_vocab_size=61, own_embedding=True, fc_norm=True)
     found = state(head(config=full, ids=torch.arange(61)))
     assert found.keys() == NAMES | {"embed_tokens.weight", *(f"fc_norm.{i}.weight" for i in range(3))}
     assert found["embed_tokens.weight"].shape == (61, 32) and found["fc_norm.2.weight"].shape == (32,)
 
 
-def test_names_stand_for_the_right_rows() -> None:
+def test_names_are_of_the_right_rows() -> None:
     one = head(config=replace(CONFIG, fc_norm=True))
     found, qkv, gate_up = state(one), one.layer.qkv.weight, one.layer.gate_up.weight
     for which, rows in zip("qkv", (slice(0, 32), slice(32, 48), slice(48, 64)), strict=True):
@@ -95,22 +95,22 @@ def test_assign_is_in_place_and_takes_streams() -> None:
     assert torch.equal(old.draft_ids, new.draft_ids) and old.draft_ids[-1] == 59
 
 
-def test_what_is_rounded_follows_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float8_weights_are_updated_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer, "ROWS", 7)
     one, other = (head(seed, dtype=torch.bfloat16) for seed in (0, 1))
-    rounded = one.lm_head.rounded = Rounded(one.lm_head.weight)
-    place = rounded.weight.data_ptr(), rounded.scale.data_ptr()
+    float8 = one.lm_head.float8 = Float8Weight(one.lm_head.weight)
+    place = float8.weight.data_ptr(), float8.scale.data_ptr()
     for source in (one, other):
         if source is other:
             assign_head(one, head_state(other))
         given = source.lm_head.weight.float()
-        assert rounded.weight.float().abs().max() == 448  # nothing is cut off, and the range is used
-        # Once: in bfloat16 first, every fortieth would become its neighbour.
-        assert torch.equal(rounded.weight.float(), (given / (given.abs().max() / 448)).to(FLOAT8).float())
-    assert place == (rounded.weight.data_ptr(), rounded.scale.data_ptr())
+        assert float8.weight.float().abs().max() == 448  # the full range is used, and nothing is clipped
+        # Rounded once: rounding to bfloat16 first would change every fortieth value.
+        assert torch.equal(float8.weight.float(), (given / (given.abs().max() / 448)).to(FLOAT8).float())
+    assert place == (float8.weight.data_ptr(), float8.scale.data_ptr())
 
 
-def test_panels_are_the_same_tensors_to_everybody_outside() -> None:
+def test_panels_give_the_same_state() -> None:
     config = replace(CONFIG, fc_norm=True, own_embedding=True)
     plain, packed, new = head(0, config), head(0, config), head(1, config, dtype=torch.float64)
     try:
@@ -124,8 +124,8 @@ def test_panels_are_the_same_tensors_to_everybody_outside() -> None:
     assert head_checksum(packed) == head_checksum(plain) != head_checksum(head(0, config))
 
 
-def test_rows_are_sorted_by_the_token_they_stand_for() -> None:
-    """Nobody promises that draft ids ascend, but ours do: the head is the same with its LM head's rows sorted."""
+def test_draft_ids_are_sorted() -> None:
+    """A file's draft ids may have any order. Ours are sorted, and the LM head's rows with them."""
     given, order = state(head(1)), torch.tensor([3, 1, 0, 2, 7, 5, 6, 4])
     given["d2t"] = IDS[order] - torch.arange(8)
     given["lm_head.weight"] = given["lm_head.weight"][order]
@@ -159,23 +159,23 @@ def _broken(good: dict[str, Tensor], how: str) -> Iterator[tuple[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "how, words",
+    "how, message",
     [
         ("missing", "missing tensors .*: layers.0.hidden_norm.weight"),
-        ("unexpected", "no place for: layers.1.hidden_norm.weight"),
-        ("shape", r"fc.weight is \[32, 64\], the config says \[32, 96\]"),
-        ("no d2t", "d2t is missing.* 61 tokens the 8 draft tokens"),
-        ("absolute", "d2t leads to token 67, outside the target's vocabulary of 61; it must hold offsets"),
-        ("twice", "d2t leads to some target token twice"),
-        ("short d2t", r"d2t is \[7\], draft_vocab_size says \[8\]"),
-        ("t2d", "t2d must be true for the tokens that d2t leads to"),
-        ("long t2d", "t2d must be true for the tokens that d2t leads to"),
+        ("unexpected", "unexpected tensors.*: layers.1.hidden_norm.weight"),
+        ("shape", r"fc.weight is \[32, 64\], the config requires \[32, 96\]"),
+        ("no d2t", "d2t is missing.* 8 draft tokens to the target's 61 tokens"),
+        ("absolute", "d2t maps to token 67, outside the target's vocabulary of 61; it must hold offsets"),
+        ("twice", "d2t maps two draft tokens to one target token"),
+        ("short d2t", r"d2t has shape \[7\], but draft_vocab_size = 8"),
+        ("t2d", "t2d must be true for the tokens that d2t maps to"),
+        ("long t2d", "t2d must be true for the tokens that d2t maps to"),
     ],
 )
-def test_assign_is_all_or_nothing(how: str, words: str) -> None:
+def test_a_failed_assign_changes_nothing(how: str, message: str) -> None:
     old = head(0)
     before = head_checksum(old)
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError, match=message):
         assign_head(old, _broken(state(head(1)), how))
     assert head_checksum(old) == before
 
@@ -185,7 +185,7 @@ def test_assign_is_all_or_nothing(how: str, words: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
 @pytest.mark.parametrize("changes", [{}, {"fc_norm": True, "own_embedding": True, "norm_before_residual": True}])
-def test_a_head_comes_back_as_it_was(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+def test_save_and_load(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     target = replace(TARGET, family=family, qk_norm=family == "qwen3", qkv_bias=family == "qwen2")
     written = head(3, replace(head_config(target, len(IDS), (1, 8)), **changes))
     save_head(written, tmp_path, PROVENANCE, dtype=None)
@@ -193,7 +193,7 @@ def test_a_head_comes_back_as_it_was(tmp_path: Path, family: str, changes: dict[
     assert read_provenance(tmp_path) == PROVENANCE
 
 
-def test_it_is_written_in_bfloat16_and_read_as_asked(tmp_path: Path) -> None:
+def test_it_is_saved_in_bfloat16_and_loaded_in_any_dtype(tmp_path: Path) -> None:
     save_head(head(dtype=torch.float64), tmp_path, PROVENANCE)
     stored = load_file(tmp_path / "model.safetensors")
     assert {tensor.dtype for name, tensor in stored.items() if name not in ("d2t", "t2d")} == {torch.bfloat16}
@@ -201,7 +201,7 @@ def test_it_is_written_in_bfloat16_and_read_as_asked(tmp_path: Path) -> None:
     assert load_head(tmp_path, TARGET, dtype=torch.float64).dtype == torch.float64
 
 
-def test_the_config_is_what_vllm_and_speculators_ask_for(tmp_path: Path) -> None:
+def test_the_config_has_the_keys_of_vllm_and_speculators(tmp_path: Path) -> None:
     save_head(head(), tmp_path, PROVENANCE, target_name="org/tiny", num_speculative_tokens=5)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "eagle3"
@@ -216,7 +216,7 @@ def test_the_config_is_what_vllm_and_speculators_ask_for(tmp_path: Path) -> None
 
 
 def test_shards(tmp_path: Path) -> None:
-    for max_bytes in (10_000, 5_000):  # the second time with less room, over the first
+    for max_bytes in (10_000, 5_000):  # the second time with smaller shards, into the same directory
         save_head(head(), tmp_path, PROVENANCE, max_shard_bytes=max_bytes)
     files = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(files) > 4 and f"-of-{len(files):05d}" in files[0].name
@@ -224,7 +224,7 @@ def test_shards(tmp_path: Path) -> None:
     assert same(load_head(tmp_path, TARGET, dtype=torch.bfloat16), head().to(torch.bfloat16))
 
 
-def test_an_interrupted_save_is_no_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_save_can_not_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_head(head(), tmp_path, PROVENANCE)
     monkeypatch.setattr("paceline.model.weights.save_file", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -237,7 +237,7 @@ def test_an_interrupted_save_is_no_head(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def specforge(directory: Path, of: Eagle3Head, **changes: Any) -> Path:
-    """As its LlamaForCausalLMEagle3 saves itself: flat, `midlayer`, layers counted from 0."""
+    """As saved by its LlamaForCausalLMEagle3: flat, `midlayer`, layers counted from 0."""
     directory.mkdir(exist_ok=True)
     tensors = {name.replace("layers.0.", "midlayer."): tensor.contiguous() for name, tensor in head_state(of)}
     save_file(tensors, directory / "model.safetensors")
@@ -259,7 +259,7 @@ def specforge(directory: Path, of: Eagle3Head, **changes: Any) -> Path:
 
 def test_specforge_counts_layers_from_zero(tmp_path: Path) -> None:
     default = load_head(specforge(tmp_path / "a", head(5)), TARGET)
-    assert default.config.layer_ids == (2, 4, 5)  # (1, n/2 - 1, n - 4) of it
+    assert default.config.layer_ids == (2, 4, 5)  # in SpecForge (1, n/2 - 1, n - 4)
     assert head_checksum(default) == head_checksum(head(5)) and not default.config.norm_before_residual
     own = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 7], "use_aux_hidden_state": True}}
     assert load_head(specforge(tmp_path / "b", head(5), **own), TARGET).config.layer_ids == (1, 4, 8)
@@ -270,7 +270,7 @@ def test_specforge_with_embedding_norms_and_full_vocabulary(tmp_path: Path) -> N
     written = head(5, config, ids=torch.arange(61))
     path = specforge(tmp_path, written, fc_norm=True, draft_vocab_size=None)
     assert head_checksum(load_head(path, TARGET)) == head_checksum(written)
-    stored = load_file(path / "model.safetensors")  # with the mapping spelt out, as its buffers start
+    stored = load_file(path / "model.safetensors")  # with an explicit identity mapping, as its buffers are initialised
     stored |= {"d2t": torch.zeros(61, dtype=torch.int64), "t2d": torch.ones(61, dtype=torch.bool)}
     save_file(stored, path / "model.safetensors")
     assert load_head(path, TARGET).config == replace(config, layer=load_head(path, TARGET).config.layer)
@@ -282,31 +282,31 @@ def test_a_head_of_a_smaller_model_with_its_own_embedding(tmp_path: Path) -> Non
     assert same(load_head(tmp_path, TARGET), head(1, narrow))
 
 
-# ---- refusals ----
+# ---- errors ----
 
 
-def refused(directory: Path, words: str, target: Any = TARGET, **options: Any) -> None:
-    with pytest.raises(ModelError, match=words) as caught:
+def raises(directory: Path, message: str, target: Any = TARGET, **options: Any) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
         load_head(directory, target, **options)
     assert str(directory) in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "target, words",
+    "target, message",
     [
-        ({"vocab_size": 64}, "vocab_size = 61, the target's is 64: it was trained for another target"),
-        ({"hidden_size": 64}, "target_hidden_size = 32, the target's hidden_size is 64"),
+        ({"vocab_size": 64}, "vocab_size = 61, but the target's is 64: it was trained for another target"),
+        ({"hidden_size": 64}, "target_hidden_size = 32, but the target's hidden_size is 64"),
         ({"num_layers": 4}, r"eagle_aux_hidden_state_layer_ids \[2, 4, 5\].* the target's 4 layers"),
-        ({"max_positions": 512}, "max_position_embeddings = 256, the target's is 512"),
+        ({"max_positions": 512}, "max_position_embeddings = 256, but the target's is 512"),
     ],
 )
-def test_another_target_is_refused(tmp_path: Path, target: dict[str, Any], words: str) -> None:
+def test_another_target_raises(tmp_path: Path, target: dict[str, Any], message: str) -> None:
     save_head(head(), tmp_path, PROVENANCE)
     load_head(tmp_path, replace(TARGET, max_positions=200))
-    refused(tmp_path, words, replace(TARGET, **target))
+    raises(tmp_path, message, replace(TARGET, **target))
 
 
-def test_another_checkpoint_of_the_same_shape_is_refused(tmp_path: Path) -> None:
+def test_another_checkpoint_of_the_same_shape_raises(tmp_path: Path) -> None:
     for seed in (0, 1):
         save(init(TARGET, seed), tmp_path / f"target-{seed}", max_shard_bytes=10_000)
     mine, other = (checkpoint_checksum(tmp_path / f"target-{seed}") for seed in (0, 1))
@@ -314,7 +314,7 @@ def test_another_checkpoint_of_the_same_shape_is_refused(tmp_path: Path) -> None
     save_head(head(), path, replace(PROVENANCE, target_checksum=mine))
     load_head(path, TARGET, target_checksum=mine)
     load_head(path, TARGET)
-    refused(path, "target_checksum = .*of tiny.*speculation.any_target = true", target_checksum=other)
+    raises(path, "target_checksum = .*of tiny.*speculation.any_target = true", target_checksum=other)
     load_head(path, TARGET, target_checksum=other, any_target=True)
     save_head(head(), path, replace(PROVENANCE, target_checksum=None))
     load_head(path, TARGET, target_checksum=other)
@@ -334,14 +334,14 @@ KEY = "eagle_aux_hidden_state_layer_ids"
 
 
 @pytest.mark.parametrize(
-    "changes, words",
+    "changes, message",
     [
         ({KEY: [0, 4, 5]}, "different numbers from 1 to the target's 8"),
         ({KEY: [2, 4, 9]}, "different numbers from 1 to the target's 8"),
         ({KEY: [2, 4, 4]}, "different numbers from 1 to the target's 8"),
-        ({KEY: [2, 4]}, r"fc.weight reads 96 numbers, .*\[2, 4\] name 2 layers of 32"),
-        ({KEY: "2, 4"}, "must be a list of the target's layers"),
-        ({"draft_vocab_size": 9}, "draft_vocab_size = 9, lm_head.weight has 8 rows"),
+        ({KEY: [2, 4]}, r"fc.weight has 96 inputs, but .*\[2, 4\] are 2 layers of size 32"),
+        ({KEY: "2, 4"}, "must be a list of target layers"),
+        ({"draft_vocab_size": 9}, "draft_vocab_size = 9, but lm_head.weight has 8 rows"),
         ({"draft_vocab_size": 99}, "draft_vocab_size = 99 exceeds the target's vocabulary of 61"),
         ({"draft_vocab_size": ...}, "draft_vocab_size = None: must be a positive integer"),
         ({"norm_before_residual": ...}, "norm_before_residual is missing.*true or false"),
@@ -350,46 +350,46 @@ KEY = "eagle_aux_hidden_state_layer_ids"
         ({"speculators_model_type": "peagle"}, "speculators_model_type = 'peagle' is not supported"),
         ({"speculators_model_type": ...}, "is no EAGLE-3 head"),
         ({"transformer_layer_config": ...}, "transformer_layer_config = None"),
-        ({"fc_norm": True}, "missing tensors the config asks for: fc_norm.0.weight"),
+        ({"fc_norm": True}, "missing tensors that the config requires: fc_norm.0.weight"),
     ],
 )
-def test_a_wrong_config_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_a_wrong_config_raises(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     save_head(head(), tmp_path, PROVENANCE)
     edit(tmp_path / "config.json", changes)
-    refused(tmp_path, words)
+    raises(tmp_path, message)
 
 
 @pytest.mark.parametrize(
-    "changes, words",
+    "changes, message",
     [
-        ({"num_hidden_layers": 2}, "a head of several layers is not supported"),
+        ({"num_hidden_layers": 2}, "a head with several layers is not supported"),
         ({"model_type": "deepseek_v3"}, "model_type = 'deepseek_v3' is not supported"),
         ({"hidden_size": 64, "head_dim": 16}, "the head can't use the target's embedding and has none of its own"),
         ({"num_key_value_heads": 4}, "wrong shapes: layers.0.self_attn.k_proj.weight"),
         ({"hidden_size": ...}, "hidden_size is missing"),
     ],
 )
-def test_a_wrong_layer_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_a_wrong_layer_raises(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     save_head(head(), tmp_path, PROVENANCE)
     edit(tmp_path / "config.json", changes, "transformer_layer_config")
-    refused(tmp_path, words)
+    raises(tmp_path, message)
 
 
 @pytest.mark.parametrize(
-    "changes, words",
+    "changes, message",
     [
-        ({"norm_output": False}, "norm_output = False: its readers disagree"),
+        ({"norm_output": False}, "norm_output = False: its meaning differs"),
         ({"eagle_config": {"norm_before_fc": True}}, "norm_before_fc = true"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = false"),
         ({"eagle_config": {KEY: [-1, 3, 4]}}, "different numbers from 1 to the target's 8"),
         ({KEY: [2, 4, 5]}, "belongs into eagle_config, where layers are counted from 0"),
-        ({"max_position_embeddings": 128}, "max_position_embeddings = 128, the target's is 256"),
-        ({"draft_vocab_size": None}, "draft_vocab_size = 61, lm_head.weight has 8 rows"),
+        ({"max_position_embeddings": 128}, "max_position_embeddings = 128, but the target's is 256"),
+        ({"draft_vocab_size": None}, "draft_vocab_size = 61, but lm_head.weight has 8 rows"),
         ({"architectures": ["LlamaForCausalLM"]}, "is no EAGLE-3 head"),
     ],
 )
-def test_a_wrong_specforge_config_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    refused(specforge(tmp_path, head(), **changes), words)
+def test_a_wrong_specforge_config_raises(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    raises(specforge(tmp_path, head(), **changes), message)
 
 
 def _truncate(path: Path) -> None:
@@ -402,7 +402,7 @@ def _pickle(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage, words",
+    "damage, message",
     [
         (_truncate, "model.safetensors: truncated or corrupt"),
         (_pickle, "only pytorch_model.bin, a pickle.* weights_only=True"),
@@ -412,31 +412,31 @@ def _pickle(path: Path) -> None:
         (lambda path: (path / "provenance.json").write_text("[]"), "provenance.json: expected a JSON object"),
     ],
 )
-def test_damaged_directories_are_refused(tmp_path: Path, damage: Callable[[Path], object], words: str) -> None:
+def test_damaged_directories_raise(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
     save_head(head(), tmp_path, PROVENANCE)
     damage(tmp_path)
-    refused(tmp_path, words)
+    raises(tmp_path, message)
 
 
 def test_no_such_directory(tmp_path: Path) -> None:
-    refused(tmp_path / "nowhere", "no such directory")
+    raises(tmp_path / "nowhere", "no such directory")
 
 
 # ---- provenance ----
 
 
-def test_provenance_knows_its_day_and_versions() -> None:
+def test_provenance_has_date_and_versions() -> None:
     made = Provenance("tiny", None, "words", 0, 1, 2)
     assert made.versions == {"paceline": paceline.__version__, "torch": torch.__version__}
     assert len(made.created) == len("2026-01-31")
 
 
-def test_heads_of_others_have_none(tmp_path: Path) -> None:
+def test_heads_of_other_tools_have_no_provenance(tmp_path: Path) -> None:
     assert read_provenance(specforge(tmp_path, head())) is None
 
 
 @pytest.mark.parametrize(
-    "changes, words",
+    "changes, message",
     [
         ({"seed": ...}, "seed is missing; restore the file"),
         ({"num_steps": "100"}, "num_steps = '100': must be int"),
@@ -445,10 +445,10 @@ def test_heads_of_others_have_none(tmp_path: Path) -> None:
         ({"acceptance": 2.5}, "acceptance = 2.5: must be dict"),
     ],
 )
-def test_damaged_provenance_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_damaged_provenance_raises(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     save_head(head(), tmp_path, PROVENANCE)
     edit(tmp_path / "provenance.json", changes)
-    with pytest.raises(ModelError, match=f"provenance.json: {words}"):
+    with pytest.raises(ModelError, match=f"provenance.json: {message}"):
         read_provenance(tmp_path)
 
 
@@ -476,8 +476,8 @@ def test_the_head_that_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             resolve_head(None, name)
 
 
-def test_what_ships_is_whole_and_small() -> None:
-    """Files that a repository takes, and weights that fit what their config says."""
+def test_shipped_heads_are_complete_and_small() -> None:
+    """Small enough for the repository, and with provenance."""
     for config in (Path(paceline.__file__).parent / "heads").glob("*/config.json"):
         files = list(config.parent.iterdir())
         assert max(file.stat().st_size for file in files) < 20e6

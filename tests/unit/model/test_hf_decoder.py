@@ -1,5 +1,5 @@
-"""Models of transformers in the learner: our own decoder's numbers where we have the architecture, transformers' own
-where we have not, and clear words where it can't be."""
+"""Models of transformers in the learner: they equal our decoder if we have the architecture, and transformers' own
+results otherwise. Unsupported models raise an error."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from tiny_run import make, policy, settings
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, GPT2Config, MixtralConfig, Olmo2Config
 
-from paceline.build import export_policy
-from paceline.config import ConfigError, LearnerSection, load_config
-from paceline.model.hf_decoder import HFDecoder, SideBySide, load_hf
+from paceline.build.config import load_config
+from paceline.build.export import export_policy
+from paceline.config import LearnerSection
+from paceline.config_io import ConfigError
+from paceline.model.hf_decoder import HFDecoder, PaddedBatch, load_hf
 from paceline.model.weights import ModelError, load
 from paceline.rl.batch import TokenBatch, scored
 from paceline.rl.learner import Learner
@@ -53,7 +55,7 @@ def learner(model: Any, **changes: Any) -> Learner:
 
 
 def in_float64(decoder: HFDecoder) -> HFDecoder:
-    """transformers norms in float32 whatever it is given; here it does not."""
+    """Make the norms compute in float64: those of transformers always compute in float32."""
     for module in decoder.modules():
         if type(module).__name__.endswith("RMSNorm"):
             eps = module.variance_epsilon
@@ -63,8 +65,8 @@ def in_float64(decoder: HFDecoder) -> HFDecoder:
 
 @pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-9), (torch.float32, 1e-5)], ids=str)
 @pytest.mark.parametrize("family, tie", [("llama", True), ("qwen3", False)])
-def test_ours(checkpoint: Checkpoint, family: str, tie: bool, dtype: torch.dtype, atol: float) -> None:
-    """Logprobs, and the weights after one update, of which AdamW takes no more than signs: so its eps is large."""
+def test_equals_our_decoder(checkpoint: Checkpoint, family: str, tie: bool, dtype: torch.dtype, atol: float) -> None:
+    """Logprobs, and the weights after one update. eps is large: otherwise AdamW's first step depends only on signs."""
     directory, groups = checkpoint(family, tie=tie), some_groups()
     rollouts, batch = scored(groups), TokenBatch.of(groups)
     ours = learner(load(directory, dtype), eps=1.0)
@@ -106,15 +108,15 @@ def test_an_architecture_that_we_do_not_have(name: str, recomputed: bool, tmp_pa
     assert dict(it.weights()).keys() == dict(model.named_parameters()).keys()
 
 
-def test_a_completion_that_sees_its_sibling_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_to_other_completions_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write(FOREIGN["olmo2"], tmp_path)
     rollouts = scored(some_groups())
 
-    class Blind(SideBySide):  # everything end to end, as one sequence
+    class OneSequence(PaddedBatch):  # everything concatenated to one sequence
         def __init__(self, lengths: Sequence[int], prefixes: Sequence[int | None], device: torch.device) -> None:
             super().__init__([sum(lengths)], [None], device)
 
-    monkeypatch.setattr("paceline.model.hf_decoder.SideBySide", Blind)
+    monkeypatch.setattr("paceline.model.hf_decoder.PaddedBatch", OneSequence)
     found = learner(load_hf(tmp_path, torch.float32, "cpu")).logprobs(rollouts)
     assert (found - one_by_one(model, rollouts)).abs().max() > 1e-2
 
@@ -122,18 +124,18 @@ def test_a_completion_that_sees_its_sibling_is_caught(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     "config, match",
     [
-        (Gemma2Config(**COMMON, head_dim=8), "its logits are not its last states times its LM head"),
+        (Gemma2Config(**COMMON, head_dim=8), "its logits are not its last hidden states times its LM head"),
         (MixtralConfig(**COMMON, num_local_experts=2), "names that the files do not have"),
     ],
     ids=["a cap on logits", "fused experts"],
 )
-def test_what_can_not_be_trained_is_refused(config: Any, match: str, tmp_path: Path) -> None:
+def test_unsupported_models_raise(config: Any, match: str, tmp_path: Path) -> None:
     write(config, tmp_path)
     with pytest.raises(ModelError, match=match):
         load_hf(tmp_path, torch.float32, "cpu")
 
 
-def test_pickles_and_code_are_refused(tmp_path: Path) -> None:
+def test_pickles_raise(tmp_path: Path) -> None:
     write(FOREIGN["gpt2"], tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match="a pickle"):
@@ -144,7 +146,7 @@ def test_pickles_and_code_are_refused(tmp_path: Path) -> None:
     "setting",
     ["learner.lora_rank=4", "learner.optimizer=muon", "draft.online=every", "model.yarn_factor=2.0"],
 )
-def test_settings_that_know_our_own_model_are_refused(setting: str) -> None:
+def test_settings_that_need_our_own_decoder_raise(setting: str) -> None:
     with pytest.raises(ConfigError, match=setting.partition("=")[0]):
         load_config(None, ["learner.model=transformers", "speculation.method=eagle3", setting])
 
@@ -153,22 +155,22 @@ def test_settings_that_know_our_own_model_are_refused(setting: str) -> None:
 
 
 def test_a_run_and_its_export(tmp_path: Path) -> None:
-    """Our own engine generates; the same run as with our own model, up to rounding, which transformers does to float32
-    here and there. The engine takes the weights by name, with a receipt."""
-    loops = {}
+    """Our engine generates. The run equals that with our own decoder, up to rounding to float32 inside of transformers.
+    The engine receives the weights by name, with a receipt."""
+    trainers = {}
     for name in ("paceline", "transformers"):
         overrides = (f"learner.model={name}", "train.num_steps=2", "model.dtype=float32")
-        loops[name] = make(tmp_path, name, *overrides)
-        loops[name].run()
-        loops[name].close()
-    ours, theirs = (policy(loops[name]) for name in ("paceline", "transformers"))
+        trainers[name] = make(tmp_path, name, *overrides)
+        trainers[name].run()
+        trainers[name].close()
+    ours, theirs = (policy(trainers[name]) for name in ("paceline", "transformers"))
     assert ours.keys() == theirs.keys()
-    rewards = [[m["reward_mean"] for m in loop.watcher.metrics] for loop in loops.values()]
+    rewards = [[m["reward_mean"] for m in trainer.callback.metrics] for trainer in trainers.values()]
     assert rewards[0] == rewards[1]
-    assert [m["loss"] for m in loops["transformers"].watcher.metrics] == pytest.approx(
-        [m["loss"] for m in loops["paceline"].watcher.metrics], abs=1e-4
+    assert [m["loss"] for m in trainers["transformers"].callback.metrics] == pytest.approx(
+        [m["loss"] for m in trainers["paceline"].callback.metrics], abs=1e-4
     )
-    assert not any(m["mismatch_alarm"] for m in loops["transformers"].watcher.metrics)
+    assert not any(m["mismatch_alarm"] for m in trainers["transformers"].callback.metrics)
     resumed = make(tmp_path, "transformers", "learner.model=transformers", "model.dtype=float32", resume=True)
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in policy(resumed).items())
     resumed.close()
@@ -177,7 +179,7 @@ def test_a_run_and_its_export(tmp_path: Path) -> None:
     assert all(torch.equal(exported[name], tensor) for name, tensor in theirs.items())
 
 
-def test_our_engine_needs_a_model_it_has(tmp_path: Path) -> None:
+def test_our_engine_does_not_support_every_architecture(tmp_path: Path) -> None:
     config = settings(tmp_path, "learner.model=transformers", "model.dtype=float32")
     write(FOREIGN["gpt2"], tmp_path / "model")
     with pytest.raises(ValueError, match=r'GPT2LMHeadModel is not supported.*engine.kind = "vllm"'):

@@ -1,4 +1,5 @@
-"""The C kernels against their plain twins, and the promise that rows never change each other's bits."""
+"""The C kernels against their reference implementations, and their batch invariance: a row's result is bit-identical in
+every batch."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from paceline.model.decoder import Decoder
 from paceline.model.kv import BatchPlan, PagedKV
 from paceline.model.layer import Linear
 from paceline.model.ops import TorchOps
-from paceline.model.sample import PhiloxNoise, Sampler, SamplingArrays, philox_words
+from paceline.model.sample import PhiloxNoise, Sampler, philox_words
+from paceline.model.sampling_arrays import SamplingArrays
 
 try:
     native.load("decoder"), native.load("sample"), native.load("weights")
@@ -59,11 +61,11 @@ def packed(weight: Tensor, bias: Tensor | None = None) -> Linear:
     return linear
 
 
-# ---- bits ----
+# ---- batch invariance ----
 
 
 def first_difference(function: Callable[[Tensor], Tensor], x_TD: Tensor, num_threads: tuple[int, ...] = (1, 2)) -> str:
-    """Runs the rows alone and in companies of 2 to 64, and names the first whose bits depend on it ("" for none)."""
+    """Compares the rows computed alone with batches of up to 64 rows. Returns the first that differs ("" for none)."""
     alone = torch.cat([function(row.unsqueeze(0).clone()) for row in x_TD])
     for threads in num_threads:
         torch.set_num_threads(threads)
@@ -76,15 +78,15 @@ def first_difference(function: Callable[[Tensor], Tensor], x_TD: Tensor, num_thr
 
 
 @pytest.mark.parametrize("num_in, num_out", [(576, 960), (1536, 576), (37, 50), (3, 5), (64, 16)])
-def test_linear_rows_do_not_meet(num_in: int, num_out: int, gen: torch.Generator) -> None:
+def test_linear_is_batch_invariant(num_in: int, num_out: int, gen: torch.Generator) -> None:
     weight, bias = torch.randn(num_out, num_in, generator=gen), torch.randn(num_out, generator=gen)
     x = torch.randn(64, num_in, generator=gen)
     for linear in (packed(weight), packed(weight, bias)):
         assert first_difference(lambda x, linear=linear: kernels.NativeOps().linear(x, linear), x) == ""
 
 
-def test_the_checker_catches_sums_in_another_order(gen: torch.Generator) -> None:
-    """Its broken twins: torch's matmul, and a kernel that splits k in two when there are many rows."""
+def test_another_order_of_summation_is_detected(gen: torch.Generator) -> None:
+    """Broken implementations: torch's matmul, and a kernel that splits k in two if there are many rows."""
     weight, x = torch.randn(960, 576, generator=gen), torch.randn(64, 576, generator=gen)
     halves = packed(weight[:, :288].contiguous()), packed(weight[:, 288:].contiguous())
     whole, ops = packed(weight), kernels.NativeOps()
@@ -98,14 +100,14 @@ def test_the_checker_catches_sums_in_another_order(gen: torch.Generator) -> None
     assert first_difference(lambda x: F.linear(x, weight), x) != ""
 
 
-def test_elementwise_rows_do_not_meet(gen: torch.Generator) -> None:
+def test_elementwise_operations_are_batch_invariant(gen: torch.Generator) -> None:
     x, weight, ops = torch.randn(64, 1152, generator=gen), torch.rand(1152, generator=gen), kernels.NativeOps()
     assert first_difference(lambda x: ops.norm(x, weight, 1e-5), x) == ""
     assert first_difference(lambda x: torch.cat(ops.add_norm(x, x * 0.7, weight, 1e-5), -1), x) == ""
     assert first_difference(ops.silu_mul, x) == ""
 
 
-# ---- equality with the twins ----
+# ---- equality with the reference implementations ----
 
 
 def slow_pack(weight_NK: Tensor) -> Tensor:
@@ -115,7 +117,7 @@ def slow_pack(weight_NK: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("sizes", [(1,), (16,), (9, 3, 3), (20, 5, 40), (16, 48), (7, 9, 1), (30, 0, 2)], ids=str)
 def test_parts_are_packed_one_by_one(sizes: tuple[int, ...], gen: torch.Generator) -> None:
-    """Wherever parts meet within a panel; a transposed source and old panels' contents make no difference."""
+    """Also if parts share a panel; a transposed source and the old contents of panels make no difference."""
     weight = torch.randn(11, sum(sizes), generator=gen).T
     panels = slow_pack(torch.ones(weight.shape))
     first = 0
@@ -128,7 +130,7 @@ def test_parts_are_packed_one_by_one(sizes: tuple[int, ...], gen: torch.Generato
 
 
 @pytest.mark.parametrize("num_out", [1, 16, 50, 64])
-def test_pack_and_back(num_out: int, gen: torch.Generator) -> None:
+def test_pack_and_unpack(num_out: int, gen: torch.Generator) -> None:
     weight = torch.randn(num_out, 7, generator=gen)
     panels = kernels.pack(weight)
     assert torch.equal(panels, slow_pack(weight))
@@ -139,17 +141,17 @@ def test_pack_and_back(num_out: int, gen: torch.Generator) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 3, 5, 7, 40])
 def test_ops_equal_torch(num_rows: int, gen: torch.Generator) -> None:
-    ops, twin = kernels.NativeOps(), TorchOps()
+    ops, reference = kernels.NativeOps(), TorchOps()
     x = torch.randn(num_rows, 102, generator=gen)
     y, weight, bias = torch.randn_like(x), torch.randn(70, 102, generator=gen), torch.randn(70, generator=gen)
     scale = torch.rand(102, generator=gen)
     close = {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(ops.linear(x, packed(weight, bias)), F.linear(x, weight, bias), **close)
-    torch.testing.assert_close(ops.norm(x, scale, 1e-5), twin.norm(x, scale, 1e-5), **close)
-    want = twin.add_norm(x, y, scale, 1e-5)
+    torch.testing.assert_close(ops.norm(x, scale, 1e-5), reference.norm(x, scale, 1e-5), **close)
+    want = reference.add_norm(x, y, scale, 1e-5)
     torch.testing.assert_close(ops.add_norm(x.clone(), y.clone(), scale, 1e-5), want, **close)
-    wide = x * 60  # far into both tails of the sigmoid
-    torch.testing.assert_close(ops.silu_mul(wide), twin.silu_mul(wide), **close)
+    large = x * 60  # far into both tails of the sigmoid
+    torch.testing.assert_close(ops.silu_mul(large), reference.silu_mul(large), **close)
 
 
 def both(name: str) -> tuple[Decoder, Decoder]:
@@ -163,8 +165,8 @@ NUM_SEQUENCES, LENGTH = 4, 70
 TABLES = np.random.default_rng(7).permutation(NUM_SEQUENCES * 5).reshape(NUM_SEQUENCES, 5).astype(np.int32)
 
 
-def forget(kv: PagedKV) -> PagedKV:
-    """Unwritten memory is full of NaN: touching any of it shows."""
+def fill_with_nan(kv: PagedKV) -> PagedKV:
+    """So that reading memory that was not written gives NaN."""
     kv.k.fill_(torch.nan), kv.v.fill_(torch.nan)
     return kv
 
@@ -195,18 +197,18 @@ def test_decoder_equals_torch(name: str) -> None:
     rows = [(s, 0, LENGTH - s) for s in range(NUM_SEQUENCES)]
     memory = [PagedKV(slow.config, NUM_SEQUENCES * 5, torch.float32, "cpu", transposed=True) for _ in range(2)]
     want = logits_of(slow, memory[0], rows, tokens).log_softmax(-1)
-    got = logits_of(fast, forget(memory[1]), rows, tokens).log_softmax(-1)
+    got = logits_of(fast, fill_with_nan(memory[1]), rows, tokens).log_softmax(-1)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 def run_in_pieces(decoder: Decoder, tokens: np.ndarray, sizes: Iterator[int], together: Iterator[bool]) -> Tensor:
-    """All logits, each sequence cut into queries of the given sizes, whichever sequences go together."""
-    kv = forget(PagedKV(decoder.config, NUM_SEQUENCES * 5, torch.float32, "cpu", transposed=True))
+    """All logits, with each sequence split into queries of the given sizes, in batches given by `together`."""
+    kv = fill_with_nan(PagedKV(decoder.config, NUM_SEQUENCES * 5, torch.float32, "cpu", transposed=True))
     out = torch.full((NUM_SEQUENCES, LENGTH, decoder.config.vocab_size), torch.nan)
     done, step = [0] * NUM_SEQUENCES, 0
     while min(done) < LENGTH:
-        going = [s for s in range(NUM_SEQUENCES) if done[s] < LENGTH]
-        chosen = [s for s in going if next(together)] or going[:1]
+        running = [s for s in range(NUM_SEQUENCES) if done[s] < LENGTH]
+        chosen = [s for s in running if next(together)] or running[:1]
         rows = [(s, done[s], min(next(sizes), LENGTH - done[s])) for s in chosen]
         torch.set_num_threads(1 + step % 2)
         logits = logits_of(decoder, kv, rows, tokens).split([num for _, _, num in rows])
@@ -234,7 +236,7 @@ def test_batches_and_chunks_do_not_change_bits(name: str, sizes: list[int], toge
     with torch.inference_mode():
         whole = run_in_pieces(fast, tokens, forever([LENGTH]), forever([True]))
         pieces = run_in_pieces(fast, tokens, forever(sizes), forever([*together, True]))
-    assert torch.equal(pieces, whole)  # NaN is never equal, so nothing unwritten was read either
+    assert torch.equal(pieces, whole)  # NaN is never equal, so no unwritten memory was read
 
 
 _PACKED: dict[str, Decoder] = {}
@@ -246,7 +248,7 @@ def packed_decoder(name: str) -> Decoder:
     return _PACKED[name]
 
 
-def test_the_decoder_check_catches_torch() -> None:
+def test_torch_is_not_batch_invariant() -> None:
     slow, _ = both("smollm2")
     tokens = np.random.default_rng(1).integers(0, slow.config.vocab_size, (NUM_SEQUENCES, LENGTH))
     kv = PagedKV(slow.config, NUM_SEQUENCES * 5, torch.float32, "cpu", transposed=True)
@@ -255,24 +257,24 @@ def test_the_decoder_check_catches_torch() -> None:
     assert not torch.equal(whole, pieces)
 
 
-def test_a_query_cannot_see_later_ones(gen: torch.Generator) -> None:
-    """Not even when what stands there is infinite: weights of zero would not keep that out."""
+def test_attention_is_causal(gen: torch.Generator) -> None:
+    """Also if later values are infinite, where a weight of zero would not be enough."""
     config = tiny_config(num_layers=1, num_heads=6, num_kv_heads=2)
     q, k, v = (torch.randn(20, heads, config.head_dim, generator=gen) for heads in (6, 2, 2))
 
     def attend(v: Tensor) -> Tensor:
-        kv = forget(PagedKV(config, 20, torch.float32, "cpu", transposed=True))
+        kv = fill_with_nan(PagedKV(config, 20, torch.float32, "cpu", transposed=True))
         plan = plan_of([(0, 0, 20)], np.zeros((1, 20), np.int64))
         return kernels.NativePagedAttention(kv, plan)(0, q, k, v)
 
-    blown = v.clone()
-    blown[12:] = torch.inf
-    assert torch.equal(attend(blown)[:12], attend(v)[:12])
-    assert not torch.equal(attend(blown)[12:], attend(v)[12:])
+    infinite = v.clone()
+    infinite[12:] = torch.inf
+    assert torch.equal(attend(infinite)[:12], attend(v)[:12])
+    assert not torch.equal(attend(infinite)[12:], attend(v)[12:])
 
 
 def test_attention_takes_separate_tensors_and_many_tiles(gen: torch.Generator) -> None:
-    """Long rows of many heads beside short ones, q, k and v each contiguous."""
+    """Long and short rows with many heads; q, k and v are contiguous tensors."""
     config = tiny_config(num_layers=2, num_heads=8, num_kv_heads=1, head_dim=20)
     plan = plan_of([(2, 0, 66), (0, 0, 1), (1, 0, 17)], np.zeros((NUM_SEQUENCES, LENGTH), np.int64))
     q, k, v = (torch.randn(84, heads, 20, generator=gen) for heads in (8, 1, 1))
@@ -296,7 +298,7 @@ def philox_numpy(counter: list[int], key: list[int]) -> list[int]:
 
 
 def test_philox_known_answers() -> None:
-    """The published vectors; and the words that our (key, position, stream) means."""
+    """The published vectors, and the words of our (key, position, stream)."""
     ones = 0xFFFFFFFF
     assert philox_numpy([0] * 4, [0] * 2) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     assert philox_numpy([ones] * 4, [ones] * 2) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
@@ -316,7 +318,7 @@ def arrays(num: int, temperature: float, top_k: int = 0, top_p: float = 1.0, min
 
 
 def native_draw(logits: Tensor, keys: np.ndarray, positions: np.ndarray, p: SamplingArrays, stream: int = 0):
-    return kernels.draw(logits, keys, positions, p.temperature, p.top_k, p.top_p, p.min_p, stream, leads=True)
+    return kernels.draw(logits, keys, positions, p, stream, margins=True)
 
 
 @pytest.mark.parametrize("vocab", [3, 64, 1000, 1025])
@@ -365,18 +367,18 @@ def test_draw_equals_torch(parameters: dict, spread: float, gen: torch.Generator
     logits[:, 17] = -torch.inf
     keys, positions = rng.integers(0, 2**64, 48, np.uint64), rng.integers(0, 10_000, 48)
     p = arrays(48, **parameters)
-    want = Sampler().draw(logits.double(), keys, positions, p, leads=True)
-    tokens, logprobs, raw, leads = native_draw(logits, keys, positions, p)
-    # A boundary or a race may be decided by the last bit of a float32; of 48 rows that is none here.
+    want = Sampler().draw(logits.double(), keys, positions, p, margins=True)
+    tokens, logprobs, raw, margins = native_draw(logits, keys, positions, p)
+    # The last bit of a float32 may decide a truncation or a race, but in none of these 48 rows.
     assert np.array_equal(tokens, want.tokens)
     np.testing.assert_allclose(logprobs, want.logprobs, atol=3e-5)
     np.testing.assert_allclose(raw, want.raw_logprobs, atol=3e-5)
-    np.testing.assert_allclose(leads, want.leads, atol=3e-5)
-    without = kernels.draw(logits, keys, positions, p.temperature, p.top_k, p.top_p, p.min_p)
+    np.testing.assert_allclose(margins, want.margins, atol=3e-5)
+    without = kernels.draw(logits, keys, positions, p, 0, margins=False)
     assert all(np.array_equal(a, b) for a, b in zip(without, (tokens, logprobs, raw), strict=True))
 
 
-def test_draw_does_not_depend_on_company(gen: torch.Generator) -> None:
+def test_draw_is_batch_invariant(gen: torch.Generator) -> None:
     rng = np.random.default_rng(2)
     logits = torch.randn(40, 3000, generator=gen) * 4
     keys, positions = rng.integers(0, 2**64, 40, np.uint64), rng.integers(0, 10_000, 40)
@@ -394,7 +396,7 @@ def test_draw_does_not_depend_on_company(gen: torch.Generator) -> None:
 
 
 def test_noise_words_reach_every_token() -> None:
-    """With one token's weight alone at stake, the draw's arrival times are those of philox_words, word by word."""
+    """With two tokens of equal weight, the one with the smaller word of philox_words is drawn."""
     vocab, keys, positions = 150, np.array([77], np.uint64), np.array([(2 << 32) + 11])
     words = philox_words(keys, positions, 1, vocab, torch.device("cpu"))[0]
     for a in range(0, vocab, 7):
@@ -405,7 +407,7 @@ def test_noise_words_reach_every_token() -> None:
 
 
 def test_openmp_is_shared_with_torch() -> None:
-    """One runtime in the process: two would have two pools of threads spinning against each other."""
+    """One OpenMP runtime in the process: with two, two thread pools would spin against each other."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         pytest.skip("no /proc here")

@@ -1,4 +1,4 @@
-"""Who owns which block, and what can be found in it."""
+"""Block allocation and the prefix cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENS = np.arange(100, dtype=np.int32)
 def filled(pool: BlockPool, tokens: np.ndarray) -> BlockTable:
     table = BlockTable()
     assert pool.reserve(table, len(tokens))
-    pool.index(table, tokens)
+    pool.cache_blocks(table, tokens)
     return table
 
 
@@ -32,8 +32,8 @@ def test_reserve_takes_all_or_nothing() -> None:
     assert pool.num_free == 2
 
 
-def test_many_tables_get_what_they_would_one_after_another() -> None:
-    """Also where the free blocks do not suffice, and content is forgotten for the rest."""
+def test_extend_equals_reserving_one_after_another() -> None:
+    """Also if there are not enough free blocks, so that cached ones are evicted."""
     found = []
     for at_once in (True, False):
         pool = BlockPool(8)
@@ -44,12 +44,12 @@ def test_many_tables_get_what_they_would_one_after_another() -> None:
             pool.extend(tables, nums)
         else:
             assert all(pool.reserve(table, num * BLOCK) for table, num in zip(tables, nums, strict=True))
-        found.append(([t.blocks for t in tables], pool.references, pool.num_free))
+        found.append(([t.blocks for t in tables], pool.ref_counts, pool.num_free))
     assert found[0] == found[1]
     assert [len(blocks) for blocks in found[0][0]] == [2, 2, 3] and found[0][2] == 1
 
 
-def test_tables_that_were_to_be_extended_when_an_interrupt_came_can_be_again() -> None:
+def test_extend_can_be_repeated_after_an_interrupt() -> None:
     class Interrupted(list[int]):
         def __iadd__(self, more: object) -> Any:
             raise KeyboardInterrupt
@@ -64,71 +64,71 @@ def test_tables_that_were_to_be_extended_when_an_interrupt_came_can_be_again() -
     assert [len(table.blocks) for table in tables] == [1, 2, 3] and pool.num_free == 2
 
 
-def test_whole_blocks_are_shared_and_parts_are_offered() -> None:
+def test_full_blocks_are_shared_and_partial_matches_returned() -> None:
     pool = BlockPool(8)
     first = filled(pool, TOKENS[:40])
     second = BlockTable()
     wanted = np.concatenate([TOKENS[:37], [99, 98]]).astype(np.int32)
-    covered, partial = pool.match(second, wanted)
+    covered, partial = pool.match_prefix(second, wanted)
     assert covered == 32
     assert second.blocks == first.blocks[:2]
     assert partial == (first.blocks[2], 5)
-    assert pool.references[first.blocks[0]] == 2
+    assert pool.ref_counts[first.blocks[0]] == 2
     pool.truncate(first, 0)
-    assert pool.references[second.blocks[0]] == 1
+    assert pool.ref_counts[second.blocks[0]] == 1
 
 
-def test_content_stays_until_the_memory_is_needed() -> None:
+def test_idle_blocks_stay_cached_until_their_memory_is_needed() -> None:
     pool = BlockPool(4)
     pool.truncate(filled(pool, TOKENS[:48]), 0)
     assert pool.num_free == 4
     again = BlockTable()
-    assert pool.match(again, TOKENS[:48])[0] == 48
+    assert pool.match_prefix(again, TOKENS[:48])[0] == 48
     pool.truncate(again, 0)
     other = BlockTable()
-    assert pool.reserve(other, 4 * BLOCK)  # takes the idle ones as well, leaves first
-    assert pool.match(BlockTable(), TOKENS[:48]) == (0, None)
+    assert pool.reserve(other, 4 * BLOCK)  # also takes the idle ones, leaves first
+    assert pool.match_prefix(BlockTable(), TOKENS[:48]) == (0, None)
     assert pool.num_free == 0
 
 
-def test_leaves_are_forgotten_before_their_root() -> None:
+def test_leaves_are_evicted_before_their_parents() -> None:
     pool = BlockPool(4)
     pool.truncate(filled(pool, TOKENS[:64]), 0)
     taken = BlockTable()
     pool.reserve(taken, 2 * BLOCK)
     found = BlockTable()
-    assert pool.match(found, TOKENS[:64])[0] == 32
+    assert pool.match_prefix(found, TOKENS[:64])[0] == 32
 
 
-def test_equal_content_is_indexed_once() -> None:
+def test_equal_content_is_cached_once() -> None:
     pool = BlockPool(8)
     first, second = filled(pool, TOKENS[:32]), BlockTable()
     pool.reserve(second, 48)
-    pool.index(second, TOKENS[:48])  # computed at the same time, by themselves
+    pool.cache_blocks(second, TOKENS[:48])  # the same tokens, computed at the same time
     third = BlockTable()
-    assert pool.match(third, TOKENS[:48])[0] == 48
+    assert pool.match_prefix(third, TOKENS[:48])[0] == 48
     assert third.blocks == [*first.blocks, second.blocks[2]]
     for table in (first, second, third):
         pool.truncate(table, 0)
     assert pool.num_free == 8
-    assert pool.references == [0] * 8
+    assert pool.ref_counts == [0] * 8
 
 
-def test_new_weights_forget_everything() -> None:
+def test_reset_prefix_cache() -> None:
     pool = BlockPool(8)
     held = filled(pool, TOKENS[:32])
     pool.truncate(filled(pool, TOKENS[50:82]), 0)
-    pool.forget_all()
-    assert pool.match(BlockTable(), TOKENS[:32]) == (0, None)
-    assert pool.match(BlockTable(), TOKENS[50:82]) == (0, None)
+    pool.reset_prefix_cache()
+    assert pool.match_prefix(BlockTable(), TOKENS[:32]) == (0, None)
+    assert pool.match_prefix(BlockTable(), TOKENS[50:82]) == (0, None)
     pool.reserve(held, 48)
-    pool.index(held, TOKENS[:48])  # partly of the old weights: must not be found
-    assert pool.match(BlockTable(), TOKENS[:48]) == (0, None)
+    pool.cache_blocks(held, TOKENS[:48])  # partly computed with the old weights: must not be found
+    assert pool.match_prefix(BlockTable(), TOKENS[:48]) == (0, None)
     pool.truncate(held, 0)
     assert pool.num_free == 8
 
 
-def test_giving_back_indexed_blocks_of_a_running_sequence_is_a_bug() -> None:
+def test_releasing_cached_blocks_of_a_running_sequence_is_a_bug() -> None:
     pool = BlockPool(8)
     with pytest.raises(AssertionError):
         pool.truncate(filled(pool, TOKENS[:48]), 16)

@@ -1,4 +1,4 @@
-"""A decoder's arithmetic in plain torch: what is rounded in 16 bits, and a gradient that is made by hand."""
+"""TorchOps: what is rounded to 16 bits, and the hand-written gradient of silu_mul."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TOKENS = torch.randint(0, 60, (48,), generator=torch.Generator().manual_seed(3))
 
 def logits_of(decoder: Decoder) -> Tensor:
     with torch.no_grad():
-        out = decoder(TOKENS, torch.arange(len(TOKENS)), PackedAttention([len(TOKENS)]), taps=(2,))
-        assert out.hidden.dtype == out.taps[2].dtype == decoder.dtype
+        out = decoder(TOKENS, torch.arange(len(TOKENS)), PackedAttention([len(TOKENS)]), aux_layers=(2,))
+        assert out.hidden.dtype == out.aux_hidden_states[2].dtype == decoder.dtype
         return decoder.logits(out.hidden)
 
 
@@ -34,9 +34,9 @@ class RoundsLogits(TorchOps):
         return self.linear(h_TD, linear).float()
 
 
-def test_in_16_bits_neither_the_stream_nor_the_logits_are_rounded() -> None:
+def test_in_16_bits_neither_the_residual_stream_nor_the_logits_are_rounded() -> None:
     decoder = tiny_decoder(torch.bfloat16, num_layers=12)
-    for layer in decoder.layers:  # each adds a little to a stream that has much, as in a real model
+    for layer in decoder.layers:  # small updates to a large residual stream, as in a real model
         for linear in (layer.o, layer.down):
             assert linear.weight is not None
             linear.weight.mul_(0.02)
@@ -61,9 +61,9 @@ def test_silu_mul_and_its_gradient() -> None:
 
 def test_silu_mul_in_16_bits_is_rounded_once() -> None:
     given = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
-    twin = given.detach().float().requires_grad_()
-    for x in (given, twin):
+    reference = given.detach().float().requires_grad_()
+    for x in (given, reference):
         TorchOps().silu_mul(x).sum().backward()
-    assert given.grad is not None and twin.grad is not None
-    assert torch.equal(TorchOps().silu_mul(given), TorchOps().silu_mul(twin).bfloat16())
-    assert torch.equal(given.grad, twin.grad.bfloat16())
+    assert given.grad is not None and reference.grad is not None
+    assert torch.equal(TorchOps().silu_mul(given), TorchOps().silu_mul(reference).bfloat16())
+    assert torch.equal(given.grad, reference.grad.bfloat16())

@@ -1,4 +1,4 @@
-"""One decoder, seen from outside: the same numbers as transformers, whole, packed or paged, forwards and backwards."""
+"""The decoder equals transformers: single, packed and paged sequences, forward and backward."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def reference(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     if dtype == torch.float64:
         for module in model.modules():
-            if type(module).__name__.endswith("RMSNorm"):  # transformers norms in float32 whatever it is given
+            if type(module).__name__.endswith("RMSNorm"):  # those of transformers always compute in float32
                 eps = module.variance_epsilon
                 module.forward = lambda x, m=module, eps=eps: m.weight * x * (x.square().mean(-1, True) + eps).rsqrt()
     return model
@@ -54,7 +54,7 @@ def test_logits(checkpoint: Checkpoint, family: str, rope: str, tie: bool) -> No
         with torch.no_grad():
             theirs = reference(path, dtype)(ids[None]).logits[0]
             ours = packed(weights.load(path, dtype), ids)
-        assert theirs.std() > 0.3  # there is something to compare
+        assert theirs.std() > 0.3  # the logits are not all equal
         torch.testing.assert_close(ours, theirs, **tolerance)
 
 
@@ -78,7 +78,7 @@ def test_logits_with_optional_biases(checkpoint: Checkpoint, family: str, biases
     ],
     ids=str,
 )
-def test_a_wrong_config_is_noticed(checkpoint: Checkpoint, broken: dict[str, Any]) -> None:
+def test_a_wrong_config_is_detected(checkpoint: Checkpoint, broken: dict[str, Any]) -> None:
     path, ids = checkpoint("llama", "yarn"), tokens(100)
     right = weights.load(path)
     wrong = Decoder(replace(right.config, **broken))
@@ -102,7 +102,7 @@ def test_gradients(checkpoint: Checkpoint, family: str) -> None:
 
 
 @families
-def test_packed_sequences_do_not_see_each_other(checkpoint: Checkpoint, family: str) -> None:
+def test_packed_sequences_do_not_attend_to_each_other(checkpoint: Checkpoint, family: str) -> None:
     decoder = weights.load(checkpoint(family), torch.float64)
     sequences = [tokens(n, seed=n) for n in (1, 17, 40, 5)]
     with torch.no_grad():
@@ -111,38 +111,38 @@ def test_packed_sequences_do_not_see_each_other(checkpoint: Checkpoint, family: 
 
 
 @families
-def test_taps_are_the_hidden_states(checkpoint: Checkpoint, family: str) -> None:
+def test_aux_hidden_states(checkpoint: Checkpoint, family: str) -> None:
     path, ids = checkpoint(family), tokens(30)
     with torch.no_grad():
         theirs = reference(path, torch.float64)(ids[None], output_hidden_states=True).hidden_states
-        ours = weights.load(path, torch.float64)(ids, torch.arange(30), PackedAttention([30]), taps=(0, 1, 2))
-    assert sorted(ours.taps) == [0, 1, 2]
-    for layer in (0, 1):  # transformers shows the last layer only after the final norm
-        torch.testing.assert_close(ours.taps[layer], theirs[layer + 1][0], **F64)
+        ours = weights.load(path, torch.float64)(ids, torch.arange(30), PackedAttention([30]), aux_layers=(0, 1, 2))
+    assert sorted(ours.aux_hidden_states) == [0, 1, 2]
+    for layer in (0, 1):  # transformers returns the last layer's only after the final norm
+        torch.testing.assert_close(ours.aux_hidden_states[layer], theirs[layer + 1][0], **F64)
     torch.testing.assert_close(ours.hidden, theirs[-1][0], **F64)
-    assert not torch.equal(ours.taps[2], ours.hidden)
+    assert not torch.equal(ours.aux_hidden_states[2], ours.hidden)
 
 
 def paged(decoder: Decoder, sequences: list[Tensor], seed: int) -> list[Tensor]:
     """All sequences' logits, computed in chunks of random sizes, rows and blocks in random order."""
-    dice = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     num_blocks = [-(-len(s) // BLOCK) for s in sequences]
-    free = dice.permutation(sum(num_blocks) + 3)
+    free = rng.permutation(sum(num_blocks) + 3)
     tables = np.split(free, np.cumsum(num_blocks))[:-1]
     kv = PagedKV(decoder.config, len(free), decoder.dtype, decoder.device)
-    kv.k.fill_(torch.nan), kv.v.fill_(torch.nan)  # what nobody wrote, nobody may read
+    kv.k.fill_(torch.nan), kv.v.fill_(torch.nan)  # unwritten memory must not be read
     done = [0] * len(sequences)
     logits: list[list[Tensor]] = [[] for _ in sequences]
-    while rows := [i for i in dice.permutation(len(sequences)) if done[i] < len(sequences[i])]:
-        rows = rows[: dice.integers(1, len(rows) + 1)]
-        sizes = [int(min(dice.integers(1, 9), len(sequences[i]) - done[i])) for i in rows]
-        wide = max(len(tables[i]) for i in rows)
+    while rows := [i for i in rng.permutation(len(sequences)) if done[i] < len(sequences[i])]:
+        rows = rows[: rng.integers(1, len(rows) + 1)]
+        sizes = [int(min(rng.integers(1, 9), len(sequences[i]) - done[i])) for i in rows]
+        width = max(len(tables[i]) for i in rows)
         plan = BatchPlan(
             tokens=np.concatenate([sequences[i][done[i] : done[i] + n] for i, n in zip(rows, sizes, strict=True)]),
             positions=np.concatenate([np.arange(done[i], done[i] + n) for i, n in zip(rows, sizes, strict=True)]),
             query_start=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32),
             context=np.array([done[i] + n for i, n in zip(rows, sizes, strict=True)], np.int32),
-            block_tables=np.stack([np.pad(tables[i], (0, wide - len(tables[i]))) for i in rows]).astype(np.int32),
+            block_tables=np.stack([np.pad(tables[i], (0, width - len(tables[i]))) for i in rows]).astype(np.int32),
             logits_at=np.arange(sum(sizes)),
         )
         hidden = decoder(torch.as_tensor(plan.tokens), torch.as_tensor(plan.positions), PagedAttention(kv, plan)).hidden
@@ -154,7 +154,7 @@ def paged(decoder: Decoder, sequences: list[Tensor], seed: int) -> list[Tensor]:
 
 @families
 @pytest.mark.parametrize("seed", range(3))
-def test_paged_is_packed(checkpoint: Checkpoint, family: str, seed: int) -> None:
+def test_paged_equals_packed(checkpoint: Checkpoint, family: str, seed: int) -> None:
     decoder = weights.load(checkpoint(family, "llama3"), torch.float64)
     sequences = [tokens(n, seed=n) for n in (1, 16, 17, 50, 33)]
     with torch.no_grad():
@@ -165,12 +165,12 @@ def test_paged_is_packed(checkpoint: Checkpoint, family: str, seed: int) -> None
 @families
 @pytest.mark.parametrize("rope", ["default", "linear", "llama3", "yarn"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["single", "sharded"])
-def test_transformers_reads_what_we_save(
+def test_transformers_loads_what_we_save(
     checkpoint: Checkpoint, tmp_path: Path, family: str, rope: str, sharded: bool
 ) -> None:
     path, ids = checkpoint(family, rope, tie=not sharded), tokens(50)
     decoder = weights.load(path)
-    weights.save(decoder, tmp_path, 20_000 if sharded else weights.GB)
+    weights.save(decoder, tmp_path, 20_000 if sharded else weights.MAX_SHARD_BYTES)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 2) == sharded
     theirs, saved = reference(path), reference(tmp_path)
     assert saved.config.eos_token_id == list(decoder.config.eos_token_ids)

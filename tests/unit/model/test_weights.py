@@ -1,4 +1,4 @@
-"""Hugging Face names and directories: strict, whole or not at all, and hashed."""
+"""Weights under Hugging Face names: assign, load, save, checksum."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def state(decoder: Decoder) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
-def test_state_is_what_transformers_saved(checkpoint: Checkpoint, family: str, tie: bool) -> None:
+def test_state_equals_what_transformers_saved(checkpoint: Checkpoint, family: str, tie: bool) -> None:
     path = checkpoint(family, tie=tie)
     theirs, ours = load_file(path / "model.safetensors"), state(load(path))
     assert ours.keys() == theirs.keys()
@@ -66,7 +66,7 @@ def _broken(good: dict[str, Tensor], how: str) -> Iterator[tuple[str, Tensor]]:
         if how == "shape" and name == "lm_head.weight":
             tensor = tensor[:-1]
         if how == "raises" and i == 12:
-            raise RuntimeError("the stream broke off")
+            raise RuntimeError("the stream broke")
         yield name, tensor
         if how == "twice" and i == 3:
             yield name, tensor
@@ -75,24 +75,24 @@ def _broken(good: dict[str, Tensor], how: str) -> Iterator[tuple[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "how, error, words",
+    "how, error, message",
     [
         ("missing", ModelError, "missing tensors .*: model.norm.weight"),
-        ("unexpected", ModelError, "no place for: model.layers.2.mlp.up_proj.weight"),
-        ("shape", ModelError, r"lm_head.weight is \[49, 24\], the config says \[50, 24\]"),
+        ("unexpected", ModelError, "unexpected tensors.*: model.layers.2.mlp.up_proj.weight"),
+        ("shape", ModelError, r"lm_head.weight is \[49, 24\], the config requires \[50, 24\]"),
         ("twice", ModelError, "given twice"),
-        ("raises", RuntimeError, "broke off"),
+        ("raises", RuntimeError, "the stream broke"),
     ],
 )
-def test_assign_is_all_or_nothing(how: str, error: type[Exception], words: str) -> None:
+def test_a_failed_assign_changes_nothing(how: str, error: type[Exception], message: str) -> None:
     decoder = init(CONFIG, seed=0)
     before = checksum(hf_state(decoder))
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=message):
         assign(decoder, _broken(state(init(CONFIG, seed=1)), how))
     assert checksum(hf_state(decoder)) == before
 
 
-def test_a_tied_head_may_be_spelt_out_if_it_is_the_embedding(checkpoint: Checkpoint) -> None:
+def test_a_tied_lm_head_may_be_stored_if_it_equals_the_embedding(checkpoint: Checkpoint) -> None:
     decoder = load(checkpoint("llama", tie=True))
     new = state(decoder)
     new["lm_head.weight"] = new["model.embed_tokens.weight"].clone()
@@ -111,7 +111,7 @@ def _packed(decoder: Decoder) -> Decoder:
     return decoder
 
 
-def test_panels_are_the_same_tensors_to_everybody_outside(tmp_path: Path) -> None:
+def test_panels_give_the_same_state(tmp_path: Path) -> None:
     plain, new = init(CONFIG, seed=0), init(CONFIG, seed=1, dtype=torch.float64)
     panels = _packed(init(CONFIG, seed=0))
     assert checksum(hf_state(panels)) == checksum(hf_state(plain))
@@ -139,8 +139,8 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_checksum_sees_every_change(dtype: torch.dtype) -> None:
-    size = 2 * weights._SPAN + 77  # more than one partial sum, and a rest
+def test_checksum_changes_with_every_element(dtype: torch.dtype) -> None:
+    size = 2 * weights._SPAN + 77  # more than one partial sum, and a remainder
     tensor = torch.randint(-100, 100, (size,), generator=torch.Generator().manual_seed(0)).to(dtype)
     tensor[:2] = torch.tensor([1, -1]).to(dtype)
     seen = {checksum([("a", tensor)])}
@@ -156,7 +156,7 @@ def test_checksum_sees_every_change(dtype: torch.dtype) -> None:
         assert new(changed)
     for i, j in ((0, 1), (1, 1 << 15), (0, size - 1), (5, weights._SPAN + 5)):
         changed = tensor.clone()
-        changed[i], changed[j] = 64, -64  # in floating point, only the sign bit differs: the hardest swap
+        changed[i], changed[j] = 64, -64  # in floating point only the sign bit differs, the hardest swap to detect
         assert new(changed)
         changed[i], changed[j] = -64, 64
         assert new(changed)
@@ -167,7 +167,7 @@ def test_checksum_sees_every_change(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.uint8, torch.bool, torch.complex64], ids=str)
 @pytest.mark.parametrize("size", [0, 1, 77, weights._SPAN - 1, weights._SPAN, 2 * weights._SPAN + 13])
-def test_checksum_in_c_is_checksum_in_torch(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksum_in_c_equals_checksum_in_torch(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if weights._native_sums() is None:
         pytest.skip("no compiler")
     noise = torch.Generator().manual_seed(size)
@@ -184,7 +184,7 @@ def test_checksum_in_c_is_checksum_in_torch(dtype: torch.dtype, size: int, monke
 
 
 def slow_sums(words: Tensor) -> list[int]:
-    """The definition, in Python's integers."""
+    """The definition, with Python's integers."""
     multipliers = [int(m) % 2**64 for m in weights._multipliers(torch.device("cpu"))]
     assert all(m % 2**32 == 2 * i + 1 for i, m in enumerate(multipliers))
     values, span = words.tolist(), weights._SPAN
@@ -192,14 +192,14 @@ def slow_sums(words: Tensor) -> list[int]:
     return [sum(w * m for w, m in zip(part, multipliers, strict=False)) % 2**64 for part in spans]
 
 
-def test_the_checksum_never_changes() -> None:
-    """Receipts are compared between machines, and runs keep them."""
+def test_the_checksum_is_stable() -> None:
+    """Receipts are compared between machines, and are recorded in runs."""
     tensors = [("a", torch.arange(70_000) * 2654435761 % 1000 / 7), ("b", torch.tensor(-1.5, dtype=torch.bfloat16))]
     assert checksum(tensors) == "88b52ca6f6d093189269aede8aa872a88f2d3329397f88c96f7960674942b21f"
 
 
-def test_how_many_sums_are_computed_at_once_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU takes more of them than a CPU, and its receipts are the CPU's."""
+def test_the_number_of_sums_computed_at_once_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU computes more at once than a CPU, with the same result."""
     words = torch.arange(5 * weights._SPAN + 7, dtype=torch.int32)
     few = weights._torch_sums(words)
     for num in (1, 4, 128):
@@ -211,7 +211,7 @@ def test_the_checksum_of_nothing() -> None:
     assert checksum([]) == hashlib.sha256(b"").hexdigest() != checksum([("a", torch.empty(0))])
 
 
-def test_without_a_compiler_torch_takes_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_torch_computes_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     def unavailable(name: str) -> None:
         raise NativeUnavailable("no compiler")
 
@@ -219,7 +219,7 @@ def test_without_a_compiler_torch_takes_the_sums(monkeypatch: pytest.MonkeyPatch
     assert weights._native_sums.__wrapped__() is None
 
 
-def test_a_receipt_needs_one_matrix_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receipt_needs_memory_for_one_matrix_only(monkeypatch: pytest.MonkeyPatch) -> None:
     paged = PagedDecoder(_packed(init(CONFIG, seed=0)), 4)
     new = list(state(init(CONFIG, seed=1)).items())
     num_alive: list[int] = []
@@ -231,25 +231,25 @@ def test_a_receipt_needs_one_matrix_at_a_time(monkeypatch: pytest.MonkeyPatch) -
             num_alive.append(sum(ref() is not None for ref in seen))
             yield name, tensor
 
-    assert len(list(watched(paged.decoder))) == max(num_alive)  # what holds on to them all is seen
+    assert len(list(watched(paged.decoder))) == max(num_alive)  # a caller that keeps them all is detected
     num_alive.clear()
     monkeypatch.setattr(weights, "hf_state", watched)
     receipt = paged.update(new, 3)
-    assert len(num_alive) == len(new) and max(num_alive) <= 4  # the parts of one matrix, and the last of the one before
+    assert len(num_alive) == len(new) and max(num_alive) <= 4  # one matrix, and the last part of the previous one
     assert (receipt.version, receipt.checksum) == (3, checksum(new))
     assert receipt.num_tensors == len(new) and receipt.num_bytes == sum(tensor.nbytes for _, tensor in new)
 
 
-def test_a_receipt_is_of_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receipt_is_of_the_receivers_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     paged = PagedDecoder(_packed(init(CONFIG, seed=0)), 4)
     new = list(state(init(CONFIG, seed=1)).items())
     pack_rows = kernels.pack_rows
 
-    def forgets_the_second_part(rows: Tensor, panels: Tensor, first: int) -> None:
+    def skips_the_second_part(rows: Tensor, panels: Tensor, first: int) -> None:
         if first == 0:
             pack_rows(rows, panels, first)
 
-    monkeypatch.setattr(kernels, "pack_rows", forgets_the_second_part)
+    monkeypatch.setattr(kernels, "pack_rows", skips_the_second_part)
     assert paged.update(new, 3).checksum != checksum(new)
 
 
@@ -258,7 +258,7 @@ def test_checksum_ignores_layout_and_order() -> None:
     assert checksum([("a", a), ("b", b)]) == checksum([("b", b), ("a", a.t().contiguous().t())])
 
 
-def test_checksum_tells_zero_from_minus_zero_and_dtypes_apart() -> None:
+def test_checksum_distinguishes_zero_from_minus_zero_and_dtypes() -> None:
     zero = torch.zeros(4)
     assert len({checksum([("a", x)]) for x in (zero, -zero, zero.int(), zero.half())}) == 4
 
@@ -268,12 +268,12 @@ def test_checksum_tells_zero_from_minus_zero_and_dtypes_apart() -> None:
 
 def test_load_in_other_dtypes(checkpoint: Checkpoint) -> None:
     path = checkpoint("qwen2")
-    wide, narrow = load(path, torch.float64), load(path, torch.bfloat16)
-    assert wide.dtype == torch.float64 and narrow.dtype == torch.bfloat16
-    assert all(torch.equal(state(wide)[name].bfloat16(), tensor) for name, tensor in hf_state(narrow))
+    double, half = load(path, torch.float64), load(path, torch.bfloat16)
+    assert double.dtype == torch.float64 and half.dtype == torch.bfloat16
+    assert all(torch.equal(state(double)[name].bfloat16(), tensor) for name, tensor in hf_state(half))
 
 
-def test_generation_config_names_the_end_tokens(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_eos_token_ids_of_generation_config(checkpoint: Checkpoint, tmp_path: Path) -> None:
     path = shutil.copytree(checkpoint("llama"), tmp_path / "model")
     (path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     assert load(path).config.eos_token_ids == (1, 2)
@@ -290,7 +290,7 @@ def test_saving_again_leaves_no_old_shards(tmp_path: Path) -> None:
     assert checksum(hf_state(load(tmp_path))) == checksum(hf_state(decoder))
 
 
-def test_shards_keep_to_their_size(tmp_path: Path) -> None:
+def test_shards_have_at_most_max_shard_bytes(tmp_path: Path) -> None:
     decoder = init(CONFIG)
     save(decoder, tmp_path, max_shard_bytes=8_000)
     index = json.loads((tmp_path / weights.INDEX).read_text())
@@ -342,24 +342,26 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "index empty": (lambda p: (_shard(p), (p / weights.INDEX).write_text("{}")), "weight_map is missing"),
     "tensor missing": (
         lambda p: _drop(p, "model.norm.weight", "model.layers.0.mlp.up_proj.weight"),
-        "missing tensors the config asks for: model.layers.0.mlp.up_proj.weight; model.norm.weight",
+        "missing tensors that the config requires: model.layers.0.mlp.up_proj.weight; model.norm.weight",
     ),
     "fewer layers": (
         lambda p: _edit_config(p, num_hidden_layers=2),
-        "no place for: model.layers.2.input_layernorm.weight; .* and 5 more",
+        "unexpected tensors.*: model.layers.2.input_layernorm.weight; .* and 5 more",
     ),
     "other width": (
         lambda p: _edit_config(p, intermediate_size=64),
-        r"model.layers.0.mlp.gate_proj.weight is \[56, 32\], the config says \[64, 32\]",
+        r"model.layers.0.mlp.gate_proj.weight is \[56, 32\], the config requires \[64, 32\]",
     ),
 }
 
 
-@pytest.mark.parametrize("damage, words", DAMAGE.values(), ids=DAMAGE.keys())
-def test_damage_is_named(checkpoint: Checkpoint, tmp_path: Path, damage: Callable[[Path], object], words: str) -> None:
+@pytest.mark.parametrize("damage, message", DAMAGE.values(), ids=DAMAGE.keys())
+def test_damaged_directories_raise(
+    checkpoint: Checkpoint, tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
     path = shutil.copytree(checkpoint("llama"), tmp_path / "model")
     load(path)  # it was fine before
     damage(path)
-    with pytest.raises(ModelError, match=words) as error:
+    with pytest.raises(ModelError, match=message) as error:
         load(path)
     assert str(path) in str(error.value)

@@ -1,4 +1,4 @@
-"""Rollout files of every kind, and what is said of broken ones."""
+"""Rollout files in all formats, and errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from paceline.replay.reader import Reader
 from paceline.replay.rounds import Record
 
 OURS = {"step": 3, "group": 9, "problem": "p1", "sample": 0, "prompt_ids": [5, 6], "token_ids": [1, 2, 3],
-        "versions": [[2, 1], [3, 2]], "reward": 1.0, "finish_reason": "length", "eagle3": "092"}  # fmt: skip
+        "versions": [[2, 1], [3, 2]], "reward": 1.0, "finish_reason": "length", "head_accepted": "092"}  # fmt: skip
 
 
-class Letters:
-    """A token per letter; a conversation is its contents with brackets."""
+class CharTokenizer:
+    """One token per character; the chat template puts each message in brackets."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens
@@ -39,22 +39,22 @@ def write(path: Path, *lines: object) -> str:
 
 
 def read(*paths: str, skip_broken: bool = False) -> list[Record]:
-    return list(Reader(paths, Formats(Letters()), skip_broken))
+    return list(Reader(paths, Formats(CharTokenizer()), skip_broken))
 
 
 def text(ids: np.ndarray) -> str:
     return "".join(map(chr, ids.tolist()))
 
 
-def test_our_own(tmp_path: Path) -> None:
+def test_our_own_format(tmp_path: Path) -> None:
     (record,) = read(write(tmp_path / "rollouts.jsonl", OURS))
     assert (record.problem, record.step, record.version, record.is_cut) == ("p1", 3, 2, True)
     assert (record.prompt_ids.tolist(), record.token_ids.tolist()) == ([5, 6], [1, 2, 3])
-    assert record.matches is not None and record.matches.tolist() == [0, 9, 2]
+    assert record.head_accepted is not None and record.head_accepted.tolist() == [0, 9, 2]
     assert record.mask is None
 
 
-def test_what_an_environment_said_is_not_the_policys(tmp_path: Path) -> None:
+def test_tokens_of_an_environment_are_masked(tmp_path: Path) -> None:
     (record,) = read(write(tmp_path / "r.jsonl", OURS | {"mask": [1, 0, 1]}))
     assert record.mask is not None and record.mask.tolist() == [True, False, True]
 
@@ -74,23 +74,23 @@ def test_trl_with_text_with_messages_and_with_ids(tmp_path: Path) -> None:
     assert (text(chat.prompt_ids), text(chat.token_ids)) == ("[ab]>", "cxyd")
     assert chat.mask is not None and chat.mask.tolist() == [True, False, False, True]
     assert (ids.prompt_ids.tolist(), ids.token_ids.tolist()) == ([1], [2, 3])
-    assert plain.problem != chat.problem  # told apart by their prompts
+    assert plain.problem != chat.problem  # their prompts differ
 
 
-def test_a_problem_without_a_name_is_its_prompt(tmp_path: Path) -> None:
+def test_a_problem_without_a_name_is_identified_by_its_prompt(tmp_path: Path) -> None:
     line = {"prompt_ids": [1, 2], "completion_ids": [3]}
     a, b, c = read(write(tmp_path / "r.jsonl", line | {"uid": "x"}, line | {"uid": "y"}, line | {"prompt_ids": [2]}))
     assert a.problem == b.problem != c.problem
 
 
-def test_verls_folder_in_the_order_of_its_numbers(tmp_path: Path) -> None:
+def test_files_of_verl_are_read_in_numeric_order(tmp_path: Path) -> None:
     for step in (10, 9, 1):
         write(tmp_path / f"{step}.jsonl", {"input": "q", "output": "a" * step, "gts": "x", "score": 0, "step": step})
     assert [len(record.token_ids) for record in read(str(tmp_path))] == [1, 9, 10]
 
 
 def test_nemo_rl(tmp_path: Path) -> None:
-    """Every value comes in a list of one; the step stands in the file's name."""
+    """Every value is in a list of one; the step is in the file's name."""
     flat = {"content": ["…"], "rewards": [1.0], "input_lengths": [5], "token_ids": [[1, 2, 3, 4, 5, 0, 0]],
             "token_loss_mask": [[0, 0, 1, 1, 1, 0, 0]], "idx": 0}  # fmt: skip
     log = {"message_log": [{"role": "user", "token_ids": [1, 2]}, {"role": "assistant", "token_ids": [3, 4]},
@@ -107,14 +107,14 @@ def test_archives_folders_and_standard_input(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(line * 3))
     (tmp_path / "b.jsonl.xz").write_bytes(lzma.compress(line * 2))
     assert len(read(str(tmp_path / "a.jsonl.gz"), str(tmp_path / "b.jsonl.xz"))) == len(read(str(tmp_path))) == 5
-    write(tmp_path / "rollouts.jsonl", OURS)  # a run's folder has other streams too
+    write(tmp_path / "rollouts.jsonl", OURS)  # a run's folder has other jsonl files too
     write(tmp_path / "metrics.jsonl", {"step": 1})
     assert len(read(str(tmp_path))) == 1
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(line)))
     assert len(read("-")) == 1
 
 
-def test_bytes_read_add_up(tmp_path: Path) -> None:
+def test_record_bytes_add_up_to_the_file_size(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", *[OURS] * 50)
     assert sum(record.num_bytes for record in read(path)) == Path(path).stat().st_size == Reader([path]).num_bytes
 
@@ -122,19 +122,19 @@ def test_bytes_read_add_up(tmp_path: Path) -> None:
 BROKEN = {
     '{"step": 1, "prompt_ids": [1': "not valid JSON",
     "[1, 2]": "not a JSON object",
-    '{"step": 1}': "has no rollout: it has the keys step. Known are `prompt_ids` and `token_ids`",
-    '{"prompt_ids": [1], "token_ids": [1, -2]}': "`token_ids` holds -2",
-    '{"prompt_ids": [1], "token_ids": [1, 2.5]}': "`token_ids` holds '2.5'",
-    '{"prompt_ids": [1], "token_ids": ["a"]}': "`token_ids` holds 'a'",
-    '{"prompt_ids": [1], "token_ids": [[1], [2, 3]]}': "`token_ids` holds",
-    '{"prompt_ids": [1], "token_ids": [null, 3]}': "`token_ids` holds 'None'",
-    '{"prompt_ids": [1], "token_ids": [true]}': "`token_ids` holds 'True'",
-    '{"prompt_ids": [1], "token_ids": [3000000000]}': "`token_ids` holds 3000000000",
-    '{"prompt_ids": [1], "token_ids": [99999999999999999999999]}': "`token_ids` holds",
+    '{"step": 1}': "not a known format: its keys are step. Known are `prompt_ids` and `token_ids`",
+    '{"prompt_ids": [1], "token_ids": [1, -2]}': "`token_ids` contains -2",
+    '{"prompt_ids": [1], "token_ids": [1, 2.5]}': "`token_ids` contains '2.5'",
+    '{"prompt_ids": [1], "token_ids": ["a"]}': "`token_ids` contains 'a'",
+    '{"prompt_ids": [1], "token_ids": [[1], [2, 3]]}': "`token_ids` contains",
+    '{"prompt_ids": [1], "token_ids": [null, 3]}': "`token_ids` contains 'None'",
+    '{"prompt_ids": [1], "token_ids": [true]}': "`token_ids` contains 'True'",
+    '{"prompt_ids": [1], "token_ids": [3000000000]}': "`token_ids` contains 3000000000",
+    '{"prompt_ids": [1], "token_ids": [99999999999999999999999]}': "`token_ids` contains",
     '{"prompt_ids": [1], "token_ids": "abc"}': "`token_ids` is text",
-    '{"prompt_ids": [], "token_ids": [1]}': "its prompt is empty",
-    '{"prompt_ids": [1], "token_ids": [1], "mask": [1, 0]}': "`mask` is not a list of 1 times 0 or 1",
-    '{"prompt_ids": [1], "token_ids": [1], "eagle3": "12"}': "`eagle3` is not a text of 1 digits",
+    '{"prompt_ids": [], "token_ids": [1]}': "the prompt is empty",
+    '{"prompt_ids": [1], "token_ids": [1], "mask": [1, 0]}': "`mask` is not a list of 1 values 0 or 1",
+    '{"prompt_ids": [1], "token_ids": [1], "head_accepted": "12"}': "`head_accepted` is not a string of 1 digits",
     '{"prompt_ids": [1], "token_ids": [1], "step": -1}': "`step` is '-1'",
     '{"prompt_ids": [1], "token_ids": [1], "step": NaN}': "`step` is 'nan'",
     '{"prompt_ids": [1], "token_ids": [1], "max_tokens": 2147483648}': "`max_tokens` is '2147483648'; expected an",
@@ -145,17 +145,17 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("line", BROKEN, ids=lambda line: line[:40])
-def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
+def test_the_error_names_the_broken_line(tmp_path: Path, line: str) -> None:
     path = write(tmp_path / "r.jsonl", OURS, "", line, OURS)
     with pytest.raises(ValueError) as error:
         read(path)
     assert str(error.value).startswith(f"{path}, line 3: ") and BROKEN[line] in str(error.value)
     assert "--skip-broken" in str(error.value)
-    reader = Reader([path], Formats(Letters()), skip_broken=True)
+    reader = Reader([path], Formats(CharTokenizer()), skip_broken=True)
     assert len(list(reader)) == 2 and reader.num_broken == 1 and "line 3" in reader.first_broken
 
 
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_bytes(b'{"a": "\xff\xfe"}\n')
     with pytest.raises(ValueError, match="line 1: not UTF-8 text"):
         read(str(tmp_path / "r.jsonl"))
@@ -164,11 +164,11 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
 def test_a_file_that_ends_within_a_line(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text(json.dumps(OURS) + "\n" + json.dumps(OURS)[:50])
-    with pytest.raises(ValueError, match=r"line 2: .*the file ends within it: was it cut off"):
+    with pytest.raises(ValueError, match=r"line 2: .*the file ends within this line: was it cut off"):
         read(str(path))
 
 
-def test_an_archive_that_is_cut_off(tmp_path: Path) -> None:
+def test_truncated_archives(tmp_path: Path) -> None:
     noise = [OURS | {"token_ids": row} for row in np.random.default_rng(0).integers(0, 9999, (200, 3)).tolist()]
     whole = "".join(json.dumps(line) + "\n" for line in noise).encode()
     for ending, pack in ((".gz", gzip.compress), (".xz", lzma.compress)):
@@ -181,44 +181,44 @@ def test_an_archive_that_is_cut_off(tmp_path: Path) -> None:
             read(str(path))
 
 
-def test_an_archive_that_is_empty(tmp_path: Path) -> None:
+def test_empty_archives(tmp_path: Path) -> None:
     for ending, pack in ((".gz", gzip.compress), (".xz", lzma.compress)):
         path = tmp_path / f"r.jsonl{ending}"
         path.write_bytes(b"")
-        with pytest.raises(ValueError, match=rf"r.jsonl{ending} is empty, not even an archive"):
+        with pytest.raises(ValueError, match=rf"r.jsonl{ending} is empty and not a valid archive"):
             read(str(path))
         path.write_bytes(pack(b""))
-        with pytest.raises(ValueError, match="holds no rollouts"):
+        with pytest.raises(ValueError, match="contains no rollouts"):
             read(str(path))
 
 
-def test_a_line_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_that_are_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader_module, "MAX_LINE", 1000)
     path = write(tmp_path / "r.jsonl", OURS, OURS | {"text": "x" * 5000}, OURS)
-    with pytest.raises(ValueError, match=r"line 2: longer than .* MB; is it jsonl, one rollout a line"):
+    with pytest.raises(ValueError, match=r"line 2: longer than .* MB; is it jsonl, with one rollout per line"):
         read(path)
     assert len(read(path, skip_broken=True)) == 2
 
 
-def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no rollouts"):
+def test_missing_and_empty_input(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="contains no rollouts"):
         read(write(tmp_path / "r.jsonl", ""))
     with pytest.raises(ValueError, match="1 broken lines were skipped"):
         read(write(tmp_path / "r.jsonl", "{"), skip_broken=True)
     with pytest.raises(ValueError, match="no such file"):
         read(str(tmp_path / "missing.jsonl"))
-    with pytest.raises(ValueError, match="a folder without rollouts"):
+    with pytest.raises(ValueError, match="no rollouts in this folder"):
         (tmp_path / "empty").mkdir()
         read(str(tmp_path / "empty"))
 
 
-def test_parquet_is_told_what_to_do(tmp_path: Path) -> None:
+def test_the_error_for_parquet_says_how_to_convert_it(tmp_path: Path) -> None:
     (tmp_path / "c.parquet").write_bytes(b"PAR1\x15\x00\x15")
-    with pytest.raises(ValueError, match=r"parquet file, as TRL writes them; make it jsonl: pandas.read_parquet"):
+    with pytest.raises(ValueError, match=r"parquet file, as TRL writes them; convert it to jsonl: pandas.read_parquet"):
         read(str(tmp_path / "c.parquet"))
 
 
 def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", {"input": "q", "output": "a"})
-    with pytest.raises(ValueError, match=r"line 1: has text and no token ids; .*--tokenizer"):
+    with pytest.raises(ValueError, match=r"line 1: has text but no token ids; .*--tokenizer"):
         list(Reader([path]))

@@ -1,4 +1,4 @@
-"""`paceline replay` and `paceline advise`, as a user calls them."""
+"""`paceline replay` and `paceline advise` from the command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.cli import app
 from paceline.replay.run import Cell
 from paceline.speculation.cost import CostTable, Point
 
-# Much to say, over and over: 8 problems whose samples repeat each other for the most part.
+# Writes rollouts of 8 problems with similar samples, until argv[1] MB are written.
 FEED = """
 import random, sys
 rng = random.Random(0)
@@ -51,14 +51,14 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     ids = np.where(rng.random(num) < 0.85, base[p, :num], rng.integers(0, 500, num)).tolist()
                     digits = "".join(map(str, rng.integers(0, 5, num)))
                     line = {"step": step, "problem": f"p{p}", "prompt_ids": [p, 1, 2], "token_ids": ids,
-                            "finish_reason": "stop", "eagle3": digits}  # fmt: skip
+                            "finish_reason": "stop", "head_accepted": digits}  # fmt: skip
                     file.write(json.dumps(line) + "\n")
     return path
 
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Cheap drafts for one row; for 16 rows every token costs as much as a step."""
+    """Draft tokens are cheap with one row; with 16 rows each costs as much as a step."""
     points = [Point(1, 1, 50, 0.01), Point(1, 8, 57, 0.0101), Point(16, 16, 800, 0.01), Point(16, 32, 816, 0.17)]
     path = tmp_path_factory.mktemp("cost") / "table.json"
     CostTable("mine", points, {"eagle3": [(1, 1, 0.001)]}, source="made up").save(path)
@@ -70,22 +70,22 @@ def run(*arguments: object) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def test_replay_prints_and_writes_all_there_is(rollouts: Path, table: str, tmp_path: Path) -> None:
+def test_replay_output_and_json(rollouts: Path, table: str, tmp_path: Path) -> None:
     code, output = run("replay", rollouts, "--cost", table, "--drafter", "suffix,ngram,eagle3,hybrid", "--policy",
                        "static:3,auto", "--batch", "1,4", "--json", tmp_path / "out.json")  # fmt: skip
     assert code == 0, output
     assert "suffix static:3" in output and "hybrid auto" in output and "cold" in output and "warm" in output
-    assert "does not know what drafting takes by ngram, suffix" in output
+    assert "has no draft times of ngram, suffix" in output
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert len(rows) == 2 * 4 * 2 * (3 + 1)  # batches, drafters, policies, epochs and all
-    whole = {(r["drafter"], r["policy"], r["batch"]): r for r in rows if r["epoch"] == "all"}
-    assert len({row["tokens"] for row in whole.values()}) == 1  # nobody loses a token
-    best = whole["suffix", "static:3", 1]
+    totals = {(r["drafter"], r["policy"], r["batch"]): r for r in rows if r["epoch"] == "all"}
+    assert len({row["num_tokens"] for row in totals.values()}) == 1  # all settings emit the same tokens
+    best = totals["suffix", "static:3", 1]
     assert best["speedup"] == pytest.approx(best["plain_makespan_s"] / best["makespan_s"]) and best["speedup"] > 1.2
     epochs = [r for r in rows if (r["drafter"], r["policy"], r["batch"]) == ("suffix", "static:3", 1)]
     assert [r["epoch"] for r in epochs] == ["1", "2", "3", "all"]
     assert sum(r["makespan_s"] for r in epochs[:3]) == pytest.approx(best["makespan_s"])
-    assert epochs[2]["acceptance_rate"] > epochs[0]["acceptance_rate"]  # history
+    assert epochs[2]["draft_acceptance_rate"] > epochs[0]["draft_acceptance_rate"]  # history
 
 
 def test_a_pipe_gives_what_the_file_gives(rollouts: Path, table: str, tmp_path: Path) -> None:
@@ -101,12 +101,12 @@ def test_a_pipe_gives_what_the_file_gives(rollouts: Path, table: str, tmp_path: 
 def test_advice(rollouts: Path, table: str, tmp_path: Path) -> None:
     code, output = run("advise", rollouts, "--cost", table, "--batch", "1,16", "--json", tmp_path / "out.json")
     assert code == 0, output
-    assert "batch 1: " in output and "Generation " in output and "a whole step" in output
-    assert "batch 16: leave it off here" in output
+    assert "batch 1: " in output and "Generation " in output and "whole step" in output
+    assert "batch 16: do not speculate" in output
     assert "speculation.method=" in output and "--generation-share" in output
     advised = json.loads((tmp_path / "out.json").read_text())
     assert [row["speculate"] for row in advised["batches"]] == [True, False]
-    assert {row["drafter"] for row in advised["rows"]} == {"suffix", "ngram", "eagle3", "hybrid"}  # matches are stored
+    assert {row["drafter"] for row in advised["rows"]} == {"suffix", "ngram", "eagle3", "hybrid"}
 
 
 def test_advice_reads_the_runs_own_metrics(rollouts: Path, table: str, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_advice_reads_the_runs_own_metrics(rollouts: Path, table: str, tmp_path:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"stages": {"generation": 9.0, "total": 10.0}}) + "\n")
     code, output = run("advise", tmp_path, "--cost", table, "--batch", "1", "--json", tmp_path / "out.json")
     assert code == 0 and json.loads((tmp_path / "out.json").read_text())["generation_share"] == 0.9, output
-    assert "taken for 65%" not in output
+    assert "assumed to take 65%" not in output
 
 
 @pytest.mark.parametrize(
@@ -131,34 +131,34 @@ def test_advice_reads_the_runs_own_metrics(rollouts: Path, table: str, tmp_path:
         (["--cost", "missing.json"], "--cost missing.json: no such file"),
         (["--cost", "a.json", "--hardware", "b"], "give one of the two"),
         (["--set", "speculation.nonsense=1"], "unknown key speculation.nonsense"),
-        (["--set", "engine.kv_tokens=64"], "--set engine.kv_tokens: a replay does not take it, but engine.prefix_shar"),
-        (["--set", "speculation={method='ngram'}"], "--set speculation.method: a replay does not take it"),
+        (["--set", "engine.kv_tokens=64"], "--set engine.kv_tokens: not a setting of a replay, which has engine"),
+        (["--set", "speculation={method='ngram'}"], "--set speculation.method: not a setting of a replay"),
         (["--max-tokens", "2147483648"], "--max-tokens"),
         (["--max-num-batched-tokens", "9" * 30], "--max-num-batched-tokens"),
     ],
 )
-def test_mistakes_are_answered_at_once(rollouts: Path, arguments: list[str], message: str) -> None:
+def test_invalid_options(rollouts: Path, arguments: list[str], message: str) -> None:
     code, output = run("replay", rollouts, *arguments)
     assert code == 2 and message in " ".join(output.split()), output
 
 
-def test_broken_lines_are_named_or_counted(rollouts: Path, table: str, tmp_path: Path) -> None:
+def test_broken_lines_are_errors_or_skipped(rollouts: Path, table: str, tmp_path: Path) -> None:
     lines = rollouts.read_text().splitlines()
     (tmp_path / "r.jsonl").write_text("\n".join([*lines[:10], "{", *lines[10:]]) + "\n")
     options = ["--cost", table, "--batch", "4", "--policy", "static:1"]
     code, output = run("replay", tmp_path / "r.jsonl", *options)
     assert code == 2 and "line 11: not valid JSON" in " ".join(output.split())
     code, output = run("replay", tmp_path / "r.jsonl", *options, "--skip-broken")
-    assert code == 0 and "1 broken lines were left out" in " ".join(output.split())
+    assert code == 0 and "1 broken lines were skipped" in " ".join(output.split())
 
 
-def test_advise_refuses_what_it_would_not_hear(rollouts: Path) -> None:
+def test_advise_refuses_config_keys_that_it_does_not_use(rollouts: Path) -> None:
     code, output = run("advise", rollouts, "--set", "model.name=x")
-    assert code == 2 and "--set model.name: a replay does not take it" in " ".join(output.split())
+    assert code == 2 and "--set model.name: not a setting of a replay" in " ".join(output.split())
 
 
-class Spy:
-    """Settings that remember which of them were read."""
+class RecordingConfig:
+    """A config that records which keys are read."""
 
     def __init__(self, settings: object, read: set[str], section: str = "") -> None:
         self._settings, self._read, self._section = settings, read, section
@@ -166,52 +166,54 @@ class Spy:
     def __getattr__(self, name: str) -> object:
         value = getattr(self._settings, name)
         if not self._section:
-            return Spy(value, self._read, name)
+            return RecordingConfig(value, self._read, name)
         self._read.add(f"{self._section}.{name}")
         return value
 
 
-def test_what_may_be_set_is_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allowed_config_keys_are_those_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read: set[str] = set()
-    known = build.replay_config
-    monkeypatch.setattr(build, "replay_config", lambda cell, overrides: Spy(known(cell, overrides), read))
-    for drafter in (*build.MODEL_FREE, *build.RECORDED):
+    original = build.replay_config
+    monkeypatch.setattr(
+        build, "replay_config", lambda cell, overrides: RecordingConfig(original(cell, overrides), read)
+    )
+    for drafter in (*build.MODEL_FREE, *build.HEAD_METHODS):
         for policy in ("static:3", "das", "auto"):
             build.build_replay(Cell(drafter, policy, 4), build.frozen_costs(None, None))
     by_option = {f"speculation.{name}" for name in ("method", "policy", "num_speculative_tokens")}
-    assert read == by_option | set(build.TAKEN)
+    assert read == by_option | set(build.SUPPORTED_SETTINGS)
 
 
 @pytest.mark.parametrize("command", ["replay", "advise"])
 def test_a_tokenizer_that_cannot_be_loaded_is_one_error(command: str, tmp_path: Path) -> None:
-    """Whatever the lines are: it is no line that is broken."""
+    """Not a broken line, so --skip-broken does not apply."""
     (tmp_path / "r.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 3)
     code, output = run(command, tmp_path / "r.jsonl", "--tokenizer", tmp_path, "--skip-broken", "--batch", "1")
-    said = " ".join(output.split())
-    assert code == 2 and "error: --tokenizer" in said and "smollm2-135m" in said and "broken lines" not in said, output
+    text = " ".join(output.split())
+    assert code == 2 and "error: --tokenizer" in text and "smollm2-135m" in text and "broken lines" not in text, output
 
 
-def test_a_known_models_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenizer_of_a_known_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tokenizer(tmp_path / "models" / "smollm2-135m")
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     (tmp_path / "r.jsonl").write_text('{"prompt": "a", "completion": "bcd"}\n')
     options = ["--tokenizer", "smollm2-135m", "--batch", "1", "--policy", "static:1", "--json", tmp_path / "out.json"]
     code, output = run("replay", tmp_path / "r.jsonl", *options)
     assert code == 0, output
-    assert json.loads((tmp_path / "out.json").read_text())["rows"][-1]["tokens"] == 3
+    assert json.loads((tmp_path / "out.json").read_text())["rows"][-1]["num_tokens"] == 3
 
 
 @pytest.mark.parametrize("command", ["replay", "advise"])
-def test_without_completions_there_is_nothing_to_replay(command: str, tmp_path: Path) -> None:
+def test_rollouts_without_completions_are_an_error(command: str, tmp_path: Path) -> None:
     lines = '{"prompt_ids": [1], "token_ids": []}', '{"prompt_ids": [1], "token_ids": [5], "mask": [0]}'
     (tmp_path / "r.jsonl").write_text("\n".join(lines))
     code, output = run(command, tmp_path / "r.jsonl", "--batch", "1")
-    assert code == 2 and "nothing to replay: none of the rollouts has a completion" in " ".join(output.split()), output
+    assert code == 2 and "nothing to replay, because no rollout has a completion" in " ".join(output.split()), output
 
 
-def test_advice_on_little_says_so(rollouts: Path, table: str, tmp_path: Path) -> None:
+def test_advise_warns_about_a_small_sample(rollouts: Path, table: str, tmp_path: Path) -> None:
     code, output = run("advise", rollouts, "--cost", table, "--batch", "1", "--json", tmp_path / "out.json")
-    assert code == 0 and "Based on 27 completions; record more before trusting it." in output
+    assert code == 0 and "Based on 27 completions; record more for a reliable result." in output
     assert json.loads((tmp_path / "out.json").read_text())["text"][-1].startswith("Based on 27")
 
 
@@ -220,34 +222,34 @@ def test_brackets_are_not_markup(rollouts: Path, tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text(rollouts.read_text() + '{"[/b]": 1}\n')
     options = ["--cost", tmp_path / "t.json", "--batch", "1", "--policy", "static:1", "--skip-broken"]
     code, output = run("replay", tmp_path / "r.jsonl", *options)
-    assert code == 0 and "Costs: [/b] of [mine]" in output and "it has the keys [/b]" in " ".join(output.split())
+    assert code == 0 and "Costs: [/b] of [mine]" in output and "its keys are [/b]" in " ".join(output.split())
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-def test_500_mb_through_a_pipe_take_little_memory(tmp_path: Path) -> None:
+def test_a_pipe_of_500_mb_takes_less_than_200_mb_of_memory(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "paceline.cli", "replay", "-", "--batch", "32", "--policy", "static:3", "--set",
                "speculation.suffix_max_versions=2", "--json", str(tmp_path / "out.json")]  # fmt: skip
     feed = subprocess.Popen([sys.executable, "-c", FEED, "500"], stdout=subprocess.PIPE)
     replay = subprocess.Popen(command, stdin=feed.stdout, stdout=subprocess.DEVNULL)
     assert feed.stdout is not None
     feed.stdout.close()
-    peaks = [0]  # kB. Not ru_maxrss, which remembers what this process had when it forked
+    peaks = [0]  # kB. Not ru_maxrss, which includes the memory of this process when it forked
     while replay.poll() is None:
         peaks += [int(kb) for kb in re.findall(r"VmHWM:\s+(\d+)", Path(f"/proc/{replay.pid}/status").read_text())]
         time.sleep(0.05)
     assert feed.wait() == 0 and replay.returncode == 0
-    (*_, whole) = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert whole["tokens"] > 4_000_000 and whole["accepted_tokens"] > 1_000_000
+    (*_, total) = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert total["num_tokens"] > 4_000_000 and total["num_accepted_tokens"] > 1_000_000
     assert 10_000 < max(peaks) < 200_000, peaks[-1]
 
 
-def test_a_head_that_was_not_recorded_is_an_error_and_not_a_bad_head(tmp_path: Path) -> None:
+def test_a_head_that_was_not_recorded_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "plain.jsonl"
     path.write_text('{"step": 0, "problem": "p", "prompt_ids": [1], "token_ids": [2, 3, 4]}\n')
     for drafter in ("eagle3", "hybrid"):
         found = CliRunner().invoke(app, ["replay", str(path), "--drafter", drafter, "--batch", "2"])
-        assert found.exit_code == 2 and 'have no "eagle3"' in " ".join(found.output.split())
+        assert found.exit_code == 2 and "have no `head_accepted`" in " ".join(found.output.split())
 
 
 @pytest.mark.parametrize("key", ["--policy", "--drafter"])

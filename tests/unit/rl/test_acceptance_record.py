@@ -1,5 +1,5 @@
-"""A head that accepts far less than its provenance file records raises an alarm; one that accepts what it did, or that
-drafts for another kind of text, raises none."""
+"""A head whose acceptance is far below its provenance file raises an alarm. A head with the recorded acceptance, or one
+that drafts for another task, raises none."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 import torch
 from tiny_run import make, write_head, write_model, write_task
 
-from paceline.bench.prompts import BUILTIN
-from paceline.build import build_engine
+from paceline.bench.prompts import read_prompts
+from paceline.build.config import load_config
 from paceline.build.drafter import recorded_acceptance
-from paceline.config import load_config
+from paceline.build.engine import build_engine
 from paceline.model.head_files import resolve_head
 from paceline.model.paged import PagedDecoder
 from paceline.model.provenance import Provenance, read_provenance
@@ -36,7 +36,7 @@ def completion(origins: list[int], sources: list[int], drafters: tuple[str, ...]
 
 
 def test_first_positions_are_counted() -> None:
-    # Drafts: (A A C), (C), (A B), (A A A B), and one cut short by the end (A).
+    # Drafts: (A A C), (C), (A B), (A A A B), and (A), which the end of the completion cuts.
     origins = [S, A, A, C, C, A, B, A, A, A, B, A]
     once = completion(origins, [255, 0, 0, 0, 0, 0, 255, 0, 0, 0, 255, 0])
     assert FirstPositions.of([once, once]) == FirstPositions(10, 8)
@@ -45,7 +45,7 @@ def test_first_positions_are_counted() -> None:
     assert FirstPositions.of([mixed, completion([S, A, C], [255, 0, 0], ("suffix",))]) == FirstPositions(1, 1)
 
 
-def test_the_record_is_of_the_worst_data_at_the_temperature() -> None:
+def test_the_recorded_rate_is_that_of_the_worst_data_at_the_temperature() -> None:
     def entry(temperature: float, length: float) -> dict[str, float]:
         return {"temperature": temperature, "k": 2, "coupled": length}
 
@@ -54,7 +54,7 @@ def test_the_record_is_of_the_worst_data_at_the_temperature() -> None:
     assert provenance.first_position_rate(1.0, "coupled") == pytest.approx(0.5)  # 0.5 + 0.25
     assert provenance.first_position_rate(0.0, "coupled") == pytest.approx(0.8)  # 0.8 + 0.64
     assert provenance.first_position_rate(0.5, "coupled") == pytest.approx(0.65)
-    assert provenance.first_position_rate(1.2, "coupled") is None, "beyond what was measured"
+    assert provenance.first_position_rate(1.2, "coupled") is None, "outside of the measured temperatures"
     assert provenance.first_position_rate(1.0, "sampled") is None
 
 
@@ -66,55 +66,55 @@ def test_the_shipped_head_has_a_record() -> None:
         for kind in ("coupled", "greedy", "sampled")
     }
     assert all(0.2 < rate < 0.9 for rates in found.values() for rate in rates if rate is not None)
-    assert found["coupled"][0] == pytest.approx(0.52, abs=0.02)  # of general prompts, at T=1
+    assert found["coupled"][0] == pytest.approx(0.52, abs=0.02)  # general prompts at T=1
     config = load_config(None, ["speculation.method=eagle3"])
     assert recorded_acceptance(config, 1.0) == found["coupled"][0]
     for other in ("speculation.method=suffix", "speculation.any_target=true"):
         assert recorded_acceptance(load_config(None, ["speculation.method=eagle3", other]), 1.0) is None
 
 
-def test_the_alarm_is_said_once_and_survives_a_stop() -> None:
+def test_the_alarm_is_reported_once_and_its_state_can_be_restored() -> None:
     config = load_config(None, ["speculation.method=eagle3"])
-    watch = Alarms(config, recorded=0.5)
+    alarms = Alarms(config, recorded=0.5)
     counts = [(400, 180), (400, 145), (40, 0), (400, 80), (400, 40), (400, 160), (400, 130)]
-    found = [watch.check_record(FirstPositions(*each)) for each in counts]
+    found = [alarms.check_record(FirstPositions(*each)) for each in counts]
     assert [flags[RECORD] for flags, _ in found] == [False, False, False, True, True, False, True]
-    assert [len(said) for _, said in found] == [0, 0, 0, 1, 0, 0, 1]
-    text = found[3][1][0]
-    assert "20%" in text and "50%" in text and "draft.alarm_record = 0.7" in text
-    assert "paceline verify" in text and 'draft.online = "every"' in text and "train-draft" in text
+    assert [len(messages) for _, messages in found] == [0, 0, 0, 1, 0, 0, 1]
+    message = found[3][1][0]
+    assert "20%" in message and "50%" in message and "draft.alarm_record = 0.7" in message
+    assert "paceline verify" in message and 'draft.online = "every"' in message and "train-draft" in message
     again = Alarms(config, recorded=0.5)
-    again.restore(watch.state())
+    again.load_state_dict(alarms.state_dict())
     assert again.check_record(FirstPositions(400, 80)) == ({RECORD: True}, [])
-    assert Alarms(config).check_record(FirstPositions(400, 0)) == ({RECORD: False}, []), "nothing on record"
+    assert Alarms(config).check_record(FirstPositions(400, 0)) == ({RECORD: False}, []), "no recorded rate"
 
 
 def test_few_drafts_below_the_record_may_be_chance() -> None:
-    assert FirstPositions(60, 20).below(0.5, 0.7, 1.0) is None
-    assert FirstPositions(600, 200).below(0.5, 0.7, 1.0) is not None
-    assert FirstPositions(60000, 24000).below(0.5, 0.7, 1.0) is None, "another task, perhaps: nothing is wrong"
+    assert FirstPositions(60, 20).shortfall_message(0.5, 0.7, 1.0) is None
+    assert FirstPositions(600, 200).shortfall_message(0.5, 0.7, 1.0) is not None
+    assert FirstPositions(60000, 24000).shortfall_message(0.5, 0.7, 1.0) is None, "above alarm_record: no alarm"
 
 
 @pytest.mark.parametrize(("recorded", "alarm"), [(3.5, True), (1.1, False)])
-def test_a_run_raises_it(tmp_path: Path, recorded: float, alarm: bool) -> None:
+def test_a_run_raises_the_alarm(tmp_path: Path, recorded: float, alarm: bool) -> None:
     write_model(tmp_path / "model")
     write_task(tmp_path / "task.jsonl")
     settings = write_head(tmp_path)
     path = tmp_path / "head" / "provenance.json"
     record = {"held-out": {"temperature": 1.0, "k": 3, "coupled": recorded}}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"acceptance": record}))
-    loop = make(tmp_path, "run", *settings, "train.num_steps=1", "train.groups_per_step=6")
-    loop.run()
-    loop.close()
-    (metrics,) = loop.watcher.metrics
+    trainer = make(tmp_path, "run", *settings, "train.num_steps=1", "train.groups_per_step=6")
+    trainer.run()
+    trainer.close()
+    (metrics,) = trainer.callback.metrics
     assert metrics["num_drafts"] > MIN_DRAFTS
     assert metrics["acceptance_record_alarm"] is alarm
-    assert any("provenance.json records" in note for note in loop.watcher.notes) == alarm
+    assert any("provenance.json records" in note for note in trainer.callback.notes) == alarm
 
 
 @pytest.mark.slow
-def test_shifted_features_raise_it_on_real_weights(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Broken: the head gets the features of the token before. No token changes, only acceptance."""
+def test_shifted_hidden_states_raise_the_alarm_on_real_weights(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deliberately broken: the head reads the previous token's hidden states. Acceptance changes, tokens do not."""
 
     def generate() -> tuple[FirstPositions, list[list[int]]]:
         engine = build_engine(
@@ -123,22 +123,22 @@ def test_shifted_features_raise_it_on_real_weights(smollm2: Path, monkeypatch: p
             )
         )
         sampling = SamplingParams(max_tokens=32, ignore_eos=True)
-        prompts = [tuple(encode(engine.tokenizer, text)) for text in BUILTIN[:12]]
+        prompts = [tuple(encode(engine.tokenizer, text)) for text in read_prompts()[:12]]
         found = engine.generate([Request(i, p, sampling, i, str(i)) for i, p in enumerate(prompts)])
         return FirstPositions.of(found), [c.token_ids.tolist() for c in found]
 
     recorded = recorded_acceptance(load_config(None, ["speculation.method=eagle3"]), 1.0)
     assert recorded is not None
-    watch = Alarms(load_config(None, ["speculation.method=eagle3"]), recorded)
+    alarms = Alarms(load_config(None, ["speculation.method=eagle3"]), recorded)
     healthy, tokens = generate()
-    assert watch.check_record(healthy) == ({RECORD: False}, [])
-    features = PagedDecoder.features
+    assert alarms.check_record(healthy) == ({RECORD: False}, [])
+    aux_hidden_states = PagedDecoder.aux_hidden_states
 
-    def late(self: PagedDecoder, spans: Any) -> torch.Tensor:
-        return torch.cat([features(self, [(table, max(0, at - 1), max(0, at - 1) + 1)])
+    def shifted(self: PagedDecoder, spans: Any) -> torch.Tensor:
+        return torch.cat([aux_hidden_states(self, [(table, max(0, at - 1), max(0, at - 1) + 1)])
                           for table, start, end in spans for at in range(start, end)])  # fmt: skip
 
-    monkeypatch.setattr(PagedDecoder, "features", late)
+    monkeypatch.setattr(PagedDecoder, "aux_hidden_states", shifted)
     broken, same = generate()
     assert same == tokens
-    assert watch.check_record(broken)[0] == {RECORD: True}, (healthy, broken, recorded)
+    assert alarms.check_record(broken)[0] == {RECORD: True}, (healthy, broken, recorded)

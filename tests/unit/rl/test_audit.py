@@ -1,4 +1,4 @@
-"""The honest speed-up: the same tokens twice, and the engine as it was."""
+"""An audit generates the same tokens twice, and does not change the engine's state."""
 
 from __future__ import annotations
 
@@ -29,68 +29,69 @@ REQUESTS = [Request(i, (1, 2, 3 + i // 3), SamplingParams(max_tokens=12), i, f"p
 def test_audit_leaves_the_engine_as_it_was(engine: LocalEngine) -> None:
     drafter, rows = engine.drafter, engine.scheduler.max_num_seqs
     auditor = Auditor(engine, SuffixDrafter)
-    known = engine.learned()
+    state_before = engine.state_dict()
     completions = engine.generate(REQUESTS)
     engine.drain_trace()
-    learned = {name: array.copy() for name, array in drafter.state().items()}
-    audit = auditor.audit([Collected([], REQUESTS, completions, 0.0)], known)
+    drafter_state = {name: array.copy() for name, array in drafter.state_dict().items()}
+    audit = auditor.audit([Collected([], REQUESTS, completions)], state_before)
     assert (
         audit is not None and audit["identical"] and audit["speedup"] == audit["plain_s"] / audit["speculative_s"] > 0
     )
-    assert audit["tokens"] == sum(len(c.token_ids) for c in completions) and set(audit["tail"]) == {"1", "2", "4"}
+    assert audit["num_tokens"] == sum(len(c.token_ids) for c in completions)
+    assert set(audit["tail_speedup"]) == {"1", "2", "4"}
     assert engine.drafter is drafter and engine.scheduler.max_num_seqs == rows
-    assert all(np.array_equal(learned[name], array) for name, array in drafter.state().items())
-    assert engine.drain_trace() == [], "an audit's steps are not the run's"
+    assert all(np.array_equal(drafter_state[name], array) for name, array in drafter.state_dict().items())
+    assert engine.drain_trace() == [], "the steps of an audit are not in the trace of the run"
 
 
-def test_what_is_captured_on_first_use_does_not_count(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_with_captures_do_not_count(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     auditor, seconds = Auditor(engine, SuffixDrafter), iter([5.0, 1.0, 2.0])
 
     def generate(batches: object, drafting: bool, rows: int | None) -> tuple[float, list[Completion]]:
-        took = next(seconds)
-        if took == 5.0:
+        elapsed_s = next(seconds)
+        if elapsed_s == 5.0:
             monkeypatch.setattr(engine.runner, "num_captured", 3)
-        return took, []
+        return elapsed_s, []
 
     monkeypatch.setattr(auditor, "_generate", generate)
     assert [auditor._time([], drafting)[0] for drafting in (False, True)] == [1.0, 2.0]
 
 
-def test_other_tokens_are_noticed(engine: LocalEngine) -> None:
+def test_different_tokens_are_caught(engine: LocalEngine) -> None:
     auditor = Auditor(engine, SuffixDrafter)
-    known = engine.learned()
+    state_before = engine.state_dict()
     completions = engine.generate(REQUESTS)
     completions[2] = replace(completions[2], token_ids=completions[2].token_ids[::-1] + 1)
-    audit = auditor.audit([Collected([], REQUESTS, completions, 0.0)], known)
+    audit = auditor.audit([Collected([], REQUESTS, completions)], state_before)
     assert audit is not None and not audit["identical"]
 
 
 def test_rounds_are_audited_one_after_the_other(engine: LocalEngine) -> None:
-    """Dynamic sampling generates in rounds: an audit with all of them at once would run at another batch size."""
+    """Dynamic sampling generates in rounds; all of them at once would be another batch size."""
     auditor = Auditor(engine, SuffixDrafter)
-    known = engine.learned()
-    rounds = [Collected([], part, engine.generate(part), 0.0) for part in (REQUESTS[:3], REQUESTS[3:])]
-    most, step = 0, engine.step
+    state_before = engine.state_dict()
+    rounds = [Collected([], part, engine.generate(part)) for part in (REQUESTS[:3], REQUESTS[3:])]
+    max_running, step = 0, engine.step
 
-    def watched() -> list[Completion]:
-        nonlocal most
-        most = max(most, len(engine.scheduler.running))
+    def counted() -> list[Completion]:
+        nonlocal max_running
+        max_running = max(max_running, len(engine.scheduler.running))
         return step()
 
-    engine.step = watched  # type: ignore[method-assign]
+    engine.step = counted  # type: ignore[method-assign]
     try:
-        audit = auditor.audit(rounds, known)
+        audit = auditor.audit(rounds, state_before)
     finally:
         del engine.step  # type: ignore[method-assign]
-    assert audit is not None and audit["identical"] and most == 4  # three a round; four in the tail's measurement
+    assert audit is not None and audit["identical"] and max_running == 4  # 3 per round, 4 for the tail
 
 
-def test_little_to_audit(engine: LocalEngine) -> None:
+def test_few_requests(engine: LocalEngine) -> None:
     auditor = Auditor(engine, SuffixDrafter)
-    known = engine.learned()
-    assert auditor.audit([Collected([], [], [], 0.0)], known) is None
-    audit = auditor.audit([Collected([], REQUESTS[:2], engine.generate(REQUESTS[:2]), 0.0)], known)
-    assert audit is not None and set(audit["tail"]) == {"1", "2"}, "four never run where there are two"
+    state_before = engine.state_dict()
+    assert auditor.audit([Collected([], [], [])], state_before) is None
+    audit = auditor.audit([Collected([], REQUESTS[:2], engine.generate(REQUESTS[:2]))], state_before)
+    assert audit is not None and set(audit["tail_speedup"]) == {"1", "2"}, "4 sequences need 4 requests"
 
 
 def test_overall_sums_times() -> None:
@@ -109,8 +110,8 @@ def test_overall_sums_times() -> None:
     }  # fmt: skip
 
 
-def test_a_policy_hears_of_the_steps_that_it_planned_and_of_no_others(engine: LocalEngine) -> None:
-    """What plain steps take, between steps that draft, would be put down to the drafter."""
+def test_a_policy_observes_only_the_steps_that_it_planned(engine: LocalEngine) -> None:
+    """Otherwise it would attribute the time of steps without drafts to the drafter."""
 
     class Counting(StaticPolicy):
         num_planned = num_observed = 0
@@ -124,10 +125,10 @@ def test_a_policy_hears_of_the_steps_that_it_planned_and_of_no_others(engine: Lo
 
     drafter, own, policy = engine.drafter, engine.policy, Counting(4)
     engine.set_drafter(drafter, policy)
-    known = engine.learned()
+    state_before = engine.state_dict()
     completions = engine.generate(REQUESTS)
     num_steps = len(engine.drain_trace())
-    assert Auditor(engine, SuffixDrafter).audit([Collected([], REQUESTS, completions, 0.0)], known) is not None
+    assert Auditor(engine, SuffixDrafter).audit([Collected([], REQUESTS, completions)], state_before) is not None
     assert policy.num_planned == policy.num_observed > num_steps
     engine.set_drafter(None)
     engine.generate(REQUESTS)

@@ -1,4 +1,4 @@
-"""Problems in, scored groups out, in order, whoever was first."""
+"""Collecting rollouts: scored groups in order, for any order in which the samples finish."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripted import Bytes, Judge, ScriptedEngine
+from scripted import Bytes, ScriptedEngine, ScriptedRewarder
 
 from paceline.rl import collect
 from paceline.rl.collect import Collector
@@ -18,17 +18,18 @@ from paceline.tasks.task import Problem, Turn
 from paceline.types import Completion, SamplingParams
 
 
-def collector(engine: ScriptedEngine, judge: Judge | None = None, **kwargs: Any) -> Collector:
-    return Collector(engine, Bytes(), judge or Judge(), sampling=SamplingParams(max_tokens=20), **kwargs)
+def collector(engine: ScriptedEngine, rewarder: ScriptedRewarder | None = None, **kwargs: Any) -> Collector:
+    return Collector(engine, Bytes(), rewarder or ScriptedRewarder(), sampling=SamplingParams(max_tokens=20), **kwargs)
 
 
 def problems(num: int, **kwargs: Any) -> list[tuple[int, Problem]]:
     return [(10 + i, Problem(f"p{i}", f"prompt {i}", {"answer": i}, **kwargs)) for i in range(num)]
 
 
-def test_order_goes_by_index_though_the_last_is_done_first() -> None:
+def test_groups_are_in_the_order_of_their_index() -> None:
+    """The engine finishes the last request first."""
     engine = ScriptedEngine(lambda request: f"{bytes(request.prompt_ids).decode()}!")
-    found = collector(engine, Judge(lambda s: s.columns["answer"] + 0.5)).collect(3, problems(3), 2, "seed")
+    found = collector(engine, ScriptedRewarder(lambda s: s.columns["answer"] + 0.5)).collect(3, problems(3), 2, "seed")
     assert [(g.index, g.problem, g.prompt) for g in found.groups] == [
         (10 + i, f"p{i}", f"prompt {i}") for i in range(3)
     ]
@@ -41,7 +42,7 @@ def test_order_goes_by_index_though_the_last_is_done_first() -> None:
     assert [c.request for c in found.completions] == found.requests
 
 
-def test_noise_is_known_from_seed_place_sample_and_turn() -> None:
+def test_the_noise_key_depends_on_seed_group_sample_and_turn() -> None:
     def keys(seed: object) -> list[int]:
         engine = ScriptedEngine()
         collector(engine).collect(0, problems(2), 3, seed)
@@ -51,16 +52,16 @@ def test_noise_is_known_from_seed_place_sample_and_turn() -> None:
     assert not set(keys("a")) & set(keys("b"))
 
 
-def test_failures_are_named_and_the_rest_is_scored() -> None:
-    judge = Judge(lambda s: "would not say" if s.name.endswith("p1, sample 0") else 1.0)
-    first, second = collector(ScriptedEngine(), judge).collect(4, problems(2), 2, 0).groups
+def test_failures_are_named_and_the_other_samples_are_scored() -> None:
+    rewarder = ScriptedRewarder(lambda s: "no reward" if s.name.endswith("p1, sample 0") else 1.0)
+    first, second = collector(ScriptedEngine(), rewarder).collect(4, problems(2), 2, 0).groups
     assert [r.failure for r in first.rollouts] == [None, None]
-    assert second.rollouts[0].failure == "step 4, p1, sample 0: would not say" and math.isnan(second.rollouts[0].reward)
+    assert second.rollouts[0].failure == "step 4, p1, sample 0: no reward" and math.isnan(second.rollouts[0].reward)
     assert second.scored == [second.rollouts[1]]
 
 
 class Counts:
-    """Says how often it was spoken to; ends at three, or as it is told."""
+    """Answers with the number of its turns, and ends after three. `last` replaces the second answer."""
 
     def __init__(self, last: Any = None) -> None:
         self.turns, self.last = 0, last
@@ -76,40 +77,41 @@ class Counts:
 
 
 def test_turns() -> None:
-    """What the environment says is in the stream with mask false, and is never tokenised again."""
+    """Observations are part of the rollout with mask false, and emitted tokens are not tokenized again."""
     engine = ScriptedEngine(lambda request: f"{len(request.prompt_ids)};")
-    (group,) = collector(engine, Judge(lambda s: s.env_reward)).collect(0, problems(1, make_env=Counts), 1, 0).groups
+    rewarder = ScriptedRewarder(lambda s: s.env_reward)
+    (group,) = collector(engine, rewarder).collect(0, problems(1, make_env=Counts), 1, 0).groups
     (rollout,) = group.rollouts
     assert bytes(rollout.token_ids.tolist()).decode() == "2;<1>7;<2>12;"
     assert "".join("x" if chosen else "." for chosen in rollout.mask) == "xx...xx...xxx"
     assert (rollout.logprobs[~rollout.mask] == 0).all() and (rollout.logprobs[rollout.mask] < 0).all()
     assert rollout.num_turns == 3 and rollout.reward == 1 + 2 + 3 and rollout.text == "12;"
     assert [bytes(r.prompt_ids).decode() for r in engine.submitted] == ["go", "go2;<1>", "go2;<1>7;<2>"]
-    assert [r.sampling.max_tokens for r in engine.submitted] == [20, 18, 16], "all turns share the room"
+    assert [r.sampling.max_tokens for r in engine.submitted] == [20, 18, 16], "all turns share max_tokens"
     assert len({r.noise_key for r in engine.submitted}) == 3
 
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        ("a word", "its environment's answer can't be used: AttributeError"),
+        ("not a Turn", "its environment's answer can't be used: AttributeError"),
         (Turn([{"no": "content"}]), "its environment's answer can't be used: KeyError"),
         (Turn([{"role": "user", "content": "x" * 300}]), "the context is full"),
     ],
 )
-def test_an_answer_that_can_not_be_used_costs_the_sample(answer: Any, reason: str) -> None:
+def test_an_invalid_answer_costs_only_the_sample(answer: Any, reason: str) -> None:
     made = iter([Counts(answer), Counts()])
-    found = collector(ScriptedEngine(), Judge(lambda s: s.env_reward)).collect(
+    found = collector(ScriptedEngine(), ScriptedRewarder(lambda s: s.env_reward)).collect(
         7, problems(1, make_env=lambda: next(made)), 2, 0
     )
     bad, good = found.groups[0].rollouts
     assert bad.failure is not None and bad.failure.startswith("step 7, p0, sample 0: ") and reason in bad.failure
-    assert len(bad.token_ids) == len(bad.mask) == 2 + 3 + 2, "what it said is kept"
+    assert len(bad.token_ids) == len(bad.mask) == 2 + 3 + 2, "its tokens are kept"
     assert good.failure is None and good.reward == 6
 
 
-def test_environments_that_never_open_wait_together() -> None:
-    """Were each waited for in its turn, this would take the better part of an hour."""
+def test_environments_open_in_parallel() -> None:
+    """One after the other, the timeouts would add up."""
 
     class Hangs(Counts):
         def prompt(self) -> str:
@@ -123,38 +125,38 @@ def test_environments_that_never_open_wait_together() -> None:
     assert all(np.isnan(r.reward) for r in group.rollouts)
 
 
-class Enough(Exception):
+class StopTest(Exception):
     pass
 
 
-def test_stopped_in_the_middle_it_leaves_nothing_running() -> None:
+def test_an_error_aborts_all_requests() -> None:
     engine = ScriptedEngine()
 
-    def between(done: int, total: int) -> None:
+    def on_progress(done: int, total: int) -> None:
         assert total == 6
         if done == 2:
-            raise Enough
+            raise StopTest
 
-    with pytest.raises(Enough):
-        collector(engine).collect(0, problems(2), 3, 0, between=between)
+    with pytest.raises(StopTest):
+        collector(engine).collect(0, problems(2), 3, 0, on_progress=on_progress)
     assert len(engine.aborted) == 4 and engine.waiting == []
 
 
-def test_stopped_while_rewards_are_awaited() -> None:
+def test_stopped_while_waiting_for_rewards() -> None:
     release = threading.Event()
 
-    def between(done: int, total: int) -> None:
+    def on_progress(done: int, total: int) -> None:
         if done == total:
-            raise Enough
+            raise StopTest
 
-    with pytest.raises(Enough):
-        collector(ScriptedEngine(), Judge(lambda s: float(release.wait()))).collect(
-            0, problems(1), 2, 0, between=between
+    with pytest.raises(StopTest):
+        collector(ScriptedEngine(), ScriptedRewarder(lambda s: float(release.wait()))).collect(
+            0, problems(1), 2, 0, on_progress=on_progress
         )
     release.set()
 
 
-def test_a_prompt_that_the_engine_refuses_costs_its_samples() -> None:
+def test_a_rejected_prompt_costs_only_its_samples() -> None:
     class Short(ScriptedEngine):
         def submit(self, request: Any) -> Any:
             if bytes(request.prompt_ids) == b"prompt 1":
@@ -167,7 +169,7 @@ def test_a_prompt_that_the_engine_refuses_costs_its_samples() -> None:
 
 
 class AllAtOnce(ScriptedEngine):
-    """And it knows what it has handed over."""
+    """Finishes all requests in one step, and rejects `abort` of a finished request."""
 
     def step(self) -> list[Completion]:
         return [completion for _ in range(len(self.waiting)) for completion in super(AllAtOnce, self).step()]
@@ -178,7 +180,7 @@ class AllAtOnce(ScriptedEngine):
         super().abort(request_id)
 
 
-def test_an_error_is_not_hidden_by_what_comes_of_giving_up() -> None:
+def test_an_error_while_aborting_does_not_hide_the_first_error() -> None:
     engine = AllAtOnce()
     it = collector(engine)
 
@@ -192,8 +194,8 @@ def test_an_error_is_not_hidden_by_what_comes_of_giving_up() -> None:
     assert not engine.waiting
 
 
-def test_what_was_given_up_and_is_told_of_later_is_nobodys() -> None:
-    """As by an engine whose steps land when something is aborted: what ended then is returned by its next step."""
+def test_late_completions_of_an_aborted_run_are_ignored() -> None:
+    """An asynchronous engine may finish a request during `abort` and return it from its next step."""
 
     class Late(ScriptedEngine):
         kept: tuple[Completion, ...] = ()
@@ -207,29 +209,29 @@ def test_what_was_given_up_and_is_told_of_later_is_nobodys() -> None:
 
     def stop(done: int, total: int) -> None:
         if done == 1:
-            raise KeyError("mine")
+            raise KeyError("stop")
 
     it = collector(Late())
-    with pytest.raises(KeyError, match="mine"):
-        it.collect(0, problems(2), 2, 0, between=stop)
+    with pytest.raises(KeyError, match="stop"):
+        it.collect(0, problems(2), 2, 0, on_progress=stop)
     assert it.engine.kept
     found = it.collect(1, problems(2), 2, 1)
     assert [len(group.scored) for group in found.groups] == [2, 2] and len(found.completions) == 4
 
 
 @pytest.mark.parametrize("has_env", [False, True])
-def test_of_many_that_end_at_once_some_wait_for_the_next_step_unless_an_environment_waits(
+def test_detokenization_is_spread_over_steps_unless_there_are_environments(
     has_env: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nine end in the first step, and one in each that follows; a device does not wait until all are put into words,
-    of which three take a tenth of a step."""
-    put_into_words, now = [], [0.0]
+    """Nine samples finish in the first step, and one in each later step. Detokenizing three of them takes a tenth of a
+    step."""
+    num_detokenized, now = [], [0.0]
 
     class Nine(ScriptedEngine):
         num_steps = 0
 
         def step(self) -> list[Completion]:
-            put_into_words.append(it.tokenizer.num)
+            num_detokenized.append(it.tokenizer.num)
             self.num_steps += 1
             now[0] += 10.0
             return [c for _ in range(9 if self.num_steps == 1 else 1) for c in super(Nine, self).step()]
@@ -247,6 +249,6 @@ def test_of_many_that_end_at_once_some_wait_for_the_next_step_unless_an_environm
     it = collector(Nine())
     it.tokenizer = Counting()
     found = it.collect(0, problems(3, make_env=Counts) if has_env else problems(3), 4, 0)
-    assert put_into_words[:2] == [0, 9] if has_env else put_into_words == [0, 3, 6, 9]
+    assert num_detokenized[:2] == [0, 9] if has_env else num_detokenized == [0, 3, 6, 9]
     assert [len(group.scored) for group in found.groups] == [4, 4, 4]
     assert len(found.completions) == (36 if has_env else 12)

@@ -1,4 +1,4 @@
-"""A step's time: its closed-form limits, and that more never takes less."""
+"""Step times: closed-form limits and monotonicity."""
 
 from __future__ import annotations
 
@@ -9,49 +9,49 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.sim.cards import Efficiency, Hardware, Model, Software, card
+from paceline.sim.specs import Efficiency, Hardware, Model, Software, load_spec
 from paceline.sim.step import Engine, StepModel
 from paceline.speculation.batch import Load
 
 IDEAL = Efficiency("ideal", "", 1.0, 1.0, 50.0, 1.0, 1.0, 0.01, 0.01, 1.0, 1.0)
-NOTHING, ONE = Software("none", ""), Engine()
-H200, QWEN = card(Hardware, "h200", ""), card(Model, "qwen3-8b", "")
-MOE, GB200 = card(Model, "qwen3-235b-a22b", ""), card(Hardware, "gb200-nvl72", "")
+NO_HOST_TIME, ONE_GPU = Software("none", ""), Engine()
+H200, QWEN = load_spec(Hardware, "h200", ""), load_spec(Model, "qwen3-8b", "")
+MOE, GB200 = load_spec(Model, "qwen3-235b-a22b", ""), load_spec(Hardware, "gb200-nvl72", "")
 
 
-def model_of(model=QWEN, hardware=H200, efficiency=IDEAL, software=NOTHING, engine=ONE, method="none"):
+def model_of(model=QWEN, hardware=H200, efficiency=IDEAL, software=NO_HOST_TIME, engine=ONE_GPU, method="none"):
     return StepModel(hardware, model, software, efficiency, engine, method)
 
 
-def test_one_row_is_bound_by_memory():
-    """It reads all weights but the embedding once, and the context's keys and values once."""
+def test_one_row_is_memory_bound():
+    """It reads all weights except the embedding once, and the KV cache of the context once."""
     context = 1000
     num_bytes = 2 * (QWEN.active_params + 36 * 2 * 8 * 128 * context)
     assert model_of().forward_s(1, 1, context) == pytest.approx(num_bytes / 4.8e12, rel=0.005)
 
 
-def test_infinitely_many_rows_are_bound_by_arithmetic():
+def test_many_rows_are_compute_bound():
     rows = 1e7
     small = rows * (2 * 36 * (8 * 4096 + 3 * 12288) + 12 * 151936) / 4.8e12  # activations and logits
     found = model_of().forward_s(rows, rows, 0) - small
     assert found == pytest.approx(2 * QWEN.active_params * rows / 989e12, rel=0.005)
 
 
-def test_verifying_is_free_while_memory_binds_and_in_proportion_when_arithmetic_does():
+def test_verification_is_free_when_memory_bound_and_proportional_when_compute_bound():
     model = model_of()
     assert model.step_s(1, 3, 100) / model.step_s(1, 0, 100) < 1.01
     assert model.step_s(100_000, 3, 0) / model.step_s(100_000, 0, 0) == pytest.approx(4, rel=0.01)
 
 
-def test_touched_experts():
-    """E(1 - (1 - a/E)^n): one token reads eight experts, many read all."""
+def test_number_of_active_experts():
+    """E(1 - (1 - a/E)^n): one token reads eight experts, many tokens read all."""
     engine = Engine(gpus=1, tp=1, precision="fp8", kv_precision="fp8")
     vast = replace(GB200, memory_gb=1000.0, nvlink_gb_s=0.0)
     model = model_of(MOE, vast, engine=engine)
 
     def experts(tokens):
-        rest = model.forward_s(tokens, tokens, 0) - dense.forward_s(tokens, tokens, 0)
-        return float(rest) * 8e12 / (94 * MOE.expert_params)
+        seconds = model.forward_s(tokens, tokens, 0) - dense.forward_s(tokens, tokens, 0)
+        return float(seconds) * 8e12 / (94 * MOE.expert_params)
 
     nearly_none = replace(MOE, experts=8, experts_per_token=8, expert_intermediate=1)
     dense = model_of(nearly_none, vast, engine=engine)
@@ -60,40 +60,40 @@ def test_touched_experts():
     assert experts(200) == pytest.approx(128, rel=0.02)
 
 
-def test_tensor_parallel_divides_what_is_read_and_adds_what_is_said():
+def test_tensor_parallelism_divides_reads_and_adds_communication():
     rows, context = 8, 4000
-    apart = model_of().forward_s(rows, rows, rows * context)
+    one_gpu = model_of().forward_s(rows, rows, rows * context)
     free = replace(H200, nvlink_us=0.01, nvlink_gb_s=10_000.0)
-    together = model_of(hardware=free, engine=Engine(4, 4)).forward_s(rows, rows, rows * context)
-    assert together == pytest.approx(apart / 4, rel=0.02)
+    parallel = model_of(hardware=free, engine=Engine(4, 4)).forward_s(rows, rows, rows * context)
+    assert parallel == pytest.approx(one_gpu / 4, rel=0.02)
     slow = model_of(hardware=replace(H200, nvlink_us=50.0), engine=Engine(4, 4)).forward_s(rows, rows, rows * context)
-    assert slow - together == pytest.approx(36 * 2 * 100e-6, rel=0.1)
+    assert slow - parallel == pytest.approx(36 * 2 * 100e-6, rel=0.1)
 
 
-def test_beyond_its_domain_an_engine_talks_over_the_network():
+def test_engines_larger_than_an_nvlink_domain_use_the_network():
     near = model_of(engine=Engine(8, 8)).forward_s(64, 64, 64000)
     far = model_of(hardware=replace(H200, nvlink_gpus=4), engine=Engine(8, 8)).forward_s(64, 64, 64000)
     assert far > near + 36 * 2 * 3 * 3e-6
 
 
-def test_drafts_take_time_only_where_they_are_made():
+def test_draft_times():
     head, free = model_of(method="eagle3"), model_of(method="free")
     assert head.draft_s(8, 0, 100) == 0
     one, three = head.draft_s(8, 1, 100), head.draft_s(8, 3, 100)
     assert 0 < one < three < head.forward_s(8, 8, 800)
     assert free.draft_s(8, 5, 100) == pytest.approx(16e-6)
-    small = StepModel(H200, QWEN, NOTHING, IDEAL, Engine(), "draft_model", card(Model, "qwen3-0.6b", ""))
+    small = StepModel(H200, QWEN, NO_HOST_TIME, IDEAL, Engine(), "draft_model", load_spec(Model, "qwen3-0.6b", ""))
     assert small.draft_s(1, 4, 100) == pytest.approx(4 * small.draft_s(1, 1, 100))
 
 
-def test_the_host_is_paid_by_step_row_token_and_pass():
-    plain = model_of(method="eagle3").step_s(10, 3, 100, 2.5)
+def test_host_time_per_step_row_token_and_pass():
+    without_host = model_of(method="eagle3").step_s(10, 3, 100, 2.5)
     software = Software("host", "", host_step_us=100.0, host_row_us=2.0, host_token_us=4.0, host_pass_us=50.0)
     found = model_of(method="eagle3", software=software).step_s(10, 3, 100, 2.5)
-    assert found - plain == pytest.approx(1e-6 * (100 + 10 * (2 + 4 * 2.5) + 3 * 50))
+    assert found - without_host == pytest.approx(1e-6 * (100 + 10 * (2 + 4 * 2.5) + 3 * 50))
 
 
-shipped = card(Efficiency, "published", "")
+shipped = load_spec(Efficiency, "published", "")
 
 
 @settings(max_examples=60, deadline=None)
@@ -101,7 +101,7 @@ shipped = card(Efficiency, "published", "")
     rows=st.integers(1, 4096), k=st.integers(0, 16), context=st.integers(1, 40_000), moe=st.booleans(),
     more=st.sampled_from(["rows", "k", "context"]),
 )  # fmt: skip
-def test_more_never_takes_less(rows, k, context, moe, more):
+def test_step_time_is_monotonic(rows, k, context, moe, more):
     engine = Engine(16, 4, "fp8", "fp8") if moe else Engine(2, 2)
     model = model_of(MOE if moe else QWEN, GB200, shipped, engine=engine, method="eagle3")
     load = {"rows": rows, "k": k, "context": context}
@@ -109,7 +109,7 @@ def test_more_never_takes_less(rows, k, context, moe, more):
     assert 0 < model.step_s(**load) <= model.step_s(**larger) * (1 + 1e-12)
 
 
-def test_whole_arrays_give_what_single_numbers_do():
+def test_arrays_give_the_same_as_scalars():
     model = model_of(MOE, GB200, shipped, engine=Engine(16, 1, "fp8", "fp8"), method="eagle3")
     rows, k, context = np.array([1, 7, 300]), np.array([0, 3, 5]), np.array([10.0, 5000.0, 20000.0])
     single = [float(model.step_s(*each)) for each in zip(rows, k, context, strict=True)]
@@ -117,8 +117,8 @@ def test_whole_arrays_give_what_single_numbers_do():
 
 
 @pytest.mark.parametrize("experts", [False, True])
-def test_the_cost_table_is_the_step_model(experts):
-    """Where rows are fewer than groups, a row's context is all on one device, which a table can't say: 5%."""
+def test_the_cost_table_has_the_step_models_times(experts):
+    """Within 5%: with fewer rows than groups, a row's context is on one device, which a cost table can't express."""
     model = model_of(efficiency=shipped, method="eagle3")
     if experts:
         model = model_of(MOE, GB200, shipped, engine=Engine(16, 1, "fp8", "fp8"), method="eagle3")

@@ -1,4 +1,4 @@
-"""The long tail's budgets against a search that knows nothing of the closed form."""
+"""Budgets for rows of different lengths, compared with a search that does not use the closed form."""
 
 from __future__ import annotations
 
@@ -8,18 +8,27 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from scripts import load_script
 
-from paceline.speculation.budgets import Solver, accepted, cost_s, printed, solve
+from paceline.speculation.budgets import Solver, accepted, solve
 
+printed = load_script("history/printed_budgets.py").printed
 Instance = tuple[list[float], list[float], list[float], float, float]
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
-# ---- a slow twin: golden section over N, each row's budget by bisection of A_i itself ----
+def cost_s(instance_lengths, alpha, k, c_base: float, c_tok: float, budgets) -> float:
+    """The cost of budgets, with the steps that they result in."""
+    p_B = np.asarray(budgets, np.float64)
+    num_steps = (np.asarray(instance_lengths, np.float64) - accepted(instance_lengths, alpha, k, p_B)).max(initial=0.0)
+    return float(c_base * num_steps + c_tok * p_B.sum())
+
+
+# ---- slow reference implementation: golden section over N, each row's budget by bisection of A_i itself ----
 
 
 def slow_budget(length: float, alpha: float, k: float, num_steps: float) -> float:
-    """The least p with length − A(p) ≤ num_steps; inf where there is none."""
+    """The least p with length − A(p) ≤ num_steps; inf if there is none."""
 
     def enough(p: float) -> bool:
         return length - k * length * (1 - math.exp(-alpha * p / length)) <= num_steps
@@ -52,7 +61,7 @@ def slow_optimum(instance: Instance) -> float:
         left, right = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
         costs = slow_cost(instance, left), slow_cost(instance, right)
         best = min(best, *costs)
-        low, high = (low, right) if costs[0] < costs[1] else (left, high)  # where both are inf, N is too small
+        low, high = (low, right) if costs[0] < costs[1] else (left, high)  # if both are inf, N is too small
     return best
 
 
@@ -67,7 +76,7 @@ def instances(draw: st.DrawFn, max_rows: int = 5) -> Instance:
 
 @settings(max_examples=150, deadline=None)
 @given(instances())
-def test_it_is_the_optimum(instance: Instance) -> None:
+def test_the_solution_is_the_optimum(instance: Instance) -> None:
     lengths, alpha, k, c_base, c_tok = instance
     found = solve(*instance)
     np.testing.assert_array_less(
@@ -80,7 +89,7 @@ def test_it_is_the_optimum(instance: Instance) -> None:
 @settings(max_examples=200, deadline=None)
 @given(instances(max_rows=40))
 @example(([1000.0, 999.9999999999999], [2.0, 1.0], [1.0, 1.0], 1.0, 1.0))
-def test_the_prices_prove_it(instance: Instance) -> None:
+def test_the_prices_prove_the_optimum(instance: Instance) -> None:
     """Prices μ ≥ 0 that add up to c_base bound every cost from below: by Σ_i min_p μ_i (l_i − A_i(p)) + c_tok p. Here
     the bound is met. The least p of a term is where μ_i A_i'(p) = c_tok, or 0."""
     lengths, alpha, k, c_base, c_tok = (np.array(part) for part in instance)
@@ -93,7 +102,7 @@ def test_the_prices_prove_it(instance: Instance) -> None:
 
 
 def test_an_optimum_on_a_kink() -> None:
-    """Two long rows pay together for getting down to the third's length, but the three do not for going on."""
+    """It pays to shorten two long rows to the third's length, but not to shorten all three further."""
     lengths = [100.0, 100.0, 37.3]
     # Slopes just above N = 37.3: 2 · 1/(1 · 0.373) = 5.4 tokens a step; just below, 1/(0.1 · 1) = 10 more.
     found = solve(lengths, [1.0, 1.0, 0.1], 1.0, 8.0, 1.0)
@@ -102,7 +111,7 @@ def test_an_optimum_on_a_kink() -> None:
     np.testing.assert_allclose(found.prices, [1 / 0.373, 1 / 0.373, 8 - 2 / 0.373])  # the last: what is left of c_base
 
 
-# ---- what is not an everyday instance ----
+# ---- special cases ----
 
 
 def test_long_rows_get_more_and_short_ones_nothing() -> None:
@@ -117,11 +126,11 @@ def test_edges(solver: Solver) -> None:
     assert solver([], 1.0, 0.5, 1.0, 0.1).num_steps == 0
     nothing = solver([0.0, 0.0], 1.0, 0.5, 1.0, 0.1)
     assert nothing.num_steps == 0 and not nothing.budgets.any() and not nothing.prices.any()
-    some = solver([0.0, 80.0], [1.0, 0.0], 0.5, 1.0, 0.1)  # drafts do not help the one that has something to go
+    some = solver([0.0, 80.0], [1.0, 0.0], 0.5, 1.0, 0.1)  # drafts do not help the only row with tokens left
     assert some.num_steps == 80 and not some.budgets.any() and some.prices.tolist() == [0, 1]
     hopeless = solver([100.0, 90.0], 1e-300, 0.5, 1.0, 0.1)
     assert hopeless.num_steps == 100 and not hopeless.budgets.any()
-    mixed = solver([100.0, 90.0, 20.0], [1.0, 0.0, 1.0], 1.0, 1.0, 1e-3)  # nobody needs to be done before the second
+    mixed = solver([100.0, 90.0, 20.0], [1.0, 0.0, 1.0], 1.0, 1.0, 1e-3)  # no row needs to end before the second
     assert mixed.num_steps == 90 and mixed.budgets[0] > 0 and mixed.budgets[1:].tolist() == [0, 0]
 
 
@@ -138,10 +147,10 @@ def test_extreme_costs_give_finite_budgets(solver: Solver, c_base: float, c_tok:
     assert found.num_steps >= 1e6 * (1 - k) or solver is printed
 
 
-def test_dear_tokens_buy_nothing_and_free_ones_everything() -> None:
+def test_no_budget_for_expensive_tokens_and_the_largest_for_free_ones() -> None:
     lengths = [500.0, 200.0]
-    dear = solve(lengths, 1.0, 0.8, 1.0, 1.0)  # 1 token saves at most α k = 0.8 of a step
-    assert dear.num_steps == 500 and not dear.budgets.any() and dear.prices.tolist() == [1, 0]
+    expensive = solve(lengths, 1.0, 0.8, 1.0, 1.0)  # 1 token saves at most α k = 0.8 of a step
+    assert expensive.num_steps == 500 and not expensive.budgets.any() and expensive.prices.tolist() == [1, 0]
     free = solve(lengths, 1.0, 0.8, 1.0, 0.0)
     assert free.num_steps == pytest.approx(500 * 0.2)
 
@@ -169,7 +178,7 @@ def test_the_printed_formula_is_right_for_k_of_1(instance: Instance) -> None:
 @settings(max_examples=60, deadline=None)
 @given(instances(), st.floats(0.05, 0.95))
 def test_the_printed_formula_misses_its_own_constraint(instance: Instance, k: float) -> None:
-    """Wherever it drafts at all, its rows take longer than it says; and no budgets beat the optimum."""
+    """If it drafts at all, its rows take longer than its solution claims; and no budgets beat the optimum."""
     lengths, alpha, _, c_base, c_tok = instance
     other = printed(lengths, alpha, k, c_base, c_tok)
     if other.budgets.max() > 1e-6 * max(lengths):

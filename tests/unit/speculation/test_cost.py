@@ -1,4 +1,4 @@
-"""The cost table: gives its points back, never falls, learns what it sees, says what is wrong with a file."""
+"""The cost table: has its points, never falls with more tokens, follows measured steps, and refuses broken files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def point(rows: int, queries: int, seconds: float) -> Point:
 
 
 def step_ms(rows: int, queries: int) -> float:
-    """Something like a GPU: flat while it waits for memory, then in proportion to tokens; a jump at 32."""
+    """Like a GPU: constant while memory-bound, then proportional to tokens; a jump at 32."""
     return 5 + 0.01 * rows + max(0, rows * queries - 40) * 0.05 + (1 if rows * queries > 32 else 0)
 
 
@@ -43,7 +43,7 @@ def load(rows: int, context: int = CONTEXT) -> Load:
 
 
 def trace(rows: int, num_draft_tokens: int, step_s: float, draft_s: float = 0.0, **changes: object) -> StepTrace:
-    blank = dict.fromkeys(StepTrace.__dataclass_fields__, 0) | {"drafter": "eagle3", "sources": ()}
+    blank = dict.fromkeys(StepTrace.__dataclass_fields__, 0) | {"drafter": "eagle3", "per_drafter": ()}
     figures = {
         "num_rows": rows,
         "num_query_tokens": rows + num_draft_tokens,
@@ -58,7 +58,7 @@ def trace(rows: int, num_draft_tokens: int, step_s: float, draft_s: float = 0.0,
 # -- as measured ------------------------------------------------------------------------------------------------------
 
 
-def test_points_come_back():
+def test_the_points_of_the_table_are_exact():
     costs = table()
     for p in POINTS:
         extra = p.num_query_tokens - p.num_rows
@@ -68,7 +68,7 @@ def test_points_come_back():
         )
 
 
-def test_between_points_lines_beyond_them_the_last_slope():
+def test_linear_between_points_and_the_last_slope_beyond_them():
     costs = table()
     at = costs.steps_s(load(32), 500)
     assert at[64] == pytest.approx((at[32] + at[96]) / 2)
@@ -78,7 +78,7 @@ def test_between_points_lines_beyond_them_the_last_slope():
         0.75 * (step_ms(32, 1) / 1e3 - 32 * 101 * 1e-8) + 0.25 * (step_ms(64, 1) / 1e3 - 64 * 101 * 1e-8)
     )
     assert costs.step_s(load(128)) > costs.step_s(load(64)) + 64 * 0.02e-3
-    alone = CostTable("one", [Point(4, 4, 400, 0.01)])  # from a single point, in proportion
+    alone = CostTable("one", [Point(4, 4, 400, 0.01)])  # proportional to a single point
     assert alone.step_s(Load(8, 8, 800)) == pytest.approx(0.02)
     assert alone.steps_s(Load(4, 4, 400), 4)[4] == pytest.approx(0.02)
 
@@ -86,9 +86,9 @@ def test_between_points_lines_beyond_them_the_last_slope():
 def test_context_counts():
     costs = table()
     assert costs.step_s(load(8, 1100)) - costs.step_s(load(8, 100)) == pytest.approx(8 * 1000 * 1e-8)
-    # However short the context, a step takes something.
-    dear = CostTable("dear", [Point(1, 1, 1000, 0.01)], per_context_token_s=1e-4)
-    assert dear.step_s(Load(1, 1, 1)) == pytest.approx(0.001)
+    # A step takes some time, however short the context is.
+    expensive = CostTable("expensive", [Point(1, 1, 1000, 0.01)], per_context_token_s=1e-4)
+    assert expensive.step_s(Load(1, 1, 1)) == pytest.approx(0.001)
 
 
 def never_falls(costs: CostTable) -> bool:
@@ -98,13 +98,13 @@ def never_falls(costs: CostTable) -> bool:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(0.5, 2.0), min_size=len(POINTS), max_size=len(POINTS)))
-def test_noise_makes_no_dips(noise):
+def test_times_never_fall_with_noisy_points(noise):
     noisy = [replace(p, seconds=p.seconds * factor) for p, factor in zip(POINTS, noise, strict=True)]
     assert never_falls(table(points=noisy))
 
 
-def test_dips_would_be_seen(monkeypatch):
-    """Broken twin: without running maxima the same check fails."""
+def test_falling_times_are_detected(monkeypatch):
+    """Broken: without running maxima the same check fails."""
     dip = [replace(p, seconds=p.seconds * (0.5 if p.num_query_tokens == 16 else 1)) for p in POINTS]
     assert never_falls(table(points=dip))
 
@@ -127,10 +127,10 @@ def test_draft_times():
     assert costs.draft_s("eagle3", 8, 0) == costs.draft_s("suffix", 8, 3) == 0
 
 
-# -- as seen ----------------------------------------------------------------------------------------------------------
+# -- observed steps ---------------------------------------------------------------------------------------------------
 
 
-def test_it_moves_towards_what_it_sees():
+def test_times_move_towards_observed_ones():
     costs = table()
     for _ in range(100):
         for extra in (0, 8, 24):
@@ -140,13 +140,13 @@ def test_it_moves_towards_what_it_sees():
     assert now[0] / measured[0] == pytest.approx(1.2, rel=0.02)
     assert now[8] / measured[8] == pytest.approx(1.5, rel=0.02)
     assert now[40] / measured[40] == pytest.approx(1.5, rel=0.1)
-    # Rows that were not seen follow those next to them: 1.4 on average.
+    # Numbers of rows that were not observed follow their neighbours: 1.4 on average.
     assert costs.step_s(load(64)) / table().step_s(load(64)) == pytest.approx(1.4, rel=0.1)
     assert (np.diff(now) >= 0).all()
 
 
-def test_a_machine_that_changes_is_followed_where_one_does_not_look():
-    """Both were learned; then all becomes slower and only steps with drafts are seen."""
+def test_a_slower_machine_changes_times_that_are_not_observed_too():
+    """Both were observed. Then all steps become slower, and only steps with drafts are observed."""
     costs = table()
     for _ in range(200):
         for extra in (0, 8):
@@ -157,7 +157,7 @@ def test_a_machine_that_changes_is_followed_where_one_does_not_look():
     assert costs.step_s(load(8)) / table().step_s(load(8)) > 1.4
 
 
-def test_one_stall_is_no_trend():
+def test_a_single_slow_step_changes_little():
     costs = table()
     for _ in range(50):
         costs.observe(trace(8, 0, table().step_s(load(8))))
@@ -167,9 +167,9 @@ def test_one_stall_is_no_trend():
 
 @pytest.mark.parametrize("factor", [100, 0.01])
 @pytest.mark.parametrize("stalled", [{0}, {1}, {2}, {0, 5}])
-def test_a_stall_at_the_beginning_is_no_trend(stalled, factor):
-    """Nothing was learned yet, and what comes first takes a hundred times as long, or seems to take no time, since the
-    one before it was noticed late. Also where drafts are verified."""
+def test_a_slow_first_step_changes_little(stalled, factor):
+    """The first observed step takes a hundred times as long, or seems to take no time because the one before it was
+    measured late. With drafts and without."""
     costs = table()
     for i in range(8):
         extra = 16 * (i % 2)
@@ -179,9 +179,9 @@ def test_a_stall_at_the_beginning_is_no_trend(stalled, factor):
     assert 0.7 < now[0] / measured[0] < 1.5 and 0.7 < now[16] / measured[16] < 1.5
 
 
-def test_a_first_draft_that_has_a_prompt_to_read_is_no_trend():
-    """It takes ten times as long; who believed it would not draft again, and never learn better. A head that is slower
-    than was thought is known for it by its second."""
+def test_a_first_draft_that_computes_a_prompt_changes_little():
+    """It takes ten times as long. A policy that relied on it would never draft again. If a head is really slower than
+    in the table, the second draft is enough."""
     costs = table()
     costs.observe(trace(8, 4, 5.0, draft_s=10 * table().draft_s("eagle3", 8, 3)), 3)
     assert costs.draft_s("eagle3", 8, 3) == table().draft_s("eagle3", 8, 3)
@@ -190,8 +190,8 @@ def test_a_first_draft_that_has_a_prompt_to_read_is_no_trend():
     assert costs.draft_s("eagle3", 8, 3) == pytest.approx(1.3 * table().draft_s("eagle3", 8, 3))
 
 
-def test_a_stall_of_few_tokens_makes_more_of_them_no_slower():
-    """Since times never fall, what a few were once held up by would count for all that are more: which are seen at
+def test_a_slow_step_with_few_tokens_does_not_slow_down_larger_ones():
+    """Times never fall with more tokens, so it would count for all larger steps too, although these are observed at
     every step."""
     costs = table()
     for i in range(60):
@@ -199,13 +199,13 @@ def test_a_stall_of_few_tokens_makes_more_of_them_no_slower():
             costs.observe(trace(8, num, factor * float(table().steps_s(load(8), num)[-1])))
     wanted, found = table().steps_s(load(8), 56), costs.steps_s(load(8), 56)
     assert np.diff(found).min() >= 0 and np.abs(found / wanted - 1).max() < 0.05
-    costs._steps._num_offset[3][2] = 1000  # had it been seen as often, it would be believed
+    costs._steps._num_offset[3][2] = 1000  # if it were observed as often, it would count
     for _ in range(3):
         costs.observe(trace(8, 3, 1.9 * float(wanted[3])))
     assert costs.steps_s(load(8), 24)[-1] > 1.05 * wanted[24]
 
 
-def test_a_table_of_another_machine_is_found_out_at_once():
+def test_a_table_of_another_machine_is_corrected_at_once():
     for factor in (10.0, 0.1):
         costs = table()
         for _ in range(4):
@@ -213,7 +213,7 @@ def test_a_table_of_another_machine_is_found_out_at_once():
         assert costs.step_s(load(8)) / table().step_s(load(8)) == pytest.approx(factor, rel=0.01)
 
 
-def test_prompts_teach_nothing_and_nor_does_anything_once_frozen():
+def test_steps_with_prompts_and_frozen_tables_change_nothing():
     for costs, seen in (
         (table(), trace(8, 0, 5.0, num_query_tokens=300)),
         (table(), trace(8, 4, 5.0, num_query_tokens=13)),
@@ -224,22 +224,22 @@ def test_prompts_teach_nothing_and_nor_does_anything_once_frozen():
             costs.observe(seen, 3)
         assert costs.steps_s(load(8), 20).tolist() == table().steps_s(load(8), 20).tolist()
         assert costs.draft_s("eagle3", 8, 3) == table().draft_s("eagle3", 8, 3)
-    taught = table()
+    updated = table()
     for _ in range(2):
-        taught.observe(trace(8, 4, 5.0, draft_s=1.0), 3)  # the same, let learn
-    assert taught.step_s(load(8)) > table().step_s(load(8)) and taught.draft_s("eagle3", 8, 3) > 0.1
+        updated.observe(trace(8, 4, 5.0, draft_s=1.0), 3)  # the same, not frozen
+    assert updated.step_s(load(8)) > table().step_s(load(8)) and updated.draft_s("eagle3", 8, 3) > 0.1
 
 
-def test_draft_times_are_learned():
+def test_draft_times_follow_observed_ones():
     costs = table()
     for _ in range(60):
         costs.observe(trace(8, 24, 0.01, draft_s=0.020), 3)
         costs.observe(trace(8, 0, 0.01, draft_s=0.004), 0)
-    # What it takes in any case is no reason to draft less.
+    # A constant part is no reason to draft less.
     assert costs.draft_s("eagle3", 8, 3) == pytest.approx(0.016, rel=0.02)
-    assert costs.draft_s("eagle3", 8, 6) > 1.5 * costs.draft_s("eagle3", 8, 3)  # the shape is still the head's
+    assert costs.draft_s("eagle3", 8, 6) > 1.5 * costs.draft_s("eagle3", 8, 3)  # still in proportion to the table's
     assert costs.draft_s("eagle3", 8, 0) == 0
-    # One that the table does not know, by the name that the policy has for it, asked for one row of eight.
+    # A drafter that is not in the table, under the name that the policy gives it; it drafted for one row of eight.
     for _ in range(20):
         costs.observe(trace(8, 3, 0.01, draft_s=0.002), 3, "other", 1)
         costs.observe(trace(8, 24, 0.01, draft_s=0.008), 3, "other")
@@ -250,7 +250,7 @@ def test_draft_times_are_learned():
 # -- on disk ----------------------------------------------------------------------------------------------------------
 
 
-def test_round_trip_without_what_was_learned(tmp_path):
+def test_files_do_not_have_observed_times(tmp_path):
     costs = table()
     costs.observe(trace(8, 0, 5.0))
     costs.save(tmp_path / "t.json")
@@ -266,7 +266,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"points": None}, "'points' is missing"),
         ({"points": []}, "points: there are none"),
@@ -276,7 +276,7 @@ GOOD = {
         ({"points": [[1, 2, 9, 0.5]]}, "1 rows with one query token each is missing"),
         ({"points": [[2, 1, 9, 0.5]]}, "at least one query token"),
         ({"points": [[1, 1, 9]]}, r"points\[0\] = \[1, 1, 9\]: must be \[rows"),
-        ({"points": [[1.5, 1, 9, 0.5]]}, "whole numbers"),
+        ({"points": [[1.5, 1, 9, 0.5]]}, "integers"),
         ({"points": 3}, "points = 3: must be list"),
         ({"per_context_token_s": -1}, "per_context_token_s = -1"),
         ({"drafts": {"x": [[1, 0, 0.1]]}}, r"drafts.x\[0\].*at least 1"),
@@ -302,26 +302,28 @@ GOOD = {
         ({"drafts": {"x": [[1, 1, 0.1], [1, 1, 0.2]]}}, r"drafts.x\[1\].*already"),
     ],
 )
-def test_broken_files_are_named(tmp_path, changes, words):
+def test_errors_about_broken_files_have_their_name(tmp_path, changes, message):
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(GOOD))
     CostTable.load(path)
     path.write_text(json.dumps({k: v for k, v in (GOOD | changes).items() if v is not None}))
-    with pytest.raises(ValueError, match=f"costs.json.*{words}"):
+    with pytest.raises(ValueError, match=f"costs.json.*{message}"):
         CostTable.load(path)
 
 
-def test_files_that_are_none(tmp_path):
+def test_files_that_are_not_cost_tables(tmp_path):
     (tmp_path / "a.json").write_text("{")
     (tmp_path / "b.json").write_text("[1]")
     (tmp_path / "c.json").write_text("[" * 100_000)
     (tmp_path / "d.json").write_bytes(b"\xff\xfe")
     (tmp_path / "e.json").write_text(json.dumps(GOOD)[:-1] + ', "drafts": {}}')
     (tmp_path / "f.json").write_text(json.dumps(GOOD).replace("0.0", "9" * 5000))
-    told = {"a": "not JSON", "b": "must be an object", "c": "not JSON", "d": "not JSON", "e": "'drafts' is there twice",
-            "f": "digits"}  # fmt: skip
-    for name, words in ((f"{letter}.json", words) for letter, words in told.items()):
-        with pytest.raises(ValueError, match=f"{name}.*{words}"):
+    messages = {
+        "a": "not JSON", "b": "must be an object", "c": "not JSON", "d": "not JSON", "e": "'drafts' is there twice",
+        "f": "digits",
+    }  # fmt: skip
+    for name, message in ((f"{letter}.json", message) for letter, message in messages.items()):
+        with pytest.raises(ValueError, match=f"{name}.*{message}"):
             cost_table_of(tmp_path / name)
     with pytest.raises(ValueError, match=r"speculation.cost_table = 'h100': .*vllm-h200-qwen3-8b"):
         cost_table_of("h100")
@@ -331,7 +333,7 @@ def test_files_that_are_none(tmp_path):
 
 
 def misses(costs: CostTable, hosted: CostTable, published: ModuleType) -> list[str]:
-    """Published cells that the tables do not give back: plain steps exactly, the others within 3%."""
+    """Published cells that the tables do not reproduce: plain steps exactly, the others within 3%."""
     wrong = []
     for rows, ms in published.PLAIN_MS.items():
         if 1e3 * costs.step_s(Load(rows, rows, rows * 640)) != pytest.approx(ms, rel=1e-6):
@@ -346,12 +348,12 @@ def misses(costs: CostTable, hosted: CostTable, published: ModuleType) -> list[s
     return wrong
 
 
-def test_the_shipped_tables_give_back_what_was_published():
+def test_the_shipped_tables_reproduce_the_published_measurements():
     published = load_script("history/tables.py")
     costs, hosted = cost_table_of("vllm-h200-qwen3-8b"), cost_table_of("vllm-h200-qwen3-8b-hosted")
     assert misses(costs, hosted, published) == []
     assert costs.draft_s("suffix", 100, 7) == pytest.approx(200e-6)
-    # Broken twin: without the head's passes, every cell with a head is missed but the first few.
+    # Broken: without the head's passes, nearly all cells with a head differ.
     headless = CostTable("headless", costs.points, {"ngram": costs.drafts["ngram"]}, costs.per_context_token_s)
     assert {"eagle3 k=3 1", "eagle3 k=7 128"} <= set(misses(headless, hosted, published))
 

@@ -1,2 +1,2 @@
-"""The decoder's arithmetic on a CUDA device: Triton kernels with the plain torch code of `model/` as their slow twins.
-Importing this imports no Triton."""
+"""The decoder's operations on a CUDA device: Triton kernels. The torch code of `model/` is their reference
+implementation. Importing this package does not import Triton."""

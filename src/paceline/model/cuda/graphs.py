@@ -1,11 +1,11 @@
-"""Whole decode steps as CUDA graphs: from orders to what was emitted, and what a head drafts for the next, with one
-launch.
+"""Whole decode steps as CUDA graphs: one launch computes a step from its inputs to its outputs, with the drafts for the
+next step.
 
-There is a graph for every size of step that was met, rounded up so that few exist and little of a step is padding; each
-is captured when it is first needed. Where an auction is held on the device, sizes come as a policy finds them best, and
-not twice the same way. There a wide one is captured first, and does for others until what its padding has cost is what
-a graph of their own costs: capturing takes as long as dozens of steps. All share one pool of memory, which they may
-since they run one after another. `eager` runs the same kernels without graphs.
+There is one graph per size of step, rounded up so that there are few sizes and little padding. A graph is captured when
+its size is first needed. If the device selects draft tokens, the sizes vary from step to step; then a larger graph is
+captured first and used for smaller sizes, until the padding has cost as much time as capturing a graph of the exact
+size (capturing takes as long as dozens of steps). All graphs share one memory pool, because they run one after another.
+`eager` runs the same kernels without graphs.
 """
 
 from __future__ import annotations
@@ -22,110 +22,111 @@ import torch
 from torch import Tensor
 
 from paceline.model.cuda.attention import MAX_QUERIES, CudaPagedAttention
-from paceline.model.cuda.cut import cut
-from paceline.model.cuda.head import DeviceHead
-from paceline.model.cuda.recall import DeviceHistory
+from paceline.model.cuda.device_drafter import DeviceDrafter, DraftStep
+from paceline.model.cuda.device_state import MAX_DRAFT, MAX_SELECT_ROWS, ROW_WORDS, DeviceState
 from paceline.model.cuda.sample import draw
-from paceline.model.cuda.slots import MAX_AUCTION, MAX_DRAFT, ORDER, Slots
+from paceline.model.cuda.truncate import truncate
 from paceline.model.decoder import Decoder
 from paceline.model.kv import PagedKV
 from paceline.model.sample import Stream
 
 ROWS = tuple(sorted({size for i in range(14) for size in (2**i, 3 * 2**i // 2) if size <= 8192}))
-# Of tokens. Products of matrices go by tiles of 128: on an H200 448 tokens take as long as 512, 384 a fifth less.
+# Numbers of tokens. Matmuls use tiles of 128: on an H200 448 tokens take as long as 512, and 384 a fifth less.
 SIZES = (
     *(size for size in ROWS if size < 256), *range(256, 1024, 128), *range(1024, 2048, 256), *range(2048, 4096, 512),
     *range(4096, 8193, 1024),
 )  # fmt: skip
 QUERIES = (1, 2, 4, 8, MAX_QUERIES)
-PAGES = 2  # new ones of a row in a step, at most
-MAX_GRAPHS = 256  # captured sizes; the one that was not used for longest goes first
-CROWD = 32  # rows from which one auction says what the next will keep
+NEW_BLOCKS = 2  # that a row gets in one step, at most
+MAX_GRAPHS = 256  # the least recently used one is dropped first
+MIN_STOP_ROWS = 32  # with fewer rows, the last threshold is a poor estimate of the next one
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a step. `num_guesses`: what the head drafts for the next one; `cuts`: whether a row truncates what it draws
-    from; `auctions`: whether rows have more drafted tokens than there are places for."""
+    """Of a step. `draft_length`: tokens that the device drafts for the next step. `truncates`: whether a row uses
+    top-k, top-p or min-p. `selects_drafts`: whether the device selects which draft tokens to verify."""
 
     num_rows: int
     num_tokens: int
     num_queries: int  # of a row, at most
-    num_guesses: int = 0
-    cuts: bool = False
-    auctions: bool = False
+    draft_length: int = 0
+    truncates: bool = False
+    selects_drafts: bool = False
 
     def rounded_up(self) -> Size:
         return Size(
             _round_up(self.num_rows, ROWS), _round_up(self.num_tokens, SIZES), _round_up(self.num_queries, QUERIES),
-            self.num_guesses, self.cuts, self.auctions,
+            self.draft_length, self.truncates, self.selects_drafts,
         )  # fmt: skip
 
-    def serves(self, other: Size) -> bool:
-        """Whether a step of the other size can go by this one's graph, with not much more padding. Where none are asked
-        for it must not guess: there may be no pages."""
+    def fits(self, other: Size) -> bool:
+        """Whether a step of the other size can use this size's graph, without much padding. If the other size drafts
+        nothing, this one must not draft either: there may be no KV blocks for it."""
         return (
             self.num_rows == other.num_rows
             and other.num_tokens <= self.num_tokens <= 2 * other.num_tokens + 8
             and self.num_queries >= other.num_queries
-            and self.num_guesses >= other.num_guesses
-            and bool(self.num_guesses) == bool(other.num_guesses)
-            and self.cuts >= other.cuts
-            and self.auctions >= other.auctions
+            and self.draft_length >= other.draft_length
+            and bool(self.draft_length) == bool(other.draft_length)
+            and self.truncates >= other.truncates
+            and self.selects_drafts >= other.selects_drafts
         )
 
-    def widened(self, most_guesses: int) -> Size:
-        """One that serves for most of what as many rows may come to want, if they are given up to so many tokens."""
-        if not self.num_guesses and self.num_tokens == self.num_rows:
+    def widened(self, max_draft_length: int) -> Size:
+        """A size that most steps with as many rows fit in, if drafts have at most max_draft_length tokens."""
+        if not self.draft_length and self.num_tokens == self.num_rows:
             return self
-        most = self.num_rows * (1 + most_guesses)
+        most = self.num_rows * (1 + max_draft_length)
         return replace(
             self,
             num_tokens=max(self.num_tokens, min(most, 2 * self.num_tokens)),
-            num_queries=max(self.num_queries, 1 + most_guesses),
-            num_guesses=most_guesses if self.num_guesses else 0,
-            auctions=self.num_rows <= MAX_AUCTION,
+            num_queries=max(self.num_queries, 1 + max_draft_length),
+            draft_length=max_draft_length if self.draft_length else 0,
+            selects_drafts=self.num_rows <= MAX_SELECT_ROWS,
         ).rounded_up()
 
     @property
     def work(self) -> float:
-        """In tokens: those that go through the model or the head, and a little for attention of more queries."""
-        return self.num_tokens + self.num_rows * (self.num_guesses + self.num_queries / 16)
+        """A measure of its time: tokens through the model and the head, and a little for more queries in attention."""
+        return self.num_tokens + self.num_rows * (self.draft_length + self.num_queries / 16)
 
     @property
-    def looks_away(self) -> bool:
-        """Whether the head leaves rows out that could hardly win the next auction: that one must be held then."""
-        return self.auctions and self.num_rows >= CROWD and self.num_guesses > 0
+    def stops_early(self) -> bool:
+        """Whether the head stops drafting for rows that get no more draft tokens in the next step, judging by the last
+        threshold. The next step must select."""
+        return self.selects_drafts and self.num_rows >= MIN_STOP_ROWS and self.draft_length > 0
 
     @property
-    def num_order_words(self) -> int:
-        return self.num_rows * ORDER
+    def num_row_words(self) -> int:
+        return self.num_rows * ROW_WORDS
 
     @property
     def num_words(self) -> int:
-        """Orders, behind them the pages that are new, and last the number of slots in an auction."""
-        return self.num_rows * (ORDER + 3 * PAGES) + 1
+        """Row inputs, then new blocks, then the draft budget."""
+        return self.num_rows * (ROW_WORDS + 3 * NEW_BLOCKS) + 1
 
 
 def _round_up(number: int, sizes: tuple[int, ...]) -> int:
-    """Beyond the last, by thousands."""
+    """To one of the sizes; beyond the last, to a multiple of 1024."""
     at = bisect_left(sizes, number)
     return sizes[at] if at < len(sizes) else -(-number // 1024) * 1024
 
 
-class Letter:
-    """What a step has to say of its rows, in one piece of memory: one copy brings it all."""
+class OutputBuffers:
+    """A step's outputs for the host, in one piece of memory, so that one copy transfers them."""
 
     def __init__(self, num_rows: int, **where: Any) -> None:
         shapes = {
             "logprobs": ((2, MAX_QUERIES), torch.float64),  # processed and raw
-            "chances": ((MAX_DRAFT,), torch.float64),  # how sure the head is of what it guesses
-            "tokens": ((2 + MAX_QUERIES,), torch.int32),  # how many were emitted and verified, and which were emitted
+            "probabilities": ((MAX_DRAFT,), torch.float64),  # of the drafts for the next step
+            "tokens": ((2 + MAX_QUERIES,), torch.int32),  # number emitted, number verified, emitted tokens
+            "sources": ((), torch.int32),  # which drafter the drafts for the next step are from
         }
         sizes = {name: num_rows * math.prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
         self.whole = torch.zeros(sum(sizes.values()), dtype=torch.uint8, **where)
         parts = dict(zip(shapes, self.whole.split(list(sizes.values())), strict=True))
-        self.logprobs, self.chances, self.tokens = (
+        self.logprobs, self.probabilities, self.tokens, self.sources = (
             parts[name].view(dtype).view(num_rows, *shape) for name, (shape, dtype) in shapes.items()
         )
 
@@ -135,63 +136,63 @@ class Graphs:
         self,
         decoder: Decoder,
         kv: PagedKV,
-        slots: Slots,
+        state: DeviceState,
         max_rows: int,
-        head: DeviceHead | DeviceHistory | None = None,  # who drafts
+        drafter: DeviceDrafter | None = None,
         eager: bool = False,
-        imposed: Tensor | None = None,  # see Slots.settle
+        imposed: Tensor | None = None,  # see `DeviceState.commit_tokens`
     ) -> None:
         device = decoder.device
-        self.decoder, self.kv, self.slots, self.head, self.eager = decoder, kv, slots, head, eager
+        self.decoder, self.kv, self.state, self.drafter, self.eager = decoder, kv, state, drafter, eager
         self.imposed = imposed
         most = _round_up(max_rows, ROWS)
-        self.words = torch.empty(Size(most, most, 1).num_words, dtype=torch.int32, device=device)
-        self.letter = Letter(most, device=device)
-        self.seconds: dict[Size, float] = {}  # what the last step took that went by it
-        self._captured: OrderedDict[Size, Callable[[], None]] = OrderedDict()  # the last used at the end
-        self.num_captured = 0  # graphs so far, those that were dropped included
-        self._price_s = math.inf  # of a graph
-        self._is_tight = False  # there was no memory for a wide one
-        self._paid_s: defaultdict[Size, float] = defaultdict(float)  # for padding, by those that are not captured
-        self._pool: Any = None  # torch's handle of it
+        self.input_words = torch.empty(Size(most, most, 1).num_words, dtype=torch.int32, device=device)
+        self.outputs = OutputBuffers(most, device=device)
+        self.seconds: dict[Size, float] = {}  # of the last step with this size
+        self._captured: OrderedDict[Size, Callable[[], None]] = OrderedDict()  # least recently used first
+        self.num_captured = 0  # so far, dropped ones included
+        self._capture_s = math.inf  # time to capture a graph
+        self._out_of_memory = False  # for a larger graph
+        self._padding_s: defaultdict[Size, float] = defaultdict(float)  # time lost to padding, by size not captured
+        self._pool: Any = None  # torch's handle of the shared memory pool
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """The one on which a step runs that is launched now."""
-        return torch.cuda.current_stream(self.words.device)
+        """The stream that steps run on."""
+        return torch.cuda.current_stream(self.input_words.device)
 
-    def fit(self, size: Size, most_guesses: int) -> Size:
-        """The size by which a step of this one goes for now; orders are not there yet. `most_guesses`: what others may
-        ask for, and for how many there are pages."""
+    def fit(self, size: Size, max_draft_length: int) -> Size:
+        """The captured size to use for a step of this size. `max_draft_length`: the longest draft there are KV blocks
+        for."""
         if size in self._captured or self.eager:
             return size
-        larger = [known for known in self._captured if known.serves(size) and known.num_guesses <= most_guesses]
+        larger = [known for known in self._captured if known.fits(size) and known.draft_length <= max_draft_length]
         if not larger:
-            return self._wide(size, most_guesses)
+            return self._captured_wide(size, max_draft_length)
         best = min(larger, key=lambda known: known.work)
-        self._paid_s[size] += self.seconds.get(best, 0.0) * (1 - size.work / best.work)
-        return size if self._paid_s[size] > self._price_s else best
+        self._padding_s[size] += self.seconds.get(best, 0.0) * (1 - size.work / best.work)
+        return size if self._padding_s[size] > self._capture_s else best
 
-    def _wide(self, size: Size, most_guesses: int) -> Size:
-        if self._is_tight:
+    def _captured_wide(self, size: Size, max_draft_length: int) -> Size:
+        if self._out_of_memory:
             return size
-        wide = size.widened(most_guesses)
+        wide = size.widened(max_draft_length)
         try:
             self.prepare(wide)
         except ValueError:
-            self._is_tight = True
+            self._out_of_memory = True
             return size
         return wide
 
     def prepare(self, size: Size) -> None:
-        """Capture it, if it was not yet. Orders that are there stay."""
+        """Capture this size if it is not captured yet. The inputs stay as they are."""
         if size in self._captured:
             return
         started = time.perf_counter()
         try:
             self._captured[size] = self._capture(size)
             self.num_captured += 1
-            if len(self._captured) > MAX_GRAPHS:  # not in use: capturing waits for the device
+            if len(self._captured) > MAX_GRAPHS:  # not running: capturing waits for the device
                 oldest, _ = self._captured.popitem(last=False)
                 self.seconds.pop(oldest, None)
         except torch.cuda.OutOfMemoryError as error:
@@ -201,42 +202,44 @@ class Graphs:
                 f"of {total / 2**30:.0f} GiB are free): lower engine.kv_tokens, engine.max_num_seqs or "
                 "speculation.num_speculative_tokens"
             ) from error
-        self._price_s = min(self._price_s, time.perf_counter() - started)  # others had kernels to compile too
+        self._capture_s = min(self._capture_s, time.perf_counter() - started)  # the first ones also compile kernels
 
     def run(self, size: Size) -> None:
-        """A step by the orders in `words`, which are laid out for this size. It was prepared."""
+        """Run a step on `input_words`, which are laid out for this size. The size was prepared."""
         self._captured.move_to_end(size)
         self._captured[size]()
 
     @torch.inference_mode()
     def _step(self, size: Size) -> None:
-        orders = self.words[: size.num_order_words].view(size.num_rows, ORDER)
-        pages = self.words[size.num_order_words : size.num_words - 1].view(-1, 3)
-        if size.auctions:
-            self.slots.auction(orders, self.words[size.num_words - 1 : size.num_words], size.num_queries)
-        inputs = self.slots.lay_out(orders, pages, size.num_tokens, size.num_queries)
+        row_inputs = self.input_words[: size.num_row_words].view(size.num_rows, ROW_WORDS)
+        new_blocks = self.input_words[size.num_row_words : size.num_words - 1].view(-1, 3)
+        if size.selects_drafts:
+            draft_budget = self.input_words[size.num_words - 1 : size.num_words]
+            self.state.select_drafts(row_inputs, draft_budget, size.num_queries)
+        inputs = self.state.prepare_inputs(row_inputs, new_blocks, size.num_tokens, size.num_queries)
         attention = CudaPagedAttention(self.kv, inputs.rows, size.num_queries)
-        taps = self.head.taps if self.head is not None else ()
-        out = self.decoder(inputs.tokens, inputs.positions, attention, taps)
+        aux_layers = self.drafter.aux_layers if self.drafter is not None else ()
+        out = self.decoder(inputs.tokens, inputs.positions, attention, aux_layers)
         logits = self.decoder.logits(out.hidden)
-        limits = cut(logits, inputs.places, self.slots) if size.cuts else None
-        draws = draw(logits, inputs.keys, inputs.emitted_at, inputs.temperature, Stream.SAMPLE, cut=limits)
-        ends = self.slots.settle(inputs, draws, self.letter.tokens, self.letter.logprobs, self.imposed)
-        if isinstance(self.head, DeviceHistory):
-            self.head.draft(inputs, self.letter.tokens, size.num_guesses, self.letter.chances)
-        elif self.head is not None:
-            features = torch.cat([out.taps[i] for i in taps], -1)
-            self.head.draft(
-                inputs, size.num_queries, features, draws.tokens, ends, size.num_guesses, size.cuts, size.looks_away,
-                self.letter.chances, self.imposed,
+        limits = truncate(logits, inputs.slots, self.state) if size.truncates else None
+        draws = draw(logits, inputs.keys, inputs.emitted_at, inputs.temperature, Stream.SAMPLE, truncation=limits)
+        outputs = self.outputs
+        ends = self.state.commit_tokens(inputs, draws, outputs.tokens, outputs.logprobs, self.imposed)
+        if self.drafter is not None:
+            aux_hidden = torch.cat([out.aux_hidden_states[i] for i in aux_layers], -1) if aux_layers else None
+            self.drafter.draft(
+                DraftStep(
+                    inputs, size.num_queries, aux_hidden, draws.tokens, ends, outputs.tokens, size.draft_length,
+                    size.truncates, size.stops_early, outputs.probabilities, outputs.sources, self.imposed,
+                )
             )  # fmt: skip
 
     def _capture(self, size: Size) -> Callable[[], None]:
         if self.eager:
             return lambda: self._step(size)
-        # Once without orders, so that kernels are compiled and libraries have their workspace; then for the record.
-        given, words = self.words.clone(), self.words
-        words.fill_(-1)
+        # Once with empty inputs, so that kernels are compiled and libraries allocate their workspace; then captured.
+        given, input_words = self.input_words.clone(), self.input_words
+        input_words.fill_(-1)
         try:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -244,10 +247,10 @@ class Graphs:
                 self._step(size)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            # Only this thread's calls can spoil the capture: a learner in another thread may allocate meanwhile.
+            # Only calls of this thread can break the capture: a learner in another thread may allocate meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._step(size)
         finally:
-            words.copy_(given)
+            input_words.copy_(given)
         self._pool = graph.pool()
         return graph.replay

@@ -1,12 +1,13 @@
-"""An EAGLE-3 head that drafts at the end of a step, on the device, for the step that follows.
+"""An EAGLE-3 head on the device: drafts at the end of a step for the next one.
 
-It takes in what the target has just computed (at every token of the step: that token's features and the token drawn
-there), then guesses k tokens one after another, from the place where each row now ends. Its keys and values lie in the
-same pages as the target's, so that it needs no tables of its own and shares what the target shares. What it computes
-for tokens that do not stand lies behind a row's end, where the next step overwrites it.
+It first computes the step's own tokens (each position's auxiliary hidden states with the token sampled there), then
+drafts k tokens one after another from each row's new end. Its keys and values are in the same KV blocks as the
+target's, so it uses the target's block tables and prefix cache. What it computes for rejected tokens is past a row's
+end and is overwritten by the next step.
 
-Where drafted tokens of many rows are chosen by auctions, a row whose last guess is worth less than what the last one
-kept will hardly be given more: it neither looks at its context any more nor draws, nearly half of a guess's time.
+If the next step selects among the draft tokens of many rows, a row hardly gets more of them once the survival
+probability of its last draft token is below the last selection's threshold. The head then skips attention and sampling
+for that row, which is nearly half of the time of a draft token.
 """
 
 from __future__ import annotations
@@ -18,159 +19,169 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.model.cuda.attention import CudaPagedAttention, Rows
-from paceline.model.cuda.cut import cut
-from paceline.model.cuda.early import early, wait
+from paceline.model.attention import GatheredAttention, PagedAttention, has_varlen
+from paceline.model.confidence import BY_LOGPROB, BY_MARGIN, START
+from paceline.model.cuda.attention import AttentionRows, CudaPagedAttention
+from paceline.model.cuda.device_drafter import DraftStep
+from paceline.model.cuda.device_state import MAX_DRAFT, DeviceState, imposed_probability
 from paceline.model.cuda.ops import CudaOps
+from paceline.model.cuda.pdl import pdl_options, pdl_wait
 from paceline.model.cuda.sample import Draws, draw
-from paceline.model.cuda.slots import MAX_DRAFT, Inputs, Slots, imposed_chance
+from paceline.model.cuda.truncate import truncate
 from paceline.model.eagle3 import Eagle3Head
 from paceline.model.kv import PagedKV
 from paceline.model.layer import Linear
+from paceline.model.paged import PagedDecoder, Span, make_plan
 from paceline.model.sample import Stream
-from paceline.model.surety import BY_LEAD, BY_LOGPROB, START
 
-LINE = 16
+ALIGNMENT = 16  # rows
 
 
 @dataclass(slots=True)
-class _Course:
-    """R rows through k drafted tokens; those of one token are a line of each, which begins where memory is aligned: for
-    others, kernels would be compiled once more."""
+class _DraftInputs:
+    """The head's inputs for each of k draft tokens and R rows. The k parts of a tensor start at aligned addresses, or
+    kernels would be compiled again for unaligned ones."""
 
-    positions: Tensor  # int32 [k, R], where the head stands
-    context: Tensor  # int32 [k, R], 0: it does not look there
-    emitted_at: Tensor  # int64 [k, R], position of the token that is guessed there
+    positions: Tensor  # int32 [k, R], of the token that the head reads
+    context: Tensor  # int32 [k, R], tokens that it attends to; 0: the row is skipped
+    emitted_at: Tensor  # int64 [k, R], position of the draft token
     keys: Tensor  # int64 [R]
     temperature: Tensor  # float64 [R]
     query_start: Tensor  # int32 [R + 1]
 
 
 class DeviceHead:
-    """`embed` is the target's; `kv` has the target's pages."""
+    """`embed` is the target's; `kv` has the target's blocks."""
 
-    def __init__(self, head: Eagle3Head, embed: Linear, kv: PagedKV, slots: Slots) -> None:
-        self.head, self.embed, self.kv, self.slots = head, embed, kv, slots
+    may_find_nothing = False
+
+    def __init__(self, head: Eagle3Head, embed: Linear, kv: PagedKV, state: DeviceState) -> None:
+        self.head, self.embed, self.kv, self.state = head, embed, kv, state
         if not isinstance(head.ops, CudaOps):
             head.ops = CudaOps()
         config = head.config
-        self.taps = config.taps
+        self.aux_layers = config.aux_layers
         self.ids = head.draft_ids if config.draft_vocab_size < config.layer.vocab_size else None
 
-    def draft(
-        self, inputs: Inputs, max_queries: int, features_TF: Tensor, drawn_T: Tensor, ends_R: Tensor, k: int,
-        cuts: bool, looks_away: bool, chances_out: Tensor, imposed: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Take the step in, and guess k tokens for each row, as the target would draw them: into its slot, and how sure
-        they are, for the host too: chances_out float64 [R, MAX_DRAFT]. `looks_away`: there was an auction in this step,
-        and there will be one of these, in which rows take no part that were not looked at. `imposed`: see Slots.settle;
-        then it knows."""
-        rows = inputs.rows
-        seen = CudaPagedAttention(self.kv, rows, max_queries)
-        x, h = self.head(self.head.fuse(features_TF), drawn_T, inputs.positions, seen, self.embed, ends_R)
+    @torch.inference_mode()
+    def prefill(self, spans: list[Span], paged: PagedDecoder) -> None:
+        plan, device = make_plan(spans), self.head.device
+        tables = [(span.table, span.start, span.start + len(span.tokens)) for span in spans]
+        x = self.head.fuse(paged.aux_hidden_states(tables))
+        tokens_T, positions_T = (torch.as_tensor(a, device=device) for a in (plan.tokens, plan.positions))
+        in_one_kernel = has_varlen(device, self.head.dtype, self.head.config.layer.head_dim)
+        attention = (GatheredAttention if in_one_kernel else PagedAttention)(self.kv, plan)
+        self.head(x, tokens_T, positions_T, attention, self.embed)
+
+    def draft(self, step: DraftStep) -> None:
+        """Draft as the target would sample, with the target's noise."""
+        assert step.aux_hidden_TF is not None
+        rows, k = step.inputs.rows, step.draft_length
+        attention = CudaPagedAttention(self.kv, rows, step.max_queries)
+        x = self.head.fuse(step.aux_hidden_TF)
+        x, h = self.head(x, step.sampled_T, step.inputs.positions, attention, self.embed, step.ends_R)
         if not k:
             return
-        course = self._course(rows, k)
+        inputs = self._inputs(rows, k)
         for i in range(k):
             logits = self.head.logits(h)
-            limits = cut(logits, rows.places, self.slots) if cuts else None
+            limits = truncate(logits, rows.slots, self.state) if step.truncates else None
             draws = draw(
-                logits, course.keys, course.emitted_at[i], course.temperature, Stream.SAMPLE, self.ids, limits,
-                leads=True, counts_P=course.context[i] if looks_away else None,
+                logits, inputs.keys, inputs.emitted_at[i], inputs.temperature, Stream.SAMPLE, self.ids, limits,
+                margins=True, active_P=inputs.context[i] if step.stops_early else None,
             )  # fmt: skip
-            self._keep(draws, rows.places, course, i, looks_away, chances_out, imposed)
+            self._store_draft(draws, step, inputs, i)
             if i + 1 < k:
-                ahead = Rows(course.query_start, course.context[i + 1], rows.places, rows.tables)
-                seen = CudaPagedAttention(self.kv, ahead, 1)
-                x, h = self.head(x, draws.tokens, course.positions[i + 1], seen, self.embed)
+                next_rows = AttentionRows(inputs.query_start, inputs.context[i + 1], rows.slots, rows.block_tables)
+                attention = CudaPagedAttention(self.kv, next_rows, 1)
+                x, h = self.head(x, draws.tokens, inputs.positions[i + 1], attention, self.embed)
 
-    def _course(self, rows: Rows, k: int) -> _Course:
+    def _inputs(self, rows: AttentionRows, k: int) -> _DraftInputs:
         def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(*size, dtype=dtype, device=rows.context.device)
 
-        num = rows.num
-        width = triton.cdiv(num, LINE) * LINE
+        num = rows.num_rows
+        width = triton.cdiv(num, ALIGNMENT) * ALIGNMENT
         positions, context, emitted_at = empty(k, width), empty(k, width), empty(k, width, dtype=torch.int64)
-        course = _Course(
+        inputs = _DraftInputs(
             positions[:, :num], context[:, :num], emitted_at[:, :num], empty(num, dtype=torch.int64),
             empty(num, dtype=torch.float64), empty(num + 1),
         )  # fmt: skip
-        slots = self.slots
-        _lead[(1,)](
-            rows.places, slots.length, slots.limit, slots.key, slots.temperature, course.positions, course.context,
-            course.emitted_at, course.keys, course.temperature, course.query_start, num, k, width,
+        state = self.state
+        _prepare_draft[(1,)](
+            rows.slots, state.length, state.limit, state.key, state.temperature, inputs.positions, inputs.context,
+            inputs.emitted_at, inputs.keys, inputs.temperature, inputs.query_start, num, k, width,
             ROWS=triton.next_power_of_2(num), num_warps=4,
         )  # fmt: skip
-        return course
+        return inputs
 
-    def _keep(
-        self, draws: Draws, places: Tensor, course: _Course, i: int, looks_away: bool, chances_out: Tensor,
-        imposed: Tensor | None,
-    ) -> None:  # fmt: skip
-        num, slots = len(places), self.slots
-        _keep[(1,)](
-            draws.tokens, draws.raw_logprobs, draws.leads, places, slots.drafts, slots.worth, slots.length, slots.least,
-            course.context, chances_out, slots.worth if imposed is None else imposed, i, num, len(course.context),
-            course.context.stride(0), MAX_DRAFT=MAX_DRAFT, ROWS=triton.next_power_of_2(num), LOOKS_AWAY=looks_away,
-            IMPOSED=0 if imposed is None else len(imposed), START=START, BY_LEAD=BY_LEAD, BY_LOGPROB=BY_LOGPROB,
-            num_warps=4, **early(places.device),
+    def _store_draft(self, draws: Draws, step: DraftStep, inputs: _DraftInputs, i: int) -> None:
+        slots, state, imposed = step.inputs.rows.slots, self.state, step.imposed
+        num, context = len(slots), inputs.context
+        _store_draft[(1,)](
+            draws.tokens, draws.raw_logprobs, draws.margins, slots, state.drafts, state.survival, state.length,
+            state.threshold, context, step.probabilities_out, state.survival if imposed is None else imposed, i, num,
+            len(context), context.stride(0), MAX_DRAFT=MAX_DRAFT, ROWS=triton.next_power_of_2(num),
+            STOPS_EARLY=step.stops_early, IMPOSED=0 if imposed is None else len(imposed), START=START,
+            BY_MARGIN=BY_MARGIN, BY_LOGPROB=BY_LOGPROB, num_warps=4, **pdl_options(slots.device),
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "k"])
-def _lead(
-    places, length, limit, key, temperature, positions, context, emitted_at, keys, temperatures, query_start,
+def _prepare_draft(
+    slots, length, limit, key, temperature, positions, context, emitted_at, keys, temperatures, query_start,
     num_rows, k, width, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The last token stands at length - 1, and the head's own state at the position before it. Past a sequence's limit
-    there are no pages: what is guessed there is of no use, and stays where it does no harm."""
+    """The last token is at position length - 1, and the head reads it at the position before. There are no KV blocks
+    past a sequence's limit, so positions stop there; draft tokens past the limit are never verified."""
     r = tl.arange(0, ROWS)
-    given = r < num_rows
-    slot = tl.load(places + r, mask=given, other=-1)
-    real = slot >= 0
-    size = tl.load(length + slot, mask=real, other=2)
-    most = tl.load(limit + slot, mask=real, other=2)
-    tl.store(keys + r, tl.load(key + slot, mask=real, other=0), mask=given)
-    tl.store(temperatures + r, tl.load(temperature + slot, mask=real, other=1.0), mask=given)
-    num = real.to(tl.int32)
+    in_range = r < num_rows
+    slot = tl.load(slots + r, mask=in_range, other=-1)
+    is_row = slot >= 0
+    size = tl.load(length + slot, mask=is_row, other=2)
+    most = tl.load(limit + slot, mask=is_row, other=2)
+    tl.store(keys + r, tl.load(key + slot, mask=is_row, other=0), mask=in_range)
+    tl.store(temperatures + r, tl.load(temperature + slot, mask=is_row, other=1.0), mask=in_range)
+    num = is_row.to(tl.int32)
     ends = tl.cumsum(num, 0)
-    tl.store(query_start + r, ends - num, mask=given)
+    tl.store(query_start + r, ends - num, mask=in_range)
     tl.store(query_start + num_rows, tl.sum(num))
     for i in range(k):
         at = tl.minimum(size - 2 + i, most - 1)
-        tl.store(positions + i * width + r, at, mask=given)
-        tl.store(context + i * width + r, at + 1, mask=given)
-        tl.store(emitted_at + i * width + r, (size + i).to(tl.int64), mask=given)
+        tl.store(positions + i * width + r, at, mask=in_range)
+        tl.store(context + i * width + r, at + 1, mask=in_range)
+        tl.store(emitted_at + i * width + r, (size + i).to(tl.int64), mask=in_range)
 
 
 @triton.jit(do_not_specialize=["i", "num_rows", "k"])
-def _keep(
-    tokens, raw_logprobs, leads, places, drafts, worth, length, least, context, chances_out, imposed, i, num_rows, k,
-    width, MAX_DRAFT: tl.constexpr, ROWS: tl.constexpr, LOOKS_AWAY: tl.constexpr, IMPOSED: tl.constexpr,
-    START: tl.constexpr, BY_LEAD: tl.constexpr, BY_LOGPROB: tl.constexpr, EARLY: tl.constexpr,
+def _store_draft(
+    tokens, raw_logprobs, margins, slots, drafts, survival, length, threshold, context, probabilities_out, imposed, i,
+    num_rows, k, width, MAX_DRAFT: tl.constexpr, ROWS: tl.constexpr, STOPS_EARLY: tl.constexpr, IMPOSED: tl.constexpr,
+    START: tl.constexpr, BY_MARGIN: tl.constexpr, BY_LOGPROB: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """How sure they are: see `model/surety.py`. A token for which it did not look is worth nothing, and taken to be as
-    sure as the one before it. (Attention reads the contexts before it waits: kernels that do not begin early lie
-    between, that of the embedding and others.)"""
+    """Probabilities: see `model/confidence.py`. A token of a skipped row has survival 0, and the probability of the
+    token before it. (Attention reads `context` before its `pdl_wait`. That is safe: kernels without PDL, such as that
+    of the embedding, run in between.)"""
     r = tl.arange(0, ROWS)
-    given = r < num_rows
-    slot = tl.load(places + r, mask=given, other=-1)
-    wait(EARLY)
-    token = tl.load(tokens + r, mask=given, other=0)
+    in_range = r < num_rows
+    slot = tl.load(slots + r, mask=in_range, other=-1)
+    pdl_wait(PDL)
+    token = tl.load(tokens + r, mask=in_range, other=0)
     tl.store(drafts + slot * MAX_DRAFT + i, token, mask=slot >= 0)
     if IMPOSED:
         place = tl.maximum(slot, 0)
-        chance = imposed_chance(imposed, place, tl.load(length + place) + i, IMPOSED)
+        probability = imposed_probability(imposed, place, tl.load(length + place) + i, IMPOSED)
     else:
-        logprob = tl.load(raw_logprobs + r, mask=given, other=0.0).to(tl.float32)
-        lead = tl.load(leads + r, mask=given, other=0.0)
-        chance = tl.sigmoid(START + BY_LEAD * lead + BY_LOGPROB * logprob)
-    now = chance * tl.load(worth + slot * MAX_DRAFT + i - 1, mask=(slot >= 0) & (i > 0), other=1.0)
-    if LOOKS_AWAY:
-        blind = tl.load(context + i * width + r, mask=given, other=1) == 0
-        before = tl.load(chances_out + r * MAX_DRAFT + i - 1, mask=given & (i > 0), other=0.0)
-        chance, now = tl.where(blind, before.to(tl.float32), chance), tl.where(blind, 0.0, now)
-        hopeless = now < tl.load(least)
-        tl.store(context + (i + 1) * width + r, tl.zeros([ROWS], tl.int32), mask=given & hopeless & (i + 1 < k))
-    tl.store(chances_out + r * MAX_DRAFT + i, chance.to(tl.float64), mask=given)
-    tl.store(worth + slot * MAX_DRAFT + i, now, mask=slot >= 0)
+        logprob = tl.load(raw_logprobs + r, mask=in_range, other=0.0).to(tl.float32)
+        margin = tl.load(margins + r, mask=in_range, other=0.0)
+        probability = tl.sigmoid(START + BY_MARGIN * margin + BY_LOGPROB * logprob)
+    joint = probability * tl.load(survival + slot * MAX_DRAFT + i - 1, mask=(slot >= 0) & (i > 0), other=1.0)
+    if STOPS_EARLY:
+        skipped = tl.load(context + i * width + r, mask=in_range, other=1) == 0
+        before = tl.load(probabilities_out + r * MAX_DRAFT + i - 1, mask=in_range & (i > 0), other=0.0)
+        probability, joint = tl.where(skipped, before.to(tl.float32), probability), tl.where(skipped, 0.0, joint)
+        below_threshold = joint < tl.load(threshold)
+        skips_next = in_range & below_threshold & (i + 1 < k)
+        tl.store(context + (i + 1) * width + r, tl.zeros([ROWS], tl.int32), mask=skips_next)
+    tl.store(probabilities_out + r * MAX_DRAFT + i, probability.to(tl.float64), mask=in_range)
+    tl.store(survival + slot * MAX_DRAFT + i, joint, mask=slot >= 0)

@@ -1,9 +1,10 @@
-"""Tokens drawn on a CUDA device, by the same noise as on a CPU.
+"""Sampling on a CUDA device, with the same noise as on a CPU.
 
-Token v of a position arrives at E_v / w_v (see `model/sample.py`); here with E and w in float32, which is right to some
-1e-7 of an arrival: two tokens must come that close before the devices may disagree. A program looks at a part of the
-vocabulary: who arrives first there, and the sum of its weights, also at temperature 1; a second kernel compares the
-parts, in float64. P positions, V vocabulary.
+Sampling is an exponential race: token v arrives at E_v / w_v and the first one is the sample (see `model/sample.py`).
+Here E and w are float32, so arrival times have a relative error of about 1e-7. CPU and GPU can differ only if two
+tokens arrive that close together. A program of the first kernel handles a part of the vocabulary: it finds the first
+arrival and the sum of the weights, also at temperature 1. A second kernel combines the parts in float64. P positions, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -16,26 +17,26 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
-from paceline.model.cuda.cut import Cut
-from paceline.model.cuda.early import early, wait
+from paceline.model.cuda.pdl import pdl_options, pdl_wait
+from paceline.model.cuda.truncate import Truncation
 
-PART = 2048  # tokens that a warp looks at; two do so together where they are many
-EACH = tl.constexpr(8)  # of them that a lane looks at together: two noise counters' words
-MANY = 65536
-COLD = tl.constexpr(0.05)  # a temperature at which noise is worth little, and weights beyond some logits are none
-LATEST = tl.constexpr(127.0)  # log2 of an arrival that float32 can hold
+TOKENS_PER_WARP = 2048  # programs have one warp, or two for a large vocabulary
+LARGE_VOCAB = 65536
+TOKENS_PER_LANE = tl.constexpr(8)  # at once: the words of two Philox counters
+LOW_TEMPERATURE = tl.constexpr(0.05)  # below it noise hardly matters, and most weights are 0 in float32
+MAX_LOG2_ARRIVAL = tl.constexpr(127.0)  # of a float32
 LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1e30)  # as a greatest logit: there is none
+NO_LOGIT = tl.constexpr(-1e30)  # initial value of a maximum of logits
 
 
 @dataclass(slots=True)
 class Draws:
-    """On the device: nobody has waited for them yet."""
+    """Sampled tokens, on the device. Reading them on the host waits for the kernels."""
 
     tokens: Tensor  # int32 [P]
     logprobs: Tensor  # float64 [P], at the position's temperature
     raw_logprobs: Tensor  # float64 [P]
-    leads: Tensor | None  # float32 [P], as on a CPU; at times, where the second is hard to find, a little less
+    margins: Tensor | None  # float32 [P], as on a CPU, or a little less if the second arrival is not known exactly
 
 
 def draw(
@@ -45,38 +46,39 @@ def draw(
     temperature_P: Tensor,
     stream: int,
     ids_V: Tensor | None = None,
-    cut: Cut | None = None,
-    leads: bool = False,
-    counts_P: Tensor | None = None,
+    truncation: Truncation | None = None,
+    margins: bool = False,
+    active_P: Tensor | None = None,
 ) -> Draws:
-    """keys and positions int64; temperature float64, 0: the likeliest token. `ids`: which tokens the logits are of,
-    ascending, if not of all: the noise is that of the tokens. `leads`: tell them too. `counts`: int32, 0 where nothing
-    need be drawn: the token there is 0, and of the rest nothing is said."""
+    """Sample one token per position. keys and positions are int64, temperature float64 (0: greedy). `ids`: token ids of
+    the logits, ascending, if they are a subset of the vocabulary; the noise is that of the ids. `margins`: compute them
+    too. `active`: int32; where it is 0 the token is 0 and the other outputs are undefined."""
     num, vocab = logits_PV.shape
-    warps = 1 if vocab < MANY else 2
-    parts = triton.cdiv(vocab, PART * warps)
+    warps = 1 if vocab < LARGE_VOCAB else 2
+    num_parts = triton.cdiv(vocab, TOKENS_PER_WARP * warps)
     device = logits_PV.device
-    found = torch.empty(num, parts, 4, dtype=torch.float32, device=device)
-    first = torch.empty(num, parts, dtype=torch.int32, device=device)
+    part_stats = torch.empty(num, num_parts, 4, dtype=torch.float32, device=device)
+    part_winners = torch.empty(num, num_parts, dtype=torch.int32, device=device)
     draws = Draws(
         torch.empty(num, dtype=torch.int32, device=device),
         torch.empty(num, dtype=torch.float64, device=device),
         torch.empty(num, dtype=torch.float64, device=device),
-        torch.empty(num, dtype=torch.float32, device=device) if leads else None,
+        torch.empty(num, dtype=torch.float32, device=device) if margins else None,
     )
-    ids = first if ids_V is None else ids_V
-    limits = (first, first) if cut is None else (cut.logit, cut.place)
-    counts = first if counts_P is None else counts_P
-    _race[(num, parts)](
-        logits_PV, ids, keys_P, positions_P, temperature_P, *limits, counts, found, first, logits_PV.stride(0), vocab,
-        stream, PART=PART * warps, LANES=32 * warps, SOME=ids_V is not None, CUT=cut is not None,
-        LEADS=leads, NOT_ALL=counts_P is not None, num_warps=warps, **early(device),
+    ids = part_winners if ids_V is None else ids_V
+    limits = (part_winners, part_winners) if truncation is None else (truncation.logit, truncation.index)
+    active = part_winners if active_P is None else active_P
+    _sample_part[(num, num_parts)](
+        logits_PV, ids, keys_P, positions_P, temperature_P, *limits, active, part_stats, part_winners,
+        logits_PV.stride(0), vocab, stream, PART_SIZE=TOKENS_PER_WARP * warps, LANES=32 * warps,
+        HAS_IDS=ids_V is not None, TRUNCATED=truncation is not None, MARGINS=margins, HAS_ACTIVE=active_P is not None,
+        num_warps=warps, **pdl_options(device),
     )  # fmt: skip
-    _finish[(num,)](
-        logits_PV, ids, keys_P, positions_P, temperature_P, counts, found, first, draws.tokens, draws.logprobs,
-        draws.raw_logprobs, found if draws.leads is None else draws.leads, logits_PV.stride(0), vocab, parts, stream,
-        WIDTH=triton.next_power_of_2(parts), PART=PART * warps, SOME=ids_V is not None, LEADS=leads,
-        NOT_ALL=counts_P is not None, num_warps=1, **early(device),
+    _combine_parts[(num,)](
+        logits_PV, ids, keys_P, positions_P, temperature_P, active, part_stats, part_winners, draws.tokens,
+        draws.logprobs, draws.raw_logprobs, part_stats if draws.margins is None else draws.margins, logits_PV.stride(0),
+        vocab, num_parts, stream, WIDTH=triton.next_power_of_2(num_parts), PART_SIZE=TOKENS_PER_WARP * warps,
+        HAS_IDS=ids_V is not None, MARGINS=margins, HAS_ACTIVE=active_P is not None, num_warps=1, **pdl_options(device),
     )  # fmt: skip
     return draws
 
@@ -113,7 +115,7 @@ def _multiply(a, FACTOR: tl.constexpr):
 
 
 @triton.jit
-def _words(key, position, stream, counter):
+def _philox(key, position, stream, counter):
     """The four noise words of each counter, as in `model/sample.py`."""
     c0, c1, c2, c3 = counter, position.to(tl.uint32), stream.to(tl.uint32), (position >> 32).to(tl.uint32)
     k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
@@ -126,135 +128,139 @@ def _words(key, position, stream, counter):
 
 
 @triton.jit
-def _in_a_row(key, position, stream, counter):
+def _counter_words(key, position, stream, counter):
     """The words of each counter's four tokens: [counters, 4]."""
-    w0, w1, w2, w3 = _words(key, position, stream, counter.to(tl.uint32))
+    w0, w1, w2, w3 = _philox(key, position, stream, counter.to(tl.uint32))
     pairs = tl.permute(tl.join(tl.join(w0, w1), tl.join(w2, w3)), (0, 2, 1))
     return tl.reshape(pairs, [counter.shape[0], 4])
 
 
 @triton.jit
-def _words_of(key, position, stream, token):
-    """Each token's own word."""
-    w0, w1, w2, w3 = _words(key, position, stream, (token >> 2).to(tl.uint32))
+def _token_words(key, position, stream, token):
+    """The word of each token."""
+    w0, w1, w2, w3 = _philox(key, position, stream, (token >> 2).to(tl.uint32))
     odd = (token & 1) != 0
     return tl.where((token & 2) != 0, tl.where(odd, w3, w2), tl.where(odd, w1, w0))
 
 
 @triton.jit
-def _stays(logit, v, at, cut_logit, cut_place):
-    limit = tl.load(cut_logit + at)
-    return (logit > limit) | ((logit == limit) & (v <= tl.load(cut_place + at)))
+def _is_kept(logit, v, p, min_logit, max_index):
+    """Whether truncation keeps the token."""
+    limit = tl.load(min_logit + p)
+    return (logit > limit) | ((logit == limit) & (v <= tl.load(max_index + p)))
 
 
 @triton.jit
-def _load(pointer, i, end, other, WHOLE: tl.constexpr):
-    """What is at i, if that is before the end, as with WHOLE all are."""
-    if WHOLE:
+def _load(pointer, i, end, other, IS_FULL: tl.constexpr):
+    """Elements i; `other` from `end` on. IS_FULL: all are before the end."""
+    if IS_FULL:
         return tl.load(pointer + i)
     return tl.load(pointer + i, mask=i < end, other=other)
 
 
 @triton.jit
-def _look(
-    top, total, plain, best, second, place, start, row, ids, vocab, key, position, stream, scale, at, cut_logit,
-    cut_place, LANES: tl.constexpr, SOME: tl.constexpr, CUT: tl.constexpr, WHOLE: tl.constexpr,
+def _scan_chunk(
+    lane_max, total, raw_total, best, second, best_start, start, row, ids, vocab, key, position, stream, scale, p,
+    min_logit, max_index, LANES: tl.constexpr, HAS_IDS: tl.constexpr, TRUNCATED: tl.constexpr, IS_FULL: tl.constexpr,
 ):  # fmt: skip
-    """A lane's tokens of one chunk are a group. Of each lane, so far: its greatest logit, the sums of its weights
-    relative to that, the least and the second least bound of its groups (log2 of u 2^32 / exp(logit / temperature),
-    the least of the group's) and where the chunk of the least starts."""
-    # [LANES, 4, 2]: four in a row and again four. Put together so, all of it stays in a lane's own registers.
+    """Adds a chunk to the lanes' statistics. The tokens of a lane in one chunk are a group. A lane keeps: its maximum
+    logit; the sums of its weights relative to it (at the position's temperature and at 1); the least and the second
+    least bound of its groups; the start of the chunk of the least. The bound of a group is the least
+    log2(u 2^32 / exp(logit / temperature)) of its tokens."""
+    # [LANES, 4, 2]: four consecutive tokens, twice. Joined this way, everything stays in the lane's own registers.
     lane = tl.arange(0, LANES)
     low = start + lane[:, None] * 4 + tl.arange(0, 4)[None, :]
     high = low + 4 * LANES
-    raw = tl.join(_load(row, low, vocab, -float("inf"), WHOLE), _load(row, high, vocab, -float("inf"), WHOLE))
+    raw = tl.join(_load(row, low, vocab, -float("inf"), IS_FULL), _load(row, high, vocab, -float("inf"), IS_FULL))
     raw = raw.to(tl.float32)
-    if SOME:
-        tokens = tl.join(_load(ids, low, vocab, 0, WHOLE), _load(ids, high, vocab, 0, WHOLE)).to(tl.int32)
-        words = _words_of(key, position, stream, tokens)
+    if HAS_IDS:
+        tokens = tl.join(_load(ids, low, vocab, 0, IS_FULL), _load(ids, high, vocab, 0, IS_FULL)).to(tl.int32)
+        words = _token_words(key, position, stream, tokens)
     else:
         counter = start // 4 + lane
-        words = tl.join(_in_a_row(key, position, stream, counter), _in_a_row(key, position, stream, counter + LANES))
-    before = top
-    top = tl.maximum(top, tl.max(tl.max(raw, 2), 1))
-    z = (raw - top[:, None, None]) * scale
-    if CUT:
-        z = tl.where(_stays(raw, tl.join(low, high), at, cut_logit, cut_place), z, -float("inf"))
-    total = total * tl.exp2((before - top) * scale) + tl.sum(tl.sum(tl.exp2(z), 2), 1)
-    if CUT or scale != LOG2E:
-        chances = tl.exp2((raw - top[:, None, None]) * LOG2E)
-        plain = plain * tl.exp2((before - top) * LOG2E) + tl.sum(tl.sum(chances, 2), 1)
-    bound = tl.min(tl.min(libdevice.fast_log2f(words.to(tl.float32) + 0.5) - z, 2), 1) - top * scale
-    place = tl.where(bound < best, start, place)
+        words = tl.join(
+            _counter_words(key, position, stream, counter), _counter_words(key, position, stream, counter + LANES)
+        )
+    old_max = lane_max
+    lane_max = tl.maximum(lane_max, tl.max(tl.max(raw, 2), 1))
+    z = (raw - lane_max[:, None, None]) * scale
+    if TRUNCATED:
+        z = tl.where(_is_kept(raw, tl.join(low, high), p, min_logit, max_index), z, -float("inf"))
+    total = total * tl.exp2((old_max - lane_max) * scale) + tl.sum(tl.sum(tl.exp2(z), 2), 1)
+    if TRUNCATED or scale != LOG2E:
+        raw_weights = tl.exp2((raw - lane_max[:, None, None]) * LOG2E)
+        raw_total = raw_total * tl.exp2((old_max - lane_max) * LOG2E) + tl.sum(tl.sum(raw_weights, 2), 1)
+    bound = tl.min(tl.min(libdevice.fast_log2f(words.to(tl.float32) + 0.5) - z, 2), 1) - lane_max * scale
+    best_start = tl.where(bound < best, start, best_start)
     second = tl.minimum(second, tl.maximum(best, bound))
     best = tl.minimum(best, bound)
-    return top, total, plain, best, second, place
+    return lane_max, total, raw_total, best, second, best_start
 
 
 @triton.jit
-def _first_of(
-    v, row, ids, vocab, key, position, stream, peak, scale, at, cut_logit, cut_place, SOME: tl.constexpr,
-    CUT: tl.constexpr,
+def _first_arrival(
+    v, row, ids, vocab, key, position, stream, peak, scale, p, min_logit, max_index, HAS_IDS: tl.constexpr,
+    TRUNCATED: tl.constexpr,
 ):  # fmt: skip
-    """When the first of the places v arrives, and who, of equals the first; and when the second does."""
+    """Of the vocabulary indices v: the first arrival, its index (the lowest on ties), and the second arrival."""
     raw = tl.load(row + v, mask=v < vocab, other=-float("inf")).to(tl.float32)
     weights = tl.exp2((raw - peak) * scale)
-    if CUT:
-        weights = tl.where(_stays(raw, v, at, cut_logit, cut_place), weights, 0.0)
+    if TRUNCATED:
+        weights = tl.where(_is_kept(raw, v, p, min_logit, max_index), weights, 0.0)
     token = v
-    if SOME:
+    if HAS_IDS:
         token = tl.load(ids + v, mask=v < vocab, other=0).to(tl.int32)
-    arrival = exponential(_words_of(key, position, stream, token)) / weights
-    least = tl.min(arrival)
-    who = tl.min(tl.where(arrival == least, v, vocab))
-    return least, who, tl.min(tl.where(v == who, float("inf"), arrival))
+    arrival = exponential(_token_words(key, position, stream, token)) / weights
+    first = tl.min(arrival)
+    index = tl.min(tl.where(arrival == first, v, vocab))
+    return first, index, tl.min(tl.where(v == index, float("inf"), arrival))
 
 
 @triton.jit
-def _race(
-    logits, ids, keys, positions, temperatures, cut_logit, cut_place, counts, found, first, stride, vocab, stream,
-    PART: tl.constexpr, LANES: tl.constexpr, SOME: tl.constexpr, CUT: tl.constexpr,
-    LEADS: tl.constexpr, NOT_ALL: tl.constexpr, EARLY: tl.constexpr,
+def _sample_part(
+    logits, ids, keys, positions, temperatures, min_logit, max_index, active, part_stats, part_winners, stride, vocab,
+    stream, PART_SIZE: tl.constexpr, LANES: tl.constexpr, HAS_IDS: tl.constexpr, TRUNCATED: tl.constexpr,
+    MARGINS: tl.constexpr, HAS_ACTIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With -log(1 - u) > u a token cannot arrive before u / w, which needs few instructions. Arrivals are computed for
-    the groups with the least such bounds, until one (with LEADS two) comes before the bound of every group that is
-    left. A lane forgets where its second group was: if that one might be first, for all; if it might be second, its
-    bound is taken for an arrival."""
-    CHUNK: tl.constexpr = EACH * LANES
-    at, part = tl.program_id(0), tl.program_id(1)
-    row = logits + at.to(tl.int64) * stride
-    begin = part * PART
-    end = tl.minimum(begin + PART, vocab)
-    whole = tl.multiple_of(end - end % CHUNK, CHUNK)
+    """Since -log(1 - u) > u, a token cannot arrive before u / w, which is cheap to compute. Exact arrivals are computed
+    for the groups with the least bounds, until one arrival (with MARGINS two) is before the bounds of all remaining
+    groups. A lane remembers only its best group. If its second group could be the first arrival, all arrivals are
+    computed. If it could be the second arrival, its bound is used instead."""
+    CHUNK: tl.constexpr = TOKENS_PER_LANE * LANES
+    p, part = tl.program_id(0), tl.program_id(1)
+    row = logits + p.to(tl.int64) * stride
+    begin = part * PART_SIZE
+    end = tl.minimum(begin + PART_SIZE, vocab)
+    full_end = tl.multiple_of(end - end % CHUNK, CHUNK)  # of the full chunks
     lane = tl.arange(0, LANES)
-    top = tl.full([LANES], LOWEST, tl.float32)
+    lane_max = tl.full([LANES], NO_LOGIT, tl.float32)
     total = tl.zeros([LANES], tl.float32)
-    plain = tl.zeros([LANES], tl.float32)
+    raw_total = tl.zeros([LANES], tl.float32)
     best = tl.full([LANES], float("inf"), tl.float32)
     second = tl.full([LANES], float("inf"), tl.float32)
-    place = tl.zeros([LANES], tl.int32)
-    wait(EARLY)
-    if NOT_ALL and tl.load(counts + at) == 0:
+    best_start = tl.zeros([LANES], tl.int32)
+    pdl_wait(PDL)
+    if HAS_ACTIVE and tl.load(active + p) == 0:
         return
-    key, position = tl.load(keys + at), tl.load(positions + at)
-    temperature = tl.load(temperatures + at)
+    key, position = tl.load(keys + p), tl.load(positions + p)
+    temperature = tl.load(temperatures + p)
     scale = tl.where(temperature == 0, 1.0, 1.0 / temperature).to(tl.float32) * LOG2E  # for powers of two
-    for start in range(begin, whole, CHUNK):
-        top, total, plain, best, second, place = _look(
-            top, total, plain, best, second, place, start, row, ids, vocab, key, position, stream, scale, at,
-            cut_logit, cut_place, LANES, SOME, CUT, True,
+    for start in range(begin, full_end, CHUNK):
+        lane_max, total, raw_total, best, second, best_start = _scan_chunk(
+            lane_max, total, raw_total, best, second, best_start, start, row, ids, vocab, key, position, stream, scale,
+            p, min_logit, max_index, LANES, HAS_IDS, TRUNCATED, True,
         )  # fmt: skip
-    if whole < end:
-        top, total, plain, best, second, place = _look(
-            top, total, plain, best, second, place, whole, row, ids, vocab, key, position, stream, scale, at,
-            cut_logit, cut_place, LANES, SOME, CUT, False,
+    if full_end < end:
+        lane_max, total, raw_total, best, second, best_start = _scan_chunk(
+            lane_max, total, raw_total, best, second, best_start, full_end, row, ids, vocab, key, position, stream,
+            scale, p, min_logit, max_index, LANES, HAS_IDS, TRUNCATED, False,
         )  # fmt: skip
-    peak = tl.max(top)
+    peak = tl.max(lane_max)
     winner = -1
-    if LEADS:
-        runner_up = float("inf")
+    if MARGINS:
+        second_arrival = float("inf")
     if temperature == 0:
-        if peak > LOWEST:
+        if peak > NO_LOGIT:
             winner = vocab
             for start in range(begin, end, CHUNK):
                 v = start + tl.arange(0, CHUNK)
@@ -262,105 +268,110 @@ def _race(
                 winner = tl.minimum(winner, tl.min(tl.where(raw == peak, v, vocab)))
     else:
         offset = peak * scale - 32
-        sure = 1 - (1e-4 + 4e-7 * tl.abs(offset))  # roundings are less than that
-        arrival, forgotten = float("inf"), float("inf")
+        safety = 1 - (1e-4 + 4e-7 * tl.abs(offset))  # more than the rounding errors
+        arrival, untracked = float("inf"), float("inf")  # untracked: least bound of the groups that no lane remembers
         bound = tl.min(best)
-        last = LATEST - offset if LEADS else float("inf")
-        while (bound < last) & ((runner_up if LEADS else arrival) >= tl.exp2(bound + offset) * sure):
-            its = tl.min(tl.where(best == bound, lane, LANES))
-            i = tl.arange(0, EACH)
-            group = tl.sum(tl.where(lane == its, place, 0)) + its * 4 + (i // 4) * (4 * LANES) + i % 4
-            here, who, then = _first_of(
-                group, row, ids, vocab, key, position, stream, peak, scale, at, cut_logit, cut_place, SOME, CUT
+        max_bound = MAX_LOG2_ARRIVAL - offset if MARGINS else float("inf")
+        while (bound < max_bound) & ((second_arrival if MARGINS else arrival) >= tl.exp2(bound + offset) * safety):
+            best_lane = tl.min(tl.where(best == bound, lane, LANES))
+            i = tl.arange(0, TOKENS_PER_LANE)
+            group = tl.sum(tl.where(lane == best_lane, best_start, 0)) + best_lane * 4 + (i // 4) * (4 * LANES) + i % 4
+            group_first, group_index, group_second = _first_arrival(
+                group, row, ids, vocab, key, position, stream, peak, scale, p, min_logit, max_index, HAS_IDS, TRUNCATED
             )
-            if LEADS:
-                runner_up = tl.minimum(tl.minimum(runner_up, then), tl.maximum(here, arrival))
-            if (here < arrival) | ((here == arrival) & (who < winner)):
-                arrival, winner = here, who
-            forgotten = tl.minimum(forgotten, tl.min(tl.where(lane == its, second, float("inf"))))
-            best = tl.where(lane == its, float("inf"), best)
-            bound = tl.min(best)
-        if (forgotten < float("inf")) & (arrival >= tl.exp2(forgotten + offset) * sure):
-            arrival = float("inf")
-            if LEADS:
-                runner_up, forgotten = float("inf"), float("inf")
-            for start in range(begin, end, LANES):
-                here, who, then = _first_of(
-                    start + lane, row, ids, vocab, key, position, stream, peak, scale, at, cut_logit, cut_place, SOME,
-                    CUT,
+            if MARGINS:
+                second_arrival = tl.minimum(
+                    tl.minimum(second_arrival, group_second), tl.maximum(group_first, arrival)
                 )  # fmt: skip
-                if LEADS:
-                    runner_up = tl.minimum(tl.minimum(runner_up, then), tl.maximum(here, arrival))
-                if here < arrival:
-                    arrival, winner = here, who
-        if LEADS:
-            runner_up = tl.minimum(runner_up, tl.exp2(forgotten + offset))
-    out = found + (at * tl.num_programs(1) + part) * 4
-    tl.store(out, tl.where(peak > LOWEST, peak, -float("inf")))
-    sums = tl.sum(total * tl.exp2((top - peak) * scale))
-    tl.store(out + 1, sums)
-    if CUT or scale != LOG2E:
-        sums = tl.sum(plain * tl.exp2((top - peak) * LOG2E))
-    tl.store(out + 2, sums)
-    if LEADS:
-        tl.store(out + 3, runner_up)
-    tl.store(first + at * tl.num_programs(1) + part, winner)
+            if (group_first < arrival) | ((group_first == arrival) & (group_index < winner)):
+                arrival, winner = group_first, group_index
+            untracked = tl.minimum(untracked, tl.min(tl.where(lane == best_lane, second, float("inf"))))
+            best = tl.where(lane == best_lane, float("inf"), best)
+            bound = tl.min(best)
+        if (untracked < float("inf")) & (arrival >= tl.exp2(untracked + offset) * safety):
+            arrival = float("inf")
+            if MARGINS:
+                second_arrival, untracked = float("inf"), float("inf")
+            for start in range(begin, end, LANES):
+                group_first, group_index, group_second = _first_arrival(
+                    start + lane, row, ids, vocab, key, position, stream, peak, scale, p, min_logit, max_index, HAS_IDS,
+                    TRUNCATED,
+                )  # fmt: skip
+                if MARGINS:
+                    second_arrival = tl.minimum(
+                        tl.minimum(second_arrival, group_second), tl.maximum(group_first, arrival)
+                    )  # fmt: skip
+                if group_first < arrival:
+                    arrival, winner = group_first, group_index
+        if MARGINS:
+            second_arrival = tl.minimum(second_arrival, tl.exp2(untracked + offset))
+    out = part_stats + (p * tl.num_programs(1) + part) * 4
+    tl.store(out, tl.where(peak > NO_LOGIT, peak, -float("inf")))
+    weight_sum = tl.sum(total * tl.exp2((lane_max - peak) * scale))
+    tl.store(out + 1, weight_sum)
+    if TRUNCATED or scale != LOG2E:
+        weight_sum = tl.sum(raw_total * tl.exp2((lane_max - peak) * LOG2E))
+    tl.store(out + 2, weight_sum)
+    if MARGINS:
+        tl.store(out + 3, second_arrival)
+    tl.store(part_winners + p * tl.num_programs(1) + part, winner)
 
 
 @triton.jit
-def _finish(
-    logits, ids, keys, positions, temperatures, counts, found, first, tokens, logprobs, raw_logprobs, leads, stride,
-    vocab, parts, stream, WIDTH: tl.constexpr, PART: tl.constexpr, SOME: tl.constexpr, LEADS: tl.constexpr,
-    NOT_ALL: tl.constexpr, EARLY: tl.constexpr,
+def _combine_parts(
+    logits, ids, keys, positions, temperatures, active, part_stats, part_winners, tokens, logprobs, raw_logprobs,
+    margins, stride, vocab, num_parts, stream, WIDTH: tl.constexpr, PART_SIZE: tl.constexpr, HAS_IDS: tl.constexpr,
+    MARGINS: tl.constexpr, HAS_ACTIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of the parts' first the very first, in float64. Its lead is over the first of all others, unless none came (the
-    rest is cut away) or it is so cold that logits alone decide: then over the greatest other logit."""
-    at = tl.program_id(0)
-    key, position = tl.load(keys + at), tl.load(positions + at)
-    temperature = tl.load(temperatures + at)
+    """The first arrival of all parts' winners, in float64. Its margin is over the second arrival. If there is none (all
+    other tokens are truncated) or the temperature is so low that only logits matter, the margin is over the greatest
+    other logit."""
+    p = tl.program_id(0)
+    key, position = tl.load(keys + p), tl.load(positions + p)
+    temperature = tl.load(temperatures + p)
     greedy = temperature == 0
     scale = tl.where(greedy, 1.0, 1.0 / temperature)
     i = tl.arange(0, WIDTH)
-    inside = i < parts
-    mine = found + (at * parts + i) * 4
-    wait(EARLY)
-    if NOT_ALL and tl.load(counts + at) == 0:
-        tl.store(tokens + at, 0)
+    inside = i < num_parts
+    stats = part_stats + (p * num_parts + i) * 4
+    pdl_wait(PDL)
+    if HAS_ACTIVE and tl.load(active + p) == 0:
+        tl.store(tokens + p, 0)
         return
-    peaks = tl.load(mine, mask=inside, other=-float("inf")).to(tl.float64)
-    sums = tl.load(mine + 1, mask=inside, other=0.0).to(tl.float64)
-    raw_sums = tl.load(mine + 2, mask=inside, other=0.0).to(tl.float64)
-    places = tl.load(first + at * parts + i, mask=inside, other=-1)
-    runs = places >= 0
-    row = logits + at.to(tl.int64) * stride
-    raw = tl.load(row + places, mask=runs, other=0.0).to(tl.float64)
-    token = places
-    if SOME:
-        token = tl.load(ids + places, mask=runs, other=0).to(tl.int32)
-    words = _words_of(key, position, stream, token)
+    peaks = tl.load(stats, mask=inside, other=-float("inf")).to(tl.float64)
+    sums = tl.load(stats + 1, mask=inside, other=0.0).to(tl.float64)
+    raw_sums = tl.load(stats + 2, mask=inside, other=0.0).to(tl.float64)
+    indices = tl.load(part_winners + p * num_parts + i, mask=inside, other=-1)
+    has_winner = indices >= 0
+    row = logits + p.to(tl.int64) * stride
+    raw = tl.load(row + indices, mask=has_winner, other=0.0).to(tl.float64)
+    token = indices
+    if HAS_IDS:
+        token = tl.load(ids + indices, mask=has_winner, other=0).to(tl.int32)
+    words = _token_words(key, position, stream, token)
     u = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10
     peak = tl.max(peaks)
     arrival = tl.where(greedy, -raw, libdevice.log(-libdevice.log1p(-u)) - (raw - peak) * scale)
-    arrival = tl.where(runs, arrival, float("inf"))
+    arrival = tl.where(has_winner, arrival, float("inf"))
     winner = tl.argmin(arrival, 0)
-    place = tl.maximum(tl.load(first + at * parts + winner), 0)  # where all is NaN, at least a token
-    token = place
-    if SOME:
-        token = tl.load(ids + place).to(tl.int32)
+    index = tl.maximum(tl.load(part_winners + p * num_parts + winner), 0)  # a valid token even if all logits are NaN
+    token = index
+    if HAS_IDS:
+        token = tl.load(ids + index).to(tl.int32)
     total = tl.sum(tl.where(inside, sums * libdevice.exp((peaks - peak) * scale), 0.0))
     raw_total = tl.sum(tl.where(inside, raw_sums * libdevice.exp(peaks - peak), 0.0))
-    chosen = tl.load(row + place).to(tl.float64) - peak
-    tl.store(tokens + at, token)
-    tl.store(logprobs + at, tl.where(greedy, 0.0, chosen * scale - libdevice.log(total)))
-    tl.store(raw_logprobs + at, chosen - libdevice.log(raw_total))
-    if LEADS:
-        runners_up = tl.load(mine + 3, mask=runs, other=float("inf")).to(tl.float64)
-        behind = tl.min(tl.where(runs, libdevice.log(runners_up) + (peak - peaks) * scale, float("inf")))
-        behind = tl.minimum(behind, tl.min(tl.where(i == winner, float("inf"), arrival)))
-        lead = ((behind - tl.min(arrival)) / scale).to(tl.float32)
-        if (behind == float("inf")) | (temperature < COLD):
-            v = winner * PART + tl.arange(0, PART)  # of its own part all, of another the greatest
-            beside = tl.load(row + v, mask=(v < vocab) & (v != place), other=-float("inf")).to(tl.float64)
-            other = tl.maximum(tl.max(beside), tl.max(tl.where(i == winner, -float("inf"), peaks)))
-            lead = tl.maximum(chosen + peak - other, 0.0).to(tl.float32)
-        tl.store(leads + at, lead)
+    logit = tl.load(row + index).to(tl.float64) - peak  # relative to the greatest
+    tl.store(tokens + p, token)
+    tl.store(logprobs + p, tl.where(greedy, 0.0, logit * scale - libdevice.log(total)))
+    tl.store(raw_logprobs + p, logit - libdevice.log(raw_total))
+    if MARGINS:
+        seconds = tl.load(stats + 3, mask=has_winner, other=float("inf")).to(tl.float64)
+        second = tl.min(tl.where(has_winner, libdevice.log(seconds) + (peak - peaks) * scale, float("inf")))
+        second = tl.minimum(second, tl.min(tl.where(i == winner, float("inf"), arrival)))
+        margin = ((second - tl.min(arrival)) / scale).to(tl.float32)
+        if (second == float("inf")) | (temperature < LOW_TEMPERATURE):
+            v = winner * PART_SIZE + tl.arange(0, PART_SIZE)  # the winner's part; of other parts the peak is enough
+            others = tl.load(row + v, mask=(v < vocab) & (v != index), other=-float("inf")).to(tl.float64)
+            best_other = tl.maximum(tl.max(others), tl.max(tl.where(i == winner, -float("inf"), peaks)))
+            margin = tl.maximum(logit + peak - best_other, 0.0).to(tl.float32)
+        tl.store(margins + p, margin)

@@ -1,5 +1,5 @@
 "use strict";
-// What a model wrote only ever becomes text here (textContent, Option's text): no markup is made from data.
+// Data is only inserted as text (textContent, Option's text), never as markup: model output is untrusted.
 (() => {
   const byId = (id) => document.getElementById(id);
   const tip = byId("tip");
@@ -11,7 +11,7 @@
     return element;
   }
 
-  // Charts: what the strip under the pointer says, and a line at its place.
+  // Charts: the tooltip of the strip under the pointer, and a vertical line.
 
   function showTip(text, x, y) {
     tip.textContent = text;
@@ -27,7 +27,7 @@
     for (const line of document.querySelectorAll(".guide.on")) line.classList.remove("on");
   }
 
-  function point(event) {
+  function onPointer(event) {
     const strip = event.target.closest?.("[data-tip]");
     hideTip();
     if (!strip) return;
@@ -40,8 +40,8 @@
     }
   }
   for (const svg of document.querySelectorAll(".chart svg")) {
-    svg.addEventListener("pointermove", point);
-    svg.addEventListener("pointerdown", point);
+    svg.addEventListener("pointermove", onPointer);
+    svg.addEventListener("pointerdown", onPointer);
     svg.addEventListener("pointerleave", hideTip);
   }
   addEventListener("scroll", hideTip, { passive: true });
@@ -51,19 +51,19 @@
   if (!byId("browser")) return;
   const data = JSON.parse(byId("data").textContent);
   const all = data.rollouts;
-  const nobody = -Infinity; // a sample without a reward sorts last, whichever way
-  const reward = (r) => (typeof r.reward === "number" ? r.reward : nobody);
+  const noReward = -Infinity; // a sample without a reward sorts last in both directions
+  const reward = (r) => (typeof r.reward === "number" ? r.reward : noReward);
   const ORDERS = [
     () => all,
     () => [...all].sort((a, b) => reward(b) - reward(a)),
-    () => [...all].sort((a, b) => (reward(a) === nobody) - (reward(b) === nobody) || reward(a) - reward(b)),
+    () => [...all].sort((a, b) => (reward(a) === noReward) - (reward(b) === noReward) || reward(a) - reward(b)),
     () => all.filter((r) => r.failure),
     () => all.filter((r) => r.finish === "length"),
   ];
   const show = (x) => (typeof x !== "number" ? "–" : Number.isInteger(x) ? String(x) : x.toFixed(3));
   const unique = (values) => [...new Set(values)];
   let list = all;
-  let place = Math.max(0, all.findIndex((r) => r.s === all[all.length - 1].s));
+  let position = Math.max(0, all.findIndex((r) => r.s === all[all.length - 1].s));
 
   function options(select, values, chosen, name) {
     select.replaceChildren(...values.map((v) => new Option(name ? name(v) : String(v), String(v), false, v === chosen)));
@@ -71,23 +71,23 @@
   }
 
   function versionOf(rollout, index) {
-    let passed = 0;
+    let end = 0;
     for (const [version, count] of rollout.versions) {
-      passed += count;
-      if (index < passed) return version;
+      end += count;
+      if (index < end) return version;
     }
     return "–";
   }
 
-  // Who proposed token i: the class that colours it, and words.
-  function proposer(rollout, i) {
+  // The provenance of token i: its CSS class and a label.
+  function provenanceOf(rollout, i) {
     if (rollout.mask && rollout.mask[i] === "0") return ["environment", "environment"];
     const drafter = rollout.drafters[Number(rollout.sources?.[i])] ?? "a drafter";
     switch (rollout.provenance?.[i]) {
-      case "1": return [`drafted d${(Number(rollout.sources?.[i]) || 0) % 4}`, `accepted draft of ${drafter}`];
-      case "2": return ["corrected", `policy, correcting ${drafter}`];
-      case "3": return ["bonus", "policy, bonus after a whole draft"];
-      case "0": return ["sampled", "policy, nothing drafted"];
+      case "1": return [`drafted d${(Number(rollout.sources?.[i]) || 0) % 4}`, `accepted draft token of ${drafter}`];
+      case "2": return ["corrected", `corrected token, in place of a draft token of ${drafter}`];
+      case "3": return ["bonus", "bonus token, after a fully accepted draft"];
+      case "0": return ["sampled", "sampled, no draft"];
       default: return ["unknown", "not recorded"];
     }
   }
@@ -96,7 +96,7 @@
     const logprob = rollout.logprobs?.[i];
     const parts = [JSON.stringify(rollout.pieces[i]), `id ${rollout.ids[i]}`];
     if (typeof logprob === "number") parts.push(`logprob ${logprob.toFixed(4)} (p ${Math.exp(logprob).toFixed(3)})`);
-    parts.push(`version ${versionOf(rollout, i)}`, proposer(rollout, i)[1]);
+    parts.push(`version ${versionOf(rollout, i)}`, provenanceOf(rollout, i)[1]);
     return parts.join("  ·  ");
   }
 
@@ -111,10 +111,10 @@
     }
     const counts = new Map();
     const spans = rollout.pieces.map((piece, i) => {
-      const [kind, words] = proposer(rollout, i);
-      const known = counts.get(kind + words) ?? { kind, words, count: 0 };
-      known.count += 1;
-      counts.set(kind + words, known);
+      const [kind, label] = provenanceOf(rollout, i);
+      const entry = counts.get(kind + label) ?? { kind, label, count: 0 };
+      entry.count += 1;
+      counts.set(kind + label, entry);
       const span = make("span", `t ${kind}`, piece);
       if (piece.includes("\n")) span.classList.add("newline");
       if (piece === "") span.classList.add("empty");
@@ -123,19 +123,19 @@
     });
     box.replaceChildren(...spans);
     const total = spans.length || 1;
-    for (const { kind, words, count } of [...counts.values()].sort((a, b) => b.count - a.count)) {
+    for (const { kind, label, count } of [...counts.values()].sort((a, b) => b.count - a.count)) {
       const item = make("li");
-      item.append(make("span", `t ${kind}`, " token "), `${words}: ${count} (${Math.round((100 * count) / total)}%)`);
+      item.append(make("span", `t ${kind}`, " token "), `${label}: ${count} (${Math.round((100 * count) / total)}%)`);
       legend.append(item);
     }
   }
 
-  function facts(rollout) {
+  function drawFacts(rollout) {
     const box = byId("sample-facts");
     const rewards = Object.entries(rollout.rewards);
     const rows = [["reward", show(rollout.reward)], ["advantage", show(rollout.advantage)]];
     if (rewards.length > 1) rows.push(["by function", rewards.map(([name, x]) => `${name} ${show(x)}`).join(", ")]);
-    rows.push(["tokens", String(rollout.ids.length)], ["ended by", rollout.finish || "–"]);
+    rows.push(["tokens", String(rollout.ids.length)], ["finish reason", rollout.finish || "–"]);
     if (rollout.turns > 1) rows.push(["turns", String(rollout.turns)]);
     if (rollout.problem) rows.push(["problem", rollout.problem]);
     rows.push(["versions", unique(rollout.versions.map((v) => v[0])).join(", ") || "–"]);
@@ -148,8 +148,8 @@
   }
 
   function drawSamples(rollout) {
-    const mine = all.filter((r) => r.s === rollout.s && r.g === rollout.g);
-    byId("samples").replaceChildren(...mine.map((r) => {
+    const group = all.filter((r) => r.s === rollout.s && r.g === rollout.g);
+    byId("samples").replaceChildren(...group.map((r) => {
       const button = make("button");
       button.type = "button";
       button.append(make("small", "", `#${r.i}`), show(r.reward));
@@ -161,10 +161,10 @@
   }
 
   function draw() {
-    const rollout = list[place];
-    byId("previous").disabled = place <= 0;
-    byId("next").disabled = place >= list.length - 1;
-    byId("place").textContent = rollout ? `${place + 1} of ${list.length}` : "no such sample";
+    const rollout = list[position];
+    byId("previous").disabled = position <= 0;
+    byId("next").disabled = position >= list.length - 1;
+    byId("place").textContent = rollout ? `${position + 1} of ${list.length}` : "no such sample";
     options(byId("step"), unique(list.map((r) => r.s)).sort((a, b) => a - b), rollout?.s);
     options(byId("group"), unique(list.filter((r) => r.s === rollout?.s).map((r) => r.g)).sort((a, b) => a - b), rollout?.g);
     byId("token-facts").textContent = "Point at a token, or tap it, for its figures.";
@@ -173,44 +173,44 @@
       return;
     }
     drawSamples(rollout);
-    facts(rollout);
+    drawFacts(rollout);
     byId("prompt").textContent = data.prompts[rollout.p];
     drawTokens(rollout);
   }
 
-  // To this rollout; where the chosen order leaves it out, back to the order that has them all.
+  // Shows this rollout. If the selected order does not include it, switches to the order that includes all.
   function go(rollout) {
     if (!rollout) return;
     if (!list.includes(rollout)) {
       byId("order").selectedIndex = 0;
       list = all;
     }
-    place = list.indexOf(rollout);
+    position = list.indexOf(rollout);
     draw();
   }
 
   function move(by) {
-    go(list[place + by]);
+    go(list[position + by]);
   }
 
-  // The first rollout, in the chosen order, of the next group or step there is.
-  function leap(key, by) {
-    const now = list[place];
-    if (!now) return;
+  // Shows the first rollout, in the selected order, of the next or previous group or step.
+  function jump(key, by) {
+    const current = list[position];
+    if (!current) return;
     const rank = (r) => (key === "s" ? r.s : r.s * 1e9 + r.g);
     const ranks = unique(list.map(rank)).sort((a, b) => a - b);
-    const target = ranks[ranks.indexOf(rank(now)) + by];
+    const target = ranks[ranks.indexOf(rank(current)) + by];
     go(list.find((r) => rank(r) === target));
   }
 
   byId("order").addEventListener("change", (event) => {
     list = ORDERS[event.target.selectedIndex]();
-    place = 0;
+    position = 0;
     draw();
   });
   byId("step").addEventListener("change", (event) => go(list.find((r) => String(r.s) === event.target.value)));
   byId("group").addEventListener("change", (event) => {
-    const step = list[place].s;
+    const step = list[position].s;
     go(list.find((r) => r.s === step && String(r.g) === event.target.value));
   });
   byId("previous").addEventListener("click", () => move(-1));
@@ -220,25 +220,25 @@
     if (event.ctrlKey || event.altKey || event.metaKey) return;
     if (event.target.closest?.("select, input, textarea, .scroll")) return;
     const box = byId("browser").getBoundingClientRect();
-    if (box.bottom < 0 || box.top > innerHeight) return; // out of sight: the keys belong to the page
+    if (box.bottom < 0 || box.top > innerHeight) return; // not visible: the keys scroll the page
     const by = { ArrowLeft: -1, ArrowRight: 1, "[": -1, "]": 1 }[event.key];
     if (!by) return;
     event.preventDefault();
-    if (event.key.startsWith("Arrow")) event.shiftKey ? leap("s", by) : move(by);
-    else leap("g", by);
+    if (event.key.startsWith("Arrow")) event.shiftKey ? jump("s", by) : move(by);
+    else jump("g", by);
   });
 
-  const inform = (event) => {
+  const showToken = (event) => {
     const span = event.target.closest?.("[data-i]");
     if (!span) return;
     for (const old of byId("tokens").querySelectorAll(".on")) old.classList.remove("on");
     span.classList.add("on");
-    const text = describe(list[place], Number(span.dataset.i));
+    const text = describe(list[position], Number(span.dataset.i));
     byId("token-facts").textContent = text;
     showTip(text.split("  ·  ").join("\n"), event.clientX, event.clientY);
   };
-  byId("tokens").addEventListener("pointerover", inform);
-  byId("tokens").addEventListener("click", inform);
+  byId("tokens").addEventListener("pointerover", showToken);
+  byId("tokens").addEventListener("click", showToken);
   byId("tokens").addEventListener("pointerleave", hideTip);
   draw();
 })();

@@ -1,0 +1,214 @@
+"""Read and write settings: TOML files, `a.b=c` overrides, and error messages for wrong keys and values.
+
+Works for any tree of pydantic models; a model with keys is called a section. An unknown key is an error that names the
+nearest known key. A value of the wrong type is an error that names the expected type.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from datetime import date, time
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from paceline.files import read_text
+
+SectionType = type[BaseModel]
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class ConfigError(ValueError):
+    """A setting that can't be used. The message names the key, the value and what to do."""
+
+
+# ---- reading ----
+
+
+def read_settings(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The settings of a TOML file (none if `path` is None), with `a.b=c` overrides applied in order. Not validated."""
+    settings: dict[str, Any] = {}
+    if path is not None:
+        try:
+            settings = tomllib.loads(read_text(Path(path)))
+        except FileNotFoundError:
+            raise ConfigError(f"config file {path} does not exist") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
+        except RecursionError:
+            raise ConfigError(f"config file {path} is not valid TOML: nested too deep") from None
+        except ValueError as error:
+            raise ConfigError(f"config file {error}") from None
+    for override in overrides:
+        apply_override(settings, override)
+    return settings
+
+
+def apply_override(settings: dict[str, Any], override: str) -> None:
+    """Set the key of an `a.b=c` override."""
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"override {override!r} is not of the form section.key=value")
+    for depth, part in enumerate(parts[:-1], 1):
+        settings = settings.setdefault(part, {})
+        if not isinstance(settings, dict):
+            raise ConfigError(f"override {override!r}: {'.'.join(parts[:depth])} is a value, not a section")
+    settings[parts[-1]] = _parse_value(key.strip(), text.strip())
+
+
+def _parse_value(key: str, text: str) -> Any:
+    """A TOML value. Text that is not TOML is a string: `model.name=smollm2-135m` needs no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, RecursionError):
+        if text and text[0] not in "[{\"'" and "\n" not in text:
+            return text
+        raise ConfigError(f"{key} = {text}: not a TOML value; write strings as {key}='\"text\"'") from None
+
+
+def validate(root: type[Model], settings: Mapping[str, Any]) -> Model:
+    """Make a `root` from nested settings. Raises ConfigError with one line per wrong key or value."""
+    try:
+        return root.model_validate(settings)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(root, settings, error))) from None
+
+
+def all_keys(section: SectionType, prefix: str = "") -> list[str]:
+    """Every dotted key of a section and of the sections in it."""
+    keys: list[str] = []
+    for name, field in section.model_fields.items():
+        inner = _as_section(field.annotation)
+        keys += all_keys(inner, f"{prefix}{name}.") if inner else [prefix + name]
+    return keys
+
+
+# ---- error messages ----
+
+
+def _explain(root: SectionType, settings: Mapping[str, Any], error: ValidationError) -> list[str]:
+    """One line per key. pydantic reports one error per member of a union; only the first one is used."""
+    lines: list[str] = []
+    seen: set[str] = set()
+    for detail in error.errors():
+        path = _key_path(root, detail["loc"])
+        key = ".".join(path)
+        if key in seen:
+            continue
+        seen.add(key)
+        if detail["type"] == "extra_forbidden":
+            lines.append(f"unknown key {key}: {_nearest(root, path)}")
+        elif detail["type"] == "value_error":  # raised by a section's `check`: a complete message
+            lines.append(str(detail["ctx"]["error"]))
+        else:
+            lines.append(f"{key} = {_look_up(settings, path)!r}: expected {_expected(root, path)}")
+    return lines
+
+
+def _key_path(root: SectionType, location: tuple[int | str, ...]) -> list[str]:
+    """The sections and the key of pydantic's location, without the union members that follow."""
+    path: list[str] = []
+    section: SectionType | None = root
+    for part in map(str, location):
+        path.append(part)
+        field = section.model_fields.get(part) if section else None
+        section = _as_section(field.annotation) if field else None
+        if section is None:
+            break
+    return path
+
+
+def _nearest(root: SectionType, path: list[str]) -> str:
+    *parents, leaf = path
+    keys = list(_section_at(root, parents).model_fields)
+    in_section = {key: ".".join([*parents, key]) for key in keys}
+    anywhere = {key.rpartition(".")[2]: key for key in all_keys(root)}
+    # The same key in another section, then a similar key in this section, then a similar key in any section.
+    for candidates, cutoff in ((anywhere, 1.0), (in_section, 0.5), (anywhere, 0.8)):
+        if close := difflib.get_close_matches(leaf, candidates, n=1, cutoff=cutoff):
+            return f"did you mean {candidates[close[0]]}?"
+    return f"the keys of {'.'.join(parents) or 'a config'} are {', '.join(keys)}"
+
+
+def _as_section(annotation: Any) -> SectionType | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _section_at(root: SectionType, path: Sequence[str]) -> SectionType:
+    section = root
+    for part in path:
+        section = _as_section(section.model_fields[part].annotation) or section
+    return section
+
+
+def _look_up(settings: Any, path: Sequence[str]) -> Any:
+    for part in path:
+        settings = settings[part]
+    return settings
+
+
+def _expected(root: SectionType, path: list[str]) -> str:
+    *parents, leaf = path
+    field = _section_at(root, parents).model_fields[leaf]
+    return _describe(field.annotation, field.metadata)
+
+
+def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """An annotation in plain English: `Annotated[int, Field(ge=1)] | None` is "an integer >= 1"."""
+    if _as_section(annotation):
+        return f"a section with the keys {', '.join(annotation.model_fields)}"
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        fields = [m.metadata if hasattr(m, "metadata") else [m] for m in args[1:]]
+        return _describe(args[0], [m for group in fields for m in group])
+    if origin is Literal:
+        return "one of " + ", ".join(f'"{arg}"' for arg in args)
+    if origin in (Union, UnionType):
+        return " or ".join(_describe(arg) for arg in args if arg is not type(None))
+    if origin is dict:
+        return f"a table from {_describe(args[0])} to {_describe(args[1])}"
+    if origin is list:
+        return f"a list of {_describe(args[0]).removeprefix('a ').removeprefix('an ')}s"
+    type_names = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+    text = type_names.get(annotation, str(annotation))
+    bounds = [
+        f"{sign} {bound}"
+        for constraint in metadata
+        for name, sign in (("gt", ">"), ("ge", ">="), ("le", "<="), ("pattern", "matching"))
+        if (bound := getattr(constraint, name, None)) is not None
+    ]
+    return f"{text} {' and '.join(bounds)}" if bounds else text
+
+
+# ---- writing ----
+
+
+def dump_config(config: BaseModel) -> str:
+    """All settings as TOML. Reading it gives an equal config. None is left out: it is the default of such keys."""
+    sections = []
+    for name, section in config.model_dump().items():
+        lines = [f"{key} = {_toml_value(value)}" for key, value in section.items() if value is not None]
+        sections.append("\n".join([f"[{name}]", *lines]))
+    return "\n\n".join(sections) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        # TOML has JSON's escapes, except surrogate pairs (so non-ASCII characters are not escaped) and DEL.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml_value(str(key))} = {_toml_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    if isinstance(value, date | time):  # datetime is a date
+        return value.isoformat()
+    assert isinstance(value, int | float), f"no TOML for {value!r}"
+    return repr(value)

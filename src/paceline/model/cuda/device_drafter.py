@@ -1,0 +1,56 @@
+"""What a drafter on the device does: at the end of each step it drafts for the next one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from paceline.model.cuda.device_state import DeviceState, Inputs
+from paceline.model.decoder import Decoder
+from paceline.model.kv import PagedKV
+from paceline.model.paged import PagedDecoder, Span
+
+
+@dataclass(slots=True)
+class DraftStep:
+    """The end of a step, for drafting. T tokens, R rows."""
+
+    inputs: Inputs
+    max_queries: int  # of a row
+    aux_hidden_TF: Tensor | None  # outputs of the drafter's `aux_layers`, concatenated; None: it reads none
+    sampled_T: Tensor  # int32, the token sampled at each position
+    ends_R: Tensor  # int32, at which of the T positions each row's last token was sampled
+    emitted: Tensor  # int32 [R, 2 + MAX_QUERIES], see `DeviceState.commit_tokens`
+    draft_length: int
+    truncates: bool  # whether a row uses top-k, top-p or min-p
+    stops_early: bool  # see `Size.stops_early`
+    probabilities_out: Tensor  # float64 [R, MAX_DRAFT], of each draft token, given that those before it are accepted
+    sources_out: Tensor  # int32 [R], index into the drafter's `sources`
+    imposed: Tensor | None  # see `DeviceState.commit_tokens`
+
+
+class DeviceDrafter(Protocol):
+    """Writes draft tokens and their survival probabilities into `DeviceState`."""
+
+    aux_layers: tuple[int, ...]  # it reads the outputs of these target layers
+    may_find_nothing: bool  # its drafts may have tokens with probability 0, so the next step must select
+
+    def prefill(self, spans: list[Span], paged: PagedDecoder) -> None:
+        """Rows that were computed outside of the graph: each span has the tokens after the positions that the target
+        has computed."""
+        ...
+
+    def draft(self, step: DraftStep) -> None: ...
+
+
+@dataclass(slots=True)
+class DeviceContext:
+    """What a drafter needs to build its part on the device."""
+
+    decoder: Decoder
+    kv: PagedKV
+    num_blocks: int
+    state: DeviceState
+    max_num_seqs: int

@@ -1,0 +1,43 @@
+"""Finds settings that an audit or the learner can't follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.config import Config
+
+
+def audit_problems(config: Config) -> Iterator[str]:
+    """Settings with which an audit could not compare tokens and times."""
+    if not config.speculation.audit_every:
+        return
+    key = f"speculation.audit_every = {config.speculation.audit_every}"
+    if config.speculation.rule != "coupled":
+        yield (
+            f"{key}: an audit generates the same tokens twice, which speculation.rule = "
+            f'"{config.speculation.rule}" does not; use rule = "coupled" or audit_every = 0'
+        )
+    if config.train.max_staleness:
+        yield (
+            f"{key}: training would run at the same time as the audit and distort its times; set train.max_staleness "
+            "= 0 or audit_every = 0"
+        )
+    if config.task.kind == "env":
+        yield (
+            f'{key}: with task.kind = "env" the prompt of a later turn contains the completion of the turn before, '
+            "which the audit would generate again; set audit_every = 0"
+        )
+
+
+def training_problems(config: Config) -> Iterator[str]:
+    """Settings of model, sampling and algorithm that the learner can't follow."""
+    if config.learner.model == "transformers" and config.model.yarn_factor is not None:
+        yield (
+            f'model.yarn_factor = {config.model.yarn_factor}: with learner.model = "transformers" the context length '
+            "comes from the model's config.json; set rope_parameters there"
+        )
+    if config.algorithm.correction != "none" and config.sampling.params().truncates:
+        yield (
+            f'algorithm.correction = "{config.algorithm.correction}": compares the engine\'s logprobs with the '
+            "learner's, which ignore sampling.top_k, top_p and min_p; turn these off, or the correction"
+        )

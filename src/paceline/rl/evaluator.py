@@ -1,0 +1,123 @@
+"""Evaluates the policy on held-out problems."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from paceline.config import TrainSection
+from paceline.rl.callback import ProgressCallback
+from paceline.rl.collect import Collector
+from paceline.rl.produce import Producer, Stopped
+from paceline.tasks.task import Problem
+
+SOLVED = 1.0  # a problem is solved by a reward of at least this
+
+
+class Evaluator:
+    """Evaluates during a run, and keeps the first, the last and the best result. It pauses generation."""
+
+    def __init__(
+        self,
+        section: TrainSection,
+        collector: Collector,
+        problems: Sequence[Problem],
+        producer: Producer,
+        callback: ProgressCallback,
+    ) -> None:
+        self.section, self.collector, self.problems = section, collector, problems
+        self.producer, self.callback = producer, callback
+        self.best: dict[str, Any] | None = None  # {"step", "reward"}
+        self.first_eval: dict[str, Any] | None = None  # before the first step
+        self.last_eval: dict[str, Any] | None = None
+
+    def evaluate_first(self) -> None:
+        """Before the first step. Raises Stopped if the producer is stopped."""
+        self.first_eval = self.last_eval = self._evaluate(0, may_stop=True)
+
+    def evaluate(self, step: int) -> bool:
+        """After `step` steps, to the end: the step's metrics need the result. Returns whether it is the best so far."""
+        self.last_eval = self._evaluate(step)
+        reward = self.last_eval["reward"]
+        if reward is None or (self.best is not None and reward <= self.best["reward"]):
+            return False
+        self.best = {"step": step, "reward": reward}
+        return True
+
+    def _evaluate(self, step: int, may_stop: bool = False) -> dict[str, Any]:
+        def on_progress(done: int, total: int) -> None:
+            if may_stop and self.producer.stopping:
+                raise Stopped
+            self.callback.progress("validation", done, total)
+
+        section = self.section
+        with self.producer.paused():
+            result = evaluate(
+                self.collector,
+                self.problems,
+                section.eval_samples,
+                section.eval_temperature,
+                section.seed,
+                on_progress,
+                step,
+            )
+            self.collector.engine.drain_trace()
+        if num := result["num_failures"]:
+            self.callback.note(f"validation: {num} samples could not be scored; the first: {result['first_failure']}")
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "first_eval": self.first_eval, "last_eval": self.last_eval}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.best, self.first_eval, self.last_eval = (state_dict[key] for key in ("best", "first_eval", "last_eval"))
+
+
+def evaluate(
+    collector: Collector,
+    problems: Sequence[Problem],
+    num_samples: int,
+    temperature: float,
+    seed: int,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    step: int = 0,
+) -> dict[str, Any]:
+    """Mean reward, avg@n and pass@k of the scored samples (None without any). The same seed gives the same noise in
+    every evaluation."""
+    sampling = replace(collector.sampling, temperature=temperature)
+    collected = collector.collect(
+        step, list(enumerate(problems)), num_samples, f"{seed} held out", sampling=sampling, on_progress=on_progress
+    )
+    rewards = [[r.reward for r in group.scored] for group in collected.groups]
+    scored = [reward for group in rewards for reward in group]
+    rollouts = [r for group in collected.groups for r in group.rollouts]
+    failures = [r.failure for r in rollouts if r.failure is not None]
+    ks = [k for k in (2**i for i in range(20)) if k <= num_samples]
+    return {
+        "reward": float(np.mean(scored)) if scored else None,
+        # Every problem has the same weight, for any number of scored samples.
+        "avg_at_n": float(np.mean([sum(group) / len(group) for group in rewards if group])) if scored else None,
+        "pass_at_k": pass_at(ks[-1], rewards),
+        "n": num_samples,
+        "k": ks[-1],
+        "pass_at": {str(k): pass_at(k, rewards) for k in ks},
+        "length_mean": float(np.mean([r.mask.sum() for r in rollouts])),
+        "num_problems": len(problems),
+        "num_failures": len(failures),
+        "first_failure": failures[0] if failures else None,
+    }
+
+
+def pass_at(k: int, rewards: Sequence[Sequence[float]]) -> float:
+    """The probability that one of k samples solves a problem. Unbiased estimate from n >= k samples, c of which solve
+    it: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374)."""
+    estimates = []
+    for group in rewards:
+        n, c = len(group), sum(reward >= SOLVED for reward in group)
+        if n >= k:
+            estimates.append(1 - math.comb(n - c, k) / math.comb(n, k))
+    return float(np.mean(estimates)) if estimates else 0.0

@@ -1,0 +1,135 @@
+"""Computes the metrics of a step: the numbers of metrics.jsonl."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.rl.alarms import MIN_DRAFTS
+from paceline.rl.batch import TokenBatch
+from paceline.rl.corrections import sum_by
+from paceline.rl.learner import UpdateReport
+from paceline.rl.produce import Batch
+from paceline.rl.stage_timer import StageTimer
+from paceline.speculation.metrics import summarise
+
+STAGES = ("data", "sync", "generation", "reward", "logprob", "training", "head_training", "draft")
+ROLLOUT_STAGES = ("data", "sync", "generation", "reward")  # hidden behind training if the two overlap
+LEARNER_STAGES = ("logprob", "training", "head_training")
+
+
+def update_metrics(tokens: TokenBatch, report: UpdateReport) -> dict[str, Any]:
+    learner_logprobs_T = tokens.old_logprobs_T if tokens.old_logprobs_T is not None else report.logprobs_T
+    gap = (tokens.engine_logprobs_T - learner_logprobs_T)[tokens.mask_T]
+    mismatch = float(gap.abs().mean()) if len(gap) else 0.0
+    return {
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "learning_rate": report.learning_rate,
+        "entropy": report.entropy,
+        **report.stats,
+        "mismatch_mean": mismatch,
+        # k3 of KL(engine || learner): mean of r - 1 - log r with r = learner / engine
+        "mismatch_k3": float((torch.expm1(-gap) + gap).mean()) if len(gap) else 0.0,
+        "mismatch_max": float(gap.abs().max()) if len(gap) else 0.0,
+    }
+
+
+def memory_gib(device: torch.device) -> float:
+    """Peak memory so far: reserved on the GPU, or resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    import resource  # does not exist on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes on macOS, kilobytes elsewhere
+
+
+def mean_advantages(tokens: TokenBatch) -> list[float]:
+    """By sequence, over its trained tokens. For the records."""
+    assert tokens.advantages_T is not None
+    mask_T = tokens.mask_T.double()
+    sum_S = sum_by(tokens.advantages_T.double() * mask_T, tokens.sequence_T, tokens.num_sequences)
+    return (sum_S / sum_by(mask_T, tokens.sequence_T, tokens.num_sequences).clamp_min(1)).tolist()
+
+
+def acceptance_length(batch: Batch) -> tuple[float | None, int | None]:
+    """The mean acceptance length of a batch, None for too few drafts; and the policy version of its last step."""
+    drafts = summarise([], batch.traces)
+    enough = drafts["num_drafts"] >= MIN_DRAFTS
+    return (drafts["mean_acceptance_length"] if enough else None), _last_trace(batch, "version")
+
+
+def _last_trace(batch: Batch, name: str) -> int | None:
+    return getattr(batch.traces[-1], name) if batch.traces else None
+
+
+def rollout_metrics(batch: Batch) -> dict[str, Any]:
+    """Of all rollouts that were generated for the step, trained on or not."""
+    rollouts = [r for group in batch.all_groups for r in group.rollouts]
+    rewards = np.array([r.reward for r in rollouts if r.failure is None])
+    names = dict.fromkeys(name for r in rollouts for name in r.rewards)
+    lengths = np.array([int(r.mask.sum()) for r in rollouts])
+    staleness = [batch.step - group.oldest_version for group in batch.groups]
+    drafts = summarise([], batch.traces)
+    return {
+        "reward_mean": float(rewards.mean()) if len(rewards) else 0.0,
+        "reward_std": float(rewards.std()) if len(rewards) else 0.0,
+        "rewards": {name: float(np.mean([r.rewards[name] for r in rollouts if name in r.rewards])) for name in names},
+        "length_mean": float(lengths.mean()) if len(lengths) else 0.0,
+        "length_max": int(lengths.max(initial=0)),
+        "truncated_ratio": float(np.mean([r.is_truncated for r in rollouts])) if rollouts else 0.0,
+        "num_groups": len(batch.groups),
+        "num_groups_filtered": len(batch.dropped),
+        "num_groups_stale": batch.num_stale,
+        "num_failures": sum(r.failure is not None for r in rollouts),
+        "staleness_mean": float(np.mean(staleness)) if staleness else 0.0,
+        "staleness_max": max(staleness, default=0),
+        "num_tokens": int(lengths.sum()),
+        "num_samples": len(rollouts),
+        **{
+            key: drafts[key]
+            for key in (
+                "mean_acceptance_length",
+                "draft_acceptance_rate",
+                "acceptance_rate_per_position",
+                "num_drafts",
+                "num_draft_tokens",
+                "num_accepted_tokens",
+                "draft_s",
+            )
+        },
+        "drafter_version": _last_trace(batch, "drafter_version"),
+        "num_history_bytes": _last_trace(batch, "num_history_bytes"),
+    }
+
+
+def engine_metrics(batch: Batch, num_engines: int) -> dict[str, Any]:
+    """`engine_busy`: by engine, the share of the generation time that it computed. `engine_idle`: the idle share of all
+    engines."""
+    generation_s = batch.timer.seconds["generation"]
+    if not generation_s:  # all groups are the surplus of earlier steps
+        return {}
+    busy_s = [0.0] * num_engines
+    for trace in batch.traces:
+        busy_s[trace.engine] += trace.total_s
+    busy = [seconds / generation_s for seconds in busy_s]
+    return {"engine_busy": busy, "engine_idle": 1 - sum(busy) / num_engines}
+
+
+def stage_times(
+    batch: Batch, timer: StageTimer, waited_s: float, publishing_s: float, total_s: float, overlaps: bool
+) -> dict[str, float]:
+    """Seconds by stage. `exposed_generation`: how long training waited for rollouts; without overlap, all of their
+    generation. `total`: the step without evaluation and audits."""
+    stages = {name: batch.timer.seconds[name] + timer.seconds[name] for name in STAGES}
+    stages["sync"] += publishing_s
+    stages["draft"] = sum(trace.draft_s for trace in batch.traces if trace.drafter != "none")
+    stages["generation"] -= stages["draft"]
+    exposed = waited_s if overlaps else stages["generation"] + stages["draft"]
+    exposed_stages = LEARNER_STAGES if overlaps else (*ROLLOUT_STAGES, "draft", *LEARNER_STAGES)
+    accounted = sum(stages[name] for name in exposed_stages) + (waited_s + publishing_s if overlaps else 0.0)
+    return {**stages, "exposed_generation": exposed, "other": max(0.0, total_s - accounted), "total": total_s}

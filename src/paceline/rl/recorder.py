@@ -1,0 +1,77 @@
+"""Records each step: rollouts, engine trace and metrics in the run folder, metrics in the sinks. Keeps the totals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from paceline.model.text import Pieces
+from paceline.rl.audit import overall
+from paceline.rl.callback import ProgressCallback
+from paceline.rl.folder import RunFolder
+from paceline.rl.logs import Sink
+from paceline.rl.produce import Batch
+from paceline.rl.records import rollout_record
+
+MAX_FAILURES_SHOWN = 3  # per step
+COUNTS = ("num_tokens", "num_drafts", "num_accepted_tokens")
+
+
+class Recorder:
+    def __init__(self, folder: RunFolder, sinks: Sequence[Sink], callback: ProgressCallback, tokenizer: Any) -> None:
+        self.folder, self.sinks, self.callback = folder, sinks, callback
+        self.pieces = Pieces(tokenizer)
+        self.audits: list[dict[str, Any]] = []
+        self.totals = dict.fromkeys(("wall_s", *COUNTS), 0.0)
+        self.stages: dict[str, float] = {}  # seconds
+
+    def record(self, batch: Batch, metrics: Mapping[str, Any]) -> None:
+        rollouts = [(group, rollout) for group in batch.all_groups for rollout in group.rollouts]
+        records = [rollout_record(batch.step, group, rollout) for group, rollout in rollouts]
+        self.folder.append("rollouts", [record | {"pieces": self.pieces(record["token_ids"])} for record in records])
+        self.folder.append("trace", [{"rl_step": batch.step, **asdict(trace)} for trace in batch.traces])
+        self.folder.append("metrics", [metrics])
+        for sink in self.sinks:
+            sink.write(batch.step, metrics)
+        for failure in [r.failure for _, r in rollouts if r.failure is not None][:MAX_FAILURES_SHOWN]:
+            self.callback.note(failure)
+        for key in COUNTS:
+            self.totals[key] += metrics[key]
+        self.totals["wall_s"] += metrics["stages"]["total"]
+        for name, seconds in metrics["stages"].items():
+            self.stages[name] = self.stages.get(name, 0.0) + seconds
+
+    def write_summary(self, evaluation: Mapping[str, Any], num_steps: int, finished: bool) -> dict[str, Any]:
+        """Write summary.json. `evaluation` is `Evaluator.state_dict`."""
+        first, last = evaluation["first_eval"], evaluation["last_eval"]
+        total_s = self.stages.get("total", 0.0)
+        num_drafts = self.totals["num_drafts"]
+        summary = {
+            "finished": finished,
+            "num_steps": num_steps,
+            "reward_before": first["reward"] if first else None,
+            "reward_after": last["reward"] if last else None,
+            "best": evaluation["best"],
+            **overall(self.audits),
+            "mean_acceptance_length": 1 + self.totals["num_accepted_tokens"] / num_drafts if num_drafts else 1.0,
+            "num_tokens": int(self.totals["num_tokens"]),
+            "wall_s": self.totals["wall_s"],
+            "stages": {
+                name: {"seconds": seconds, "share": seconds / total_s if total_s else 0.0}
+                for name, seconds in self.stages.items()
+                if name != "total"
+            },
+        }
+        self.folder.write_json("summary.json", summary)
+        return summary
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"audits": self.audits, "totals": self.totals, "stages": self.stages}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.audits, self.totals, self.stages = (state_dict[key] for key in ("audits", "totals", "stages"))
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()

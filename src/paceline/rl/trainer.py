@@ -1,0 +1,313 @@
+"""The trainer: one loop over steps. A step collects a batch, trains on it, publishes the new weights, evaluates,
+records, and saves a checkpoint.
+
+The same loop is synchronous or asynchronous: `Producer.get` generates the batch of a step, or returns one that was
+generated during earlier steps.
+
+There is one version. `learner.version` counts the updates of the policy; a step with nothing to train on counts as one.
+It is also the number of the next step (`Trainer.step`) and the version of the newest published weights. At step n the
+learner has version n, trains on the batch of step n and publishes version n + 1.
+
+The run folder has the whole state of a run. A resumed run loads a checkpoint, truncates the folder's streams to it, and
+continues bit for bit.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from paceline.config import Config
+from paceline.engine.interface import Engine, SpeculationState
+from paceline.model.weights import checksum
+from paceline.rl.alarms import Alarms, FirstPositions
+from paceline.rl.algorithms import Algorithm
+from paceline.rl.audit import Auditor
+from paceline.rl.batch import TokenBatch, scored
+from paceline.rl.callback import ProgressCallback
+from paceline.rl.checkpoint import Checkpoint, Checkpoints
+from paceline.rl.collect import Collector
+from paceline.rl.evaluator import Evaluator
+from paceline.rl.folder import RunFolder
+from paceline.rl.learner import Learner
+from paceline.rl.logs import Sink
+from paceline.rl.metrics import (
+    acceptance_length,
+    engine_metrics,
+    mean_advantages,
+    memory_gib,
+    rollout_metrics,
+    stage_times,
+    update_metrics,
+)
+from paceline.rl.observer import HeadTrainer
+from paceline.rl.produce import Batch, Producer, Stopped
+from paceline.rl.publisher import Publisher
+from paceline.rl.recorder import Recorder
+from paceline.rl.stage_timer import StageTimer
+from paceline.rl.trainer_state import checkpoint_content, load_checkpoint
+from paceline.tasks.task import Task
+
+
+class Trainer:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        engine: Engine,
+        learner: Learner,
+        algorithm: Algorithm,
+        task: Task,
+        collector: Collector,
+        auditor: Auditor | None,
+        folder: RunFolder,
+        checkpoints: Checkpoints,
+        sinks: Sequence[Sink],
+        callback: ProgressCallback,
+        head_trainer: HeadTrainer | None = None,
+        restarts: Callable[[], Mapping[str, int]] | None = None,
+        recorded_acceptance: float | None = None,
+    ) -> None:
+        """`restarts`: counts the restarts of a cluster's processes since the last call. `recorded_acceptance`: from the
+        head's provenance file."""
+        self.config, self.engine, self.learner, self.algorithm = config, engine, learner, algorithm
+        self.task, self.collector, self.auditor, self.folder = task, collector, auditor, folder
+        self.checkpoints, self.callback, self.head_trainer = checkpoints, callback, head_trainer
+        self.restarts, self.alarms = restarts, Alarms(config, recorded_acceptance)
+        train = config.train
+        self.overlaps = train.max_staleness > 0  # generation runs while the learner trains
+        self.producer = Producer(
+            collector,
+            task,
+            algorithm,
+            config,
+            on_progress=lambda done, total: callback.progress("generation", done, total),
+            in_thread=lambda: torch.set_num_threads(config.engine.threads or self.default_threads()),
+        )
+        self.publisher = Publisher(self.producer, engine, learner, head_trainer, copies=self.overlaps)
+        self.evaluator = Evaluator(train, collector, task.held_out, self.producer, callback)
+        self.recorder = Recorder(folder, sinks, callback, collector.tokenizer)
+        self.base = checksum(learner.weights())  # of the policy at the start of the run
+        self._saved_step = -1
+        self._between_steps = True  # learner, producer and records are at the same step, so a checkpoint may be saved
+
+    @property
+    def step(self) -> int:
+        """The number of the next step, which is the policy version."""
+        return self.learner.version
+
+    # -- resources ----------------------------------------------------------------------------------------------------
+
+    def default_threads(self) -> int:
+        """All cores, or half of them if generation and training overlap in this process."""
+        shared = self.overlaps and self.config.cluster.kind == "none"
+        return max(1, torch.get_num_threads() // 2) if shared else torch.get_num_threads()
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether the engine frees its KV memory while the learner trains: by engine.sleep, or if the engine wants it.
+        CUDA graphs must be captured again afterwards."""
+        if self.overlaps or self.config.engine.sleep is not None:
+            return bool(self.config.engine.sleep) and not self.overlaps
+        return self.engine.wants_sleep
+
+    # -- the run ------------------------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """Train to the last step, or until `producer.stop()`; returns the summary. If rollouts or rewards fail, the
+        last finished step is saved first. If the update fails, the last checkpoint stays the newest."""
+        train = self.config.train
+        try:
+            self.publisher.publish()
+            if self.step == 0 and self.evaluator.first_eval is None and train.eval_every:
+                self.evaluator.evaluate_first()
+            self.producer.start(self.step)
+            with torch_threads(self.config.learner.threads or self.default_threads()), gc_frozen():
+                while self.step < train.num_steps:
+                    self._run_step()
+            finished = True
+        except Stopped:
+            finished = False
+        finally:
+            self.producer.close()
+            if self._between_steps:
+                self.save()
+        return self.recorder.write_summary(self.evaluator.state_dict(), self.step, finished)
+
+    def _run_step(self) -> None:
+        step, train = self.step, self.config.train
+        started = time.perf_counter()
+        state_before = self.producer.speculation_state
+        batch = self.producer.get(step)
+        waited_s = time.perf_counter() - started
+        timer = StageTimer()
+        metrics: dict[str, Any] = {"step": step, "epoch": self.producer.order.epoch(max(0, batch.position - 1))}
+        self._between_steps = False
+        metrics |= self._train(batch, timer)
+        self.producer.release(step)
+        trained_at = time.perf_counter()
+        self.publisher.publish()
+        publishing_s = time.perf_counter() - trained_at
+        metrics |= {"version": self.step, **rollout_metrics(batch)}
+        total_s = time.perf_counter() - started
+        metrics["stages"] = stage_times(batch, timer, waited_s, publishing_s, total_s, self.overlaps)
+        metrics |= self._system_metrics(batch, metrics)
+        if step == 0 and self.evaluator.first_eval is not None:
+            metrics["eval_before"] = self.evaluator.first_eval
+        is_best = False
+        try:
+            if self._is_audited(step):
+                metrics |= self._audit(batch, state_before)
+            if train.eval_every and (self.step % train.eval_every == 0 or self.step == train.num_steps):
+                is_best = self.evaluator.evaluate(self.step)
+                metrics["eval"] = self.evaluator.last_eval
+        finally:  # record the step even if the audit or the evaluation fails
+            self.recorder.record(batch, metrics)
+            self._between_steps = True
+        if is_best or (train.checkpoint_every and self.step % train.checkpoint_every == 0):
+            self.save(is_best)
+        self.callback.step(metrics)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def _train(self, batch: Batch, timer: StageTimer) -> dict[str, Any]:
+        """Make the next policy version; returns metrics."""
+        length, version = acceptance_length(batch)
+        trains_head = self.head_trainer is not None and self.head_trainer.should_train(batch.step, length)
+        metrics: dict[str, Any] = self._check_acceptance(batch, length, version)
+        with sleep_mode(self.engine) if self.sleeps else nullcontext():
+            return metrics | self._update(batch, timer, self.head_trainer if trains_head else None)
+
+    def _update(self, batch: Batch, timer: StageTimer, head_trainer: HeadTrainer | None) -> dict[str, Any]:
+        rollouts = scored(batch.groups)
+        if not rollouts:
+            return self._skip_update(batch)
+        tokens = TokenBatch.of(batch.groups)
+        settings = self.config.learner
+        several_updates = settings.num_minibatches > 1 or settings.num_iterations > 1
+        self.callback.progress("training", 0, 1)
+        with timer.stage("logprob"):
+            if several_updates or self.algorithm.needs_old:
+                tokens.old_logprobs_T = self.learner.logprobs(rollouts)
+            if self.algorithm.needs_reference:
+                tokens.ref_logprobs_T = self.learner.reference_logprobs(rollouts)
+        with timer.stage("training"):
+            self.algorithm.prepare(tokens)
+            if not tokens.mask_T.any():
+                return self._skip_update(batch)
+            if head_trainer is not None:
+                head_trainer.begin_update(rollouts, tokens.group_S.tolist(), timer)
+            report = self.learner.update(rollouts, tokens, self.algorithm.loss, self.algorithm.weights, head_trainer)
+        for rollout, advantage in zip(rollouts, mean_advantages(tokens), strict=True):
+            rollout.advantage = advantage
+        metrics = update_metrics(tokens, report)
+        if head_trainer is not None and (head_metrics := head_trainer.metrics()):
+            metrics["head_training"] = head_metrics
+        return metrics | {"mismatch_alarm": self._check_mismatch(metrics["mismatch_mean"])}
+
+    def _skip_update(self, batch: Batch) -> dict[str, Any]:
+        self.callback.note(f"step {batch.step}: nothing to train on; the policy does not change")
+        self.learner.skip_update()
+        return {"loss": 0.0}
+
+    def _check_acceptance(self, batch: Batch, length: float | None, version: int | None) -> dict[str, bool]:
+        flags, messages = self.alarms.check(length, version)
+        first = FirstPositions.of(rollout for group in batch.all_groups for rollout in group.rollouts)
+        record_flag, record_messages = self.alarms.check_record(first)
+        for message in [*messages, *record_messages]:
+            self.callback.note(message)
+        return flags | record_flag
+
+    def _check_mismatch(self, mismatch: float) -> bool:
+        """Whether the logprobs of engine and learner differ by more than rounding. Not checked if generation overlaps,
+        because the engine's weights are older, nor if sampling truncates, because the distributions differ."""
+        limit = self.config.train.mismatch_alarm
+        alarm = mismatch > limit and not self.overlaps and not self.config.sampling.params().truncates
+        if alarm:
+            self.callback.note(
+                f"ALARM: engine and learner differ: mean |Δ logprob| {mismatch:.2g} > train.mismatch_alarm = {limit:g}"
+            )
+        return alarm
+
+    # -- audits and system metrics ------------------------------------------------------------------------------------
+
+    def _is_audited(self, step: int) -> bool:
+        audit_every = self.config.speculation.audit_every
+        return self.auditor is not None and audit_every > 0 and (step + 1) % audit_every == 0
+
+    def _audit(self, batch: Batch, state_before: SpeculationState) -> dict[str, Any]:
+        self.callback.progress("audit", 0, 1)
+        assert self.auditor is not None and not self.overlaps, "audits need generation without overlap"
+        audit = self.auditor.audit(batch.rounds, state_before)
+        if audit is None:
+            return {}
+        self.recorder.audits.append(audit)
+        return {"audit": audit}
+
+    def _system_metrics(self, batch: Batch, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        result: dict[str, Any] = {
+            "tokens_per_s": metrics["num_tokens"] / metrics["stages"]["total"],
+            "memory_gib": memory_gib(self.learner.decoder.device),
+        }
+        if (sandbox := self.collector.rewarder.sandbox) is not None:
+            result["sandbox"] = sandbox
+        if self.restarts is not None:
+            result["cluster"] = engine_metrics(batch, self.config.cluster.num_engines) | dict(self.restarts())
+        return result
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save(self, best: bool = False) -> None:
+        """Save a checkpoint after the last finished step, unless it is saved already."""
+        if self._saved_step == self.step:
+            return
+        self._saved_step = self.step
+        self.callback.progress("checkpoint", 0, 1)
+        parts, state = checkpoint_content(self)
+        self.checkpoints.save(self.step, parts, state, best=best)
+        self.folder.record_checkpoint(self.step)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        load_checkpoint(self, checkpoint)
+        self._saved_step = self.step
+
+    def close(self) -> None:
+        self.recorder.close()
+        self.collector.rewarder.close()
+        self.engine.close()
+        self.learner.close()
+        self.folder.close()
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def sleep_mode(engine: Engine) -> Iterator[None]:
+    """Free the engine's KV memory. If training fails the run ends, so the engine does not wake up."""
+    engine.sleep()
+    yield
+    engine.wake()
+
+
+@contextmanager
+def gc_frozen() -> Iterator[None]:
+    """Exclude the existing objects from garbage collection, which otherwise takes 0.2 s every few rollouts."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

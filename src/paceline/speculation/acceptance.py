@@ -1,0 +1,226 @@
+"""How probable it is that a draft token is accepted, given that those before it are. Learned from outcomes.
+
+Outcomes are counted in cells of (drafter, match length, position, score), the score being the drafter's own estimate.
+A cell with few outcomes has about the mean of all cells of its drafter and score. With few outcomes there too, that
+mean is about the score itself. Older outcomes count less, and a new policy version halves all counts.
+
+If the policy makes probes, a few outcomes are enough to find out that a drafter's scores are far too high: it will be
+tried again. Without probes it would not, so there the scores count for more outcomes.
+
+The model also keeps the cells of each drafter's latest drafts. So it can say what its next drafts will bring, before
+they are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from paceline.speculation.draft_batch import DraftBatch
+
+SCORE_EDGES = np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.98], np.float32)
+SCORES = np.array([0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.84, 0.91, 0.96, 0.99])  # middles of the buckets
+POSITION_BUCKETS = np.array([0, 1, 2, 2, 3, 3, 3, 3], np.int64)  # later positions are in the last
+MATCH_EDGES = np.array([1, 2, 3, 5, 9, 17], np.int32)  # 0: not found by a match
+NUM_SCORES, NUM_POSITIONS, NUM_MATCHES = len(SCORES), 4, len(MATCH_EDGES) + 1
+NUM_CELLS = NUM_MATCHES * NUM_POSITIONS * NUM_SCORES  # of one drafter
+MEMORY = 512.0  # outcomes that a cell remembers, about
+KEPT_BY_NEW_VERSION = 0.5  # share of the counts
+SCORE_PRIOR, CELL_PRIOR = 16.0, 8.0  # outcomes that the more general estimate counts for
+# With probes. Accepted tokens per token that the scores promise: a drafter at or above FAIR has the scores as prior.
+# TRUST is assumed before any outcome and counts for TRUST_PRIOR certain tokens.
+FAIR, TRUST, TRUST_PRIOR = 0.5, 0.7, 1.0
+SCORE_PRIOR_WITH_PROBES = 4.0
+NUM_RECENT, MIN_RECENT = 128, 16  # drafts kept of a drafter; with fewer than MIN_RECENT, average ones are added
+PRIOR_SCORE = 6  # bucket of these
+NOT_DRAFTED, UNKNOWN = -1, -2  # instead of a cell: nothing was drafted there, although possible; not asked for
+
+
+class _Recent:
+    """Cells of the latest drafts of a drafter."""
+
+    def __init__(self) -> None:
+        self.cells = np.full((NUM_RECENT, 1), UNKNOWN, np.int64)
+        self.num = self.num_new = self._next = 0  # `num_new`: since the last use
+
+    def add(self, cells: np.ndarray) -> None:
+        cells = cells[:: -(-len(cells) // NUM_RECENT) or 1]
+        num, k = cells.shape
+        if k > self.cells.shape[1]:
+            more = np.full((NUM_RECENT, k - self.cells.shape[1]), UNKNOWN)
+            self.cells = np.concatenate([self.cells, more], 1)
+        at = (self._next + np.arange(num)) % NUM_RECENT
+        self.cells[at, :k], self.cells[at, k:] = cells, UNKNOWN
+        self._next = (self._next + num) % NUM_RECENT
+        self.num = min(self.num + num, NUM_RECENT)
+        self.num_new += num
+
+
+class AcceptanceModel:
+    def __init__(self, has_probes: bool = False) -> None:
+        self.has_probes = has_probes
+        self.version = -1  # of the policy; none yet
+        self._first_cells: dict[str, int] = {}  # by drafter
+        self._counts = np.zeros((2, 0))  # [accepted, all] by cell
+        self._table: np.ndarray | None = None  # probability by cell
+        self._positions = POSITION_BUCKETS
+        self._recent: dict[str, _Recent] = {}  # by drafter
+
+    def set_version(self, version: int) -> None:
+        if version != self.version:
+            if self.version >= 0:
+                self._counts, self._table = self._counts * KEPT_BY_NEW_VERSION, None
+            self.version = version
+
+    def set_probes(self, has_probes: bool) -> None:
+        self.has_probes, self._table = has_probes, None
+
+    def forget_recent(self, name: str) -> None:
+        """Expect average drafts of this drafter again, until it has made some."""
+        self._recent.pop(name, None)
+
+    # -- probabilities ----------------------------------------------------------------------------------------------
+
+    def rate(self, drafts: DraftBatch, name: str) -> None:
+        """Set the probabilities of the drafts of the drafter `name`."""
+        k = drafts.scores.shape[1]
+        cells = self.cells_of(drafts.scores, np.arange(k), drafts.names or (name,), drafts.sources, drafts.match)
+        if int(drafts.num.sum()) < cells.size:
+            cells[np.arange(k) >= drafts.num[:, None]] = NOT_DRAFTED
+        drafts.cells, drafts.probabilities = cells, self.probabilities(cells)
+
+    def cells_of(
+        self,
+        scores: np.ndarray,
+        positions: np.ndarray,
+        names: tuple[str, ...],
+        sources: np.ndarray | None = None,
+        match: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Cells of scores [B, K] at positions [K]: int64 [B, K]."""
+        if len(positions) and positions[-1] >= len(self._positions):
+            more = np.full(int(positions[-1]), POSITION_BUCKETS[-1])
+            self._positions = np.concatenate([POSITION_BUCKETS, more])
+        cells = SCORE_EDGES.searchsorted(scores, "right")
+        cells += self._positions[positions] * NUM_SCORES
+        if match is not None:
+            cells += MATCH_EDGES.searchsorted(match, "right")[:, None] * (NUM_POSITIONS * NUM_SCORES)
+        first = [self._first_cell(name) for name in names]
+        cells += first[0] if sources is None else np.array(first)[sources][:, None]
+        return cells
+
+    def _first_cell(self, name: str) -> int:
+        if name not in self._first_cells:
+            self._first_cells[name] = self._counts.shape[1]
+            self._counts, self._table = np.concatenate([self._counts, np.zeros((2, NUM_CELLS))], 1), None
+        return self._first_cells[name]
+
+    def probabilities(self, cells: np.ndarray) -> np.ndarray:
+        """0 for NOT_DRAFTED."""
+        if self._table is None:
+            accepted, seen = counts = self._counts.reshape(2, -1, NUM_MATCHES * NUM_POSITIONS, NUM_SCORES)
+            accepted_S, seen_S = counts.sum(2)  # [drafters, scores]
+            prior, weight = SCORES, SCORE_PRIOR
+            if self.has_probes:
+                trust = (accepted_S.sum(1) + TRUST_PRIOR * TRUST) / ((seen_S * SCORES).sum(1) + TRUST_PRIOR)
+                prior, weight = np.minimum(1, trust[:, None] / FAIR) ** 2 * SCORES, SCORE_PRIOR_WITH_PROBES
+            by_score = (accepted_S + weight * prior) / (seen_S + weight)
+            by_cell = (accepted + CELL_PRIOR * by_score[:, None]) / (seen + CELL_PRIOR)
+            self._table = np.append(by_cell.ravel(), 0.0)
+        return self._table[cells]
+
+    def trust(self, name: str) -> float:
+        """Accepted tokens per token that the drafter's scores promise."""
+        first = self._first_cell(name)
+        accepted_S, seen_S = self._counts[:, first : first + NUM_CELLS].reshape(2, -1, NUM_SCORES).sum(1)
+        return float((accepted_S.sum() + TRUST_PRIOR * TRUST) / (seen_S @ SCORES + TRUST_PRIOR))
+
+    def num_outcomes(self, name: str | None = None) -> float:
+        """Of a drafter or of all, as far as they are remembered."""
+        first = self._first_cell(name) if name is not None else 0
+        return float(self._counts[1, first : first + NUM_CELLS if name is not None else None].sum())
+
+    # -- drafts to come ---------------------------------------------------------------------------------------------
+
+    def is_drafted(self, name: str, num: int) -> np.ndarray:
+        """Whether the latest drafts have a token at the first `num` positions: bool [N, num]."""
+        return self._latest(name, num) >= 0
+
+    def survival(self, name: str, num: int) -> np.ndarray:
+        """For drafts like the latest ones: the probability that the tokens up to each of the first `num` positions are
+        all accepted. float64 [N, num]."""
+        return self.probabilities(self._latest(name, num)).cumprod(1)
+
+    def num_new(self, name: str) -> int:
+        """Drafts that were observed since `survival` was last called."""
+        return self._recent[name].num_new if name in self._recent else 0
+
+    def _latest(self, name: str, num: int) -> np.ndarray:
+        """Cells of the latest drafts, int64 [N, num]. A position that was not asked for gets the score before it."""
+        recent = self._recent.setdefault(name, _Recent())
+        recent.num_new = 0
+        known = recent.cells[: recent.num, :num]
+        cells = np.full((max(MIN_RECENT, recent.num), num), UNKNOWN)
+        cells[: recent.num, : known.shape[1]] = known
+        cells[recent.num :, 0] = self._first_cell(name) + PRIOR_SCORE
+        positions = np.minimum(np.arange(num), len(POSITION_BUCKETS) - 1)
+        step = np.diff(POSITION_BUCKETS[positions], prepend=0) * NUM_SCORES
+        for j in range(1, num):
+            before, column = cells[:, j - 1], cells[:, j]
+            unknown = column == UNKNOWN
+            column[unknown] = np.where(before >= 0, before + step[j], before)[unknown]
+        return cells
+
+    # -- learning ---------------------------------------------------------------------------------------------------
+
+    def observe(
+        self, drafts: DraftBatch, name: str, rows: np.ndarray | None, num_accepted: np.ndarray, num_known: np.ndarray
+    ) -> None:
+        """The outcomes of rated drafts. Of row rows[i] (of row i, if None), num_known[i] tokens have an outcome, and
+        the first num_accepted[i] of these were accepted."""
+        cells = drafts.cells
+        assert cells is not None
+        self._record(drafts, cells, name)
+        if rows is not None:
+            cells = cells[rows]
+        position, size = np.arange(cells.shape[1], dtype=np.int32)[:, None], self._counts.shape[1]
+        # The first bin is that of NOT_DRAFTED: a device may verify a token whose score is not a number.
+        seen_C = np.bincount(cells.T[position < num_known] + 1, minlength=size + 1)[1:]
+        at = seen_C.nonzero()[0]  # a few of hundreds
+        if len(at):
+            accepted_C = np.bincount(cells.T[position < num_accepted] + 1, minlength=size + 1)[1:]
+            seen = seen_C[at]
+            self._counts[:, at] = self._counts[:, at] * (1 - 1 / MEMORY) ** seen + (accepted_C[at], seen)
+            self._table = None
+
+    def _record(self, drafts: DraftBatch, cells: np.ndarray, name: str) -> None:
+        sources = drafts.sources
+        if drafts.caps is not None:
+            if (drafts.caps < cells.shape[1]).any():
+                cells = np.where(np.arange(cells.shape[1]) < drafts.caps[:, None], cells, UNKNOWN)
+            asked = drafts.caps > 0
+            if not asked.all():
+                cells, sources = cells[asked], sources[asked] if sources is not None else None
+        if not cells.size:
+            return
+        self._recent.setdefault(name, _Recent()).add(cells)
+        for source, drafter in enumerate(drafts.names if sources is not None else ()):
+            if len(own := cells[sources == source]):
+                self._recent.setdefault(drafter, _Recent()).add(own)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        counts = {name: self._counts[:, at : at + NUM_CELLS].copy() for name, at in self._first_cells.items()}
+        return {"version": np.array([self.version]), **{f"counts.{name}": each for name, each in counts.items()}}
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        counts = {name.removeprefix("counts."): array for name, array in state.items() if name.startswith("counts.")}
+        shapes = {name: array.shape for name, array in state.items()}
+        if shapes != {"version": (1,), **{f"counts.{name}": (2, NUM_CELLS) for name in counts}}:
+            raise ValueError(f"the acceptance model's state is damaged: its arrays are {shapes}")
+        self.version = int(state["version"][0])
+        self._first_cells = {name: i * NUM_CELLS for i, name in enumerate(counts)}
+        self._counts = np.concatenate([np.zeros((2, 0)), *counts.values()], 1).astype(np.float64)
+        self._table, self._recent = None, {}

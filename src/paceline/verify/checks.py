@@ -1,0 +1,317 @@
+"""The exactness checks of `paceline verify`: levels 1 to 5, on a user's own model and drafters.
+
+Level 1 and the first half of level 2 use targets with a known distribution, and the real engine, scheduler, rules and
+drafters. The second half of level 2 and levels 3 to 5 use the user's weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.config import Config
+from paceline.model.kv import BLOCK
+from paceline.model.weights import assign, hf_state
+from paceline.types import Completion, Request, SamplingParams, noise_key
+from paceline.verify import chi_square, identity, known, updates
+from paceline.verify.identity import LogprobPairs, compare_logprobs, wrong_draws
+from paceline.verify.model import ALWAYS_DRAFT, CheckedModel, Size
+from paceline.verify.result import CheckResult, Progress, acceptance, needs_drafts, no_accepted_drafts, num_drafted
+from paceline.verify.ties import compare_tokens
+
+# Level 5's sampling. Truncation before temperature, which is wrong, would keep different tokens.
+TRUNCATED = SamplingParams(temperature=0.7, top_p=0.9, min_p=0.02, ignore_eos=True)
+MAX_TRUNCATED = 0.02  # share of tokens that rounding to 16 bits may move out of the truncated distribution
+FULL = Size(
+    num_prompts=32, max_tokens=64, num_scored=8, max_scored_tokens=64, cases=known.CASES, num_samplings=3,
+    num_table_samples=1500, num_model_samples=384,
+)  # fmt: skip
+QUICK = Size(
+    num_prompts=6, max_tokens=24, num_scored=2, max_scored_tokens=20, cases=known.QUICK_CASES, num_samplings=1,
+    num_table_samples=500, num_model_samples=96,
+)  # fmt: skip
+
+
+def run_checks(
+    config: Config,
+    prompts: Sequence[Sequence[int]],
+    drafters: Sequence[str] = ("ngram", "suffix", "draft_model"),
+    quick: bool = False,
+    progress: Progress = lambda message: None,
+    levels: str = "12345",
+) -> dict[str, Any]:
+    """Run the checks of these levels. Returns the report: {"passed": bool, "checks": [{"name", "passed", "seconds",
+    "problems", …figures}], "alarms": [str], …}. Alarms are about speed, not exactness; they fail no check."""
+    model = CheckedModel(config, prompts, drafters, QUICK if quick else FULL, progress)
+    for drafter in drafters:
+        model.engine(drafter)  # report an error in the settings before minutes of work
+    results = []
+    for name, check in CHECKS.items():
+        if name[0] not in levels:
+            continue
+        progress(name)
+        started = time.perf_counter()
+        result = check(model)
+        seconds = time.perf_counter() - started
+        results.append({"name": name, "passed": not result["problems"], "seconds": seconds, **result})
+    return {
+        "passed": all(r["passed"] for r in results),
+        "model": config.model.name,
+        "dtype": config.model.dtype,
+        "device": config.model.device,
+        "drafters": list(drafters),
+        "quick": quick,
+        "checks": results,
+        "alarms": model.alarms(),
+    }
+
+
+def check_enumeration(model: CheckedModel) -> CheckResult:
+    with single_thread():
+        return known.check_enumeration(model.size.cases, model.progress)
+
+
+def check_table_samples(model: CheckedModel) -> CheckResult:
+    size = model.size
+    with single_thread():
+        return known.check_samples(size.num_table_samples, size.num_samplings, model.sampler.native, model.progress)
+
+
+def check_model_samples(model: CheckedModel) -> CheckResult:
+    """This model's weights: plain decoding against each rule and drafter, and against plain decoding again."""
+    num, prompt = model.size.num_model_samples, tuple(model.prompts[0])
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+    arms: list[tuple[str, str | None]] = [("coupled", None), ("coupled", None)]
+    arms += [("coupled", d) for d in model.drafters]
+    arms += [(r, d) for r in ("rejection", "block") for d in model.sampling_drafters]
+    bins, problems = [], []
+    for arm, (rule, drafter) in enumerate(arms):
+        model.progress(f"2 chi-square, this model: {arm + 1}/{len(arms)}")
+        engine = model.engine(drafter, rule, max_num_seqs=64)
+        requests = [Request(i, prompt, sampling, noise_key("chi", arm, i), "chi") for i in range(num)]
+        found = engine.generate(requests)
+        # Bins: the token ids modulo 3 at each of the three positions.
+        bins.append([a % 3 + 3 * (b % 3) + 9 * (c % 3) for a, b, c in identity.tokens_of(found)])
+        if drafter in ALWAYS_DRAFT:
+            problems += needs_drafts(f"{rule}, {drafter}", found)
+    figures: list[dict[str, Any]] = []
+    for (rule, drafter), sample in zip(arms[1:], bins[1:], strict=True):
+        test = chi_square.homogeneity(bins[0], sample, 27)
+        figures.append({"rule": rule, "drafter": drafter or "none (null)", **asdict(test)})
+    return known.chi_square_result(problems, figures, num)
+
+
+def check_seeded_identity(model: CheckedModel) -> CheckResult:
+    """T=1, same noise: the same tokens with every drafter and policy, in any batch, and after preemption."""
+    expected, requests = identity.tokens_of(model.coupled(None)), model.requests(SamplingParams())
+    runs: dict[str, list[identity.Difference]] = {}
+
+    def compare(run: str, found: Sequence[Completion]) -> None:
+        """With as many expected completions."""
+        runs[run] = identity.first_differences(expected[: len(found)], identity.tokens_of(found))
+
+    compare("alone", model.engine(max_num_seqs=1).generate(requests[:4]))
+    speculation: dict[str, Any] = {}
+    by_policy = {"das": [0, 0], "auto": [0, 0]}
+    problems: list[str] = []
+    preemptions = 0
+    for drafter in model.drafters:
+        model.progress(f"3 seeded identity: {drafter}")
+        found = model.coupled(drafter)
+        compare(drafter, found)
+        speculation[drafter] = acceptance(found)
+        again = model.coupled_with_history.get(drafter, [])
+        if again:
+            compare(f"{drafter}, again", again)
+        for policy, counts in by_policy.items():
+            some = model.engine(drafter, policy=policy).generate(requests[: model.size.num_scored])
+            compare(f"{drafter}, {policy}", some)
+            for i, count in enumerate(num_drafted(some)):
+                counts[i] += count
+        preempted, others = generate_preempted(model, drafter, requests)
+        compare(f"{drafter}, preempted", preempted)
+        preemptions += sum(c.num_preemptions for c in [*preempted, *others])
+        problems += needs_drafts(drafter, [*found, *again, *preempted, *others])
+    compared = compare_tokens(model.tie_scorer(), requests, expected, runs)
+    if model.always_drafting:
+        # A policy may decide not to use one drafter's drafts, but not to use none at all.
+        for policy, (drafted, accepted) in by_policy.items():
+            problems += no_accepted_drafts(f"policy {policy}", drafted, accepted)
+    if model.drafters and not preemptions:
+        problems.append("preempted: no sequence was preempted, so this run does not test preemption")
+    return {
+        "problems": compared.pop("problems") + problems,
+        "num_prompts": len(requests),
+        "num_tokens": sum(map(len, expected)),
+        "num_preemptions": preemptions,
+        "differences": {name: len(found) for name, found in runs.items()},
+        **compared,
+        "speculation": speculation,
+    }
+
+
+def generate_preempted(
+    model: CheckedModel, drafter: str, requests: Sequence[Request]
+) -> tuple[list[Completion], list[Completion]]:
+    """Completions of the first requests in a different batch (reversed order, with other greedy requests), which has
+    too few KV blocks for all of it; and those of the others."""
+    first = requests[: max(4, model.size.num_scored)]
+    greedy = SamplingParams(0.0, max_tokens=model.size.max_tokens, ignore_eos=True)
+    others = [Request(1000 + r.request_id, r.prompt_ids[: 1 + len(r.prompt_ids) // 2], greedy, 0) for r in first]
+    lengths = [len(r.prompt_ids) + model.size.max_tokens for r in [*others, *first]]
+    num_blocks = max(model.blocks_per_sequence, sum(-(-length // BLOCK) for length in lengths) // 3)
+    engine = model.engine(drafter, max_num_seqs=2 * len(first), num_blocks=num_blocks)
+    found = engine.generate([*others, *reversed(first)])
+    return found[len(first) :][::-1], found[: len(first)]
+
+
+def check_weight_update(model: CheckedModel) -> CheckResult:
+    """Every tensor changes while requests run. Tokens and logprobs must be those of each token's version, according
+    to a learner with the same weights, and drafts must be accepted after the update."""
+    requests = model.scored_requests(SamplingParams(ignore_eos=True))
+    learner = model.learner(model.decoder.dtype)
+    old = updates.WeightUpdate(updates.clone_weights(hf_state(learner)))
+    both = (old, updates.WeightUpdate(updates.perturbed(old.weights)))  # runs switch between the two in turn
+    problems: list[str] = []
+    found: dict[str, list[Completion]] = {}
+    try:
+        for i, drafter in enumerate((None, *model.drafters)):
+            run = drafter or "none"
+            model.progress(f"3 weight update: {run}")
+            engine = model.engine(drafter)
+            found[run], wrong = updates.generate_through_update(engine, requests, both[(i + 1) % 2])
+            problems += [f"{run}: {problem}" for problem in wrong]
+    finally:  # the other checks use this decoder too
+        assign(model.decoder, old.weights)
+    pairs: LogprobPairs = {}
+    for i, (run, completions) in enumerate(found.items()):
+        versions = [both[(i + version) % 2].weights for version in range(2)]
+        scored = updates.learner_scores(learner, versions, completions)
+        pairs[run] = raw_pair(scored, completions)
+        if not model.rounding_depends_on_batch:
+            problems += wrong_draws(run, scored)
+    accepted = {run: updates.num_accepted_tokens_of(found[run], 1) for run in model.drafters}
+    if model.always_drafting and not any(accepted.values()):
+        problems.append("no draft of any drafter was accepted after the update")
+    compared = compare_logprobs(pairs, model.is_16_bit)
+    return {
+        "problems": problems + compared.pop("problems"),
+        "num_tensors": len(old.weights),
+        "num_tokens": sum(len(c.token_ids) for c in found["none"]),
+        "accepted_since": accepted,
+        **compared,
+    }
+
+
+def check_greedy_identity(model: CheckedModel) -> CheckResult:
+    requests, total = model.requests(SamplingParams(0.0)), len(model.prompts)
+    found = identity.tokens_of(model.engine().generate(requests))
+    expected = identity.transformers_greedy(
+        model.directory,
+        model.prompts,
+        model.size.max_tokens,
+        lambda done: model.progress(f"4 greedy identity with transformers: {done}/{total}"),
+        model.decoder.device,
+    )
+    differences = identity.first_differences(expected, found)
+    return {
+        "num_prompts": total,
+        "num_tokens": sum(map(len, expected)),
+        "differences": len(differences),
+        **compare_tokens(model.tie_scorer(), requests, expected, {"plain": differences}),
+    }
+
+
+def check_parity(model: CheckedModel) -> CheckResult:
+    """Logprobs of the same tokens from learner, prefill, decode and verification: raw ones at T=1, and both raw and
+    processed ones with temperature and truncation, under every rule."""
+    learner = model.learner(model.decoder.dtype)
+    cache: dict[tuple[Request, bytes], identity.TokenScores] = {}  # under `coupled` most completions are equal
+
+    def learner_scores(completions: Sequence[Completion]) -> list[identity.TokenScores]:
+        keys = [(c.request, c.token_ids.tobytes()) for c in completions]
+        for key, c in zip(keys, completions, strict=True):
+            if key not in cache:
+                cache[key] = identity.learner_scores(learner, [c])[0]
+        return [cache[key] for key in keys]
+
+    decode = model.coupled(None)[: model.size.num_scored]
+    from_learner, from_decode = raw_pair(learner_scores(decode), decode)
+    from_prefill, _ = raw_pair(identity.prefill_scores(model.engine().paged, decode), decode)
+    pairs: LogprobPairs = {
+        "learner_vs_prefill": (from_learner, from_prefill),
+        "learner_vs_decode": (from_learner, from_decode),
+        "prefill_vs_decode": (from_prefill, from_decode),
+    }
+    for name in model.drafters:
+        verified = model.coupled(name)[: model.size.num_scored]
+        pairs[f"learner_vs_verify_{name}"] = raw_pair(learner_scores(verified), verified)
+    problems: list[str] = []
+    drafted: dict[str, list[Completion]] = {}
+    num_excluded = num_tokens = 0
+    arms: list[tuple[str, str | None]] = [("coupled", None), *(("coupled", d) for d in model.drafters)]
+    arms += [(r, d) for r in ("rejection", "block") for d in (model.sampling_drafters or model.drafters[:1])]
+    for rule, drafter in arms:
+        run = f"{rule}_{drafter}" if drafter is not None else "decode"
+        model.progress(f"5 logprob parity: {run}")
+        found = model.engine(drafter, rule).generate(model.scored_requests(TRUNCATED))
+        drafted.setdefault(rule, []).extend(found)
+        scored = learner_scores(found)
+        kept = [s.processed > identity.EXCLUDED_LOGPROB for s in scored]
+        if not model.rounding_depends_on_batch:
+            kept = [np.ones_like(each) for each in kept]
+            problems += wrong_draws(run, scored) if rule == "coupled" else []
+        num_excluded += sum(int((~each).sum()) for each in kept)
+        num_tokens += sum(map(len, kept))
+        pairs[f"raw_vs_{run}"] = raw_pair(scored, found)
+        pairs[f"processed_vs_{run}"] = (
+            [s.processed[k] for s, k in zip(scored, kept, strict=True)],
+            [c.logprobs[k] for c, k in zip(found, kept, strict=True)],
+        )
+    if model.always_drafting:
+        problems += [problem for rule, runs in drafted.items() for problem in needs_drafts(rule, runs)]
+    if num_excluded > MAX_TRUNCATED * num_tokens:
+        problems.append(f"{num_excluded} of {num_tokens} tokens are outside of the truncated distribution")
+    compared = compare_logprobs(pairs, model.is_16_bit)
+    return {
+        "problems": problems + compared.pop("problems"),
+        "num_tokens": sum(len(c.token_ids) for c in decode),
+        "num_truncated_tokens": num_tokens,
+        "num_excluded": num_excluded,
+        **compared,
+    }
+
+
+CHECKS: dict[str, Callable[[CheckedModel], CheckResult]] = {  # names start with the level
+    "1 enumeration": check_enumeration,
+    "2 chi-square, known distribution": check_table_samples,
+    "2 chi-square, this model": check_model_samples,
+    "3 seeded identity": check_seeded_identity,
+    "3 weight update": check_weight_update,
+    "4 greedy identity with transformers": check_greedy_identity,
+    "5 logprob parity": check_parity,
+}
+
+
+@contextmanager
+def single_thread() -> Iterator[None]:
+    """Tables are tiny. More threads only wait for each other: on a busy machine this takes ten times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def raw_pair(
+    scored: Sequence[identity.TokenScores], completions: Sequence[Completion]
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Raw logprobs of a completion's tokens: by a reference, and by the engine."""
+    return [s.raw for s in scored], [c.raw_logprobs for c in completions]

@@ -1,0 +1,70 @@
+"""The alarms for a drop of acceptance, and for drafts that are hardly ever accepted."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.build.config import load_config
+from paceline.rl.alarms import DROP, FLOOR, MIN_DRAFTS, Alarms
+from paceline.rl.metrics import acceptance_length
+
+
+def make_alarms(*overrides: str) -> Alarms:
+    return Alarms(load_config(None, ["draft.alarm_drop=0.2", "draft.alarm_floor=1.05", *overrides]))
+
+
+def test_a_drop_at_a_weight_sync() -> None:
+    alarms = make_alarms("speculation.method=eagle3")
+    assert alarms.check(2.0, 0) == ({DROP: False, FLOOR: False}, [])
+    assert alarms.check(1.61, 1) == ({DROP: False, FLOOR: False}, [])
+    assert alarms.check(None, 2) == ({DROP: False, FLOOR: False}, []), "too few drafts"
+    flags, messages = alarms.check(1.2, 2)
+    assert flags == {DROP: True, FLOOR: False}
+    assert len(messages) == 1 and "1.61 -> 1.20" in messages[0] and 'draft.online = "every"' in messages[0]
+    assert alarms.check(1.2, 3) == ({DROP: False, FLOOR: False}, [])
+    assert alarms.check(2.0, 4)[1] == []
+
+
+def test_a_drop_without_a_weight_sync_is_no_alarm() -> None:
+    alarms = make_alarms()
+    alarms.check(2.0, 3)
+    assert alarms.check(1.2, 3) == ({DROP: False, FLOOR: False}, [])
+
+
+def test_the_floor_alarm_is_reported_once() -> None:
+    alarms = make_alarms("speculation.method=ngram")
+    messages = [alarms.check(length, i)[1] for i, length in enumerate([1.04, 1.03, None, 1.02, 1.06, 1.01])]
+    assert [len(texts) for texts in messages] == [1, 0, 0, 0, 0, 1]
+    assert "draft.alarm_floor = 1.05" in messages[0][0] and "speculation.min_confidence" in messages[0][0]
+    again = make_alarms("speculation.method=ngram")
+    again.load_state_dict(alarms.state_dict())
+    assert again.check(1.01, 9) == ({DROP: False, FLOOR: True}, [])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "setting"),
+    [
+        (["speculation.method=hybrid"], 'draft.online = "every"'),
+        (["speculation.method=hybrid", "draft.online=every"], "train-draft"),
+        (["speculation.method=suffix"], "speculation.min_confidence"),
+    ],
+)
+def test_the_remedy_fits_the_settings(overrides: list[str], setting: str) -> None:
+    assert setting in make_alarms(*overrides).check(1.0, 0)[1][0]
+
+
+def test_batches_with_few_drafts_are_ignored() -> None:
+    def batch(num_drafts: int) -> Any:
+        trace = SimpleNamespace(
+            num_drafts=num_drafts, num_draft_tokens=num_drafts, num_accepted_tokens=num_drafts, drafted_per_position=(),
+            accepted_per_position=(), num_emitted=0, draft_s=0, forward_s=0, sample_s=0, total_s=0, version=4,
+        )  # fmt: skip
+        return SimpleNamespace(traces=[trace])
+
+    assert acceptance_length(batch(MIN_DRAFTS)) == (2.0, 4)
+    assert acceptance_length(batch(MIN_DRAFTS - 1)) == (None, 4)
+    empty: Any = SimpleNamespace(traces=[])
+    assert acceptance_length(empty) == (None, None)
