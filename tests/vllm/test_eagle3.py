@@ -71,7 +71,7 @@ def tiny(checkpoint: Callable[..., Path]) -> tuple[Path, Decoder, list[Example]]
 
 def trained(decoder: Decoder, examples: list[Example], **changes: Any) -> Eagle3Head:
     """A head that is trained on these completions. Its vocabulary lacks some of their tokens."""
-    used = np.unique(np.concatenate([example.tokens[example.chosen] for example in examples]))
+    used = np.unique(np.concatenate([example.tokens[example.loss_mask] for example in examples]))
     ids = torch.as_tensor(np.delete(used, slice(None, None, 8)))
     head = init_head(replace(head_config(decoder.config, len(ids), (1, 3, 6)), **changes), ids)
     if head.embed is not None:  # different from the target's
