@@ -32,6 +32,7 @@ SCORE_PRIOR, CELL_PRIOR = 16.0, 8.0  # outcomes that the more general estimate c
 # TRUST is assumed before any outcome and counts for TRUST_PRIOR certain tokens.
 FAIR, TRUST, TRUST_PRIOR = 0.5, 0.7, 1.0
 SCORE_PRIOR_WITH_PROBES = 4.0
+MIN_OUTCOMES = 16  # of a drafter, before probabilities are relied on
 NUM_RECENT, MIN_RECENT = 128, 16  # drafts kept of a drafter; with fewer than MIN_RECENT, average ones are added
 PRIOR_SCORE = 6  # bucket of these
 NOT_DRAFTED, UNKNOWN = -1, -2  # instead of a cell: nothing was drafted there, although possible; not asked for
@@ -63,18 +64,18 @@ class AcceptanceModel:
         self.version = -1  # of the policy; none yet
         self._first_cells: dict[str, int] = {}  # by drafter
         self._counts = np.zeros((2, 0))  # [accepted, all] by cell
-        self._table: np.ndarray | None = None  # probability by cell
+        self._tables: dict[float, np.ndarray] = {}  # probability by cell, see `probabilities`
         self._positions = POSITION_BUCKETS
         self._recent: dict[str, _Recent] = {}  # by drafter
 
     def set_version(self, version: int) -> None:
         if version != self.version:
             if self.version >= 0:
-                self._counts, self._table = self._counts * KEPT_BY_NEW_VERSION, None
+                self._counts, self._tables = self._counts * KEPT_BY_NEW_VERSION, {}
             self.version = version
 
     def set_probes(self, has_probes: bool) -> None:
-        self.has_probes, self._table = has_probes, None
+        self.has_probes, self._tables = has_probes, {}
 
     def forget_recent(self, name: str) -> None:
         """Expect average drafts of this drafter again, until it has made some."""
@@ -113,22 +114,22 @@ class AcceptanceModel:
     def _first_cell(self, name: str) -> int:
         if name not in self._first_cells:
             self._first_cells[name] = self._counts.shape[1]
-            self._counts, self._table = np.concatenate([self._counts, np.zeros((2, NUM_CELLS))], 1), None
+            self._counts, self._tables = np.concatenate([self._counts, np.zeros((2, NUM_CELLS))], 1), {}
         return self._first_cells[name]
 
-    def probabilities(self, cells: np.ndarray) -> np.ndarray:
-        """0 for NOT_DRAFTED."""
-        if self._table is None:
+    def probabilities(self, cells: np.ndarray, min_outcomes: float = 0) -> np.ndarray:
+        """0 for NOT_DRAFTED. A drafter with fewer outcomes than `min_outcomes` is rated as without probes."""
+        if min_outcomes not in self._tables:
             accepted, seen = counts = self._counts.reshape(2, -1, NUM_MATCHES * NUM_POSITIONS, NUM_SCORES)
             accepted_S, seen_S = counts.sum(2)  # [drafters, scores]
-            prior, weight = SCORES, SCORE_PRIOR
-            if self.has_probes:
-                trust = (accepted_S.sum(1) + TRUST_PRIOR * TRUST) / ((seen_S * SCORES).sum(1) + TRUST_PRIOR)
-                prior, weight = np.minimum(1, trust[:, None] / FAIR) ** 2 * SCORES, SCORE_PRIOR_WITH_PROBES
+            trust = (accepted_S.sum(1) + TRUST_PRIOR * TRUST) / ((seen_S * SCORES).sum(1) + TRUST_PRIOR)
+            is_strict = self.has_probes & (seen_S.sum(1) >= min_outcomes)
+            prior = np.where(is_strict, np.minimum(1, trust / FAIR) ** 2, 1)[:, None] * SCORES
+            weight = np.where(is_strict, SCORE_PRIOR_WITH_PROBES, SCORE_PRIOR)[:, None]
             by_score = (accepted_S + weight * prior) / (seen_S + weight)
             by_cell = (accepted + CELL_PRIOR * by_score[:, None]) / (seen + CELL_PRIOR)
-            self._table = np.append(by_cell.ravel(), 0.0)
-        return self._table[cells]
+            self._tables[min_outcomes] = np.append(by_cell.ravel(), 0.0)
+        return self._tables[min_outcomes][cells]
 
     def trust(self, name: str) -> float:
         """Accepted tokens per token that the drafter's scores promise."""
@@ -150,7 +151,7 @@ class AcceptanceModel:
     def survival(self, name: str, num: int) -> np.ndarray:
         """For drafts like the latest ones: the probability that the tokens up to each of the first `num` positions are
         all accepted. float64 [N, num]."""
-        return self.probabilities(self._latest(name, num)).cumprod(1)
+        return self.probabilities(self._latest(name, num), MIN_OUTCOMES).cumprod(1)
 
     def num_new(self, name: str) -> int:
         """Drafts that were observed since `survival` was last called."""
@@ -192,7 +193,7 @@ class AcceptanceModel:
             accepted_C = np.bincount(cells.T[position < num_accepted] + 1, minlength=size + 1)[1:]
             seen = seen_C[at]
             self._counts[:, at] = self._counts[:, at] * (1 - 1 / MEMORY) ** seen + (accepted_C[at], seen)
-            self._table = None
+            self._tables = {}
 
     def _record(self, drafts: DraftBatch, cells: np.ndarray, name: str) -> None:
         sources = drafts.sources
@@ -223,4 +224,4 @@ class AcceptanceModel:
         self.version = int(state["version"][0])
         self._first_cells = {name: i * NUM_CELLS for i, name in enumerate(counts)}
         self._counts = np.concatenate([np.zeros((2, 0)), *counts.values()], 1).astype(np.float64)
-        self._table, self._recent = None, {}
+        self._tables, self._recent = {}, {}

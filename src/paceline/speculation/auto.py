@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.speculation.acceptance import AcceptanceModel
+from paceline.speculation.acceptance import MIN_OUTCOMES, AcceptanceModel
 from paceline.speculation.batch import HEAD_WINDOW, Commits, Load, Rows
 from paceline.speculation.cost import CostTable
 from paceline.speculation.draft_batch import DraftBatch
@@ -33,7 +33,6 @@ MODELS = {"eagle3": "eagle3", "hybrid": "eagle3", "draft_model": "draft_model"} 
 MARGIN, MARGIN_MANY_ROWS = 0.01, 0.04
 PROBES = 0.001  # share of the time that may be spent on probes, …
 REINVESTED = 0.02  # … and of the time that was saved
-MIN_OUTCOMES = 16  # of a drafter, before its estimated probabilities are relied on; until then few tokens are selected
 NEGLIGIBLE = 0.002  # of a step: a drafter that takes less may always draft
 PROBE_LENGTH = 2  # draft tokens of a model's probe
 
@@ -242,10 +241,11 @@ class AutoPolicy(SpeculationPolicy):
         self._note_read(drafts)
         survival = drafts.probabilities.cumprod(axis=1).ravel()
         order = (-survival).argsort(kind="stable")[:num_drafted]
-        order, is_known = self._limit_unknown(drafts, order)
+        order, forced = self._limit_unknown(drafts, order)
         if step.probe_row >= 0:
-            probed = step.probe_row * k + np.arange(min(PROBE_LENGTH, int(drafts.num[step.probe_row])))
-            order = np.concatenate([probed, order[~np.isin(order, probed)]])
+            forced = step.probe_row * k + np.arange(min(PROBE_LENGTH, int(drafts.num[step.probe_row])))
+        if len(forced):
+            order = np.concatenate([forced, order[~np.isin(order, forced)]])
         order = order[: step.budget]
         gain = np.zeros(len(order) + 1)
         survival[order].cumsum(out=gain[1:])
@@ -256,12 +256,11 @@ class AutoPolicy(SpeculationPolicy):
         best, is_probe = int(rates.argmax()), step.is_probe
         if rates[best] < margin(num_rows) * rates[0]:
             best = 0
-        if is_probe:
-            best = max(best, min(PROBE_LENGTH, len(order)))
+        num_forced = min(PROBE_LENGTH if is_probe else len(forced), len(order))
+        if best < num_forced:
+            best, is_probe = num_forced, True
         elif not best and len(order):
-            # A model that was asked before enough is known of it must get outcomes, or it would be asked on and on.
-            is_due = self.model is not None and step.draft_length > 0 and not is_known
-            is_probe = is_due or self._pay(float(seconds[1] - seconds[0]))
+            is_probe = self._pay(float(seconds[1] - seconds[0]))
             best = int(is_probe)
         self._decide(best, len(order), float(gain[best]), float(seconds[best]), is_probe)
         if best == num_drafted:
@@ -306,16 +305,18 @@ class AutoPolicy(SpeculationPolicy):
             read &= drafts.sources == drafts.names.index(self.model)
         step.num_read = dict(zip(step.request_ids[read].tolist(), (step.num_tokens[read] - 1).tolist(), strict=True))
 
-    def _limit_unknown(self, drafts: DraftBatch, order: np.ndarray) -> tuple[np.ndarray, bool]:
-        """Leave only a few tokens of drafters with few outcomes, whatever their scores. Returns also whether all
-        drafters have enough."""
+    def _limit_unknown(self, drafts: DraftBatch, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Leave only a few tokens of drafters with few outcomes, whatever their scores. Returns also tokens that are
+        verified in any case: a drafter that takes time must get outcomes, or it would be asked on and on."""
         names = drafts.names or (self.cost_name,)
         unknown = np.array([self._step.acceptance.num_outcomes(name) < MIN_OUTCOMES for name in names])
         if not unknown.any():
-            return order, True
+            return order, order[:0]
         rows = order // drafts.tokens.shape[1]
         of_unknown = unknown[0 if drafts.sources is None else drafts.sources[rows]] & np.ones(len(order), bool)
-        return order[~of_unknown | (np.cumsum(of_unknown) <= max(1, len(drafts.num) // 16))], False
+        num_forced = int(self._step.draft_s > NEGLIGIBLE * self._step.plain_s)
+        limited = order[~of_unknown | (np.cumsum(of_unknown) <= max(1, len(drafts.num) // 16))]
+        return limited, order[of_unknown][:num_forced]
 
     def _decide(self, num: int, num_drafted: int, expected: float, expected_s: float, is_probe: bool) -> None:
         step = self._step
