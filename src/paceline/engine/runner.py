@@ -7,6 +7,7 @@ device while the host goes on. Rows that do not emit (chunks of prompts) have no
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,7 +41,7 @@ class PendingStep(Protocol):
         ...
 
 
-class Runner:
+class Runner(ABC):
     """Base of the runners; only `launch` must be overridden."""
 
     @property
@@ -59,10 +60,10 @@ class Runner:
     def set_draft_length(self, num: int) -> None:
         """Draft so many tokens ahead from now on, for measuring step times. The engine asks the drafter instead."""
 
+    @abstractmethod
     def launch(self, batch: ScheduledBatch, q: dict[int, Tensor], draft_budget: int | None = None) -> PendingStep:
         """q: by request, the distributions that its draft was sampled from. draft_budget: verify only so many draft
         tokens in all, the most probable ones, which the device selects; None: all."""
-        raise NotImplementedError
 
     def remove(self, sequence: Sequence) -> None:
         """It does not run any more, or its tokens will be computed again."""

@@ -5,6 +5,7 @@ before.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -65,13 +66,13 @@ class AheadDrafter(Drafter):
     # -- called by the runner ---------------------------------------------------------------------------------------
 
     @property
+    @abstractmethod
     def graph_key(self) -> Hashable:
         """Drafters with the same key share CUDA graphs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def build(self, context: Any) -> Any:
         """DeviceContext -> DeviceDrafter, both of model/cuda/device_drafter.py."""
-        raise NotImplementedError
 
     def add(self, drafter: Any, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """These sequences are in these slots now; no step of theirs is in flight. `drafter` is from `build`, perhaps of

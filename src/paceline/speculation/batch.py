@@ -3,6 +3,7 @@ positions."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,7 +104,7 @@ def look_up(request_ids: np.ndarray, among: np.ndarray) -> tuple[np.ndarray, np.
     return place, among[place] == request_ids
 
 
-class Drafter:
+class Drafter(ABC):
     """Base of all drafters; only `propose` must be overridden. `begin` and `end` are called for every request; between
     them, every emitted token reaches `observe` once and in order. `propose` may be skipped for any row at any step, and
     drafts may be cut to any length."""
@@ -123,9 +124,9 @@ class Drafter:
     def begin(self, request: Request, version: int = 0) -> None:
         """`version` of the policy."""
 
+    @abstractmethod
     def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch:
         """At most caps[i] tokens for row i. int32 [B]."""
-        raise NotImplementedError
 
     def observe(self, commits: Commits) -> None:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ class Decision:
     about: Any = field(default=None, repr=False, compare=False)  # the policy's own data
 
 
-class SpeculationPolicy:
+class SpeculationPolicy(ABC):
     """`plan` limits every row's draft before anything is drafted. `select` then chooses how many tokens of each draft
     are verified; it is not called if nothing was drafted. It selects at most `Rows.draft_budget` tokens.
 
@@ -47,9 +48,9 @@ class SpeculationPolicy:
     def begin(self, request: Request) -> None:
         pass
 
+    @abstractmethod
     def plan(self, rows: Rows) -> np.ndarray:
         """The longest draft of each row: int32 [B]."""
-        raise NotImplementedError
 
     def select(self, drafts: DraftBatch) -> np.ndarray:
         """How many tokens of each draft to verify: int32 [B]."""
