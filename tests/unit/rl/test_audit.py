@@ -50,7 +50,7 @@ def test_runs_with_captures_do_not_count(engine: LocalEngine, monkeypatch: pytes
     def generate(batches: object, drafting: bool, rows: int | None) -> tuple[float, list[Completion]]:
         elapsed_s = next(seconds)
         if elapsed_s == 5.0:
-            monkeypatch.setattr(engine.runner, "num_captured", 3)
+            monkeypatch.setattr(type(engine.runner), "num_captured", 3)
         return elapsed_s, []
 
     monkeypatch.setattr(auditor, "_generate", generate)
