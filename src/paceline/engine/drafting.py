@@ -16,7 +16,7 @@ from paceline.engine.scheduled_batch import ScheduledBatch
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Sequence
 from paceline.model.paged import PagedDecoder
-from paceline.speculation.acceptance import NUM_RECENT, AcceptanceModel
+from paceline.speculation.acceptance import AcceptanceModel
 from paceline.speculation.ahead_drafter import AheadDrafter
 from paceline.speculation.batch import Commits, Drafter, Load, Rows, are_same, places_of
 from paceline.speculation.draft_batch import DraftBatch
@@ -213,9 +213,8 @@ class Drafting:
         assert self.drafter is not None
         proposed, rows, name = drafts.proposed, None, self.drafter.name
         if self._ahead is not None and self.overlaps:
-            # A policy needs no more than it can use before its next look.
             wanted = self._ahead.reads_acceptance or (
-                self.policy.reads_acceptance and self.acceptance.num_new(name) < NUM_RECENT
+                self.policy.reads_acceptance and self.acceptance.needs_outcomes(name)
             )
             if verified is not None and wanted and verified.scores.size:
                 self.acceptance.rate(verified, name)

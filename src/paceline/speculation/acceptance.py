@@ -81,6 +81,12 @@ class AcceptanceModel:
         """Expect average drafts of this drafter again, until it has made some."""
         self._recent.pop(name, None)
 
+    def limit_outcomes(self, name: str, num: float) -> None:
+        """Let the outcomes of this drafter count for `num` at most."""
+        share = num / max(self.num_outcomes(name), num)
+        self._counts[:, self._first_cell(name) :][:, :NUM_CELLS] *= share
+        self._tables = {}
+
     # -- probabilities ----------------------------------------------------------------------------------------------
 
     def rate(self, drafts: DraftBatch, name: str) -> None:
@@ -156,6 +162,10 @@ class AcceptanceModel:
     def num_new(self, name: str) -> int:
         """Drafts that were observed since `survival` was last called."""
         return self._recent[name].num_new if name in self._recent else 0
+
+    def needs_outcomes(self, name: str) -> bool:
+        """Whether more outcomes of this drafter would change what `survival` returns next."""
+        return self.num_new(name) < NUM_RECENT or self.num_outcomes(name) < MIN_OUTCOMES
 
     def _latest(self, name: str, num: int) -> np.ndarray:
         """Cells of the latest drafts, int64 [N, num]. A position that was not asked for gets the score before it."""

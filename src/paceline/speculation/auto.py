@@ -23,7 +23,7 @@ from paceline.speculation.acceptance import MIN_OUTCOMES, AcceptanceModel
 from paceline.speculation.batch import HEAD_WINDOW, Commits, Load, Rows
 from paceline.speculation.cost import CostTable
 from paceline.speculation.draft_batch import DraftBatch
-from paceline.speculation.draft_curves import MAX_AGE, DraftCurves
+from paceline.speculation.draft_curves import DraftCurves
 from paceline.speculation.policy import Decision, SpeculationPolicy
 from paceline.types import Request, StepTrace
 
@@ -34,6 +34,7 @@ MARGIN, MARGIN_MANY_ROWS = 0.01, 0.04
 PROBES = 0.001  # share of the time that may be spent on probes, …
 REINVESTED = 0.02  # … and of the time that was saved
 NEGLIGIBLE = 0.002  # of a step: a drafter that takes less may always draft
+NUM_KEPT = MIN_OUTCOMES / 4  # outcomes of a history that still count when it has new entries
 PROBE_LENGTH = 2  # draft tokens of a model's probe
 
 
@@ -83,11 +84,10 @@ class AutoPolicy(SpeculationPolicy):
         self.cost_name = self.model or method  # in the cost table
         super().__init__()
         # A hybrid drafter on the device drafts with its head and from history at once; on the host, history's drafts
-        # cost next to nothing and only the head's length is planned. History without a head gets some steps before its
-        # drafts count: in the beginning few rows find a match.
-        min_age = MAX_AGE if self.model is None else 1
+        # cost next to nothing and only the head's length is planned.
+        is_history = self.model is None
         self._curves = {
-            is_ahead: DraftCurves(method if is_ahead else self.cost_name, max_tokens, min_age) for is_ahead in (0, 1)
+            is_ahead: DraftCurves(method if is_ahead else self.cost_name, max_tokens, is_history) for is_ahead in (0, 1)
         }
         self._version = -1  # of the policy; none yet
         self._step: _Step  # the one planned last
@@ -112,6 +112,8 @@ class AutoPolicy(SpeculationPolicy):
             name = self._curves[rows.is_ahead].name
             if name != self.model:  # history may have drafts now that it did not have before
                 rows.acceptance.forget_recent(name)
+                if rows.is_ahead:  # on the host it is asked in any case
+                    rows.acceptance.limit_outcomes(name, NUM_KEPT)
             self._is_new_round = False
             for curves in self._curves.values():
                 curves.reset()

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.speculation.acceptance import AcceptanceModel
+from paceline.speculation.acceptance import MIN_OUTCOMES, AcceptanceModel
 
 NUM_POINTS = 32  # numbers of verified tokens at which a curve is known, about
 MAX_AGE = 16  # steps that curves are used for; fewer in the beginning
 
 
 class DraftCurves:
-    """For drafts of 1 … `num` tokens of the drafter `name`. Curves are used for at least `min_age` steps."""
+    """For drafts of 1 … `num` tokens of the drafter `name`. The first curves of a history are used until it has
+    MIN_OUTCOMES, or for MAX_AGE steps: in the beginning few rows find a match."""
 
-    def __init__(self, name: str, num: int, min_age: int = 1) -> None:
-        self.name, self.num, self.min_age = name, num, min_age
+    def __init__(self, name: str, num: int, is_history: bool = False) -> None:
+        self.name, self.num, self.is_history = name, num, is_history
         self._points_per_token = max(1, NUM_POINTS // num)
         self._points = np.arange(1, 1 + num * self._points_per_token)
         self._curves = np.ones((num, len(self._points)))
         self._age = self._max_age = 0
+        self._is_known = False  # whether the drafter had enough outcomes
 
     def num_verified(self, num_rows: int) -> np.ndarray:
         """The numbers of verified tokens, over so many rows, at which the curves are known: int64 [P]."""
@@ -30,9 +32,12 @@ class DraftCurves:
 
     def tokens_per_row(self, acceptance: AcceptanceModel) -> np.ndarray:
         """Tokens that a row emits per step, float64 [num, P]."""
-        if not self._max_age or (self._age >= self._max_age and acceptance.num_new(self.name)):
+        is_known = acceptance.num_outcomes(self.name) >= MIN_OUTCOMES
+        is_old = self._age >= self._max_age or (self.is_history and is_known and not self._is_known)
+        if not self._max_age or (is_old and acceptance.num_new(self.name)):
+            self._is_known = is_known
             self._curves = self._compute(acceptance.survival(self.name, self.num))
-            self._age, self._max_age = 0, min(max(self._max_age + 1, self.min_age), MAX_AGE)
+            self._age, self._max_age = 0, MAX_AGE if self.is_history else min(self._max_age + 1, MAX_AGE)
         return self._curves
 
     def step_launched(self) -> None:

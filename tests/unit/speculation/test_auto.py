@@ -3,6 +3,7 @@ little on probes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.drafters.ahead import HistoryAhead
-from paceline.speculation.acceptance import MIN_OUTCOMES, NUM_RECENT, AcceptanceModel
+from paceline.speculation.acceptance import MIN_OUTCOMES, AcceptanceModel
 from paceline.speculation.auto import PROBE_LENGTH, PROBES, AutoPolicy, margin
 from paceline.speculation.batch import Commits, Load, Rows
 from paceline.speculation.draft_batch import DraftBatch
@@ -653,16 +654,17 @@ def test_history_is_tried_again_in_a_new_rollout(method: str) -> None:
     assert method == "ngram" or found[1:] == [0, 0]
 
 
-@pytest.mark.parametrize("num", [1, 2, 16])
-def test_history_on_the_device_is_given_up_and_used_again(num: int) -> None:
+def run_device_history(
+    engine: Engine, num: int, num_steps: int, has_match: Callable[[int], bool], is_right: Callable[[int], bool]
+) -> tuple[list[bool], list[int]]:
     """A draft is made at the end of a step, verified in the next, and its scores are known in the one after that. Steps
-    overlap: one is planned before the outcome of the one before it is known."""
-    engine = Engine(LinearCosts(draft=0.01, token=0.05), "suffix_ahead")
+    overlap: one is planned before the outcome of the one before it is known. Returns for each step whether it drafted
+    and how many tokens it verified."""
     policy, acceptance = engine.policy, engine.acceptance
     drafter, ids = HistoryAhead(HistoryStore()), np.arange(num)
     found, in_flight = np.zeros((num, 0)), list[tuple[Any, ...]]()
     was_asked, num_verified = list[bool](), list[int]()
-    for step in range(3000):
+    for step in range(num_steps):
         batch = rows(num, is_ahead=True)
         caps = engine.plan(batch)
         drafter.set_draft_lengths(batch, caps)
@@ -671,8 +673,8 @@ def test_history_on_the_device_is_given_up_and_used_again(num: int) -> None:
         survival = found.cumprod(1) * (np.arange(found.shape[1]) < drafts.num[:, None])  # the device selects
         best = (-survival.ravel()).argsort(kind="stable")[: min(int(lengths.sum()), int((survival > 0).sum()))]
         selected = np.bincount(best // max(1, found.shape[1]), minlength=num).astype(np.int32)
-        k, accepted = drafter.draft_length, selected if step > 2000 else 0 * selected
-        found = np.full((num, k), 0.6 if step > 2000 else 0.0)
+        k, accepted = drafter.draft_length, selected if is_right(step) else 0 * selected
+        found = np.full((num, k), 0.6 if has_match(step) else 0.0)
         drafter.launched(ids, k)
         policy.commit(policy.decision)
         in_flight.append((selected, accepted, found, policy.decision))
@@ -683,10 +685,40 @@ def test_history_on_the_device_is_given_up_and_used_again(num: int) -> None:
             drafter.drafted(ids, scores, np.zeros(num))
             commits = Commits(ids, np.zeros((num, K + 1), np.int32), accepted + 1, selected, accepted)
             verified = drafter.verified(ids)
-            if verified.scores.size and acceptance.num_new(engine.method) < NUM_RECENT:
+            if verified.scores.size and acceptance.needs_outcomes(engine.method):
                 acceptance.rate(verified, engine.method)
                 acceptance.observe(verified, engine.method, None, accepted, commits.num_known)
             trace: Any = SimpleNamespace(num_drafted_ahead=scores.shape[1], num_rows=num, total_s=10.0)
             policy.observe(commits, trace, decision)
+    return was_asked, num_verified
+
+
+@pytest.mark.parametrize("num", [1, 2, 16])
+def test_history_on_the_device_is_given_up_and_used_again(num: int) -> None:
+    def is_later(step: int) -> bool:
+        return step > 2000
+
+    engine = Engine(LinearCosts(draft=0.01, token=0.05), "suffix_ahead")
+    was_asked, num_verified = run_device_history(engine, num, 3000, is_later, is_later)
     assert 2 <= sum(was_asked[1000:2000]) < 200 and not any(num_verified[:2000])
     assert all(was_asked[2700:]) and np.mean(num_verified[2700:]) > 0.9 * num * K
+
+
+@pytest.mark.parametrize("num", [1, 8, 64])
+def test_history_on_the_device_gets_a_trial_in_a_new_rollout(num: int) -> None:
+    """The drafts of the first rollout were all rejected. Those of the next ones come from it, under the same policy
+    version, so they are right. If they are not, the trial is short."""
+    for is_right in (True, False):
+        engine = Engine(LinearCosts(draft=0.01, token=0.8 / num), "suffix_ahead")
+        found = list[int]()
+        for rollout in range(3):
+            engine.policy._credit_s = -1e9  # no probes
+            engine.policy.begin(Request(rollout, (1,)))
+            right = is_right and rollout > 0
+            found.append(sum(run_device_history(engine, num, 100, lambda _: True, lambda _, right=right: right)[1]))
+            engine.policy.end(rollout)
+        assert 1 <= found[0] <= 2 * (MIN_OUTCOMES + num)
+        if is_right:
+            assert min(found[1:]) > 0.7 * 100 * num * K
+        else:
+            assert 1 <= min(found[1:]) <= max(found[1:]) <= MIN_OUTCOMES + num
