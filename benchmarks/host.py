@@ -33,7 +33,7 @@ if find_spec("triton") is None:  # kernels are defined, but never run
     for name in ("triton", "triton.language", "triton.language.extra", "triton.language.extra.cuda"):
         sys.modules[name] = MagicMock()
 
-from paceline.drafters.ahead import Eagle3Ahead
+from paceline.drafters.device import DeviceEagle3Drafter
 from paceline.engine.accept import RULES, VerificationResult
 from paceline.engine.engine import LocalEngine
 from paceline.engine.graph_runner import NUM_BUFFERS, GraphRunner
@@ -42,7 +42,7 @@ from paceline.engine.scheduled_batch import ScheduledBatch
 from paceline.model.config import ModelConfig
 from paceline.model.cuda.attention import MAX_QUERIES
 from paceline.model.cuda.device_state import MAX_DRAFT, ROW_WORDS
-from paceline.model.cuda.graphs import OutputBuffers, Size
+from paceline.model.cuda.graphs import GraphSize, OutputBuffers
 from paceline.model.eagle3 import head_config, init_head
 from paceline.model.kv import BLOCK
 from paceline.model.paged import PagedDecoder
@@ -99,22 +99,22 @@ class SimulatedGraphs:
     drafter = stream = None
 
     def __init__(self, num_rows: int, rng: np.random.Generator) -> None:
-        most = Size(num_rows, num_rows, 1).rounded_up().num_rows
-        self.input_words = torch.empty(Size(most, most, 1).num_words, dtype=torch.int32)
-        self.outputs, self.seconds = OutputBuffers(most), dict[Size, float]()
+        most = GraphSize(num_rows, num_rows, 1).rounded_up().num_rows
+        self.input_words = torch.empty(GraphSize(most, most, 1).num_words, dtype=torch.int32)
+        self.outputs, self.seconds = OutputBuffers(most), dict[GraphSize, float]()
         self._num_runs = 0
         self._accepted = [rng.random((most, MAX_QUERIES)) < ACCEPTANCE for _ in range(NUM_DRAWS)]
         self.outputs.tokens[:] = torch.from_numpy(rng.integers(0, EOS, (most, 2 + MAX_QUERIES)))
         self.outputs.logprobs[:] = -1.0
-        self.outputs.probabilities[:] = torch.from_numpy(rng.beta(4, 1, (most, MAX_DRAFT)))
+        self.outputs.scores[:] = torch.from_numpy(rng.beta(4, 1, (most, MAX_DRAFT)))
 
-    def fit(self, size: Size, max_draft_length: int) -> Size:
+    def fit(self, size: GraphSize, max_draft_length: int) -> GraphSize:
         return size
 
-    def prepare(self, size: Size) -> None:
+    def prepare(self, size: GraphSize) -> None:
         pass
 
-    def run(self, size: Size) -> None:
+    def run(self, size: GraphSize) -> None:
         rows = self.input_words[: size.num_row_words].numpy().reshape(-1, ROW_WORDS)
         verified = np.where(rows[:, 0] >= 0, rows[:, 1], 0)
         if size.selects_drafts:
@@ -135,7 +135,7 @@ class HostBuffers:
         self.input_words = self.inputs.numpy()
         self.outputs = outputs = OutputBuffers(len(graphs.outputs.tokens))
         self.tokens, self.logprobs = outputs.tokens.numpy(), outputs.logprobs.numpy()
-        self.probabilities, self.sources = outputs.probabilities.numpy(), outputs.sources.numpy()
+        self.scores, self.sources = outputs.scores.numpy(), outputs.sources.numpy()
         self.started, self.done = Event(), Event()
 
 
@@ -163,7 +163,7 @@ def engine_of(kind: str, num_rows: int, length: int, clock: Clock) -> LocalEngin
     drafter = policy = None
     if kind != "plain":
         head = head_config(CONFIG, 97, (0, 1, 2))
-        drafter = Eagle3Ahead(init_head(head, torch.arange(97), seed=0, dtype=torch.float32, device="cpu"))
+        drafter = DeviceEagle3Drafter(init_head(head, torch.arange(97), seed=0, dtype=torch.float32, device="cpu"))
         policy = StaticPolicy(K) if kind == "static" else AutoPolicy(_costs(), K, "eagle3")
     engine = LocalEngine(
         paged, runner=SimulatedRunner(paged, num_rows, clock), drafter=drafter, policy=policy, max_num_seqs=num_rows,

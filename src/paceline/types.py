@@ -205,8 +205,8 @@ class StepTrace:
     num_preempted: int
     num_free_blocks: int
     draft_s: float  # time of speculation outside the forward pass: plan, propose, select, observe
-    forward_s: float
-    sample_s: float
+    forward_s: float  # with CUDA graphs it includes sampling, verification and drafting
+    sample_s: float  # with CUDA graphs only of rows outside of the graph
     total_s: float
     version: int
     drafter_version: int
@@ -221,7 +221,7 @@ class StepTrace:
     per_drafter: tuple[tuple[str, int, int], ...] = ()  # (drafter, tokens verified, tokens accepted)
     num_history_bytes: int = 0  # size of the drafter's history
     num_captured: int = 0  # CUDA graphs captured during the step; if any, the step's times are not representative
-    num_drafted_ahead: int = 0  # draft tokens per row that the device proposed for the next step
+    num_drafted_on_device: int = 0  # draft tokens per row that the device proposed for the next step
     engine: int = 0  # index of the engine, if there are several
 
 

@@ -12,7 +12,7 @@ from tiny_run import RecordingCallback, make, policy, settings, write_model
 from paceline.build.config import load_config
 from paceline.build.export import export_policy
 from paceline.build.run import build_trainer
-from paceline.drafters.ahead import HistoryAhead
+from paceline.drafters.device import DeviceHistoryDrafter
 from paceline.speculation.history_store import HistoryStore
 
 
@@ -174,7 +174,7 @@ def test_another_drafter_implementation_starts_without_history(tmp_path: Path, m
     one = make(tmp_path, "run", *suffix, "train.num_steps=1")
     one.run()
     one.close()
-    monkeypatch.setattr("paceline.build.model_free.build_history", lambda config: HistoryAhead(HistoryStore()))
+    monkeypatch.setattr("paceline.build.model_free.build_history", lambda config: DeviceHistoryDrafter(HistoryStore()))
     two = make(tmp_path, "run", *suffix, "train.num_steps=2", resume=True)
     assert two.step == 1 and any("has another implementation" in note for note in two.callback.notes)
     assert two.run()["num_steps"] == 2 and two.engine.drafter.num_bytes > 0

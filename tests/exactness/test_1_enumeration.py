@@ -16,7 +16,7 @@ from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.hybrid import HybridDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine import accept
-from paceline.engine.accept import Proposal, VerificationResult
+from paceline.engine.accept import VerificationInput, VerificationResult
 from paceline.engine.engine import LocalEngine
 from paceline.engine.sequence import Sequence
 from paceline.model import sample
@@ -91,20 +91,20 @@ def test_truncation_and_stops(rule: str, sampling: SamplingParams) -> None:
 # -- broken implementations: each must be caught ----------------------------------------------------------------------
 
 
-def accepts_likely_drafts(proposal: Proposal, sampler: Sampler) -> VerificationResult:
+def accepts_likely_drafts(inputs: VerificationInput, sampler: Sampler) -> VerificationResult:
     """Broken: "typical acceptance" accepts a draft token if its target probability is high enough."""
     kept = [
-        draft if len(draft) and proposal.logits_PV[at].softmax(-1)[draft[0]] > 0.3 else draft[:0]
-        for draft, at in zip(proposal.drafts, proposal.starts[:-1], strict=True)
+        draft if len(draft) and inputs.logits_PV[at].softmax(-1)[draft[0]] > 0.3 else draft[:0]
+        for draft, at in zip(inputs.drafts, inputs.starts[:-1], strict=True)
     ]
-    result = accept.coupled(proposal, sampler)
+    result = accept.coupled(inputs, sampler)
     for row, draft in enumerate(kept):
         if len(draft):
             result.tokens[row, 0] = draft[0]
     return result
 
 
-def resamples_from_p(proposal: Proposal, sampler: Sampler) -> VerificationResult:
+def resamples_from_p(inputs: VerificationInput, sampler: Sampler) -> VerificationResult:
     """Broken: the corrected token is drawn from p, not from the residual (p - q)+."""
 
     def decide(draft: np.ndarray, p: torch.Tensor, q: torch.Tensor, coins: accept.Coins) -> tuple:
@@ -113,15 +113,15 @@ def resamples_from_p(proposal: Proposal, sampler: Sampler) -> VerificationResult
                 return j, p[j]
         return len(draft), None
 
-    return accept._by_row(proposal, sampler, decide)
+    return accept._by_row(inputs, sampler, decide)
 
 
-def clamps_each_ratio(proposal: Proposal, sampler: Sampler) -> VerificationResult:
+def clamps_each_ratio(inputs: VerificationInput, sampler: Sampler) -> VerificationResult:
     """Broken: block verification that limits each p/q to 1 before multiplying, as is correct only for `rejection`."""
     ratio = accept._ratio
     accept._ratio = lambda p, q: min(1.0, ratio(p, q))
     try:
-        return accept.block(proposal, sampler)
+        return accept.block(inputs, sampler)
     finally:
         accept._ratio = ratio
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import tiny_config, tiny_decoder, tiny_head
 
-from paceline.drafters.ahead import HistoryAhead
+from paceline.drafters.device import DeviceHistoryDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.accept import RULES
 from paceline.engine.engine import LocalEngine
@@ -466,12 +466,12 @@ def engine(kind: str, dtype: torch.dtype, drafter: str = "none", num_blocks: int
     runner = EagerRunner(paged, sampler, RULES["coupled"])
     if kind != "plain":
         decoder.ops = CudaOps()
-        runner = GraphRunner(paged, runner, max_num_seqs, eager=kind == "eager")
+        runner = GraphRunner(paged, runner, max_num_seqs, enforce_eager=kind == "eager")
     drafters = {
         "none": None,
         "suffix": SuffixDrafter(),
         "random": AdversarialDrafter(61),
-        "history": HistoryAhead(HistoryStore()),
+        "history": DeviceHistoryDrafter(HistoryStore()),
     }
     return LocalEngine(
         paged, sampler=sampler, runner=runner, drafter=drafters[drafter], policy=StaticPolicy(5),
@@ -553,7 +553,7 @@ def test_an_abort_with_steps_in_flight_leaves_nothing_behind() -> None:
 def eagle3_engine(
     kind: str, dtype: torch.dtype, k: int, num_blocks: int = 256, vocab: tuple[int, int] = (61, 41)
 ) -> LocalEngine:
-    from paceline.drafters.ahead import Eagle3Ahead
+    from paceline.drafters.device import DeviceEagle3Drafter
     from paceline.drafters.eagle3 import Eagle3Drafter
     from paceline.engine.graph_runner import GraphRunner
     from paceline.model.cuda.ops import CudaOps
@@ -566,8 +566,8 @@ def eagle3_engine(
     if kind == "plain":
         drafter = Eagle3Drafter(head, decoder.embed, sampler, num_blocks)
     else:
-        decoder.ops, drafter = CudaOps(), Eagle3Ahead(head)
-        runner = GraphRunner(paged, runner, 8, eager=kind == "eager")
+        decoder.ops, drafter = CudaOps(), DeviceEagle3Drafter(head)
+        runner = GraphRunner(paged, runner, 8, enforce_eager=kind == "eager")
     return LocalEngine(
         paged, sampler=sampler, runner=runner, drafter=drafter, policy=StaticPolicy(k), max_num_seqs=8
     )  # fmt: skip
@@ -607,14 +607,14 @@ def test_a_float8_head_changes_no_token_and_few_drafts(dtype: torch.dtype) -> No
 
 
 def test_history_and_a_head_draft_together_on_the_device() -> None:
-    from paceline.drafters.ahead import HybridAhead
+    from paceline.drafters.device import DeviceHybridDrafter
 
     wanted = engine("plain", torch.float32).generate(requests())
     running = eagle3_engine("graph", torch.float32, 3)
-    running.set_drafter(HybridAhead(HistoryStore(), running.drafter), StaticPolicy(3))
+    running.set_drafter(DeviceHybridDrafter(HistoryStore(), running.drafter), StaticPolicy(3))
     for _ in range(2):  # the second time, the history has the same tokens
         assert tokens(running.generate(requests())) == tokens(wanted)
-    assert running.runner.drafts_ahead and running.drafting.overlaps and running.runner.num_captured > 0
+    assert running.runner.drafts_on_device and running.drafting.overlaps and running.runner.num_captured > 0
     assert {name for trace in running.drain_trace() for name, _, num_accepted in trace.per_drafter if num_accepted} == {
         "suffix", "eagle3"
     }  # fmt: skip
@@ -647,12 +647,12 @@ def test_drafting_stops_early_for_rows_below_the_threshold() -> None:
     """Rows 0 and 2 have probable draft tokens, row 1 has an improbable second one, and row 3 is padding."""
     from paceline.model.cuda.attention import AttentionRows
     from paceline.model.cuda.device_state import MAX_DRAFT, DeviceState
-    from paceline.model.cuda.head import DeviceHead
+    from paceline.model.cuda.graph_head import GraphHead
     from paceline.model.cuda.sample import Draws
 
     decoder = tiny_decoder(torch.float32, **SHAPE)
     state, kv = DeviceState(8, 1, CUDA), PagedKV(decoder.config, 1, torch.float32, CUDA)
-    device_head = DeviceHead(tiny_head(decoder).to(CUDA), decoder.embed, kv, state)
+    device_head = GraphHead(tiny_head(decoder).to(CUDA), decoder.embed, kv, state)
     slots = torch.tensor([5, 1, 3, -1], dtype=torch.int32, device=CUDA)
     state.length.fill_(9)
     state.limit.fill_(99)
@@ -660,7 +660,7 @@ def test_drafting_stops_early_for_rows_below_the_threshold() -> None:
     for stops_early in (True, False):
         inputs, found = device_head._inputs(rows, 3), torch.zeros(4, MAX_DRAFT, dtype=torch.float64, device=CUDA)
         step: Any = SimpleNamespace(
-            inputs=SimpleNamespace(rows=rows), stops_early=stops_early, probabilities_out=found, imposed=None
+            inputs=SimpleNamespace(rows=rows), stops_early=stops_early, scores_out=found, imposed=None
         )
         state.threshold.fill_(0.5)
         for i, margins in enumerate(([9.0, 9, 9, 9], [9.0, -9, 9, 9], [9.0, 9, 9, 9])):
@@ -717,14 +717,14 @@ DRAFTERS = ["none", "suffix", "history", "eagle3", "hybrid"]
 
 
 def drafting_engine(drafter: str) -> LocalEngine:
-    from paceline.drafters.ahead import HybridAhead
+    from paceline.drafters.device import DeviceHybridDrafter
 
     if drafter not in ("eagle3", "hybrid"):
         return engine("graph", torch.float32, drafter)
     running = eagle3_engine("graph", torch.float32, 3)
     if drafter == "hybrid":
         # History finds next to nothing, so that the head's drafts are those of a head alone.
-        running.set_drafter(HybridAhead(HistoryStore(), running.drafter, min_match=8), StaticPolicy(3))
+        running.set_drafter(DeviceHybridDrafter(HistoryStore(), running.drafter, min_match=8), StaticPolicy(3))
     return running
 
 
@@ -800,9 +800,9 @@ def test_a_head_goes_on_after_a_prefill() -> None:
 
 def test_a_hybrid_takes_the_draft_with_more_expected_tokens() -> None:
     """Row by row; a row of padding, and one for which history finds nothing, stay as they are."""
-    from paceline.model.cuda.device_drafter import DraftStep
-    from paceline.model.cuda.device_hybrid import HEAD, HISTORY, DeviceHybrid
     from paceline.model.cuda.device_state import MAX_DRAFT, DeviceState
+    from paceline.model.cuda.graph_drafter import DraftStep
+    from paceline.model.cuda.graph_hybrid import HEAD, HISTORY, GraphHybrid
 
     rng, k, num_slots = np.random.default_rng(0), 5, 32
     state = DeviceState(num_slots, 1, CUDA)
@@ -824,10 +824,10 @@ def test_a_hybrid_takes_the_draft_with_more_expected_tokens() -> None:
             survival = probabilities[self.source].cumprod(1)
             self.drafts[at, :k] = torch.as_tensor(tokens[self.source, :-1, :k], dtype=torch.int32, device=CUDA)
             self.survival[at, :k] = torch.as_tensor(survival[:-1, :k], dtype=torch.float32, device=CUDA)
-            step.probabilities_out[: len(rows), :k] = torch.as_tensor(probabilities[self.source, :, :k], device=CUDA)
+            step.scores_out[: len(rows), :k] = torch.as_tensor(probabilities[self.source, :, :k], device=CUDA)
 
     history, head = (Fake(source) for source in (HISTORY, HEAD))
-    hybrid = DeviceHybrid(history, head, state)  # type: ignore[arg-type]
+    hybrid = GraphHybrid(history, head, state)  # type: ignore[arg-type]
     inputs: Any = SimpleNamespace(rows=SimpleNamespace(slots=slots))
     found = torch.zeros(len(rows), MAX_DRAFT, dtype=torch.float64, device=CUDA)
     sources = torch.full((len(rows),), 9, dtype=torch.int32, device=CUDA)

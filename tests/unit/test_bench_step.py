@@ -178,9 +178,9 @@ def test_requests_share_nothing(tiny: ModelConfig) -> None:
 
 
 def test_each_step_counts_as_the_median_of_its_size() -> None:
-    def traces(num_tokens: int, num_drafted_ahead: int, *seconds: float) -> list[SimpleNamespace]:
+    def traces(num_tokens: int, num_drafted_on_device: int, *seconds: float) -> list[SimpleNamespace]:
         return [
-            SimpleNamespace(num_query_tokens=num_tokens, num_drafted_ahead=num_drafted_ahead, total_s=s)
+            SimpleNamespace(num_query_tokens=num_tokens, num_drafted_on_device=num_drafted_on_device, total_s=s)
             for s in seconds
         ]
 

@@ -94,7 +94,7 @@ def test_draft_time_is_the_additional_time_of_a_step():
 def test_draft_time_of_a_head_on_the_device_is_measured(engine_parts, monkeypatch):
     """`draft_costs` gives an estimate for heads on the host; a head on the device is timed."""
     paged, runner, config = engine_parts
-    monkeypatch.setattr(type(runner), "drafts_ahead", True)
+    monkeypatch.setattr(type(runner), "drafts_on_device", True)
 
     def timer(paged, runner, rows, queries, context, draft_length=0):
         return 0.01 * queries + 1e-3 * rows * draft_length

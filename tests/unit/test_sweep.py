@@ -93,14 +93,14 @@ def test_every_cell_is_measured(command, tmp_path):
     assert "data:image/png;base64," in page.read_text() and "suffix warm" in page.read_text()
 
 
-def accept_everything(proposal: accept.Proposal, sampler: Any) -> accept.VerificationResult:
+def accept_everything(inputs: accept.VerificationInput, sampler: Any) -> accept.VerificationResult:
     """A deliberately broken `coupled` rule that accepts every draft token."""
-    starts = proposal.starts
+    starts = inputs.starts
     sizes = np.diff(starts)
-    positions = np.arange(starts[-1]) + np.repeat(proposal.lengths - starts[:-1], sizes)
-    draws = sampler.draw(proposal.logits_PV, np.repeat(proposal.noise_keys, sizes), positions, proposal.params)
+    positions = np.arange(starts[-1]) + np.repeat(inputs.lengths - starts[:-1], sizes)
+    draws = sampler.draw(inputs.logits_PV, np.repeat(inputs.noise_keys, sizes), positions, inputs.params)
     result = accept.VerificationResult.empty(len(sizes), int(sizes.max()))
-    for i, (draft, (a, b)) in enumerate(zip(proposal.drafts, pairwise(starts), strict=True)):
+    for i, (draft, (a, b)) in enumerate(zip(inputs.drafts, pairwise(starts), strict=True)):
         result.put(i, np.append(draft, draws.tokens[b - 1]), draws.logprobs[a:b], draws.raw_logprobs[a:b])
     return result
 

@@ -28,7 +28,7 @@ from paceline.bench.roofline import Load, step_s
 from paceline.bench.step_settings import Settings, beta_probabilities, imposed_probability
 from paceline.build.cost import NUM_ROUNDS, measure_drafts, time_step
 from paceline.build.drafter import head_cost
-from paceline.drafters.ahead import Eagle3Ahead, HistoryAhead
+from paceline.drafters.device import DeviceEagle3Drafter, DeviceHistoryDrafter
 from paceline.drafters.eagle3 import Eagle3Drafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.accept import RULES
@@ -192,16 +192,16 @@ class BenchModel:
         if self.head is not None:
             each_s = head_cost(self.head, self.config) * points[0].seconds
             drafts[self._method] = [(batch, depth, depth * each_s) for depth in (1, 8)]
-        if runner.drafts_ahead:
+        if runner.drafts_on_device:
             longest = self.settings.prompt_tokens + self.settings.max_tokens
             drafts[self._method] = measure_drafts(timer, lambda rows: longest, [batch], k)
         return CostTable("bench step", points, drafts)
 
     def _drafter(self, sampler: Sampler, num_blocks: int) -> Drafter:
         if self.head is None:
-            return HistoryAhead(HistoryStore()) if self.settings.has_kernels else SuffixDrafter()
+            return DeviceHistoryDrafter(HistoryStore()) if self.settings.has_kernels else SuffixDrafter()
         if self.settings.has_kernels:
-            return Eagle3Ahead(self.head)
+            return DeviceEagle3Drafter(self.head)
         return Eagle3Drafter(self.head, self.decoder.embed, sampler, num_blocks)
 
     def _runner(self, paged: PagedDecoder, sampler: Sampler, batch: int, k: int) -> Runner:
@@ -213,7 +213,7 @@ class BenchModel:
         imposed = None
         if k and s.imposed_acceptance is not None:
             imposed = beta_probabilities(imposed_probability(s.imposed_acceptance, k), s.imposed_spread)
-        return GraphRunner(paged, eager, batch, eager=s.eager, imposed=imposed)
+        return GraphRunner(paged, eager, batch, enforce_eager=s.eager, imposed=imposed)
 
 
 def middle_steps(traces: Sequence[StepTrace], s: Settings, batch: int, k: int) -> list[StepTrace]:
@@ -282,7 +282,7 @@ def _sum_of_medians_s(steps: list[StepTrace]) -> float:
     removes outliers from a busy host or a hot GPU."""
     sizes = defaultdict[tuple[int, int], list[float]](list)
     for t in steps:
-        sizes[t.num_query_tokens, t.num_drafted_ahead].append(t.total_s)
+        sizes[t.num_query_tokens, t.num_drafted_on_device].append(t.total_s)
     return sum(len(each) * statistics.median(each) for each in sizes.values())
 
 

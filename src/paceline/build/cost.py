@@ -67,7 +67,7 @@ def measured_costs(
         for drafter, cost in (draft_costs or {}).items()
     }
     k, max_rows = config.speculation.num_speculative_tokens, config.engine.max_num_seqs
-    if drafts and runner.drafts_ahead and isinstance(k, int):
+    if drafts and runner.drafts_on_device and isinstance(k, int):
         some_rows = sorted({min(4**i, max_rows) for i in range(max_rows.bit_length() // 2 + 2)})
         measured = measure_drafts(partial(time_step, paged, runner), partial(_tokens_per_row, paged), some_rows, k)
         drafts = {drafter: measured or estimated for drafter, estimated in drafts.items()}

@@ -10,7 +10,7 @@ import torch
 from paceline.build.model import build_decoder, build_paged, build_sampler, default_kv_tokens
 from paceline.build.model_free import MODEL_FREE, build_history, build_model_free
 from paceline.config import Config, SpeculationSection
-from paceline.drafters.ahead import Eagle3Ahead, HistoryAhead, HybridAhead
+from paceline.drafters.device import DeviceEagle3Drafter, DeviceHistoryDrafter, DeviceHybridDrafter
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.eagle3 import Eagle3Drafter
 from paceline.drafters.hybrid import HybridDrafter
@@ -88,12 +88,12 @@ def _build_device_drafter(config: Config, head: Eagle3Head | None = None) -> Dra
     if k > MAX_DRAFT:
         raise ValueError(f"speculation.num_speculative_tokens = {k}: a GPU drafts at most {MAX_DRAFT}; lower it")
     if head is None:
-        return HistoryAhead(_history_store(s), s.suffix_recency, s.suffix_min_match)
+        return DeviceHistoryDrafter(_history_store(s), s.suffix_recency, s.suffix_min_match)
     apply_head_dtype(head, s.head_dtype)
-    eagle3 = Eagle3Ahead(head)
+    eagle3 = DeviceEagle3Drafter(head)
     if s.method == "eagle3":
         return eagle3
-    return HybridAhead(_history_store(s), eagle3, s.suffix_recency, s.suffix_min_match)
+    return DeviceHybridDrafter(_history_store(s), eagle3, s.suffix_recency, s.suffix_min_match)
 
 
 def _history_store(section: SpeculationSection) -> HistoryStore:

@@ -37,7 +37,7 @@ def build_engine(config: Config) -> LocalEngine:
     runner = build_runner(config, paged, sampler)
     runner.set_drafter(drafter)
     draft_costs, method = dict[str, float](), config.speculation.method
-    if (cost := relative_draft_cost(config, drafter, decoder.config)) or runner.drafts_ahead:
+    if (cost := relative_draft_cost(config, drafter, decoder.config)) or runner.drafts_on_device:
         draft_costs[MODELS.get(method, method)] = cost
     return LocalEngine(
         paged,
@@ -62,4 +62,4 @@ def build_runner(config: Config, paged: PagedDecoder, sampler: Sampler) -> Runne
         return eager
     from paceline.engine.graph_runner import GraphRunner
 
-    return GraphRunner(paged, eager, config.engine.max_num_seqs, eager=not config.engine.graphs)
+    return GraphRunner(paged, eager, config.engine.max_num_seqs, enforce_eager=not config.engine.graphs)

@@ -42,10 +42,6 @@ class SuffixDrafter(Drafter):
     together, except those that live requests append to."""
 
     name = "suffix"
-    version = 0
-    aux_layers: tuple[int, ...] = ()
-    reads_drafts = False
-    listens = True
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from paceline.model.sampling_arrays import SamplingArrays
 
 
 @dataclass(slots=True)
-class Proposal:
+class VerificationInput:
     """One step's positions and draft tokens."""
 
     logits_PV: Tensor
@@ -68,16 +68,16 @@ class VerificationResult:
         self.logprobs[row, :num], self.raw_logprobs[row, :num] = logprobs, raw_logprobs
 
 
-Rule = Callable[[Proposal, Sampler], VerificationResult]
+Rule = Callable[[VerificationInput, Sampler], VerificationResult]
 
 
-def coupled(proposal: Proposal, sampler: Sampler) -> VerificationResult:
-    starts = proposal.starts
+def coupled(inputs: VerificationInput, sampler: Sampler) -> VerificationResult:
+    starts = inputs.starts
     sizes = np.diff(starts)
-    positions = np.arange(starts[-1]) + np.repeat(proposal.lengths - starts[:-1], sizes)
-    draws = sampler.draw(proposal.logits_PV, np.repeat(proposal.noise_keys, sizes), positions, proposal.params)
+    positions = np.arange(starts[-1]) + np.repeat(inputs.lengths - starts[:-1], sizes)
+    draws = sampler.draw(inputs.logits_PV, np.repeat(inputs.noise_keys, sizes), positions, inputs.params)
     result = VerificationResult.empty(len(sizes), int(sizes.max()))
-    for row, draft in enumerate(proposal.drafts):
+    for row, draft in enumerate(inputs.drafts):
         start = starts[row]
         num_accepted = 0
         if len(draft):
@@ -88,17 +88,17 @@ def coupled(proposal: Proposal, sampler: Sampler) -> VerificationResult:
     return result
 
 
-def rejection(proposal: Proposal, sampler: Sampler) -> VerificationResult:
+def rejection(inputs: VerificationInput, sampler: Sampler) -> VerificationResult:
     def decide(draft: np.ndarray, p: Tensor, q: Tensor, accept: Accept) -> tuple[int, Tensor | None]:
         for j, x in enumerate(draft.tolist()):
             if not accept(j, min(1.0, _ratio(p[j, x], q[j, x]))):
                 return j, (p[j] - q[j]).clamp_min(0)
         return len(draft), None
 
-    return _by_row(proposal, sampler, decide)
+    return _by_row(inputs, sampler, decide)
 
 
-def block(proposal: Proposal, sampler: Sampler) -> VerificationResult:
+def block(inputs: VerificationInput, sampler: Sampler) -> VerificationResult:
     def decide(draft: np.ndarray, p: Tensor, q: Tensor, accept: Accept) -> tuple[int, Tensor | None]:
         num = len(draft)
         coverage = [1.0]  # the paper's p_i: the share of the target's probability of the draft so far that q covers
@@ -117,7 +117,7 @@ def block(proposal: Proposal, sampler: Sampler) -> VerificationResult:
             return num, None
         return num_accepted, (coverage[num_accepted] * p[num_accepted] - q[num_accepted]).clamp_min(0)
 
-    return _by_row(proposal, sampler, decide)
+    return _by_row(inputs, sampler, decide)
 
 
 RULES: dict[str, Rule] = {"coupled": coupled, "rejection": rejection, "block": block}
@@ -136,17 +136,17 @@ def _ratio(p: Tensor, q: Tensor) -> float:
     return float(p) / probability
 
 
-def _by_row(proposal: Proposal, sampler: Sampler, decide: Decide) -> VerificationResult:
+def _by_row(inputs: VerificationInput, sampler: Sampler, decide: Decide) -> VerificationResult:
     """For both rejection rules. `decide` returns how many draft tokens are accepted, and the weights of the corrected
     token (None: all are accepted, and the bonus token is sampled from p). Not vectorised: plain rather than fast."""
-    processed_PV = process(proposal.logits_PV, proposal.params)
+    processed_PV = process(inputs.logits_PV, inputs.params)
     emitted = []
-    for row, draft in enumerate(proposal.drafts):
-        last, num = _one_row(proposal, sampler, decide, row, processed_PV)
+    for row, draft in enumerate(inputs.drafts):
+        last, num = _one_row(inputs, sampler, decide, row, processed_PV)
         emitted.append(np.concatenate([draft[:num], last]).astype(np.int32))
     counts = [len(tokens) for tokens in emitted]
-    at = np.concatenate([start + np.arange(n) for start, n in zip(proposal.starts[:-1], counts, strict=True)])
-    scored = sampler.score(proposal.logits_PV[at], processed_PV[at], np.concatenate(emitted))
+    at = np.concatenate([start + np.arange(n) for start, n in zip(inputs.starts[:-1], counts, strict=True)])
+    scored = sampler.score(inputs.logits_PV[at], processed_PV[at], np.concatenate(emitted))
     by_row = (np.split(part, np.cumsum(counts)[:-1]) for part in scored)
     result = VerificationResult.empty(len(emitted), max(counts))
     for row, (logprobs, raw) in enumerate(zip(*by_row, strict=True)):
@@ -155,12 +155,12 @@ def _by_row(proposal: Proposal, sampler: Sampler, decide: Decide) -> Verificatio
 
 
 def _one_row(
-    proposal: Proposal, sampler: Sampler, decide: Decide, row: int, processed_PV: Tensor
+    inputs: VerificationInput, sampler: Sampler, decide: Decide, row: int, processed_PV: Tensor
 ) -> tuple[np.ndarray, int]:
     """The target's own token [1], and how many draft tokens are accepted before it."""
-    draft, q, length = proposal.drafts[row], proposal.q[row], int(proposal.lengths[row])
-    key = proposal.noise_keys[row : row + 1]
-    p = processed_PV[int(proposal.starts[row]) : int(proposal.starts[row + 1])].exp()
+    draft, q, length = inputs.drafts[row], inputs.q[row], int(inputs.lengths[row])
+    key = inputs.noise_keys[row : row + 1]
+    p = processed_PV[int(inputs.starts[row]) : int(inputs.starts[row + 1])].exp()
     if q is None:
         q = torch.zeros_like(p[: len(draft)])
         q[torch.arange(len(draft)), torch.as_tensor(draft).long()] = 1

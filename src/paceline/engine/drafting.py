@@ -17,8 +17,8 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Sequence
 from paceline.model.paged import PagedDecoder
 from paceline.speculation.acceptance import AcceptanceModel
-from paceline.speculation.ahead_drafter import AheadDrafter
 from paceline.speculation.batch import Commits, Drafter, Load, Rows, are_same, places_of
+from paceline.speculation.device_drafter import DeviceDrafter
 from paceline.speculation.draft_batch import DraftBatch
 from paceline.speculation.lengths import LengthModel
 from paceline.speculation.policy import Decision, SpeculationPolicy
@@ -26,8 +26,8 @@ from paceline.types import Completion, Request, StepTrace
 
 
 @dataclass(slots=True)
-class Drafts:
-    """The policy's decision about a step, and how its draft tokens are verified."""
+class StepDrafts:
+    """The policy's decision about a step, and its draft tokens."""
 
     decision: Decision = field(default_factory=Decision)
     num_planned: int = 0
@@ -42,6 +42,8 @@ class Drafts:
 
 
 class Drafting:
+    """Of one engine. The drafter itself observes emitted tokens directly; see `LocalEngine._commit`."""
+
     def __init__(
         self,
         paged: PagedDecoder,
@@ -59,7 +61,7 @@ class Drafting:
 
     def _set(self, drafter: Drafter | None) -> None:
         self.drafter = drafter
-        self._ahead = drafter if isinstance(drafter, AheadDrafter) else None
+        self._device_drafter = drafter if isinstance(drafter, DeviceDrafter) else None
 
     def check(self, drafter: Drafter | None, policy: SpeculationPolicy) -> None:
         if self.rule == "coupled":
@@ -78,7 +80,7 @@ class Drafting:
     @property
     def overlaps(self) -> bool:
         """Whether a step can be launched before the results of the one before it are known on the host."""
-        if self._ahead is not None:
+        if self._device_drafter is not None:
             return self.policy.takes_best or not self.policy.reads_drafts
         return self.drafter is None
 
@@ -130,25 +132,30 @@ class Drafting:
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def propose(self, batch: ScheduledBatch, version: int) -> Drafts:
-        """Give the emitting rows drafts."""
+    def propose(self, batch: ScheduledBatch, version: int) -> StepDrafts:
+        """Give the emitting rows drafts.
+
+        A drafter on the device has drafted for this step at the end of the step before, and drafts for the next one at
+        the end of this one. So the policy's caps are used twice: they limit how many of the existing draft tokens are
+        verified now, and the longest is how many this step drafts."""
         slots = batch.slots if batch.all_emit else batch.slots[batch.emits]
         if self.drafter is None or not len(slots):
-            return Drafts()
+            return StepDrafts()
         rows = self._rows(batch, slots, version)
         self.acceptance.set_version(version)
         caps = self.policy.plan(rows)
-        if self._ahead is not None:
-            self.scheduler.lookahead = self._ahead.set_draft_lengths(rows, caps)
+        if self._device_drafter is not None:
+            self._device_drafter.set_draft_length(rows, caps)
+            self.scheduler.lookahead = self._device_drafter.kv_lookahead
         caps = rows.limited(caps)
         # A device that drafts knows best which of its draft tokens are the most probable.
-        selects = self._ahead is not None and self.overlaps and self.policy.takes_best
-        found = Drafts(self.policy.decision, num_planned=int(caps.sum()), draft_budget=0 if selects else None)
+        selects = self._device_drafter is not None and self.overlaps and self.policy.takes_best
+        found = StepDrafts(self.policy.decision, num_planned=int(caps.sum()), draft_budget=0 if selects else None)
         if not found.num_planned:
             return found
         drafts = self.drafter.propose(rows, caps)
-        assert (drafts.num <= caps).all()  # there are no blocks for more
-        if self._ahead is None or not self.overlaps:  # else these are the scores of other drafts
+        assert (drafts.num <= caps).all()  # more could pass the sequence's limit
+        if self._device_drafter is None or not self.overlaps:  # else these are the scores of other drafts
             self.acceptance.rate(drafts, self.drafter.name)
             if drafts.caps is None:
                 drafts.caps = caps
@@ -168,7 +175,7 @@ class Drafting:
         seq_table, num_query = batch.seq_table, int(batch.num_query.sum())
         num_tokens = seq_table.num_tokens[slots]
         # A drafter on the device reads neither tokens nor sampling parameters.
-        sequences = seq_table.of(slots) if self._ahead is None else []
+        sequences = seq_table.of(slots) if self._device_drafter is None else []
         rows = Rows(
             request_ids=seq_table.request_ids(slots),
             tokens=[sequence.tokens for sequence in sequences],
@@ -180,7 +187,7 @@ class Drafting:
             load=Load(len(batch), num_query, num_query + int(seq_table.num_computed[batch.slots].sum())),
             draft_budget=max(0, self.scheduler.max_num_batched_tokens - num_query),
             draft_limits=(seq_table.limit[slots] - num_tokens - 1 - seq_table.num_in_flight[slots]).astype(np.int32),
-            is_ahead=self._ahead is not None,
+            on_device=self._device_drafter is not None,
             num_computed=seq_table.num_computed[slots],
             num_tokens=num_tokens,
             aux_hidden_states=lambda spans: self.paged.aux_hidden_states(
@@ -201,19 +208,19 @@ class Drafting:
 
     def verified(self, batch: ScheduledBatch) -> DraftBatch | None:
         """The drafts that a step has verified, if the host did not know them before. Sets where they are from."""
-        if self._ahead is None:
+        if self._device_drafter is None:
             return None
-        drafts = self._ahead.verified(batch.seq_table.request_ids(batch.slots))
+        drafts = self._device_drafter.verified(batch.seq_table.request_ids(batch.slots))
         if drafts.sources is not None:
             batch.drafters = np.asarray(self._sources(batch, drafts), np.uint8)
         return drafts
 
-    def observe(self, commits: Commits, verified: DraftBatch | None, trace: StepTrace, drafts: Drafts) -> None:
+    def observe(self, commits: Commits, verified: DraftBatch | None, trace: StepTrace, drafts: StepDrafts) -> None:
         """The outcome of a step, for the acceptance model and the policy."""
         assert self.drafter is not None
         proposed, rows, name = drafts.proposed, None, self.drafter.name
-        if self._ahead is not None and self.overlaps:
-            wanted = self._ahead.reads_acceptance or (
+        if self._device_drafter is not None and self.overlaps:
+            wanted = self._device_drafter.reads_acceptance or (
                 self.policy.reads_acceptance and self.acceptance.needs_outcomes(name)
             )
             if verified is not None and wanted and verified.scores.size:

@@ -156,7 +156,7 @@ class LocalEngine:
     def step(self) -> list[Completion]:
         """Run one engine step and return the completions that finished. With an asynchronous runner, the step launched
         here finishes in a later call: up to `pipeline_depth` steps are in flight, so that host work overlaps with the
-        device."""
+        device. In the steady state `_commit_oldest` launches the next step."""
         if self._interrupted:
             self._recover()
         self._interrupted = True
@@ -187,7 +187,7 @@ class LocalEngine:
         batch = self.scheduler.schedule()
         scheduled = time.perf_counter()
         drafts = self.drafting.propose(batch, self.version)
-        # While another step is in flight, drafting costs no time.
+        # If steps overlap, this is done while the device computes: it is assumed to cost no time.
         draft_s = 0.0 if self.drafting.overlaps else time.perf_counter() - scheduled
         reserved = self.scheduler.reserve(batch, preempt=not self._in_flight)
         if reserved is None:
@@ -202,7 +202,7 @@ class LocalEngine:
         num_tokens = (batch.num_query + batch.num_draft) * batch.emits
         step = InFlightStep(pending, batch, drafts, started, draft_s, len(preempted), num_tokens)
         if self.drafter is not None and batch.emits.any():
-            self.policy.commit(drafts.decision)
+            self.policy.launched(drafts.decision)
         step.count_in_flight(1)
         self._in_flight.append(step)
         for delayed in self._in_flight:
@@ -210,13 +210,15 @@ class LocalEngine:
         return True
 
     def _commit_oldest(self) -> None:
-        """Wait for the oldest step and commit it. The next step is launched before the bookkeeping that can wait."""
+        """Wait for the oldest step and commit it. The next step is launched before the bookkeeping that can wait.
+        Freed blocks can be used again at once: the device computes steps in the order of their launch."""
         committed = self._commit(self._in_flight.popleft())
         if self._in_flight and self._can_launch:
             self._launch()
         self._finish(committed)
 
     def _commit(self, step: InFlightStep) -> CommittedStep:
+        """Wait, append the tokens, notify drafter, acceptance model and policy. Skips rows whose sequence has ended."""
         output, (forward_s, sample_s) = step.pending.wait(), step.pending.times()
         step.count_in_flight(-1)
         batch, result = step.batch, output.result
@@ -258,7 +260,7 @@ class LocalEngine:
             "num_preempted": step.num_preempted,
             "num_free_blocks": self.paged.pool.num_free,
             "num_captured": step.num_captured,
-            "num_drafted_ahead": output.num_drafted_ahead,
+            "num_drafted_on_device": output.num_drafted_on_device,
         })  # fmt: skip
         for sequence in finished:
             self._remove(sequence)

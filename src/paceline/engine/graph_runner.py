@@ -23,13 +23,13 @@ from paceline.engine.scheduled_batch import ScheduledBatch
 from paceline.engine.sequence import Sequence
 from paceline.engine.sequence_table import EMPTY_SLOT, SequenceTable
 from paceline.model.cuda.attention import MAX_QUERIES
-from paceline.model.cuda.device_drafter import DeviceContext
 from paceline.model.cuda.device_state import HEADER, MAX_DRAFT, MAX_SELECT_ROWS, ROW_WORDS, DeviceState
-from paceline.model.cuda.graphs import Graphs, OutputBuffers, Size
+from paceline.model.cuda.graph_drafter import DeviceContext
+from paceline.model.cuda.graphs import Graphs, GraphSize, OutputBuffers
 from paceline.model.kv import BLOCK
 from paceline.model.paged import PagedDecoder, Span
-from paceline.speculation.ahead_drafter import AheadDrafter
 from paceline.speculation.batch import Drafter
+from paceline.speculation.device_drafter import DeviceDrafter
 
 FEW_TOKENS = 256  # up to here one more token costs little: reading the weights takes most of the time
 NUM_BUFFERS = 3  # host buffers, for steps in flight and the one being prepared
@@ -45,31 +45,31 @@ class _HostBuffers:
         self.input_words = self.inputs.numpy()
         self.outputs = outputs = OutputBuffers(len(graphs.outputs.tokens), pin_memory=True)
         self.tokens, self.logprobs = outputs.tokens.numpy(), outputs.logprobs.numpy()
-        self.probabilities, self.sources = outputs.probabilities.numpy(), outputs.sources.numpy()
+        self.scores, self.sources = outputs.scores.numpy(), outputs.sources.numpy()
         self.started, self.done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
 @dataclass(slots=True)
 class _PendingGraphStep:
-    """`in_graph`, `eager_rows`: indices of the graph's rows and of the others among the emitting rows."""
+    """`graph_rows`, `eager_rows`: indices among the emitting rows."""
 
-    buffers: _HostBuffers | None
-    eager: FinishedStep | None
-    in_graph: np.ndarray
+    graph_rows: np.ndarray
     eager_rows: np.ndarray
-    size: Size | None = None
-    seconds: dict[Size, float] = field(default_factory=dict)  # times by size, for `Graphs`
+    buffers: _HostBuffers | None = None
+    eager_step: FinishedStep | None = None
+    size: GraphSize | None = None
+    seconds: dict[GraphSize, float] = field(default_factory=dict)  # times by size, for `Graphs`
     on_drafted: Callable[[_HostBuffers], None] | None = None
 
     @property
     def is_async(self) -> bool:
-        return self.eager is None
+        return self.eager_step is None
 
     def wait(self) -> StepOutput:
         if self.buffers is None:
-            assert self.eager is not None
-            return self.eager.output
-        buffers, num = self.buffers, len(self.in_graph)
+            assert self.eager_step is not None
+            return self.eager_step.output
+        buffers, num = self.buffers, len(self.graph_rows)
         buffers.done.synchronize()
         if self.on_drafted is not None:
             self.on_drafted(buffers)
@@ -78,123 +78,123 @@ class _PendingGraphStep:
         width = max(tokens[:, 0].tolist())
         logprobs = buffers.logprobs[:num, :, :width].copy()
         result = VerificationResult(tokens[:, 2 : 2 + width], tokens[:, 0] - 1, logprobs[:, 0], logprobs[:, 1])
-        if self.eager is None:
+        if self.eager_step is None:
             return StepOutput(result, tokens[:, 1], draft_length)
-        others = self.eager.output.result
+        others = self.eager_step.output.result
         merged = VerificationResult.empty(num + len(self.eager_rows), max(width, others.tokens.shape[1]))
-        for rows, part in ((self.in_graph, result), (self.eager_rows, others)):
+        for rows, part in ((self.graph_rows, result), (self.eager_rows, others)):
             merged.num_accepted[rows] = part.num_accepted
             for name in ("tokens", "logprobs", "raw_logprobs"):
                 getattr(merged, name)[rows, : part.tokens.shape[1]] = getattr(part, name)
         num_verified = np.full(len(merged.tokens), ALL)
-        num_verified[self.in_graph] = tokens[:, 1]
+        num_verified[self.graph_rows] = tokens[:, 1]
         return StepOutput(merged, num_verified, draft_length)
 
     def times(self) -> tuple[float, float]:
         device_s = 0.0
         if self.buffers is not None and self.size is not None:
             device_s = self.seconds[self.size] = self.buffers.started.elapsed_time(self.buffers.done) / 1e3
-        forward_s, sample_s = self.eager.times() if self.eager is not None else (0.0, 0.0)
+        forward_s, sample_s = self.eager_step.times() if self.eager_step is not None else (0.0, 0.0)
         return device_s + forward_s, sample_s
 
 
 class GraphRunner(Runner):
-    """For the rule `coupled`. `eager`: the same kernels without graphs. `imposed`: acceptance probabilities that
-    replace the real ones, only for `bench step`."""
+    """For the rule `coupled`. `enforce_eager`: the same kernels without graphs. `imposed`: acceptance probabilities
+    that replace the real ones, only for `bench step`."""
 
     def __init__(
         self,
         paged: PagedDecoder,
-        others: EagerRunner,
+        eager_runner: EagerRunner,
         max_num_seqs: int,
-        eager: bool = False,
+        enforce_eager: bool = False,
         imposed: np.ndarray | None = None,
     ) -> None:
-        self.paged, self.others, self.max_num_seqs = paged, others, max_num_seqs
-        self.ahead: AheadDrafter | None = None  # the drafter, if it drafts on the device
+        self.paged, self.eager_runner, self.max_num_seqs = paged, eager_runner, max_num_seqs
+        self.device_drafter: DeviceDrafter | None = None  # the drafter, if it drafts on the device
         self._device = paged.decoder.device
-        self.eager = eager
+        self.enforce_eager = enforce_eager
         self.imposed = None if imposed is None else self._to_device(imposed, torch.float32)
         max_blocks = -(-paged.decoder.config.max_positions // BLOCK)
         self.state = DeviceState(max_num_seqs, max_blocks, self._device)
         self._graphs: dict[Hashable, Graphs] = {}  # by drafter, least recently used first
         self._num_dropped = 0  # captured graphs that were dropped
         self._buffers: list[_HostBuffers] = []
-        # By slot: the arrival of the sequence that was sent to the device, and `changes` of the block table that was.
-        self._known, self._changes = np.full(max_num_seqs, EMPTY_SLOT), np.zeros(max_num_seqs, np.int64)
+        # By slot: the arrival of the sequence and the version of the block table that the device has.
+        self._sent_arrivals, self._sent_versions = np.full(max_num_seqs, EMPTY_SLOT), np.zeros(max_num_seqs, np.int64)
         self._sent_blocks: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._new_blocks: dict[tuple[int, int], int] = {}  # (slot, index) -> block, not sent yet
-        self._must_select = False  # some drafts may have stopped early: the next step must select on the device
+        self._stopped_early = False  # the last step: some drafts for the next one may be shorter than planned
 
     @property
     def num_captured(self) -> int:
         return self._num_dropped + sum(graphs.num_captured for graphs in self._graphs.values())
 
     def set_drafter(self, drafter: Drafter | None) -> None:
-        self.ahead = drafter if isinstance(drafter, AheadDrafter) else None
+        self.device_drafter = drafter if isinstance(drafter, DeviceDrafter) else None
         self._forget()
 
     @property
-    def drafts_ahead(self) -> bool:
-        return self.ahead is not None
+    def drafts_on_device(self) -> bool:
+        return self.device_drafter is not None
 
     def set_draft_length(self, num: int) -> None:
-        if self.ahead is not None:
-            self.ahead.draft_length = num
+        if self.device_drafter is not None:
+            self.device_drafter.draft_length = num
 
     def launch(self, batch: ScheduledBatch, q: dict[int, Tensor], draft_budget: int | None = None) -> _PendingGraphStep:
-        graphs = self._current_graphs()
-        fits = (batch.num_query == 1) & batch.emits & (batch.num_draft < MAX_QUERIES)
-        if self.paged.aux_layers and self.ahead is None:  # a drafter on the host reads hidden states: not in graphs
-            fits[:] = False
-        in_graph, others = (batch, None) if fits.all() else (batch.pick(fits), batch.pick(~fits))
-        emitting = fits[batch.emits]
-        is_selected = draft_budget is not None
-        if draft_budget is not None and len(in_graph) > MAX_SELECT_ROWS:
-            _split_evenly(in_graph, draft_budget)
-            draft_budget = None
-        buffers, size = self._run(graphs, in_graph, draft_budget, is_selected) if len(in_graph) else (None, None)
-        eager = self.others.launch(others, q) if others is not None else None
-        if others is not None and eager is not None and graphs.drafter is not None:
-            graphs.drafter.prefill(_computed_spans(others, eager.output.result), self.paged)
-        on_drafted = None
-        if self.ahead is not None and buffers is not None:
-            ids, k = in_graph.seq_table.request_ids(in_graph.slots), self.ahead.draft_length
-            self.ahead.launched(ids, k)
-            on_drafted = partial(self._on_drafted, self.ahead, ids, k)
-        rows = np.flatnonzero(emitting), np.flatnonzero(~emitting)
-        return _PendingGraphStep(buffers, eager, *rows, size, graphs.seconds, on_drafted)
+        graphs, drafter = self._current_graphs(), self.device_drafter
+        in_graph = (batch.num_query == 1) & batch.emits & (batch.num_draft < MAX_QUERIES)
+        if self.paged.aux_layers and drafter is None:  # a drafter on the host reads hidden states: not in graphs
+            in_graph[:] = False
+        graph_batch, eager_batch = (batch, None) if in_graph.all() else (batch.pick(in_graph), batch.pick(~in_graph))
+        is_in_graph = in_graph[batch.emits]
+        step = _PendingGraphStep(np.flatnonzero(is_in_graph), np.flatnonzero(~is_in_graph))
+        if len(graph_batch):
+            step.buffers, step.size = self._run(graphs, graph_batch, draft_budget)
+            step.seconds = graphs.seconds
+            if drafter is not None:
+                ids, k = graph_batch.seq_table.request_ids(graph_batch.slots), drafter.draft_length
+                drafter.launched(ids, k)
+                step.on_drafted = partial(self._on_drafted, drafter, ids, k)
+        if eager_batch is not None:
+            step.eager_step = self.eager_runner.launch(eager_batch, q)
+            if graphs.drafter is not None:
+                graphs.drafter.prefill(_computed_spans(eager_batch, step.eager_step.output.result), self.paged)
+        return step
 
     @staticmethod
-    def _on_drafted(ahead: AheadDrafter, ids: np.ndarray, k: int, buffers: _HostBuffers) -> None:
-        ahead.drafted(ids, buffers.probabilities[: len(ids), :k].copy(), buffers.sources[: len(ids)].copy())
+    def _on_drafted(device_drafter: DeviceDrafter, ids: np.ndarray, k: int, buffers: _HostBuffers) -> None:
+        device_drafter.drafted(ids, buffers.scores[: len(ids), :k].copy(), buffers.sources[: len(ids)].copy())
 
     def _current_graphs(self) -> Graphs:
-        key = None if self.ahead is None else self.ahead.graph_key
+        key = None if self.device_drafter is None else self.device_drafter.graph_key
         if key not in self._graphs:
             kv, decoder = self.paged.kv, self.paged.decoder
             assert kv is not None, "asleep"
             context = DeviceContext(decoder, kv, self.paged.pool.num_blocks, self.state, self.max_num_seqs)
-            drafter = None if self.ahead is None else self.ahead.build(context)
+            drafter = None if self.device_drafter is None else self.device_drafter.build(context)
             if len(self._graphs) == MAX_DRAFTERS:
                 self._drop(next(iter(self._graphs)))
-            self._graphs[key] = Graphs(decoder, kv, self.state, self.max_num_seqs, drafter, self.eager, self.imposed)
+            self._graphs[key] = Graphs(
+                decoder, kv, self.state, self.max_num_seqs, drafter, self.enforce_eager, self.imposed
+            )
             self._buffers = self._buffers or [_HostBuffers(self._graphs[key]) for _ in range(NUM_BUFFERS)]
         self._graphs[key] = self._graphs.pop(key)
         return self._graphs[key]
 
     def remove(self, sequence: Sequence) -> None:
-        for slot in (self._known == sequence.arrival).nonzero()[0].tolist():
-            self._known[slot] = EMPTY_SLOT
+        for slot in (self._sent_arrivals == sequence.arrival).nonzero()[0].tolist():
+            self._sent_arrivals[slot] = EMPTY_SLOT
             self._new_blocks = {place: block for place, block in self._new_blocks.items() if place[0] != slot}
-        if self.ahead is not None:
-            self.ahead.forget(sequence.request.request_id)
+        if self.device_drafter is not None:
+            self.device_drafter.forget(sequence.request.request_id)
 
     def _drop(self, key: Hashable) -> None:
         self._num_dropped += self._graphs.pop(key).num_captured
 
     def _forget(self) -> None:
-        self._known[:] = EMPTY_SLOT
+        self._sent_arrivals[:] = EMPTY_SLOT
         self._new_blocks.clear()
 
     def reset(self) -> None:
@@ -208,28 +208,26 @@ class GraphRunner(Runner):
 
     # -- launching a graph ------------------------------------------------------------------------------------------
 
-    def _run(
-        self, graphs: Graphs, batch: ScheduledBatch, draft_budget: int | None, is_selected: bool
-    ) -> tuple[_HostBuffers, Size]:
-        """`is_selected`: the budget depends on measured times, so sizes vary from run to run."""
+    def _run(self, graphs: Graphs, batch: ScheduledBatch, draft_budget: int | None) -> tuple[_HostBuffers, GraphSize]:
         buffers = self._buffers.pop(0)
         self._buffers.append(buffers)
-        num, lengths = len(batch), batch.num_draft.tolist()
-        num_tokens, selects_drafts = num + sum(lengths), False
+        sizes_vary = draft_budget is not None  # from run to run: the budget depends on measured times
+        if draft_budget is not None and len(batch) > MAX_SELECT_ROWS:
+            _split_evenly(batch, draft_budget)
+            draft_budget = None
+        lengths = batch.num_draft.tolist()
+        num_draft, selects_drafts = self._draft_room(graphs, batch, sum(lengths), draft_budget)
         draft_length, max_draft_length = 0, 0
-        if self.ahead is not None:
-            draft_length, max_draft_length = self.ahead.draft_length, self.ahead.max_draft_length
-        may_lack = graphs.drafter is not None and graphs.drafter.may_find_nothing
-        if may_lack and draft_budget != 0 and num <= MAX_SELECT_ROWS and (batch.drafts < 0).any():
-            draft_budget = num_tokens - num if draft_budget is None else draft_budget
-            self._must_select = True
-        if draft_budget and (num + draft_budget < num_tokens or self._must_select):
-            selects_drafts, num_tokens = True, num + draft_budget
+        if self.device_drafter is not None:
+            draft_length, max_draft_length = self.device_drafter.draft_length, self.device_drafter.max_draft_length
         truncates = bool(batch.seq_table.truncates[batch.slots].any())
-        size = _size(num, num_tokens, 1 + max(lengths), draft_length, truncates, selects_drafts, not is_selected)
-        if is_selected:
+        size = _size(
+            len(batch), len(batch) + num_draft, 1 + max(lengths), draft_length, truncates, selects_drafts,
+            not sizes_vary,
+        )  # fmt: skip
+        if sizes_vary:
             size = graphs.fit(size, max_draft_length)
-        self._must_select = size.stops_early
+        self._stopped_early = size.stops_early
         words = buffers.input_words[: size.num_words]
         self._write_inputs(batch, size, words)
         graphs.prepare(size)
@@ -241,17 +239,31 @@ class GraphRunner(Runner):
         buffers.done.record(stream)
         return buffers, size
 
-    def _write_inputs(self, batch: ScheduledBatch, size: Size, words: np.ndarray) -> None:
+    def _draft_room(
+        self, graphs: Graphs, batch: ScheduledBatch, num_draft: int, draft_budget: int | None
+    ) -> tuple[int, bool]:
+        """How many draft tokens the step has room for, and whether the device selects them. It must if the budget is
+        less than all `num_draft` tokens, or if some of these may be missing: the host does not know that."""
+        may_be_missing = self._stopped_early
+        may_draft_less = graphs.drafter is not None and graphs.drafter.may_draft_less
+        if may_draft_less and draft_budget != 0 and len(batch) <= MAX_SELECT_ROWS and (batch.drafts < 0).any():
+            may_be_missing, draft_budget = True, num_draft if draft_budget is None else draft_budget
+        if draft_budget and (draft_budget < num_draft or may_be_missing):
+            return draft_budget, True
+        return num_draft, False
+
+    def _write_inputs(self, batch: ScheduledBatch, size: GraphSize, words: np.ndarray) -> None:
+        """The rows, the changes of their block tables, and the draft budget; see `GraphSize.num_words`."""
         num, seq_table, slots = len(batch), batch.seq_table, batch.slots
         rows = words[: size.num_row_words].reshape(-1, ROW_WORDS)
         blocks = words[size.num_row_words : -1].reshape(-1, 3)
-        self._send_new_sequences(seq_table, slots[self._known[slots] != batch.arrivals])
-        self._collect_new_blocks(seq_table, slots[self._changes[slots] != seq_table.changes[slots]])
-        length, in_flight = seq_table.num_tokens[slots], seq_table.num_in_flight[slots] > 0
-        rows[:num, 0] = slots
-        rows[:num, 1] = batch.num_draft
-        rows[:num, 2] = np.where(in_flight, -1, seq_table.record.tokens[slots, length - 1])
-        rows[:num, 3] = np.where(in_flight, 0, length)
+        self._send_new_sequences(seq_table, slots[self._sent_arrivals[slots] != batch.arrivals])
+        self._collect_new_blocks(seq_table, slots[self._sent_versions[slots] != seq_table.block_table_versions[slots]])
+        num_tokens, in_flight = seq_table.num_tokens[slots], seq_table.num_in_flight[slots] > 0
+        slot, num_draft, last_token, length = rows[:num, :HEADER].T
+        slot[:], num_draft[:] = slots, batch.num_draft
+        last_token[:] = np.where(in_flight, -1, seq_table.record.tokens[slots, num_tokens - 1])
+        length[:] = np.where(in_flight, 0, num_tokens)
         width = min(batch.drafts.shape[1], MAX_DRAFT)
         rows[:num, HEADER : HEADER + width] = batch.drafts[:, :width]
         rows[num:, 0] = -1
@@ -261,11 +273,11 @@ class GraphRunner(Runner):
         blocks[len(new) :, 0] = -1
         self._new_blocks.clear()
         if size.selects_drafts:
-            words[-1] = size.num_tokens - num  # also the tokens that would be padding
+            words[-1] = size.num_tokens - num  # all the room of the graph, so that there is no padding
 
     def _collect_new_blocks(self, seq_table: SequenceTable, slots: np.ndarray) -> None:
         """Of block tables that have changed."""
-        self._changes[slots] = seq_table.changes[slots]
+        self._sent_versions[slots] = seq_table.block_table_versions[slots]
         firsts = (seq_table.num_computed[slots] // BLOCK).tolist()
         for slot, sequence, first in zip(slots.tolist(), seq_table.of(slots), firsts, strict=True):
             sent, blocks = self._sent_blocks[slot], sequence.table.blocks
@@ -278,7 +290,8 @@ class GraphRunner(Runner):
         if not len(slots):
             return
         sequences, at = seq_table.of(slots), self._to_device(slots)
-        self._known[slots], self._changes[slots] = seq_table.arrival[slots], seq_table.changes[slots]
+        self._sent_arrivals[slots] = seq_table.arrival[slots]
+        self._sent_versions[slots] = seq_table.block_table_versions[slots]
         self._put("key", at, seq_table.noise_key[slots].view(np.int64))
         self._put("limit", at, seq_table.limit[slots])
         params = [sequence.request.sampling for sequence in sequences]
@@ -289,31 +302,30 @@ class GraphRunner(Runner):
             table[: len(sequence.table.blocks)] = sequence.table.blocks
             self._sent_blocks[slot] = list(sequence.table.blocks)
         self.state.block_tables[at, : tables.shape[1]] = self._to_device(tables)
-        if self.ahead is not None:
+        if self.device_drafter is not None:
             drafter = self._current_graphs().drafter
-            self.ahead.add(drafter, slots.tolist(), [sequence.request for sequence in sequences])
+            self.device_drafter.add(drafter, slots.tolist(), [sequence.request for sequence in sequences])
 
     def _put(self, name: str, at: Tensor, values: np.ndarray) -> None:
         column: Tensor = getattr(self.state, name)
         column[at] = self._to_device(values, column.dtype)
 
     def _to_device(self, values: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
-        """Without waiting for the steps in flight."""
+        """Normally without waiting for the steps in flight."""
         return torch.as_tensor(values, dtype=dtype).to(self._device, non_blocking=True)
 
 
 @lru_cache(maxsize=4096)
 def _size(
-    num_rows: int, num_tokens: int, num_queries: int, draft_length: int, truncates: bool, selects_drafts: bool,
+    num_rows: int, num_tokens: int, max_queries: int, draft_length: int, truncates: bool, selects_drafts: bool,
     fills: bool,
-) -> Size:  # fmt: skip
-    """The size of the graph for a step. `fills`: if the rows have at least two thirds of the draft tokens that they
-    could have (half, if these are few), take a graph with room for all: how many are missing differs from step to
-    step."""
-    full = num_rows * num_queries
+) -> GraphSize:  # fmt: skip
+    """The size of the graph for a step. `fills`: if most of the draft tokens that the rows could have are there (two
+    thirds; half, if these are few), use the graph for all of them, so that fewer sizes are captured."""
+    full = num_rows * max_queries
     if fills and full <= (2 if full <= FEW_TOKENS else 1.5) * num_tokens:
         num_tokens = full
-    return Size(num_rows, num_tokens, num_queries, draft_length, truncates, selects_drafts).rounded_up()
+    return GraphSize(num_rows, num_tokens, max_queries, draft_length, truncates, selects_drafts).rounded_up()
 
 
 def _split_evenly(batch: ScheduledBatch, draft_budget: int) -> None:

@@ -14,20 +14,21 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from paceline.engine.accept import Proposal, Rule, VerificationResult
+from paceline.engine.accept import Rule, VerificationInput, VerificationResult
 from paceline.engine.scheduled_batch import ScheduledBatch
 from paceline.engine.sequence import Sequence
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
 from paceline.model.sampling_arrays import SamplingArrays
 from paceline.speculation.batch import Drafter
+from paceline.speculation.device_drafter import DeviceDrafter
 
 
 @dataclass(slots=True)
 class StepOutput:
     result: VerificationResult  # of the emitting rows, in their order
     num_verified: np.ndarray | None = None  # int [B], draft tokens; None: all that were scheduled
-    num_drafted_ahead: int = 0  # draft tokens that the device proposed for each row of the next step
+    num_drafted_on_device: int = 0  # draft tokens that the device proposed for each row of the next step
 
 
 class PendingStep(Protocol):
@@ -50,20 +51,22 @@ class Runner(ABC):
         return 0
 
     @property
-    def drafts_ahead(self) -> bool:
-        """Whether the device drafts for the next step at the end of a step."""
+    def drafts_on_device(self) -> bool:
+        """Whether the current drafter is a `DeviceDrafter`."""
         return False
 
     def set_drafter(self, drafter: Drafter | None) -> None:
         """Use this drafter from now on. No step is in flight."""
+        assert not isinstance(drafter, DeviceDrafter), "only `GraphRunner` runs drafters on the device"
 
     def set_draft_length(self, num: int) -> None:
-        """Draft so many tokens ahead from now on, for measuring step times. The engine asks the drafter instead."""
+        """Draft so many tokens on the device from now on, for measuring step times. In the engine the drafter says how
+        many."""
 
     @abstractmethod
     def launch(self, batch: ScheduledBatch, q: dict[int, Tensor], draft_budget: int | None = None) -> PendingStep:
-        """q: by request, the distributions that its draft was sampled from. draft_budget: verify only so many draft
-        tokens in all, the most probable ones, which the device selects; None: all."""
+        """q: by request, the distributions that its draft was sampled from. draft_budget: verify about so many
+        draft tokens in all, the most probable ones, which the device selects; None: all, 0: none."""
 
     def remove(self, sequence: Sequence) -> None:
         """It does not run any more, or its tokens will be computed again."""
@@ -110,7 +113,7 @@ class EagerRunner(Runner):
         sequences, num_draft = batch.sequences, batch.num_draft.tolist()
         sizes = 1 + batch.num_draft.astype(np.int64)
         return self.rule(
-            Proposal(
+            VerificationInput(
                 logits_PV=logits_PV,
                 drafts=[batch.draft(i) for i in range(len(batch))],
                 q=[

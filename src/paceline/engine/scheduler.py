@@ -26,6 +26,8 @@ from paceline.types import Request
 
 
 class Scheduler:
+    """Continuous batching with chunked prefill: each step has all running sequences, within the token budget."""
+
     def __init__(
         self,
         paged: PagedDecoder,
@@ -44,7 +46,7 @@ class Scheduler:
         self.seq_table = SequenceTable(max_num_seqs)
         self._slots: np.ndarray | None = None  # of the running sequences, in order
         self.lookahead = 0  # tokens that a step may write after those it verifies: a device's drafts for the next step
-        self._called: set[int] = set()  # arrivals of the sequences whose problem starts next; they wait in front
+        self._in_front: set[int] = set()  # arrivals of the sequences whose problem starts next; they wait in front
 
     @property
     def slots(self) -> np.ndarray:
@@ -59,7 +61,7 @@ class Scheduler:
         self.pool.reset()
         self.seq_table = SequenceTable(self.max_num_seqs)
         self.running, self._slots, self.lookahead = [], None, 0
-        self._called.clear()
+        self._in_front.clear()
         self.waiting = deque(sorted(sequences, key=lambda sequence: sequence.arrival))
         for sequence in self.waiting:
             sequence.record = sequence.record.copy(sequence.num_tokens)
@@ -89,7 +91,7 @@ class Scheduler:
     def _admit(self, budget: int) -> list[tuple[Sequence, int]]:
         """Start waiting sequences. Returns them, each with its number of query tokens."""
         if not self.waiting:
-            self._called.clear()
+            self._in_front.clear()
         if not (budget and self.waiting and len(self.running) < self.max_num_seqs):
             return []
         # Sequences wait while their prompt is being computed for another one, then share it.
@@ -147,11 +149,11 @@ class Scheduler:
 
     def _next(self) -> Sequence:
         front = self.waiting[0]
-        if self.order is not None and not front.num_preemptions and front.arrival not in self._called:
-            self._call(self.order)
+        if self.order is not None and not front.num_preemptions and front.arrival not in self._in_front:
+            self._move_to_front(self.order)
         return self.waiting.popleft()
 
-    def _call(self, order: Callable[[Request], float]) -> None:
+    def _move_to_front(self, order: Callable[[Request], float]) -> None:
         """Move a problem's sequences to the front: the one with the longest expected completion, the first on a tie."""
         problems: dict[object, list[Sequence]] = {}
         for sequence in self.waiting:
@@ -159,7 +161,7 @@ class Scheduler:
             problems.setdefault(sequence.request.prompt_ids if problem is None else problem, []).append(sequence)
         longest = max(problems.values(), key=lambda group: order(group[0].request))
         called = {sequence.arrival for sequence in longest}
-        self._called |= called
+        self._in_front |= called
         self.waiting = deque([*longest, *(s for s in self.waiting if s.arrival not in called)])
 
     def reserve(self, batch: ScheduledBatch, preempt: bool = True) -> tuple[ScheduledBatch, list[Sequence]] | None:

@@ -74,7 +74,7 @@ class Sequence:
     runs, its record is a row of the `SequenceTable`; otherwise it has a record of its own."""
 
     num_tokens, num_computed = _count("num_tokens"), _count("num_computed")
-    num_in_flight = _count("num_in_flight")  # tokens that steps in flight may emit at most
+    num_in_flight = _count("num_in_flight")  # positions by which steps in flight extend it, at most
     num_drafts, num_draft_tokens = _count("num_drafts"), _count("num_draft_tokens")
     num_accepted_tokens = _count("num_accepted_tokens")
 

@@ -21,11 +21,13 @@ SAMPLED, ACCEPTED, CORRECTED, BONUS = (np.uint8(kind) for kind in Provenance)
 
 
 class SequenceTable:
+    """`num_slots` sequences at first; it grows."""
+
     def __init__(self, num_slots: int) -> None:
         self.drafters: list[str] = []  # names for the numbers in `sources`
         self.sequences: list[Sequence | None] = []
         self.stop_ids: frozenset[int] = frozenset()  # of all sequences that were ever added
-        self.num_removed = self._num_changes = 0
+        self.num_removed = self._num_table_versions = 0
         self._ids = np.zeros(0, np.int64), np.zeros(0, np.int64)  # the last slots asked for, and their request ids
         self._resize(max(1, num_slots), STRIDE)
 
@@ -40,7 +42,7 @@ class SequenceTable:
         self.request_id, self.noise_key = np.zeros(num_slots, np.int64), np.zeros(num_slots, np.uint64)
         self.limit, self.num_prompt = np.zeros(num_slots, np.int64), np.zeros(num_slots, np.int64)
         self.num_blocks = np.zeros(num_slots, np.int64)  # of the block table
-        self.changes = np.zeros(num_slots, np.int64)  # changes whenever the block table does: see `set_num_blocks`
+        self.block_table_versions = np.zeros(num_slots, np.int64)  # see `set_num_blocks`
         self.truncates, self.has_stop_strings = np.zeros(num_slots, bool), np.zeros(num_slots, bool)
         sequences = [sequence for sequence in before if sequence is not None]
         self._place(sequences, [sequence.slot for sequence in sequences])
@@ -84,9 +86,9 @@ class SequenceTable:
         sequence.slot = -1
 
     def set_num_blocks(self, slots: np.ndarray | int, num_blocks: np.ndarray | int) -> None:
-        """Block tables have changed. `changes` gets a number that it never had before."""
-        self._num_changes += 1
-        self.num_blocks[slots], self.changes[slots] = num_blocks, self._num_changes
+        """Block tables have changed. `block_table_versions` gets a number that it never had before."""
+        self._num_table_versions += 1
+        self.num_blocks[slots], self.block_table_versions[slots] = num_blocks, self._num_table_versions
 
     def __getitem__(self, slot: int) -> Sequence:
         sequence = self.sequences[slot]
@@ -120,7 +122,7 @@ class SequenceTable:
         detokenize: Detokenize | None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Append what a step emitted, up to each sequence's first stop. Returns how many tokens each sequence got, and
-        which sequences are finished. The token count is written last: before that, nothing has changed."""
+        which sequences are finished. `num_tokens` is written after the tokens: an interrupt before that adds none."""
         self._lengthen(int(self.num_tokens[slots].max(initial=0)) + result.tokens.shape[1])
         record, drafted = self.record, num_drafted > 0
         start, limit = self.num_tokens[slots], self.limit[slots]

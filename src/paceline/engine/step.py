@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.engine.drafting import Drafting, Drafts
+from paceline.engine.drafting import Drafting, StepDrafts
 from paceline.engine.runner import PendingStep
 from paceline.engine.scheduled_batch import ScheduledBatch
 from paceline.engine.sequence import Sequence
@@ -17,13 +17,15 @@ from paceline.types import StepTrace
 
 @dataclass(slots=True)
 class InFlightStep:
+    """A step that was launched and is not committed yet."""
+
     pending: PendingStep
     batch: ScheduledBatch
-    drafts: Drafts
+    drafts: StepDrafts
     started: float
     draft_s: float
     num_preempted: int
-    num_tokens: np.ndarray  # int64 [R], that each row may emit at most
+    num_tokens: np.ndarray  # int64 [R], positions by which the step extends each emitting row, at most
     num_captured: int = 0  # CUDA graphs that were captured while it was launched or in flight
 
     def count_in_flight(self, sign: int) -> None:
@@ -39,7 +41,7 @@ class CommittedStep:
     num_computed_before: np.ndarray  # int64 [R]
     emitting: ScheduledBatch
     commits: Commits
-    drafts: Drafts
+    drafts: StepDrafts
     finished: list[Sequence]
     figures: dict[str, Any]  # for the trace
 

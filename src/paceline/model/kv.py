@@ -57,7 +57,7 @@ class PagedKV:
         transposed: bool = False,
     ) -> None:
         shape = config.num_layers, num_blocks, config.num_kv_heads, BLOCK, config.head_dim
-        self.transposed = transposed
+        self.config, self.transposed = config, transposed
         self.k = torch.zeros((*shape[:3], *shape[:2:-1]) if transposed else shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.aux_hidden_states: Tensor | None = None  # [slots, F]

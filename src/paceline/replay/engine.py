@@ -228,7 +228,7 @@ class Replay:
         caps = view.limited(self.policy.plan(view))
         step.num_planned = int(caps.sum())
         if not step.num_planned:
-            self.policy.commit(self.policy.decision)
+            self.policy.launched(self.policy.decision)
             return emitting.zeros
         step.drafts = drafts = drafter.propose(view, caps)
         assert (drafts.num <= caps).all()
@@ -237,7 +237,7 @@ class Replay:
             drafts.caps = caps
         step.num_drafted = self.policy.select(drafts)
         assert int(step.num_drafted.sum()) <= view.draft_budget
-        self.policy.commit(self.policy.decision)
+        self.policy.launched(self.policy.decision)
         step.draft_s = self._draft_s(drafter, drafts, caps)
         num_rows, k = drafts.tokens.shape
         step.next_tokens = state.next_tokens(emitting.positions, k + 1)

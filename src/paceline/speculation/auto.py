@@ -52,9 +52,9 @@ class _Step:
     request_ids: np.ndarray
     num_tokens: np.ndarray  # int64 [B], or empty
     plain_s: float  # estimated time without drafts
-    is_ahead: bool
+    on_device: bool
     budget: int  # draft tokens that may be verified, over all rows
-    # What `commit` makes part of the policy's state.
+    # What `launched` makes part of the policy's state.
     credit_s: float  # for probes: what the step adds, minus what it spends
     num_probes: int
     probe_left: int
@@ -87,7 +87,8 @@ class AutoPolicy(SpeculationPolicy):
         # cost next to nothing and only the head's length is planned.
         is_history = self.model is None
         self._curves = {
-            is_ahead: DraftCurves(method if is_ahead else self.cost_name, max_tokens, is_history) for is_ahead in (0, 1)
+            on_device: DraftCurves(method if on_device else self.cost_name, max_tokens, is_history)
+            for on_device in (0, 1)
         }
         self._version = -1  # of the policy; none yet
         self._step: _Step  # the one planned last
@@ -109,10 +110,10 @@ class AutoPolicy(SpeculationPolicy):
 
     def plan(self, rows: Rows) -> np.ndarray:
         if self._is_new_round or rows.version != self._version:
-            name = self._curves[rows.is_ahead].name
+            name = self._curves[rows.on_device].name
             if name != self.model:  # history may have drafts now that it did not have before
                 rows.acceptance.forget_recent(name)
-                if rows.is_ahead:  # on the host it is asked in any case
+                if rows.on_device:  # on the host it is asked in any case
                     rows.acceptance.limit_outcomes(name, NUM_KEPT)
             self._is_new_round = False
             for curves in self._curves.values():
@@ -123,37 +124,37 @@ class AutoPolicy(SpeculationPolicy):
         num_rows, plain_s = len(rows), self.costs.step_s(rows.load)
         credit_s = min(PROBES * plain_s, 10 * plain_s - self._credit_s)
         self._step = step = _Step(
-            rows.load, rows.acceptance, rows.request_ids, rows.num_tokens, plain_s, rows.is_ahead, rows.draft_budget,
+            rows.load, rows.acceptance, rows.request_ids, rows.num_tokens, plain_s, rows.on_device, rows.draft_budget,
             credit_s, self._num_probes, self._probe_left,
         )  # fmt: skip
         if not step.budget:
             self.decision = Decision("no drafts: engine.max_num_batched_tokens is used up", 0.0, plain_s, about=step)
             return np.zeros(num_rows, np.int32)
         caps = self._draft_lengths(rows)
-        if self.model not in (None, self.method) and not step.is_ahead:
+        if self.model not in (None, self.method) and not step.on_device:
             rows.head_caps, rows.is_head_probe = caps, step.is_probe
             caps = np.full(num_rows, self.max_tokens, np.int32)
         reason = "nothing was drafted" if step.draft_length else f"{self.cost_name} would not pay at {num_rows} rows"
         self.decision = Decision(reason, 0.0, plain_s, about=step)
         return rows.limited(caps)
 
-    def commit(self, decision: Decision) -> None:
+    def launched(self, decision: Decision) -> None:
         step: _Step = decision.about
         self._credit_s += step.credit_s
         self._num_probes, self._probe_left = step.num_probes, step.probe_left
         self._num_read.update(step.num_read)
-        self._curves[step.is_ahead].step_launched()
+        self._curves[step.on_device].step_launched()
 
     def _draft_lengths(self, rows: Rows) -> np.ndarray:
         """argmax_k max_n rows · curve_k(n) / (T_draft(k) + T(rows + n)) for all rows; a probe; or none. int32 [B]."""
         num_rows, k_max, step = len(rows), self.max_tokens, self._step
         draft_s = [self.costs.draft_s(self.cost_name, num_rows, k) for k in range(1, 1 + k_max)]
         caps = np.zeros(num_rows, np.int32)
-        if self.model is None and not step.is_ahead and draft_s[-1] < NEGLIGIBLE * step.plain_s:
+        if self.model is None and not step.on_device and draft_s[-1] < NEGLIGIBLE * step.plain_s:
             caps[:], step.draft_s = k_max, draft_s[-1]
             step.draft_length = k_max
             return caps
-        curves = self._curves[step.is_ahead]
+        curves = self._curves[step.on_device]
         step.curves = curves.tokens_per_row(step.acceptance)
         step.steps_s = self.costs.steps_s(step.load, num_rows * k_max)
         num_verified = curves.num_verified(num_rows)
@@ -170,7 +171,7 @@ class AutoPolicy(SpeculationPolicy):
             return caps
         k = min(PROBE_LENGTH if self.model is not None else k_max, k_max, step.budget)
         # A model on the host drafts for one row only, the one with the fewest positions to compute first.
-        for_all = step.is_ahead or self.model is None
+        for_all = step.on_device or self.model is None
         probe_s = self.costs.draft_s(self.cost_name, num_rows if for_all else 1, k)
         row = step.num_probes % num_rows if for_all else int(num_unread.argmin())
         cost_s = probe_s + self._read_s(int(num_unread[row])) + float(step.steps_s[min(k, PROBE_LENGTH)]) - step.plain_s
@@ -183,7 +184,7 @@ class AutoPolicy(SpeculationPolicy):
         """Positions of each row that a model has to compute before it can draft: int64 [B]. 0 on the device, where they
         are computed along with the target's. A draft model computes all tokens but the last. An EAGLE-3 head needs the
         target's hidden states of these, so it can't draft before they are computed."""
-        if self._step.is_ahead or self.model is None or not len(rows.num_tokens):
+        if self._step.on_device or self.model is None or not len(rows.num_tokens):
             return np.zeros(len(rows), np.int64)
         read = np.array([self._num_read.get(request_id, 0) for request_id in rows.request_ids.tolist()])
         unread = np.maximum(rows.num_tokens - 1 - read, 0)
@@ -205,7 +206,7 @@ class AutoPolicy(SpeculationPolicy):
         decode = Load(load.num_rows, load.num_rows, load.num_context_tokens)
         plain_s = self.costs.step_s(decode)
         if load.num_query_tokens > load.num_rows:
-            num_verified = self._curves[self._step.is_ahead].num_verified(load.num_rows)
+            num_verified = self._curves[self._step.on_device].num_verified(load.num_rows)
             num_verified = np.minimum(num_verified, load.num_rows * self.max_tokens)
             seconds = np.array(draft_s)[:, None] + self.costs.steps_s(decode, int(num_verified[-1]))[num_verified]
             gain = float((self._step.curves / seconds).max()) * plain_s
@@ -223,7 +224,7 @@ class AutoPolicy(SpeculationPolicy):
         if not self._pay(cost_s):
             return False
         step.num_probes += 1
-        step.probe_left = 1 if step.is_ahead else 0
+        step.probe_left = 1 if step.on_device else 0
         return True
 
     def _pay(self, cost_s: float) -> bool:
@@ -235,8 +236,8 @@ class AutoPolicy(SpeculationPolicy):
     # -- after drafting ---------------------------------------------------------------------------------------------
 
     def select(self, drafts: DraftBatch) -> np.ndarray:
-        if self._step.is_ahead:
-            return self._select_ahead(drafts.num)
+        if self._step.on_device:
+            return self._select_on_device(drafts.num)
         num_rows, k = drafts.tokens.shape
         step, num_drafted = self._step, int(drafts.num.sum())
         assert drafts.probabilities is not None
@@ -269,7 +270,7 @@ class AutoPolicy(SpeculationPolicy):
             return drafts.num
         return np.bincount(order[:best] // k, minlength=num_rows).astype(np.int32)
 
-    def _select_ahead(self, num: np.ndarray) -> np.ndarray:
+    def _select_on_device(self, num: np.ndarray) -> np.ndarray:
         """How many tokens the device selects. It knows which are the best; here they are distributed evenly."""
         step, num_rows, num_drafting = self._step, len(num), int(np.count_nonzero(num))
         num_drafted = int(num.sum())
@@ -332,11 +333,11 @@ class AutoPolicy(SpeculationPolicy):
             emitted = 1 + int(commits.num_accepted.sum()) / len(commits.num)
             self._credit_s += max(0.0, REINVESTED * (step.plain_s * emitted - decision.expected_s))
         k, draft_s = step.draft_length, None
-        if step.is_ahead:  # the time of drafting is not measured: assumed to be as estimated
+        if step.on_device:  # the time of drafting is not measured: assumed to be as estimated
             draft_s = step.draft_s
-            if trace.num_drafted_ahead > k > 0:  # the graph's draft length
-                k = trace.num_drafted_ahead
+            if trace.num_drafted_on_device > k > 0:  # the graph's draft length
+                k = trace.num_drafted_on_device
                 draft_s = self.costs.draft_s(self.cost_name, trace.num_rows, k)
             draft_s = min(draft_s, trace.total_s / 2)
-        one_row = step.is_probe and not step.is_ahead and self.model is not None
+        one_row = step.is_probe and not step.on_device and self.model is not None
         self.costs.observe(trace, k, self.cost_name, 1 if one_row else None, draft_s)

@@ -49,7 +49,7 @@ class Rows:
     # that each row can use: one less than it may still emit.
     draft_budget: int = NO_LIMIT
     draft_limits: np.ndarray | None = None  # int32 [B]; None: no limit
-    is_ahead: bool = False  # the drafter drafts at the end of a step for the next one
+    on_device: bool = False  # the drafter drafts at the end of a step for the next one
     # For drafters with `aux_layers`: the target has computed the first num_computed[i] tokens of row i, and
     # aux_hidden_states([(i, start, end), …]) gives those layers' outputs, concatenated, of rows' tokens
     # start … end-1: [T, F].

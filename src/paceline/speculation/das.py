@@ -18,7 +18,7 @@ from paceline.speculation import budgets
 from paceline.speculation.acceptance import KEPT_BY_NEW_VERSION
 from paceline.speculation.batch import Commits, Load, Rows, places_of
 from paceline.speculation.cost import CostTable
-from paceline.speculation.policy import Decision, SpeculationPolicy, level
+from paceline.speculation.policy import Decision, SpeculationPolicy, shorten_longest
 from paceline.types import Request, StepTrace
 
 SOLVE_EVERY = 16  # steps
@@ -146,7 +146,7 @@ class DasPolicy(SpeculationPolicy):
         wanted = rows.limited(np.minimum(lengths + self._carried[at], self.max_tokens))
         caps = wanted.astype(np.int32)
         if int(caps.sum()) > rows.draft_budget:  # many carried fractions became a token at once
-            caps = level(caps, rows.draft_budget)
+            caps = shorten_longest(caps, rows.draft_budget)
         reached = np.arange(self.max_tokens) < caps[:, None]
         num_verified = round(float((solution.drafted * reached).sum()))
         self.decision = Decision(
@@ -157,7 +157,7 @@ class DasPolicy(SpeculationPolicy):
         )
         return caps
 
-    def commit(self, decision: Decision) -> None:
+    def launched(self, decision: Decision) -> None:
         planned: _Planned = decision.about
         at, new = self._indices_of(planned.request_ids), planned.solution
         self._carried[at] = planned.carried

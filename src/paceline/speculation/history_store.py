@@ -1,4 +1,4 @@
-"""The history of each problem as plain tokens, for a device that searches it (`model/cuda/device_history.py`).
+"""The history of each problem as plain tokens, for a device that searches it (`model/cuda/graph_history.py`).
 
 An entry has the end of a prompt, so that the first emitted tokens have a context, and the tokens emitted after it. A
 problem keeps the entries of its last few policy versions. All entries together take at most `max_bytes`: the oldest are

@@ -30,10 +30,10 @@ class SpeculationPolicy(ABC):
     are verified; it is not called if nothing was drafted. It selects at most `Rows.draft_budget` tokens.
 
     The engine may discard a step after `plan` or `select` and plan again. So these two change nothing that a later
-    plan depends on. `commit` does; it is called once for every step that is launched, with its decision. `observe` is
-    called after every launched step, with its outcome and time. Fewer tokens than selected may have been verified if
-    memory was short, and further steps may have been launched meanwhile. `begin` and `end` are called for every
-    request, as for a drafter."""
+    plan depends on. `launched` does; it is called once for every launched step with emitting rows, with its decision.
+    `observe` is called with the step's outcome and time, unless all its requests ended meanwhile or it was interrupted.
+    Further steps may have been launched by then. Fewer tokens than selected may have been verified if memory was short,
+    and more if the device selects. `begin` and `end` are called for every request, as for a drafter."""
 
     name = ""
     reads_drafts = False  # `select` depends on the draft tokens: a bias under the rejection rules, which refuse it
@@ -50,13 +50,13 @@ class SpeculationPolicy(ABC):
 
     @abstractmethod
     def plan(self, rows: Rows) -> np.ndarray:
-        """The longest draft of each row: int32 [B]."""
+        """The longest draft of each row: int32 [B]. With a drafter on the device see `Drafting.propose`."""
 
     def select(self, drafts: DraftBatch) -> np.ndarray:
         """How many tokens of each draft to verify: int32 [B]."""
         return drafts.num
 
-    def commit(self, decision: Decision) -> None:
+    def launched(self, decision: Decision) -> None:
         pass
 
     def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
@@ -103,7 +103,7 @@ class StaticPolicy(SpeculationPolicy):
         caps = rows.limited(np.full(len(rows), k, np.int32))
         reason = f"{k} for {len(rows)} rows"
         if int(caps.sum()) > rows.draft_budget:
-            caps = level(caps, rows.draft_budget)
+            caps = shorten_longest(caps, rows.draft_budget)
             reason += f", shortened to {rows.draft_budget} tokens: engine.max_num_batched_tokens"
         self.decision = Decision(reason)
         return caps
@@ -117,13 +117,13 @@ class StaticPolicy(SpeculationPolicy):
         return np.minimum(drafts.num, likely.sum(1, dtype=np.int32))
 
 
-def level(caps: np.ndarray, budget: int) -> np.ndarray:
-    """Shorten caps to a sum of `budget`, the longest ones first: each becomes min(cap, level), and the rest of the
+def shorten_longest(caps: np.ndarray, budget: int) -> np.ndarray:
+    """Shorten caps to a sum of `budget`, the longest ones first: each becomes min(cap, n), and the rest of the
     budget is one token more for the first ones that were shortened. int32 [B]."""
     assert 0 <= budget < caps.sum()
-    # sums[n]: what the rows use at level n.
+    # sums[n]: the sum if each is at most n.
     sums = np.minimum(caps[:, None], np.arange(int(caps.max()) + 1)).sum(0)
-    height = int(sums.searchsorted(budget, "right")) - 1
-    leveled = np.minimum(caps, height)
-    leveled[np.flatnonzero(caps > height)[: budget - int(sums[height])]] += 1
-    return leveled.astype(np.int32)
+    most = int(sums.searchsorted(budget, "right")) - 1
+    shortened = np.minimum(caps, most)
+    shortened[np.flatnonzero(caps > most)[: budget - int(sums[most])]] += 1
+    return shortened.astype(np.int32)

@@ -16,7 +16,7 @@ from paceline.model.sample import Sampler
 from paceline.speculation.auto import AutoPolicy
 from paceline.speculation.cost import CostTable, Point
 from paceline.speculation.das import DasPolicy
-from paceline.speculation.policy import SpeculationPolicy, StaticPolicy, level
+from paceline.speculation.policy import SpeculationPolicy, StaticPolicy, shorten_longest
 from paceline.types import Completion, Request, SamplingParams, StepTrace
 
 NUM, K = 8, 5
@@ -73,7 +73,7 @@ def test_where_nothing_fits_nothing_is_drafted() -> None:
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(sum), st.data())
 def test_levels_use_the_budget_and_shorten_the_longest(caps: list[int], data: st.DataObject) -> None:
     budget = data.draw(st.integers(0, sum(caps) - 1))
-    found = level(np.array(caps, np.int32), budget)
+    found = shorten_longest(np.array(caps, np.int32), budget)
     assert found.sum() == budget and (found <= caps).all() and found.dtype == np.int32
     cut = found < np.array(caps)
     assert found[cut].max() - found[cut].min() <= 1 and found.max() <= found[cut].min() + 1

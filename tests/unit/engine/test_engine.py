@@ -443,7 +443,7 @@ class Lengthy(StaticPolicy):
         self.decision = replace(self.decision, about=self)
         return caps
 
-    def commit(self, decision: Decision) -> None:
+    def launched(self, decision: Decision) -> None:
         self.committed.append(decision)
 
     def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:

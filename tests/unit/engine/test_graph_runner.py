@@ -26,8 +26,8 @@ from support import check_blocks, kernel_modules, naive_generate, tiny_decoder, 
 from paceline.build.config import load_config
 from paceline.build.cost import time_step
 from paceline.build.drafter import _build_device_drafter
-from paceline.drafters import ahead
-from paceline.drafters.ahead import Eagle3Ahead, HistoryAhead, HybridAhead
+from paceline.drafters import device as device_drafters
+from paceline.drafters.device import DeviceEagle3Drafter, DeviceHistoryDrafter, DeviceHybridDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.accept import RULES
 from paceline.engine.engine import LocalEngine
@@ -39,10 +39,10 @@ from paceline.model.kv import BLOCK, BlockTable, PagedKV
 from paceline.model.paged import PagedDecoder, Span
 from paceline.model.sample import Sampler
 from paceline.model.sampling_arrays import SamplingArrays
-from paceline.speculation.ahead_drafter import MAX_DRAFT
+from paceline.speculation.device_drafter import MAX_DRAFT
 from paceline.speculation.draft_batch import DraftBatch
 from paceline.speculation.history_store import HistoryStore
-from paceline.speculation.policy import StaticPolicy, level
+from paceline.speculation.policy import StaticPolicy, shorten_longest
 from paceline.types import Completion, Provenance, Request, SamplingParams
 from paceline.verify.drafters import AdversarialDrafter
 from paceline.verify.table import Table, TableDecoder
@@ -50,7 +50,7 @@ from paceline.verify.table import Table, TableDecoder
 VOCAB, EOS, K, NUM_SEQS = 7, 6, 3, 6
 TABLE = Table(VOCAB, seed=5)
 HISTORY, HEAD = 0, 1  # sources of a hybrid's drafts
-MODULES = ("graphs", "device_state", "device_history", "device_hybrid", "head")
+MODULES = ("graphs", "device_state", "graph_history", "graph_hybrid", "graph_head")
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +61,8 @@ def cuda() -> Iterator[SimpleNamespace]:
         patch.setattr(modules.runner, "Graphs", SimulatedGraphs)
         patch.setattr(modules.runner, "_HostBuffers", HostBuffers)
         patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-        patch.setattr(ahead, "MIN_HISTORY_TOKENS", 1 << 12)
-        patch.setattr(ahead, "MAX_HISTORY_TOKENS", 1 << 12)
+        patch.setattr(device_drafters, "MIN_HISTORY_TOKENS", 1 << 12)
+        patch.setattr(device_drafters, "MAX_HISTORY_TOKENS", 1 << 12)
         yield modules
 
 
@@ -107,15 +107,15 @@ class HostBuffers:
     def __init__(self, graphs: SimulatedGraphs) -> None:
         self.inputs, self.outputs = torch.zeros_like(graphs.input_words), graphs.new_outputs()
         self.input_words = self.inputs.numpy()
-        for name in ("tokens", "logprobs", "probabilities", "sources"):
+        for name in ("tokens", "logprobs", "scores", "sources"):
             setattr(self, name, getattr(self.outputs, name).numpy())
         self.started, self.done = Event(graphs.simulated), Event(graphs.simulated)
 
 
 class SimulatedHead:
-    """In place of `DeviceHead`. The simulation drafts for it."""
+    """In place of `GraphHead`. The simulation drafts for it."""
 
-    aux_layers, may_find_nothing = (0,), False
+    aux_layers, may_draft_less = (0,), False
 
     def prefill(self, spans: list[Span], paged: PagedDecoder) -> None:
         """Each position's hidden states are there: the logits after it, in this decoder."""
@@ -123,7 +123,7 @@ class SimulatedHead:
         assert (paged.aux_hidden_states(tables) != 0).any(1).all()
 
 
-class SimulatedEagle3(Eagle3Ahead):
+class SimulatedEagle3(DeviceEagle3Drafter):
     def build(self, context: Any) -> Any:
         return SimulatedHead()
 
@@ -212,7 +212,7 @@ class SimulatedGraphs:
             outputs.logprobs[row, 1, :num] = torch.from_numpy(draws.raw_logprobs[begin : begin + num])
             state.last[slot], state.length[slot] = int(sampled[num - 1]), span.start + 1 + num
             history = getattr(self.drafter, "history", self.drafter)
-            if isinstance(history, self.cuda.device_history.DeviceHistory):
+            if isinstance(history, self.cuda.graph_history.GraphHistory):
                 self._append(history, slot, sampled[:num])
 
     def _append(self, history: Any, slot: int, emitted: np.ndarray) -> None:
@@ -236,7 +236,7 @@ class SimulatedGraphs:
         simulated, state, outputs = self.simulated, self.state, self.outputs
         simulated.draft_lengths.append(k)
         source, num = HISTORY, int(simulated.rng.integers(k + 1))
-        is_hybrid = isinstance(self.drafter, self.cuda.device_hybrid.DeviceHybrid)
+        is_hybrid = isinstance(self.drafter, self.cuda.graph_hybrid.GraphHybrid)
         if isinstance(self.drafter, SimulatedHead) or (is_hybrid and (not num or simulated.rng.random() < 0.5)):
             source, num = HEAD, k
         simulated.num_not_found += k - num
@@ -245,7 +245,7 @@ class SimulatedGraphs:
             right = whole[length + j] if length + j < len(whole) else 0
             state.drafts[slot, j] = right if j < num and simulated.rng.random() < 0.7 else 0
             probability = 0.7 if j < num else 0.0
-            outputs.probabilities[row, j] = probability
+            outputs.scores[row, j] = probability
             state.survival[slot, j] = probability * (1.0 if j == 0 else state.survival[slot, j - 1])
         outputs.sources[row] = source
 
@@ -260,7 +260,8 @@ def make(
     head: Any = SimpleNamespace(config=SimpleNamespace(aux_layers=(0,)))
     drafters: dict[str, Any] = {
         "none": None, "random": AdversarialDrafter(VOCAB), "suffix": SuffixDrafter(), "eagle3": SimulatedEagle3(head),
-        "hybrid": HybridAhead(HistoryStore(), SimulatedEagle3(head)), "history": HistoryAhead(HistoryStore()),
+        "hybrid": DeviceHybridDrafter(HistoryStore(), SimulatedEagle3(head)),
+        "history": DeviceHistoryDrafter(HistoryStore()),
     }  # fmt: skip
     return LocalEngine(
         paged, runner=runner, drafter=drafters[drafter], policy=policy or StaticPolicy(K), max_num_seqs=NUM_SEQS,
@@ -344,7 +345,7 @@ def test_the_step_after_drafts_that_stopped_early_selects(
     assert device(engine).num_stopped > 20
 
 
-def test_a_drafter_that_may_find_nothing_makes_the_next_step_select(
+def test_a_drafter_that_may_draft_less_makes_the_next_step_select(
     cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a policy that verifies all draft tokens. Otherwise the device would verify tokens that were not drafted."""
@@ -355,7 +356,7 @@ def test_a_drafter_that_may_find_nothing_makes_the_next_step_select(
     assert simulated.num_selections >= sum(trace.num_drafts > 0 for trace in traces) > 20
     assert sum(trace.num_draft_tokens for trace in traces) < sum(trace.num_proposed for trace in traces)
     engine = make(cuda, "history")
-    monkeypatch.setattr(cuda.device_history.DeviceHistory, "may_find_nothing", False)
+    monkeypatch.setattr(cuda.graph_history.GraphHistory, "may_draft_less", False)
     with pytest.raises(AssertionError, match="not drafted"):
         run(engine)
 
@@ -383,7 +384,7 @@ def test_tokens_equal_the_naive_engines(cuda: SimpleNamespace, kind: str, num_bl
     assert bool(simulated.num_selections) == (is_selected or name in ("history", "hybrid"))
     assert (sum(trace.num_preempted for trace in traces) > 0) == (num_blocks == 9)
     on_device = name in ("eagle3", "history", "hybrid")
-    assert engine.runner.drafts_ahead == on_device and engine.drafting.overlaps == (on_device or name == "none")
+    assert engine.runner.drafts_on_device == on_device and engine.drafting.overlaps == (on_device or name == "none")
     if name in ("history", "hybrid"):
         store = engine.drafter.store
         assert not store.live and all(len(entry.emitted) for entry in store.entries("0")) and store.entries("0")
@@ -411,7 +412,7 @@ def test_state_that_is_not_sent_to_the_device_changes_tokens(cuda: SimpleNamespa
 
     class NoNewSequences(base):  # type: ignore[misc]
         def _send_new_sequences(self, seq_table: Any, slots: np.ndarray) -> None:
-            super()._send_new_sequences(seq_table, slots[self._known[slots] < 0])
+            super()._send_new_sequences(seq_table, slots[self._sent_arrivals[slots] < 0])
 
         def remove(self, sequence: Any) -> None:
             pass
@@ -431,7 +432,7 @@ def test_state_that_is_not_sent_to_the_device_changes_tokens(cuda: SimpleNamespa
 def graphs(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Real `Graphs` without a device. Capturing a graph takes a second."""
     made = object.__new__(cuda.graphs.Graphs)
-    made.eager = made._out_of_memory = False
+    made.enforce_eager = made._out_of_memory = False
     made.num_captured = 0
     made._padding_s, made._captured, made.seconds, made._capture_s = Counter(), OrderedDict(), {}, math.inf
     made._capture, now = (lambda size: lambda: None), count()
@@ -440,7 +441,7 @@ def graphs(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_larger_graph_is_used_until_its_padding_has_cost_a_capture(graphs: Any, cuda: SimpleNamespace) -> None:
-    size = cuda.graphs.Size
+    size = cuda.graphs.GraphSize
     wanted = size(96, 256, 4, 2)
     others = {
         "rows": size(128, 256, 4, 2), "too many": size(96, 640, 4, 2), "fewer tokens": size(96, 192, 4, 2),
@@ -459,7 +460,7 @@ def test_a_larger_graph_is_used_until_its_padding_has_cost_a_capture(graphs: Any
 
 def test_the_first_graph_for_a_number_of_rows_is_a_wide_one(graphs: Any, cuda: SimpleNamespace) -> None:
     """So that one graph fits nearly all steps of 8 rows, whatever the policy decides."""
-    size, rng = cuda.graphs.Size, np.random.default_rng(0)
+    size, rng = cuda.graphs.GraphSize, np.random.default_rng(0)
     first = graphs.fit(size(8, 16, 2, 1), 3)
     assert first == size(8, 32, 4, 3, False, True)
     graphs.prepare(first)
@@ -471,7 +472,7 @@ def test_the_first_graph_for_a_number_of_rows_is_a_wide_one(graphs: Any, cuda: S
 
 
 def test_without_memory_for_a_wide_graph_an_exact_one_is_used(graphs: Any, cuda: SimpleNamespace) -> None:
-    size, tried, prepare = cuda.graphs.Size, [], graphs.prepare
+    size, tried, prepare = cuda.graphs.GraphSize, [], graphs.prepare
 
     def prepare_small(wanted: Any) -> None:
         tried.append(wanted.num_tokens)
@@ -508,7 +509,7 @@ class RandomPolicy(StaticPolicy):
 
     def select(self, drafts: DraftBatch) -> np.ndarray:
         lengths = (drafts.num * self.rng.random()).astype(np.int32)
-        return lengths if lengths.sum() <= self.budget else level(lengths, self.budget)
+        return lengths if lengths.sum() <= self.budget else shorten_longest(lengths, self.budget)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "hybrid"])
@@ -541,7 +542,7 @@ def test_a_head_writes_only_into_blocks_of_its_row(
         time_step(engine.paged, engine.runner, num_rows, 1, 16, 7)
     for most in (2, 7, 2):
         head = SimulatedEagle3(engine.drafter.head if kind == "eagle3" else engine.drafter.head.head)
-        drafter = head if kind == "eagle3" else HybridAhead(HistoryStore(), head)
+        drafter = head if kind == "eagle3" else DeviceHybridDrafter(HistoryStore(), head)
         engine.set_drafter(drafter, RandomPolicy(most))
         assert tokens(run(engine)) == naive()
     assert engine.runner._current_graphs() is used and simulated.num_runs > 100
@@ -561,7 +562,7 @@ class CountingPolicy(StaticPolicy):
         self.num_planned += 1
         return caps
 
-    def commit(self, decision: Any) -> None:
+    def launched(self, decision: Any) -> None:
         self.committed.append(decision.about)
 
     def observe(self, commits: Any, trace: Any, decision: Any) -> None:
@@ -614,7 +615,7 @@ def test_timed_steps_draft_and_leave_nothing_behind(cuda: SimpleNamespace, kind:
         assert time_step(paged, runner, 2, 1, 16, num) > 0
     assert simulated.draft_lengths == ([] if kind == "none" else [0, 0, 3, 3, 0, 0]) and not any(paged.pool.ref_counts)
     assert time_step(paged, runner, 2, 1 + K, 16) > 0 and not simulated.num_selections  # these drafts are the host's
-    assert (runner._known == EMPTY_SLOT).all()
+    assert (runner._sent_arrivals == EMPTY_SLOT).all()
     assert tokens(run(engine)) == naive()
 
 
@@ -669,9 +670,9 @@ def test_after_an_exception_sequences_are_sent_to_the_device_again(
 
     def checked_reset() -> None:
         assert not running
-        running.update(runner._known[runner._known != EMPTY_SLOT].tolist())
+        running.update(runner._sent_arrivals[runner._sent_arrivals != EMPTY_SLOT].tolist())
         reset()
-        assert (runner._known == EMPTY_SLOT).all() and not runner._new_blocks
+        assert (runner._sent_arrivals == EMPTY_SLOT).all() and not runner._new_blocks
         sent.clear()
 
     runner.reset = checked_reset
@@ -725,12 +726,12 @@ def test_drafters_with_the_same_settings_share_graphs(cuda: SimpleNamespace) -> 
     """Every audit has a drafter with its own history."""
     runner, found = make(cuda, "none").runner, list[Any]()
     for recency in (0.8, 0.8, 0.5, 0.8):
-        runner.set_drafter(HistoryAhead(HistoryStore(), recency))
+        runner.set_drafter(DeviceHistoryDrafter(HistoryStore(), recency))
         found.append(runner._current_graphs())
     assert found[0] is found[1] is found[3] is not found[2] and found[2].drafter.settings.recency == 0.5
     head: Any = SimpleNamespace(config=SimpleNamespace(aux_layers=(0,)))
     for same in (head, head, SimpleNamespace(config=head.config)):
-        runner.set_drafter(HybridAhead(HistoryStore(), SimulatedEagle3(same)))
+        runner.set_drafter(DeviceHybridDrafter(HistoryStore(), SimulatedEagle3(same)))
         found.append(runner._current_graphs())
     assert found[4] is found[5] is not found[6]
     runner.set_drafter(None)
@@ -745,7 +746,7 @@ def test_a_shared_graph_reads_the_history_of_its_drafter(cuda: SimpleNamespace, 
     assert tokens(run(engine)) == naive()
     used, num_entries = engine.runner._current_graphs(), len(own.store.entries("0"))
     history = used.drafter if kind == "history" else used.drafter.history
-    other = HistoryAhead(HistoryStore()) if kind == "history" else HybridAhead(HistoryStore(), own.head)
+    other = DeviceHistoryDrafter(HistoryStore()) if kind == "history" else DeviceHybridDrafter(HistoryStore(), own.head)
     engine.set_drafter(other)
     assert tokens(run(engine)) == naive() and engine.runner._current_graphs() is used
     assert len(own.store.entries("0")) == num_entries
@@ -779,9 +780,9 @@ def head_kv(cuda: SimpleNamespace, prompt: tuple[int, ...], draft: list[int]) ->
     batch.set_drafts(np.array([draft], np.int32), np.array([len(draft)]), 0)
     result = EagerRunner(paged, Sampler(), RULES["coupled"]).launch(batch, {}).wait().result
     kv = PagedKV(head.config.layer, 16, decoder.dtype, "cpu")
-    device_head = object.__new__(cuda.head.DeviceHead)  # its own constructor needs the kernels
-    device_head.head, device_head.embed, device_head.kv = head, decoder.embed, kv
-    device_head.prefill(cuda.runner._computed_spans(batch, result), paged)
+    graph_head = object.__new__(cuda.graph_head.GraphHead)  # its own constructor needs the kernels
+    graph_head.head, graph_head.embed, graph_head.kv = head, decoder.embed, kv
+    graph_head.prefill(cuda.runner._computed_spans(batch, result), paged)
     emitted = result.tokens[0, : result.num_accepted[0] + 1]
     num = len(prompt) + len(emitted) - 1
     return (*kv.read(0, torch.tensor(sequence.table.blocks), num), torch.from_numpy(emitted.copy()))
@@ -808,7 +809,7 @@ def test_the_number_of_captured_graphs_is_bounded(
 ) -> None:
     """The least recently used one is dropped, and captured again when it is needed."""
     monkeypatch.setattr(cuda.graphs, "MAX_GRAPHS", 3)
-    sizes = [cuda.graphs.Size(1, n, n) for n in range(1, 6)]
+    sizes = [cuda.graphs.GraphSize(1, n, n) for n in range(1, 6)]
     for size in sizes[:3]:
         graphs.prepare(size)
         graphs.seconds[size] = 1.0
@@ -822,7 +823,7 @@ def test_the_number_of_captured_graphs_is_bounded(
 def test_graphs_of_the_last_drafters_are_kept(cuda: SimpleNamespace) -> None:
     runner, made = make(cuda, "none").runner, list[Any]()
     for i in range(6):
-        runner.set_drafter(HistoryAhead(HistoryStore(), recency=0.1 * i))
+        runner.set_drafter(DeviceHistoryDrafter(HistoryStore(), recency=0.1 * i))
         made.append(runner._current_graphs())
         made[-1].num_captured = 2
         assert runner._current_graphs() is made[-1]

@@ -14,7 +14,7 @@ from support import check_blocks, tiny_decoder
 from torch import Tensor
 
 from paceline.drafters.suffix import SuffixDrafter
-from paceline.engine.accept import RULES, Proposal, VerificationResult
+from paceline.engine.accept import RULES, VerificationInput, VerificationResult
 from paceline.engine.engine import LocalEngine
 from paceline.engine.runner import EagerRunner, StepOutput
 from paceline.engine.scheduled_batch import ScheduledBatch
@@ -60,14 +60,14 @@ class AsyncRunner(EagerRunner):
         super().__init__(paged, Sampler(), RULES["coupled"])
         self.known: dict[int, list[int]] = {}  # by arrival
         self.interrupts: dict[int, str] = {}  # launch -> which call is interrupted
-        self.num_launched = self.num_ahead = 0
+        self.num_launched = self.num_overlapping = 0
 
     def launch(self, batch: ScheduledBatch, q: dict[int, Tensor], draft_budget: int | None = None) -> DelayedStep:  # type: ignore[override]
         spans, lengths = [], []
         for i, (sequence, span) in enumerate(zip(batch.sequences, batch.spans(), strict=True)):
             if sequence.num_in_flight:
                 assert batch.num_query[i] == 1 and batch.emits[i]
-                self.num_ahead += 1
+                self.num_overlapping += 1
                 tokens, draft = self.known[sequence.arrival], batch.draft(i)
                 assert 16 * len(sequence.table.blocks) >= len(tokens) + len(draft), "no blocks for a step in flight"
                 new = np.array([tokens[-1], *draft], np.int32)
@@ -82,7 +82,7 @@ class AsyncRunner(EagerRunner):
         if len(emitting):
             sizes = 1 + emitting.num_draft.astype(np.int64)
             result = self.rule(
-                Proposal(
+                VerificationInput(
                     logits_PV=logits,
                     drafts=[emitting.draft(i) for i in range(len(emitting))],
                     q=[None] * len(emitting),
@@ -151,7 +151,7 @@ def test_asynchronous_steps_emit_the_same_tokens(num_blocks: int, drafts: bool) 
     check_blocks(running)
     traces = running.drain_trace()
     assert sum(t.num_emitted for t in traces) == sum(len(c.token_ids) for c in completions)
-    assert (running.runner.num_ahead > 30) != drafts  # a drafter on the host needs the results
+    assert (running.runner.num_overlapping > 30) != drafts  # a drafter on the host needs the results
     assert num_blocks > 9 or sum(t.num_preempted for t in traces) > 0
 
 
@@ -313,7 +313,7 @@ class Counting(StaticPolicy):
         self.planned.append(self.decision)
         return caps
 
-    def commit(self, decision: Decision) -> None:
+    def launched(self, decision: Decision) -> None:
         self.committed.append(decision)
 
     def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.drafters.ahead import HistoryAhead
+from paceline.drafters.device import DeviceHistoryDrafter
 from paceline.speculation.acceptance import MIN_OUTCOMES, AcceptanceModel
 from paceline.speculation.auto import PROBE_LENGTH, PROBES, AutoPolicy, margin
 from paceline.speculation.batch import Commits, Load, Rows
@@ -45,11 +45,11 @@ class LinearCosts:
         self.observed = k, trace.draft_s if draft_s is None else draft_s
 
 
-def rows(num: int, version: int = 0, is_ahead: bool = False) -> Rows:
+def rows(num: int, version: int = 0, on_device: bool = False) -> Rows:
     ids = np.arange(num, dtype=np.int64)
     tokens = [np.zeros(4, np.int32)] * num
     load = Load(num, num, 100 * num)
-    return Rows(ids, tokens, ids.astype(np.uint64), [SamplingParams()] * num, version, load, is_ahead=is_ahead)
+    return Rows(ids, tokens, ids.astype(np.uint64), [SamplingParams()] * num, version, load, on_device=on_device)
 
 
 def drafts_of(scores: np.ndarray, num: np.ndarray | None = None) -> DraftBatch:
@@ -81,14 +81,14 @@ class Engine:
     def commit(self, drafts: DraftBatch, lengths: np.ndarray, accepted: Any, draft_s: float = 0.0) -> None:
         """The step is launched, and has this outcome."""
         decision = self.policy.decision
-        self.policy.commit(decision)
+        self.policy.launched(decision)
         accepted = np.minimum(accepted, lengths).astype(np.int32)
         ids = np.arange(len(lengths))
         width = int(lengths.max(initial=0)) + 1
         commits = Commits(ids, np.zeros((len(ids), width), np.int32), accepted + 1, lengths, accepted)
         if drafts.cells is not None:
             self.acceptance.observe(drafts, self.method, None, accepted, commits.num_known)
-        trace: Any = SimpleNamespace(total_s=10.0, num_drafted_ahead=0, num_rows=len(ids), draft_s=draft_s)
+        trace: Any = SimpleNamespace(total_s=10.0, num_drafted_on_device=0, num_rows=len(ids), draft_s=draft_s)
         self.policy.observe(commits, trace, decision)
 
     def step(self, batch: Rows, drafts: DraftBatch, accepted: Any) -> np.ndarray:
@@ -115,8 +115,8 @@ class Engine:
 
 
 @pytest.mark.parametrize("method", ["suffix", "ngram", "eagle3", "hybrid"])
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_a_discarded_step_changes_no_later_one(method: str, is_ahead: bool) -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_discarded_step_changes_no_later_one(method: str, on_device: bool) -> None:
     """Neither after `plan` nor after `select`: credit for probes is spent on steps that run."""
     model = method in ("eagle3", "hybrid")
     costs = LinearCosts(draft=1.0 if model else 0.1, token=0.5)
@@ -126,7 +126,7 @@ def test_a_discarded_step_changes_no_later_one(method: str, is_ahead: bool) -> N
         found = []
         for engine, times in ((once, 1), (often, 3)):
             for _ in range(times):
-                batch = rows(3, is_ahead=is_ahead)
+                batch = rows(3, on_device=on_device)
                 caps = engine.plan(batch)
                 drafts = drafts_of(np.full((3, int(caps.max())), 0.1), caps)
                 lengths = engine.select(drafts) if caps.any() else caps
@@ -317,7 +317,7 @@ def test_a_head_computes_prompts_only_if_the_tokens_left_repay_it() -> None:
     caps = engine.plan(unread(4, num_computed=400, num_left=500))
     assert caps.all()
     engine.select(drafts_of(np.full((4, K), 0.9), caps))
-    engine.policy.commit(engine.policy.decision)
+    engine.policy.launched(engine.policy.decision)
     assert engine.plan(unread(4, num_computed=402, num_left=5)).all()  # now they are computed
     changed = unread(4, num_computed=402, num_left=5)
     changed.version = 1  # its KV is dropped
@@ -330,7 +330,7 @@ def test_rows_that_the_head_did_not_draft_for_are_not_computed() -> None:
     drafts = drafts_of(np.full((4, K), 0.9), caps)
     drafts.names, drafts.sources = ("suffix", "eagle3"), np.array([0, 1, 1, 0], np.uint8)
     engine.select(drafts)
-    engine.policy.commit(engine.policy.decision)
+    engine.policy.launched(engine.policy.decision)
     batch = unread(4, num_computed=402, num_left=500)
     engine.plan(batch)
     assert engine.policy._num_unread(batch).tolist() == [402, 2, 2, 402]
@@ -359,7 +359,7 @@ def test_a_probe_is_for_the_cheapest_row_and_is_paid_for() -> None:
         if caps.any():
             probed.append((step, int(caps.argmax())))
             engine.select(drafts_of(np.full((3, K), 0.1), caps))
-        engine.policy.commit(engine.policy.decision)
+        engine.policy.launched(engine.policy.decision)
     assert [row for _, row in probed[:2]] == [1, 1]
     # Two tokens take 20.05 s to draft and 2 s to verify, and before the first of them the head computes for 24.95 s.
     assert probed[0][0] >= 46.9 / (PROBES * 10) - 2 > probed[1][0] - probed[0][0]
@@ -373,7 +373,7 @@ def test_a_head_that_does_not_pay_is_probed_on_credit_while_history_drafts() -> 
         assert batch.head_caps is not None
         assert sorted(batch.head_caps.tolist()) in ([0, 0, 0], [0, 0, PROBE_LENGTH])
         num_probes += int(batch.head_caps.any())
-        engine.policy.commit(engine.policy.decision)
+        engine.policy.launched(engine.policy.decision)
     assert 0 < num_probes * 20 <= PROBES * 3000 * 10 + 22
 
 
@@ -401,8 +401,8 @@ def test_a_probe_of_a_hybrid_verifies_the_heads_tokens() -> None:
     assert 1 <= num_verified < 100
 
 
-@pytest.mark.parametrize(("method", "is_ahead"), [("eagle3", False), ("eagle3", True), ("hybrid", False)])
-def test_a_head_is_not_given_up_after_a_few_rejected_tokens(method: str, is_ahead: bool) -> None:
+@pytest.mark.parametrize(("method", "on_device"), [("eagle3", False), ("eagle3", True), ("hybrid", False)])
+def test_a_head_is_not_given_up_after_a_few_rejected_tokens(method: str, on_device: bool) -> None:
     """The first tokens of many rows are often rejected. There is no credit for probes. In a hybrid, history drafts for
     half of the rows, with more probable tokens."""
     engine, from_head, num_verified = Engine(LinearCosts(token=0.1, draft=0.3), method), np.arange(8) % 2 == 0, []
@@ -421,7 +421,7 @@ def test_a_head_is_not_given_up_after_a_few_rejected_tokens(method: str, is_ahea
         engine.acceptance.observe(history, method, None, history.num, history.num)
     for step in range(100):
         engine.policy._credit_s = -1e9
-        batch = rows(8, is_ahead=is_ahead)
+        batch = rows(8, on_device=on_device)
         caps = engine.plan(batch)
         drafts = drafts_with(int((caps if batch.head_caps is None else batch.head_caps).max()))
         lengths = engine.select(drafts)
@@ -453,17 +453,17 @@ class CostsInStairs(LinearCosts):
         return 9.0 + np.array([0, 2.3, 5.2, 8.4, 11.6, 14.8, 18.0, 21.2])[-(-np.arange(num_extra + 1) // 128)]
 
 
-def run_head(engine: Engine, variance: float, num_steps: int, is_ahead: bool = False) -> list[tuple[int, int]]:
+def run_head(engine: Engine, variance: float, num_steps: int, on_device: bool = False) -> list[tuple[int, int]]:
     """Steps of 128 rows: draft lengths and numbers of verified tokens. A token is accepted with a probability of 0.877
-    in the mean, and its score is its probability. With `is_ahead` the device selects the tokens."""
+    in the mean, and its score is its probability. With `on_device` the device selects the tokens."""
     rng, size, found = np.random.default_rng(0), 1 / max(variance, 1e-9) - 1, []
     before = np.full((128, 7), 0.877)
     for _ in range(num_steps):
-        k = int(engine.plan(rows(128, is_ahead=is_ahead)).max())
+        k = int(engine.plan(rows(128, on_device=on_device)).max())
         scores = rng.beta(0.877 * size, 0.123 * size, (128, 7)).clip(1e-6, 0.999) if variance else before
         drafts = drafts_of(scores[:, :k])
-        lengths = engine.select(drafts_of(before[:, :k]) if is_ahead else drafts)
-        if is_ahead:
+        lengths = engine.select(drafts_of(before[:, :k]) if on_device else drafts)
+        if on_device:
             best = (-scores[:, :k].cumprod(1).ravel()).argsort()[: lengths.sum()]
             lengths = np.bincount(best // max(k, 1), minlength=128).astype(np.int32)
             engine.acceptance.rate(drafts, engine.method)
@@ -474,10 +474,10 @@ def run_head(engine: Engine, variance: float, num_steps: int, is_ahead: bool = F
     return found
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_with_different_probabilities_drafts_are_longer_than_what_is_verified(is_ahead: bool) -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_with_different_probabilities_drafts_are_longer_than_what_is_verified(on_device: bool) -> None:
     engine = Engine(CostsInStairs(draft=0.3), "eagle3", 7)
-    last = run_head(engine, 0.2, 200, is_ahead)[-64:]
+    last = run_head(engine, 0.2, 200, on_device)[-64:]
     assert all(4 <= k <= 6 and num < 128 * k for k, num in last)
     assert np.mean([num == 384 for _, num in last]) > 0.7
     survival = engine.acceptance.survival("eagle3", 3).mean(0)
@@ -497,7 +497,7 @@ def test_an_unknown_head_gets_outcomes_though_the_first_token_costs_most() -> No
 
 
 def test_an_unknown_head_on_the_device_is_known_as_fast() -> None:
-    found = run_head(Engine(CostsInStairs(draft=0.3), "eagle3", 7), 0.2, 40, is_ahead=True)
+    found = run_head(Engine(CostsInStairs(draft=0.3), "eagle3", 7), 0.2, 40, on_device=True)
     assert max(num for _, num in found[:4]) < 128 and all(num >= 256 for _, num in found[30:])
 
 
@@ -516,12 +516,12 @@ def test_rows_without_a_draft_that_were_not_asked_for_do_not_change_the_estimate
 # ---- drafters on the device ----
 
 
-def step_ahead(
+def step_on_device(
     engine: Engine, drafted: np.ndarray, accepted: int, width: int = 0, version: int = 0
 ) -> tuple[np.ndarray, int]:
     """A step of rows whose drafts, drafted[i] tokens each, were made at the end of the step before, in arrays of
     `width` or more. Returns how many tokens are drafted for the next step, and how many were verified."""
-    num_rows, batch = len(drafted), rows(len(drafted), version, is_ahead=True)
+    num_rows, batch = len(drafted), rows(len(drafted), version, on_device=True)
     batch.request_ids += 10_000 * version
     caps = engine.plan(batch)
     width = max(width, int(drafted.max(initial=0)))
@@ -538,7 +538,7 @@ def test_a_head_that_drafts_for_the_next_step_is_probed_too() -> None:
     drafted, num_verified = np.zeros(2, int), {0: 0, K: 0}
     for accepted, num_steps in ((0, 500), (K, 4000)):
         for _ in range(num_steps):
-            drafted, num = step_ahead(engine, drafted, accepted)
+            drafted, num = step_on_device(engine, drafted, accepted)
             num_verified[accepted] += num
     assert 0 < num_verified[0] < 100  # found out, and probed now and then
     assert drafted.tolist() == [K, K] and num_verified[K] > 1000
@@ -553,7 +553,7 @@ def test_on_the_device_as_many_tokens_are_selected_as_if_the_host_knew_the_draft
     rng, num_rows, found, rates = np.random.default_rng(0), 64, list[np.ndarray](), list[float]()
     scores = np.where(rng.random((num_rows, K)) < 0.5, 0.95, 0.55)
     num = np.where(np.arange(num_rows) % 8, K, 0)
-    for is_ahead in (True, False):
+    for on_device in (True, False):
         engine = Engine(LinearCosts(token=token, draft=0.01), "eagle3")
         engine.calibrate()
         for _ in range(300):
@@ -563,7 +563,7 @@ def test_on_the_device_as_many_tokens_are_selected_as_if_the_host_knew_the_draft
             engine.acceptance.observe(drafts, "eagle3", None, accepted, np.minimum(accepted + 1, K))
         policy = engine.policy
         policy._credit_s = -1e9
-        engine.plan(rows(num_rows, is_ahead=is_ahead))
+        engine.plan(rows(num_rows, on_device=on_device))
         policy._step.draft_s, policy._step.is_probe = 0.04, False
         found.append(engine.select(drafts_of(scores, num)))
         reason, expected_s = policy.decision.reason, policy.decision.expected_s
@@ -579,10 +579,10 @@ def test_rows_that_come_from_their_prompts_do_not_count_against_a_head(num_rows:
     """Every rollout begins with rows that nothing can have been drafted for."""
     engine = Engine(LinearCosts(step=100.0, token=0.01, draft=20.0), "eagle3")
     for version in range(6):
-        drafted, _ = step_ahead(engine, np.zeros(num_rows, int), K, K * (version % 2), version)
+        drafted, _ = step_on_device(engine, np.zeros(num_rows, int), K, K * (version % 2), version)
         assert version == 0 or engine.acceptance.survival("eagle3", 1).mean() > 0.75
         for _ in range(40):
-            drafted, num = step_ahead(engine, drafted, K, 0, version)
+            drafted, num = step_on_device(engine, drafted, K, 0, version)
             assert version == 0 or num == num_rows * K
 
 
@@ -590,13 +590,16 @@ def test_the_cost_table_observes_the_length_and_the_time_of_each_steps_own_draft
     """Other steps were planned meanwhile. On the device the time is assumed to be as estimated."""
     costs = LinearCosts(token=0.1, draft=0.1)
     engine = Engine(costs, "eagle3")
-    engine.plan(rows(2, is_ahead=True))
+    engine.plan(rows(2, on_device=True))
     first = engine.policy.decision
-    engine.plan(rows(3, is_ahead=True))
+    engine.plan(rows(3, on_device=True))
     none = np.zeros(2, np.int32)
     commits = Commits(np.arange(2), np.zeros((2, 5), np.int32), none + 1, none, none)
-    for num_drafted_ahead, expected in ((0, (K, 0.1 * K)), (7, (7, 0.7))):  # 7: a graph that drafts more than asked for
-        trace: Any = SimpleNamespace(total_s=20.0, draft_s=0.0, num_drafted_ahead=num_drafted_ahead, num_rows=2)
+    for num_drafted_on_device, expected in (
+        (0, (K, 0.1 * K)),
+        (7, (7, 0.7)),
+    ):  # 7: a graph that drafts more than asked for
+        trace: Any = SimpleNamespace(total_s=20.0, draft_s=0.0, num_drafted_on_device=num_drafted_on_device, num_rows=2)
         engine.policy.observe(commits, trace, first)
         assert costs.observed == (expected[0], pytest.approx(expected[1]))
     engine.plan(rows(2))  # on the host, where the time is measured
@@ -654,20 +657,20 @@ def test_history_is_tried_again_in_a_new_rollout(method: str) -> None:
     assert method == "ngram" or found[1:] == [0, 0]
 
 
-def run_device_history(
+def run_history(
     engine: Engine, num: int, num_steps: int, has_match: Callable[[int], bool], is_right: Callable[[int], bool]
 ) -> tuple[list[bool], list[int]]:
     """A draft is made at the end of a step, verified in the next, and its scores are known in the one after that. Steps
     overlap: one is planned before the outcome of the one before it is known. Returns for each step whether it drafted
     and how many tokens it verified."""
     policy, acceptance = engine.policy, engine.acceptance
-    drafter, ids = HistoryAhead(HistoryStore()), np.arange(num)
+    drafter, ids = DeviceHistoryDrafter(HistoryStore()), np.arange(num)
     found, in_flight = np.zeros((num, 0)), list[tuple[Any, ...]]()
     was_asked, num_verified = list[bool](), list[int]()
     for step in range(num_steps):
-        batch = rows(num, is_ahead=True)
+        batch = rows(num, on_device=True)
         caps = engine.plan(batch)
-        drafter.set_draft_lengths(batch, caps)
+        drafter.set_draft_length(batch, caps)
         drafts = drafter.propose(batch, caps)
         lengths = policy.select(drafts)
         survival = found.cumprod(1) * (np.arange(found.shape[1]) < drafts.num[:, None])  # the device selects
@@ -676,7 +679,7 @@ def run_device_history(
         k, accepted = drafter.draft_length, selected if is_right(step) else 0 * selected
         found = np.full((num, k), 0.6 if has_match(step) else 0.0)
         drafter.launched(ids, k)
-        policy.commit(policy.decision)
+        policy.launched(policy.decision)
         in_flight.append((selected, accepted, found, policy.decision))
         was_asked.append(k > 0)
         num_verified.append(int(selected.sum()))
@@ -688,7 +691,7 @@ def run_device_history(
             if verified.scores.size and acceptance.needs_outcomes(engine.method):
                 acceptance.rate(verified, engine.method)
                 acceptance.observe(verified, engine.method, None, accepted, commits.num_known)
-            trace: Any = SimpleNamespace(num_drafted_ahead=scores.shape[1], num_rows=num, total_s=10.0)
+            trace: Any = SimpleNamespace(num_drafted_on_device=scores.shape[1], num_rows=num, total_s=10.0)
             policy.observe(commits, trace, decision)
     return was_asked, num_verified
 
@@ -698,8 +701,8 @@ def test_history_on_the_device_is_given_up_and_used_again(num: int) -> None:
     def is_later(step: int) -> bool:
         return step > 2000
 
-    engine = Engine(LinearCosts(draft=0.01, token=0.05), "suffix_ahead")
-    was_asked, num_verified = run_device_history(engine, num, 3000, is_later, is_later)
+    engine = Engine(LinearCosts(draft=0.01, token=0.05), "suffix_on_device")
+    was_asked, num_verified = run_history(engine, num, 3000, is_later, is_later)
     assert 2 <= sum(was_asked[1000:2000]) < 200 and not any(num_verified[:2000])
     assert all(was_asked[2700:]) and np.mean(num_verified[2700:]) > 0.9 * num * K
 
@@ -709,13 +712,13 @@ def test_history_on_the_device_gets_a_trial_in_a_new_rollout(num: int) -> None:
     """The drafts of the first rollout were all rejected. Those of the next ones come from it, under the same policy
     version, so they are right. If they are not, the trial is short."""
     for is_right in (True, False):
-        engine = Engine(LinearCosts(draft=0.01, token=0.8 / num), "suffix_ahead")
+        engine = Engine(LinearCosts(draft=0.01, token=0.8 / num), "suffix_on_device")
         found = list[int]()
         for rollout in range(3):
             engine.policy._credit_s = -1e9  # no probes
             engine.policy.begin(Request(rollout, (1,)))
             right = is_right and rollout > 0
-            found.append(sum(run_device_history(engine, num, 100, lambda _: True, lambda _, right=right: right)[1]))
+            found.append(sum(run_history(engine, num, 100, lambda _: True, lambda _, right=right: right)[1]))
             engine.policy.end(rollout)
         assert 1 <= found[0] <= 2 * (MIN_OUTCOMES + num)
         if is_right:

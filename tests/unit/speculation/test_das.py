@@ -73,7 +73,7 @@ def launched(made: DasPolicy, view: Rows) -> np.ndarray:
     """The caps of a step that is planned and launched."""
     view.acceptance.set_version(view.version)
     caps = made.plan(view)
-    made.commit(made.decision)
+    made.launched(made.decision)
     return caps
 
 

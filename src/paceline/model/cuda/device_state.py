@@ -42,6 +42,9 @@ class Inputs:
 
 
 class DeviceState:
+    """Of all running sequences, by slot. Graphs read and write it, so that a step needs nothing that the host learns
+    from the step before."""
+
     def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*size, dtype=dtype, device=device)

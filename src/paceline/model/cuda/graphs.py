@@ -5,7 +5,7 @@ There is one graph per size of step, rounded up so that there are few sizes and 
 its size is first needed. If the device selects draft tokens, the sizes vary from step to step; then a larger graph is
 captured first and used for smaller sizes, until the padding has cost as much time as capturing a graph of the exact
 size (capturing takes as long as dozens of steps). All graphs share one memory pool, because they run one after another.
-`eager` runs the same kernels without graphs.
+`enforce_eager` runs the same kernels without graphs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from paceline.model.cuda.attention import MAX_QUERIES, CudaPagedAttention
-from paceline.model.cuda.device_drafter import DeviceDrafter, DraftStep
 from paceline.model.cuda.device_state import MAX_DRAFT, MAX_SELECT_ROWS, ROW_WORDS, DeviceState
+from paceline.model.cuda.graph_drafter import DraftStep, GraphDrafter
 from paceline.model.cuda.sample import draw
 from paceline.model.cuda.truncate import truncate
 from paceline.model.decoder import Decoder
@@ -37,43 +37,43 @@ SIZES = (
     *range(4096, 8193, 1024),
 )  # fmt: skip
 QUERIES = (1, 2, 4, 8, MAX_QUERIES)
-NEW_BLOCKS = 2  # that a row gets in one step, at most
+NEW_BLOCKS = 2  # that a row gets in one step, at most: it extends by up to 1 + 15 tokens and drafts 15 more
 MAX_GRAPHS = 256  # the least recently used one is dropped first
 MIN_STOP_ROWS = 32  # with fewer rows, the last threshold is a poor estimate of the next one
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """Of a step. `draft_length`: tokens that the device drafts for the next step. `truncates`: whether a row uses
+class GraphSize:
+    """The size of a step. `draft_length`: tokens that it drafts for the next step. `truncates`: whether a row uses
     top-k, top-p or min-p. `selects_drafts`: whether the device selects which draft tokens to verify."""
 
     num_rows: int
     num_tokens: int
-    num_queries: int  # of a row, at most
+    max_queries: int  # of a row, at most
     draft_length: int = 0
     truncates: bool = False
     selects_drafts: bool = False
 
-    def rounded_up(self) -> Size:
-        return Size(
-            _round_up(self.num_rows, ROWS), _round_up(self.num_tokens, SIZES), _round_up(self.num_queries, QUERIES),
+    def rounded_up(self) -> GraphSize:
+        return GraphSize(
+            _round_up(self.num_rows, ROWS), _round_up(self.num_tokens, SIZES), _round_up(self.max_queries, QUERIES),
             self.draft_length, self.truncates, self.selects_drafts,
         )  # fmt: skip
 
-    def fits(self, other: Size) -> bool:
+    def covers(self, other: GraphSize) -> bool:
         """Whether a step of the other size can use this size's graph, without much padding. If the other size drafts
         nothing, this one must not draft either: there may be no KV blocks for it."""
         return (
             self.num_rows == other.num_rows
             and other.num_tokens <= self.num_tokens <= 2 * other.num_tokens + 8
-            and self.num_queries >= other.num_queries
+            and self.max_queries >= other.max_queries
             and self.draft_length >= other.draft_length
             and bool(self.draft_length) == bool(other.draft_length)
             and self.truncates >= other.truncates
             and self.selects_drafts >= other.selects_drafts
         )
 
-    def widened(self, max_draft_length: int) -> Size:
+    def widened(self, max_draft_length: int) -> GraphSize:
         """A size that most steps with as many rows fit in, if drafts have at most max_draft_length tokens."""
         if not self.draft_length and self.num_tokens == self.num_rows:
             return self
@@ -81,7 +81,7 @@ class Size:
         return replace(
             self,
             num_tokens=max(self.num_tokens, min(most, 2 * self.num_tokens)),
-            num_queries=max(self.num_queries, 1 + max_draft_length),
+            max_queries=max(self.max_queries, 1 + max_draft_length),
             draft_length=max_draft_length if self.draft_length else 0,
             selects_drafts=self.num_rows <= MAX_SELECT_ROWS,
         ).rounded_up()
@@ -89,7 +89,7 @@ class Size:
     @property
     def work(self) -> float:
         """A measure of its time: tokens through the model and the head, and a little for more queries in attention."""
-        return self.num_tokens + self.num_rows * (self.draft_length + self.num_queries / 16)
+        return self.num_tokens + self.num_rows * (self.draft_length + self.max_queries / 16)
 
     @property
     def stops_early(self) -> bool:
@@ -119,41 +119,45 @@ class OutputBuffers:
     def __init__(self, num_rows: int, **where: Any) -> None:
         shapes = {
             "logprobs": ((2, MAX_QUERIES), torch.float64),  # processed and raw
-            "probabilities": ((MAX_DRAFT,), torch.float64),  # of the drafts for the next step
+            "scores": ((MAX_DRAFT,), torch.float64),  # of the drafts for the next step
             "tokens": ((2 + MAX_QUERIES,), torch.int32),  # number emitted, number verified, emitted tokens
             "sources": ((), torch.int32),  # which drafter the drafts for the next step are from
         }
         sizes = {name: num_rows * math.prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
         self.whole = torch.zeros(sum(sizes.values()), dtype=torch.uint8, **where)
         parts = dict(zip(shapes, self.whole.split(list(sizes.values())), strict=True))
-        self.logprobs, self.probabilities, self.tokens, self.sources = (
+        self.logprobs, self.scores, self.tokens, self.sources = (
             parts[name].view(dtype).view(num_rows, *shape) for name, (shape, dtype) in shapes.items()
         )
 
 
 class Graphs:
+    """Of one drafter, or of none."""
+
     def __init__(
         self,
         decoder: Decoder,
         kv: PagedKV,
         state: DeviceState,
         max_rows: int,
-        drafter: DeviceDrafter | None = None,
-        eager: bool = False,
+        drafter: GraphDrafter | None = None,
+        enforce_eager: bool = False,
         imposed: Tensor | None = None,  # see `DeviceState.commit_tokens`
     ) -> None:
         device = decoder.device
-        self.decoder, self.kv, self.state, self.drafter, self.eager = decoder, kv, state, drafter, eager
+        self.decoder, self.kv, self.state, self.drafter, self.enforce_eager = decoder, kv, state, drafter, enforce_eager
         self.imposed = imposed
         most = _round_up(max_rows, ROWS)
-        self.input_words = torch.empty(Size(most, most, 1).num_words, dtype=torch.int32, device=device)
+        self.input_words = torch.empty(GraphSize(most, most, 1).num_words, dtype=torch.int32, device=device)
         self.outputs = OutputBuffers(most, device=device)
-        self.seconds: dict[Size, float] = {}  # of the last step with this size
-        self._captured: OrderedDict[Size, Callable[[], None]] = OrderedDict()  # least recently used first
+        self.seconds: dict[GraphSize, float] = {}  # of the last step with this size
+        self._captured: OrderedDict[GraphSize, Callable[[], None]] = OrderedDict()  # least recently used first
         self.num_captured = 0  # so far, dropped ones included
         self._capture_s = math.inf  # time to capture a graph
         self._out_of_memory = False  # for a larger graph
-        self._padding_s: defaultdict[Size, float] = defaultdict(float)  # time lost to padding, by size not captured
+        self._padding_s: defaultdict[GraphSize, float] = defaultdict(
+            float
+        )  # time lost to padding, by size not captured
         self._pool: Any = None  # torch's handle of the shared memory pool
 
     @property
@@ -161,19 +165,19 @@ class Graphs:
         """The stream that steps run on."""
         return torch.cuda.current_stream(self.input_words.device)
 
-    def fit(self, size: Size, max_draft_length: int) -> Size:
+    def fit(self, size: GraphSize, max_draft_length: int) -> GraphSize:
         """The captured size to use for a step of this size. `max_draft_length`: the longest draft there are KV blocks
         for."""
-        if size in self._captured or self.eager:
+        if size in self._captured or self.enforce_eager:
             return size
-        larger = [known for known in self._captured if known.fits(size) and known.draft_length <= max_draft_length]
+        larger = [known for known in self._captured if known.covers(size) and known.draft_length <= max_draft_length]
         if not larger:
             return self._captured_wide(size, max_draft_length)
         best = min(larger, key=lambda known: known.work)
         self._padding_s[size] += self.seconds.get(best, 0.0) * (1 - size.work / best.work)
         return size if self._padding_s[size] > self._capture_s else best
 
-    def _captured_wide(self, size: Size, max_draft_length: int) -> Size:
+    def _captured_wide(self, size: GraphSize, max_draft_length: int) -> GraphSize:
         if self._out_of_memory:
             return size
         wide = size.widened(max_draft_length)
@@ -184,7 +188,7 @@ class Graphs:
             return size
         return wide
 
-    def prepare(self, size: Size) -> None:
+    def prepare(self, size: GraphSize) -> None:
         """Capture this size if it is not captured yet. The inputs stay as they are."""
         if size in self._captured:
             return
@@ -204,20 +208,20 @@ class Graphs:
             ) from error
         self._capture_s = min(self._capture_s, time.perf_counter() - started)  # the first ones also compile kernels
 
-    def run(self, size: Size) -> None:
+    def run(self, size: GraphSize) -> None:
         """Run a step on `input_words`, which are laid out for this size. The size was prepared."""
         self._captured.move_to_end(size)
         self._captured[size]()
 
     @torch.inference_mode()
-    def _step(self, size: Size) -> None:
+    def _step(self, size: GraphSize) -> None:
         row_inputs = self.input_words[: size.num_row_words].view(size.num_rows, ROW_WORDS)
         new_blocks = self.input_words[size.num_row_words : size.num_words - 1].view(-1, 3)
         if size.selects_drafts:
             draft_budget = self.input_words[size.num_words - 1 : size.num_words]
-            self.state.select_drafts(row_inputs, draft_budget, size.num_queries)
-        inputs = self.state.prepare_inputs(row_inputs, new_blocks, size.num_tokens, size.num_queries)
-        attention = CudaPagedAttention(self.kv, inputs.rows, size.num_queries)
+            self.state.select_drafts(row_inputs, draft_budget, size.max_queries)
+        inputs = self.state.prepare_inputs(row_inputs, new_blocks, size.num_tokens, size.max_queries)
+        attention = CudaPagedAttention(self.kv, inputs.rows, size.max_queries)
         aux_layers = self.drafter.aux_layers if self.drafter is not None else ()
         out = self.decoder(inputs.tokens, inputs.positions, attention, aux_layers)
         logits = self.decoder.logits(out.hidden)
@@ -229,13 +233,13 @@ class Graphs:
             aux_hidden = torch.cat([out.aux_hidden_states[i] for i in aux_layers], -1) if aux_layers else None
             self.drafter.draft(
                 DraftStep(
-                    inputs, size.num_queries, aux_hidden, draws.tokens, ends, outputs.tokens, size.draft_length,
-                    size.truncates, size.stops_early, outputs.probabilities, outputs.sources, self.imposed,
+                    inputs, size.max_queries, aux_hidden, draws.tokens, ends, outputs.tokens, size.draft_length,
+                    size.truncates, size.stops_early, outputs.scores, outputs.sources, self.imposed,
                 )
             )  # fmt: skip
 
-    def _capture(self, size: Size) -> Callable[[], None]:
-        if self.eager:
+    def _capture(self, size: GraphSize) -> Callable[[], None]:
+        if self.enforce_eager:
             return lambda: self._step(size)
         # Once with empty inputs, so that kernels are compiled and libraries allocate their workspace; then captured.
         given, input_words = self.input_words.clone(), self.input_words

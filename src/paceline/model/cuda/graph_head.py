@@ -22,8 +22,8 @@ from torch import Tensor
 from paceline.model.attention import GatheredAttention, PagedAttention, has_varlen
 from paceline.model.confidence import BY_LOGPROB, BY_MARGIN, START
 from paceline.model.cuda.attention import AttentionRows, CudaPagedAttention
-from paceline.model.cuda.device_drafter import DraftStep
 from paceline.model.cuda.device_state import MAX_DRAFT, DeviceState, imposed_probability
+from paceline.model.cuda.graph_drafter import DraftStep
 from paceline.model.cuda.ops import CudaOps
 from paceline.model.cuda.pdl import pdl_options, pdl_wait
 from paceline.model.cuda.sample import Draws, draw
@@ -50,10 +50,10 @@ class _DraftInputs:
     query_start: Tensor  # int32 [R + 1]
 
 
-class DeviceHead:
+class GraphHead:
     """`embed` is the target's; `kv` has the target's blocks."""
 
-    may_find_nothing = False
+    may_draft_less = False
 
     def __init__(self, head: Eagle3Head, embed: Linear, kv: PagedKV, state: DeviceState) -> None:
         self.head, self.embed, self.kv, self.state = head, embed, kv, state
@@ -120,7 +120,7 @@ class DeviceHead:
         num, context = len(slots), inputs.context
         _store_draft[(1,)](
             draws.tokens, draws.raw_logprobs, draws.margins, slots, state.drafts, state.survival, state.length,
-            state.threshold, context, step.probabilities_out, state.survival if imposed is None else imposed, i, num,
+            state.threshold, context, step.scores_out, state.survival if imposed is None else imposed, i, num,
             len(context), context.stride(0), MAX_DRAFT=MAX_DRAFT, ROWS=triton.next_power_of_2(num),
             STOPS_EARLY=step.stops_early, IMPOSED=0 if imposed is None else len(imposed), START=START,
             BY_MARGIN=BY_MARGIN, BY_LOGPROB=BY_LOGPROB, num_warps=4, **pdl_options(slots.device),
@@ -155,7 +155,7 @@ def _prepare_draft(
 
 @triton.jit(do_not_specialize=["i", "num_rows", "k"])
 def _store_draft(
-    tokens, raw_logprobs, margins, slots, drafts, survival, length, threshold, context, probabilities_out, imposed, i,
+    tokens, raw_logprobs, margins, slots, drafts, survival, length, threshold, context, scores_out, imposed, i,
     num_rows, k, width, MAX_DRAFT: tl.constexpr, ROWS: tl.constexpr, STOPS_EARLY: tl.constexpr, IMPOSED: tl.constexpr,
     START: tl.constexpr, BY_MARGIN: tl.constexpr, BY_LOGPROB: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -178,10 +178,10 @@ def _store_draft(
     joint = probability * tl.load(survival + slot * MAX_DRAFT + i - 1, mask=(slot >= 0) & (i > 0), other=1.0)
     if STOPS_EARLY:
         skipped = tl.load(context + i * width + r, mask=in_range, other=1) == 0
-        before = tl.load(probabilities_out + r * MAX_DRAFT + i - 1, mask=in_range & (i > 0), other=0.0)
+        before = tl.load(scores_out + r * MAX_DRAFT + i - 1, mask=in_range & (i > 0), other=0.0)
         probability, joint = tl.where(skipped, before.to(tl.float32), probability), tl.where(skipped, 0.0, joint)
         below_threshold = joint < tl.load(threshold)
         skips_next = in_range & below_threshold & (i + 1 < k)
         tl.store(context + (i + 1) * width + r, tl.zeros([ROWS], tl.int32), mask=skips_next)
-    tl.store(probabilities_out + r * MAX_DRAFT + i, probability.to(tl.float64), mask=in_range)
+    tl.store(scores_out + r * MAX_DRAFT + i, probability.to(tl.float64), mask=in_range)
     tl.store(survival + slot * MAX_DRAFT + i, joint, mask=slot >= 0)

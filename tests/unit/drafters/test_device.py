@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.drafters.ahead import Eagle3Ahead, HybridAhead
+from paceline.drafters.device import DeviceEagle3Drafter, DeviceHybridDrafter
 from paceline.speculation.acceptance import AcceptanceModel
 from paceline.speculation.batch import Rows
 from paceline.speculation.draft_batch import DraftBatch
@@ -18,9 +18,9 @@ from paceline.types import SamplingParams
 K = 3
 
 
-def eagle3() -> Eagle3Ahead:
+def eagle3() -> DeviceEagle3Drafter:
     head: Any = SimpleNamespace(config=SimpleNamespace(aux_layers=(0,)))
-    return Eagle3Ahead(head)
+    return DeviceEagle3Drafter(head)
 
 
 def ids(*request_ids: int) -> np.ndarray:
@@ -32,7 +32,7 @@ def rows_of(request_ids: np.ndarray) -> Rows:
     return Rows(request_ids, [np.zeros(4, np.int32)] * num, np.zeros(num, np.uint64), [SamplingParams()] * num)
 
 
-def propose(drafter: Eagle3Ahead, request_ids: np.ndarray) -> DraftBatch:
+def propose(drafter: DeviceEagle3Drafter, request_ids: np.ndarray) -> DraftBatch:
     return drafter.propose(rows_of(request_ids), np.full(len(request_ids), K, np.int32))
 
 
@@ -40,7 +40,8 @@ def test_positions_are_reserved_for_the_longest_drafts_so_far() -> None:
     """A graph that drafts three tokens may also run a step that wants one. No drafts have a graph of their own."""
     drafter, rows = eagle3(), rows_of(ids(1, 2))
     for caps, num_positions in (([1, 0], 1), ([1, 3], 3), ([0, 2], 3), ([0, 0], 0), ([1, 1], 3)):
-        assert drafter.set_draft_lengths(rows, np.array(caps, np.int32)) == num_positions
+        drafter.set_draft_length(rows, np.array(caps, np.int32))
+        assert drafter.kv_lookahead == num_positions
         assert drafter.draft_length == max(caps)
 
 
@@ -92,7 +93,7 @@ def test_a_request_without_a_draft_in_a_step_that_drafted_counts_as_not_drafted(
 
 
 def test_a_hybrid_has_the_drafter_of_each_draft() -> None:
-    drafter = HybridAhead(HistoryStore(), eagle3())
+    drafter = DeviceHybridDrafter(HistoryStore(), eagle3())
     drafter.drafted(ids(4, 7), np.full((2, K), 0.5), np.array([1, 0]))
     drafter.drafted(ids(4, 7), np.full((2, K), 0.5), np.array([0, 1]))
     for verified, expected in ((drafter.verified(ids(7, 4)), [0, 1]), (propose(drafter, ids(7, 4)), [1, 0])):

@@ -26,35 +26,35 @@ def match(entry: Sequence[int], at: int, context: Sequence[int], most: int) -> i
     return num
 
 
-def longest(device_history: Any, entries: Sequence[Sequence[int]], context: Sequence[int]) -> list[tuple[int, int]]:
+def longest(graph_history: Any, entries: Sequence[Sequence[int]], context: Sequence[int]) -> list[tuple[int, int]]:
     """(text, position) of the longest matches, as the programs of a row find them."""
     found = []
-    for part in range(device_history.NUM_PARTS):
+    for part in range(graph_history.NUM_PARTS):
         best, kept = 0, list[tuple[int, int]]()
-        for number in range(part, len(entries), device_history.NUM_PARTS):
+        for number in range(part, len(entries), graph_history.NUM_PARTS):
             lengths = [
-                match(entries[number], at, context, device_history.MATCH) for at in range(len(entries[number]) - 1)
+                match(entries[number], at, context, graph_history.MATCH) for at in range(len(entries[number]) - 1)
             ]
-            for first in range(0, len(lengths), device_history.BLOCK):
-                some = lengths[first : first + device_history.BLOCK]
+            for first in range(0, len(lengths), graph_history.BLOCK):
+                some = lengths[first : first + graph_history.BLOCK]
                 if max(some) > best:
                     best, kept = max(some), []
                 kept += [(number, first + i) for i, length in enumerate(some) if length == best > 0]
-        found.append((best, kept[: device_history.MATCHES_PER_PART]))
+        found.append((best, kept[: graph_history.MATCHES_PER_PART]))
     top = max(best for best, _ in found)
     return [place for best, kept in found if best == top for place in kept]
 
 
 def reference_draft(
-    device_history: Any,
+    graph_history: Any,
     entries: Sequence[Sequence[int]],
     weights: Sequence[float],
     context: Sequence[int],
     k: int,
     threshold: int,
 ) -> tuple[list[int], list[float]]:
-    matches, drafted, probabilities = longest(device_history, entries, context), list[int](), list[float]()
-    matches = [(n, at) for n, at in matches if match(entries[n], at, context, device_history.MATCH) >= threshold]
+    matches, drafted, probabilities = longest(graph_history, entries, context), list[int](), list[float]()
+    matches = [(n, at) for n, at in matches if match(entries[n], at, context, graph_history.MATCH) >= threshold]
     for j in range(1, k + 1):
         matches = [(number, at) for number, at in matches if at + j < len(entries[number])]
         votes: dict[int, float] = {}
@@ -63,7 +63,7 @@ def reference_draft(
         most = max(votes.values(), default=0.0)
         token = next((t for t in (entries[n][at + j] for n, at in matches) if votes[t] > most - 1e-6), 0)
         drafted.append(token)
-        probabilities.append(most / (sum(votes.values()) + device_history.PRIOR_WEIGHT))
+        probabilities.append(most / (sum(votes.values()) + graph_history.PRIOR_WEIGHT))
         matches = [(number, at) for number, at in matches if entries[number][at + j] == token]
     return drafted, probabilities
 
@@ -71,18 +71,18 @@ def reference_draft(
 @pytest.mark.parametrize("max_tokens", [1 << 16, 900])  # 900: not all entries fit
 @pytest.mark.parametrize("seed", range(3))
 def test_drafts_equal_those_of_the_reference(seed: int, max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.model.cuda import device_history
+    from paceline.model.cuda import graph_history
 
     for name, value in {"BLOCK": 16, "NUM_PARTS": 2, "MATCHES_PER_PART": 4, "MAX_ENTRIES": 12}.items():
-        monkeypatch.setattr(device_history, name, value)
+        monkeypatch.setattr(graph_history, name, value)
     device, rng, min_match = torch.device("cuda"), np.random.default_rng(seed), 1 + 2 * (seed % 2)
     state: Any = SimpleNamespace(
         length=torch.zeros(NUM_SLOTS, dtype=torch.int32, device=device),
         drafts=torch.zeros(NUM_SLOTS, 15, dtype=torch.int32, device=device),
         survival=torch.zeros(NUM_SLOTS, 15, device=device),
     )
-    store, settings = HistoryStore(max_versions=2), device_history.HistorySettings(0.8, min_match)
-    history = device_history.DeviceHistory(state, NUM_SLOTS, max_tokens, settings)
+    store, settings = HistoryStore(max_versions=2), graph_history.HistorySettings(0.8, min_match)
+    history = graph_history.GraphHistory(state, NUM_SLOTS, max_tokens, settings)
     running: dict[int, int] = {}  # slot -> request
     num_requests = num_drafts = 0
     for step in range(40):
@@ -96,7 +96,7 @@ def test_drafts_equal_those_of_the_reference(seed: int, max_tokens: int, monkeyp
             new.append((slot, store.begin(request, step // 10), problem))
             running[slot], num_requests = num_requests, num_requests + 1
         if new:
-            history.add(device_history.NewSequence(*each, store.entries(each[2])) for each in new)
+            history.add(graph_history.NewSequence(*each, store.entries(each[2])) for each in new)
         if not running:
             continue
         slots, k = [*running, -1], int(rng.integers(1, 5))
@@ -109,7 +109,7 @@ def test_drafts_equal_those_of_the_reference(seed: int, max_tokens: int, monkeyp
             inputs=SimpleNamespace(rows=rows),
             emitted=torch.from_numpy(emitted).to(device),
             draft_length=k,
-            probabilities_out=probabilities,
+            scores_out=probabilities,
         )
         history.draft(draft_step)
         none = np.zeros(len(running), np.int32)
@@ -123,7 +123,7 @@ def test_drafts_equal_those_of_the_reference(seed: int, max_tokens: int, monkeyp
             assert on_device[own] is store.live[request_id] and int(history.lengths[own]) == on_device[own].num
             entries, weights = [on_device[n].emitted.tolist() for n in numbers], history.weights[numbers].tolist()
             context = on_device[own].emitted.tolist()
-            drafted, expected = reference_draft(device_history, entries, weights, context, k, min_match)
+            drafted, expected = reference_draft(graph_history, entries, weights, context, k, min_match)
             assert state.drafts[slot, :k].tolist() == drafted
             assert probabilities[row, :k].tolist() == pytest.approx(expected, abs=1e-6)
             num_drafts += any(expected)
@@ -133,7 +133,7 @@ def test_drafts_equal_those_of_the_reference(seed: int, max_tokens: int, monkeyp
 def make_engine(policy: Any = None) -> Any:
     from support import tiny_decoder
 
-    from paceline.drafters.ahead import HistoryAhead
+    from paceline.drafters.device import DeviceHistoryDrafter
     from paceline.engine.accept import RULES
     from paceline.engine.engine import LocalEngine
     from paceline.engine.graph_runner import GraphRunner
@@ -147,7 +147,7 @@ def make_engine(policy: Any = None) -> Any:
     decoder.ops = CudaOps()
     paged = PagedDecoder(decoder, 256)
     runner = GraphRunner(paged, EagerRunner(paged, Sampler(), RULES["coupled"]), 8)
-    drafter = HistoryAhead(HistoryStore())
+    drafter = DeviceHistoryDrafter(HistoryStore())
     runner.set_drafter(drafter)
     made = StaticPolicy(3) if policy is None else policy(paged, runner)
     return LocalEngine(paged, runner=runner, drafter=drafter, policy=made, max_num_seqs=8)

@@ -19,16 +19,16 @@ NUM_SLOTS = 5
 
 
 @pytest.fixture(scope="module")
-def device_history() -> Iterator[Any]:
+def graph_history() -> Iterator[Any]:
     """The module, whether Triton is installed or not."""
-    with kernel_modules(device_history="model.cuda.device_history") as modules:
-        yield modules.device_history
+    with kernel_modules(graph_history="model.cuda.graph_history") as modules:
+        yield modules.graph_history
 
 
-def make(device_history: Any, max_tokens: int, num_slots: int = NUM_SLOTS, longest: int = 1000) -> Any:
+def make(graph_history: Any, max_tokens: int, num_slots: int = NUM_SLOTS, longest: int = 1000) -> Any:
     state = SimpleNamespace(length=torch.zeros(num_slots, dtype=torch.int32), drafts=None, survival=None)
-    return device_history.DeviceHistory(
-        state, num_slots, max_tokens, device_history.HistorySettings(0.5, 1, longest)
+    return graph_history.GraphHistory(
+        state, num_slots, max_tokens, graph_history.HistorySettings(0.5, 1, longest)
     )  # fmt: skip
 
 
@@ -59,8 +59,8 @@ def append(history: Any, slot: int, tokens: np.ndarray) -> None:
 
 @pytest.mark.parametrize("max_tokens", [1 << 16, 900])  # 900: not all entries fit
 @pytest.mark.parametrize("seed", range(3))
-def test_the_device_has_the_entries_of_the_store(device_history: Any, seed: int, max_tokens: int) -> None:
-    rng, history, store = np.random.default_rng(seed), make(device_history, max_tokens), HistoryStore(max_versions=2)
+def test_the_device_has_the_entries_of_the_store(graph_history: Any, seed: int, max_tokens: int) -> None:
+    rng, history, store = np.random.default_rng(seed), make(graph_history, max_tokens), HistoryStore(max_versions=2)
     running: dict[int, Request] = {}  # by slot
     num_requests = num_listed = num_without = 0
     for step in range(300):
@@ -76,7 +76,7 @@ def test_the_device_has_the_entries_of_the_store(device_history: Any, seed: int,
             added.append((slot, new))
             running[slot], num_requests = new, num_requests + 1
         history.add(
-            device_history.NewSequence(slot, store.live[r.request_id], r.problem, store.entries(r.problem))
+            graph_history.NewSequence(slot, store.live[r.request_id], r.problem, store.entries(r.problem))
             for slot, r in added
         )
         for slot, each in running.items():
@@ -111,54 +111,54 @@ def test_the_device_has_the_entries_of_the_store(device_history: Any, seed: int,
     assert num_without > 0 or max_tokens > 5000
 
 
-def test_a_sequence_without_a_text_reads_nothing(device_history: Any) -> None:
-    history, store = make(device_history, 4096), HistoryStore()
+def test_a_sequence_without_a_text_reads_nothing(graph_history: Any) -> None:
+    history, store = make(graph_history, 4096), HistoryStore()
     entry = store.begin(request(0, 9), 0)
-    history.add([device_history.NewSequence(3, entry, "a", [entry])])
+    history.add([graph_history.NewSequence(3, entry, "a", [entry])])
     assert history.entry_of.tolist() == [-1, -1, -1, 0, -1] and listed(history, 3) == [0]
-    history.add([device_history.NewSequence(3, None, "a", [entry])])
+    history.add([graph_history.NewSequence(3, None, "a", [entry])])
     assert history.entry_of.tolist() == [-1] * 5 and len(history._free_problems) == NUM_SLOTS
 
 
-def test_a_text_that_does_not_fit_is_left_out(device_history: Any) -> None:
-    history, store = make(device_history, 256), HistoryStore()
+def test_a_text_that_does_not_fit_is_left_out(graph_history: Any) -> None:
+    history, store = make(graph_history, 256), HistoryStore()
     long, short = store.begin(request(0, 1000), 0), store.begin(request(1, 30), 0)
     entries = store.entries("a")
-    history.add([device_history.NewSequence(0, long, "a", entries), device_history.NewSequence(1, short, "a", entries)])
+    history.add([graph_history.NewSequence(0, long, "a", entries), graph_history.NewSequence(1, short, "a", entries)])
     assert history.entry_of.tolist()[:2] == [-1, 0] and listed(history, 0) == [0]
     assert entry_on_device(history, 0) == [1, 2]
 
 
-def test_there_are_indices_for_all_entries_that_fit(device_history: Any) -> None:
-    history, store = make(device_history, 1 << 15, num_slots=1), HistoryStore()
+def test_there_are_indices_for_all_entries_that_fit(graph_history: Any) -> None:
+    history, store = make(graph_history, 1 << 15, num_slots=1), HistoryStore()
     for i in range(1000):
         entry = store.begin(request(i, 1, f"{i}", (i,)), 0)
-        history.add([device_history.NewSequence(0, entry, f"{i}", [entry])])
+        history.add([graph_history.NewSequence(0, entry, f"{i}", [entry])])
         assert entry_on_device(history, int(history.entry_of[0])) == [i]
         store.end(i)
-    assert len(history._numbers) > device_history.MAX_ENTRIES
+    assert len(history._numbers) > graph_history.MAX_ENTRIES
 
 
-def test_waiting_sequences_take_no_region(device_history: Any) -> None:
+def test_waiting_sequences_take_no_region(graph_history: Any) -> None:
     """A group is larger than MAX_ENTRIES, and three of it run: these and the earlier entries are listed."""
-    history, store = make(device_history, 1 << 16), HistoryStore()
+    history, store = make(graph_history, 1 << 16), HistoryStore()
     for i in range(10):
         store.begin(request(i, 9, "", (i,)), 0)
         store.end(i)
     entries = [store.begin(request(i, 9, "", (i,)), 1) for i in range(100, 300)]
-    history.add(device_history.NewSequence(slot, entries[slot], "", store.entries("")) for slot in range(3))
+    history.add(graph_history.NewSequence(slot, entries[slot], "", store.entries("")) for slot in range(3))
     numbers = listed(history, 0)
     assert sorted(entry_on_device(history, number)[0] for number in numbers) == [*range(10), 100, 101, 102]
     assert history.weights[numbers].tolist() == [1.0] * 3 + [0.5] * 10
 
 
-def test_a_region_is_no_larger_than_the_context(device_history: Any) -> None:
-    history, store = make(device_history, 4096, longest=500), HistoryStore()
+def test_a_region_is_no_larger_than_the_context(graph_history: Any) -> None:
+    history, store = make(graph_history, 4096, longest=500), HistoryStore()
     entry = store.begin(request(0, 1 << 25), 0)
-    history.add([device_history.NewSequence(0, entry, "a", [entry])])
+    history.add([graph_history.NewSequence(0, entry, "a", [entry])])
     assert history.entry_of[0] == 0 and 500 <= int(history.ends[0] - history.starts[0]) < 600
     store.end(0)
-    other, empty = store.begin(request(1, 9), 0), make(device_history, 4096, longest=500)
-    empty.add([device_history.NewSequence(0, other, "a", store.entries("a"))])
+    other, empty = store.begin(request(1, 9), 0), make(graph_history, 4096, longest=500)
+    empty.add([graph_history.NewSequence(0, other, "a", store.entries("a"))])
     start, end = empty.allocator.regions[entry]
-    assert end - start == device_history.MIN_CAPACITY  # it emits no more
+    assert end - start == graph_history.MIN_CAPACITY  # it emits no more

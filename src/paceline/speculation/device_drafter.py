@@ -1,6 +1,6 @@
-"""The host's side of drafters on the device: for which requests there are drafts, how long these are, and, once the
+"""The host's part of drafters on the device: for which requests there are drafts, how long these are, and, once the
 step is committed, the scores of their tokens. While steps overlap, the scores in `propose` are those of the drafts
-before.
+before. The part that drafts, inside the CUDA graph, is a `GraphDrafter` (model/cuda/graph_drafter.py).
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ NOTHING = _Scores(np.zeros(0, np.int64), np.zeros((0, 0)), np.zeros(0, np.uint8)
 NO_REQUESTS = np.zeros(0, np.int64), 0
 
 
-class AheadDrafter(Drafter):
+class DeviceDrafter(Drafter):
     """Base of the drafters on the device. They draft at the end of each step for the next one, so `propose` only says
     how many tokens are there; the tokens are -1, since the host does not know them."""
 
     sources: tuple[str, ...] = ()  # names of the drafters that `DraftStep.sources_out` counts, if there are several
     reads_acceptance = False  # needs `Rows.acceptance`
+    writes_kv = True  # has KV of its own, in the target's blocks
 
     def __init__(self) -> None:
         self.draft_length = self.max_draft_length = 0  # tokens that the next step drafts, and the most so far
@@ -72,7 +73,7 @@ class AheadDrafter(Drafter):
 
     @abstractmethod
     def build(self, context: Any) -> Any:
-        """DeviceContext -> DeviceDrafter, both of model/cuda/device_drafter.py."""
+        """DeviceContext -> GraphDrafter."""
 
     def add(self, drafter: Any, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """These sequences are in these slots now; no step of theirs is in flight. `drafter` is from `build`, perhaps of
@@ -96,12 +97,16 @@ class AheadDrafter(Drafter):
 
     # -- called by the engine ---------------------------------------------------------------------------------------
 
-    def set_draft_lengths(self, rows: Rows, caps: np.ndarray) -> int:
-        """The device drafts one length for all rows, perhaps more than asked for: up to the most so far, if it uses a
-        larger graph."""
-        self.draft_length = min(MAX_DRAFT, int((caps if rows.head_caps is None else rows.head_caps).max(initial=0)))
+    def set_draft_length(self, rows: Rows, caps: np.ndarray) -> None:
+        """Of the next step: one length for all rows."""
+        self.draft_length = min(MAX_DRAFT, int(caps.max(initial=0)))
         self.max_draft_length = max(self.max_draft_length, self.draft_length)
-        return self.max_draft_length if self.draft_length else 0
+
+    @property
+    def kv_lookahead(self) -> int:
+        """Positions after a row's end whose KV the next step may write while drafting. A graph that was captured for
+        longer drafts may be used, so it is the longest draft so far."""
+        return self.max_draft_length if self.draft_length and self.writes_kv else 0
 
     def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch:
         last, k = self._launched

@@ -8,19 +8,19 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.model.cuda.device_drafter import DraftStep
-from paceline.model.cuda.device_history import DeviceHistory
 from paceline.model.cuda.device_state import MAX_DRAFT, DeviceState
-from paceline.model.cuda.head import DeviceHead
+from paceline.model.cuda.graph_drafter import DraftStep
+from paceline.model.cuda.graph_head import GraphHead
+from paceline.model.cuda.graph_history import GraphHistory
 from paceline.model.paged import PagedDecoder, Span
 
 HISTORY, HEAD = 0, 1  # in `sources_out`
 
 
-class DeviceHybrid:
-    may_find_nothing = True  # a draft of the history may be shorter than the head's
+class GraphHybrid:
+    may_draft_less = True  # a draft of the history may be shorter than the head's
 
-    def __init__(self, history: DeviceHistory, head: DeviceHead, state: DeviceState) -> None:
+    def __init__(self, history: GraphHistory, head: GraphHead, state: DeviceState) -> None:
         self.history, self.head, self.state = history, head, state
         self.aux_layers = head.aux_layers
         # The history drafts into its own buffers. If its draft of a row is the better one, it is moved to the state's.
@@ -32,15 +32,15 @@ class DeviceHybrid:
         self.head.prefill(spans, paged)
 
     def draft(self, step: DraftStep) -> None:
-        found = replace(step, probabilities_out=torch.zeros_like(step.probabilities_out))
+        found = replace(step, scores_out=torch.zeros_like(step.scores_out))
         self.history.draft(found)
         self.head.draft(step)
         if not step.draft_length:
             return
         slots = step.inputs.rows.slots
         _choose[(len(slots),)](
-            slots, self.history_factor, self.history.drafts, self.history.survival, found.probabilities_out,
-            self.state.drafts, self.state.survival, step.probabilities_out, step.sources_out, step.draft_length,
+            slots, self.history_factor, self.history.drafts, self.history.survival, found.scores_out,
+            self.state.drafts, self.state.survival, step.scores_out, step.sources_out, step.draft_length,
             MAX_DRAFT=MAX_DRAFT, WIDTH=triton.next_power_of_2(MAX_DRAFT), HISTORY=HISTORY, HEAD=HEAD, num_warps=1,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What a drafter on the device does: at the end of each step it drafts for the next one."""
+"""The part of a drafter that runs inside the CUDA graph: at the end of each step it drafts for the next one."""
 
 from __future__ import annotations
 
@@ -25,29 +25,32 @@ class DraftStep:
     emitted: Tensor  # int32 [R, 2 + MAX_QUERIES], see `DeviceState.commit_tokens`
     draft_length: int
     truncates: bool  # whether a row uses top-k, top-p or min-p
-    stops_early: bool  # see `Size.stops_early`
-    probabilities_out: Tensor  # float64 [R, MAX_DRAFT], of each draft token, given that those before it are accepted
+    stops_early: bool  # see `GraphSize.stops_early`
+    scores_out: Tensor  # float64 [R, MAX_DRAFT], of each draft token, given that those before it are accepted
     sources_out: Tensor  # int32 [R], index into the drafter's `sources`
     imposed: Tensor | None  # see `DeviceState.commit_tokens`
 
 
-class DeviceDrafter(Protocol):
-    """Writes draft tokens and their survival probabilities into `DeviceState`."""
+class GraphDrafter(Protocol):
+    """The host's part is a `DeviceDrafter` (speculation/device_drafter.py), which builds it."""
 
     aux_layers: tuple[int, ...]  # it reads the outputs of these target layers
-    may_find_nothing: bool  # its drafts may have tokens with probability 0, so the next step must select
+    may_draft_less: bool  # some of its draft tokens may be missing (score 0), so the next step must select
 
     def prefill(self, spans: list[Span], paged: PagedDecoder) -> None:
         """Rows that were computed outside of the graph: each span has the tokens after the positions that the target
         has computed."""
         ...
 
-    def draft(self, step: DraftStep) -> None: ...
+    def draft(self, step: DraftStep) -> None:
+        """Write draft tokens and survival probabilities into `DeviceState.drafts` and `.survival` by slot, and scores
+        into `step.scores_out` by row. This is captured: no synchronization, and no shape that depends on data."""
+        ...
 
 
 @dataclass(slots=True)
 class DeviceContext:
-    """What a drafter needs to build its part on the device."""
+    """What a `DeviceDrafter` builds its part in the graph from."""
 
     decoder: Decoder
     kv: PagedKV

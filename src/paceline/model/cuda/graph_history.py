@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.model.cuda.device_drafter import DraftStep
 from paceline.model.cuda.device_state import MAX_DRAFT, DeviceState
+from paceline.model.cuda.graph_drafter import DraftStep
 from paceline.model.paged import PagedDecoder, Span
 
 MATCH = 8  # tokens of context that are compared
@@ -114,11 +114,11 @@ class Allocator:
         return [entry for entry in some if self.regions[entry][1] > start]
 
 
-class DeviceHistory:
+class GraphHistory:
     """`max_tokens`: of all entries together."""
 
     aux_layers: tuple[int, ...] = ()
-    may_find_nothing = True
+    may_draft_less = True
 
     def __init__(self, state: DeviceState, num_slots: int, max_tokens: int, settings: HistorySettings) -> None:
         device = state.length.device
@@ -293,7 +293,7 @@ class DeviceHistory:
         )  # fmt: skip
         _vote[(num,)](
             slots, self.tokens, self.starts, self.lengths, self.weights, found, tops, self.drafts,
-            self.survival, step.probabilities_out, k, min(self.settings.min_match, MATCH), PRIOR_WEIGHT,
+            self.survival, step.scores_out, k, min(self.settings.min_match, MATCH), PRIOR_WEIGHT,
             MAX_DRAFT=MAX_DRAFT, NUM_PARTS=NUM_PARTS, MATCHES_PER_PART=MATCHES_PER_PART,
             num_warps=1,  # sums need not wait for other warps
         )  # fmt: skip
@@ -363,7 +363,7 @@ def _find_matches(
 
 @triton.jit(do_not_specialize=["k", "min_match"])
 def _vote(
-    slots, tokens, starts, lengths, weights, found, tops, drafts, survival, probabilities_out, k, min_match,
+    slots, tokens, starts, lengths, weights, found, tops, drafts, survival, scores_out, k, min_match,
     prior_weight, MAX_DRAFT: tl.constexpr, NUM_PARTS: tl.constexpr, MATCHES_PER_PART: tl.constexpr,
 ):  # fmt: skip
     """Token by token. Each match votes for its next token, weighted by its entry; on a tie, the token of the first
@@ -394,5 +394,5 @@ def _vote(
             joint = joint * probability
             tl.store(drafts + slot * MAX_DRAFT + j, drafted)
             tl.store(survival + slot * MAX_DRAFT + j, joint)
-            tl.store(probabilities_out + row * MAX_DRAFT + j, probability.to(tl.float64))
+            tl.store(scores_out + row * MAX_DRAFT + j, probability.to(tl.float64))
             alive = alive & (token == drafted)
