@@ -97,8 +97,7 @@ class Settings:
         return self.num_prompts * (self.num_samples if 0 in self.temperatures else 1)
 
     def with_method(self, method: str) -> Config:
-        speculation = self.config.speculation.model_copy(update={"method": method})
-        return self.config.model_copy(update={"speculation": speculation})
+        return self.config.changed(speculation={"method": method})
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +172,7 @@ def open_sweep(settings: Settings, prompts: Sequence[Prompt]) -> Sweep:
     """Build the sweep with one engine for all cases; the drafter is replaced for each run."""
     config = settings.with_method("none")
     check_requests(settings, len(prompts))
-    rows = config.engine.model_copy(update={"max_num_seqs": max(settings.batches)})
-    engine = build_engine(config.model_copy(update={"engine": rows}))
+    engine = build_engine(config.changed(engine={"max_num_seqs": max(settings.batches)}))
     ids = [encode(engine.tokenizer, prompt, config.task.chat) for prompt in prompts]
 
     target, head = engine.paged.decoder, None

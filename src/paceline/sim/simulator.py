@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paceline.config_io import ConfigError, apply_override
+from paceline.config_io import ConfigError, apply_override, read_toml
 from paceline.sim.pipeline import Pipeline, Stages, Step, stage_times, steady_step
 from paceline.sim.rollout import Rollout, make_schedules, rollout
 from paceline.sim.schedule import Schedule
-from paceline.sim.settings import parse_settings, read_toml
+from paceline.sim.settings import parse_settings
 from paceline.sim.specs import SPEC_FILES, Efficiency, Hardware, Model, Software, load_spec
 from paceline.sim.speculation import NO_SPECULATION, Speculation
 from paceline.sim.step import Engine, StepModel
@@ -207,8 +207,3 @@ class Simulator:
 
 def simulate(config: SimulationConfig) -> Result:
     return Simulator(config).result()
-
-
-def with_changes(config: SimulationConfig, **sections: dict[str, Any]) -> SimulationConfig:
-    """A copy with some keys of some sections changed."""
-    return replace(config, **{name: replace(getattr(config, name), **changes) for name, changes in sections.items()})

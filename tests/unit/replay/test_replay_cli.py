@@ -124,7 +124,7 @@ def test_advice_reads_the_runs_own_metrics(rollouts: Path, table: str, tmp_path:
         (["--policy", "static"], "--policy 'static': use static:K"),
         (["--policy", "auto:x"], "--policy 'auto:x'"),
         (["--policy", "static:999"], "speculation.num_speculative_tokens"),
-        (["--batch", "0"], "--batch '0': give one or more numbers from 1"),
+        (["--batch", "0"], "--batch 0: must be at least 1"),
         (["--batch", "a"], "--batch 'a': give numbers separated by commas"),
         (["--order", "shortest"], "--order 'shortest'"),
         (["--hardware", "abacus"], "--hardware 'abacus': the shipped tables are"),
