@@ -144,17 +144,15 @@ class Result:
 
 
 class Simulator:
-    """Loads a config's specs and computes its schedules once. `efficiency` and `software` replace the config's."""
+    """Loads a config's specs and computes its schedules once."""
 
-    def __init__(
-        self, config: SimulationConfig, efficiency: Efficiency | None = None, software: Software | None = None
-    ) -> None:
+    def __init__(self, config: SimulationConfig) -> None:
         s = config
         self.config = s
         self.hardware = load_spec(Hardware, s.hardware, "hardware")
         self.model = load_spec(Model, s.model, "model")
-        self.software = software or load_spec(Software, s.software, "software")
-        self.efficiency = efficiency or load_spec(Efficiency, s.efficiency, "efficiency")
+        self.software = load_spec(Software, s.software, "software")
+        self.efficiency = load_spec(Efficiency, s.efficiency, "efficiency")
         if s.pipeline.rollout_gpus % s.engine.gpus:
             raise ConfigError(
                 f"engine.gpus = {s.engine.gpus}: does not divide the {s.pipeline.rollout_gpus} devices that generate"

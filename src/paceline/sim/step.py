@@ -317,7 +317,7 @@ class StepModel:
 
     # -- for policies -----------------------------------------------------------------------------------------------
 
-    def cost_table(self, max_rows: int, max_k: int, context: float, method: str | None = None) -> CostTable:
+    def cost_table(self, max_rows: int, max_k: int, context: float) -> CostTable:
         """A cost table for policies (speculation/cost.py). It does not include the host time per emitted token: the
         number of emitted tokens is not known before the step, and policies do not decide about it."""
         sizes = sorted({1, max_rows, *(2**i for i in range(max_rows.bit_length())), *(3 * 2**i for i in range(30))})
@@ -333,7 +333,7 @@ class StepModel:
                 if k:
                     passes_s = 1e-6 * self.software.host_pass_us * self._num_passes(np.asarray(k))
                     drafts.append((rows, k, float(self.draft_s(rows, k, context) + passes_s)))
-        name = method or DRAFTER_NAMES.get(self.method, self.method)
+        name = DRAFTER_NAMES.get(self.method, self.method)
         # A table has one cost per context token: take it from a full batch, in which all groups have rows.
         more_s = self.forward_s(max_rows, max_rows, 2 * max_rows * context) - self.forward_s(
             max_rows, max_rows, max_rows * context

@@ -255,7 +255,7 @@ def test_a_head_that_was_not_recorded_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["--policy", "--drafter"])
 def test_an_empty_list_is_an_error(rollouts: Path, key: str) -> None:
     found = CliRunner().invoke(app, ["replay", str(rollouts), key, "", "--batch", "2"])
-    assert found.exit_code == 2 and f"{key} is empty" in found.output
+    assert found.exit_code == 2 and f"{key}: give at least one" in found.output
 
 
 def test_named_pipes_and_odd_names(rollouts: Path, tmp_path: Path) -> None:
