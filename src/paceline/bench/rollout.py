@@ -145,10 +145,6 @@ class Bench:
             for engine in s.engines
         ]
 
-    @property
-    def num_rounds(self) -> int:
-        return len(self.cases()) * (1 + self.settings.repeats)
-
     def run(self, progress: Callable[[Case, str], None] = lambda case, what: None) -> None:
         opened = {model: self._open(model) for model in self.settings.models}  # all errors come before any work
         for model, (directory, ids) in opened.items():

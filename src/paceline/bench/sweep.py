@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from paceline.bench.common import check_choices, check_given, check_numbers, decode_steps, describe
+from paceline.bench.common import check_choices, check_given, check_numbers, decode_steps
 from paceline.build.drafter import build_drafter, build_head, pack_head
 from paceline.build.engine import build_engine
 from paceline.build.task import build_task
@@ -90,11 +90,6 @@ class Settings:
     @property
     def claims_identity(self) -> bool:
         return self.config.speculation.rule == "coupled"
-
-    @property
-    def max_prompts(self) -> int:
-        """How many prompts the sweep can use."""
-        return self.num_prompts * (self.num_samples if 0 in self.temperatures else 1)
 
     def with_method(self, method: str) -> Config:
         return self.config.changed(speculation={"method": method})
@@ -229,15 +224,13 @@ class Sweep:
                         block += [Case(temperature, batch, drafter, k, history) for k in s.draft_lengths]
                 yield block
 
-    def _estimate(self) -> float:
-        """Seconds for all rounds if each setting takes as long as plain decoding did in the warm-up."""
-        return self.settings.repeats * sum(len(b) * self._warm_runs[b[0]].seconds for b in self._blocks())
-
     def run(self, progress: Progress = lambda what, done_s, total_s: None) -> None:
         """`progress` is called before each run with its name, and with the estimated seconds that are done and that
         all runs take (None during the warm-up)."""
         self._warm_up(progress)
-        done_s, total_s = 0.0, self._estimate()
+        # If each setting takes as long as plain decoding did in the warm-up.
+        round_s = sum(len(block) * self._warm_runs[block[0]].seconds for block in self._blocks())
+        done_s, total_s = 0.0, self.settings.repeats * round_s
         for repeat in range(self.settings.repeats):
             for block in self._blocks():
                 runs: dict[Case, Run] = {}
@@ -306,9 +299,6 @@ class Sweep:
         self.engine.close()
 
     # -- results ------------------------------------------------------------------------------------------------------
-
-    def describe(self) -> dict[str, Any]:
-        return describe(self.settings)
 
     def differing(self) -> list[Case]:
         """The cases that must emit the same tokens as plain decoding, and did not."""

@@ -302,18 +302,19 @@ class StepModel:
         return 1e9 * gb_s * self.efficiency.collective, 1e-6 * us * np.log2(num)
 
     def _all_reduce_s(self, num: int, num_bytes: np.ndarray) -> np.ndarray:
-        if num == 1:
-            return np.zeros_like(num_bytes)
-        bytes_per_s, latency_s = self._link(num)
         # NVLink SHARP reduces in the switch, so each device sends its data once. Elsewhere: ring all-reduce.
         factor = 1.0 if num <= self.hardware.nvlink_gpus else 2 * (num - 1) / num
-        return latency_s + factor * num_bytes / bytes_per_s
+        return self._collective_s(num, factor * num_bytes)
 
     def _all_to_all_s(self, num: int, num_bytes: np.ndarray) -> np.ndarray:
+        return self._collective_s(num, (num - 1) / num * num_bytes)
+
+    def _collective_s(self, num: int, num_bytes: np.ndarray) -> np.ndarray:
+        """`num_bytes`: what each of `num` devices sends."""
         if num == 1:
             return np.zeros_like(num_bytes)
         bytes_per_s, latency_s = self._link(num)
-        return latency_s + (num - 1) / num * num_bytes / bytes_per_s
+        return latency_s + num_bytes / bytes_per_s
 
     # -- for policies -----------------------------------------------------------------------------------------------
 
