@@ -28,5 +28,4 @@ def printed(lengths: ArrayLike, alpha: ArrayLike, k: ArrayLike, c_base: float, c
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         num_steps = budgets.find_num_steps(l_B, float(l_B.max(initial=0, where=alpha_B == 0)), c_base, c_tok, slopes)
         budgets_B = np.where(l_B > num_steps, -l_B / alpha_B * np.log(left(num_steps)), 0.0)
-        prices_B = budgets.find_prices(l_B, num_steps, c_base, c_tok, slopes(num_steps))
-    return budgets.Budgets(num_steps, budgets_B, prices_B)
+    return budgets.Budgets(num_steps, budgets_B)

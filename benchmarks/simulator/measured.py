@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+from published_results import mean_error
 
 from paceline.sim.specs import Efficiency, Hardware, Model, load_spec
 from paceline.sim.step import Engine
@@ -84,7 +85,7 @@ def main() -> None:
     )  # fmt: skip
     for name, value in found.fitted.values.items():
         print(f"    {name} = {value:.4g}")
-    print(f"fitted on {len(found.fitted_steps)} rows: error {100 * found.fitted.mean_error:.1f}% on average, "
+    print(f"fitted on {len(found.fitted_steps)} rows: error {100 * mean_error(found.fitted):.1f}% on average, "
           f"{100 * found.fitted.max_error:.1f}% at most")  # fmt: skip
     for row, error in zip(found.held_out, found.errors, strict=True):
         print(f"    {row.name}: {1e3 * row.seconds:.2f} ms, {100 * error:+.1f}%")

@@ -13,12 +13,16 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from published_results import with_changes
 
+from paceline.report.plot import to_png
+from paceline.report.table import write_bytes
 from paceline.sim.pipeline import stage_times, steady_step
-from paceline.sim.plot import save_maps
-from paceline.sim.simulator import SimulationConfig, Simulator, load_simulation_config, with_changes
+from paceline.sim.plot import draw_map
+from paceline.sim.simulator import SimulationConfig, Simulator, load_simulation_config
 from paceline.sim.speculation import NO_SPECULATION, Speculation
 
 GPUS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -103,7 +107,14 @@ def main() -> None:
                 print(f"| {title} | " + " | ".join(f"{x:.2f}" for x in line) + " |", flush=True)
     labels = ("static\nrollout", "static\nstep", "auto\nrollout", "auto\nstep")
     title = "Speed-up over plain decoding, GB200, FP8, batch 4096 (projected)"
-    save_maps(maps, GPUS, labels, "GPUs", "", args.out / "simulator-projection.png", title)
+    names = list(maps)
+
+    def draw(panel: Any, column: int, _: int) -> None:
+        draw_map(panel, maps[names[column]], GPUS, labels, "GPUs", "")
+        panel.set_title(names[column], fontsize=10)
+
+    png = to_png(draw, len(names), 1, (4.2 * len(names), 3.6), title)
+    write_bytes(args.out / "simulator-projection.png", png)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 
-from published_results import TOLERANCE, Parameters, PublishedResults
+from published_results import TOLERANCE, Parameters, PublishedResults, mean_error
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
     published, parameters = PublishedResults(), Parameters.shipped()
     if args.fit:
         parameters, found = published.fit(parameters)
-        print(f"fitted rows: error {100 * found.mean_error:.1f}% on average, {100 * found.max_error:.1f}% at most\n")
+        print(f"fitted rows: error {100 * mean_error(found):.1f}% on average, {100 * found.max_error:.1f}% at most\n")
         for name, value in found.values.items():
             print(f"    {name} = {value:.4g}")
     table = ""

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from paceline.config_io import read_toml
 from paceline.sim.fit import Fit, Values, fit
-from paceline.sim.settings import field_range, read_toml
-from paceline.sim.simulator import Result, Run, SimulationConfig, Simulator, load_simulation_config, with_changes
+from paceline.sim.settings import field_range
+from paceline.sim.simulator import Result, Run, SimulationConfig, Simulator, load_simulation_config
 from paceline.sim.specs import Efficiency, Hardware, Model, Software, load_spec
 from paceline.sim.speculation import NO_SPECULATION, Speculation
 from paceline.sim.step import Engine, StepModel
@@ -149,7 +150,7 @@ class PublishedResults:
         for tokens, ms in self.published["h200_linears"]["qwen3_8b"].items():
 
             def linears(parameters: Parameters, num: int = int(tokens)) -> float:
-                return 1e3 * float(step_model(parameters, "none").matrices_s(num))
+                return 1e3 * float(matrices_s(step_model(parameters, "none"), num))
 
             yield Row("H200, Qwen3-8B's matrix products, ms", f"{tokens} tokens", ms, linears, True, checked=False)
         for mode, times in self.published["vllm_h200"].items():
@@ -246,6 +247,25 @@ class PublishedResults:
                     return self.run(c, parameters).rollout_speedup
 
                 yield Row(table, name, published, speedup, checked=False)
+
+
+def matrices_s(model: StepModel, num_tokens: int) -> np.ndarray:
+    """Time of the matrix products of a dense model, without attention and everything else."""
+    m, e, tokens = model.model, model.engine, np.asarray(num_tokens, np.float64)
+    assert not m.experts
+    mlp = model.matrix_s(3 * m.hidden * m.intermediate / e.tp, e.precision, tokens)
+    layer = model.matrix_s(m.attention_params / e.tp, e.precision, tokens) + mlp
+    return m.layers * layer + model.matrix_s(m.vocab * m.hidden / e.tp, e.precision, tokens)
+
+
+def mean_error(found: Fit) -> float:
+    """Of the fitted rows, as a ratio: 0.1 is ten per cent."""
+    return float(np.expm1(np.abs(found.errors).mean()))
+
+
+def with_changes(config: SimulationConfig, **sections: dict[str, Any]) -> SimulationConfig:
+    """A copy with some keys of some sections changed."""
+    return replace(config, **{name: replace(getattr(config, name), **changes) for name, changes in sections.items()})
 
 
 def with_speculation(config: SimulationConfig, **changes: Any) -> SimulationConfig:

@@ -149,16 +149,9 @@ class SamplingSection(Section):
         self.params()  # SamplingParams checks the ranges
 
     def params(self) -> SamplingParams:
-        return SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            max_tokens=self.max_tokens,
-            stop=tuple(self.stop),
-            stop_token_ids=tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
-        )
+        values = self.model_dump(exclude={"seed"})
+        values |= {"stop": tuple(self.stop), "stop_token_ids": tuple(self.stop_token_ids)}
+        return SamplingParams(**values)
 
 
 class TaskSection(Section):
@@ -368,3 +361,8 @@ class Config(Section):
     draft: DraftSection = DraftSection()
     train: TrainSection = TrainSection()
     cluster: ClusterSection = ClusterSection()
+
+    def changed(self, **sections: dict[str, Any]) -> Self:
+        """A copy with other values of some keys, by section. They are not checked."""
+        copies = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        return self.model_copy(update=copies)

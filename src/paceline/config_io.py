@@ -32,21 +32,25 @@ class ConfigError(ValueError):
 
 def read_settings(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The settings of a TOML file (none if `path` is None), with `a.b=c` overrides applied in order. Not validated."""
-    settings: dict[str, Any] = {}
-    if path is not None:
-        try:
-            settings = tomllib.loads(read_text(Path(path)))
-        except FileNotFoundError:
-            raise ConfigError(f"config file {path} does not exist") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
-        except RecursionError:
-            raise ConfigError(f"config file {path} is not valid TOML: nested too deep") from None
-        except ValueError as error:
-            raise ConfigError(f"config file {error}") from None
+    settings = {} if path is None else read_toml(Path(path))
     for override in overrides:
         apply_override(settings, override)
     return settings
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(read_text(path))
+    except FileNotFoundError:
+        raise ConfigError(f"config file {path} does not exist") from None
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"config file {path} is not valid TOML: nested too deep") from None
+    except ValueError as error:
+        raise ConfigError(f"config file {error}") from None
 
 
 def apply_override(settings: dict[str, Any], override: str) -> None:

@@ -15,7 +15,7 @@ import traceback
 import warnings
 from collections.abc import Iterable
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -31,10 +31,8 @@ def escape_controls(text: str) -> str:
 
 
 class SafeConsole(Console):
-    def __init__(self, *, stderr: bool = False, file: TextIO | None = None, force_terminal: bool | None = None) -> None:
-        super().__init__(
-            stderr=stderr, file=file, force_terminal=force_terminal, highlight=False, markup=False, emoji=False
-        )
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """rich calls this for everything that it prints, including live displays. Its own control codes are separate

@@ -105,6 +105,16 @@ def with_noise_key(request: Request, seed: int, num_submitted: int) -> Request:
     return replace(request, noise_key=noise_key(seed, "submitted", num_submitted))
 
 
+def acceptance_probability(length: float, k: int) -> float:
+    """The p with 1 + p + … + p^k = length: the probability that each of k draft tokens is accepted, given that those
+    before it are, if it is the same for all."""
+    low, high = 0.0, 1.0
+    for _ in range(60):  # halvings: the precision of float64
+        middle = (low + high) / 2
+        low, high = (middle, high) if 1 + sum(middle**i for i in range(1, k + 1)) < length else (low, middle)
+    return high
+
+
 class Provenance(IntEnum):
     """Origin of an emitted token. All of them follow the target's distribution."""
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -67,7 +68,7 @@ def exits(pid: int, timeout_s: float = 10) -> bool:
 def echo(tmp_path):
     path = tmp_path / "echo.py"
     path.write_text(ECHO)
-    with WorkerProcess(path) as worker:
+    with contextlib.closing(WorkerProcess(path)) as worker:
         yield worker
 
 

@@ -9,6 +9,7 @@ import os
 import signal
 import types
 import typing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,12 @@ from paceline.rl.logs import TensorBoardSink, WandbSink, scalars
 
 def test_a_new_run(tmp_path: Path) -> None:
     config = dump_config(Config())
-    with RunFolder.create(tmp_path / "a" / "b", config, {"machine": "ours", "reward": math.nan}) as run:
+    with closing(RunFolder.create(tmp_path / "a" / "b", config, {"machine": "ours", "reward": math.nan})) as run:
         assert load_config(run.path / "config.toml") == Config()
         assert json.loads((run.path / "run.json").read_text()) == {"format": 2, "machine": "ours", "reward": None}
     with pytest.raises(ValueError, match=f"already holds a run.*--resume {run.path}"):
         RunFolder.create(run.path, config, {})
-    with RunFolder.open(run.path) as again:
+    with closing(RunFolder.open(run.path)) as again:
         assert again.path == run.path
     with pytest.raises(ValueError, match="holds no run"):
         RunFolder.open(tmp_path)
@@ -46,7 +47,7 @@ def test_every_run_gets_its_own_folder(tmp_path: Path, monkeypatch: pytest.Monke
     paths = []
     for task in ("chain_sum", "chain_sum", "my data/gsm8k.jsonl", "module:Env", "..", "/"):
         config = Config(task=TaskSection(name=task))
-        with RunFolder.create(None, dump_config(config), {}) as run:
+        with closing(RunFolder.create(None, dump_config(config), {})) as run:
             paths.append(run.path)
             assert run.path.parent == Path("runs")
     assert len(set(paths)) == len(paths)
@@ -88,7 +89,7 @@ def test_the_lock_ends_with_its_process_even_if_a_child_lives(tmp_path: Path) ->
 
 
 def test_streams_are_truncated(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path / "run", "", {}) as run:
+    with closing(RunFolder.create(tmp_path / "run", "", {})) as run:
         run.append("metrics", [{"step": 1}, {"step": 2, "text": "ü"}])
         offsets = run.offsets()
         assert offsets == {"metrics": 38, "rollouts": 0, "trace": 0}
@@ -97,7 +98,7 @@ def test_streams_are_truncated(tmp_path: Path) -> None:
     with (run.path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 4, "to')
     assert [record["step"] for record in read_stream(run.path, "metrics")] == [1, 2, 3], "an incomplete line is skipped"
-    with RunFolder.open(run.path) as run:
+    with closing(RunFolder.open(run.path)) as run:
         run.truncate(offsets)
         assert list(run.read("metrics")) == [{"step": 1}, {"step": 2, "text": "ü"}]
         assert list(run.read("trace")) == []
@@ -109,7 +110,7 @@ def test_streams_are_truncated(tmp_path: Path) -> None:
 
 
 def test_a_stream_that_is_shorter_than_its_checkpoint(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path / "run", "", {}) as run:
+    with closing(RunFolder.create(tmp_path / "run", "", {})) as run:
         run.append("rollouts", [{"step": 1}, {"step": 2}])
         offsets = run.offsets()
         os.truncate(run.path / "rollouts.jsonl", 15)
@@ -127,7 +128,7 @@ def test_streams_are_valid_json(tmp_path: Path) -> None:
         "a": np.array([1.5, np.nan]),
         "s": "\ud800",
     }
-    with RunFolder.create(tmp_path / "run", "", {}) as run:
+    with closing(RunFolder.create(tmp_path / "run", "", {})) as run:
         run.append("metrics", [odd])
         text = (run.path / "metrics.jsonl").read_text()
         found = json.loads(text, parse_constant=lambda value: pytest.fail(f"{value} is not JSON"))
@@ -137,7 +138,7 @@ def test_streams_are_valid_json(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path / "run", "", {}) as run:
+    with closing(RunFolder.create(tmp_path / "run", "", {})) as run:
         stream = run._stream("trace")
         os.dup2(os.open("/dev/full", os.O_WRONLY), stream.fileno())
         with pytest.raises(OSError, match=r"trace\.jsonl: can't write \(No space left on device\)"):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -371,7 +372,7 @@ def test_a_report_does_not_wait_for_a_pipe(tmp_path: Path) -> None:
 
 
 def test_a_resume_does_not_wait_for_a_pipe(tmp_path: Path) -> None:
-    with RunFolder.create(tmp_path / "run", "", {}) as folder:
+    with closing(RunFolder.create(tmp_path / "run", "", {})) as folder:
         os.mkfifo(folder.path / "checkpoint.json")
         with pytest.raises(ValueError, match=r"checkpoint\.json is damaged"):
             folder.last_checkpoint()
@@ -393,7 +394,7 @@ def test_a_config_that_is_a_pipe(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", '{"step": Infinity}', "[]"])
 def test_a_damaged_note_about_checkpoints_stops_no_run_that_has_one(tmp_path: Path, text: str) -> None:
-    with RunFolder.create(tmp_path / "run", "", {}) as folder:
+    with closing(RunFolder.create(tmp_path / "run", "", {})) as folder:
         checkpoints = Checkpoints(folder.checkpoints, keep=1)
         checkpoints.save(3, {}, {})
         (folder.path / "checkpoint.json").write_text(text)
@@ -438,7 +439,7 @@ def test_a_run_does_not_write_through_links(tmp_path: Path) -> None:
     """Otherwise the target would be appended to, truncated or overwritten."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    with RunFolder.create(tmp_path / "run", "", {}) as run:
+    with closing(RunFolder.create(tmp_path / "run", "", {})) as run:
         for name in ("metrics.jsonl", "summary.json"):
             (run.path / name).symlink_to(victim)
         (run.path / "config.toml").unlink()

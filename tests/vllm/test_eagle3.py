@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def paceline(model: Path, prompts: list[list[int]], max_tokens: int, head: Path 
 
 
 def in_vllm(model: Path, prompts: list[list[int]], max_tokens: int, head: Path, **load: Any) -> dict[str, Any]:
-    with start_vllm(model, "eagle3", speculation={"model": str(head)}, **load) as worker:
+    with closing(start_vllm(model, "eagle3", speculation={"model": str(head)}, **load)) as worker:
         return greedy(worker, prompts, max_tokens)
 
 

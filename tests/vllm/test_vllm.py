@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ PROMPTS = [[(7 * i + j * j) % 200 for j in range(5 + 9 * i)] for i in range(6)]
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_greedy_tokens_and_logprobs_on_a_tiny_model(checkpoint, family):
     directory = checkpoint(family, **SHAPE)
-    with start_vllm(directory) as worker:
+    with closing(start_vllm(directory)) as worker:
         vllm_output = greedy(worker, PROMPTS, 24)
     assert vllm_output["num_tokens"] == 6 * 24
     assert_same(paceline(directory, PROMPTS, 24), vllm_output)
@@ -61,7 +62,8 @@ def test_greedy_tokens_and_logprobs_on_a_tiny_model(checkpoint, family):
 def test_ngram_draft_counters(checkpoint):
     directory = checkpoint("llama", **SHAPE)
     repeating = [[1, 2, 3, 4] * 8, [9, 8, 7] * 9]
-    with start_vllm(directory, "ngram", speculation={"prompt_lookup_min": 1, "prompt_lookup_max": 3}) as worker:
+    lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    with closing(start_vllm(directory, "ngram", speculation=lookup)) as worker:
         first = greedy(worker, repeating, 32)
         again = greedy(worker, repeating, 32)
     for reply in (first, again):
@@ -80,7 +82,7 @@ def test_greedy_tokens_and_logprobs_on_real_weights():
     directory = next(pulled_models())
     tokenizer = store.load_tokenizer(directory)
     prompts = [list(encode(tokenizer, prompt)) for prompt in read_prompts()[:6]]
-    with start_vllm(directory) as worker:
+    with closing(start_vllm(directory)) as worker:
         vllm_output = greedy(worker, prompts, 24)
     assert_same(paceline(directory, prompts, 24), vllm_output)
 

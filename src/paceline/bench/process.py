@@ -73,12 +73,6 @@ class WorkerProcess:
             return " | ".join(line.strip() for line in lines[-3:]) or "its log is empty"
         return "its log cannot be read"
 
-    def __enter__(self) -> WorkerProcess:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
 
 def available_memory() -> int | None:
     """Bytes of memory available to a new process; None if the system does not report it."""

@@ -145,10 +145,6 @@ class Bench:
             for engine in s.engines
         ]
 
-    @property
-    def num_rounds(self) -> int:
-        return len(self.cases()) * (1 + self.settings.repeats)
-
     def run(self, progress: Callable[[Case, str], None] = lambda case, what: None) -> None:
         opened = {model: self._open(model) for model in self.settings.models}  # all errors come before any work
         for model, (directory, ids) in opened.items():
@@ -272,13 +268,7 @@ class Bench:
         config = s.with_mode(case.mode, case.k)
         engine = {"max_num_seqs": max(s.batches), "threads": s.threads, "prefix_sharing": s.num_generations > 1}
         speculation = {"head": str(self._head(case))} if case.method in HEAD_METHODS else {}
-        return config.model_copy(
-            update={
-                "model": config.model.model_copy(update={"name": str(directory)}),
-                "engine": config.engine.model_copy(update=engine),
-                "speculation": config.speculation.model_copy(update=speculation),
-            }
-        )
+        return config.changed(model={"name": str(directory)}, engine=engine, speculation=speculation)
 
     def _close_idle_workers(self, directory: Path) -> None:
         """Close the least recently used workers until there is memory for one more. They are started again if

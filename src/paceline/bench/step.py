@@ -236,7 +236,7 @@ def _row(model: BenchModel, batch: int, k: int) -> dict[str, Any]:
         if not is_out_of_memory(error):
             raise
         note = "out of device memory"
-    memory_gib = peak_gib(model.device)
+    memory_gib = torch.cuda.max_memory_reserved() / 2**30 if model.device.type == "cuda" else None  # with weights
     figures = dict.fromkeys(("step_ms", "mean_step_ms", "device_ms", "host_ms", "draft_ms", "roofline_ms", "context",
                              "mean_acceptance_length", "verified", "tokens_per_s"))  # fmt: skip
     return {
@@ -296,11 +296,6 @@ def reset_memory(device: torch.device) -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-
-
-def peak_gib(device: torch.device) -> float | None:
-    """Peak memory of the device, including weights; None on a CPU."""
-    return torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else None
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -13,7 +13,7 @@ from paceline.bench.common import check_choices, check_numbers
 from paceline.bench.roofline import H200, Rates
 from paceline.config import HeadDtype
 from paceline.model.shapes import SHAPES
-from paceline.sim.speculation import acceptance_probability
+from paceline.types import acceptance_probability
 
 DRAFTERS = ("eagle3", "history")
 POLICIES = ("static", "auto")

@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from paceline.bench.common import check_choices, check_given, check_numbers, decode_steps, describe
+from paceline.bench.common import check_choices, check_given, check_numbers, decode_steps
 from paceline.build.drafter import build_drafter, build_head, pack_head
 from paceline.build.engine import build_engine
 from paceline.build.task import build_task
@@ -91,14 +91,8 @@ class Settings:
     def claims_identity(self) -> bool:
         return self.config.speculation.rule == "coupled"
 
-    @property
-    def max_prompts(self) -> int:
-        """How many prompts the sweep can use."""
-        return self.num_prompts * (self.num_samples if 0 in self.temperatures else 1)
-
     def with_method(self, method: str) -> Config:
-        speculation = self.config.speculation.model_copy(update={"method": method})
-        return self.config.model_copy(update={"speculation": speculation})
+        return self.config.changed(speculation={"method": method})
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +167,7 @@ def open_sweep(settings: Settings, prompts: Sequence[Prompt]) -> Sweep:
     """Build the sweep with one engine for all cases; the drafter is replaced for each run."""
     config = settings.with_method("none")
     check_requests(settings, len(prompts))
-    rows = config.engine.model_copy(update={"max_num_seqs": max(settings.batches)})
-    engine = build_engine(config.model_copy(update={"engine": rows}))
+    engine = build_engine(config.changed(engine={"max_num_seqs": max(settings.batches)}))
     ids = [encode(engine.tokenizer, prompt, config.task.chat) for prompt in prompts]
 
     target, head = engine.paged.decoder, None
@@ -231,15 +224,13 @@ class Sweep:
                         block += [Case(temperature, batch, drafter, k, history) for k in s.draft_lengths]
                 yield block
 
-    def _estimate(self) -> float:
-        """Seconds for all rounds if each setting takes as long as plain decoding did in the warm-up."""
-        return self.settings.repeats * sum(len(b) * self._warm_runs[b[0]].seconds for b in self._blocks())
-
     def run(self, progress: Progress = lambda what, done_s, total_s: None) -> None:
         """`progress` is called before each run with its name, and with the estimated seconds that are done and that
         all runs take (None during the warm-up)."""
         self._warm_up(progress)
-        done_s, total_s = 0.0, self._estimate()
+        # If each setting takes as long as plain decoding did in the warm-up.
+        round_s = sum(len(block) * self._warm_runs[block[0]].seconds for block in self._blocks())
+        done_s, total_s = 0.0, self.settings.repeats * round_s
         for repeat in range(self.settings.repeats):
             for block in self._blocks():
                 runs: dict[Case, Run] = {}
@@ -308,9 +299,6 @@ class Sweep:
         self.engine.close()
 
     # -- results ------------------------------------------------------------------------------------------------------
-
-    def describe(self) -> dict[str, Any]:
-        return describe(self.settings)
 
     def differing(self) -> list[Case]:
         """The cases that must emit the same tokens as plain decoding, and did not."""

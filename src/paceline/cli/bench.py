@@ -208,7 +208,7 @@ def run_bench(bench: Bench) -> None:
 
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=err, transient=True, refresh_per_second=2, disable=not err.is_terminal) as bars:
-        task = bars.add_task("starting", total=bench.num_rounds)
+        task = bars.add_task("starting", total=len(bench.cases()) * (1 + bench.settings.repeats))
 
         def progress(case: Case, what: str) -> None:
             description = f"{case.engine} {case.mode}, batch {case.batch}, {what}"

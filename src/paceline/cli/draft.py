@@ -68,7 +68,8 @@ def train_draft(
         stopping.set()
 
     with callback, stop_on_signal(stop):
-        callback.note(f"EAGLE-3 head for {config.model.name} on {source_of(config.draft.data, config.task.name)}")
+        data = config.draft.data if config.draft.data != "rollouts" else f"its own completions of {config.task.name}"
+        callback.note(f"EAGLE-3 head for {config.model.name} on {data}")
         trainer = build_draft_trainer(config, callback, run=run, resume=resume, stopping=stopping.is_set)
         with contextlib.closing(trainer):
             if config.sampling.params().truncates:
@@ -84,10 +85,6 @@ def train_draft(
             f"paceline train-draft --resume {summary['run']}"
         )
         raise typer.Exit(130)
-
-
-def source_of(data: str, task: str) -> str:
-    return f"its own completions of {task}" if data == "rollouts" else data
 
 
 def print_summary(summary: Mapping[str, Any]) -> None:

@@ -102,18 +102,18 @@ def replay(
     - `zstdcat rollouts.jsonl.zst | paceline replay - --cost table.json --json out.json`
     - `paceline replay verl/rollouts --tokenizer Qwen/Qwen3-8B`
     """
+    from paceline.bench.common import check_choices, check_given, check_numbers
     from paceline.build.replay import build_replay, check_names, check_overrides, frozen_costs
     from paceline.replay.run import Cell, RoundSource
     from paceline.replay.run import replay as run
 
     check_writable(json_file)
     drafters, policies, batches = comma_list(drafter), comma_list(policy), comma_numbers("--batch", batch)
-    for key, given in (("--drafter", drafters), ("--policy", policies)):
-        if not given:
-            raise ValueError(f"{key} is empty: name one or more")
+    check_given(drafter=drafters, policy=policies)
+    check_numbers(1, batch=batches)
+    check_choices(("arrival", "longest"), order=order)
     check_names(drafters, policies)
     check_overrides(tuple(overrides or ()))
-    _check(batches, order)
     costs = frozen_costs(cost, hardware)
     reader = _reader(rollouts, tokenizer, skip_broken)
     make = functools.partial(
@@ -162,6 +162,7 @@ def advise(
     - `paceline advise runs/mine`
     - `paceline advise rollouts.jsonl --hardware vllm-h200-qwen3-8b --batch 16,64,256 --generation-share 0.7`
     """
+    from paceline.bench.common import check_numbers
     from paceline.build.replay import MODEL_FREE, build_replay, check_overrides, frozen_costs
     from paceline.replay import advice
     from paceline.replay.run import Cell, RoundSource
@@ -169,7 +170,7 @@ def advise(
 
     check_writable(json_file)
     batches = comma_numbers("--batch", batch)
-    _check(batches, "arrival")
+    check_numbers(1, batch=batches)
     check_overrides(tuple(overrides or ()))
     costs = frozen_costs(cost, hardware)
     reader = _reader(rollouts, tokenizer, skip_broken)
@@ -241,13 +242,6 @@ class _CheckedRounds:
                     "accepted lengths of a head's drafts; use suffix or ngram, or record it (docs/speculation.md)"
                 )
             yield recorded
-
-
-def _check(batches: Sequence[int], order: str) -> None:
-    if not batches or min(batches) < 1:
-        raise ValueError(f"--batch {','.join(map(str, batches))!r}: give one or more numbers from 1")
-    if order not in ("arrival", "longest"):
-        raise ValueError(f"--order {order!r}: must be arrival or longest")
 
 
 def _reader(rollouts: list[str], tokenizer: str | None, skip_broken: bool) -> Reader:

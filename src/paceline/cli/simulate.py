@@ -190,11 +190,10 @@ def _fit(chosen: Any, path: Path) -> dict[str, Any]:
             f"fitted values at their bounds: {', '.join(found.fitted.at_bounds)}; the steps do not determine them, or "
             "were measured with another model, hardware or precision"
         )
-    max_error = max(map(abs, found.errors), default=0.0)
-    style = "green" if max_error <= 0.1 else "yellow"
-    err.print(f"largest error on held-out steps: {100 * max_error:.1f}%", style=style)
+    style = "green" if found.max_error <= 0.1 else "yellow"
+    err.print(f"largest error on held-out steps: {100 * found.max_error:.1f}%", style=style)
     return {
-        "trace": str(path), "values": values, "worst_error": max_error, "rows": rows,
+        "trace": str(path), "values": values, "worst_error": found.max_error, "rows": rows,
         "at_bounds": list(found.fitted.at_bounds),
         "efficiency": asdict(found.efficiency), "software": asdict(found.software),
     }  # fmt: skip

@@ -65,6 +65,7 @@ def sweep(
     - `paceline sweep model.name=./my-model --prompts questions.jsonl --json out.json --plot out.html`
     """
     from paceline.bench import sweep as sweeps
+    from paceline.bench.common import describe
     from paceline.bench.prompts import read_prompts
     from paceline.build.drafter import available_drafters
     from paceline.report import plot
@@ -82,7 +83,7 @@ def sweep(
         repeats=repeats,
         config=config,
     )
-    num = settings.max_prompts
+    num = num_prompts * (num_samples if 0 in settings.temperatures else 1)  # that the sweep can use
     prompts = read_prompts(prompts_file)[:num] if prompts_file else sweeps.task_prompts(config, num)
     measured = sweeps.open_sweep(settings, prompts)
     with contextlib.closing(measured), results_so_far("interrupted; results so far:") as interrupted:
@@ -93,7 +94,7 @@ def sweep(
     out.print(render(rows, sweeps.COLUMNS, title))
     out.print(render(best, sweeps.BEST_COLUMNS))
     show_notes(measured)
-    content = {"interrupted": interrupted.is_set(), "settings": measured.describe(), "rows": rows, "best": best}
+    content = {"interrupted": interrupted.is_set(), "settings": describe(settings), "rows": rows, "best": best}
     save_json(json_file, content)
     if plot_file is not None and measured.rounds:
         plot.save_sweep(rows, sweeps.COLUMNS, plot_file, title)

@@ -271,22 +271,20 @@ def eval_command(
     problems = build_task(config).held_out
     if not problems:
         raise ValueError("task.held_out = 0: there are no problems to evaluate on; raise it")
-    engine = build_engine(config)
-    rewarder = build_rewarder(config)
-    try:
-        with Progress(console=err, transient=True, disable=not err.is_terminal) as bars:
-            bar = bars.add_task("evaluating")
-            result = evaluate(
-                build_collector(config, engine, rewarder),
-                problems,
-                num_samples,
-                config.train.eval_temperature,
-                config.train.seed,
-                lambda done, total: bars.update(bar, completed=done, total=total),
-            )
-    finally:
-        rewarder.close()
-        engine.close()
+    with (
+        contextlib.closing(build_engine(config)) as engine,
+        contextlib.closing(build_rewarder(config)) as rewarder,
+        Progress(console=err, transient=True, disable=not err.is_terminal) as bars,
+    ):
+        bar = bars.add_task("evaluating")
+        result = evaluate(
+            build_collector(config, engine, rewarder),
+            problems,
+            num_samples,
+            config.train.eval_temperature,
+            config.train.seed,
+            lambda done, total: bars.update(bar, completed=done, total=total),
+        )
     if result["first_failure"] is not None:
         warn(f"not scored: {result['first_failure']}")
     print_figures(

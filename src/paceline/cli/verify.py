@@ -54,8 +54,11 @@ def verify(
     - `paceline verify --model smollm2-135m`
     - `paceline verify --model ./my-model --drafters ngram,suffix --quick --json report.json`
     """
+    from paceline.bench.common import check_choices
     from paceline.bench.prompts import BUILTIN, read_prompts
 
+    if drafters is not None:
+        check_choices(DRAFTERS, drafters=comma_list(drafters))
     cfg = settings(config, overrides, model__name=model)
     check_writable(json_file)
     prompts = read_prompts(prompts_file or BUILTIN)
@@ -66,7 +69,7 @@ def verify(
 
     tokenizer = load_tokenizer(resolve(cfg.model.name, err))
     ids = [encode(tokenizer, prompt) for prompt in prompts]
-    names = _drafters(drafters) if drafters is not None else dict.fromkeys((*available_drafters(cfg), "draft_model"))
+    names = dict.fromkeys((*available_drafters(cfg), "draft_model")) if drafters is None else comma_list(drafters)
     with err.status("verifying") as status:
 
         def progress(check: str) -> None:
@@ -157,12 +160,3 @@ def doctor(arguments: ConfigArguments = None, json_file: JsonFile = None) -> Non
     if not report["ok"]:
         err.print("something required is missing; see the remedies", style="bold red")
         raise typer.Exit(1)
-
-
-def _drafters(text: str) -> tuple[str, ...]:
-    named = comma_list(text)
-    if unknown := [name for name in named if name not in DRAFTERS]:
-        raise ValueError(f"--drafters: there is no drafter {unknown[0]!r}; choose from {', '.join(DRAFTERS)}")
-    if not named:
-        raise ValueError(f"--drafters {text!r} names none, and would show nothing; choose from {', '.join(DRAFTERS)}")
-    return named

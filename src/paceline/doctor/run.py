@@ -97,7 +97,7 @@ def _drafter(config: Config, directory: Path, model: Shape) -> Iterable[Finding]
 
     speculation = config.speculation
     name = "head" if speculation.uses_head else "drafter"
-    on_cpu = config.model_copy(update={"model": config.model.model_copy(update={"device": "cpu"})})
+    on_cpu = config.changed(model={"device": "cpu"})
     try:
         if speculation.uses_head:
             head = build_head(on_cpu, read_config(directory)).config

@@ -32,7 +32,6 @@ class Acceptance:
     drafted: np.ndarray  # int64 [k], drafts that have this position
     accepted: np.ndarray  # int64 [k], drafts that are accepted up to and including this position
     num_drafts: int = 0
-    num_tokens: int = 0  # emitted by steps with a draft
 
     @staticmethod
     def zeros(k: int) -> Acceptance:
@@ -42,7 +41,6 @@ class Acceptance:
         self.drafted += other.drafted
         self.accepted += other.accepted
         self.num_drafts += other.num_drafts
-        self.num_tokens += other.num_tokens
 
     @property
     def mean_length(self) -> float:
@@ -127,7 +125,6 @@ def count_acceptance(correct: np.ndarray, first: int, end: int) -> Acceptance:
             found.drafted[:num] += 1
             found.accepted[:num_accepted] += 1
             found.num_drafts += 1
-            found.num_tokens += num_accepted + 1
         at += num_accepted + 1
     return found
 

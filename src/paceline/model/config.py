@@ -75,10 +75,10 @@ class ModelConfig:
                     f"rope_type = {_short(kind)} is not supported; supported are {', '.join(['default', *ROPE_KEYS])}"
                 )
             for key in ROPE_KEYS[kind]:
-                _value(self.rope_scaling, key, float, of=f"the {kind} rope parameters")
+                value_of(self.rope_scaling, key, float, of=f"the {kind} rope parameters")
             for key in ROPE_OPTIONS.get(kind, ()):
                 expected = bool if key == "truncate" else float
-                _value(self.rope_scaling, key, expected, None, of=f"the {kind} rope parameters")
+                value_of(self.rope_scaling, key, expected, None, of=f"the {kind} rope parameters")
 
     @staticmethod
     def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
@@ -92,33 +92,33 @@ class ModelConfig:
             )
         if (act := hf.get("hidden_act", "silu")) != "silu":
             raise ValueError(f"config.json: hidden_act = {act!r} is not supported; supported is 'silu'")
-        num_heads = _value(hf, "num_attention_heads", int)
-        hidden_size = _value(hf, "hidden_size", int)
-        max_positions = _value(hf, "max_position_embeddings", int)
+        num_heads = value_of(hf, "num_attention_heads", int)
+        hidden_size = value_of(hf, "hidden_size", int)
+        max_positions = value_of(hf, "max_position_embeddings", int)
         theta, scaling = _rope(hf, max_positions)
         if scaling is not None and scaling["rope_type"] == "yarn":
             # Qwen's recipe adds yarn without raising max_position_embeddings, but it is meant to extend the context.
-            factor = _value(scaling, "factor", float)
-            original = _value(scaling, "original_max_position_embeddings", float)
+            factor = value_of(scaling, "factor", float)
+            original = value_of(scaling, "original_max_position_embeddings", float)
             max_positions = max(max_positions, int(factor * original))
-        attention_bias = _value(hf, "attention_bias", bool, False)
+        attention_bias = value_of(hf, "attention_bias", bool, False)
         return ModelConfig(
             family=family,
-            vocab_size=_value(hf, "vocab_size", int),
+            vocab_size=value_of(hf, "vocab_size", int),
             hidden_size=hidden_size,
-            intermediate_size=_value(hf, "intermediate_size", int),
-            num_layers=_value(hf, "num_hidden_layers", int),
+            intermediate_size=value_of(hf, "intermediate_size", int),
+            num_layers=value_of(hf, "num_hidden_layers", int),
             num_heads=num_heads,
-            num_kv_heads=_value(hf, "num_key_value_heads", int, num_heads),
-            head_dim=_value(hf, "head_dim", int, 128 if family == "qwen3" else hidden_size // num_heads),
-            norm_eps=_value(hf, "rms_norm_eps", float),
+            num_kv_heads=value_of(hf, "num_key_value_heads", int, num_heads),
+            head_dim=value_of(hf, "head_dim", int, 128 if family == "qwen3" else hidden_size // num_heads),
+            norm_eps=value_of(hf, "rms_norm_eps", float),
             rope_theta=theta,
             max_positions=max_positions,
             rope_scaling=scaling,
-            tie_embeddings=_value(hf, "tie_word_embeddings", bool, False),
+            tie_embeddings=value_of(hf, "tie_word_embeddings", bool, False),
             qkv_bias=attention_bias or family == "qwen2",
             o_bias=attention_bias and family != "qwen2",
-            mlp_bias=_value(hf, "mlp_bias", bool, False) and family == "llama",
+            mlp_bias=value_of(hf, "mlp_bias", bool, False) and family == "llama",
             qk_norm=family == "qwen3",
             eos_token_ids=token_ids(hf, "eos_token_id"),
         )
@@ -203,7 +203,7 @@ def _family(hf: Mapping[str, Any]) -> str:
 
 
 def _refuse_sliding_window(hf: Mapping[str, Any]) -> None:
-    num_layers = _value(hf, "num_hidden_layers", int)
+    num_layers = value_of(hf, "num_hidden_layers", int)
     kinds = hf.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list):
@@ -211,7 +211,7 @@ def _refuse_sliding_window(hf: Mapping[str, Any]) -> None:
         sliding = any(kind != "full_attention" for kind in kinds)
     else:
         on = hf.get("use_sliding_window", False) and hf.get("sliding_window") is not None
-        sliding = on and (hf.get("max_window_layers") == 0 or _value(hf, "max_window_layers", int, 28) < num_layers)
+        sliding = on and (hf.get("max_window_layers") == 0 or value_of(hf, "max_window_layers", int, 28) < num_layers)
     if sliding:
         raise ValueError(
             f"config.json: sliding window attention (sliding_window = {hf.get('sliding_window')!r}) is not supported; "
@@ -224,7 +224,7 @@ def _rope(hf: Mapping[str, Any], max_positions: int) -> tuple[float, dict[str, A
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
         raise ValueError(f"config.json: the rope parameters must be an object, got {given!r}")
-    theta = _value(given, "rope_theta", float, _value(hf, "rope_theta", float, 10_000.0))
+    theta = value_of(given, "rope_theta", float, value_of(hf, "rope_theta", float, 10_000.0))
     for source in (given, hf):
         if (part := source.get("partial_rotary_factor")) not in (None, 1, 1.0):
             raise ValueError(f"config.json: partial_rotary_factor = {part!r} is not supported; supported is 1.0")
@@ -246,7 +246,7 @@ def _rope(hf: Mapping[str, Any], max_positions: int) -> tuple[float, dict[str, A
 _MISSING: Any = object()
 
 
-def _value(source: Mapping[str, Any], key: str, kind: type, default: Any = _MISSING, of: str = "config.json") -> Any:
+def value_of(source: Mapping[str, Any], key: str, kind: type, default: Any = _MISSING, of: str = "config.json") -> Any:
     """A positive int, a positive float (or int) or a bool. Null means absent."""
     value = source.get(key)
     if value is None:

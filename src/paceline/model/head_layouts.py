@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from paceline.model.config import FAMILIES, ModelConfig
+from paceline.model.config import FAMILIES, ModelConfig, value_of
 from paceline.model.eagle3 import HeadConfig, default_layer_ids
 from paceline.model.weights import ModelError
 
@@ -58,9 +58,9 @@ def from_json(hf: Mapping[str, Any], target: ModelConfig, own_embedding: bool) -
         )
     return HeadConfig(
         layer,
-        draft_vocab_size=_size(hf, "draft_vocab_size", layer.vocab_size),
+        draft_vocab_size=value_of(hf, "draft_vocab_size", int, layer.vocab_size),
         layer_ids=ids or default_layer_ids(target.num_layers),
-        target_hidden_size=_size(hf, "target_hidden_size", layer.hidden_size),
+        target_hidden_size=value_of(hf, "target_hidden_size", int, layer.hidden_size),
         norm_before_residual=bool(hf.get("norm_before_residual")),
         fc_norm=bool(hf.get("fc_norm")),
         own_embedding=own_embedding,
@@ -81,7 +81,7 @@ def _from_speculators(hf: Mapping[str, Any]) -> tuple[ModelConfig, tuple[int, ..
             "norm_before_residual is missing, and its default differs between libraries; set it to true or false, as "
             "the head was trained"
         )
-    _size(hf, "draft_vocab_size", None)  # has no default
+    value_of(hf, "draft_vocab_size", int)  # has no default
     return _layer(inner), _ids(hf, first=1)
 
 
@@ -128,14 +128,6 @@ def _ids(source: Mapping[str, Any], first: int) -> tuple[int, ...]:
     if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise ValueError(f"{IDS} = {ids!r}: must be a list of target layers")
     return tuple(i + 1 - first for i in ids)
-
-
-def _size(hf: Mapping[str, Any], key: str, default: int | None) -> int:
-    value = hf.get(key)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{key} = {value!r}: must be a positive integer")
-    return value
 
 
 def check_fit(config: HeadConfig, target: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:

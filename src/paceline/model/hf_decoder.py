@@ -46,6 +46,7 @@ class HFDecoder(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model: Any = model.eval()  # no dropout: the engine has none either
+        self.config: Any = model.config
         names = set(getattr(model, "_no_split_modules", None) or ())  # the classes of layers, sharded one by one
         self.layers = [module for module in model.modules() if type(module).__name__ in names]
 
@@ -69,10 +70,6 @@ class HFDecoder(nn.Module):
     @property
     def embed(self) -> Any:
         return self.model.get_input_embeddings()
-
-    @property
-    def config(self) -> Any:
-        return self.model.config
 
     @property
     def device(self) -> torch.device:

@@ -17,6 +17,7 @@ import torch
 
 import paceline
 from paceline.model.weights import ModelError, read_json
+from paceline.types import acceptance_probability
 
 FILE = "provenance.json"
 TYPES: dict[str, Any] = {"str": str, "str or null": str | None, "int": int, "dict": dict}
@@ -48,25 +49,13 @@ class Provenance:
         by_temperature: dict[float, float] = {}
         for entry in self.acceptance.values():
             if isinstance(entry, Mapping) and {"temperature", "k", kind} <= entry.keys():
-                rate = _rate(float(entry[kind]), int(entry["k"]))
+                rate = acceptance_probability(float(entry[kind]), int(entry["k"]))
                 at = float(entry["temperature"])
                 by_temperature[at] = min(rate, by_temperature.get(at, 1.0))
         recorded = sorted(by_temperature)
         if not recorded or not recorded[0] <= temperature <= recorded[-1]:
             return None
         return float(np.interp(temperature, recorded, [by_temperature[at] for at in recorded]))
-
-
-def _rate(mean_length: float, k: int) -> float:
-    """a with a + a² + … + a^k = mean_length - 1, by bisection."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        if sum(middle**j for j in range(1, k + 1)) < mean_length - 1:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def read_provenance(directory: Path | str) -> Provenance | None:

@@ -112,7 +112,9 @@ def _replay_in_processes(
     from multiprocessing import get_context
 
     run_cell = functools.partial(_run_cell, rounds, make)
-    with ProcessPoolExecutor(num_processes, get_context("spawn"), _end_silently_on_interrupt) as pool:
+    # The parent process reports Ctrl-C, so a worker ends without a traceback.
+    on_interrupt = signal.SIGINT, signal.SIG_DFL
+    with ProcessPoolExecutor(num_processes, get_context("spawn"), signal.signal, on_interrupt) as pool:
         cell_of = {pool.submit(run_cell, cell): cell for cell in cells}
         for future in as_completed(cell_of):
             future.result()
@@ -125,8 +127,3 @@ def _run_cell(rounds: list[Round], make: Callable[[Cell], Replay], cell: Cell) -
     for recorded in rounds:
         engine.run_round(recorded)
     return engine.stats
-
-
-def _end_silently_on_interrupt() -> None:
-    """The parent process reports Ctrl-C, so a worker ends without a traceback."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -57,7 +57,7 @@ def save(rows: Sequence[Row], columns: Columns, path: Path, title: str) -> None:
         _panel(axis, [row for row in measured if row["model"] == models[column]])
         axis.set_title(models[column])
 
-    png = _png(draw, len(models), 1, (4 + 4.5 * len(models), 4.5), title)
+    png = to_png(draw, len(models), 1, (4 + 4.5 * len(models), 4.5), title)
     _write(png, "tokens per second by batch size", rows, columns, path, title)
 
 
@@ -74,17 +74,17 @@ def save_sweep(rows: Sequence[Row], columns: Columns, path: Path, title: str) ->
         axis.set_title(f"temperature {temperature:g}, batch {batch}", fontsize=10)
 
     size = 1 + 3.6 * len(batches), 0.8 + 3.2 * len(temperatures)
-    png = _png(draw, len(batches), len(temperatures), size, title)
+    png = to_png(draw, len(batches), len(temperatures), size, title)
     _write(png, "speed-up by draft length", rows, columns, path, title)
 
 
 def save_steps(rows: Sequence[Row], columns: Columns, path: Path, title: str) -> None:
     measured = [row for row in rows if row["step_ms"] is not None]
-    png = _png(lambda axis, column, line: _steps(axis, measured), 1, 1, (7.5, 4.5), title)
+    png = to_png(lambda axis, column, line: _steps(axis, measured), 1, 1, (7.5, 4.5), title)
     _write(png, "step time by batch size", rows, columns, path, title)
 
 
-def _png(draw: Callable[..., None], num_columns: int, num_lines: int, size: tuple[float, float], title: str) -> bytes:
+def to_png(draw: Callable[..., None], num_columns: int, num_lines: int, size: tuple[float, float], title: str) -> bytes:
     """A grid of panels. `draw(axis, column, line)` draws one."""
     import matplotlib
 

@@ -42,7 +42,7 @@ DERIVED = ("summary.json", "report.html", "tensorboard")  # computed from the st
 
 
 class RunFolder:
-    """The folder of a run, locked by this process. Get one by `create` or `open`; close it, or use it in a `with`."""
+    """The folder of a run, locked by this process. Get one by `create` or `open`, and close it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -169,12 +169,6 @@ class RunFolder:
             stream.close()
         self._streams.clear()
         self._lock.close()
-
-    def __enter__(self) -> RunFolder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def read_stream(path: Path, name: str) -> Iterator[dict[str, Any]]:

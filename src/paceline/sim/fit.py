@@ -30,10 +30,6 @@ class Fit:
         """As a ratio: 0.1 is ten per cent."""
         return float(np.expm1(np.abs(self.errors).max(initial=0.0)))
 
-    @property
-    def mean_error(self) -> float:
-        return float(np.expm1(np.abs(self.errors).mean())) if len(self.errors) else 0.0
-
 
 def fit(
     simulated: Callable[[Values], np.ndarray], measured: np.ndarray, start: Values, prior: float = 1.0,

@@ -9,10 +9,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import tomllib
 import types
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from paceline.config_io import ConfigError
@@ -29,17 +27,6 @@ def field_range(kind: type, name: str) -> tuple[float, float]:
     """(low, high) of a `number` field."""
     rules = {field.name: field.metadata for field in dataclasses.fields(kind)}[name]
     return rules["low"], rules["high"]
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{path} is not valid TOML: nested too deep") from None
 
 
 def parse_settings(kind: type[T], tree: Mapping[str, Any], where: str = "") -> T:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paceline.config_io import ConfigError, apply_override
+from paceline.config_io import ConfigError, apply_override, read_toml
 from paceline.sim.pipeline import Pipeline, Stages, Step, stage_times, steady_step
 from paceline.sim.rollout import Rollout, make_schedules, rollout
 from paceline.sim.schedule import Schedule
-from paceline.sim.settings import parse_settings, read_toml
+from paceline.sim.settings import parse_settings
 from paceline.sim.specs import SPEC_FILES, Efficiency, Hardware, Model, Software, load_spec
 from paceline.sim.speculation import NO_SPECULATION, Speculation
 from paceline.sim.step import Engine, StepModel
@@ -144,17 +144,15 @@ class Result:
 
 
 class Simulator:
-    """Loads a config's specs and computes its schedules once. `efficiency` and `software` replace the config's."""
+    """Loads a config's specs and computes its schedules once."""
 
-    def __init__(
-        self, config: SimulationConfig, efficiency: Efficiency | None = None, software: Software | None = None
-    ) -> None:
+    def __init__(self, config: SimulationConfig) -> None:
         s = config
         self.config = s
         self.hardware = load_spec(Hardware, s.hardware, "hardware")
         self.model = load_spec(Model, s.model, "model")
-        self.software = software or load_spec(Software, s.software, "software")
-        self.efficiency = efficiency or load_spec(Efficiency, s.efficiency, "efficiency")
+        self.software = load_spec(Software, s.software, "software")
+        self.efficiency = load_spec(Efficiency, s.efficiency, "efficiency")
         if s.pipeline.rollout_gpus % s.engine.gpus:
             raise ConfigError(
                 f"engine.gpus = {s.engine.gpus}: does not divide the {s.pipeline.rollout_gpus} devices that generate"
@@ -207,8 +205,3 @@ class Simulator:
 
 def simulate(config: SimulationConfig) -> Result:
     return Simulator(config).result()
-
-
-def with_changes(config: SimulationConfig, **sections: dict[str, Any]) -> SimulationConfig:
-    """A copy with some keys of some sections changed."""
-    return replace(config, **{name: replace(getattr(config, name), **changes) for name, changes in sections.items()})

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from paceline.config_io import ConfigError
-from paceline.sim.settings import number, parse_settings, read_toml
+from paceline.config_io import ConfigError, read_toml
+from paceline.sim.settings import number, parse_settings
 
 SPEC_FILES = Path(__file__).parent / "spec_files"
 MAX_EFFICIENCY = 1.05  # share of a peak rate; above 1 because datasheets round

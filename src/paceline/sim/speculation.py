@@ -9,9 +9,9 @@ import numpy as np
 from paceline.config_io import ConfigError
 from paceline.sim.settings import choice, number
 from paceline.sim.step import METHODS, PRECISIONS
+from paceline.types import acceptance_probability
 
 POLICIES = ("static", "das", "auto")
-BISECTION_STEPS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,3 @@ class Speculation:
 
 
 NO_SPECULATION = Speculation(method="none", k=0)
-
-
-def acceptance_probability(length: float, k: int) -> float:
-    """The p with 1 + p + … + p^k = length."""
-    low, high = 0.0, 1.0
-    for _ in range(BISECTION_STEPS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if 1 + sum(middle**i for i in range(1, k + 1)) < length else (low, middle)
-    return high

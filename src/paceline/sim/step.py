@@ -183,14 +183,6 @@ class StepModel:
         return self._pass_s(self.model, self.engine.precision, self.engine.tp, self.engine.gpus, r * share, t * share,
                             c * share, t, t * share)  # fmt: skip
 
-    def matrices_s(self, tokens: ArrayLike) -> np.ndarray:
-        """Only the matrix products of a dense model."""
-        m, e, t = self.model, self.engine, np.asarray(tokens, np.float64)
-        assert not m.experts
-        mlp = self._matrix_s(3 * m.hidden * m.intermediate / e.tp, e.precision, t)
-        layer = self._matrix_s(m.attention_params / e.tp, e.precision, t) + mlp
-        return m.layers * layer + self._matrix_s(m.vocab * m.hidden / e.tp, e.precision, t)
-
     def prefill_s(self, tokens: ArrayLike) -> np.ndarray:
         """Time that `tokens` prompt tokens add to a step."""
         e = self.engine
@@ -218,7 +210,7 @@ class StepModel:
     ) -> np.ndarray:
         layer, tp = self._head_layer, self._head_tp
         seconds = self._pass_s(layer, self.head_precision, tp, tp, rows, tokens, context, tokens, rows)
-        return seconds + self._matrix_s(self._head_extra(reads_features) / tp, self.head_precision, tokens)
+        return seconds + self.matrix_s(self._head_extra(reads_features) / tp, self.head_precision, tokens)
 
     @property
     def _head_tp(self) -> int:
@@ -252,7 +244,7 @@ class StepModel:
         """A forward pass on one device. `rows`, `tokens`, `context`: of its group. `all_tokens`: of the engine, for the
         experts. `logit_tokens`: tokens that need logits."""
         bytes_per_s = self.hardware.bytes_per_s * self.efficiency.bandwidth
-        seconds = m.layers * self._matrix_s(m.attention_params / tp, precision, tokens)
+        seconds = m.layers * self.matrix_s(m.attention_params / tp, precision, tokens)
         if m.experts:
             active = m.experts * -np.expm1(all_tokens * np.log1p(-min(m.experts_per_token / m.experts, 1 - 1e-12)))
             local = np.maximum(active / gpus, np.minimum(active, 1.0))  # active experts of the busiest device
@@ -265,8 +257,8 @@ class StepModel:
             for itemsize in (ITEMSIZE[precision], ITEMSIZE["bf16"]):
                 seconds = seconds + m.layers * self._all_to_all_s(gpus, num_values * itemsize)
         else:
-            seconds = seconds + m.layers * self._matrix_s(3 * m.hidden * m.intermediate / tp, precision, tokens)
-        seconds = seconds + self._matrix_s(m.vocab * m.hidden / tp, precision, logit_tokens)
+            seconds = seconds + m.layers * self.matrix_s(3 * m.hidden * m.intermediate / tp, precision, tokens)
+        seconds = seconds + self.matrix_s(m.vocab * m.hidden / tp, precision, logit_tokens)
         queries = tokens / np.maximum(rows, 1e-9)  # per row
         seconds = seconds + self._smooth_max(
             context * self._kv_bytes(m, tp) / (self.hardware.bytes_per_s * self.efficiency.attention),
@@ -280,7 +272,8 @@ class StepModel:
         launches = m.layers * self.efficiency.layer_us + self.efficiency.pass_us
         return seconds + 1e-6 * self.hardware.launch * launches
 
-    def _matrix_s(self, num_params: float, precision: str, tokens: np.ndarray) -> np.ndarray:
+    def matrix_s(self, num_params: float, precision: str, tokens: np.ndarray) -> np.ndarray:
+        """The product of a matrix with so many tokens."""
         return self._product_s(num_params, num_params * tokens, precision)
 
     def _product_s(self, num_params: ArrayLike, num_products: np.ndarray, precision: str) -> np.ndarray:
@@ -309,22 +302,23 @@ class StepModel:
         return 1e9 * gb_s * self.efficiency.collective, 1e-6 * us * np.log2(num)
 
     def _all_reduce_s(self, num: int, num_bytes: np.ndarray) -> np.ndarray:
-        if num == 1:
-            return np.zeros_like(num_bytes)
-        bytes_per_s, latency_s = self._link(num)
         # NVLink SHARP reduces in the switch, so each device sends its data once. Elsewhere: ring all-reduce.
         factor = 1.0 if num <= self.hardware.nvlink_gpus else 2 * (num - 1) / num
-        return latency_s + factor * num_bytes / bytes_per_s
+        return self._collective_s(num, factor * num_bytes)
 
     def _all_to_all_s(self, num: int, num_bytes: np.ndarray) -> np.ndarray:
+        return self._collective_s(num, (num - 1) / num * num_bytes)
+
+    def _collective_s(self, num: int, num_bytes: np.ndarray) -> np.ndarray:
+        """`num_bytes`: what each of `num` devices sends."""
         if num == 1:
             return np.zeros_like(num_bytes)
         bytes_per_s, latency_s = self._link(num)
-        return latency_s + (num - 1) / num * num_bytes / bytes_per_s
+        return latency_s + num_bytes / bytes_per_s
 
     # -- for policies -----------------------------------------------------------------------------------------------
 
-    def cost_table(self, max_rows: int, max_k: int, context: float, method: str | None = None) -> CostTable:
+    def cost_table(self, max_rows: int, max_k: int, context: float) -> CostTable:
         """A cost table for policies (speculation/cost.py). It does not include the host time per emitted token: the
         number of emitted tokens is not known before the step, and policies do not decide about it."""
         sizes = sorted({1, max_rows, *(2**i for i in range(max_rows.bit_length())), *(3 * 2**i for i in range(30))})
@@ -340,7 +334,7 @@ class StepModel:
                 if k:
                     passes_s = 1e-6 * self.software.host_pass_us * self._num_passes(np.asarray(k))
                     drafts.append((rows, k, float(self.draft_s(rows, k, context) + passes_s)))
-        name = method or DRAFTER_NAMES.get(self.method, self.method)
+        name = DRAFTER_NAMES.get(self.method, self.method)
         # A table has one cost per context token: take it from a full batch, in which all groups have rows.
         more_s = self.forward_s(max_rows, max_rows, 2 * max_rows * context) - self.forward_s(
             max_rows, max_rows, max_rows * context

@@ -11,8 +11,7 @@ so the row takes l_i − A_i(p) steps, and all rows end after N. A step takes c_
 Given N, each row's budget is the least that meets it, p_i(N). The cost is convex in N, with kinks at N = l_i, where a
 row starts to need drafts. So N is where the derivative of the cost changes its sign, at a kink or between two.
 
-Invariant: rows that end within N steps without drafts have budget 0, and the shadow prices of all rows add up to c_base
-(to less if tokens are so cheap that N is as small as possible).
+Invariant: rows that end within N steps without drafts have budget 0.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 HALVINGS = 52  # of the interval that contains N: the precision of float64
-SAME = 1e-12  # lengths with a smaller relative difference are one kink
 LEAST = 1e-15  # least share of what drafts can save that a row does not use; so budgets are finite, even of free tokens
 
 
@@ -32,7 +30,6 @@ LEAST = 1e-15  # least share of what drafts can save that a row does not use; so
 class Budgets:
     num_steps: float  # N
     budgets: np.ndarray  # p_i, float64 [B]: tokens to draft until row i ends
-    prices: np.ndarray  # μ_i, float64 [B]: what a row that is one token shorter would save
 
 
 Solver = Callable[[ArrayLike, ArrayLike, ArrayLike, float, float], Budgets]
@@ -56,10 +53,7 @@ def needed(lengths: ArrayLike, alpha: ArrayLike, k: ArrayLike, num_steps: float)
 
 
 def solve(lengths: ArrayLike, alpha: ArrayLike, k: ArrayLike, c_base: float, c_tok: float) -> Budgets:
-    """The optimum. `alpha` and `k`: one per row or one for all; alpha = 0: drafts do not help. Prices are
-
-    μ_i = c_tok · |dp_i/dN| = c_tok / (α_i (k_i − 1 + N/l_i))
-    """
+    """The optimum. `alpha` and `k`: one per row or one for all; alpha = 0: drafts do not help."""
     l_B, alpha_B, k_B = as_rows(lengths, alpha, k)
 
     def slopes(num_steps: float) -> np.ndarray:
@@ -67,8 +61,7 @@ def solve(lengths: ArrayLike, alpha: ArrayLike, k: ArrayLike, c_base: float, c_t
 
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         num_steps = find_num_steps(l_B, float(_least(l_B, alpha_B, k_B).max(initial=0)), c_base, c_tok, slopes)
-        prices_B = find_prices(l_B, num_steps, c_base, c_tok, slopes(num_steps))
-    return Budgets(num_steps, needed(l_B, alpha_B, k_B, num_steps), prices_B)
+    return Budgets(num_steps, needed(l_B, alpha_B, k_B, num_steps))
 
 
 def as_rows(lengths: ArrayLike, alpha: ArrayLike, k: ArrayLike) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -104,16 +97,3 @@ def find_num_steps(
             high = middle
     kinks = l_B[(l_B >= low) & (l_B <= high) & (l_B > least)]
     return float(kinks.max()) if len(kinks) else high
-
-
-def find_prices(l_B: np.ndarray, num_steps: float, c_base: float, c_tok: float, slopes_B: np.ndarray) -> np.ndarray:
-    """Rows longer than N: c_tok · |dp_i/dN|. A row of length N has no budget yet: it gets what the others leave of
-    c_base, because one step less would need it to be shorter too. Rows at the same kink share it in proportion to their
-    prices where drafting starts."""
-    at_kink = (np.abs(l_B - num_steps) <= SAME * num_steps) & (l_B > 0)
-    prices_B = np.where((l_B > num_steps) & ~at_kink, c_tok * slopes_B, 0.0)
-    if at_kink.any():
-        limits = slopes_B[at_kink]
-        shares = np.isinf(limits) if np.isinf(limits).any() else limits
-        prices_B[at_kink] = max(0.0, c_base - prices_B.sum()) * shares / shares.sum()
-    return prices_B

@@ -77,13 +77,6 @@ class HistoryStore:
         """Newest first."""
         return [] if problem is None else self.problems.get(problem, [])[::-1]
 
-    def remove(self, version: int) -> int:
-        """Drop the entries of a policy version, except live ones. Returns how many."""
-        gone = [entry for entry in self._order if entry.version == version and not entry.is_live]
-        for entry in gone:
-            self._drop(entry)
-        return len(gone)
-
     def _keep(self, entry: Entry) -> None:
         assert entry.problem is not None
         self.problems.setdefault(entry.problem, []).append(entry)

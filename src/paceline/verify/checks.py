@@ -7,17 +7,16 @@ drafters. The second half of level 2 and levels 3 to 5 use the user's weights.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import torch
 
 from paceline.config import Config
 from paceline.model.kv import BLOCK
 from paceline.model.weights import assign, hf_state
+from paceline.rl.trainer import torch_threads
 from paceline.types import Completion, Request, SamplingParams, noise_key
 from paceline.verify import chi_square, identity, known, updates
 from paceline.verify.identity import LogprobPairs, compare_logprobs, wrong_draws
@@ -27,6 +26,7 @@ from paceline.verify.ties import compare_tokens
 
 # Level 5's sampling. Truncation before temperature, which is wrong, would keep different tokens.
 TRUNCATED = SamplingParams(temperature=0.7, top_p=0.9, min_p=0.02, ignore_eos=True)
+NUM_TABLE_THREADS = 1  # tables are tiny: more threads only wait for each other, ten times as long on a busy machine
 MAX_TRUNCATED = 0.02  # share of tokens that rounding to 16 bits may move out of the truncated distribution
 FULL = Size(
     num_prompts=32, max_tokens=64, num_scored=8, max_scored_tokens=64, cases=known.CASES, num_samplings=3,
@@ -73,13 +73,13 @@ def run_checks(
 
 
 def check_enumeration(model: CheckedModel) -> CheckResult:
-    with single_thread():
+    with torch_threads(NUM_TABLE_THREADS):
         return known.check_enumeration(model.size.cases, model.progress)
 
 
 def check_table_samples(model: CheckedModel) -> CheckResult:
     size = model.size
-    with single_thread():
+    with torch_threads(NUM_TABLE_THREADS):
         return known.check_samples(size.num_table_samples, size.num_samplings, model.sampler.native, model.progress)
 
 
@@ -297,17 +297,6 @@ CHECKS: dict[str, Callable[[CheckedModel], CheckResult]] = {  # names start with
     "4 greedy identity with transformers": check_greedy_identity,
     "5 logprob parity": check_parity,
 }
-
-
-@contextmanager
-def single_thread() -> Iterator[None]:
-    """Tables are tiny. More threads only wait for each other: on a busy machine this takes ten times as long."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def raw_pair(

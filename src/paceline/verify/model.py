@@ -120,12 +120,7 @@ class CheckedModel:
             speculation["draft_model"] = f"layers:{max(1, self.decoder.config.num_layers // 6)}"
         kv_tokens = 4 * self.blocks_per_sequence * max_num_seqs * BLOCK
         engine = {"kv_tokens": kv_tokens, "max_num_seqs": max_num_seqs}
-        return self.config.model_copy(
-            update={
-                "speculation": self.config.speculation.model_copy(update=speculation),
-                "engine": self.config.engine.model_copy(update=engine),
-            }
-        )
+        return self.config.changed(speculation=speculation, engine=engine)
 
     def _load_head(self, drafter: str | None) -> Eagle3Head | None:
         """The EAGLE-3 head, loaded once; None for drafters without one."""

@@ -140,11 +140,11 @@ def test_count_acceptance(
 ) -> None:
     found = count_acceptance(correct, first, end)
     assert (found.drafted.tolist(), found.accepted.tolist()) == (drafted, accepted)
-    assert found.num_drafts == drafted[0] and found.num_tokens == num_tokens
+    assert found.num_drafts == drafted[0] and found.num_drafts + found.accepted.sum() == num_tokens
 
 
 def test_means() -> None:
-    found = Acceptance(np.array([4, 4]), np.array([3, 1]), num_drafts=4, num_tokens=8)
+    found = Acceptance(np.array([4, 4]), np.array([3, 1]), num_drafts=4)
     assert found.mean_length == 2.0 and found.per_position == [0.75, 0.25]
     found.add(found)
     assert found.num_drafts == 8 and found.mean_length == 2.0

@@ -343,7 +343,7 @@ KEY = "eagle_aux_hidden_state_layer_ids"
         ({KEY: "2, 4"}, "must be a list of target layers"),
         ({"draft_vocab_size": 9}, "draft_vocab_size = 9, but lm_head.weight has 8 rows"),
         ({"draft_vocab_size": 99}, "draft_vocab_size = 99 exceeds the target's vocabulary of 61"),
-        ({"draft_vocab_size": ...}, "draft_vocab_size = None: must be a positive integer"),
+        ({"draft_vocab_size": ...}, "draft_vocab_size is missing"),
         ({"norm_before_residual": ...}, "norm_before_residual is missing.*true or false"),
         ({"norm_before_fc": True}, "norm_before_fc = True: this variant"),
         ({"norm_output": True}, "norm_output = True: this variant"),

@@ -124,7 +124,7 @@ def test_advice_reads_the_runs_own_metrics(rollouts: Path, table: str, tmp_path:
         (["--policy", "static"], "--policy 'static': use static:K"),
         (["--policy", "auto:x"], "--policy 'auto:x'"),
         (["--policy", "static:999"], "speculation.num_speculative_tokens"),
-        (["--batch", "0"], "--batch '0': give one or more numbers from 1"),
+        (["--batch", "0"], "--batch 0: must be at least 1"),
         (["--batch", "a"], "--batch 'a': give numbers separated by commas"),
         (["--order", "shortest"], "--order 'shortest'"),
         (["--hardware", "abacus"], "--hardware 'abacus': the shipped tables are"),
@@ -255,7 +255,7 @@ def test_a_head_that_was_not_recorded_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["--policy", "--drafter"])
 def test_an_empty_list_is_an_error(rollouts: Path, key: str) -> None:
     found = CliRunner().invoke(app, ["replay", str(rollouts), key, "", "--batch", "2"])
-    assert found.exit_code == 2 and f"{key} is empty" in found.output
+    assert found.exit_code == 2 and f"{key}: give at least one" in found.output
 
 
 def test_named_pipes_and_odd_names(rollouts: Path, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_missing_keys_and_missing_specs(tmp_path):
         load_spec(Hardware, str(tmp_path / "mine.toml"), "hardware")
     with pytest.raises(ConfigError, match=r"hardware = 'h300': no such spec; choose one of a100"):
         load_spec(Hardware, "h300", "hardware")
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(ConfigError, match="does not exist"):
         load_spec(Hardware, str(tmp_path / "none.toml"), "hardware")
     (tmp_path / "bad.toml").write_text("name = ")
     with pytest.raises(ConfigError, match="not valid TOML"):

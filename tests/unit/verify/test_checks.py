@@ -176,7 +176,12 @@ def test_wrong_logprobs_are_caught(
 
 
 @pytest.mark.parametrize(
-    ("drafters", "message"), [("", "names none"), (" , ", "names none"), ("suffix,sufix", "no drafter 'sufix'")]
+    ("drafters", "message"),
+    [
+        ("", "--drafters: give at least one"),
+        (" , ", "--drafters: give at least one"),
+        ("suffix,sufix", "--drafters 'sufix': not one of ngram, suffix"),
+    ],
 )
 def test_drafters_that_are_none_are_refused(model: Path, drafters: str, message: str) -> None:
     result = CliRunner().invoke(app, ["verify", "--model", str(model / "model"), "--drafters", drafters, "--quick"])
