@@ -238,5 +238,5 @@ class Simulation:
             assert batch.tokens.shape == batch.scores.shape == (len(caps), max(caps, default=0))
             if caps:
                 assert drafts_of(batch) == expected
-            assert drafter.num_shards == len(self.shards) + len(self.temporary)
+            assert len(drafter._shards) == len(self.shards) + len(self.temporary)
             assert drafter.num_tokens == self.num_tokens

@@ -46,10 +46,6 @@ class NgramDrafter(Drafter):
                 pointer, pointer, int64, pointer, int64, int64, int64, pointer, pointer, pointer
             ]  # fmt: skip
 
-    @property
-    def is_native(self) -> bool:
-        return self._native is not None
-
     def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch:
         if not len(rows):
             return DraftBatch.empty(0)

@@ -15,7 +15,6 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from paceline.drafters.python_history import PythonHistory
 from paceline.native import NativeUnavailable
 from paceline.speculation.batch import Commits, Drafter, Rows
 from paceline.speculation.draft_batch import DraftBatch
-from paceline.types import Receipt, Request
+from paceline.types import Request
 
 
 @dataclass(slots=True)
@@ -73,21 +72,8 @@ class SuffixDrafter(Drafter):
         self._k_cache: tuple[bytes, int] = b"", 0
 
     @property
-    def is_native(self) -> bool:
-        return isinstance(self._history, NativeHistory)
-
-    @property
-    def num_problems(self) -> int:
-        return len(self._shards.problems)
-
-    @property
-    def num_shards(self) -> int:
-        """Includes shards of requests without a problem, like the properties below."""
-        return len(self._shards)
-
-    @property
     def num_bytes(self) -> int:
-        """Memory of all shards."""
+        """Memory of all shards, those of requests without a problem included."""
         return self._shards.num_bytes
 
     @property
@@ -147,9 +133,6 @@ class SuffixDrafter(Drafter):
         """Remove the shards of a policy version and return their number. A shard that live requests append to is
         dropped when the last of them ends."""
         return self._shards.remove(version)
-
-    def update(self, weights: Any, version: int) -> Receipt:
-        raise ValueError("the suffix drafter has no weights to update; it drafts from observed tokens")
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Includes the tokens of live requests. Excludes which requests are live, and requests without a problem."""

@@ -5,7 +5,7 @@
 
 Test code runs unchanged. The names of the solution that it uses are bound to proxies: a call is sent to the solution's
 process, and its result comes back as plain data. So a solution sees the arguments of its calls and nothing else. It
-sees no expected value, no comparison and no verdict: the verdict is the exit code of the tests' process. Invariants:
+sees no expected value, no comparison and no result: the result is the exit code of the tests' process. Invariants:
 the tests' process decodes only plain data and `RemoteObject`, and no comparison or arithmetic that the solution defines
 ever gets a value of the tests.
 

@@ -20,7 +20,7 @@ def rows_of(*sequences: list[int]) -> Rows:
     return Rows(np.arange(num), tokens, np.zeros(num, np.uint64), [SamplingParams()] * num)
 
 
-@pytest.mark.skipif(not NgramDrafter().is_native, reason="no C compiler")
+@pytest.mark.skipif(NgramDrafter()._native is None, reason="no C compiler")
 @settings(max_examples=300, deadline=None)
 @given(st.data(), st.integers(1, 3), st.integers(0, 3))
 def test_native_and_python_agree(data: st.DataObject, shortest: int, extra: int) -> None:
@@ -87,4 +87,4 @@ def test_falls_back_to_python_without_a_compiler(monkeypatch: pytest.MonkeyPatch
         raise NativeUnavailable("no C compiler")
 
     monkeypatch.setattr(ngram, "load", unavailable)
-    assert not NgramDrafter().is_native
+    assert not NgramDrafter()._native
