@@ -5,6 +5,7 @@
 #   make test-vllm    the tests against the real vLLM, in their own environment
 #   make test-cluster the tests against the real Ray, in their own environment
 #   make test-trl     our losses against TRL's, in their own environment
+#   make docs         the documentation site, in site/; writes docs/reference/commands.md and config.md
 #   make soak         the long versions: many kills, many calls, many random inputs
 #
 # PYTHON        interpreter that makes the environments (3.11 or newer)
@@ -27,7 +28,7 @@ TRL_STAMP := .venv-trl/.made
 CLUSTER_BIN := .venv-cluster/bin
 CLUSTER_STAMP := .venv-cluster/.made
 
-.PHONY: help setup setup-vllm setup-cluster quickstart test lint types unit test-vllm test-cluster test-trl soak clean
+.PHONY: help setup setup-vllm setup-cluster quickstart test lint types unit test-vllm test-cluster test-trl docs soak clean
 .DELETE_ON_ERROR:
 
 help:
@@ -90,6 +91,12 @@ $(TRL_STAMP): pyproject.toml
 test-trl: $(TRL_STAMP)
 	OMP_NUM_THREADS=1 $(TRL_BIN)/pytest -m trl tests/trl $(PYTEST_ARGS)
 
+# Not --quiet: it hides warnings from --strict too. The last line fails if a page would load from another host.
+docs: $(STAMP)
+	$(BIN)/python docs/generate_reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	! grep -rnE --include='*.html' '<(link|script|img|iframe)[^>]* (src|href)="?(https?:)?//' site
+
 soak: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) -m soak $(PYTEST_ARGS)
 
@@ -98,5 +105,5 @@ quickstart: $(STAMP)
 	$(BIN)/paceline train configs/quickstart.toml
 
 clean:
-	rm -rf .venv .venv-vllm .venv-cluster .venv-trl build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf .venv .venv-vllm .venv-cluster .venv-trl build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests docs -name __pycache__ -type d -prune -exec rm -rf {} +

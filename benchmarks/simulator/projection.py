@@ -3,9 +3,9 @@ slower than plain decoding.
 
     python benchmarks/simulator/projection.py --out docs
 
-Writes simulator-projection.png and prints the tables of docs/simulator.md. `auto` is simulated step by step. To save
-time, its completions are an eighth as long, after cached prompts that make up for the missing context; the ratio of its
-time to that of plain decoding is then applied to the full length.
+Writes simulator-projection.png and prints the table of docs/how-to/simulator.md. `auto` is simulated step by step. To
+save time, its completions are an eighth as long, after cached prompts that make up for the missing context; the ratio
+of its time to that of plain decoding is then applied to the full length.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Published results next to simulated ones: the tables of docs/simulator.md.
+"""Published results next to simulated ones: the errors in docs/how-to/simulator.md.
 
     python benchmarks/simulator/published.py            uses the shipped parameters
     python benchmarks/simulator/published.py --fit      fits the parameters again

@@ -1,5 +1,8 @@
 """All settings, by section, with their defaults. `build.config.load_config` reads files and overrides.
 
+`docs/generate_reference.py` writes the reference of all settings from here: the meaning of a key is the comment above
+its field, or behind it. "Not set" means None.
+
 A section is validated when it is made, and never changes. Checks that concern several sections are in the
 `check_settings` module of the package that they are about; `load_config` calls them. Nothing here imports torch, so
 commands that only read settings start fast.
@@ -47,60 +50,70 @@ HeadDtype = Literal["auto", "model", "float8"]
 
 
 class ModelSection(Section):
+    """The policy model. Engine and learner use it."""
+
     name: str = "smollm2-135m"  # a name that `paceline pull` knows, a Hugging Face directory, or a hub id
+    # Dtype of the weights. If it has 16 bits, the optimizer keeps a copy in float32.
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
-    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"  # "cpu", "cuda", or one GPU: "cuda:1"
     yarn_factor: Annotated[float, Field(ge=1)] | None = None  # extend the context by this factor (YaRN)
 
 
 class EngineSection(Section):
     # Engine that generates the rollouts of a training run: "local" (Paceline's own), or "vllm" (installed separately).
     kind: Literal["local", "vllm"] = "local"
-    max_num_seqs: Positive = 32  # rows in a step
-    max_num_batched_tokens: Positive = 512  # query tokens in a step; longer prompts are chunked
-    kv_tokens: Positive | None = None  # size of the KV cache in tokens; None: enough for max_num_seqs
-    prefix_sharing: bool = True  # prefix caching: a prompt that several requests share is computed once
-    # Which waiting requests start first: "arrival", or "longest": the group with the longest expected completions.
+    max_num_seqs: Positive = 32  # maximum number of sequences in a step
+    max_num_batched_tokens: Positive = 512  # maximum number of query tokens in a step; longer prompts are chunked
+    # Size of the KV cache in tokens. Not set: 4096 per sequence, within 2 GiB or a third of the GPU's memory.
+    kv_tokens: Positive | None = None
+    prefix_sharing: bool = True  # prefix caching: compute a prompt that several requests share only once
+    # Order of waiting requests. "longest" starts with the problem that has the longest expected completions.
     order: Literal["arrival", "longest"] = "arrival"
     native: bool = True  # compiled kernels: C on a CPU, Triton on a GPU; false: plain torch
-    # Free the KV cache's memory while the learner trains. None: on a GPU, if the cache takes an eighth of its memory.
+    # Free the KV cache's memory while the learner trains. Not set: only if it takes an eighth of a GPU's memory.
     sleep: bool | None = None
-    graphs: bool = True  # on a GPU: decode steps as CUDA graphs; false: launch every kernel
-    threads: NumThreads | None = None  # None: torch's default
-    tensor_parallel_size: Positive = 1  # vllm: devices that share one model
-    vllm: dict[str, Any] = {}  # vllm: more engine arguments, those of VLLM_OPTIONS in cluster/check_settings.py
+    graphs: bool = True  # on a GPU: run decode steps as CUDA graphs
+    threads: NumThreads | None = None  # CPU threads of the engine; not set: torch's default
+    tensor_parallel_size: Positive = 1  # `vllm`: number of devices that share one model
+    vllm: dict[str, Any] = {}  # `vllm`: more engine arguments; the error for a wrong one lists those that are allowed
 
 
 HEAD_METHODS = ("eagle3", "hybrid")  # methods that draft with an EAGLE-3 head
 
 
 class SpeculationSection(Section):
+    # Drafter. "ngram" drafts from the sequence itself, "suffix" from the history of its problem, "draft_model" with a
+    # smaller model, "eagle3" with an EAGLE-3 head, "hybrid" from the history or with the head.
     method: Literal["none", "ngram", "suffix", "draft_model", "eagle3", "hybrid"] = "none"
     # Decides how many tokens to draft: "static" (always num_speculative_tokens), "das" (draft budgets for long
     # sequences), or "auto" (at every step the draft lengths that save most time; 0 if drafting would cost time).
     policy: Literal["static", "das", "auto"] = "static"
-    # One draft length (with das and auto: the maximum), or {batch size upper bound: draft length}. Batches above the
-    # last bound do not draft.
+    # Draft length (with das and auto: the maximum), or for static a table {maximum batch size: draft length}. Larger
+    # batches do not draft.
     num_speculative_tokens: DraftLength | DraftLengths = 4
-    cost_table: str | None = None  # das, auto: a JSON file or a shipped table's name; None: measured once and cached
-    rule: Literal["coupled", "rejection", "block"] = "coupled"  # acceptance rule
-    draft_model: str | None = None  # like model.name, with the same vocabulary; or "layers:N": the target's first N
-    head: str | None = None  # EAGLE-3: a directory; None: the head that is shipped for model.name
+    cost_table: str | None = None  # `das`, `auto`: a JSON file, or the name of a shipped table; not set: measure it
+    rule: Literal["coupled", "rejection", "block"] = "coupled"  # acceptance rule (docs/concepts/exactness.md)
+    # `draft_model`: as model.name, with the same vocabulary; or "layers:N", the first N layers of the target.
+    draft_model: str | None = None
+    head: str | None = None  # EAGLE-3: directory of the head; not set: the shipped head for model.name
     # EAGLE-3 on a GPU: dtype of the head's large matrix products, model.dtype ("model") or "float8", which is faster.
-    # Most drafts are the same, all emitted tokens are. "auto": float8 for large heads, if the GPU supports it.
+    # It does not change emitted tokens. "auto": float8 for large heads, if the GPU supports it.
     head_dtype: HeadDtype = "auto"
-    any_target: bool = False  # allow a head that was trained for other weights than model.name's
-    # hybrid: choose between suffix and EAGLE-3 for each row "before" EAGLE-3 drafts, or "after" both have drafted.
+    any_target: bool = False  # allow a head that was trained for other weights than those of model.name
+    # `hybrid`: choose between suffix and EAGLE-3 for a sequence "before" EAGLE-3 drafts, or "after" both have drafted.
     hybrid_choice: Literal["before", "after"] = "before"
-    prompt_lookup_min: Positive = 2  # ngram: shortest and longest match
-    prompt_lookup_max: Positive = 5
-    # A draft ends before the first token that is less likely than this to be reached and accepted.
+    prompt_lookup_min: Positive = 2  # `ngram`: minimum length of a match, in tokens
+    prompt_lookup_max: Positive = 5  # `ngram`: maximum length of a match, in tokens
+    # `static`: end a draft before the first token whose survival probability is below this.
     min_confidence: Annotated[float, Field(ge=0, le=1)] = 0.0
-    audit_every: Count = 0  # train: generate every n-th step's rollouts again without drafts, and time both; 0: never
-    suffix_min_match: Positive = 1  # do not draft from shorter matches
-    suffix_max_bytes: Annotated[int, Field(ge=1 << 16)] = 1 << 30  # size of the history; the oldest is removed first
-    suffix_max_versions: Annotated[int, Field(ge=1, le=64)] = 4  # policy versions kept per problem
-    suffix_recency: Annotated[float, Field(gt=0, le=1)] = 0.8  # weight of a version, relative to the next newer one
+    # `train`: generate the rollouts of every n-th step again without drafts, to compare tokens and time. 0: never.
+    audit_every: Count = 0
+    suffix_min_match: Positive = 1  # `suffix`: minimum length of a match, in tokens
+    suffix_max_bytes: Annotated[int, Field(ge=1 << 16)] = (
+        1 << 30
+    )  # `suffix`: size of the history; the oldest is dropped
+    suffix_max_versions: Annotated[int, Field(ge=1, le=64)] = 4  # `suffix`: policy versions to keep for each problem
+    suffix_recency: Annotated[float, Field(gt=0, le=1)] = 0.8  # `suffix`: weight of a version, relative to the next
 
     def check(self) -> None:
         if self.method == "draft_model" and self.draft_model is None:
@@ -135,15 +148,15 @@ class SpeculationSection(Section):
 
 
 class SamplingSection(Section):
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    max_tokens: int = 128
-    stop: list[str] = []
-    stop_token_ids: list[int] = []
-    ignore_eos: bool = False
-    seed: int = 0  # for generate, bench and verify; training uses train.seed
+    temperature: float = 1.0  # sampling temperature; 0: greedy
+    top_k: int = 0  # sample from the k most probable tokens; 0: off
+    top_p: float = 1.0  # nucleus sampling, above 0, up to 1; 1: off
+    min_p: float = 0.0  # minimum probability, relative to the most probable token, from 0 to below 1; 0: off
+    max_tokens: int = 128  # maximum number of tokens per completion, over all turns
+    stop: list[str] = []  # strings that end a completion
+    stop_token_ids: list[int] = []  # tokens that end a completion, besides the model's EOS
+    ignore_eos: bool = False  # continue after EOS
+    seed: int = 0  # seed for generate, bench and verify; training uses train.seed
 
     def check(self) -> None:
         self.params()  # SamplingParams checks the ranges
@@ -155,35 +168,37 @@ class SamplingSection(Section):
 
 
 class TaskSection(Section):
-    kind: Literal["reasoning_gym", "jsonl", "dataset", "env"] = "reasoning_gym"
+    kind: Literal["reasoning_gym", "jsonl", "dataset", "env"] = "reasoning_gym"  # source of the problems
     # A reasoning-gym dataset, a jsonl file, a Hugging Face dataset (id or directory), or `module:EnvClass`.
     name: str = "chain_sum"
-    params: dict[str, Any] = {}  # parameters of the reasoning-gym dataset or the environment
-    split: str = "train"
-    prompt_column: str | None = None  # None: `prompt`, else `question`
-    answer_column: str = "answer"
+    params: dict[str, Any] = {}  # arguments of the reasoning-gym dataset, of `load_dataset`, or of the environment
+    split: str = "train"  # `dataset`: the split to use
+    prompt_column: str | None = None  # `jsonl`, `dataset`: column of the prompt; not set: `prompt`, else `question`
+    answer_column: str = "answer"  # `jsonl`, `dataset`: column of the answer
     system: str | None = None  # system message before every prompt
-    template: str = "{prompt}"  # applied to prompts that are strings
-    chat: bool = True  # apply the model's chat template; false: use the prompt as it is
-    size: Positive | None = None  # training problems; None: all (reasoning-gym: 1024)
-    held_out: Count = 64  # validation problems, never trained on
-    seed: Count = 0
+    template: str = "{prompt}"  # text around prompts that are strings; must contain {prompt}
+    chat: bool = True  # apply the model's chat template
+    size: Positive | None = None  # number of training problems; not set: all (`reasoning_gym`, `env`: 1024)
+    held_out: Count = 64  # number of validation problems, which are never trained on
+    seed: Count = 0  # seed of generated problems and of the choice of held-out problems
 
 
 class RewardSection(Section):
-    # exact, format, math, code, gym (reasoning-gym's scorer), model, env (the environment's reward), or
-    # `module:function` with TRL's signature.
+    # Any of exact, format, math, code, gym (reasoning-gym's scorer), model, env (the environment's reward), and your
+    # own `module:function` with TRL's signature.
     functions: Annotated[list[str], Field(min_length=1)] = ["gym"]
-    weights: list[float] | None = None  # one per function; None: 1 each
-    answer_pattern: str | None = None  # regex; its last match (group 1 if any) is the answer; None: the whole text
-    format_pattern: str = r"(?s)<think>.*</think>\s*<answer>.*</answer>\s*"  # `format`: must match the whole text
-    model: str | None = None  # `model`: a sequence classifier's directory or hub id
-    timeout_s: Seconds = 10.0  # per sample; a sample that takes longer fails, the run goes on
-    workers: Positive = 2  # processes for math, code and custom functions
-    code_memory_mb: Positive = 512  # memory limit of all processes of a program
-    code_cpu_s: Positive = 5  # CPU time limit of a program
-    # How `code` isolates programs. "namespaces": separate file system, network and process table; an error on machines
-    # that do not allow it. "process": only limits and system call filters (docs/training.md).
+    weights: list[float] | None = None  # one weight per function; not set: 1 each
+    # Regular expression for the answer: the last match, or its first group. Not set: the whole completion.
+    answer_pattern: str | None = None
+    # `format`: regular expression that must match the whole completion.
+    format_pattern: str = r"(?s)<think>.*</think>\s*<answer>.*</answer>\s*"
+    model: str | None = None  # `model`: directory or hub id of a sequence classifier
+    timeout_s: Seconds = 10.0  # time limit per sample; a sample that takes longer fails, and the run continues
+    workers: Positive = 2  # number of processes that compute rewards, except `model` and `env`
+    code_memory_mb: Positive = 512  # `code`: memory limit of all processes of a program
+    code_cpu_s: Positive = 5  # `code`: CPU time limit of a program
+    # How `code` isolates programs (docs/how-to/code-rewards.md). "namespaces": separate file system, network and
+    # process table; an error on machines that do not allow it. "process": only limits and system call filters.
     sandbox: Literal["namespaces", "process"] = "namespaces"
     max_failures: Annotated[float, Field(ge=0, le=1)] = 0.5  # stop the run if a larger share of a step's samples fails
 
@@ -205,25 +220,31 @@ class RewardSection(Section):
 
 
 class AlgorithmSection(Section):
-    """None means: as in the algorithm's paper."""
+    """Keys that are not set have the value of the algorithm's paper."""
 
+    # RL algorithm; the other keys override its parts.
     name: Literal["grpo", "dapo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo"] = "grpo"
     num_generations: Annotated[int, Field(ge=2)] = 8  # rollouts per problem
-    epsilon: Annotated[float, Field(ge=0)] | None = None
+    epsilon: Annotated[float, Field(ge=0)] | None = None  # clip probability ratios below 1 - epsilon
+    # Clip probability ratios above 1 + epsilon_high. `cispo`: above epsilon_high.
     epsilon_high: Annotated[float, Field(ge=0)] | None = None
     beta: Annotated[float, Field(ge=0)] = 0.0  # coefficient of the KL to the reference model, the initial policy
-    kl: Literal["k1", "k2", "k3"] | None = None
-    kl_in: Literal["loss", "reward"] | None = None
+    kl: Literal["k1", "k2", "k3"] | None = None  # estimator of the KL
+    kl_in: Literal["loss", "reward"] | None = None  # where to add the KL
+    # Divide advantages by the standard deviation of the rewards in the group or in the batch.
     scale_rewards: Literal["group", "batch", "none"] | None = None
-    loss_type: Literal["grpo", "dapo", "dr_grpo"] | None = None  # how token losses are averaged
+    # How to average token losses: "grpo" per sequence, "dapo" over all tokens, "dr_grpo" by sampling.max_tokens.
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] | None = None
     dynamic_sampling: bool | None = None  # replace groups whose rewards are all equal
-    max_sampling_rounds: Positive = 3  # dynamic sampling: rounds before a smaller batch is used
-    mask_truncated_completions: bool | None = None  # overlong filtering: truncated completions are not trained on
-    overlong_buffer: Count = 0  # soft overlong penalty: on the last n tokens before sampling.max_tokens; 0: none
-    overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
-    correction: Literal["none", "token_tis", "sequence_tis", "icepop"] = "none"  # of engine-learner logprob mismatch
-    correction_cap: Annotated[float, Field(gt=0)] = 2.0  # TIS: ratios are clipped here; IcePop: upper bound
-    correction_floor: Annotated[float, Field(ge=0)] = 0.5  # IcePop: tokens with a lower ratio are masked
+    max_sampling_rounds: Positive = 3  # dynamic sampling: maximum number of rounds; then train on a smaller batch
+    mask_truncated_completions: bool | None = None  # overlong filtering: do not train on truncated completions
+    # Soft overlong penalty: it grows over the last n tokens before sampling.max_tokens. 0: no penalty.
+    overlong_buffer: Count = 0
+    overlong_penalty: Annotated[float, Field(ge=0)] = 1.0  # maximum of the soft overlong penalty
+    # Importance weights that correct the difference between the logprobs of engine and learner.
+    correction: Literal["none", "token_tis", "sequence_tis", "icepop"] = "none"
+    correction_cap: Annotated[float, Field(gt=0)] = 2.0  # maximum weight; `icepop` masks tokens above it
+    correction_floor: Annotated[float, Field(ge=0)] = 0.5  # `icepop`: mask tokens with a lower weight
 
     def check(self) -> None:
         in_reward = self.name in ("rloo", "reinforce_pp")  # by default they use k1, in the reward
@@ -238,14 +259,15 @@ class AlgorithmSection(Section):
 
 
 class OptimizerSection(Section):
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for matrices, AdamW for other parameters
-    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
-    muon_learning_rate: Annotated[float, Field(ge=0)] = 1e-3
-    betas: Annotated[list[float], Field(min_length=2, max_length=2)] = [0.9, 0.999]
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    warmup_steps: Count = 0
+    optimizer: Literal["adamw", "muon"] = "adamw"  # "muon": Muon for matrices, AdamW for other parameters
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-6  # learning rate of AdamW
+    muon_learning_rate: Annotated[float, Field(ge=0)] = 1e-3  # learning rate of Muon
+    betas: Annotated[list[float], Field(min_length=2, max_length=2)] = [0.9, 0.999]  # betas of AdamW
+    eps: Annotated[float, Field(gt=0)] = 1e-8  # epsilon of AdamW
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # weight decay of matrices
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # clip the gradient to this norm
+    warmup_steps: Count = 0  # steps in which the learning rate rises linearly
+    # Learning rate after the warm-up. "linear" and "cosine" fall to 0 at the last step.
     schedule: Literal["constant", "linear", "cosine"] = "constant"
 
 
@@ -255,11 +277,12 @@ class LearnerSection(OptimizerSection):
     tokens_per_microbatch: Positive = 2048  # prompt and completion tokens in one forward pass (gradient accumulation)
     num_minibatches: Positive = 1  # optimizer steps per batch
     num_iterations: Positive = 1  # passes over a batch
-    activation_checkpointing: bool = False
-    lora_rank: Count = 0  # 0: train all weights
-    lora_alpha: Annotated[float, Field(gt=0)] = 16.0
+    activation_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+    lora_rank: Count = 0  # rank of LoRA adapters; 0: train all weights
+    lora_alpha: Annotated[float, Field(gt=0)] = 16.0  # LoRA: scale of the adapters
+    # LoRA: matrices that have adapters.
     lora_targets: list[Literal["qkv", "o", "gate_up", "down"]] = ["qkv", "o", "gate_up", "down"]
-    threads: NumThreads | None = None  # None: all, or half of them if generation overlaps with training
+    threads: NumThreads | None = None  # CPU threads; not set: all, or half of them if generation overlaps
 
     def check(self) -> None:
         if self.model == "transformers" and (self.lora_rank or self.optimizer == "muon"):
@@ -277,76 +300,77 @@ class DraftSection(OptimizerSection):
     betas: Annotated[list[float], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     warmup_steps: Count = 20
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    loss: Literal["kl", "acceptance"] = "kl"  # soft cross-entropy with the target, or -log of the overlap of p and q
+    loss: Literal["kl", "acceptance"] = "kl"  # "kl": soft cross-entropy with the target, "acceptance": -log Σ min(p, q)
     unroll: Annotated[int, Field(ge=1, le=16)] = 4  # training-time test: steps that use the head's own hidden states
-    unroll_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # loss weight of each step, relative to the step before
-    tokens_per_batch: Positive = 4096  # of one optimizer step
-    # train-draft: source of the sequences. "rollouts": generated from the task's prompts; else a jsonl file of `text`,
-    # `prompt` and `completion`, `messages`, or recorded rollouts (`prompt_ids`, `token_ids`).
+    unroll_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # loss weight of a step, relative to the step before
+    tokens_per_batch: Positive = 4096  # tokens of one optimizer step
+    # `train-draft`: source of the sequences. "rollouts": generate them from the task's prompts. Or a jsonl file of
+    # `text`, `prompt` and `completion`, `messages`, or recorded rollouts (`prompt_ids`, `token_ids`).
     data: str = "rollouts"
-    num_sequences: Positive = 512  # sequences to generate, or to read at most
-    max_length: Annotated[int, Field(ge=8)] = 512  # longer sequences are truncated
-    num_epochs: Positive = 4
-    held_out: Positive = 32  # sequences that measure acceptance; their prompts are not trained on
-    eval_every: Count = 50  # optimizer steps between two measurements; 0: only before and after
-    checkpoint_every: Count = 200
+    num_sequences: Positive = 512  # number of sequences to generate, or maximum number to read
+    max_length: Annotated[int, Field(ge=8)] = 512  # truncate longer sequences
+    num_epochs: Positive = 4  # passes over the sequences
+    held_out: Positive = 32  # number of sequences that measure acceptance; their prompts are not trained on
+    eval_every: Count = 50  # measure acceptance every n optimizer steps, and before and after; 0: only these
+    checkpoint_every: Count = 200  # save a checkpoint every n optimizer steps; 0: only at the end and when interrupted
     draft_vocab_size: Positive = 16384  # size of the head's vocabulary: the most frequent tokens of the sequences
-    layer_ids: list[Positive] | None = None  # target layers that give the auxiliary hidden states; None: low, mid, high
-    norm_before_residual: bool = False
-    fc_norm: bool = False
-    init: str | None = None  # initial head: a directory, or a model with a shipped head; None: random weights
-    seed: Count = 0
-    # train: train the head on the hidden states of the policy update. "off"; "every": every n-th step; "drop": when
-    # the mean acceptance length is below (1 - online_drop) times the best so far.
+    # The head reads the hidden states after these layers of the target. Not set: a low, a middle and a high one.
+    layer_ids: list[Positive] | None = None
+    norm_before_residual: bool = False  # head: the residual stream starts with the normalized state
+    fc_norm: bool = False  # head: normalize the hidden state of each layer before they are fused
+    init: str | None = None  # initial head: a directory, or a model with a shipped head; not set: random weights
+    seed: Count = 0  # seed of weights and data order
+    # `train`: train the head on the hidden states of the policy update. "every": every `online_every` steps.
+    # "drop": when the mean acceptance length is below (1 - `online_drop`) times the best so far.
     online: Literal["off", "every", "drop"] = "off"
-    online_every: Positive = 1
-    online_drop: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    online_learning_rate: Annotated[float, Field(ge=0)] = 1e-4
-    online_tokens: Annotated[int, Field(ge=8)] = 4096  # tokens of a step's rollouts to train on, at most
-    # Alarms: the share of acceptance lost at one weight sync; the mean acceptance length; and the share of the head's
-    # recorded acceptance (first position, worst kind of data, this temperature). The shipped head's kinds of data
-    # differ by a fifth. Auxiliary hidden states that are one token late leave six tenths of the worst.
-    alarm_drop: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    alarm_floor: Annotated[float, Field(ge=1)] = 1.05
+    online_every: Positive = 1  # steps from one training of the head to the next
+    online_drop: Annotated[float, Field(gt=0, lt=1)] = 0.05  # share of the acceptance length, lost since the best step
+    online_learning_rate: Annotated[float, Field(ge=0)] = 1e-4  # learning rate of online training
+    online_tokens: Annotated[int, Field(ge=8)] = 4096  # maximum number of tokens of a step's rollouts to train on
+    alarm_drop: Annotated[float, Field(gt=0, lt=1)] = 0.2  # alarm: share of acceptance length, lost at a weight sync
+    alarm_floor: Annotated[float, Field(ge=1)] = 1.05  # alarm: minimum mean acceptance length
+    # Alarm: minimum acceptance of first draft tokens, as a share of the lowest that the head's provenance.json records.
     alarm_record: Annotated[float, Field(ge=0, lt=1)] = 0.7
 
 
 class TrainSection(Section):
-    num_steps: Positive = 100
+    num_steps: Positive = 100  # number of RL steps
     groups_per_step: Positive = 8  # problems in a batch
     max_staleness: Count = 0  # 0: synchronous; n: train on rollouts of up to n policy versions ago
-    inflight: Literal["drain", "keep", "recompute"] = "drain"  # what happens to running sequences at a weight sync
-    seed: Count = 0
+    # Running sequences at a weight sync: "drain" finishes them first, "keep" continues on the old KV cache, "recompute"
+    # computes the KV cache again.
+    inflight: Literal["drain", "keep", "recompute"] = "drain"
+    seed: Count = 0  # seed of sampling and of the order of problems
     eval_every: Count = 0  # evaluate on held-out problems every n steps, and before and after; 0: never
-    eval_samples: Positive = 1  # per problem
-    eval_temperature: Annotated[float, Field(ge=0)] = 1.0
-    checkpoint_every: Count = 10  # 0: only at the end and when interrupted
-    keep_checkpoints: Positive = 2  # the last n; the best one is always kept
-    env_timeout_s: Seconds = 30.0  # for one step of an environment
-    mismatch_alarm: Annotated[float, Field(gt=0)] = 0.02  # mean |engine - learner| logprob that raises an alarm
-    tensorboard: bool = True
-    wandb: bool = False
+    eval_samples: Positive = 1  # samples per problem in an evaluation
+    eval_temperature: Annotated[float, Field(ge=0)] = 1.0  # temperature in an evaluation
+    checkpoint_every: Count = 10  # save a checkpoint every n steps; 0: only at the end and when interrupted
+    keep_checkpoints: Positive = 2  # keep the last n checkpoints, and the best one
+    env_timeout_s: Seconds = 30.0  # time limit for one step of an environment
+    mismatch_alarm: Annotated[float, Field(gt=0)] = 0.02  # alarm: mean difference of engine and learner logprobs
+    tensorboard: bool = True  # write metrics for TensorBoard
+    wandb: bool = False  # write metrics to Weights & Biases
 
 
 class ClusterSection(Section):
-    """Placement of processes. "none": everything in one process; "ray": Ray actors, restarted when they die."""
-
+    # Where processes run. "none": all work in one process. "ray": Ray actors, which are restarted when they die.
     kind: Literal["none", "ray"] = "none"
-    address: str | None = None  # of a running Ray ("auto", HOST:PORT); None: start one on this machine, loopback only
-    num_engines: Positive = 1  # engines, each with the whole model
-    num_learners: Positive = 1  # ranks of the learner
-    num_reward_workers: Positive = 1  # each with reward.workers processes
+    # Address of a running Ray ("auto", HOST:PORT). Not set: start one on this machine, on the loopback address only.
+    address: str | None = None
+    num_engines: Positive = 1  # number of engines, each with the whole model
+    num_learners: Positive = 1  # number of learner ranks
+    num_reward_workers: Positive = 1  # number of reward workers, each with reward.workers processes
     # "disaggregated": engines and learner have separate GPUs; "colocated": each rank of the learner shares a GPU with
     # an engine, which sleeps while the rank trains.
     layout: Literal["disaggregated", "colocated"] = "disaggregated"
-    cpus_per_engine: Positive = 1  # also the number of threads, unless engine.threads is set
-    cpus_per_learner: Positive = 1
-    gpus_per_engine: Annotated[float, Field(ge=0)] | None = None  # None: as many as the engine needs
-    gpus_per_learner: Annotated[float, Field(ge=0)] | None = None
-    max_restarts: Count = 10  # of each process, before the run fails
-    sync_timeout_s: Seconds = 60.0  # for one bucket of weights to reach all engines
-    bucket_mb: Positive = 64  # weights are sent in buckets of this size
-    object_store_mb: Annotated[int, Field(ge=80)] = 200  # of a Ray that is started on this machine
+    cpus_per_engine: Positive = 1  # CPUs of an engine, and its threads unless engine.threads is set
+    cpus_per_learner: Positive = 1  # CPUs of a rank, and its threads unless learner.threads is set
+    gpus_per_engine: Annotated[float, Field(ge=0)] | None = None  # GPUs of an engine; not set: as many as it needs
+    gpus_per_learner: Annotated[float, Field(ge=0)] | None = None  # GPUs of a rank; not set: as many as it needs
+    max_restarts: Count = 10  # restarts of each process before the run fails
+    sync_timeout_s: Seconds = 60.0  # time limit for sending one bucket of weights to all engines
+    bucket_mb: Positive = 64  # size of a bucket of weights
+    object_store_mb: Annotated[int, Field(ge=80)] = 200  # object store of a Ray that is started on this machine
 
 
 class Config(Section):

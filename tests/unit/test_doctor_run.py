@@ -127,7 +127,7 @@ def test_address_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         port = free.getsockname()[1]
     rows, host = run._ray(on_ray(f"cluster.address=127.0.0.1:{port}"))
     assert [found.status for found in rows] == [doctor.MISSING] and host == "127.0.0.1"
-    assert "no process listens at 127.0.0.1" in rows[0].detail and "docs/slurm.md" in rows[0].remedy
+    assert "no process listens at 127.0.0.1" in rows[0].detail and "docs/how-to/ray.md" in rows[0].remedy
 
 
 def node(cpus: float = 8, gpus: float = 4, host: str = "one", **changes: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 @command()
 def pull(
-    model: Annotated[str, typer.Argument(help="Known name (smollm2-135m), directory or hub id.")] = "smollm2-135m",
+    model: Annotated[str, typer.Argument(help="Known name, directory or hub id of the model.")] = "smollm2-135m",
 ) -> None:
     """Download a model and print its directory.
 

@@ -36,9 +36,9 @@ out = SafeConsole()
 err = SafeConsole(stderr=True)
 Command = TypeVar("Command", bound=Callable[..., None])
 
-Model = Annotated[str | None, typer.Option("--model", help="Known name, Hugging Face directory or hub id.")]
+Model = Annotated[str | None, typer.Option("--model", help="Known name, directory or hub id of the model.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="Read settings from a TOML file.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Set one setting; repeatable.")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Set one config key; repeatable.")]
 PromptsFile = Annotated[
     Path | None,
     typer.Option("--prompts", metavar="FILE", help="Read prompts from a jsonl file with `prompt` or `question`."),

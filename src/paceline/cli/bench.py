@@ -38,22 +38,23 @@ app.add_typer(bench_app, name="bench")
 
 @command(group=bench_app)
 def rollout(
-    model: Annotated[str, typer.Option(help="Models, separated by commas.")] = "smollm2-135m",
-    engines: Annotated[str, typer.Option(help="Engines: paceline, hf, vllm.")] = "paceline,hf,vllm",
+    model: Annotated[str, typer.Option(help="Models to compare.")] = "smollm2-135m",
+    engines: Annotated[str, typer.Option(help="Engines to compare: paceline, hf, vllm.")] = "paceline,hf,vllm",
     modes: Annotated[
         str,
         typer.Option(
-            help="Modes: plain, ngram, suffix, draft_model, eagle3, hybrid; with a policy: suffix+auto, hybrid+das."
+            help="Modes to compare: plain, ngram, suffix, draft_model, eagle3, hybrid; with a policy: suffix+auto, "
+            "hybrid+das."
         ),
     ] = "plain",
     k: Annotated[str, typer.Option("--k", help="Draft lengths.")] = "4",
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,4,16",
     max_tokens: Annotated[int, typer.Option(help="Tokens per completion; EOS is ignored.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="Temperature; 0 is greedy.")] = 1.0,
     repeats: Annotated[int, typer.Option(help="Rounds per configuration, after one warm-up round.")] = 3,
     threads: Annotated[int, typer.Option(help="Threads of each engine.")] = 2,
     num_generations: Annotated[int, typer.Option(help="Samples per prompt in a batch, as in an RL group.")] = 1,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
     prompts_file: PromptsFile = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
@@ -114,17 +115,21 @@ def rollout(
 def step(
     model: Annotated[str, typer.Option(help="Model shape: qwen3-8b, qwen3-0.6b or smollm2-135m.")] = "qwen3-8b",
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,32",
-    k: Annotated[str, typer.Option("--k", help="Draft lengths; others are compared with 0 (no drafts).")] = "0,3",
+    k: Annotated[
+        str, typer.Option("--k", help="Draft lengths; with 0 (no drafts) the table has the speed-up over it.")
+    ] = "0,3",
     drafter: Annotated[
-        str, typer.Option(help="eagle3, or history (which has seen every completion before).")
+        str, typer.Option(help="Drafter: eagle3, or history (which has seen every completion before).")
     ] = "eagle3",
-    policy: Annotated[str, typer.Option(help="static, or auto with at most k tokens per row.")] = "static",
+    policy: Annotated[
+        str, typer.Option(help="Speculation policy: static, or auto with at most k tokens per sequence.")
+    ] = "static",
     imposed_acceptance: Annotated[
         float | None,
-        typer.Option(metavar="L", help="For timing only: accept drafts at random; L: mean acceptance length."),
+        typer.Option(metavar="L", help="For timing only: accept draft tokens at random, with mean length L."),
     ] = None,
     imposed_spread: Annotated[
-        float, typer.Option(help="Spread of the acceptance probabilities, which auto sees; 0: all equal.")
+        float, typer.Option(help="Spread of the imposed acceptance probabilities, below 1; 0: all equal.")
     ] = 0.25,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 512,
     max_tokens: Annotated[int, typer.Option(help="Tokens per completion.")] = 256,
@@ -132,12 +137,12 @@ def step(
     head_dtype: Annotated[
         str, typer.Option(help="Dtype of the head's large matrix products: model, float8 or auto.")
     ] = "auto",
-    eager: Annotated[bool, typer.Option("--eager", help="Use no CUDA graphs.")] = False,
+    eager: Annotated[bool, typer.Option("--eager", help="Do not use CUDA graphs.")] = False,
     plain_torch: Annotated[
         bool, typer.Option("--plain-torch", help="Use neither CUDA graphs nor Triton kernels.")
     ] = False,
-    device: Annotated[str, typer.Option(help="cuda, or cpu for small shapes.")] = "cuda",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="Device: cuda, or cpu for small shapes.")] = "cuda",
+    dtype: Annotated[str, typer.Option(help="Dtype: bfloat16, float16, float32 or float64.")] = "bfloat16",
     copy_rate: Annotated[float, typer.Option(help="Memory bandwidth for the roofline, bytes per second.")] = 4.26e12,
     matmul_rate: Annotated[float, typer.Option(help="Compute for the roofline, FLOPs per second.")] = 775e12,
     json_file: JsonFile = None,
@@ -145,8 +150,8 @@ def step(
 ) -> None:
     """Measure decode steps by batch size and draft length, and compare them with the roofline.
 
-    The model has random weights. Results are medians of whole engine steps in which every row verifies k draft tokens.
-    Ctrl-C prints the results so far.
+    The model has random weights. Results are medians of whole engine steps in which every sequence verifies k draft
+    tokens. Ctrl-C prints the results so far.
 
     Examples:
 

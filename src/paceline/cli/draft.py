@@ -40,8 +40,8 @@ def train_draft(
 ) -> None:
     """Train an EAGLE-3 draft head for a model.
 
-    Train on the model's completions of the task's prompts, or on a jsonl file (`draft.data`). Ctrl-C or SIGTERM stops
-    with a checkpoint; `--resume RUN` continues.
+    The data are the model's completions of the task's prompts, or a jsonl file (`draft.data`). Ctrl-C or SIGTERM stops
+    with a checkpoint. `--resume RUN` continues.
 
     Examples:
 

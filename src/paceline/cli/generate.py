@@ -34,7 +34,7 @@ def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; `-` reads one from stdin.")] = None,
     prompts_file: Annotated[
         Path | None,
-        typer.Option("--prompts", metavar="FILE", help="jsonl file with `prompt` or `question`; `-` is stdin."),
+        typer.Option("--prompts", metavar="FILE", help="Read prompts from a jsonl file; `-` reads stdin."),
     ] = None,
     num_samples: Annotated[int, typer.Option("-n", min=1, help="Samples per prompt.")] = 1,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
@@ -46,8 +46,8 @@ def generate(
     ] = None,
     k: Annotated[int | None, typer.Option("--k", help="Draft length.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Maximum tokens per completion.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens, with any drafter.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Temperature; 0 is greedy.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed; it gives the same tokens with any drafter.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Generate completions, and show which draft tokens were accepted.

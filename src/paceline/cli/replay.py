@@ -47,11 +47,11 @@ INT32_MAX = 2**31 - 1
 
 Rollouts = Annotated[
     list[str],
-    typer.Argument(metavar="ROLLOUTS…", help="jsonl files (.gz, .xz), a folder of them or a run's folder; - is stdin."),
+    typer.Argument(metavar="ROLLOUTS…", help="Jsonl files (also .gz, .xz), a folder of them, or a run; `-`: stdin."),
 ]
-Cost = Annotated[str | None, typer.Option(metavar="FILE", help="Use the cost table in a file.")]
+Cost = Annotated[str | None, typer.Option(metavar="FILE", help="JSON file with a cost table.")]
 Hardware = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Use a shipped cost table.", show_default="vllm-h200-qwen3-8b")
+    str | None, typer.Option(metavar="NAME", help="Name of a shipped cost table.", show_default="vllm-h200-qwen3-8b")
 ]
 Tokenizer = Annotated[
     str | None,
@@ -64,7 +64,7 @@ MaxTokens = Annotated[
     ),
 ]
 Prefill = Annotated[
-    bool, typer.Option("--prefill", help="Count the time of prompts; the cost table must have been measured for it.")
+    bool, typer.Option("--prefill", help="Count the time of prompts; needs a cost table that was measured with them.")
 ]
 Order = Annotated[str, typer.Option(help="Which requests start first: arrival or longest.")]
 Budget = Annotated[int, typer.Option(min=1, max=INT32_MAX, help="Maximum query tokens in a step.")]
@@ -76,8 +76,8 @@ def replay(
     rollouts: Rollouts,
     cost: Cost = None,
     hardware: Hardware = None,
-    drafter: Annotated[str, typer.Option(help="Drafters: suffix, ngram; eagle3 and hybrid if recorded.")] = "suffix",
-    policy: Annotated[str, typer.Option(help="Policies: static:K, das, auto (or das:K, auto:K).")] = "static:3,auto",
+    drafter: Annotated[str, typer.Option(help="Drafters: suffix, ngram; eagle3, hybrid if recorded.")] = "suffix",
+    policy: Annotated[str, typer.Option(help="Policies: static:K, das, auto, das:K, auto:K.")] = "static:3,auto",
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,64",
     max_tokens: MaxTokens = None,
     max_num_batched_tokens: Budget = 8192,
@@ -86,7 +86,7 @@ def replay(
     tokenizer: Tokenizer = None,
     skip_broken: SkipBroken = False,
     epochs: Annotated[
-        bool, typer.Option("--epochs", help="Print a row for every epoch, not only cold and warm.")
+        bool, typer.Option("--epochs", help="Print the results of every epoch, not only cold and warm.")
     ] = False,
     overrides: Overrides = None,
     json_file: JsonFile = None,
@@ -94,7 +94,8 @@ def replay(
     """Compare drafters and policies on recorded rollouts, without a model.
 
     Recorded tokens replace the model, and a cost table gives the step times. Acceptance is exactly that of the live
-    engine with rule `coupled`. Epoch n has the n-th occurrence of every problem; the first epoch is called cold.
+    engine with rule `coupled`. Epoch n has the n-th occurrence of every problem. The first epoch is called cold, the
+    others warm.
 
     Examples:
 
@@ -147,7 +148,7 @@ def advise(
             min=0, max=1, help="Share of generation in an RL step's time.", show_default="from metrics.jsonl, or 0.65"
         ),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Use the whole file, not a sample of problems.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Replay all problems, not a sample.")] = False,
     max_tokens: MaxTokens = None,
     max_num_batched_tokens: Budget = 8192,
     tokenizer: Tokenizer = None,
@@ -155,7 +156,7 @@ def advise(
     overrides: Overrides = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Recommend a drafter and a draft length for recorded rollouts, or none, by replaying a small grid.
+    """Recommend a drafter and a draft length for recorded rollouts, or to draft nothing. Replays a small grid.
 
     Examples:
 
@@ -239,7 +240,8 @@ class _CheckedRounds:
             if recorded.head_accepted is None:
                 raise ValueError(
                     f"--drafter {self.drafter}: rollouts of version {recorded.version} have no `head_accepted`, the "
-                    "accepted lengths of a head's drafts; use suffix or ngram, or record it (docs/speculation.md)"
+                    "accepted lengths of a head's drafts; use suffix or ngram, or record them (see "
+                    "docs/how-to/speculation.md)"
                 )
             yield recorded
 

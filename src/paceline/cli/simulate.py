@@ -27,10 +27,10 @@ def simulate(
         str, typer.Argument(metavar="PRESET", help="Name of a preset, or a .toml file; `list` prints all names.")
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[A.B=C]…", help="Settings; the section may be left out: `k=5`.")
+        list[str] | None, typer.Argument(metavar="[A.B=C]…", help="Settings; you may leave out the section: `k=5`.")
     ] = None,
     sweep: Annotated[
-        str | None, typer.Option(metavar="KEY=VALUES", help="Sweep: k=1:7 or batch=64,128; more may follow.")
+        str | None, typer.Option(metavar="KEY=VALUES", help="Simulate several values: k=1:7 or batch=64,128.")
     ] = None,
     fit: Annotated[Path | None, typer.Option("--fit", metavar="TRACE", help="Calibrate with measured steps.")] = None,
     plot_file: Annotated[
@@ -41,7 +41,7 @@ def simulate(
 ) -> None:
     """Simulate decode steps, rollouts and RL steps, with and without speculation, from hardware and model specs.
 
-    docs/simulator.md has the equations, and the errors against published and measured results.
+    docs/how-to/simulator.md explains presets, settings and accuracy.
 
     Examples:
 

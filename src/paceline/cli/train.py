@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from paceline.tasks.task import Problem
 
 ConfigArguments = Annotated[
-    list[str] | None, typer.Argument(metavar="[CONFIG.toml] [A.B=C]…", help="A config file, then settings.")
+    list[str] | None, typer.Argument(metavar="[CONFIG.toml] [A.B=C]…", help="Config file, then settings.")
 ]
 
 
@@ -57,7 +57,7 @@ def train(
 ) -> None:
     """Post-train a model with RL. Set `speculation.method` for speculative rollouts.
 
-    Ctrl-C or SIGTERM stops with a checkpoint; `--resume RUN` continues.
+    Ctrl-C or SIGTERM stops with a checkpoint. `--resume RUN` continues.
 
     Examples:
 
@@ -216,10 +216,10 @@ def report(
     run: Annotated[Path, typer.Argument(help="Folder of a run.")],
     output: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Output file; default: report.html in the run's folder."),
+        typer.Option("--out", metavar="FILE", help="Output file.", show_default="report.html in the run's folder"),
     ] = None,
 ) -> None:
-    """Write the report of a run: one self-contained HTML file.
+    """Write the report of a run as one self-contained HTML file.
 
     Example: `paceline report runs/chain_sum-20260101-120000`
     """
@@ -233,9 +233,9 @@ def report(
 
 @command("eval")
 def eval_command(
-    model: Annotated[str, typer.Argument(help="Known name, Hugging Face directory or hub id.")],
+    model: Annotated[str, typer.Argument(help="Known name, directory or hub id of the model.")],
     task: Annotated[str, typer.Argument(help="Config file, jsonl file, or reasoning-gym dataset.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[A.B=C]…", help="Settings.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[A.B=C]…", help="Settings to change.")] = None,
     num_samples: Annotated[int, typer.Option("-n", min=1, help="Samples per problem.")] = 1,
     json_file: JsonFile = None,
 ) -> None:
@@ -308,7 +308,7 @@ def export(
         bool, typer.Option("--best", help="Export the best checkpoint by held-out reward, not the last.")
     ] = False,
     head: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Also export the EAGLE-3 head that was trained online.")
+        Path | None, typer.Option(metavar="DIR", help="Also export the EAGLE-3 head of a run with draft.online.")
     ] = None,
 ) -> None:
     """Export a run's policy as a Hugging Face directory (config.json, safetensors, tokenizer).
@@ -316,7 +316,7 @@ def export(
     Examples:
 
     - `paceline export runs/chain_sum-20260101-120000 ./my-model --best`
-    - `paceline export runs/chain_sum-20260101-120000 ./my-model --head ./my-head`, for a run with draft.online
+    - `paceline export runs/chain_sum-20260101-120000 ./my-model --head ./my-head`
     """
     from paceline.build.export import export_policy
 

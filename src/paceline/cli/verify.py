@@ -33,10 +33,11 @@ MAX_PROBLEMS = 8  # printed per check; the report has all
 def verify(
     model: Model = None,
     drafters: Annotated[
-        str | None, typer.Option(help="Drafters: ngram, suffix, draft_model, eagle3, hybrid; default: all available.")
+        str | None,
+        typer.Option(help="Drafters: ngram, suffix, draft_model, eagle3, hybrid.", show_default="all available"),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Run fewer checks, about two and a half minutes on two cores.")
+        bool, typer.Option("--quick", help="Run fewer checks, in about two and a half minutes on two cores.")
     ] = False,
     prompts_file: PromptsFile = None,
     config: ConfigFile = None,
@@ -45,9 +46,8 @@ def verify(
 ) -> None:
     """Check that speculation changes neither tokens nor distributions, for a model and its drafters.
 
-    In 16 bits and on a GPU tokens may differ at near-ties, which are listed. Otherwise all tokens must be equal.
-
-    Exit code 0 if all checks pass, else 1.
+    In 16 bits and on a GPU, tokens may differ at near-ties, which are listed. Otherwise all tokens must be equal. The
+    exit code is 0 if all checks pass, else 1.
 
     Examples:
 
@@ -134,12 +134,12 @@ def doctor(arguments: ConfigArguments = None, json_file: JsonFile = None) -> Non
     """Check what this machine can run. With settings, also check that a run finds its model, head, vLLM, Ray nodes and
     a way to transfer weights.
 
-    Exit code 1 if something required is missing.
+    The exit code is 1 if something required is missing.
 
     Examples:
 
     - `paceline doctor`
-    - `paceline doctor configs/gsm8k.toml cluster.kind=ray cluster.address=auto cluster.num_engines=4`
+    - `paceline doctor configs/gsm8k.toml cluster.kind=ray cluster.num_engines=4 speculation.audit_every=0`
     """
     path, overrides = split_arguments(arguments)
     config = load_config(path, overrides) if arguments else None

@@ -222,7 +222,7 @@ def _ray(config: Config) -> tuple[list[Finding], str]:
     try:
         facts = cluster_facts(address, [*_local_files(config), str(Path.cwd())])
     except ValueError as error:
-        remedy = "start Ray (`ray start --head`, docs/slurm.md), run this on a Ray node, or leave out cluster.address"
+        remedy = "start Ray (`ray start --head`, docs/how-to/ray.md), run this on a Ray node, or unset cluster.address"
         return [_problem("Ray", f"cluster.address = {address!r}: {error}", remedy)], LOOPBACK
     found = _ok("Ray", f"{installed}; {len(facts['nodes'])} node(s) at {address}")
     return [found, _cluster_resources(build_plan(config), facts), _nodes(config, facts["nodes"])], str(facts["host"])

@@ -46,7 +46,9 @@ class FirstPositions:
         return FirstPositions(num, num_accepted)
 
     def shortfall_message(self, recorded: float, share: float, temperature: float) -> str | None:
-        """A message if the rate is significantly below this share of the recorded one; else None."""
+        """A message if the rate is significantly below this share of the recorded one; else None. The default share is
+        0.7: the shipped head's kinds of data differ by a fifth; auxiliary hidden states that are one token late leave
+        six tenths of the worst."""
         rate = self.num_accepted / max(1, self.num)
         deviation = (recorded * (1 - recorded) / max(1, self.num)) ** 0.5
         if rate >= share * recorded or rate >= recorded - NUM_DEVIATIONS * deviation:

@@ -145,7 +145,7 @@ class Software:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Which share of the hardware's peak rates is reached. Fitted once for all hardware (docs/simulator.md)."""
+    """Which share of the hardware's peak rates is reached. Fitted once for all hardware (docs/how-to/simulator.md)."""
 
     name: str
     source: str

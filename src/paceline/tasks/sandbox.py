@@ -34,7 +34,7 @@ REMEDY: dict[str, str] = {
     "namespaces": (
         "run where they are allowed (as root, or as a user who may create user namespaces), or set "
         'reward.sandbox = "process": programs then run without a file system, network and process table of their own, '
-        "isolated only by limits and system call filters (docs/training.md lists what these do not cover)"
+        "isolated only by limits and system call filters (docs/how-to/code-rewards.md lists what these do not cover)"
     ),
     "process": "run on Linux, as a user who can read the Python interpreter",
 }
