@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 from printed_budgets import printed
 from rich.console import Console
 from rich.table import Table
@@ -60,9 +61,15 @@ def prompts(num: int) -> dict[str, tuple[int, ...]]:
 
 
 def generate(
-    engine: LocalEngine, requests: list[Request], drafter: SuffixDrafter | None, policy: SpeculationPolicy
+    engine: LocalEngine,
+    requests: list[Request],
+    drafter: SuffixDrafter | None,
+    policy: SpeculationPolicy,
+    acceptance: dict[str, np.ndarray] | None = None,
 ) -> tuple[float, list[Completion]]:
     engine.set_drafter(drafter, policy)
+    if acceptance is not None:
+        engine.load_state_dict({"acceptance": acceptance})
     engine.paged.pool.reset_prefix_cache()
     engine.drain_trace()
     started = time.perf_counter()
@@ -96,12 +103,12 @@ def main() -> None:
     generate(engine, epoch(0, args.samples), first, StaticPolicy(3))
     engine.set_drafter(None)
     history = first.state_dict()
-    policy_states = {}
+    statistics_of = {}
     for name in ("das, printed", "das", "auto"):
         policy = POLICIES[name](measured_costs(engine.paged, engine.runner, config))
         generate(engine, epoch(0, args.samples), SuffixDrafter(), policy)
+        statistics_of[name] = engine.state_dict()["acceptance"]
         engine.set_drafter(None)
-        policy_states[name] = policy.state_dict()
     results = []
     table = Table(title=f"T={args.temperature:g}: plain time / time, {args.rounds} rounds")
     for name in ("batch", *POLICIES):
@@ -117,9 +124,9 @@ def main() -> None:
                 if drafter is not None:
                     drafter.load_state_dict(history)
                 costs = measured_costs(engine.paged, engine.runner, config)
-                policy = POLICIES[name](costs)
-                policy.load_state_dict(policy_states.get(name, {}))
-                seconds[name], found = generate(engine, requests, drafter, policy)
+                seconds[name], found = generate(
+                    engine, requests, drafter, POLICIES[name](costs), statistics_of.get(name)
+                )
                 tokens[name] = [completion.token_ids.tolist() for completion in found]
             assert all(emitted == tokens["plain"] for emitted in tokens.values()), "speculation changed a token"
             for name in POLICIES:

@@ -80,7 +80,8 @@ def measure(
         if "useless" in engines:
             engine, config = engines["useless"], settings("useless", batch)
             costs = measured_costs(engine.paged, engine.runner, config)
-            engine.set_drafter(AdversarialDrafter(engine.model_config.vocab_size), AutoPolicy(costs, K))
+            policy = AutoPolicy(costs, K, AdversarialDrafter.name)
+            engine.set_drafter(AdversarialDrafter(engine.model_config.vocab_size), policy)
         seconds, tokens, found = timed(engines, next(rounds))
         assert all(emitted == tokens["plain"] for emitted in tokens.values()), "speculation changed a token"
         for name in engines:

@@ -124,10 +124,6 @@ class Run:
     def tokens_per_s(self) -> float:
         return sum(len(c.token_ids) for c in self.completions) / self.seconds
 
-    def same_tokens_as(self, other: Run) -> bool:
-        pairs = zip(self.completions, other.completions, strict=True)
-        return all(np.array_equal(a.token_ids, b.token_ids) for a, b in pairs)
-
 
 Progress = Callable[[str, float, float | None], None]
 Round = dict[str, Any]  # figures of one run, see `compare`
@@ -143,7 +139,9 @@ def compare(run: Run, plain: Run, batch: int) -> Round:
     plain_step_s = statistics.fmean(t.total_s for t in plain_steps) if plain_steps else None
     metrics = summarise(run.completions, run.steps)
     return {
-        "identical": run.same_tokens_as(plain),
+        "identical": all(
+            np.array_equal(a.token_ids, b.token_ids) for a, b in zip(run.completions, plain.completions, strict=True)
+        ),
         "tokens_per_s": run.tokens_per_s,
         "speedup": run.tokens_per_s / plain.tokens_per_s,
         # Emitted tokens per row and step.

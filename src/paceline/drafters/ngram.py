@@ -27,11 +27,9 @@ class NgramDrafter(Drafter):
 
     def __init__(self, prompt_lookup_min: int = 2, prompt_lookup_max: int = 5, native: bool = True) -> None:
         if prompt_lookup_min < 1:
-            raise ValueError(f"ngram.prompt_lookup_min = {prompt_lookup_min}: must be >= 1 token")
+            raise ValueError(f"speculation.prompt_lookup_min = {prompt_lookup_min}: must be >= 1 token")
         if prompt_lookup_max < prompt_lookup_min:
-            raise ValueError(
-                f"ngram.prompt_lookup_max = {prompt_lookup_max}: must be >= prompt_lookup_min = {prompt_lookup_min}"
-            )
+            raise ValueError(f"speculation.prompt_lookup_max = {prompt_lookup_max}: must be >= {prompt_lookup_min}")
         self._bounds = prompt_lookup_min, prompt_lookup_max
         self._confidence = CONFIDENCE[np.minimum(np.arange(prompt_lookup_max + 1), len(CONFIDENCE) - 1)]
         self._native: Any = None

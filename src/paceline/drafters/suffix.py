@@ -51,15 +51,13 @@ class SuffixDrafter(Drafter):
         history: NativeHistory | PythonHistory | None = None,
     ) -> None:
         if min_match < 1:
-            raise ValueError(f"suffix.min_match = {min_match}: must be >= 1 token")
+            raise ValueError(f"speculation.suffix_min_match = {min_match}: must be >= 1 token")
         if max_bytes < 1:
-            raise ValueError(f"suffix.max_bytes = {max_bytes}: must be >= 1")
+            raise ValueError(f"speculation.suffix_max_bytes = {max_bytes}: must be >= 1")
         if not 1 <= max_versions <= MAX_WIDTH:
-            raise ValueError(f"suffix.max_versions = {max_versions}: must be from 1 to {MAX_WIDTH}")
+            raise ValueError(f"speculation.suffix_max_versions = {max_versions}: must be from 1 to {MAX_WIDTH}")
         if not 0 < recency <= 1:
-            raise ValueError(
-                f"suffix.recency = {recency}: must be above 0 and at most 1, which weighs all versions equally"
-            )
+            raise ValueError(f"speculation.suffix_recency = {recency}: must be above 0 and at most 1 (equal weights)")
         self._history = history or make_history()
         self._history.resize(64, max_versions)
         self._shards = HistoryShards(self._history, max_versions, max_bytes)

@@ -55,6 +55,7 @@ class Drafting:
     ) -> None:
         self.paged, self.scheduler, self.rule, self.lengths = paged, scheduler, rule, lengths
         self.policy, self.acceptance = policy, AcceptanceModel(policy.has_probes)
+        self._rated = drafter  # whose outcomes the acceptance model has
         self._begun: set[int] = set()  # requests that the drafter knows
         self._set(drafter)
         self.check(drafter, policy)
@@ -116,13 +117,16 @@ class Drafting:
         self.acceptance.set_probes(policy.has_probes)
 
     def set_drafter(self, drafter: Drafter | None, live: list[Sequence], version: int) -> None:
-        """Another drafter for all requests, or the same one anew. It observes what they have emitted so far."""
+        """Another drafter for all requests, or the same one anew. It observes what they have emitted so far; a history
+        then has these tokens twice."""
         for sequence in live:
             self._end(sequence.request.request_id)
         self._set(drafter)
         self.scheduler.lookahead = 0
         if drafter is None:
             return
+        if drafter is not self._rated:
+            self._rated, self.acceptance = drafter, AcceptanceModel(self.policy.has_probes)
         for sequence in live:
             self._begin(sequence.request, version)
             if len(sequence.emitted):

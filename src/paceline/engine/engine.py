@@ -285,9 +285,9 @@ class LocalEngine:
         self.runner.remove(sequence)
 
     def _complete(self, sequence: Sequence) -> Completion:
-        completion = sequence.completion()
-        del self._sequences[sequence.request.request_id]
-        self._handles.pop(sequence.request.request_id).completion = completion
+        completion, request_id = sequence.completion(), sequence.request.request_id
+        self._handles[request_id].completion = completion
+        del self._sequences[request_id], self._handles[request_id]
         self.drafting.end(completion)
         return completion
 

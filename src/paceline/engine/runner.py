@@ -21,7 +21,6 @@ from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
 from paceline.model.sampling_arrays import SamplingArrays
 from paceline.speculation.batch import Drafter
-from paceline.speculation.device_drafter import DeviceDrafter
 
 
 @dataclass(slots=True)
@@ -57,7 +56,6 @@ class Runner(ABC):
 
     def set_drafter(self, drafter: Drafter | None) -> None:
         """Use this drafter from now on. No step is in flight."""
-        assert not isinstance(drafter, DeviceDrafter), "only `GraphRunner` runs drafters on the device"
 
     def set_draft_length(self, num: int) -> None:
         """Draft so many tokens on the device from now on, for measuring step times. In the engine the drafter says how

@@ -59,7 +59,9 @@ class Scheduler:
         """Start again with these sequences waiting, without KV blocks. For after an exception, so nothing that is there
         is relied on but the sequences' tokens."""
         self.pool.reset()
+        drafters = self.seq_table.drafters  # the sources of emitted tokens are numbers of these
         self.seq_table = SequenceTable(self.max_num_seqs)
+        self.seq_table.drafters = drafters
         self.running, self._slots, self.lookahead = [], None, 0
         self._in_front.clear()
         self.waiting = deque(sorted(sequences, key=lambda sequence: sequence.arrival))

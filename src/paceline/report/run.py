@@ -93,7 +93,8 @@ def read_run(folder: Path) -> Run:
     run.info = _read_json(folder / "run.json", run.notes)
     check_run_format(folder, run.info)
     run.config, run.settings = _read_config(folder / "config.toml", run.notes)
-    by_step = {r["step"]: r for _, r in read_lines(folder / "metrics.jsonl", run.notes) if _is_step(r.get("step"))}
+    lines = [line for _, line in read_lines(folder / "metrics.jsonl", run.notes) if isinstance(line.get("step"), int)]
+    by_step = {line["step"]: line for line in lines if abs(line["step"]) < 2**53}
     run.steps = [by_step[step] for step in sorted(by_step)]  # if a step was written twice, the later line counts
     run.engine = _read_trace(folder / "trace.jsonl", run.notes)
     offsets = list(_rollout_offsets(folder / "rollouts.jsonl", run.notes))
@@ -120,10 +121,6 @@ def _read_json(path: Path, notes: list[str]) -> Record:
     with _noting(path, notes):
         return read_run_json(path)
     return {}
-
-
-def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and abs(value) < 2**53
 
 
 def _read_config(path: Path, notes: list[str]) -> tuple[str, Record]:

@@ -97,12 +97,9 @@ class Auditor:
         self, batches: Sequence[Sequence[Request]], drafting: bool, rows: int | None
     ) -> tuple[float, list[Completion]]:
         engine, own_drafter = self.engine, self.engine.drafter
-        drafter = None
-        if drafting and (drafter := self.make_drafter()) is not None:
-            drafter.load_state_dict(self._state_before["drafter"])
-        engine.load_state_dict({part: self._state_before[part] for part in ("policy", "acceptance", "lengths")})
         max_num_seqs = engine.scheduler.max_num_seqs
-        engine.set_drafter(drafter)
+        engine.set_drafter(self.make_drafter() if drafting else None)
+        engine.load_state_dict(self._state_before)
         engine.scheduler.max_num_seqs = rows or max_num_seqs
         engine.reset_prefix_cache()
         completions: list[Completion] = []

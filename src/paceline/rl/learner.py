@@ -163,10 +163,6 @@ class Learner:
         self.version += 1
         return report
 
-    def skip_update(self) -> None:
-        """Make the next policy version without changing the weights: the batch has nothing to train on."""
-        self.version += 1
-
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The full tensors under their Hugging Face names, LoRA merged, as `Engine.update_weights` takes them. Each
         tensor is computed, or gathered from the ranks, when the iterator reaches it."""

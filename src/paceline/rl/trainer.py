@@ -161,7 +161,8 @@ class Trainer:
             metrics["eval_before"] = self.evaluator.first_eval
         is_best = False
         try:
-            if self._is_audited(step):
+            audit_every = self.config.speculation.audit_every
+            if self.auditor is not None and audit_every and (step + 1) % audit_every == 0:
                 metrics |= self._audit(batch, state_before)
             if train.eval_every and (self.step % train.eval_every == 0 or self.step == train.num_steps):
                 is_best = self.evaluator.evaluate(self.step)
@@ -212,7 +213,7 @@ class Trainer:
 
     def _skip_update(self, batch: Batch) -> dict[str, Any]:
         self.callback.note(f"step {batch.step}: nothing to train on; the policy does not change")
-        self.learner.skip_update()
+        self.learner.version += 1  # the next version has the same weights
         return {"loss": 0.0}
 
     def _check_acceptance(self, batch: Batch, length: float | None, version: int | None) -> dict[str, bool]:
@@ -235,10 +236,6 @@ class Trainer:
         return alarm
 
     # -- audits and system metrics ------------------------------------------------------------------------------------
-
-    def _is_audited(self, step: int) -> bool:
-        audit_every = self.config.speculation.audit_every
-        return self.auditor is not None and audit_every > 0 and (step + 1) % audit_every == 0
 
     def _audit(self, batch: Batch, state_before: SpeculationState) -> dict[str, Any]:
         self.callback.progress("audit", 0, 1)

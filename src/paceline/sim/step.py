@@ -255,7 +255,7 @@ class StepModel:
             # Each device sends its share of its group's tokens to their experts, and receives the outputs in bfloat16.
             num_values = tokens / tp * m.experts_per_token * m.hidden
             for itemsize in (ITEMSIZE[precision], ITEMSIZE["bf16"]):
-                seconds = seconds + m.layers * self._all_to_all_s(gpus, num_values * itemsize)
+                seconds = seconds + m.layers * self._collective_s(gpus, (gpus - 1) / gpus * num_values * itemsize)
         else:
             seconds = seconds + m.layers * self.matrix_s(3 * m.hidden * m.intermediate / tp, precision, tokens)
         seconds = seconds + self.matrix_s(m.vocab * m.hidden / tp, precision, logit_tokens)
@@ -305,9 +305,6 @@ class StepModel:
         # NVLink SHARP reduces in the switch, so each device sends its data once. Elsewhere: ring all-reduce.
         factor = 1.0 if num <= self.hardware.nvlink_gpus else 2 * (num - 1) / num
         return self._collective_s(num, factor * num_bytes)
-
-    def _all_to_all_s(self, num: int, num_bytes: np.ndarray) -> np.ndarray:
-        return self._collective_s(num, (num - 1) / num * num_bytes)
 
     def _collective_s(self, num: int, num_bytes: np.ndarray) -> np.ndarray:
         """`num_bytes`: what each of `num` devices sends."""

@@ -43,7 +43,8 @@ class _Recent:
 
     def __init__(self) -> None:
         self.cells = np.full((NUM_RECENT, 1), UNKNOWN, np.int64)
-        self.num = self.num_new = self._next = 0  # `num_new`: since the last use
+        self.num = self.next = 0
+        self.num_total = self.num_used = 0  # added so far; and when they were last used
 
     def add(self, cells: np.ndarray) -> None:
         cells = cells[:: -(-len(cells) // NUM_RECENT) or 1]
@@ -51,11 +52,11 @@ class _Recent:
         if k > self.cells.shape[1]:
             more = np.full((NUM_RECENT, k - self.cells.shape[1]), UNKNOWN)
             self.cells = np.concatenate([self.cells, more], 1)
-        at = (self._next + np.arange(num)) % NUM_RECENT
+        at = (self.next + np.arange(num)) % NUM_RECENT
         self.cells[at, :k], self.cells[at, k:] = cells, UNKNOWN
-        self._next = (self._next + num) % NUM_RECENT
+        self.next = (self.next + num) % NUM_RECENT
         self.num = min(self.num + num, NUM_RECENT)
-        self.num_new += num
+        self.num_total += num
 
 
 class AcceptanceModel:
@@ -77,15 +78,15 @@ class AcceptanceModel:
     def set_probes(self, has_probes: bool) -> None:
         self.has_probes, self._tables = has_probes, {}
 
-    def forget_recent(self, name: str) -> None:
-        """Expect average drafts of this drafter again, until it has made some."""
+    def forget(self, name: str, num_kept: float | None) -> None:
+        """Expect average drafts of this drafter again, until it has made some. Let its outcomes count for `num_kept` at
+        most (None: as they do)."""
         self._recent.pop(name, None)
-
-    def limit_outcomes(self, name: str, num: float) -> None:
-        """Let the outcomes of this drafter count for `num` at most."""
-        share = num / max(self.num_outcomes(name), num)
-        self._counts[:, self._first_cell(name) :][:, :NUM_CELLS] *= share
-        self._tables = {}
+        if num_kept is not None:
+            self._counts[:, self._first_cell(name) :][:, :NUM_CELLS] *= min(
+                1, num_kept / (self.num_outcomes(name) or 1)
+            )
+            self._tables = {}
 
     # -- probabilities ----------------------------------------------------------------------------------------------
 
@@ -159,18 +160,20 @@ class AcceptanceModel:
         all accepted. float64 [N, num]."""
         return self.probabilities(self._latest(name, num), MIN_OUTCOMES).cumprod(1)
 
-    def num_new(self, name: str) -> int:
-        """Drafts that were observed since `survival` was last called."""
-        return self._recent[name].num_new if name in self._recent else 0
+    def num_drafts(self, name: str) -> int:
+        """Drafts of this drafter that were observed so far, forgotten ones excluded."""
+        return self._recent[name].num_total if name in self._recent else 0
 
     def needs_outcomes(self, name: str) -> bool:
         """Whether more outcomes of this drafter would change what `survival` returns next."""
-        return self.num_new(name) < NUM_RECENT or self.num_outcomes(name) < MIN_OUTCOMES
+        recent = self._recent.get(name)
+        has_many = recent is not None and recent.num_total - recent.num_used >= NUM_RECENT
+        return not has_many or self.num_outcomes(name) < MIN_OUTCOMES
 
     def _latest(self, name: str, num: int) -> np.ndarray:
         """Cells of the latest drafts, int64 [N, num]. A position that was not asked for gets the score before it."""
         recent = self._recent.setdefault(name, _Recent())
-        recent.num_new = 0
+        recent.num_used = recent.num_total
         known = recent.cells[: recent.num, :num]
         cells = np.full((max(MIN_RECENT, recent.num), num), UNKNOWN)
         cells[: recent.num, : known.shape[1]] = known
@@ -223,15 +226,29 @@ class AcceptanceModel:
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        counts = {name: self._counts[:, at : at + NUM_CELLS].copy() for name, at in self._first_cells.items()}
-        return {"version": np.array([self.version]), **{f"counts.{name}": each for name, each in counts.items()}}
+        state = {"version": np.array([self.version])}
+        for i, (name, at) in enumerate(self._first_cells.items()):  # numbered, because cells depend on their order
+            state[f"counts.{i}.{name}"] = self._counts[:, at : at + NUM_CELLS].copy()
+        for name, recent in self._recent.items():
+            state[f"recent.{name}"], state[f"place.{name}"] = recent.cells.copy(), np.array([recent.num, recent.next])
+        return state
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        counts = {name.removeprefix("counts."): array for name, array in state.items() if name.startswith("counts.")}
-        shapes = {name: array.shape for name, array in state.items()}
-        if shapes != {"version": (1,), **{f"counts.{name}": (2, NUM_CELLS) for name in counts}}:
+        counts = sorted((int(key.split(".")[1]), key) for key in state if key.startswith("counts."))
+        recent = {key.removeprefix("recent."): state[key] for key in state if key.startswith("recent.")}
+        shapes = {key: array.shape for key, array in state.items()}
+        expected = {"version": (1,), **{key: (2, NUM_CELLS) for _, key in counts}}
+        for name, cells in recent.items():
+            expected |= {f"recent.{name}": (NUM_RECENT, cells.size // NUM_RECENT), f"place.{name}": (2,)}
+        if shapes != expected or any(cells.max() >= len(counts) * NUM_CELLS for cells in recent.values()):
             raise ValueError(f"the acceptance model's state is damaged: its arrays are {shapes}")
         self.version = int(state["version"][0])
-        self._first_cells = {name: i * NUM_CELLS for i, name in enumerate(counts)}
-        self._counts = np.concatenate([np.zeros((2, 0)), *counts.values()], 1).astype(np.float64)
-        self._tables, self._recent = {}, {}
+        self._first_cells = {key.split(".", 2)[2]: i * NUM_CELLS for i, (_, key) in enumerate(counts)}
+        self._counts = np.concatenate([np.zeros((2, 0)), *(state[key] for _, key in counts)], 1).astype(np.float64)
+        self._tables, self._recent = {}, {name: _Recent() for name in recent}
+        for name, cells in recent.items():
+            self._recent[name].cells = cells.astype(np.int64)
+            self._recent[name].num, self._recent[name].next = (
+                int(n) % (NUM_RECENT + 1) for n in state[f"place.{name}"]
+            )
+            self._recent[name].num_total = self._recent[name].num

@@ -112,9 +112,7 @@ class AutoPolicy(SpeculationPolicy):
         if self._is_new_round or rows.version != self._version:
             name = self._curves[rows.on_device].name
             if name != self.model:  # history may have drafts now that it did not have before
-                rows.acceptance.forget_recent(name)
-                if rows.on_device:  # on the host it is asked in any case
-                    rows.acceptance.limit_outcomes(name, NUM_KEPT)
+                rows.acceptance.forget(name, NUM_KEPT if rows.on_device else None)  # on the host it always drafts
             self._is_new_round = False
             for curves in self._curves.values():
                 curves.reset()

@@ -85,7 +85,9 @@ class CostTable:
         if self._steps.is_new:
             return seconds
         first = max(0, load.num_query_tokens - load.num_rows)
-        buckets = self._buckets_of(first + num_extra + 1)[first : first + num_extra + 1]
+        if len(self._buckets) <= first + num_extra:
+            self._buckets = np.log2(1.0 + np.arange(2 * (first + num_extra + 1)))
+        buckets = self._buckets[first : first + num_extra + 1]
         factors = np.interp(buckets, self._steps.columns, np.exp(self._steps.logs(load.num_rows)))
         return np.maximum.accumulate(seconds * factors)
 
@@ -94,11 +96,6 @@ class CostTable:
         curve, least_s = self._surface.curve(load.num_rows, first + num_extra + 1)
         seconds = curve[first : first + num_extra + 1] + self.per_context_token_s * load.num_context_tokens
         return np.maximum(seconds, least_s)
-
-    def _buckets_of(self, num: int) -> np.ndarray:
-        if len(self._buckets) < num:
-            self._buckets = np.log2(1.0 + np.arange(2 * num))
-        return self._buckets
 
     def draft_s(self, drafter: str, num_rows: int, k: int) -> float:
         """Time that `drafter` takes to propose k tokens for num_rows rows, beyond what it takes in any case. 0 if k is

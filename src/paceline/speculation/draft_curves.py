@@ -24,7 +24,10 @@ class DraftCurves:
         self._points = np.arange(1, 1 + num * self._points_per_token)
         self._curves = np.ones((num, len(self._points)))
         self._age = self._max_age = 0
-        self._is_known = False  # whether the drafter had enough outcomes
+        self._is_known, self._num_drafts = (
+            False,
+            0,
+        )  # of the curves: whether there were enough outcomes; drafts observed
 
     def num_verified(self, num_rows: int) -> np.ndarray:
         """The numbers of verified tokens, over so many rows, at which the curves are known: int64 [P]."""
@@ -34,8 +37,9 @@ class DraftCurves:
         """Tokens that a row emits per step, float64 [num, P]."""
         is_known = acceptance.num_outcomes(self.name) >= MIN_OUTCOMES
         is_old = self._age >= self._max_age or (self.is_history and is_known and not self._is_known)
-        if not self._max_age or (is_old and acceptance.num_new(self.name)):
-            self._is_known = is_known
+        num_drafts = acceptance.num_drafts(self.name)
+        if not self._max_age or (is_old and num_drafts != self._num_drafts):
+            self._is_known, self._num_drafts = is_known, num_drafts
             self._curves = self._compute(acceptance.survival(self.name, self.num))
             self._age, self._max_age = 0, MAX_AGE if self.is_history else min(self._max_age + 1, MAX_AGE)
         return self._curves

@@ -1,5 +1,5 @@
-"""What speculation did, in vLLM's words. Token-weighted figures count every draft alike; request-weighted ones count
-every request alike (long completions do not drown the short ones)."""
+"""What speculation did, with vLLM's names. Token-weighted figures count every draft alike, request-weighted ones every
+request: a long completion then counts no more than a short one."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_a_request_without_a_draft_in_a_step_that_drafted_counts_as_not_drafted(
     assert verified.caps is not None and verified.caps.tolist() == [2, 2, 0]
     acceptance.rate(verified, "eagle3")
     acceptance.observe(verified, "eagle3", None, np.array([1, 0, 0]), np.array([2, 0, 0]))
-    assert acceptance.num_new("eagle3") == 2 and acceptance.num_outcomes("eagle3") == 2
+    assert acceptance.num_drafts("eagle3") == 2 and acceptance.num_outcomes("eagle3") == 2
 
 
 def test_a_hybrid_has_the_drafter_of_each_draft() -> None:

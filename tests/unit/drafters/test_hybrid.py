@@ -113,9 +113,10 @@ def test_outcomes_count_for_the_drafter_of_each_row() -> None:
     drafts = it.propose(rows(3, acceptance), caps_of(3))
     acceptance.rate(drafts, it.name)
     acceptance.observe(drafts, it.name, np.array([1, 2]), np.array([K, 0]), np.array([K, 1]))
-    counts = {name: acceptance.state_dict()[f"counts.{name}"].sum(1).tolist() for name in ("suffix", "eagle3")}
-    assert counts == {"suffix": [0, 1], "eagle3": [K, K]}
-    assert acceptance.num_new("suffix") == 2 and acceptance.num_new("eagle3") == 1
+    state = acceptance.state_dict()
+    counts = {key.split(".")[2]: array.sum(1).tolist() for key, array in state.items() if key.startswith("counts.")}
+    assert {name: counts[name] for name in ("suffix", "eagle3")} == {"suffix": [0, 1], "eagle3": [K, K]}
+    assert acceptance.num_drafts("suffix") == 2 and acceptance.num_drafts("eagle3") == 1
 
 
 @pytest.mark.parametrize("choice", ["before", "after"])

@@ -13,12 +13,13 @@ import torch
 from support import check_blocks, tiny_decoder
 from torch import Tensor
 
+from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.accept import RULES, VerificationInput, VerificationResult
 from paceline.engine.engine import LocalEngine
 from paceline.engine.runner import EagerRunner, StepOutput
 from paceline.engine.scheduled_batch import ScheduledBatch
-from paceline.engine.sequence import Sequence
+from paceline.engine.sequence import NO_SOURCE, Sequence
 from paceline.engine.step import InFlightStep
 from paceline.model.paged import PagedDecoder, Span
 from paceline.model.sample import Sampler
@@ -262,6 +263,26 @@ def test_requests_finish_though_the_drafter_raises(is_async: bool) -> None:
                 running.step()
     assert not running.has_work and not running._handles
     assert summary([h.completion for h in handles if h.completion is not None]) == plain()
+
+
+def test_tokens_keep_their_drafter_after_an_exception() -> None:
+    def names(completion: Completion) -> list[str]:
+        return ["" if i == NO_SOURCE else completion.drafters[i] for i in completion.sources.tolist()]
+
+    running = engine(False, drafts=True)
+    handles = [running.submit(request) for request in requests()]
+    for drafter in (SuffixDrafter(), NgramDrafter(1)):
+        running.set_drafter(drafter)
+        for _ in range(12):
+            running.step()
+    before = {s.request.request_id: names(s.completion()) for s in running.sequences}
+    assert {"suffix", "ngram"} <= {name for found in before.values() for name in found}
+    running._interrupted = True
+    while running.has_work:
+        running.step()
+    for handle in handles:
+        found = before.get(handle.request.request_id, [])
+        assert handle.completion is not None and names(handle.completion)[: len(found)] == found
 
 
 def test_a_trace_has_the_times_of_its_step() -> None:

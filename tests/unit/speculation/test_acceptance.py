@@ -142,7 +142,7 @@ def test_many_drafts_are_counted_as_one_by_one() -> None:
     for i in range(24):
         observe(one_by_one, drafts(scores[i : i + 1]), [accepted[i]], [known[i]])
     assert known.sum() > 40
-    counts = [model.state_dict()["counts.suffix"] for model in (many, one_by_one)]
+    counts = [model.state_dict()["counts.0.suffix"] for model in (many, one_by_one)]
     np.testing.assert_allclose(counts[0], counts[1], rtol=0.02)
     assert counts[0].sum(1).tolist() == [accepted.sum(), known.sum()]
 
@@ -152,7 +152,7 @@ def test_outcomes_are_those_of_the_given_rows() -> None:
     model, batch = AcceptanceModel(), drafts([[0.05] * 3, [0.45] * 3, [0.97] * 3])
     model.rate(batch, "suffix")
     model.observe(batch, "suffix", np.array([2, 1]), np.array([2, 0], np.int32), np.array([2, 1], np.int32))
-    accepted, seen = model.state_dict()["counts.suffix"].reshape(2, -1, 12).sum(1)
+    accepted, seen = model.state_dict()["counts.0.suffix"].reshape(2, -1, 12).sum(1)
     assert seen.tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 2, 0] and accepted.tolist() == [0] * 10 + [2, 0]
 
 
@@ -269,14 +269,19 @@ def test_survival_is_that_of_all_drafts_though_only_the_most_probable_are_verifi
     assert outcomes[0] / outcomes[1] > truth + 0.1
 
 
-def test_new_drafts_are_counted_until_they_are_used() -> None:
+def test_outcomes_are_needed_until_the_latest_drafts_are_all_new() -> None:
     model = AcceptanceModel()
-    assert model.num_new("suffix") == 0
-    for _ in range(3):
-        observe(model, drafts([[0.5]] * 5), [0] * 5, [0] * 5)
-    assert model.num_new("suffix") == 15
+    assert model.num_drafts("suffix") == 0 and model.needs_outcomes("suffix")
+    for num in range(1, NUM_RECENT + 1):
+        assert model.needs_outcomes("suffix")
+        observe(model, drafts([[0.5]]), [0], [1])
+        assert model.num_drafts("suffix") == num
+    assert not model.needs_outcomes("suffix")
     model.survival("suffix", 2)
-    assert model.num_new("suffix") == 0
+    assert model.needs_outcomes("suffix") and model.num_drafts("suffix") == NUM_RECENT
+    for _ in range(2 * NUM_RECENT):
+        observe(model, drafts([[0.5]]), [0], [0], "ngram")  # without an outcome
+    assert model.needs_outcomes("ngram")
 
 
 def test_longer_drafts_than_any_before() -> None:
@@ -304,9 +309,25 @@ def test_state_round_trip() -> None:
     assert probabilities(again, batch, "hybrid").tolist() == probabilities(model, batch, "hybrid").tolist()
     again.set_version(7)
     assert again.num_outcomes() == 2
+    for name in ("suffix", "eagle3", "hybrid"):
+        assert again.survival(name, 3).tolist() == model.survival(name, 3).tolist()
     empty = AcceptanceModel()
     empty.load_state_dict(AcceptanceModel().state_dict())
     assert empty.version == -1 and empty.num_outcomes() == 0
+
+
+def test_the_latest_drafts_are_part_of_the_state() -> None:
+    """Also if there were more than are kept, and if the keys come back in another order."""
+    model, again, rng = AcceptanceModel(), AcceptanceModel(), np.random.default_rng(0)
+    for num in (3, NUM_RECENT - 1, 20):
+        for name in ("suffix", "ngram"):
+            observe(model, drafts(rng.choice([0.3, 0.9], (num, 3))), [3] * num, [3] * num, name)
+    again.load_state_dict(dict(sorted(model.state_dict().items(), reverse=True)))
+    for _ in range(2):
+        for name in ("suffix", "ngram"):
+            assert again.survival(name, 4).tolist() == model.survival(name, 4).tolist()
+            for each in (model, again):
+                observe(each, drafts([[0.5, 0.1]]), [1], [2], name)
 
 
 def test_a_damaged_state_is_refused() -> None:
@@ -315,8 +336,9 @@ def test_a_damaged_state_is_refused() -> None:
     for damaged in (
         {},
         {"counts": np.zeros((2, NUM_CELLS))},
-        {"counts.suffix": np.zeros((2, NUM_CELLS))},
-        model.state_dict() | {"counts.suffix": np.zeros((2, NUM_CELLS - 1))},
+        {"counts.0.suffix": np.zeros((2, NUM_CELLS))},
+        model.state_dict() | {"recent.suffix": np.full((NUM_RECENT, 1), NUM_CELLS)},
+        model.state_dict() | {"counts.0.suffix": np.zeros((2, NUM_CELLS - 1))},
         model.state_dict() | {"version": np.zeros(0)},
         model.state_dict() | {"yields": np.zeros((2, NUM_CELLS))},
     ):
