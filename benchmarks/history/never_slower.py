@@ -130,6 +130,7 @@ def main() -> None:
 
         engines = {name: build_engine(settings(name, batch)) for name in ("plain", *drafters)}
         results += measure(engines, rounds(), args.rounds, batch)
+        engines.clear()  # their KV memory
     table = Table(title=f"plain time / time under auto, {args.rounds} rounds")
     for name in ("batch", "drafter", "median", "all rounds", "verified per token", "accepted", "time in drafting"):
         table.add_column(name, justify="right")
