@@ -1,7 +1,8 @@
 """Write docs/reference/commands.md and docs/reference/config.md from the code. `make docs` runs it.
 
 Commands, arguments and options come from the typer app; sections, keys, types, ranges and defaults from the pydantic
-models. The meaning of a key is the comment above its field in src/paceline/config.py, or the one behind it.
+models. The meaning of a key is the comment above its field in src/paceline/config.py, or the one behind it. Options
+and keys are written as on the command line, with their default: `--batch=1,4`, `train.seed=0`.
 tests/unit/test_reference.py checks that the committed pages are up to date.
 """
 
@@ -13,6 +14,7 @@ import io
 import json
 import re
 import tokenize
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -29,12 +31,14 @@ from paceline.config import Config
 from paceline.config_io import all_keys
 
 DIRECTORY = Path(__file__).parent / "reference"
-NOTE = "<!-- Written by docs/generate_reference.py. Do not edit this page: change the code, then run `make docs`. -->"
+NOTE = "<!-- Do not edit: `make docs` generates this page from the code. -->"
 COMMANDS_INTRO = (
-    "`paceline COMMAND --help` prints the same text. `A.B=C` sets key `B` of [section `A`](config.md), for example "
-    "`train.num_steps=50`. Separate several values of an option by commas: `--batch 1,4,16`."
+    "`paceline COMMAND --help` prints the same text. `A.B=C` sets key `B` of [section `A`](config.md): "
+    "`train.num_steps=50`. Options are listed with their default: `--batch=16`. Arguments in brackets are optional. "
+    "Separate several values by commas: `--batch 1,4,16`."
 )
-CONFIG_INTRO = """A config is a TOML file. `paceline train CONFIG.toml train.num_steps=50` overrides a key.
+COMMON = "Common options"  # those that at least three commands share
+CONFIG_INTRO = """A config is a TOML file:
 
 ```toml
 [speculation]
@@ -42,7 +46,9 @@ method = "suffix"
 num_speculative_tokens = 4
 ```
 
-To leave a key unset, do not write it. An unknown key or a wrong value is an error."""
+`paceline train CONFIG.toml train.num_steps=50` overrides a key. An unknown key or a wrong value is an error.
+
+Each key is listed with its default and the allowed values. A key that is listed without a default is not set."""
 
 
 def pages() -> dict[str, str]:
@@ -60,14 +66,22 @@ def main() -> None:
 
 
 def commands_page() -> str:
-    parts = ["# Commands", NOTE, COMMANDS_INTRO]
-    for name, callback in _commands(app, "paceline"):
-        hints = get_type_hints(callback, include_extras=True)
-        parameters = [_Parameter(p, hints[p.name]) for p in inspect.signature(callback).parameters.values()]
-        usage = " ".join([name, *(p.usage() for p in parameters if p.is_argument)])
-        parts += [f"## {name}", _help(callback), f"Usage: `{usage} [OPTIONS]`"]
-        parts.append("\n".join(p.line() for p in parameters))
+    commands = {name: (callback, _parameters(callback)) for name, callback in _commands(app, "paceline")}
+    counts = Counter(p.line() for _, parameters in commands.values() for p in parameters if not p.is_argument)
+    common = {line for line, count in counts.items() if count > 2}
+    parts = ["# Commands", NOTE, COMMANDS_INTRO, f"## {COMMON}", "\n".join(line for line in counts if line in common)]
+    for name, (callback, parameters) in commands.items():
+        parts += [f"## {name}", _help(callback)]
+        parts.append("\n".join(p.line() for p in parameters if p.line() not in common))
+        if shared := [f"`{p.names()}`" for p in parameters if p.line() in common]:
+            anchor = COMMON.lower().replace(" ", "-")
+            parts.append(f"[{COMMON}](#{anchor}): {', '.join(shared)}.")
     return _join(parts)
+
+
+def _parameters(callback: Callable[..., None]) -> list[_Parameter]:
+    hints = get_type_hints(callback, include_extras=True)
+    return [_Parameter(p, hints[p.name]) for p in inspect.signature(callback).parameters.values()]
 
 
 def _commands(group: typer.Typer, prefix: str) -> Iterator[tuple[str, Callable[..., None]]]:
@@ -106,27 +120,30 @@ class _Parameter:
         return name if self.default is inspect.Parameter.empty or "[" in name else f"[{name}]"
 
     def line(self) -> str:
-        name = self.usage() if self.is_argument else self._option_names()
-        details = [] if self.type is bool or self.info.metavar else [self._type()]
+        name, details = self.usage() if self.is_argument else self.names(), []
+        if not any(self.default is value for value in (None, False, inspect.Parameter.empty)):
+            if self.is_argument:
+                details.append(f"default `{self.default}`")
+            else:
+                name += f"{'=' if '--' in name else ' '}{_number(self.default)}"
+        elif not self.is_argument and self.type is not bool:
+            name += f" {self.info.metavar or self._type()}"
         if isinstance(self.info.show_default, str):
             details.append(f"default: {self.info.show_default}")
-        elif not any(self.default is value for value in (None, False, inspect.Parameter.empty)):
-            details.append(f"default `{_number(self.default)}`")
+        has_max = self.info.max is not None and self.info.max < INT32_MAX  # which only protects an array's type
+        if bounds := _range({"ge": self.info.min, "le": self.info.max if has_max else None}):
+            details.insert(0, bounds)
         in_brackets = f" ({', '.join(details)})" if details else ""
         return f"- `{name}`{in_brackets}: {_sentence(self.info.help or '')}"
 
-    def _option_names(self) -> str:
+    def names(self) -> str:
         # In an Annotated the first name given to typer.Option is in `default`.
         given = [name for name in (self.info.default, *(self.info.param_decls or ())) if isinstance(name, str)]
-        names = ", ".join(given or [f"--{self.name.replace('_', '-')}"])
-        return f"{names} {self.info.metavar}" if self.info.metavar else names
+        return ", ".join(given or [f"--{self.name.replace('_', '-')}"])
 
     def _type(self) -> str:
-        inner = [_type_name(part) for part in get_args(self.type) or (self.type,) if part is not NoneType]
-        names = {"str": "text", "Path": "path", "list of str": "text"}
-        (name,) = [names.get(part, part) for part in inner]
-        has_max = self.info.max is not None and self.info.max < INT32_MAX  # which only protects an array's type
-        return name + _range({"ge": self.info.min, "le": self.info.max if has_max else None})
+        (name,) = [_type_name(part) for part in get_args(self.type) or (self.type,) if part is not NoneType]
+        return {"str": "TEXT"}.get(name, name.upper())
 
 
 def _number(value: Any) -> str:
@@ -137,23 +154,32 @@ def _number(value: Any) -> str:
 
 
 def config_page() -> str:
-    parts = ["# Configuration", NOTE, CONFIG_INTRO]
+    parts, described = ["# Configuration", NOTE, CONFIG_INTRO], dict[tuple[type, str], str]()
     for section, field in Config.model_fields.items():
         model = field.annotation
         assert isinstance(model, type)
         parts.append(f"## {section}")
         if intro := model.__dict__.get("__doc__"):
             parts.append(_linked(intro))
-        parts.append("\n".join(_key_line(f"{section}.{key}", model, key) for key in model.model_fields))
+        lines = []
+        for key in model.model_fields:  # a key that two sections inherit is described once
+            origin = next(base for base in reversed(model.__mro__) if key in inspect.get_annotations(base))
+            same_as = described.setdefault((origin, key), f"{section}.{key}")
+            lines.append(_key_line(f"{section}.{key}", model, key, same_as))
+        parts.append("\n".join(lines))
     return _join(parts)
 
 
-def _key_line(name: str, model: Any, key: str) -> str:
+def _key_line(name: str, model: Any, key: str, same_as: str) -> str:
+    """`train.seed=0` (≥0): Meaning. The type is left out if the default shows it."""
     field = model.model_fields[key]
-    type_text = _describe(field.annotation, field.metadata)
-    default = "not set" if field.default is None else f"`{json.dumps(field.default, ensure_ascii=False)}`"
-    separator = ";" if "`, `" in type_text else ","
-    return f"- `{name}` ({type_text}{separator} default {default}): {_sentence(meaning(model, key))}"
+    is_set = field.default is not None
+    default = f"={json.dumps(field.default, ensure_ascii=False)}" if is_set else ""
+    if same_as != name:
+        return f"- `{name}{default}`: As `{same_as}`."
+    values = _describe(field.annotation, field.metadata, with_type=not is_set)
+    in_brackets = f" ({values})" if values else ""
+    return f"- `{name}{default}`{in_brackets}: {_sentence(meaning(model, key))}"
 
 
 def meaning(model: type, key: str) -> str:
@@ -182,29 +208,28 @@ def field_comments(source: str) -> dict[tuple[str, str], str]:
     return found
 
 
-def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """Type and allowed values: `Annotated[int, Field(ge=1)] | None` is "int ≥ 1"."""
+def _describe(annotation: Any, metadata: Sequence[Any] = (), with_type: bool = True) -> str:
+    """Type and allowed values: `Annotated[int, Field(ge=1)] | None` is "int ≥1"; without the type, "≥1"."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         nested = [m.metadata if hasattr(m, "metadata") else [m] for m in args[1:]]
-        return _describe(args[0], [m for group in nested for m in group])
+        return _describe(args[0], [m for group in nested for m in group], with_type)
     if origin in (Union, UnionType):
-        return " or ".join(_describe(arg) for arg in args if arg is not NoneType)
+        return " or ".join(_describe(arg, (), with_type) for arg in args if arg is not NoneType)
     if origin is Literal:
         return ", ".join(f"`{arg}`" for arg in args)
     bounds = {name: getattr(m, name) for m in metadata for name in BOUNDS if getattr(m, name, None) is not None}
     if origin is list:
-        of = _describe(args[0])
         if bounds.get("min_length") and bounds.get("min_length") == bounds.get("max_length"):
-            return f"list of {bounds['min_length']} {of}"
-        return f"{'non-empty ' if bounds.get('min_length') else ''}list of {of}"
+            return f"{bounds['min_length']} values"
+        of = f"list of {_describe(args[0])}" if with_type or get_origin(args[0]) is Literal else ""
+        return " ".join(filter(None, ["non-empty" if bounds.get("min_length") else "", of]))
     if origin is dict:
-        return "table" if args[1] is Any else f"table of {_describe(args[0])} to {_describe(args[1])}"
-    pattern = f" matching `{bounds['pattern']}`" if "pattern" in bounds else ""
-    return _type_name(annotation) + _range(bounds) + pattern
+        return "table"
+    return " ".join(filter(None, [_type_name(annotation) if with_type else "", _range(bounds)]))
 
 
-BOUNDS = ("ge", "gt", "le", "lt", "min_length", "max_length", "pattern")
+BOUNDS = ("ge", "gt", "le", "lt", "min_length", "max_length")
 
 
 def _type_name(annotation: Any) -> str:
@@ -216,10 +241,9 @@ def _type_name(annotation: Any) -> str:
 def _range(bounds: Mapping[str, Any]) -> str:
     low, high = bounds.get("ge"), bounds.get("le")
     if low is not None and high is not None:
-        return f" from {low} to {high}"
+        return f"{low} to {high}"
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    found = [f"{sign} {bounds[name]}" for name, sign in signs.items() if bounds.get(name) is not None]
-    return f" {' and '.join(found)}" if found else ""
+    return ", ".join(f"{sign}{bounds[name]}" for name, sign in signs.items() if bounds.get(name) is not None)
 
 
 # ---- text ----

@@ -60,14 +60,14 @@ class ModelSection(Section):
 
 
 class EngineSection(Section):
-    # Engine that generates the rollouts of a training run: "local" (Paceline's own), or "vllm" (installed separately).
+    # Engine that generates the rollouts of a training run: Paceline's own, or vLLM (installed separately).
     kind: Literal["local", "vllm"] = "local"
-    max_num_seqs: Positive = 32  # maximum number of sequences in a step
-    max_num_batched_tokens: Positive = 512  # maximum number of query tokens in a step; longer prompts are chunked
+    max_num_seqs: Positive = 32  # maximum sequences in a step
+    max_num_batched_tokens: Positive = 512  # maximum query tokens in a step; longer prompts are chunked
     # Size of the KV cache in tokens. Not set: 4096 per sequence, within 2 GiB or a third of the GPU's memory.
     kv_tokens: Positive | None = None
-    prefix_sharing: bool = True  # prefix caching: compute a prompt that several requests share only once
-    # Order of waiting requests. "longest" starts with the problem that has the longest expected completions.
+    prefix_sharing: bool = True  # prefix caching: compute a shared prompt only once
+    # Order of waiting requests. "longest" starts problems with the longest expected completions first.
     order: Literal["arrival", "longest"] = "arrival"
     native: bool = True  # compiled kernels: C on a CPU, Triton on a GPU; false: plain torch
     # Free the KV cache's memory while the learner trains. Not set: only if it takes an eighth of a GPU's memory.
@@ -75,7 +75,7 @@ class EngineSection(Section):
     graphs: bool = True  # on a GPU: run decode steps as CUDA graphs
     threads: NumThreads | None = None  # CPU threads of the engine; not set: torch's default
     tensor_parallel_size: Positive = 1  # `vllm`: number of devices that share one model
-    vllm: dict[str, Any] = {}  # `vllm`: more engine arguments; the error for a wrong one lists those that are allowed
+    vllm: dict[str, Any] = {}  # `vllm`: more engine arguments; the error for a wrong one lists all
 
 
 HEAD_METHODS = ("eagle3", "hybrid")  # methods that draft with an EAGLE-3 head
@@ -85,35 +85,33 @@ class SpeculationSection(Section):
     # Drafter. "ngram" drafts from the sequence itself, "suffix" from the history of its problem, "draft_model" with a
     # smaller model, "eagle3" with an EAGLE-3 head, "hybrid" from the history or with the head.
     method: Literal["none", "ngram", "suffix", "draft_model", "eagle3", "hybrid"] = "none"
-    # Decides how many tokens to draft: "static" (always num_speculative_tokens), "das" (draft budgets for long
-    # sequences), or "auto" (at every step the draft lengths that save most time; 0 if drafting would cost time).
+    # Decides how many tokens to draft: "static" always num_speculative_tokens, "das" more for long sequences, "auto" at
+    # every step the number that saves most time, or none.
     policy: Literal["static", "das", "auto"] = "static"
-    # Draft length (with das and auto: the maximum), or for static a table {maximum batch size: draft length}. Larger
-    # batches do not draft.
+    # Draft length; for `das` and `auto`, its maximum. For `static` also a table {maximum batch size: draft length};
+    # larger batches do not draft.
     num_speculative_tokens: DraftLength | DraftLengths = 4
     cost_table: str | None = None  # `das`, `auto`: a JSON file, or the name of a shipped table; not set: measure it
     rule: Literal["coupled", "rejection", "block"] = "coupled"  # acceptance rule (docs/concepts/exactness.md)
-    # `draft_model`: as model.name, with the same vocabulary; or "layers:N", the first N layers of the target.
+    # `draft_model`: a model with the same vocabulary, or "layers:N", the first N layers of the target.
     draft_model: str | None = None
     head: str | None = None  # EAGLE-3: directory of the head; not set: the shipped head for model.name
-    # EAGLE-3 on a GPU: dtype of the head's large matrix products, model.dtype ("model") or "float8", which is faster.
-    # It does not change emitted tokens. "auto": float8 for large heads, if the GPU supports it.
+    # EAGLE-3 on a GPU: dtype of the head's large matrix products. "model": model.dtype. "float8": faster, and does not
+    # change emitted tokens. "auto": float8 for large heads, if the GPU supports it.
     head_dtype: HeadDtype = "auto"
-    any_target: bool = False  # allow a head that was trained for other weights than those of model.name
-    # `hybrid`: choose between suffix and EAGLE-3 for a sequence "before" EAGLE-3 drafts, or "after" both have drafted.
+    any_target: bool = False  # allow a head that was trained for other weights
+    # `hybrid`: choose a sequence's drafter "before" EAGLE-3 drafts, or "after" both have drafted.
     hybrid_choice: Literal["before", "after"] = "before"
     prompt_lookup_min: Positive = 2  # `ngram`: minimum length of a match, in tokens
     prompt_lookup_max: Positive = 5  # `ngram`: maximum length of a match, in tokens
-    # `static`: end a draft before the first token whose survival probability is below this.
+    # `static`: end a draft before a token whose survival probability is below this.
     min_confidence: Annotated[float, Field(ge=0, le=1)] = 0.0
-    # `train`: generate the rollouts of every n-th step again without drafts, to compare tokens and time. 0: never.
+    # `train`: generate every n-th step again, with drafts and without, to compare tokens and time. 0: never.
     audit_every: Count = 0
     suffix_min_match: Positive = 1  # `suffix`: minimum length of a match, in tokens
-    suffix_max_bytes: Annotated[int, Field(ge=1 << 16)] = (
-        1 << 30
-    )  # `suffix`: size of the history; the oldest is dropped
+    suffix_max_bytes: Annotated[int, Field(ge=1 << 16)] = 1 << 30  # `suffix`: maximum size of the history
     suffix_max_versions: Annotated[int, Field(ge=1, le=64)] = 4  # `suffix`: policy versions to keep for each problem
-    suffix_recency: Annotated[float, Field(gt=0, le=1)] = 0.8  # `suffix`: weight of a version, relative to the next
+    suffix_recency: Annotated[float, Field(gt=0, le=1)] = 0.8  # `suffix`: weight of a version relative to the next one
 
     def check(self) -> None:
         if self.method == "draft_model" and self.draft_model is None:
@@ -151,8 +149,8 @@ class SamplingSection(Section):
     temperature: float = 1.0  # sampling temperature; 0: greedy
     top_k: int = 0  # sample from the k most probable tokens; 0: off
     top_p: float = 1.0  # nucleus sampling, above 0, up to 1; 1: off
-    min_p: float = 0.0  # minimum probability, relative to the most probable token, from 0 to below 1; 0: off
-    max_tokens: int = 128  # maximum number of tokens per completion, over all turns
+    min_p: float = 0.0  # minimum probability relative to the most probable token, below 1; 0: off
+    max_tokens: int = 128  # maximum tokens per completion, over all turns
     stop: list[str] = []  # strings that end a completion
     stop_token_ids: list[int] = []  # tokens that end a completion, besides the model's EOS
     ignore_eos: bool = False  # continue after EOS
@@ -178,9 +176,9 @@ class TaskSection(Section):
     system: str | None = None  # system message before every prompt
     template: str = "{prompt}"  # text around prompts that are strings; must contain {prompt}
     chat: bool = True  # apply the model's chat template
-    size: Positive | None = None  # number of training problems; not set: all (`reasoning_gym`, `env`: 1024)
-    held_out: Count = 64  # number of validation problems, which are never trained on
-    seed: Count = 0  # seed of generated problems and of the choice of held-out problems
+    size: Positive | None = None  # training problems; not set: all (`reasoning_gym`, `env`: 1024)
+    held_out: Count = 64  # problems for evaluation, never trained on
+    seed: Count = 0  # seed of generated problems and of the held-out split
 
 
 class RewardSection(Section):
@@ -193,12 +191,11 @@ class RewardSection(Section):
     # `format`: regular expression that must match the whole completion.
     format_pattern: str = r"(?s)<think>.*</think>\s*<answer>.*</answer>\s*"
     model: str | None = None  # `model`: directory or hub id of a sequence classifier
-    timeout_s: Seconds = 10.0  # time limit per sample; a sample that takes longer fails, and the run continues
-    workers: Positive = 2  # number of processes that compute rewards, except `model` and `env`
+    timeout_s: Seconds = 10.0  # time limit per sample; a sample that takes longer fails
+    workers: Positive = 2  # processes that compute rewards, except `model` and `env`
     code_memory_mb: Positive = 512  # `code`: memory limit of all processes of a program
     code_cpu_s: Positive = 5  # `code`: CPU time limit of a program
-    # How `code` isolates programs (docs/how-to/code-rewards.md). "namespaces": separate file system, network and
-    # process table; an error on machines that do not allow it. "process": only limits and system call filters.
+    # How `code` isolates programs (docs/how-to/code-rewards.md). "process" is weaker, for machines without namespaces.
     sandbox: Literal["namespaces", "process"] = "namespaces"
     max_failures: Annotated[float, Field(ge=0, le=1)] = 0.5  # stop the run if a larger share of a step's samples fails
 
@@ -236,7 +233,7 @@ class AlgorithmSection(Section):
     # How to average token losses: "grpo" per sequence, "dapo" over all tokens, "dr_grpo" by sampling.max_tokens.
     loss_type: Literal["grpo", "dapo", "dr_grpo"] | None = None
     dynamic_sampling: bool | None = None  # replace groups whose rewards are all equal
-    max_sampling_rounds: Positive = 3  # dynamic sampling: maximum number of rounds; then train on a smaller batch
+    max_sampling_rounds: Positive = 3  # dynamic sampling: maximum rounds; then train on a smaller batch
     mask_truncated_completions: bool | None = None  # overlong filtering: do not train on truncated completions
     # Soft overlong penalty: it grows over the last n tokens before sampling.max_tokens. 0: no penalty.
     overlong_buffer: Count = 0
@@ -272,7 +269,7 @@ class OptimizerSection(Section):
 
 
 class LearnerSection(OptimizerSection):
-    # Implementation of the trained model: Paceline's, or "transformers" for architectures that Paceline does not have.
+    # Implementation of the trained model. "transformers" is for architectures that Paceline does not have.
     model: Literal["paceline", "transformers"] = "paceline"
     tokens_per_microbatch: Positive = 2048  # prompt and completion tokens in one forward pass (gradient accumulation)
     num_minibatches: Positive = 1  # optimizer steps per batch
@@ -307,11 +304,11 @@ class DraftSection(OptimizerSection):
     # `train-draft`: source of the sequences. "rollouts": generate them from the task's prompts. Or a jsonl file of
     # `text`, `prompt` and `completion`, `messages`, or recorded rollouts (`prompt_ids`, `token_ids`).
     data: str = "rollouts"
-    num_sequences: Positive = 512  # number of sequences to generate, or maximum number to read
+    num_sequences: Positive = 512  # sequences to generate, or maximum to read
     max_length: Annotated[int, Field(ge=8)] = 512  # truncate longer sequences
     num_epochs: Positive = 4  # passes over the sequences
-    held_out: Positive = 32  # number of sequences that measure acceptance; their prompts are not trained on
-    eval_every: Count = 50  # measure acceptance every n optimizer steps, and before and after; 0: only these
+    held_out: Positive = 32  # sequences that measure acceptance; their prompts are not trained on
+    eval_every: Count = 50  # measure acceptance every n optimizer steps; always before and after training
     checkpoint_every: Count = 200  # save a checkpoint every n optimizer steps; 0: only at the end and when interrupted
     draft_vocab_size: Positive = 16384  # size of the head's vocabulary: the most frequent tokens of the sequences
     # The head reads the hidden states after these layers of the target. Not set: a low, a middle and a high one.
@@ -320,16 +317,16 @@ class DraftSection(OptimizerSection):
     fc_norm: bool = False  # head: normalize the hidden state of each layer before they are fused
     init: str | None = None  # initial head: a directory, or a model with a shipped head; not set: random weights
     seed: Count = 0  # seed of weights and data order
-    # `train`: train the head on the hidden states of the policy update. "every": every `online_every` steps.
-    # "drop": when the mean acceptance length is below (1 - `online_drop`) times the best so far.
+    # `train`: train the head on the hidden states of the policy update, "every" `online_every` steps, or after a "drop"
+    # of the mean acceptance length from its best by the share `online_drop`.
     online: Literal["off", "every", "drop"] = "off"
-    online_every: Positive = 1  # steps from one training of the head to the next
-    online_drop: Annotated[float, Field(gt=0, lt=1)] = 0.05  # share of the acceptance length, lost since the best step
+    online_every: Positive = 1  # "every": train the head every n steps
+    online_drop: Annotated[float, Field(gt=0, lt=1)] = 0.05  # "drop": train the head after a loss of this share
     online_learning_rate: Annotated[float, Field(ge=0)] = 1e-4  # learning rate of online training
-    online_tokens: Annotated[int, Field(ge=8)] = 4096  # maximum number of tokens of a step's rollouts to train on
-    alarm_drop: Annotated[float, Field(gt=0, lt=1)] = 0.2  # alarm: share of acceptance length, lost at a weight sync
-    alarm_floor: Annotated[float, Field(ge=1)] = 1.05  # alarm: minimum mean acceptance length
-    # Alarm: minimum acceptance of first draft tokens, as a share of the lowest that the head's provenance.json records.
+    online_tokens: Annotated[int, Field(ge=8)] = 4096  # maximum tokens to train on in a step
+    alarm_drop: Annotated[float, Field(gt=0, lt=1)] = 0.2  # alarm if acceptance falls by this share at a weight sync
+    alarm_floor: Annotated[float, Field(ge=1)] = 1.05  # alarm if the mean acceptance length is below this
+    # Alarm if first draft tokens are accepted less often than this share of the lowest rate in provenance.json.
     alarm_record: Annotated[float, Field(ge=0, lt=1)] = 0.7
 
 
@@ -341,27 +338,27 @@ class TrainSection(Section):
     # computes the KV cache again.
     inflight: Literal["drain", "keep", "recompute"] = "drain"
     seed: Count = 0  # seed of sampling and of the order of problems
-    eval_every: Count = 0  # evaluate on held-out problems every n steps, and before and after; 0: never
+    eval_every: Count = 0  # evaluate held-out problems every n steps, and before and after training; 0: never
     eval_samples: Positive = 1  # samples per problem in an evaluation
     eval_temperature: Annotated[float, Field(ge=0)] = 1.0  # temperature in an evaluation
     checkpoint_every: Count = 10  # save a checkpoint every n steps; 0: only at the end and when interrupted
     keep_checkpoints: Positive = 2  # keep the last n checkpoints, and the best one
     env_timeout_s: Seconds = 30.0  # time limit for one step of an environment
-    mismatch_alarm: Annotated[float, Field(gt=0)] = 0.02  # alarm: mean difference of engine and learner logprobs
+    mismatch_alarm: Annotated[float, Field(gt=0)] = 0.02  # alarm if engine and learner logprobs differ more, on average
     tensorboard: bool = True  # write metrics for TensorBoard
     wandb: bool = False  # write metrics to Weights & Biases
 
 
 class ClusterSection(Section):
-    # Where processes run. "none": all work in one process. "ray": Ray actors, which are restarted when they die.
+    # "none": everything runs in one process. "ray": in Ray actors, which are restarted when they die.
     kind: Literal["none", "ray"] = "none"
     # Address of a running Ray ("auto", HOST:PORT). Not set: start one on this machine, on the loopback address only.
     address: str | None = None
-    num_engines: Positive = 1  # number of engines, each with the whole model
-    num_learners: Positive = 1  # number of learner ranks
-    num_reward_workers: Positive = 1  # number of reward workers, each with reward.workers processes
-    # "disaggregated": engines and learner have separate GPUs; "colocated": each rank of the learner shares a GPU with
-    # an engine, which sleeps while the rank trains.
+    num_engines: Positive = 1  # engines, each with the whole model
+    num_learners: Positive = 1  # ranks of the learner
+    num_reward_workers: Positive = 1  # reward workers, each with reward.workers processes
+    # "disaggregated": engines and learner have separate GPUs. "colocated": each learner rank shares a GPU with an
+    # engine, which sleeps while the rank trains.
     layout: Literal["disaggregated", "colocated"] = "disaggregated"
     cpus_per_engine: Positive = 1  # CPUs of an engine, and its threads unless engine.threads is set
     cpus_per_learner: Positive = 1  # CPUs of a rank, and its threads unless learner.threads is set

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import typer
 
+from paceline.build.config import load_config
 from paceline.cli import app
 from paceline.config import Config
 
@@ -47,27 +49,45 @@ def test_every_command_and_option_is_in_the_reference() -> None:
     text = (REFERENCE / "commands.md").read_text()
     sections = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n)+)", text, re.MULTILINE))
     found = dict(commands(typer.main.get_command(app), "paceline"))
-    assert len(found) > 14 and set(sections) == set(found)
+    assert len(found) > 14 and set(sections) == {*found, "Common options"}
+    common = list_items(sections["Common options"])
     for name, command in found.items():
-        # A list item for each: `-n, --samples` or `--json FILE` or `RUN`, with a meaning.
-        items = dict(re.findall(r"^- `([^`]+)`(?: \(.*?\))?: (\S+ .+)$", sections[name], re.MULTILINE))
-        options = {option: value for item, value in items.items() for option in re.findall(r"(?<!\S)-+[\w-]+", item)}
-        wanted = {option for p in command.params if p.param_type_name == "option" for option in p.opts}
-        assert wanted - set(options) - {"-h", "--help"} == set(), name
-        assert set(options) <= wanted, name
+        items = list_items(sections[name])
+        for option in re.findall(r"`(-+[\w-]+)`", "".join(re.findall(r"\(#common-options\): (.+)", sections[name]))):
+            items |= {item: text for item, text in common.items() if item.split()[0] == option}
+        listed = {option: item for item in items for option in re.findall(r"(?<!\S)-+[\w-]+", item)}
+        params = [p for p in command.params if p.param_type_name == "option" and p.name != "help"]
+        assert set(listed) == {option for p in params for option in p.opts}, name
+        for p in params:  # `--batch=1,4` has a default, and so has `-n 1`
+            value = re.search(r"-[\w-]+(?:=| (?=\d))(.+)", listed[p.opts[-1]])
+            if p.default is None or p.default is False:
+                assert value is None, (name, p.opts)
+            else:
+                assert value is not None and type(p.default)(value[1]) == p.default, (name, p.opts)
         num_arguments = sum(p.param_type_name == "argument" for p in command.params)
         assert len([item for item in items if not item.startswith("-")]) == num_arguments, name
 
 
+def list_items(section: str) -> dict[str, str]:
+    """The meaning of each list item: `-n, --samples=4` or `--json FILE` or `RUN`."""
+    return dict(re.findall(r"^- `([^`]+)`(?: \(.*?\))?: (\S+ .+)$", section, re.MULTILINE))
+
+
 def test_every_key_is_in_the_reference_with_a_meaning() -> None:
     lines = (REFERENCE / "config.md").read_text().splitlines()
-    items = [re.fullmatch(r"- `([a-z_.0-9]+)` \((.+?)[,;] default (.+?)\): (.*)", line) for line in lines]
+    items = [re.fullmatch(r"- `([a-z_.0-9]+)(?:=(.+?))?`(?: \((.+?)\))?: (.*)", line) for line in lines]
     found = {item[1]: item[4] for item in items if item is not None}
     keys = [
         f"{section}.{key}" for section, field in Config.model_fields.items() for key in field.annotation.model_fields
     ]
     assert len(keys) > 150 and list(found) == keys
     assert [key for key, meaning in found.items() if len(meaning.split()) < 2] == []
+    written = {item[1]: item[2] for item in items if item is not None}
+    for key, default in written.items():
+        section, _, name = key.partition(".")
+        assert getattr(getattr(Config(), section), name) == (None if default is None else json.loads(default)), key
+    # The defaults are written as overrides of the command line.
+    assert load_config(None, [f"{key}={default}" for key, default in written.items() if default]) == Config()
 
 
 def test_meanings_are_the_comments_of_fields(generator: ModuleType) -> None:
@@ -95,10 +115,13 @@ class B(A):
 def test_ranges(generator: ModuleType) -> None:
     lines = (REFERENCE / "config.md").read_text()
     for expected in (
-        "`engine.max_num_seqs` (int ≥ 1, default `32`)",
-        "`speculation.suffix_recency` (float > 0 and ≤ 1, default `0.8`)",
-        '`speculation.rule` (`coupled`, `rejection`, `block`; default `"coupled"`)',
-        "`model.yarn_factor` (float ≥ 1, default not set)",
-        "`draft.betas` (list of 2 float, default `[0.9, 0.95]`)",
+        "`engine.max_num_seqs=32` (≥1)",
+        "`speculation.suffix_recency=0.8` (>0, ≤1)",
+        '`speculation.rule="coupled"` (`coupled`, `rejection`, `block`)',
+        "`speculation.num_speculative_tokens=4` (0 to 256 or table)",
+        "`model.yarn_factor` (float ≥1)",
+        "`learner.betas=[0.9, 0.999]` (2 values)",
+        "`draft.betas=[0.9, 0.95]`: As `learner.betas`.",
+        "`draft.layer_ids` (list of int ≥1)",
     ):
-        assert f"- {expected}: " in lines, expected
+        assert f"- {expected}" in lines, expected

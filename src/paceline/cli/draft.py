@@ -46,7 +46,6 @@ def train_draft(
     Examples:
 
     - `paceline train-draft configs/draft.toml`
-    - `paceline train-draft configs/draft.toml draft.num_epochs=8 draft.loss=acceptance`
     - `paceline train-draft draft.data=chats.jsonl draft.num_sequences=20000 model.device=cuda`
     - `paceline train-draft --resume runs/draft-chain_sum-20260101-120000`
     """

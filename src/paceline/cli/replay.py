@@ -156,7 +156,7 @@ def advise(
     overrides: Overrides = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Recommend a drafter and a draft length for recorded rollouts, or to draft nothing. Replays a small grid.
+    """Recommend a drafter and a draft length for recorded rollouts, or no speculation. Replays a small grid.
 
     Examples:
 

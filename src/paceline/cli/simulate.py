@@ -48,7 +48,6 @@ def simulate(
     - `paceline simulate nvidia-8b-zero`
     - `paceline simulate nvidia-235b-512 k=5 acceptance=4 --json out.json`
     - `paceline simulate nvidia-235b-512 --sweep k=1:7 batch=1024,4096`
-    - `paceline simulate nvidia-8b-zero hardware=h200 --fit steps.json`
     """
     from paceline.sim import simulator
 
