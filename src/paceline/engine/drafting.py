@@ -88,14 +88,14 @@ class Drafting:
     # -- a request's life -------------------------------------------------------------------------------------------
 
     def begin(self, request: Request, version: int) -> None:
+        self._begin(request, version)  # may raise: a history takes memory
         self.lengths.begin(request)
         self.policy.begin(request)
-        self._begin(request, version)
 
     def _begin(self, request: Request, version: int) -> None:
         if self.drafter is not None:
-            self._begun.add(request.request_id)
             self.drafter.begin(request, version)
+            self._begun.add(request.request_id)
 
     def _end(self, request_id: int) -> None:
         if self.drafter is not None and request_id in self._begun:

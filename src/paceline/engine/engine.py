@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -54,10 +55,6 @@ class LocalEngine:
         version: int = 0,
         seed: int = 0,  # for requests without a noise key
     ) -> None:
-        if max_num_batched_tokens < 1:
-            raise ValueError(f"engine.max_num_batched_tokens = {max_num_batched_tokens}: must be >= 1 token a step")
-        if max_num_seqs < 1:
-            raise ValueError(f"engine.max_num_seqs = {max_num_seqs}: must be >= 1 sequence")
         self.paged, self.seed = paged, seed
         self.model_config = paged.decoder.config
         self.sampler = sampler or Sampler()
@@ -122,9 +119,10 @@ class LocalEngine:
         self._drain()
         if not handle.done:
             sequence = self._sequences[request_id]
-            self._remove(sequence)
-            sequence.finish_reason = "abort"
-            self._complete(sequence)
+            with self._recoverable():
+                self._remove(sequence)
+                sequence.finish_reason = "abort"
+                self._complete(sequence, [])
 
     @property
     def has_work(self) -> bool:
@@ -157,14 +155,11 @@ class LocalEngine:
         """Run one engine step and return the completions that finished. With an asynchronous runner, the step launched
         here finishes in a later call: up to `pipeline_depth` steps are in flight, so that host work overlaps with the
         device. In the steady state `_commit_oldest` launches the next step."""
-        if self._interrupted:
-            self._recover()
-        self._interrupted = True
-        while self._can_launch and self._launch():
-            pass
-        if self._in_flight:
-            self._commit_oldest()
-        self._interrupted = False
+        with self._recoverable():
+            while self._can_launch and self._launch():
+                pass
+            if self._in_flight:
+                self._commit_oldest()
         finished, self._finished = self._finished, []
         return finished
 
@@ -278,18 +273,20 @@ class LocalEngine:
             batch, before = batch.pick(~ended), before[~ended]
         self.scheduler.release_unused(batch, before)
         for sequence in committed.finished:
-            self._finished.append(self._complete(sequence))
+            self._complete(sequence, self._finished)
 
     def _remove(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence)
         self.runner.remove(sequence)
 
-    def _complete(self, sequence: Sequence) -> Completion:
+    def _complete(self, sequence: Sequence, finished: list[Completion]) -> None:
         completion, request_id = sequence.completion(), sequence.request.request_id
-        self._handles[request_id].completion = completion
-        del self._sequences[request_id], self._handles[request_id]
-        self.drafting.end(completion)
-        return completion
+        try:
+            self.drafting.end(completion)
+        finally:  # an exception must not lose it
+            self._handles[request_id].completion = completion
+            finished.append(completion)
+            del self._sequences[request_id], self._handles[request_id]
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -298,11 +295,17 @@ class LocalEngine:
 
     def _drain(self) -> None:
         """Commit all steps in flight."""
+        with self._recoverable():
+            while self._in_flight:
+                self._finish(self._commit(self._in_flight.popleft()))
+
+    @contextmanager
+    def _recoverable(self) -> Iterator[None]:
+        """If an exception ends the body, the next body starts with `_recover`."""
         if self._interrupted:
             self._recover()
         self._interrupted = True
-        while self._in_flight:
-            self._finish(self._commit(self._in_flight.popleft()))
+        yield
         self._interrupted = False
 
     def _recover(self) -> None:
@@ -317,7 +320,7 @@ class LocalEngine:
         self.drafting.set_drafter(self.drafter, sequences, self.version)
         for sequence in sequences:
             if sequence.finish_reason is not None:
-                self._finished.append(self._complete(sequence))
+                self._complete(sequence, self._finished)
         self._interrupted = False
 
     # -- between steps ----------------------------------------------------------------------------------------------
@@ -336,9 +339,10 @@ class LocalEngine:
         return receipt
 
     def _preempt_all(self) -> None:
-        for sequence in reversed(self.scheduler.running.copy()):
-            self.scheduler.preempt(sequence)
-            self.runner.remove(sequence)
+        with self._recoverable():
+            for sequence in reversed(self.scheduler.running.copy()):
+                self.scheduler.preempt(sequence)
+                self.runner.remove(sequence)
 
     def update_drafter(self, weights: Weights, version: int) -> Receipt:
         if self.drafter is None:
@@ -374,11 +378,7 @@ class LocalEngine:
 
     @property
     def wants_sleep(self) -> bool:
-        """True if the KV cache takes an eighth of a GPU's memory or more."""
-        device, kv = self.paged.decoder.device, self.paged.kv
-        if device.type != "cuda" or kv is None:
-            return False
-        return 8 * kv.num_bytes > torch.cuda.get_device_properties(device).total_memory
+        return self.paged.has_large_kv
 
     def sleep(self) -> None:
         """Free the KV memory while training. Only without requests."""

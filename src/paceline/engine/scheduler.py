@@ -36,6 +36,10 @@ class Scheduler:
         prefix_sharing: bool = True,
         order: Callable[[Request], float] | None = None,  # a request's expected length; None: order of arrival
     ) -> None:
+        if max_num_batched_tokens < 1:
+            raise ValueError(f"engine.max_num_batched_tokens = {max_num_batched_tokens}: must be >= 1 token a step")
+        if max_num_seqs < 1:
+            raise ValueError(f"engine.max_num_seqs = {max_num_seqs}: must be >= 1 sequence")
         self.paged, self.pool = paged, paged.pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens

@@ -71,6 +71,13 @@ class PagedMemory:
         if self.kv is None:
             self.kv = self._make_kv()
 
+    @property
+    def has_large_kv(self) -> bool:
+        """Whether the KV tensors take an eighth of a GPU's memory or more."""
+        if self.kv is None or not self.kv.k.is_cuda:
+            return False
+        return 8 * self.kv.num_bytes > torch.cuda.get_device_properties(self.kv.k.device).total_memory
+
     def sleep(self) -> None:
         """Free the KV tensors. No sequence may hold a block."""
         assert not any(self.pool.ref_counts)

@@ -7,8 +7,8 @@ engine, kernels and batch size, and compute the prompts again. The order of the 
 The tail of a rollout, where few sequences still run, gains most. It is measured separately: some of the step's requests
 with 1, 2 and 4 sequences at a time. Drafters start from the state that the engine's drafter had before the step.
 
-Invariant: an audit does not change the state of the drafter, the speculation policy or the length model. Only the
-measured step times are kept, because they depend on the machine and not on the rollouts.
+Invariant: an audit does not change the state of the drafter, the acceptance model or the length model. Measured step
+times are kept, because they depend on the machine and not on the rollouts, and so is a policy's credit for probes.
 """
 
 from __future__ import annotations
@@ -50,13 +50,15 @@ class Auditor:
         state_dict = self.engine.state_dict()
         seconds = {True: 0.0, False: 0.0}
         identical = True
-        for drafting in (True, False) if self._num_audits % 2 == 0 else (False, True):
-            seconds[drafting], again = self._time(batches, drafting)
-            identical &= all(np.array_equal(a.token_ids, b) for a, b in zip(again, emitted, strict=True))
-        tail_s = self._tail([request for batch in batches for request in batch])
+        try:
+            for drafting in (True, False) if self._num_audits % 2 == 0 else (False, True):
+                seconds[drafting], again = self._time(batches, drafting)
+                identical &= all(np.array_equal(a.token_ids, b) for a, b in zip(again, emitted, strict=True))
+            tail_s = self._tail([request for batch in batches for request in batch])
+        finally:
+            self.engine.load_state_dict({part: state_dict[part] for part in ("policy", "acceptance", "lengths")})
+            self.engine.drain_trace()
         self._num_audits += 1
-        self.engine.load_state_dict({part: state_dict[part] for part in ("policy", "acceptance", "lengths")})
-        self.engine.drain_trace()
         return {
             "plain_s": seconds[False],
             "speculative_s": seconds[True],

@@ -13,6 +13,7 @@ they are made.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -234,13 +235,17 @@ class AcceptanceModel:
         return state
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        counts = sorted((int(key.split(".")[1]), key) for key in state if key.startswith("counts."))
+        counts = sorted((int(key.split(".")[1]), key) for key in state if re.fullmatch(r"counts\.\d+\..+", key))
         recent = {key.removeprefix("recent."): state[key] for key in state if key.startswith("recent.")}
         shapes = {key: array.shape for key, array in state.items()}
         expected = {"version": (1,), **{key: (2, NUM_CELLS) for _, key in counts}}
         for name, cells in recent.items():
-            expected |= {f"recent.{name}": (NUM_RECENT, cells.size // NUM_RECENT), f"place.{name}": (2,)}
-        if shapes != expected or any(cells.max() >= len(counts) * NUM_CELLS for cells in recent.values()):
+            expected |= {f"recent.{name}": (NUM_RECENT, max(1, cells.size // NUM_RECENT)), f"place.{name}": (2,)}
+        is_valid = shapes == expected and all(
+            array.dtype.kind in "iuf" and np.isfinite(array).all() and array.min(initial=0) >= UNKNOWN
+            for array in state.values()
+        )
+        if not is_valid or any(cells.max(initial=0) >= len(counts) * NUM_CELLS for cells in recent.values()):
             raise ValueError(f"the acceptance model's state is damaged: its arrays are {shapes}")
         self.version = int(state["version"][0])
         self._first_cells = {key.split(".", 2)[2]: i * NUM_CELLS for i, (_, key) in enumerate(counts)}

@@ -265,6 +265,49 @@ def test_requests_finish_though_the_drafter_raises(is_async: bool) -> None:
     assert summary([h.completion for h in handles if h.completion is not None]) == plain()
 
 
+def test_a_finished_request_is_returned_though_the_drafter_raises_at_its_end() -> None:
+    class Raising(SuffixDrafter):
+        num_calls = 0
+
+        def end(self, request_id: int) -> None:
+            self.num_calls += 1
+            if self.num_calls == 2:
+                raise KeyboardInterrupt
+            super().end(request_id)
+
+    running, returned = engine(False, drafts=True), list[Completion]()
+    running.set_drafter(Raising())
+    handles = [running.submit(request) for request in requests()]
+    for _ in range(500):
+        if running.has_work:
+            with contextlib.suppress(KeyboardInterrupt):
+                returned += running.step()
+    assert sorted(c.request.request_id for c in returned) == sorted(h.request.request_id for h in handles)
+    assert summary([h.completion for h in handles if h.completion is not None]) == plain()
+
+
+def test_an_interrupted_abort_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = engine(False, drafts=True)
+    handles = [running.submit(request) for request in requests()]
+    for _ in range(3):
+        running.step()
+    remove, scheduler = running.scheduler.remove, running.scheduler
+
+    def interrupted(sequence: Sequence) -> None:
+        remove(sequence)
+        monkeypatch.setattr(scheduler, "remove", remove)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scheduler, "remove", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        running.abort(handles[0].request.request_id)
+    running.abort(handles[0].request.request_id)
+    while running.has_work:
+        running.step()
+    assert all(handle.done for handle in handles) and not running._handles
+    check_blocks(running)
+
+
 def test_tokens_keep_their_drafter_after_an_exception() -> None:
     def names(completion: Completion) -> list[str]:
         return ["" if i == NO_SOURCE else completion.drafters[i] for i in completion.sources.tolist()]
