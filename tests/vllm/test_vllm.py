@@ -27,7 +27,7 @@ def paceline(directory: Path, prompts: list[list[int]], max_tokens: int, mode: s
     settings = Settings(models=(str(directory),), engines=("paceline",), modes=(mode,), batches=(8,))
     bench = Bench(settings, read_prompts())
     (case,) = bench.cases()
-    with bench._start("paceline") as worker:
+    with closing(bench._start("paceline")) as worker:
         worker.call("load", **bench._load_settings(case, directory, 0))
         return greedy(worker, prompts, max_tokens)
 
