@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paceline.build.model import check_device, load_decoder
+from paceline.build.model import check_device, has_kernels, load_decoder
 from paceline.config import Config
 from paceline.model.decoder import Decoder
 from paceline.model.hf_decoder import HFDecoder, load_hf
@@ -36,7 +36,12 @@ def load_policy(config: Config, directory: Any, device: str) -> Decoder | HFDeco
     check_device(config)
     if config.learner.model == "transformers":
         return load_hf(directory, getattr(torch, config.model.dtype), device)
-    return load_decoder(config, directory, device)
+    decoder = load_decoder(config, directory, device)
+    if config.model.device.startswith("cuda") and has_kernels(decoder):
+        from paceline.model.cuda.train_ops import TrainOps
+
+        decoder.ops = TrainOps()
+    return decoder
 
 
 def torchrun_rank() -> int:

@@ -60,7 +60,7 @@ def has_kernels(decoder: Decoder) -> bool:
         reason = f"head_dim = {config.head_dim} is not a power of two >= 16"
     else:
         return decoder.dtype != torch.float64  # float64 is used for exactness, not for speed
-    warnings.warn(f"engine.native: {reason}. Using plain torch, several times slower.", stacklevel=3)
+    warnings.warn(f"Triton kernels: {reason}. Using plain torch, several times slower.", stacklevel=3)
     return False
 
 

@@ -10,10 +10,8 @@ GatheredAttention: the same in one kernel, for a GPU in 16 bits.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from paceline.model.flash import Segments, flash_attention
 from paceline.model.kv import BLOCK, BatchPlan, PagedKV
 
 
@@ -79,40 +78,32 @@ def has_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _flash() -> Callable[..., Any]:
-    """Causal attention over segments. A segment's queries are the last positions of its keys."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    # torch < 2.12 has no `enable_gqa` and always accepts grouped heads.
-    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    return partial(varlen_attn, window_size=(-1, 0), **grouped)
-
-
 class VarlenAttention:
-    """PackedAttention in one kernel. A segment's queries are the last positions of its keys. With prefixes, keys and
-    values are gathered into a new layout: each segment's own follow those of its prefix. With more than 128 keys, the
-    order of summation in the gradient of the queries is not deterministic."""
+    """PackedAttention in one kernel. With prefixes, keys and values are copied to a new layout of K rows: each
+    segment's own follow those of its prefix."""
 
     def __init__(
         self, lengths: Sequence[int], prefixes: Sequence[int | None] | None, device: torch.device | str
     ) -> None:
         num, keys = np.array(lengths, np.int64), keys_of(lengths, prefixes or [None] * len(lengths))
         sizes = np.array([len(each) for each in keys], np.int64)
-        self.max_q, self.max_k = int(num.max()), int(sizes.max())
         self.needs_gather = bool((sizes > num).any())
-        self.bounds_q, self.bounds_k = (
-            torch.tensor([0, *np.cumsum(x)], dtype=torch.int32, device=device) for x in (num, sizes)
+        bounds_q, bounds_k = (torch.tensor([0, *np.cumsum(x)], dtype=torch.int32, device=device) for x in (num, sizes))
+        self.segments = Segments(bounds_q, bounds_k, int(num.max()), int(sizes.max()))
+        token_K = np.concatenate(keys)
+        self.token_K = torch.from_numpy(token_K).to(device)  # the token that each row is a copy of
+        # A token's copies are rows copies_K[i] for i = copies_start[token] … copies_start[token + 1] - 1.
+        copies_start = np.cumsum(np.bincount(token_K + 1, minlength=int(num.sum()) + 1))
+        self.copies_K, self.copies_start = (
+            torch.from_numpy(x.astype(np.int32)).to(device) for x in (np.argsort(token_K, kind="stable"), copies_start)
         )
-        self.rows_K = torch.from_numpy(np.concatenate(keys)).to(device)
-        self.attend = _flash()
 
     def __call__(self, layer: int, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> Tensor:
         k, v = k_TGE, v_TGE
         if self.needs_gather:
             both = torch.cat([k, v], 1)  # [T, 2 G, E]
-            k, v = F.embedding(self.rows_K, both.flatten(1)).unflatten(1, both.shape[1:]).chunk(2, 1)
-        out: Tensor = self.attend(q_THE, k, v, self.bounds_q, self.bounds_k, self.max_q, self.max_k)
-        return out.flatten(1)
+            k, v = F.embedding(self.token_K, both.flatten(1)).unflatten(1, both.shape[1:]).chunk(2, 1)
+        return flash_attention(q_THE, k, v, self.segments).flatten(1)
 
 
 class PaddedAttention:
@@ -159,18 +150,16 @@ class GatheredAttention:
         rows = np.repeat(np.arange(plan.num_rows), context)
         positions = np.arange(len(rows)) - np.repeat(np.cumsum(context) - context, context)
         blocks = plan.block_tables[rows, positions // BLOCK].astype(np.int64)
-        self.slots, self.blocks, self.offsets, self.bounds_q, self.bounds_k = (
+        self.slots, self.blocks, self.offsets, bounds_q, bounds_k = (
             torch.as_tensor(array, device=device)
             for array in (
                 plan.slot_mapping(), blocks, positions % BLOCK, plan.query_start.astype(np.int32),
                 np.concatenate([[0], np.cumsum(context)]).astype(np.int32),
             )
         )  # fmt: skip
-        self.max_q, self.max_k = int(np.diff(plan.query_start).max()), int(context.max())
-        self.attend = _flash()
+        self.segments = Segments(bounds_q, bounds_k, int(np.diff(plan.query_start).max()), int(context.max()))
 
     def __call__(self, layer: int, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> Tensor:
         self.kv.write(layer, self.slots, k_TGE, v_TGE)
         k, v = (x[layer][self.blocks, :, self.offsets] for x in (self.kv.k, self.kv.v))  # [all contexts, G, E]
-        out: Tensor = self.attend(q_THE, k, v, self.bounds_q, self.bounds_k, self.max_q, self.max_k)
-        return out.flatten(1)
+        return flash_attention(q_THE, k, v, self.segments).flatten(1)

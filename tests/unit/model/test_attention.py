@@ -3,7 +3,7 @@ PagedAttention."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,33 +13,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.model.attention import GatheredAttention, PackedAttention, PagedAttention, VarlenAttention, has_varlen
+from paceline.model.flash import Segments
 from paceline.model.kv import BatchPlan, PagedKV
 
 SHARED = [5, 3, 1, 4, 2, 2, 6], [None, 0, 0, None, 3, 3, 3]
 ALONE = [5, 1, 7], None
 
 
-def slow_varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
-    *, window_size: tuple[int, int], from_the_end: bool = True,
-) -> Tensor:  # fmt: skip
-    """A reference implementation of torch 2.11's varlen_attn, sequence by sequence."""
-    assert window_size == (-1, 0) and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    assert max_q == int(cu_seq_q.diff().max()) and max_k == int(cu_seq_k.diff().max())
-    q, k, v = (x.split(at.diff().tolist()) for x, at in ((query, cu_seq_q), (key, cu_seq_k), (value, cu_seq_k)))
+def slow_flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, from_the_end: bool = True) -> Tensor:
+    """A reference implementation of flash_attention, segment by segment."""
+    bounds = segments.bounds_q, segments.bounds_k, segments.bounds_k
+    assert all(at.dtype == torch.int32 for at in bounds)
+    assert (segments.max_q, segments.max_k) == tuple(int(at.diff().max()) for at in bounds[:2])
     outs = []
-    for qi, ki, vi in zip(q, k, v, strict=True):
+    for qi, ki, vi in zip(*(x.split(at.diff().tolist()) for x, at in zip((q, k, v), bounds, strict=True)), strict=True):
         offset = len(ki) - len(qi) if from_the_end else 0
         mask = torch.ones(len(qi), len(ki), dtype=torch.bool).tril(offset)
         qi, ki, vi = (x.transpose(0, 1) for x in (qi, ki, vi))
         outs.append(F.scaled_dot_product_attention(qi, ki, vi, mask, enable_gqa=True).transpose(0, 1))
     return torch.cat(outs)
-
-
-def slow_varlen_212(*args: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
-    """torch 2.12's, with `enable_gqa`."""
-    assert enable_gqa
-    return slow_varlen(*args, **options)
 
 
 def both(lengths: list[int], prefixes: list[int | None] | None) -> list[list[Tensor]]:
@@ -56,23 +48,29 @@ def both(lengths: list[int], prefixes: list[int | None] | None) -> list[list[Ten
     return found
 
 
-@pytest.mark.parametrize("kernel", [slow_varlen, slow_varlen_212], ids=["2.11", "2.12"])
 @pytest.mark.parametrize("lengths, prefixes", [SHARED, ALONE], ids=["shared", "alone"])
 def test_varlen_equals_packed(
-    lengths: list[int], prefixes: list[int | None] | None, kernel: Any, monkeypatch: pytest.MonkeyPatch
+    lengths: list[int], prefixes: list[int | None] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    monkeypatch.setattr("paceline.model.attention.flash_attention", slow_flash)
     for varlen, packed in zip(*both(lengths, prefixes), strict=True):
         torch.testing.assert_close(varlen, packed, rtol=0, atol=1e-12)
 
 
 def test_a_kernel_that_aligns_queries_at_the_start_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    def top_left(*args: Any, **options: Any) -> Tensor:
-        return slow_varlen(*args, **options, from_the_end=False)
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", top_left)
+    monkeypatch.setattr("paceline.model.attention.flash_attention", partial(slow_flash, from_the_end=False))
     for varlen, packed in zip(*both(*SHARED), strict=True):
         assert (varlen - packed).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("lengths, prefixes", [SHARED, ALONE], ids=["shared", "alone"])
+def test_copies_are_the_rows_of_each_token(lengths: list[int], prefixes: list[int | None] | None) -> None:
+    attention = VarlenAttention(lengths, prefixes, "cpu")
+    starts = attention.copies_start.tolist()
+    assert len(starts) == sum(lengths) + 1 and starts[-1] == len(attention.token_K)
+    for token in range(sum(lengths)):
+        rows = attention.copies_K[starts[token] : starts[token + 1]].tolist()
+        assert rows == (attention.token_K == token).nonzero().flatten().tolist()
 
 
 def test_varlen_is_for_a_gpu_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +87,7 @@ def test_varlen_is_for_a_gpu_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_gathered_equals_paged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", slow_varlen)
+    monkeypatch.setattr("paceline.model.attention.flash_attention", slow_flash)
     config, rng = tiny_config(), np.random.default_rng(0)
     num_query, context = np.array([5, 40, 1, 17]), np.array([5, 61, 33, 17], np.int32)
     tables = rng.permutation(4 * 4).astype(np.int32).reshape(4, 4)

@@ -1,0 +1,84 @@
+"""Causal attention over packed segments with torch's flash attention kernels (a GPU, 16 bits), with gradients.
+
+The backward pass is deterministic. torch's kernel has two variants: the default adds the gradients of the queries in
+any order. torch selects the other one by a flag of the process, which is set here only while the kernel is launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class Segments:
+    """A segment's queries are the last positions of its keys."""
+
+    bounds_q: Tensor  # int32 [S + 1], the first query of each segment
+    bounds_k: Tensor  # int32 [S + 1], the first key of each segment
+    max_q: int  # of any segment
+    max_k: int
+
+
+def flash_attention(q_THE: Tensor, k_KGE: Tensor, v_KGE: Tensor, segments: Segments) -> Tensor:
+    """[T, H, E]"""
+    out: Tensor = _FlashAttention.apply(q_THE, k_KGE, v_KGE, segments)
+    return out
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_THE: Tensor, k_KGE: Tensor, v_KGE: Tensor, segments: Segments) -> Tensor:
+        out, logsumexp = flash_forward(q_THE, k_KGE, v_KGE, segments)
+        ctx.save_for_backward(q_THE, k_KGE, v_KGE, out, logsumexp)
+        ctx.segments = segments
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q_THE, k_KGE, v_KGE, out, logsumexp = ctx.saved_tensors
+        return *flash_backward(grads[0], q_THE, k_KGE, v_KGE, out, logsumexp, ctx.segments), None
+
+
+def flash_forward(q_THE: Tensor, k_KGE: Tensor, v_KGE: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """The output and, for the backward pass, the logsumexp of each query's scores."""
+    s = segments
+    out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
+        q_THE, k_KGE, v_KGE, s.bounds_q, s.bounds_k, s.max_q, s.max_k, 0.0, False, return_debug_mask=False,
+        window_size_left=-1, window_size_right=0,
+    )  # fmt: skip
+    return out, logsumexp
+
+
+def flash_backward(
+    grad_THE: Tensor, q_THE: Tensor, k_KGE: Tensor, v_KGE: Tensor, out_THE: Tensor, logsumexp: Tensor,
+    segments: Segments,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k and v."""
+    s = segments
+    dropout_state = torch.zeros(2, dtype=torch.uint64, device=q_THE.device)  # there is no dropout
+    with _deterministic():
+        q_grad, k_grad, v_grad = torch.ops.aten._flash_attention_backward(
+            grad_THE, q_THE, k_KGE, v_KGE, out_THE, logsumexp, s.bounds_q, s.bounds_k, s.max_q, s.max_k, 0.0, False,
+            dropout_state, torch.empty(0, device=q_THE.device), window_size_left=-1, window_size_right=0,
+        )  # fmt: skip
+    return q_grad, k_grad, v_grad
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Set torch's flag. Memory is not filled: that would only find errors."""
+    settings: Any = torch.utils.deterministic
+    mode, fill = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        settings.fill_uninitialized_memory = fill
