@@ -314,7 +314,7 @@ def test_the_command(tiny: ModelConfig, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "gpt-9"], r"--model 'gpt-9': not one of qwen3-8b, qwen3-0.6b, smollm2-135m"),
+        (["--model", "gpt-9"], r"--model 'gpt-9': not one of qwen3-8b, qwen3-1.7b, qwen3-0.6b, qwen2.5-1.5b, "),
         (["--drafter", "ngram"], "--drafter 'ngram': not one of eagle3, history"),
         (["--device", "tpu"], "--device 'tpu': not one of cuda, cpu"),
         (["--dtype", "int8"], "--dtype 'int8': not one of"),

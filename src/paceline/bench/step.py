@@ -11,7 +11,6 @@ it. This is for timing only: the emitted tokens are not samples of the model. No
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import statistics
 from collections import defaultdict
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 
 from paceline.bench.common import decode_steps
+from paceline.bench.memory import is_out_of_memory, peak_memory_gib, reset_memory
 from paceline.bench.random_weights import random_decoder, random_head
 from paceline.bench.roofline import Load, step_s
 from paceline.bench.step_settings import Settings, beta_probabilities, imposed_probability
@@ -236,7 +236,6 @@ def _row(model: BenchModel, batch: int, k: int) -> dict[str, Any]:
         if not is_out_of_memory(error):
             raise
         note = "out of device memory"
-    memory_gib = torch.cuda.max_memory_reserved() / 2**30 if model.device.type == "cuda" else None  # with weights
     figures = dict.fromkeys(("step_ms", "mean_step_ms", "device_ms", "host_ms", "draft_ms", "roofline_ms", "context",
                              "mean_acceptance_length", "verified", "tokens_per_s"))  # fmt: skip
     return {
@@ -247,7 +246,7 @@ def _row(model: BenchModel, batch: int, k: int) -> dict[str, Any]:
         "num_speculative_tokens": k,
         "imposed_acceptance": s.imposed_acceptance if k else None,
         "head_dtype": str(model.head_dtype).removeprefix("torch.") if k and model.head is not None else None,
-        "memory_gib": memory_gib,
+        "memory_gib": peak_memory_gib(model.device),
         "num_steps": len(steps),
         "note": note,
         **(figures if not steps else _figures(model, steps, batch, k)),
@@ -284,24 +283,3 @@ def _sum_of_medians_s(steps: list[StepTrace]) -> float:
     for t in steps:
         sizes[t.num_query_tokens, t.num_drafted_on_device].append(t.total_s)
     return sum(len(each) * statistics.median(each) for each in sizes.values())
-
-
-# ---- memory ----
-
-
-def reset_memory(device: torch.device) -> None:
-    """Free the memory of the previous cell, also if that failed."""
-    gc.collect()  # graphs and their runner are in reference cycles
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether the error, or one that caused it, is out of memory: a failed graph capture raises another error."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

@@ -1,4 +1,4 @@
-"""`paceline bench`: compare engines, and measure engine steps."""
+"""`paceline bench`: compare engines and learners, and measure engine steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from paceline.report.table import render
 if TYPE_CHECKING:
     from paceline.bench.rollout import Bench, Case
 
-bench_app = typer.Typer(help="Compare engines, and measure engine steps.", no_args_is_help=True)
+bench_app = typer.Typer(help="Compare engines and learners, and measure engine steps.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 
 
@@ -112,7 +112,7 @@ def rollout(
 
 @command(group=bench_app)
 def step(
-    model: Annotated[str, typer.Option(help="Model shape: qwen3-8b, qwen3-0.6b or smollm2-135m.")] = "qwen3-8b",
+    model: Annotated[str, typer.Option(help="Model shape, such as qwen3-8b, qwen3-0.6b or smollm2-135m.")] = "qwen3-8b",
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,32",
     k: Annotated[
         str, typer.Option("--k", help="Draft lengths; with 0 (no drafts) the table has the speed-up over it.")
@@ -201,6 +201,80 @@ def step(
         plot.save_steps(rows, steps.columns(chosen), plot_file, title)
     exit_if(interrupted)
     if not measured:
+        raise ValueError("nothing could be measured; see the notes")
+
+
+@command(group=bench_app)
+def learner(
+    model: Annotated[
+        str, typer.Option(help="Model shape, with random weights: qwen3-1.7b, qwen2.5-1.5b, …; or a directory.")
+    ] = "qwen3-1.7b",
+    variants: Annotated[
+        str | None,
+        typer.Option(
+            help="Learners to compare: paceline, hf-compiled, hf-eager.", show_default="all; on a CPU not hf-compiled"
+        ),
+    ] = None,
+    sequences: Annotated[int, typer.Option(help="Rollouts of an update.")] = 256,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 96,
+    completion_tokens: Annotated[int, typer.Option(help="Tokens per completion.")] = 512,
+    per_prompt: Annotated[int, typer.Option(help="Rollouts per prompt.")] = 8,
+    tokens_per_microbatch: Annotated[int | None, typer.Option(help="Sets learner.tokens_per_microbatch.")] = None,
+    lora_rank: Annotated[int | None, typer.Option(help="Sets learner.lora_rank.")] = None,
+    masters: Annotated[str, typer.Option(help="Master weights of the hf variants: float32 or none.")] = "float32",
+    updates: Annotated[int, typer.Option(help="Updates to time, after one that is not timed.")] = 3,
+    profile: Annotated[bool, typer.Option("--profile", help="Print the slowest kernels of paceline's update.")] = False,
+    device: Annotated[str, typer.Option(help="Device: cuda, or cpu for small shapes.")] = "cuda",
+    dtype: Annotated[str, typer.Option(help="Dtype: bfloat16, float16, float32 or float64.")] = "bfloat16",
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Compare the time of a policy update with transformers, on the same random tokens.
+
+    Every variant runs in its own process. Results are medians. Ctrl-C prints the results so far.
+
+    Examples:
+
+    - `paceline bench learner --tokens-per-microbatch 16384 --json out.json`
+    - `paceline bench learner --model qwen3-8b --lora-rank 16 --profile`
+    """
+    from paceline.bench import learner_settings as texts
+    from paceline.bench.learner import measure
+
+    check_outputs(json_file, None)
+    given = settings(
+        config, overrides, learner__tokens_per_microbatch=tokens_per_microbatch, learner__lora_rank=lora_rank
+    )
+    chosen = texts.Settings(
+        model=model,
+        variants=texts.default_variants(device) if variants is None else comma_list(variants),
+        sequences=sequences,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        per_prompt=per_prompt,
+        updates=updates,
+        masters=masters,
+        profile=profile,
+        device=device,
+        dtype=dtype,
+        learner=given.learner,
+    )
+    rows: list[dict[str, Any]] = []
+    with results_so_far("interrupted; results so far:") as interrupted:
+        for row in measure(chosen, err.print):
+            rows.append(row)
+            if row["note"]:
+                warn(f"{row['variant']}: not measured: {row['note']}")
+    out.print(render(rows, texts.COLUMNS, texts.title(chosen)))
+    for note in texts.notes(chosen):
+        print_note(f"– {note}")
+    for row in rows:
+        if row["profile"]:
+            out.print(render(row["profile"]["kernels"], texts.KERNEL_COLUMNS, texts.profile_title(row["profile"])))
+    save_json(json_file, {"interrupted": interrupted.is_set(), "settings": texts.describe(chosen), "rows": rows})
+    exit_if(interrupted)
+    if all(row["update_s"] is None for row in rows):
         raise ValueError("nothing could be measured; see the notes")
 
 
