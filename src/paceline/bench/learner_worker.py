@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from paceline.bench.memory import peak_memory_gib, reset_memory
 from paceline.bench.random_weights import random_decoder
 from paceline.bench.update_flops import Rollouts
+from paceline.build.learner import use_train_kernels
 from paceline.config import AlgorithmSection, LearnerSection
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
@@ -100,6 +101,8 @@ class PacelineLearner:
     """Our learner with the loss of GRPO."""
 
     def __init__(self, decoder: Decoder, section: LearnerSection, groups: list[Group]) -> None:
+        if decoder.device.type == "cuda":
+            use_train_kernels(decoder)
         self.learner = Learner(decoder, section, num_steps=NUM_STEPS)
         self.rollouts, self.batch = grpo_batch(groups)
         self.algorithm = make_algorithm(AlgorithmSection(name="grpo"), len(self.rollouts[0].token_ids))

@@ -37,11 +37,17 @@ def load_policy(config: Config, directory: Any, device: str) -> Decoder | HFDeco
     if config.learner.model == "transformers":
         return load_hf(directory, getattr(torch, config.model.dtype), device)
     decoder = load_decoder(config, directory, device)
-    if config.model.device.startswith("cuda") and has_kernels(decoder):
+    if config.model.device.startswith("cuda"):
+        use_train_kernels(decoder)
+    return decoder
+
+
+def use_train_kernels(decoder: Decoder) -> None:
+    """Train with the fused CUDA kernels, if they support the model."""
+    if has_kernels(decoder):
         from paceline.model.cuda.train_ops import TrainOps
 
         decoder.ops = TrainOps()
-    return decoder
 
 
 def torchrun_rank() -> int:
