@@ -3,15 +3,16 @@
     python benchmarks/gpu/rl.py --out runs/gpu [--modes plain,k3,auto] [--steps 8] [A.B=C …]
 
 The modes run one after another. Stage times are seconds per step: the mean of all steps but the first two, in which
-most graphs are captured. An audit generates a step's tokens again with and without drafts; the speed-up of the whole
-step adds the same other stages to both. A finished run is not repeated; the same command resumes one that was stopped
-(Ctrl-C, SIGTERM).
+most graphs are captured. The problems are random sums, written to `sums.jsonl` in the folder. An audit generates a
+step's tokens again with and without drafts; the speed-up of the whole step adds the same other stages to both. A
+finished run is not repeated; the same command resumes one that was stopped (Ctrl-C, SIGTERM).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ MODES = {
 }
 STAGES = ("data", "sync", "generation", "reward", "training", "total")
 NUM_SKIPPED = 2
+NUM_PROBLEMS = 2000
 
 
 def main() -> None:
@@ -40,13 +42,31 @@ def main() -> None:
         parser.error(f"--modes {', '.join(sorted(unknown))}: not one of {', '.join(MODES)}")
     if args.steps <= NUM_SKIPPED:
         parser.error(f"--steps {args.steps}: the first {NUM_SKIPPED} are not counted, so at least {NUM_SKIPPED + 1}")
+    problems = write_sums(args.out / "sums.jsonl")
     for mode in modes:
         if len(steps_of(args.out / mode)) < args.steps:
-            train(args.out / mode, [f"train.num_steps={args.steps}", *args.settings, *MODES[mode]])
+            settings = [f"task.name={problems}", f"train.num_steps={args.steps}", *args.settings, *MODES[mode]]
+            train(args.out / mode, settings)
     runs = {mode: steps_of(args.out / mode) for mode in modes}
     print(table(runs))
     for mode, steps in runs.items():
         print(f"{mode}: {describe(steps)}")
+
+
+def write_sums(path: Path) -> Path:
+    """Sums and differences of two to four numbers with one or two digits, the same in every run."""
+    rng = random.Random(0)
+    lines = []
+    for _ in range(NUM_PROBLEMS):
+        size = rng.choice((9, 99))
+        terms = [rng.randint(1, size) * rng.choice((1, -1)) for _ in range(rng.randint(2, 4))]
+        terms[0] = abs(terms[0])
+        expression = str(terms[0]) + "".join(f" {'+' if term > 0 else '-'} {abs(term)}" for term in terms[1:])
+        prompt = f"State the final answer to the following arithmetic problem: {expression} ="
+        lines.append(json.dumps({"prompt": prompt, "answer": str(sum(terms))}))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", "utf-8")
+    return path.resolve()
 
 
 def train(folder: Path, settings: list[str]) -> None:
