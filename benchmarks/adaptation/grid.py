@@ -1,5 +1,5 @@
 """Acceptance length, speed-up and reward of RL runs with an EAGLE-3 head from general text or from the run's domain,
-with and without online training, and with other draft lengths (docs/results.md).
+with and without online training, and with other draft lengths (docs/how-to/heads.md).
 
     python benchmarks/adaptation/grid.py --general DIR --in-domain DIR [--jobs N] [--out DIR] [a.b=c …]
 

@@ -17,7 +17,7 @@ from paceline.build.config import load_config
 from paceline.cli import app
 from paceline.config import Config
 from paceline.config_io import ConfigError, all_keys, validate
-from paceline.sim.simulator import Engine, Pipeline, Speculation, Workload
+from paceline.sim.simulator import Engine, Pipeline, Speculation, Workload, load_simulation_config, simulate
 
 ROOT = Path(__file__).parents[2]
 LOG = ROOT / "docs/log.md"  # of the past: only its links are checked
@@ -191,3 +191,16 @@ def test_broken_settings_are_found() -> None:
             check_settings(broken)
     with pytest.raises(ConfigError):
         check_toml("```toml\n[train]\nnum_steps = 0\n```")
+
+
+def test_simulated_figures_are_current() -> None:
+    """Generation and whole step: the table in docs/results.md, and the same figures in README.md."""
+    text, readme = (ROOT / "docs/results.md").read_text(), (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| `paceline simulate (\S+) ([^`]+)` \|.*\| ([\d.]+)x \| ([\d.]+)x \|$", text, re.M)
+    assert len(rows) == 4
+    for preset, settings, *printed in rows:
+        found = simulate(load_simulation_config(preset, settings.split())).summary()
+        speedups = [found["rollout_speedup"], found["step_speedup"]]
+        assert [float(figure) for figure in printed] == pytest.approx(speedups, abs=0.006), settings
+        if preset == "8b-8xh200":
+            assert all(f"{figure}x" in readme for figure in printed), settings

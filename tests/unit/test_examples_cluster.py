@@ -41,7 +41,8 @@ def test_scripts_parse(script: str) -> None:
 def test_settings_are_valid_with_every_config(script: str, path: Path) -> None:
     settings = script_settings(script)
     config = load_config(path, settings)
-    assert config.cluster.kind == "ray" and config.cluster.num_engines == 6 and len(settings) == 10
+    assert config.cluster.kind == "ray" and config.cluster.num_engines == 6 and len(settings) == 11
+    assert config.train.max_staleness == 1 and config.algorithm.correction == "token_tis"
     with pytest.raises(ConfigError):
         load_config(path, [setting.replace("num_engines", "num_engine") for setting in settings])
 

@@ -179,7 +179,7 @@ def _vllm() -> Iterable[Finding]:
         yield Finding("vLLM", OK, f"{vllm_python.version(python)} ({python})")
     except ValueError as error:
         detail, _, remedy = str(error).partition("; ")
-        yield Finding("vLLM", MISSING, detail, f"only for comparison: {remedy}")
+        yield Finding("vLLM", MISSING, detail, f'only for engine.kind = "vllm" and comparisons: {remedy}')
 
 
 def _sandbox() -> Iterable[Finding]:

@@ -68,6 +68,8 @@ class Alarms:
         """`recorded`: the first-position rate in the head's provenance file, at this run's temperature."""
         self.recorded, self.temperature = recorded, config.sampling.temperature
         self.section, self.method = config.draft, config.speculation.method
+        # Other policies and rules refuse speculation.min_confidence.
+        self.has_min_confidence = config.speculation.policy == "static" and config.speculation.rule == "coupled"
         self.online = config.draft.online != "off"
         self.length: float | None = None  # mean acceptance length of the last batch with enough drafts
         self.version: int | None = None  # policy version of that batch
@@ -116,7 +118,8 @@ class Alarms:
             return "train a head for this model and task (paceline train-draft), and set speculation.head to it"
         if alarm == DROP:
             return "if this persists, draft fewer tokens (speculation.num_speculative_tokens)"
-        return "raise speculation.min_confidence, or choose another speculation.method or none"
+        remedy = 'choose another speculation.method, or "none"'
+        return f"raise speculation.min_confidence, or {remedy}" if self.has_min_confidence else remedy
 
     def state_dict(self) -> dict[str, Any]:
         return {

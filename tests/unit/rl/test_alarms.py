@@ -50,10 +50,14 @@ def test_the_floor_alarm_is_reported_once() -> None:
         (["speculation.method=hybrid"], 'draft.online = "every"'),
         (["speculation.method=hybrid", "draft.online=every"], "train-draft"),
         (["speculation.method=suffix"], "speculation.min_confidence"),
+        (["speculation.method=suffix", "speculation.policy=auto"], "speculation.method"),
+        (["speculation.method=suffix", "speculation.rule=rejection"], "speculation.method"),
     ],
 )
 def test_the_remedy_fits_the_settings(overrides: list[str], setting: str) -> None:
-    assert setting in make_alarms(*overrides).check(1.0, 0)[1][0]
+    message = make_alarms(*overrides).check(1.0, 0)[1][0]
+    assert setting in message
+    assert ("min_confidence" in message) == (setting == "speculation.min_confidence")
 
 
 def test_batches_with_few_drafts_are_ignored() -> None:
