@@ -162,6 +162,28 @@ def test_a_different_update_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert differences(ours, theirs)[0] > 1e-2
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attention_has_no_mask(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a mask, sdpa can't use flash attention, and the baseline would be slower than it has to be."""
+    real, seen = torch.nn.functional.scaled_dot_product_attention, []
+
+    def attention(*args: Any, attn_mask: Any = None, is_causal: bool = False, **rest: Any) -> Any:
+        seen.append((attn_mask is None, is_causal))
+        return real(*args, attn_mask=attn_mask, is_causal=is_causal, **rest)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nodes = [node for node in graph.graph.nodes if node.target is real]
+        seen.extend((node.kwargs["attn_mask"] is None, node.kwargs["is_causal"]) for node in nodes)
+        return graph
+
+    if compiled:
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    else:
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    learners(tiny_decoder(torch.float32), compiled=compiled)[1].update()
+    assert len(seen) >= 3 and set(seen) == {(True, True)}
+
+
 @pytest.mark.parametrize("masters", ["float32", "none"])
 def test_masters_of_16_bit_weights(masters: str) -> None:
     """With masters, gradients and moments are float32, and steps below the precision of bfloat16 add up."""

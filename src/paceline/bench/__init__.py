@@ -1,1 +1,1 @@
-"""Benchmarks: rollout throughput of engines, speed-up by drafter and draft length, times of engine steps and updates."""
+"""Benchmarks: throughput of engines, speed-up by drafter and draft length, times of engine steps and of updates."""
