@@ -204,6 +204,14 @@ def test_masters_of_16_bit_weights(masters: str) -> None:
     assert all(p.grad is None for p in (*baseline.parameters, *baseline.leaves))
 
 
+def test_masters_accumulate_all_microbatches_and_are_rounded_to_the_weights() -> None:
+    ours, theirs = learners(tiny_decoder(torch.bfloat16))
+    before = [p.detach().clone() for p in theirs.parameters]
+    assert differences(ours, theirs)[1] < 0.02
+    for parameter, leaf, old in zip(theirs.parameters, theirs.leaves, before, strict=True):
+        assert torch.equal(parameter, leaf.bfloat16()) and not torch.equal(parameter, old)
+
+
 def test_activation_checkpointing_recomputes_layers() -> None:
     groups, norms, calls = random_groups(61, DATA), [], []
     for checkpointing in (False, True):
