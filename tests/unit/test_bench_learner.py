@@ -162,6 +162,28 @@ def test_a_different_update_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert differences(ours, theirs)[0] > 1e-2
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attention_has_no_mask(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a mask, sdpa can't use flash attention, and the baseline would be slower than it has to be."""
+    real, seen = torch.nn.functional.scaled_dot_product_attention, []
+
+    def attention(*args: Any, attn_mask: Any = None, is_causal: bool = False, **rest: Any) -> Any:
+        seen.append((attn_mask is None, is_causal))
+        return real(*args, attn_mask=attn_mask, is_causal=is_causal, **rest)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nodes = [node for node in graph.graph.nodes if node.target is real]
+        seen.extend((node.kwargs["attn_mask"] is None, node.kwargs["is_causal"]) for node in nodes)
+        return graph
+
+    if compiled:
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    else:
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    learners(tiny_decoder(torch.float32), compiled=compiled)[1].update()
+    assert len(seen) >= 3 and set(seen) == {(True, True)}
+
+
 @pytest.mark.parametrize("masters", ["float32", "none"])
 def test_masters_of_16_bit_weights(masters: str) -> None:
     """With masters, gradients and moments are float32, and steps below the precision of bfloat16 add up."""
@@ -180,6 +202,14 @@ def test_masters_of_16_bit_weights(masters: str) -> None:
     moved = [bool((a != b)[at].any()) for a, b, at in zip(leaves, baseline.leaves, large, strict=True)]
     assert any(moved) == (masters == "float32")
     assert all(p.grad is None for p in (*baseline.parameters, *baseline.leaves))
+
+
+def test_masters_accumulate_all_microbatches_and_are_rounded_to_the_weights() -> None:
+    ours, theirs = learners(tiny_decoder(torch.bfloat16))
+    before = [p.detach().clone() for p in theirs.parameters]
+    assert differences(ours, theirs)[1] < 0.02
+    for parameter, leaf, old in zip(theirs.parameters, theirs.leaves, before, strict=True):
+        assert torch.equal(parameter, leaf.bfloat16()) and not torch.equal(parameter, old)
 
 
 def test_activation_checkpointing_recomputes_layers() -> None:

@@ -1,1 +1,1 @@
-"""Benchmarks: rollout throughput of engines, speed-up by drafter and draft length, and the time of engine steps."""
+"""Benchmarks: throughput of engines, speed-up by drafter and draft length, times of engine steps and of updates."""

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from paceline.config import LearnerSection
 from paceline.model.decoder import Decoder
@@ -25,6 +26,9 @@ from paceline.rl.batch import TokenBatch
 from paceline.types import Rollout
 
 CHUNK = 1024  # positions per chunk of logits
+# transformers' sdpa under another name, for which it makes no mask: sdpa is then causal by itself and can use flash
+# attention. With the name "sdpa", a compiled model makes a mask (before torch 2.14).
+CAUSAL_SDPA = "causal_sdpa"
 
 
 class HFLearner:
@@ -112,8 +116,9 @@ def make_model(decoder: Decoder) -> Any:
     """The same model in transformers, with a copy of the weights."""
     hf = decoder.config.to_hf()
     config = AutoConfig.for_model(hf.pop("model_type"), **hf)
+    AttentionInterface.register(CAUSAL_SDPA, sdpa_attention_forward)
     with torch.device(decoder.device):
-        model = AutoModelForCausalLM.from_config(config, dtype=decoder.dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=decoder.dtype, attn_implementation=CAUSAL_SDPA)
     missing, unexpected = model.load_state_dict(dict(hf_state(decoder)), strict=False)
     assert not unexpected and set(missing) <= {LM_HEAD}, (missing, unexpected)
     return model.eval().requires_grad_(True)

@@ -112,7 +112,7 @@ def rollout(
 
 @command(group=bench_app)
 def step(
-    model: Annotated[str, typer.Option(help="Model shape, such as qwen3-8b, qwen3-0.6b or smollm2-135m.")] = "qwen3-8b",
+    model: Annotated[str, typer.Option(help="Model shape, such as qwen3-8b or smollm2-135m.")] = "qwen3-8b",
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,32",
     k: Annotated[
         str, typer.Option("--k", help="Draft lengths; with 0 (no drafts) the table has the speed-up over it.")
@@ -206,14 +206,10 @@ def step(
 
 @command(group=bench_app)
 def learner(
-    model: Annotated[
-        str, typer.Option(help="Model shape, with random weights: qwen3-1.7b, qwen2.5-1.5b, …; or a directory.")
-    ] = "qwen3-1.7b",
+    model: Annotated[str, typer.Option(help="Model shape, with random weights, or directory.")] = "qwen3-1.7b",
     variants: Annotated[
         str | None,
-        typer.Option(
-            help="Learners to compare: paceline, hf-compiled, hf-eager.", show_default="all; on a CPU not hf-compiled"
-        ),
+        typer.Option(help="Variants: paceline, hf-compiled, hf-eager.", show_default="all; on a CPU not hf-compiled"),
     ] = None,
     sequences: Annotated[int, typer.Option(help="Rollouts of an update.")] = 256,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 96,
@@ -222,22 +218,19 @@ def learner(
     tokens_per_microbatch: Annotated[int | None, typer.Option(help="Sets learner.tokens_per_microbatch.")] = None,
     lora_rank: Annotated[int | None, typer.Option(help="Sets learner.lora_rank.")] = None,
     masters: Annotated[str, typer.Option(help="Master weights of the hf variants: float32 or none.")] = "float32",
-    updates: Annotated[int, typer.Option(help="Updates to time, after one that is not timed.")] = 3,
-    profile: Annotated[bool, typer.Option("--profile", help="Print the slowest kernels of paceline's update.")] = False,
+    updates: Annotated[int, typer.Option(help="Timed updates, after an untimed one.")] = 3,
+    profile: Annotated[bool, typer.Option("--profile", help="Print the slowest kernels of paceline.")] = False,
     device: Annotated[str, typer.Option(help="Device: cuda, or cpu for small shapes.")] = "cuda",
     dtype: Annotated[str, typer.Option(help="Dtype: bfloat16, float16, float32 or float64.")] = "bfloat16",
     config: ConfigFile = None,
     overrides: Overrides = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Compare the time of a policy update with transformers, on the same random tokens.
+    """Compare the time of a policy update with transformers, on random tokens.
 
-    Every variant runs in its own process. Results are medians. Ctrl-C prints the results so far.
+    Every variant runs in its own process; results are medians.
 
-    Examples:
-
-    - `paceline bench learner --tokens-per-microbatch 16384 --json out.json`
-    - `paceline bench learner --model qwen3-8b --lora-rank 16 --profile`
+    Example: `paceline bench learner --model qwen3-8b --lora-rank 16 --profile --json out.json`
     """
     from paceline.bench import learner_settings as texts
     from paceline.bench.learner import measure
