@@ -64,8 +64,8 @@ class EngineSection(Section):
     kind: Literal["local", "vllm"] = "local"
     max_num_seqs: Positive = 32  # maximum sequences in a step
     max_num_batched_tokens: Positive = 512  # maximum query tokens in a step; longer prompts are chunked
-    # Size of the KV cache in tokens. Not set: by the memory plan of `train` on one GPU (docs/tutorials/one-gpu.md); else
-    # 4096 per sequence, within 2 GiB or a third of the GPU's memory.
+    # Size of the KV cache in tokens. Not set: by the memory plan of `train` on one GPU, else 4096 per sequence, within
+    # 2 GiB or a third of the GPU's memory.
     kv_tokens: Positive | None = None
     prefix_sharing: bool = True  # prefix caching: compute a shared prompt only once
     # Order of waiting requests. "longest" starts problems with the longest expected completions first.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,10 @@ def read_draft_model(config: Config, target: ModelConfig) -> ModelConfig | None:
     name = config.speculation.draft_model
     if config.speculation.method != "draft_model" or name is None:
         return None
-    return target if name.startswith("layers:") else read_config(resolve(name))
+    kind, _, count = name.partition(":")
+    if kind == "layers":  # a wrong number is an error when the drafter is built
+        return replace(target, num_layers=int(count)) if count.isdecimal() else None
+    return read_config(resolve(name))
 
 
 def device_bytes(config: Config, worker_group: WorkerGroup) -> int:

@@ -4,8 +4,8 @@ cache and of the microbatches.
 Invariants:
   - A plan depends only on the settings, the model's shape and the GPU's total memory: never on what is free or loaded.
     So runs on GPUs of one kind cut the same microbatches and compute the same bits.
-  - It does not depend on speculation.method and draft.online: room for an EAGLE-3 head and its training is always
-    reserved. Switching them on changes no microbatch.
+  - It does not depend on draft.online and speculation.method, except for a draft model: room for an EAGLE-3 head and
+    its training is always reserved. Switching them on changes no microbatch.
   - More memory never gives a smaller microbatch or KV cache.
 
 Shapes: D hidden, H query heads, G key/value heads, E head dimension, I intermediate, V vocabulary, L layers; W bytes of
@@ -92,24 +92,24 @@ def plan_memory(
     fits beside it. If even the smallest does not fit, the KV cache shrinks, down to one sequence: the engine then
     preempts. If that does not fit either: ValueError."""
     total = total_bytes // GIB * GIB  # drivers report slightly different totals for the same GPU
-    full = config.engine.kv_tokens or needed_kv_tokens(config, model)
-    plans = [part_sizes(config, model, full, tokens, total, num_ranks) for tokens in token_choices(config)]
-    plan = next((plan for plan in plans if plan.fits), plans[-1])
-    if not plan.fits and config.engine.kv_tokens is None:
-        num = spare_bytes(plan, may_sleep(config)) // kv_bytes_per_token(config, model) // BLOCK * BLOCK
-        num = min(full, max(num, least_kv_tokens(config, model)))
-        plan = part_sizes(config, model, num, plan.tokens_per_microbatch, total, num_ranks)
-    if draft is not None:  # after the choice, so that the draft model does not change it
-        plan = replace(plan, drafter=max(plan.drafter, draft_model_bytes(config, draft, plan.kv_tokens)))
-        if may_sleep(config) and not plan.fits:
-            plan = replace(plan, sleeps=True)
-    if not plan.fits:
-        raise ValueError(refusal(config, plan))
+    full, *smaller = kv_choices(config, model)
+    tokens = token_choices(config)
+    choices = [(full, num) for num in tokens] + [(num, tokens[-1]) for num in smaller]
+    plans = (part_sizes(config, model, *choice, total, num_ranks, draft) for choice in choices)
+    plan = next((plan for plan in plans if plan.fits), None)
+    if plan is None:
+        raise ValueError(refusal(config, part_sizes(config, model, *choices[-1], total, num_ranks, draft)))
     return plan
 
 
 def part_sizes(
-    config: Config, model: ModelConfig, kv_tokens: int, tokens: int, total: int | None, num_ranks: int = 1
+    config: Config,
+    model: ModelConfig,
+    kv_tokens: int,
+    tokens: int,
+    total: int | None,
+    num_ranks: int = 1,
+    draft: ModelConfig | None = None,
 ) -> MemoryPlan:
     """The plan with this KV cache and this microbatch, whether it fits or not."""
     size, weights = itemsize(config), num_weights(model)
@@ -136,17 +136,17 @@ def part_sizes(
         masters=trained * 4 // num_ranks if size < 4 else 0,  # else the weights themselves
         moments=moment_bytes(config, model, trained) // num_ranks,
         gradients=trained * max(4, size) // num_ranks,
-        drafter=drafter_bytes(config, model),
+        drafter=max(drafter_bytes(config, model), draft_model_bytes(config, draft, kv_tokens) if draft else 0),
         kv=kv,
         activations=activations,
         logits=logits,
         logprob_keep_bytes=kept,
         reserve=CONTEXT_BYTES + graph_bytes(config, model) if total is not None else 0,
     )
-    if total is None or config.train.max_staleness:
+    if total is None or config.train.max_staleness:  # generation and training overlap
         return plan
-    is_large = 8 * kv > total or not plan.fits
-    return replace(plan, sleeps=is_large if config.engine.sleep is None else config.engine.sleep)
+    should_sleep = 8 * kv > total or not plan.fits
+    return replace(plan, sleeps=should_sleep if config.engine.sleep is None else config.engine.sleep)
 
 
 # ---- sizes of the choices ----
@@ -179,21 +179,19 @@ def needed_kv_tokens(config: Config, model: ModelConfig) -> int:
     return -(-max(needed, least_kv_tokens(config, model)) // BLOCK) * BLOCK
 
 
+def kv_choices(config: Config, model: ModelConfig) -> Sequence[int]:
+    """Sizes of the KV cache to choose from, the largest first: what is set, or what is needed and shares of it."""
+    if config.engine.kv_tokens is not None:
+        return [config.engine.kv_tokens]
+    full, least = needed_kv_tokens(config, model), least_kv_tokens(config, model)
+    shares = (full * share // 16 // BLOCK * BLOCK for share in range(15, 0, -1))
+    return [full, *(num for num in shares if num > least), least]
+
+
 def least_kv_tokens(config: Config, model: ModelConfig) -> int:
     """For one sequence. The engine refuses a request that the KV cache can't hold."""
     longest = min(model.max_positions, LONGEST_PROMPT + config.sampling.max_tokens)
     return -(-longest // BLOCK) * BLOCK
-
-
-def may_sleep(config: Config) -> bool:
-    """Whether the KV cache may be freed while the learner trains: not if generation and training overlap."""
-    return config.engine.sleep is not False and not config.train.max_staleness
-
-
-def spare_bytes(plan: MemoryPlan, sleeps: bool) -> int:
-    """What is left for the KV cache."""
-    assert plan.total_bytes is not None
-    return usable_bytes(plan.total_bytes) - plan.fixed_bytes - (0 if sleeps else plan.microbatch_bytes)
 
 
 # ---- weights ----
@@ -262,7 +260,8 @@ def layer_activations(config: Config, model: ModelConfig) -> int:
     if size >= 4:  # plain torch, without fused operations
         kept += 2 * size * d  # normalized residual stream, before the norm's weight: 2 [D]
         kept += size * (heads + keys) * (2 if model.qk_norm else 1)  # normalized, and rotated: q [H E], k [G E]
-        kept += size * 2 * keys  # keys and values with the prompt before them: [2G E]
+        # Padded for attention: q [H E], and k and v [2G E] with half as many tokens of the prompt before them.
+        kept += size * (heads + 3 * keys)
     return kept + config.learner.lora_rank * size * len(config.learner.lora_targets)  # x A^T: [rank]
 
 

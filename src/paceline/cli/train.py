@@ -204,7 +204,7 @@ def show_memory(plan: MemoryPlan) -> None:
     from paceline.build.memory_plan import plan_rows
 
     rows = plan_rows(plan) | ({} if plan.total_bytes is None else {"GPU": plan.total_bytes})
-    cells = [{"what": name, "size": f"{size / 2**30:.1f}"} for name, size in rows.items()]
+    cells = [{"what": name, "size": f"{size / 2**30:6.1f}"} for name, size in rows.items()]
     out.print(render(cells, {"what": "memory", "size": "GiB"}))
 
 
