@@ -186,7 +186,7 @@ def test_shape_of_the_draft_model(tmp_path: Path) -> None:
     ],
 )
 def test_speculation_does_not_change_the_plan(total: float, switched: list[str]) -> None:
-    given = ["learner.lora_rank=16"]
+    given = ["learner.lora_rank=16", "engine.max_num_seqs=128"]
     assert plan(SMALL, total, *given) == plan(SMALL, total, *given, *switched)
 
 
@@ -211,6 +211,7 @@ def test_plan_does_not_ask_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         ["learner.lora_rank=16"],
         ["learner.lora_rank=16", "engine.max_num_seqs=64", "sampling.max_tokens=8192"],
         ["learner.activation_checkpointing=true", "algorithm.beta=0.1"],
+        ["speculation.method=hybrid", "learner.lora_rank=16"],
     ],
 )
 def test_more_memory_never_gives_less(given: list[str]) -> None:
@@ -295,6 +296,24 @@ def test_what_cannot_fit_is_refused_with_a_remedy() -> None:
         plan(LARGE, 48e9, "learner.lora_rank=16")
 
 
+def test_a_head_that_is_not_used_takes_no_memory_that_the_run_needs() -> None:
+    given = ["learner.lora_rank=16", "learner.activation_checkpointing=true"]
+    full = needed_kv_tokens(on_gpu(), LARGE)
+    found = plan(LARGE, 46 * GIB, *given)
+    assert found.drafter == 0 and found.tokens_per_microbatch == 2048 and full / 16 <= found.kv_tokens <= full / 2
+    with pytest.raises(ValueError, match="GiB for drafter"):
+        plan(LARGE, 46 * GIB, *given, "speculation.method=eagle3")
+    for total in range(46, 90):
+        plain = plan(LARGE, total * GIB, *given)
+        assert plain.drafter or plain.kv_tokens <= full / 2
+        try:
+            drafts = plan(LARGE, total * GIB, *given, "speculation.method=eagle3")
+        except ValueError:
+            assert not plain.drafter
+            continue
+        assert drafts == plain or (not plain.drafter and drafts.tokens_per_microbatch == plain.tokens_per_microbatch)
+
+
 # ---- runs ----
 
 
@@ -317,7 +336,7 @@ def test_auto_is_2048_without_a_plan(tmp_path: Path) -> None:
         assert found is None and config.learner.tokens_per_microbatch == 2048
         assert config.engine.kv_tokens is None and config.engine.sleep is None
     assert resolve_memory(load_config(None, ["learner.tokens_per_microbatch=7"]))[0].learner.tokens_per_microbatch == 7
-    with pytest.raises(ConfigError, match="learner.tokens_per_microbatch = 'most': expected .*\"auto\""):
+    with pytest.raises(ConfigError, match=r"learner.tokens_per_microbatch = 'most': expected .*auto"):
         load_config(None, ["learner.tokens_per_microbatch=most"])
 
 

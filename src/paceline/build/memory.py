@@ -54,8 +54,9 @@ def cpu_plan(config: Config) -> MemoryPlan | None:
     if config.model.device != "cpu" or config.cluster.kind != "none" or config.learner.model != "paceline":
         return None
     assert tokens != "auto", "resolve_memory comes first"
-    model = read_model(config)
-    return part_sizes(config, model, engine.kv_tokens or default_kv_tokens(config, model), tokens, None)
+    model, has_head = read_model(config), config.speculation.uses_head
+    num_tokens = engine.kv_tokens or default_kv_tokens(config, model)
+    return part_sizes(config, model, num_tokens, tokens, None, has_head=has_head)
 
 
 def read_model(config: Config) -> ModelConfig:

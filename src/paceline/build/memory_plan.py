@@ -4,8 +4,8 @@ cache and of the microbatches.
 Invariants:
   - A plan depends only on the settings, the model's shape and the GPU's total memory: never on what is free or loaded.
     So runs on GPUs of one kind cut the same microbatches and compute the same bits.
-  - It does not depend on draft.online and speculation.method, except for a draft model: room for an EAGLE-3 head and
-    its training is always reserved. Switching them on changes no microbatch.
+  - Room for an EAGLE-3 head and its training is always reserved, so switching speculation or draft.online on changes
+    no microbatch. Exception: a draft model, if memory is short.
   - More memory never gives a smaller microbatch or KV cache.
 
 Shapes: D hidden, H query heads, G key/value heads, E head dimension, I intermediate, V vocabulary, L layers; W bytes of
@@ -26,6 +26,7 @@ GIB = 1 << 30
 # Microbatches that "auto" chooses from. Larger ones are hardly faster: each costs one pass over all gradients, and a
 # product of 8192 rows keeps a GPU busy.
 TOKEN_CHOICES = (8192, 4096, 2048)
+SHARES = 16  # steps in which the KV cache shrinks
 PROMPT_TOKENS = 1024  # allowed for a prompt, on average
 LONGEST_PROMPT = 4096  # the KV cache holds at least one sequence with such a prompt
 ENV_TOKENS = 4096  # allowed for a sequence with the turns of an environment
@@ -92,14 +93,17 @@ def plan_memory(
     fits beside it. If even the smallest does not fit, the KV cache shrinks, down to one sequence: the engine then
     preempts. If that does not fit either: ValueError."""
     total = total_bytes // GIB * GIB  # drivers report slightly different totals for the same GPU
-    full, *smaller = kv_choices(config, model)
-    tokens = token_choices(config)
-    choices = [(full, num) for num in tokens] + [(num, tokens[-1]) for num in smaller]
-    plans = (part_sizes(config, model, *choice, total, num_ranks, draft) for choice in choices)
-    plan = next((plan for plan in plans if plan.fits), None)
-    if plan is None:
-        raise ValueError(refusal(config, part_sizes(config, model, *choices[-1], total, num_ranks, draft)))
-    return plan
+    sizes, tokens = kv_choices(config, model), token_choices(config)
+    choices = [(sizes[0], num) for num in tokens] + [(num, tokens[-1]) for num in sizes[1:]]
+    tried = [(choice, True) for choice in choices]
+    if not config.speculation.uses_head:  # its room is given up rather than more than half of the KV cache
+        half = len(tokens) + SHARES // 2
+        tried = tried[:half] + [(choice, False) for choice in choices[half - 1 :] or choices[-1:]]
+    for (kv_tokens, num), has_head in tried:
+        plan = part_sizes(config, model, kv_tokens, num, total, num_ranks, draft, has_head)
+        if plan.fits:
+            return plan
+    raise ValueError(refusal(config, plan))
 
 
 def part_sizes(
@@ -110,8 +114,10 @@ def part_sizes(
     total: int | None,
     num_ranks: int = 1,
     draft: ModelConfig | None = None,
+    has_head: bool = True,
 ) -> MemoryPlan:
-    """The plan with this KV cache and this microbatch, whether it fits or not."""
+    """The plan with this KV cache and this microbatch, whether it fits or not. `has_head`: with room for an EAGLE-3
+    head."""
     size, weights = itemsize(config), num_weights(model)
     trained = num_lora_weights(config, model) if config.learner.lora_rank else weights
     frozen = weights if config.learner.lora_rank else 0
@@ -120,8 +126,12 @@ def part_sizes(
     packed = max(tokens, min(model.max_positions, PROMPT_TOKENS + config.sampling.max_tokens))
     kept = kept_probabilities(model, packed, total)
     logits = max(logits_bytes(config, model, packed) + kept, layer_gradients(config, model, packed))
-    activations = max(activation_bytes(config, model, packed), head_training_bytes(config, model) - logits)
-    kv = kv_tokens * kv_bytes_per_token(config, model)
+    activations = activation_bytes(config, model, packed)
+    kv = kv_tokens * kv_bytes_per_token(config, model, has_head)
+    drafter = draft_model_bytes(config, draft, kv_tokens) if draft is not None else 0
+    if has_head:
+        drafter = max(drafter, drafter_bytes(config, model))
+        activations = max(activations, head_training_bytes(config, model) - logits)
     plan = MemoryPlan(
         total_bytes=total,
         kv_tokens=kv_tokens,
@@ -136,7 +146,7 @@ def part_sizes(
         masters=trained * 4 // num_ranks if size < 4 else 0,  # else the weights themselves
         moments=moment_bytes(config, model, trained) // num_ranks,
         gradients=trained * max(4, size) // num_ranks,
-        drafter=max(drafter_bytes(config, model), draft_model_bytes(config, draft, kv_tokens) if draft else 0),
+        drafter=drafter,
         kv=kv,
         activations=activations,
         logits=logits,
@@ -184,7 +194,7 @@ def kv_choices(config: Config, model: ModelConfig) -> Sequence[int]:
     if config.engine.kv_tokens is not None:
         return [config.engine.kv_tokens]
     full, least = needed_kv_tokens(config, model), least_kv_tokens(config, model)
-    shares = (full * share // 16 // BLOCK * BLOCK for share in range(15, 0, -1))
+    shares = (full * share // SHARES // BLOCK * BLOCK for share in range(SHARES - 1, 0, -1))
     return [full, *(num for num in shares if num > least), least]
 
 
@@ -300,11 +310,11 @@ def kept_probabilities(model: ModelConfig, tokens: int, total: int | None) -> in
 # ---- engine ----
 
 
-def kv_bytes_per_token(config: Config, model: ModelConfig) -> int:
+def kv_bytes_per_token(config: Config, model: ModelConfig, has_head: bool) -> int:
     """Keys and values of the target: 2 L [G E]. For an EAGLE-3 head: 2 [G E], and the hidden states of three target
     layers 3 [D]."""
     keys = model.num_kv_heads * model.head_dim
-    head = 2 * keys + 3 * model.hidden_size if reserves_head(config) else 0
+    head = 2 * keys + 3 * model.hidden_size if has_head else 0
     return itemsize(config) * (2 * model.num_layers * keys + head)
 
 
@@ -315,11 +325,6 @@ def graph_bytes(config: Config, model: ModelConfig) -> int:
 
 
 # ---- drafter ----
-
-
-def reserves_head(config: Config) -> bool:
-    """Always on a GPU. On a CPU, where a plan decides nothing, only if there is a head."""
-    return config.model.device != "cpu" or config.speculation.uses_head
 
 
 def num_head_weights(model: ModelConfig) -> int:
@@ -333,8 +338,6 @@ def num_head_weights(model: ModelConfig) -> int:
 def drafter_bytes(config: Config, model: ModelConfig) -> int:
     """An EAGLE-3 head in the engine, in the model's dtype and in float8, and its training state in float32: weights,
     gradients, two moments. And the history of `hybrid`."""
-    if not reserves_head(config):
-        return 0
     return num_head_weights(model) * (itemsize(config) + 1 + 4 * max(4, itemsize(config))) + HISTORY_BYTES
 
 
@@ -342,8 +345,6 @@ def head_training_bytes(config: Config, model: ModelConfig) -> int:
     """Online training of a head, in float32, when the activations of the policy's update are freed: the target's logits
     three times [tokens, V]; the unrolled layer's activations, and distributions over the draft vocabulary six times
     [tokens, N]."""
-    if not reserves_head(config):
-        return 0
     tokens = max(config.draft.tokens_per_batch, config.draft.online_tokens)
     wide = config.changed(model={"dtype": "float32"})
     layers = config.draft.unroll * layer_activations(wide, model)
