@@ -64,13 +64,15 @@ class EngineSection(Section):
     kind: Literal["local", "vllm"] = "local"
     max_num_seqs: Positive = 32  # maximum sequences in a step
     max_num_batched_tokens: Positive = 512  # maximum query tokens in a step; longer prompts are chunked
-    # Size of the KV cache in tokens. Not set: 4096 per sequence, within 2 GiB or a third of the GPU's memory.
+    # Size of the KV cache in tokens. Not set: `train` on one GPU plans it; else 4096 per sequence, within 2 GiB or a
+    # third of the GPU's memory.
     kv_tokens: Positive | None = None
     prefix_sharing: bool = True  # prefix caching: compute a shared prompt only once
     # Order of waiting requests. "longest" starts problems with the longest expected completions first.
     order: Literal["arrival", "longest"] = "arrival"
     native: bool = True  # compiled kernels: C on a CPU, Triton on a GPU; false: plain torch
-    # Free the KV cache's memory while the learner trains. Not set: only if it takes an eighth of a GPU's memory.
+    # Free the KV cache's memory while the learner trains. Not set: if it takes an eighth of a GPU's memory, or the run
+    # does not fit otherwise.
     sleep: bool | None = None
     graphs: bool = True  # on a GPU: run decode steps as CUDA graphs
     threads: NumThreads | None = None  # CPU threads of the engine; not set: torch's default
@@ -271,7 +273,8 @@ class OptimizerSection(Section):
 class LearnerSection(OptimizerSection):
     # Implementation of the trained model. "transformers" is for architectures that Paceline does not have.
     model: Literal["paceline", "transformers"] = "paceline"
-    tokens_per_microbatch: Positive = 2048  # prompt and completion tokens in one forward pass (gradient accumulation)
+    # Prompt and completion tokens in one forward pass (gradient accumulation). "auto": planned on one GPU, else 2048.
+    tokens_per_microbatch: Positive | Literal["auto"] = "auto"
     num_minibatches: Positive = 1  # optimizer steps per batch
     num_iterations: Positive = 1  # passes over a batch
     activation_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time

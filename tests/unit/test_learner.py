@@ -86,7 +86,7 @@ def linear_loss(batch: TokenBatch, logprobs_T: Tensor) -> Loss:
 
 
 def learner(decoder: Decoder | None = None, *, temperature: float = 1.0, **settings: Any) -> Learner:
-    settings = {"learning_rate": 1e-2, "max_grad_norm": 1e9, **settings}
+    settings = {"learning_rate": 1e-2, "max_grad_norm": 1e9, "tokens_per_microbatch": 2048, **settings}
     return Learner(decoder or tiny_decoder(), LearnerSection(**settings), num_steps=10, temperature=temperature)
 
 
@@ -435,7 +435,8 @@ def test_reference_is_the_policy_at_the_start() -> None:
     groups = some_groups()
     rollouts, batch = scored(groups), TokenBatch.of(groups)
     for settings in ({}, {"lora_rank": 2}):
-        it = Learner(tiny_decoder(), LearnerSection(learning_rate=1e-2, **settings), num_steps=3, keep_reference=True)
+        section = LearnerSection(learning_rate=1e-2, tokens_per_microbatch=2048, **settings)
+        it = Learner(tiny_decoder(), section, num_steps=3, keep_reference=True)
         before = it.logprobs(rollouts)
         it.update(rollouts, batch, linear_loss)
         it.update(rollouts, batch, linear_loss)

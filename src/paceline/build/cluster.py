@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.build.config import with_absolute_paths
-from paceline.build.learner import build_learner, run_worker
+from paceline.build.learner import run_worker
 from paceline.build.run import build_rollout_engine, build_trainer
 from paceline.build.task import build_rewarder
 from paceline.cluster.ray_cluster import Plan, RayCluster, plan
@@ -103,7 +103,7 @@ def build_ray_trainer(
         resume=folder if resume else None,
         engine=engine,
         rewarder=rewarder,
-        make_learner=partial(build_learner, worker_group=worker_group),
+        worker_group=worker_group,
         restarts=RestartCounter(engine, rewarder, restarted),
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from paceline.build.memory import resolve_memory
 from paceline.build.model import check_device, has_kernels, load_decoder
 from paceline.config import Config
 from paceline.model.decoder import Decoder
@@ -76,5 +77,6 @@ def run_worker(config: Config, worker_group: WorkerGroup) -> None:
     if config.learner.threads is not None:
         torch.set_num_threads(config.learner.threads)
     algorithm = make_algorithm(config.algorithm, config.sampling.max_tokens)
+    config, _ = resolve_memory(config, worker_group)
     learner = build_learner(config, resolve(config.model.name), worker_group)
     learner.run_worker(algorithm.loss, algorithm.weights)

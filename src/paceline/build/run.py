@@ -15,6 +15,7 @@ from paceline.build.config import load_config, with_absolute_paths
 from paceline.build.drafter import build_drafter, build_head, drafting_head, recorded_acceptance
 from paceline.build.engine import build_engine
 from paceline.build.learner import build_learner
+from paceline.build.memory import other_memory_note, recorded_plan, resolve_memory
 from paceline.build.task import build_rewarder, build_task, check_prompts
 from paceline.build.vllm import build_vllm_engine
 from paceline.config import Config
@@ -35,6 +36,7 @@ from paceline.rl.learner import Learner
 from paceline.rl.logs import Sink, TensorBoardSink, WandbSink
 from paceline.rl.resume import changed_settings, find_checkpoint
 from paceline.rl.trainer import Trainer
+from paceline.rl.worker_group import WorkerGroup
 from paceline.speculation.batch import Drafter
 from paceline.tasks.rewards import Rewarder
 
@@ -96,13 +98,17 @@ def build_trainer(
     resume: Path | None = None,
     engine: Engine | None = None,
     rewarder: Rewarder | None = None,
-    make_learner: Callable[[Config, Path], Learner] | None = None,
+    worker_group: WorkerGroup | None = None,
     restarts: Callable[[], Mapping[str, int]] | None = None,
 ) -> Trainer:
     """A new run in folder `run` (None: a new folder under runs/), or the run to `resume`. Errors in the settings are
-    raised before the folder is created. `engine`, `rewarder` and `make_learner` replace those that this would build."""
+    raised before the folder is created. `engine` and `rewarder` replace those that this would build. `worker_group` has
+    the ranks of the learner."""
     config = with_absolute_paths(config)
+    config, plan = resolve_memory(config, worker_group)
     if resume is not None:
+        if (warning := other_memory_note(resume, plan)) is not None:
+            callback.note(warning)
         for note in changed_settings(load_config(resume / "config.toml"), config):
             callback.note(note)
     for library in ("tensorboard", "wandb"):
@@ -119,7 +125,7 @@ def build_trainer(
         callback.note(f"programs run in sandbox: {rewarder.sandbox}")
     directory = resolve(config.model.name)
     engine = engine or build_rollout_engine(config)
-    learner = (make_learner or build_learner)(config, directory)
+    learner = build_learner(config, directory, worker_group)
     head_trainer = build_online_head_trainer(config, learner) if config.draft.online != "off" else None
     check_prompts(config, task, engine.tokenizer)
     if resume is None:
@@ -127,7 +133,8 @@ def build_trainer(
             run,
             dump_config(config),
             describe_run(config, f"{config.algorithm.name} on {task.name}", task.name)
-            | ({"sandbox": rewarder.sandbox} if rewarder.sandbox is not None else {}),
+            | ({"sandbox": rewarder.sandbox} if rewarder.sandbox is not None else {})
+            | recorded_plan(plan),
         )
     else:
         folder = RunFolder.open(resume)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,6 +29,7 @@ from paceline.report.table import check_writable, render
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from paceline.build.memory_plan import MemoryPlan
     from paceline.rl.callback import ProgressCallback
     from paceline.tasks.task import Problem
 
@@ -96,11 +96,11 @@ def run_in_process(
     config: Config, callback: ProgressCallback, run: Path | None, resume: Path | None
 ) -> tuple[Path, dict[str, Any]]:
     """Run in this process and return the run's folder and summary. Under torchrun this is rank 0."""
-    from paceline.build.learner import build_learner, build_worker_group
+    from paceline.build.learner import build_worker_group
     from paceline.build.run import build_trainer
 
-    make_learner = functools.partial(build_learner, worker_group=build_worker_group(config))
-    trainer = build_trainer(config, callback, run=run, resume=resume, make_learner=make_learner)
+    worker_group = build_worker_group(config)
+    trainer = build_trainer(config, callback, run=run, resume=resume, worker_group=worker_group)
     with contextlib.closing(trainer), stop_with_note(trainer.producer.stop):
         return trainer.folder.path, trainer.run()
 
@@ -166,6 +166,7 @@ def summary_figures(summary: dict[str, Any], overlaps: bool) -> dict[str, Any]:
 
 def show_plan(config: Config) -> None:
     """Print the sizes of a run, its first prompt, and the reward of the first problem's answer."""
+    from paceline.build.memory import cpu_plan, resolve_memory
     from paceline.build.model import check_device
     from paceline.build.task import build_task
     from paceline.model.store import load_tokenizer, resolve
@@ -177,6 +178,8 @@ def show_plan(config: Config) -> None:
     problem = task.train[0]
     ids = encode(tokenizer, problem.prompt, config.task.chat)
     check_device(config)
+    config, memory = resolve_memory(config)
+    memory = memory or cpu_plan(config)
     train, samples = config.train, config.algorithm.num_generations
     rows = {
         "model": f"{config.model.name} ({directory})",
@@ -191,8 +194,18 @@ def show_plan(config: Config) -> None:
 
         rows["programs run in sandbox"] = str(isolation(config.reward.sandbox))
     out.print(render([{"what": k, "is": v} for k, v in rows.items()], {"what": "plan", "is": ""}))
+    if memory is not None:
+        show_memory(memory)
     out.print(Text(tokenizer.decode(list(ids))), soft_wrap=True)
     err.print("dry run: nothing was trained", style="dim")
+
+
+def show_memory(plan: MemoryPlan) -> None:
+    from paceline.build.memory_plan import plan_rows
+
+    rows = plan_rows(plan) | ({} if plan.total_bytes is None else {"GPU": plan.total_bytes})
+    cells = [{"what": name, "size": f"{size / 2**30:6.1f}"} for name, size in rows.items()]
+    out.print(render(cells, {"what": "memory", "size": "GiB"}))
 
 
 def score_reference_answer(config: Config, problem: Problem, tokenizer: Any) -> float | None:

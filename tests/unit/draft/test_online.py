@@ -78,7 +78,8 @@ def pair(
 ) -> tuple[Learner, OnlineHeadTrainer]:
     """A policy in training, and its online head trainer."""
     decoder = decoder or tiny_decoder()
-    learner = Learner(decoder, LearnerSection(**{"learning_rate": 1e-2, **settings}), num_steps=10)
+    settings = {"learning_rate": 1e-2, "tokens_per_microbatch": 2048, **settings}
+    learner = Learner(decoder, LearnerSection(**settings), num_steps=10)
     section = DraftSection(online="every", online_learning_rate=1e-2, unroll=3, **(draft or {}))
     return learner, OnlineHeadTrainer(tiny_head(decoder), decoder, section, 1.0)
 
@@ -125,7 +126,7 @@ def test_a_policy_in_half_precision() -> None:
     found = []
     for training_head in (True, False):
         decoder = tiny_decoder(torch.bfloat16)
-        learner = Learner(decoder, LearnerSection(learning_rate=1e-2), num_steps=10)
+        learner = Learner(decoder, LearnerSection(learning_rate=1e-2, tokens_per_microbatch=2048), num_steps=10)
         section = DraftSection(online_learning_rate=1e-2)
         head_trainer = OnlineHeadTrainer(tiny_head(decoder).float(), decoder, section, 1.0)
         update(learner, head_trainer if training_head else None, some_groups())
