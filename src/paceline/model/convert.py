@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.model.config import FAMILIES, ModelConfig, value_of
+from paceline.model.config import FAMILIES, ModelConfig
 from paceline.model.decoder import Decoder
 from paceline.model.gguf_file import GgufFile
 from paceline.model.gguf_tokenizer import build_tokenizer, save_tokenizer, special_ids
@@ -103,8 +103,7 @@ def _family(file: GgufFile) -> str:
 
 def _config(file: GgufFile, family: str, tied: bool) -> ModelConfig:
     def size(key: str, *default: int) -> int:
-        key = f"{family}.{key}"
-        return value_of({key: file.get(key, *default)}, key, int, of=str(file.path))
+        return file.get_size(f"{family}.{key}", *default)
 
     num_heads, hidden_size = size("attention.head_count"), size("embedding_length")
     head_dim = size("attention.key_length", hidden_size // num_heads)

@@ -42,6 +42,13 @@ class GgufFile:
             raise self.error(f"{key} is missing; use a complete GGUF file")
         return default
 
+    def get_size(self, key: str, default: Any = _MISSING) -> int:
+        """A positive integer."""
+        value = self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise self.error(f"{key} = {str(value)[:60]}: must be a positive integer")
+        return value
+
     def get_float(self, key: str, default: Any = _MISSING) -> float:
         """The file stores float32. The shortest decimal with the same float32 value is the original number."""
         return float(str(np.float32(self.get(key, default))))
