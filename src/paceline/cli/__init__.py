@@ -26,16 +26,15 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 @command()
 def pull(
-    model: Annotated[
-        str, typer.Argument(help="Known name, directory or hub id of the model, or a GGUF file.")
-    ] = "smollm2-135m",
-    dtype: Annotated[
-        str | None, typer.Option(help="Type of the weights of a GGUF file: float32 (default) or bfloat16.")
-    ] = None,
+    model: Annotated[str, typer.Argument(help="Known name, directory, hub id or GGUF file.")] = "smollm2-135m",
+    dtype: Annotated[str | None, typer.Option(help="Weights of a GGUF file: float32 (default) or bfloat16.")] = None,
 ) -> None:
-    """Download a model, or import a GGUF file, and print its directory.
+    """Download a model or import a GGUF file, and print its directory.
 
-    Examples: `paceline pull smollm2-135m`, `paceline pull qwen2.5-0.5b-instruct-q8_0.gguf`
+    Examples:
+
+    - `paceline pull smollm2-135m`
+    - `paceline pull ./qwen2.5-0.5b-instruct-q8_0.gguf`
     """
     from paceline.bench.common import check_choices
     from paceline.model.store import import_gguf, resolve

@@ -13,7 +13,6 @@ from gguf_files import TOKENS, quantised, write_gguf
 from paceline.model.gguf_file import GgufFile
 from paceline.model.weights import ModelError
 
-
 MATRIX = np.random.default_rng(0).normal(size=(5, 64)).astype(np.float32)
 
 
