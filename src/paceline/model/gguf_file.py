@@ -10,7 +10,7 @@ import numpy as np
 from paceline.model.weights import ModelError
 
 if TYPE_CHECKING:
-    from gguf import ReaderTensor
+    from gguf import GGUFReader, ReaderTensor
 
 _MISSING: Any = object()
 
@@ -19,13 +19,11 @@ class GgufFile:
     """The file is mapped: a tensor is read when `values` dequantises it."""
 
     def __init__(self, path: Path) -> None:
-        from gguf import GGUFReader
-
         self.path = path
         if not path.is_file():
             raise ModelError(f"{path}: no such file")
         try:
-            reader = GGUFReader(path)
+            reader = _read(path)
         except (ValueError, LookupError, OverflowError, TypeError) as error:
             reason = str(error).strip().split("\n")[0]
             raise ModelError(f"{path}: truncated or not a GGUF file ({reason}); download it again") from None
@@ -75,3 +73,22 @@ class GgufFile:
 
     def error(self, reason: str) -> ModelError:
         return ModelError(f"{self.path}: {reason}")
+
+
+def _read(path: Path) -> GGUFReader:
+    from gguf import GGUFReader
+
+    class Reader(GGUFReader):
+        """Raises ValueError at the end of the file. GGUFReader itself would return fewer values, and loop over any
+        length that a damaged file states."""
+
+        data: np.ndarray
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *options: Any, **more: Any) -> np.ndarray:
+            self.data = np.asarray(self.data)  # slices of a memmap take three times as long
+            values: np.ndarray = super()._get(offset, dtype, count, *options, **more)
+            if len(values) != count:
+                raise ValueError("the file ends early")
+            return values
+
+    return Reader(path)

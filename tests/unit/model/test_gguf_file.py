@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
@@ -39,6 +41,17 @@ def test_a_truncated_file(path: Path, tmp_path: Path, share: float) -> None:
     (tmp_path / "short.gguf").write_bytes(content[: int(share * len(content))])
     with pytest.raises(ModelError, match=r"short\.gguf: truncated or not a GGUF file .*download it again"):
         GgufFile(tmp_path / "short.gguf")
+
+
+@pytest.mark.parametrize("kind", [gguf.GGUFValueType.UINT8, gguf.GGUFValueType.STRING])
+def test_an_array_longer_than_the_file(tmp_path: Path, kind: gguf.GGUFValueType) -> None:
+    """It must not allocate memory for the length that the file states."""
+    key = b"tokenizer.ggml.tokens"
+    counts = struct.pack("<IIQQ", gguf.GGUF_MAGIC, 3, 0, 1)
+    array = struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, kind, 1 << 60)
+    (tmp_path / "long.gguf").write_bytes(counts + struct.pack("<Q", len(key)) + key + array + bytes(1000))
+    with pytest.raises(ModelError, match=r"long\.gguf: truncated or not a GGUF file \(the file ends early\)"):
+        GgufFile(tmp_path / "long.gguf")
 
 
 def test_other_files(tmp_path: Path) -> None:
