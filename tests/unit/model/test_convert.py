@@ -34,7 +34,10 @@ def tiny(checkpoint: Checkpoint) -> Callable[..., Path]:
     """A tiny checkpoint whose rows are whole blocks of every quantisation."""
 
     def make(family: str, **changes: Any) -> Path:
-        return checkpoint(family, hidden_size=64, intermediate_size=96, **({"vocab_size": len(TOKENS)} | changes))
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": len(TOKENS)}
+        if family == "qwen3":
+            sizes["head_dim"] = 32  # differs from hidden_size / num_attention_heads
+        return checkpoint(family, **(sizes | changes))
 
     return make
 
