@@ -52,7 +52,7 @@ HeadDtype = Literal["auto", "model", "float8"]
 class ModelSection(Section):
     """The policy model. Engine and learner use it."""
 
-    name: str = "smollm2-135m"  # a name that `paceline pull` knows, a Hugging Face directory, or a hub id
+    name: str = "smollm2-135m"  # a name that `paceline pull` knows or imported, a Hugging Face directory, or a hub id
     # Dtype of the weights. If it has 16 bits, the optimizer keeps a copy in float32.
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"  # "cpu", "cuda", or one GPU: "cuda:1"

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import typer
+from gguf_files import TOKENS, write_gguf
 from typer.testing import CliRunner
 
 from paceline import __version__
@@ -60,6 +61,10 @@ def test_help_and_version(run):
         (["generate", "x", "--json", "/no/such/folder/out.json"], "/no/such/folder"),
         (["generate", "x", "--model", "no-such-model"], "no-such-model"),
         (["pull", "no-such-model"], "no-such-model"),
+        (["pull", "nowhere.gguf"], "nowhere.gguf: no such file"),
+        (["pull", "x.gguf", "--dtype", "int8"], "--dtype 'int8': not one of float32, bfloat16"),
+        (["pull", "smollm2-135m", "--dtype", "bfloat16"], "--dtype bfloat16 is only for GGUF files"),
+        (["generate", "x", "--model", "x.gguf"], "a GGUF file must be imported first; run: paceline pull x.gguf"),
         (["bench", "rollout", "--engines", "tgi"], "--engines 'tgi': not one of paceline, hf, vllm"),
         (["bench", "rollout", "--modes", "unknown"], "--modes 'unknown'"),
         (["bench", "rollout", "--batch", "1,many"], "--batch '1,many'"),
@@ -142,6 +147,17 @@ def test_comma_numbers():
     assert comma_numbers("--batch", "1, 4,16,4") == (1, 4, 16)
     with pytest.raises(ValueError, match="--batch"):
         comma_numbers("--batch", "-1")
+
+
+def test_pull_imports_a_gguf_file_and_prints_its_directory(run, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    model = checkpoint("qwen3", hidden_size=64, intermediate_size=96, vocab_size=len(TOKENS))
+    file = write_gguf(tmp_path / "tiny-q4.gguf", model)
+    directory = tmp_path / "cache" / "models" / "tiny-q4"
+    assert run("pull", file, "--dtype", "bfloat16").stdout.strip() == str(directory)
+    assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
+    run("generate", "hen", "--model", "tiny-q4", "--max-tokens", "2")
+    assert "exists already" in run("pull", file, code=2).stderr
 
 
 def test_closed_pipe_is_not_an_error(tiny):

@@ -51,6 +51,13 @@ def test_existing_model_and_head(tmp_path: Path) -> None:
     assert row(run._model(config), "head").detail == "reads layers [1, 2] of model"
 
 
+def test_an_imported_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings(tmp_path / "cache" / "models")  # writes a model there
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    (found,) = run._model(load_config(None, ["model.name=model"]))
+    assert found.status == doctor.OK and str(tmp_path / "cache" / "models" / "model") in found.detail
+
+
 def test_missing_models_and_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))

@@ -123,9 +123,9 @@ def load_any_tokenizer(name: str) -> Any:
     """The tokenizer of a known model, a directory or a hub id. Downloads no weights and runs no remote code."""
     from transformers import AutoTokenizer
 
-    from paceline.model.store import KNOWN, resolve
+    from paceline.model.store import KNOWN, cached, resolve
 
-    source = resolve(name) if name in KNOWN else name
+    source = resolve(name) if name in KNOWN or cached(name) is not None else name
     try:
         return AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise many types

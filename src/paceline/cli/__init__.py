@@ -4,6 +4,7 @@ libraries are imported in functions, so that `--help` and errors in the settings
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,15 +26,26 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 @command()
 def pull(
-    model: Annotated[str, typer.Argument(help="Known name, directory or hub id of the model.")] = "smollm2-135m",
+    model: Annotated[str, typer.Argument(help="Known name, directory, hub id or GGUF file.")] = "smollm2-135m",
+    dtype: Annotated[str | None, typer.Option(help="Weights of a GGUF file: float32 (default) or bfloat16.")] = None,
 ) -> None:
-    """Download a model and print its directory.
+    """Download a model or import a GGUF file, and print its directory.
 
-    Example: `paceline pull smollm2-135m`
+    Examples:
+
+    - `paceline pull smollm2-135m`
+    - `paceline pull ./qwen2.5-0.5b-instruct-q8_0.gguf`
     """
-    from paceline.model.store import resolve
+    from paceline.bench.common import check_choices
+    from paceline.model.store import import_gguf, resolve
 
-    out.print(str(resolve(model, err)), soft_wrap=True)
+    path = Path(model).expanduser()
+    is_gguf = path.suffix == ".gguf" and not path.is_dir()
+    if dtype is not None:
+        check_choices(("float32", "bfloat16"), dtype=dtype)
+        if not is_gguf:
+            raise ValueError(f"--dtype {dtype} is only for GGUF files, and {model!r} is none; set model.dtype instead")
+    out.print(str(import_gguf(path, dtype or "float32", err) if is_gguf else resolve(model, err)), soft_wrap=True)
 
 
 def main() -> None:

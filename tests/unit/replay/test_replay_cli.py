@@ -193,11 +193,12 @@ def test_a_tokenizer_that_cannot_be_loaded_is_one_error(command: str, tmp_path: 
     assert code == 2 and "error: --tokenizer" in text and "smollm2-135m" in text and "broken lines" not in text, output
 
 
-def test_the_tokenizer_of_a_known_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_tokenizer(tmp_path / "models" / "smollm2-135m")
+@pytest.mark.parametrize("name", ["smollm2-135m", "imported-q8_0"])
+def test_the_tokenizer_of_a_model_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    write_tokenizer(tmp_path / "models" / name)
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     (tmp_path / "r.jsonl").write_text('{"prompt": "a", "completion": "bcd"}\n')
-    options = ["--tokenizer", "smollm2-135m", "--batch", "1", "--policy", "static:1", "--json", tmp_path / "out.json"]
+    options = ["--tokenizer", name, "--batch", "1", "--policy", "static:1", "--json", tmp_path / "out.json"]
     code, output = run("replay", tmp_path / "r.jsonl", *options)
     assert code == 0, output
     assert json.loads((tmp_path / "out.json").read_text())["rows"][-1]["num_tokens"] == 3
