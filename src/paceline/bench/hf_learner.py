@@ -25,7 +25,7 @@ from paceline.model.weights import LM_HEAD, hf_state
 from paceline.rl.batch import TokenBatch
 from paceline.types import Rollout
 
-CHUNK = 1024  # positions per chunk of logits
+CHUNK = 4096  # positions per chunk of logits
 # transformers' sdpa under another name, for which it makes no mask: sdpa is then causal by itself and can use flash
 # attention. With the name "sdpa", a compiled model makes a mask (before torch 2.14).
 CAUSAL_SDPA = "causal_sdpa"

@@ -15,6 +15,7 @@ from paceline.config import LearnerSection
 from paceline.model.shapes import SHAPES
 
 VARIANTS = ("paceline", "hf-compiled", "hf-eager")
+AUTO_TOKENS = {"cuda": 8192, "cpu": 2048}  # per microbatch: as a run with enough memory has
 MASTERS = ("float32", "none")
 COLUMNS = {  # short, so that the table fits a narrow terminal
     "variant": "variant",
@@ -46,6 +47,9 @@ class Settings:
     learner: LearnerSection = field(default_factory=LearnerSection)
 
     def __post_init__(self) -> None:
+        if self.learner.tokens_per_microbatch == "auto":
+            numbers = {"tokens_per_microbatch": AUTO_TOKENS[self.device]}
+            object.__setattr__(self, "learner", self.learner.model_copy(update=numbers))
         if self.model not in SHAPES and not Path(self.model).is_dir():
             raise ValueError(f"--model {self.model!r}: neither a directory nor one of {', '.join(SHAPES)}")
         check_choices(VARIANTS, variants=self.variants)

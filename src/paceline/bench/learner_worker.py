@@ -57,6 +57,7 @@ class Worker:
         self.device, section, data = torch.device(device), LearnerSection(**learner), Rollouts(**rollouts)
         decoder = make_decoder(ModelConfig(**shape), directory, getattr(torch, dtype), self.device)
         groups = random_groups(decoder.config.vocab_size, data)
+        assert section.tokens_per_microbatch != "auto"
         size = data.sequences_per_microbatch(section.tokens_per_microbatch)
         if variant == "paceline":
             self.learner: BenchLearner = PacelineLearner(decoder, section, groups)

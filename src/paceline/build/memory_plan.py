@@ -21,6 +21,7 @@ from paceline.config import Config
 from paceline.model.config import ModelConfig
 from paceline.model.eagle3 import head_config
 from paceline.model.kv import BLOCK
+from paceline.rl.logprobs import CUDA_CHUNK_BYTES, CUDA_KEEP_BYTES
 
 GIB = 1 << 30
 # Microbatches that "auto" chooses from. Larger ones are hardly faster: each costs one pass over all gradients, and a
@@ -32,8 +33,6 @@ LONGEST_PROMPT = 4096  # the KV cache holds at least one sequence with such a pr
 ENV_TOKENS = 4096  # allowed for a sequence with the turns of an environment
 USABLE = 15 / 16  # share of a GPU's memory that a plan may use; the rest is lost between allocations
 CONTEXT_BYTES = GIB  # CUDA context, loaded kernels, workspace of libraries
-LOGITS_CHUNK_BYTES = GIB  # most bytes of a chunk of float32 logits
-KEEP_SHARE = 16  # probabilities that are kept for the backward pass take at most 1/16 of the memory
 GRAPH_POSITIONS = 2048  # positions with logits in one captured step, if a batch of plain rows does not need more
 HEAD_VOCABULARY = 32768  # draft vocabulary of a head; published heads have up to 32000
 HISTORY_BYTES = 1 << 28  # history of the drafters `suffix` and `hybrid` on the device
@@ -59,7 +58,6 @@ class MemoryPlan:
     kv: int  # with the drafter's keys, values and hidden states
     activations: int  # of a microbatch, kept for the backward pass
     logits: int  # or the gradients of one layer: the two never exist at the same time
-    logprob_keep_bytes: int  # the part of `logits` that is kept for the backward pass
     reserve: int  # CUDA context and captured graphs
 
     @property
@@ -124,8 +122,7 @@ def part_sizes(
     gathered = gathered_weights(model) * size if num_ranks > 1 else 0
     # A single sequence may be longer than a microbatch.
     packed = max(tokens, min(model.max_positions, PROMPT_TOKENS + config.sampling.max_tokens))
-    kept = kept_probabilities(model, packed, total)
-    logits = max(logits_bytes(config, model, packed) + kept, layer_gradients(config, model, packed))
+    logits = max(logits_bytes(config, model, packed), layer_gradients(config, model, packed))
     activations = activation_bytes(config, model, packed)
     kv = kv_tokens * kv_bytes_per_token(config, model, has_head)
     drafter = draft_model_bytes(config, draft, kv_tokens) if draft is not None else 0
@@ -150,7 +147,6 @@ def part_sizes(
         kv=kv,
         activations=activations,
         logits=logits,
-        logprob_keep_bytes=kept,
         reserve=CONTEXT_BYTES + graph_bytes(config, model) if total is not None else 0,
     )
     if total is None or config.train.max_staleness:  # generation and training overlap
@@ -292,19 +288,14 @@ def layer_gradients(config: Config, model: ModelConfig, tokens: int) -> int:
 
 
 def logits_bytes(config: Config, model: ModelConfig, tokens: int) -> int:
-    """A chunk of logits in float32 [chunk, V]; and, if the LM head is trained, its gradient: in float32 [V, D], and
-    rounded."""
+    """A chunk of logits in float32 [chunk, V]; the probabilities that are kept for the backward pass [tokens, V]; and,
+    if the LM head is trained, its gradient: in float32 [V, D], and rounded."""
     size = max(4, itemsize(config))
-    chunk = min(LOGITS_CHUNK_BYTES, tokens * model.vocab_size * size)
+    chunk = min(CUDA_CHUNK_BYTES, tokens * model.vocab_size * size)
+    kept = itemsize(config) * model.vocab_size * tokens
+    kept = kept if kept <= CUDA_KEEP_BYTES else 0  # computed again, chunk by chunk
     head_gradient = 0 if config.learner.lora_rank else model.vocab_size * model.hidden_size * (size + itemsize(config))
-    return chunk + head_gradient
-
-
-def kept_probabilities(model: ModelConfig, tokens: int, total: int | None) -> int:
-    """Probabilities that are kept for the backward pass, in bfloat16 [tokens, V]. Beyond the limit they are computed
-    again."""
-    wanted = 2 * model.vocab_size * tokens
-    return wanted if total is None else min(wanted, total // KEEP_SHARE)
+    return chunk + kept + head_gradient
 
 
 # ---- engine ----

@@ -83,13 +83,17 @@ class VarlenAttention:
     segment's own follow those of its prefix."""
 
     def __init__(
-        self, lengths: Sequence[int], prefixes: Sequence[int | None] | None, device: torch.device | str
+        self,
+        lengths: Sequence[int],
+        prefixes: Sequence[int | None] | None,
+        device: torch.device | str,
+        deterministic: bool = True,
     ) -> None:
         num, keys = np.array(lengths, np.int64), keys_of(lengths, prefixes or [None] * len(lengths))
         sizes = np.array([len(each) for each in keys], np.int64)
         self.needs_gather = bool((sizes > num).any())
         bounds_q, bounds_k = (torch.tensor([0, *np.cumsum(x)], dtype=torch.int32, device=device) for x in (num, sizes))
-        self.segments = Segments(bounds_q, bounds_k, int(num.max()), int(sizes.max()))
+        self.segments = Segments(bounds_q, bounds_k, int(num.max()), int(sizes.max()), deterministic)
         token_K = np.concatenate(keys)
         self.token_K = torch.from_numpy(token_K).to(device)  # the token that each row is a copy of
         # A token's copies are rows copies_K[i] for i = copies_start[token] … copies_start[token + 1] - 1.

@@ -41,6 +41,7 @@ class Decoder(Model):
         self.norm = nn.Parameter(torch.ones(config.hidden_size))
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
         self.checkpointing = False  # activation checkpointing: recompute each layer in the backward pass
+        self.deterministic = True  # the backward pass on a GPU
         self.rope = Rope(config)
         self.shares_weights = False  # whether another decoder owns and updates them: `first_layers`
 
@@ -66,7 +67,7 @@ class Decoder(Model):
     def attention(self, lengths: Sequence[int], prefixes: Sequence[int | None]) -> Attention:
         """Attention over packed sequences, in one kernel if the device has one."""
         if has_varlen(self.device, self.dtype, self.config.head_dim):
-            return VarlenAttention(lengths, prefixes, self.device)
+            return VarlenAttention(lengths, prefixes, self.device, self.deterministic)
         return PackedAttention(lengths, prefixes)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,13 +1,13 @@
 """Causal attention over packed segments with torch's flash attention kernels (a GPU, 16 bits), with gradients.
 
-The backward pass is deterministic. torch's kernel has two variants: the default adds the gradients of the queries in
-any order. torch selects the other one by a flag of the process, which is set here only while the kernel is launched.
+torch's backward kernel has two variants: the default adds the gradients of the queries in any order, the other one is
+deterministic. torch selects it by a flag of the process, which is set here only while the kernel is launched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ class Segments:
     bounds_k: Tensor  # int32 [S + 1], the first key of each segment
     max_q: int  # of any segment
     max_k: int
+    deterministic: bool = True  # the backward pass
 
 
 def flash_attention(q_THE: Tensor, k_KGE: Tensor, v_KGE: Tensor, segments: Segments) -> Tensor:
@@ -62,7 +63,7 @@ def flash_backward(
     """The gradients of q, k and v."""
     s = segments
     dropout_state = torch.zeros(2, dtype=torch.uint64, device=q_THE.device)  # there is no dropout
-    with _deterministic():
+    with _deterministic() if s.deterministic else nullcontext():
         q_grad, k_grad, v_grad = torch.ops.aten._flash_attention_backward(
             grad_THE, q_THE, k_KGE, v_KGE, out_THE, logsumexp, s.bounds_q, s.bounds_k, s.max_q, s.max_k, 0.0, False,
             dropout_state, torch.empty(0, device=q_THE.device), window_size_left=-1, window_size_right=0,

@@ -3,8 +3,8 @@
 It does not know algorithms, tasks or engines.
 
 Invariants:
-  - The same rollouts, weights and number of threads give bit-identical results. Exception: on a GPU in 16 bits, flash
-    attention sums the gradients of sequences beyond 128 tokens in any order.
+  - The same rollouts, weights and number of threads give bit-identical results, on GPUs of one type. Exception:
+    learner.deterministic = false, and transformers' models on a GPU.
   - Packing and microbatching change results only by rounding.
   - Training continues bit for bit after `state_dict` and `load_state_dict`.
 Per-token tensors are as in TokenBatch: T tokens after the prompts, float64, on the CPU.
@@ -93,6 +93,8 @@ class Learner:
         else:
             decoder.requires_grad_(True)
         decoder.checkpointing = section.activation_checkpointing
+        if isinstance(decoder, Decoder):
+            decoder.deterministic = section.deterministic
         self.worker_group.shard(decoder, decoder.layers)
         if self.reference is not None and self.reference is not decoder:
             self.worker_group.shard(self.reference, self.reference.layers)
