@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from support import tiny_config
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.model.attention import PackedAttention, VarlenAttention
 from paceline.model.decoder import Decoder
 from paceline.model.flash import Segments
-from paceline.model.layer import Linear, Lora, init_random
+from paceline.model.layer import Lora, init_random
 from paceline.model.ops import Ops, TorchOps
 from paceline.rl import logprobs
 from paceline.rl.logprobs import token_logprobs
@@ -84,32 +84,38 @@ def test_norms(shape: tuple[int, int]) -> None:
     assert broken(lambda *t: fused.add_norm(*t, 1e-4), add_norm[plain], [x, y, weight])
 
 
-@pytest.mark.parametrize("shape", [(1, 8), (19, 46), (3, 2500)], ids=str)
-def test_silu_mul(shape: tuple[int, int]) -> None:
-    fused, plain = train_ops.TrainOps(), TorchOps()
-    check(lambda x: [fused.silu_mul(x)], lambda x: [plain.silu_mul(x)], [noise(*shape) * 4])
-    assert broken(lambda x: [fused.silu_mul(x.flip(0))], lambda x: [plain.silu_mul(x)], [noise(2, 8)])
-
-
+@pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("bias", [False, True])
-def test_lora(bias: bool) -> None:
-    linear = Linear(24, 40, bias).to(DEVICE, torch.float64).requires_grad_(False)
-    init_random(linear.named_parameters(), 0)
-    linear.lora = Lora(24, 40, 4, 0.7).to(DEVICE, torch.float64)
+@pytest.mark.parametrize("num_tokens, size", [(1, 8), (19, 24), (3, 1250)])
+def test_mlp(num_tokens: int, size: int, bias: bool, rank: int) -> None:
+    """gate_up and down, both with bias and adapter if there are any."""
+    layer = Decoder(tiny_config(intermediate_size=size, mlp_bias=bias)).layers[0].to(DEVICE)
+    linears = layer.gate_up, layer.down
+    for linear in linears if rank else ():
+        linear.lora = Lora(linear.num_in, linear.num_out, rank, 0.7).to(DEVICE)
+    parameters = [(module, name) for linear in linears for module in linear.modules() for name in module._parameters]
+    parameters = [(module, name) for module, name in parameters if getattr(module, name) is not None]
+    trained = [pair for pair in parameters if not rank or isinstance(pair[0], Lora)]
+    shapes = {pair: getattr(*pair).shape for pair in parameters}
+    frozen = {pair: noise(*shapes[pair], seed=3) / 3 for pair in parameters if pair not in trained}
+    for module, name in parameters:  # plain attributes, so that they can be tensors with a history
+        del module._parameters[name]
 
     def apply(ops: Ops) -> Function:
-        def function(x: Tensor, down: Tensor, up: Tensor) -> list[Tensor]:
-            cast = linear.to(x.dtype)
-            assert cast.lora is not None
-            cast.lora.down, cast.lora.up = nn.Parameter(down), nn.Parameter(up)
-            del cast.lora._parameters["down"], cast.lora._parameters["up"]
-            cast.lora.__dict__.update(down=down, up=up)
-            return [ops.linear(x, cast)]
+        def function(h: Tensor, *values: Tensor) -> list[Tensor]:
+            for (module, name), value in zip(trained, values, strict=True):
+                module.__dict__[name] = value
+            for (module, name), value in frozen.items():
+                module.__dict__[name] = value.bfloat16().to(h.dtype)
+            return [ops.mlp(h, layer)]
 
         return function
 
-    inputs = [noise(7, 24), noise(4, 24), noise(40, 4)]
-    check(apply(train_ops.TrainOps()), apply(TorchOps()), inputs)
+    inputs = [noise(num_tokens, 32), *(noise(*shapes[pair], seed=i) / 3 for i, pair in enumerate(trained))]
+    fused, plain = train_ops.TrainOps(), TorchOps()
+    check(apply(fused), apply(plain), inputs)
+    if num_tokens > 1:
+        assert broken(lambda h, *values: apply(fused)(h.flip(0), *values), apply(plain), inputs)
 
 
 def slow_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:

@@ -262,8 +262,9 @@ def layer_activations(config: Config, model: ModelConfig) -> int:
     kept += 2 * size * d  # outputs of the two norms: 2 [D]
     kept += size * (heads + 2 * keys)  # output of qkv: [(H + 2G) E]
     kept += size * heads + 4 * model.num_heads  # output of attention [H E], and its log-sum-exp [H]
-    kept += 3 * size * i  # output of gate_up [2I], and silu(gate) * up [I]
+    kept += 2 * size * i  # output of gate_up: [2I]
     if size >= 4:  # plain torch, without fused operations
+        kept += size * i  # silu(gate) * up: [I]
         kept += 2 * size * d  # normalized residual stream, before the norm's weight: 2 [D]
         kept += size * (heads + keys) * (2 if model.qk_norm else 1)  # normalized, and rotated: q [H E], k [G E]
         # Padded for attention: q [H E], and k and v [2G E] with half as many tokens of the prompt before them.

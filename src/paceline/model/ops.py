@@ -60,6 +60,10 @@ class Ops(Protocol):
         """silu(gate) · up, with both from the fused linear map."""
         return self.silu_mul(self.linear(h_TD, gate_up))
 
+    def mlp(self, h_TD: Tensor, layer: Layer) -> Tensor:
+        """Only `add_norm` and `rounded_sum` may read the output, as for `residual_linear`."""
+        return self.residual_linear(self.gated(h_TD, layer.gate_up), layer.down)
+
     def attend(
         self, h_TD: Tensor, layer: Layer, positions_T: Tensor, rope: Tables, attention: Attention, i: int
     ) -> Tensor:
@@ -76,7 +80,7 @@ class Ops(Protocol):
         x, h = (x, self.norm(x, norm, eps)) if y_TD is None else self.add_norm(x, y_TD, norm, eps)
         h = self.residual_linear(self.attend(h, layer, positions_T, rope, attention, i), layer.o)
         x, h = self.add_norm(x, h, layer.post_norm, eps)
-        return x, self.residual_linear(self.gated(h, layer.gate_up), layer.down)
+        return x, self.mlp(h, layer)
 
 
 def upcast(x: Tensor) -> Tensor:

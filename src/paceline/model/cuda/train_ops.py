@@ -4,9 +4,8 @@ Matrix products and attention are torch's. Each kernel rounds where `ops.TorchOp
 the order of a sum. Kernels are deterministic: no atomics, no tuning at run time. A gradient that is a sum over tokens
 is summed in two stages: each program writes the sum over its ROWS tokens, and torch adds those of all programs.
 
-Kept for the backward pass are the inputs of matrix products, the output of the qkv product, attention's output and the
-residual stream. Queries, keys, values and norms' factors are computed again: this takes less time than their memory is
-worth.
+Kept for the backward pass are the residual stream, the outputs of norms, of the qkv and gate_up products and of
+attention. Queries, keys, values, norms' factors and silu(gate) · up are computed again, which takes little time.
 """
 
 from __future__ import annotations
@@ -35,12 +34,11 @@ class TrainOps(TorchOps):
     is_cuda = True
 
     def linear(self, x_TK: Tensor, linear: Linear) -> Tensor:
-        lora, weight = linear.lora, linear.weight
-        if lora is None or not lora.enabled:
-            return super().linear(x_TK, linear)
-        assert weight is not None
-        y: Tensor = _LoraLinear.apply(x_TK, weight, linear.bias, lora.down, lora.up, lora.scale)
-        return y
+        lora = linear.lora
+        return super().linear(x_TK, linear) if lora is None or not lora.enabled else _linear(x_TK, linear)
+
+    def mlp(self, h_TD: Tensor, layer: Layer) -> Tensor:
+        return _linear(self.linear(h_TD, layer.gate_up), layer.down, gated=True)
 
     def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         h: Tensor = _Norm.apply(x_TD, weight_D, eps)
@@ -49,10 +47,6 @@ class TrainOps(TorchOps):
     def add_norm(self, x_TD: Tensor, y_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x, h = _AddNorm.apply(x_TD, y_TD, weight_D, eps)
         return x, h
-
-    def silu_mul(self, gate_up_TI: Tensor) -> Tensor:
-        out: Tensor = _SiluMul.apply(gate_up_TI)
-        return out
 
     def attend(
         self, h_TD: Tensor, layer: Layer, positions_T: Tensor, rope: Tables, attention: Attention, i: int
@@ -65,28 +59,52 @@ class TrainOps(TorchOps):
         return out
 
 
-class _LoraLinear(torch.autograd.Function):
-    """x W^T + b + scale · (x A^T) B^T. The adapter's term is added inside a matrix product, in both passes."""
+def _linear(x: Tensor, linear: Linear, gated: bool = False) -> Tensor:
+    weight, lora = linear.weight, linear.lora
+    assert weight is not None
+    adapter = (None, None, 0.0) if lora is None or not lora.enabled else (lora.down, lora.up, lora.scale)
+    y: Tensor = _Linear.apply(x, weight, linear.bias, *adapter, gated)
+    return y
+
+
+class _Linear(torch.autograd.Function):
+    """a W^T + b, and with an adapter + scale · (a A^T) B^T, for a = x or, if `gated`, a = silu(gate) · up with x =
+    [gate, up]. The adapter's term is added inside a matrix product, in both passes. If gated, x is kept for the
+    backward pass and a is computed again."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None, down_RK: Tensor, up_NR: Tensor, scale: float
-    ) -> Tensor:
-        inner_TR = x_TK @ down_RK.T
-        ctx.save_for_backward(x_TK, weight_NK, down_RK, up_NR, inner_TR)
-        ctx.scale = scale
-        return F.linear(x_TK, weight_NK, bias).addmm_(inner_TR, up_NR.T, alpha=scale)
+        ctx: Any, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, down_RK: Tensor | None, up_NR: Tensor | None,
+        scale: float, gated: bool,
+    ) -> Tensor:  # fmt: skip
+        a_TK = _silu_mul_forward(x) if gated else x
+        y, inner_TR = F.linear(a_TK, weight_NK, bias_N), None
+        if down_RK is not None and up_NR is not None:
+            inner_TR = a_TK @ down_RK.T
+            y.addmm_(inner_TR, up_NR.T, alpha=scale)
+        ctx.save_for_backward(x, weight_NK, down_RK, up_NR, inner_TR)
+        ctx.scale, ctx.gated = scale, gated
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TK, weight_NK, down_RK, up_NR, inner_TR = ctx.saved_tensors
-        (grad_TN,) = grads
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        assert not wants_weight and not wants_bias, "adapters are trained with frozen weights"
-        inner_grad = (grad_TN @ up_NR) * ctx.scale
-        x_grad = (grad_TN @ weight_NK).addmm_(inner_grad, down_RK) if wants_x else None
-        up_grad = (grad_TN.T @ inner_TR) * ctx.scale
-        return x_grad, None, None, inner_grad.T @ x_TK, up_grad, None
+        x, weight_NK, down_RK, up_NR, inner_TR = ctx.saved_tensors
+        grad_TN = grads[0]
+        _, wants_weight, wants_bias, wants_down, wants_up = ctx.needs_input_grad[:5]
+        x_grad, inner_grad = grad_TN @ weight_NK, None
+        if down_RK is not None:
+            inner_grad = (grad_TN @ up_NR) * ctx.scale
+            x_grad.addmm_(inner_grad, down_RK)
+        x_grad, a_TK = _silu_mul_backward(x, x_grad) if ctx.gated else (x_grad, x)
+        return (
+            x_grad,
+            grad_TN.T @ a_TK if wants_weight else None,
+            grad_TN.sum(0) if wants_bias else None,
+            inner_grad.T @ a_TK if wants_down and inner_grad is not None else None,
+            (grad_TN.T @ inner_TR) * ctx.scale if wants_up else None,
+            None,
+            None,
+        )
 
 
 class _Norm(torch.autograd.Function):
@@ -122,28 +140,6 @@ class _AddNorm(torch.autograd.Function):
         x_TD, weight_D = ctx.saved_tensors
         wants_weight = ctx.needs_input_grad[2]
         return *_norm_backward(x_grad, h_grad, x_TD, weight_D, ctx.eps, wants_weight, ctx.y_dtype), None
-
-
-class _SiluMul(torch.autograd.Function):
-    """silu(gate) · up."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out = gate_up.new_empty(num_tokens, size)
-        grid = num_tokens, triton.cdiv(size, SILU_BLOCK)
-        _silu_mul[grid](gate_up, out, size, WIDE=_wide(out), BLOCK=SILU_BLOCK)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        grad, size = grads[0].contiguous(), gate_up.shape[1] // 2
-        gate_up_grad = torch.empty_like(gate_up)
-        grid = gate_up.shape[0], triton.cdiv(size, SILU_BLOCK)
-        _silu_mul_backward[grid](gate_up, grad, gate_up_grad, size, WIDE=_wide(grad), BLOCK=SILU_BLOCK)
-        return gate_up_grad
 
 
 class _Attention(torch.autograd.Function):
@@ -224,6 +220,22 @@ class _Rotate:
 def _or(norm: Tensor | None, other: Tensor) -> Tensor:
     """A pointer for a kernel; without norms it is not read."""
     return other if norm is None else norm
+
+
+def _silu_mul_forward(gate_up: Tensor) -> Tensor:
+    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_tokens, size)
+    grid = num_tokens, triton.cdiv(size, SILU_BLOCK)
+    _silu_mul[grid](gate_up, out, size, WIDE=_wide(out), BLOCK=SILU_BLOCK)
+    return out
+
+
+def _silu_mul_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of gate_up, and silu(gate) · up again."""
+    gate_up_grad, out, size = torch.empty_like(gate_up), torch.empty_like(grad), grad.shape[1]
+    grid = len(gate_up), triton.cdiv(size, SILU_BLOCK)
+    _silu_mul_grad[grid](gate_up, grad, gate_up_grad, out, size, WIDE=_wide(grad), BLOCK=SILU_BLOCK)
+    return gate_up_grad, out
 
 
 def _norm_forward(x_TD: Tensor, y_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -331,7 +343,7 @@ def _silu_mul(gate_up, out, size, WIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _silu_mul_backward(gate_up, grad, gate_up_grad, size, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul_grad(gate_up, grad, gate_up_grad, out, size, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """With s = sigmoid(gate): d silu(gate) / d gate = s · (1 + gate · (1 - s))."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -342,7 +354,9 @@ def _silu_mul_backward(gate_up, grad, gate_up_grad, size, WIDE: tl.constexpr, BL
     out_grad = tl.load(grad + row * size + at, mask=inside, other=0.0).to(WIDE)
     sigmoid = 1 / (1 + tl.exp(-gate))
     gate_grad = out_grad * up * sigmoid * (1 + gate * (1 - sigmoid))
-    up_grad = out_grad * gate * sigmoid
+    silu = gate * sigmoid
+    up_grad = out_grad * silu
+    tl.store(out + row * size + at, (silu * up).to(out.dtype.element_ty), mask=inside)
     tl.store(gate_up_grad + start, gate_grad.to(gate_up_grad.dtype.element_ty), mask=inside)
     tl.store(gate_up_grad + start + size, up_grad.to(gate_up_grad.dtype.element_ty), mask=inside)
 
