@@ -132,8 +132,8 @@ def test_targets() -> None:
     assert small.sum_bytes <= 65 * GIB
     num = 1_720_574_976  # parameters of Qwen3-1.7B
     assert (small.learner_weights, small.masters, small.moments) == (2 * num, 4 * num, 8 * num)
-    # 73,792 bytes per token and layer: residuals, norms, qkv, attention, gate_up, act.
-    assert small.activations == 8192 * 28 * (16384 + 8192 + 8192 + 4096 + 64 + 24576 + 12288)
+    # 61,504 bytes per token and layer: residuals, norms, qkv, attention, gate_up.
+    assert small.activations == 8192 * 28 * (16384 + 8192 + 8192 + 4096 + 64 + 24576)
     large = plan(LARGE, 141e9, "learner.lora_rank=16")
     assert large.tokens_per_microbatch == 8192 and large.sum_bytes <= 85 * GIB
 
