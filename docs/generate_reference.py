@@ -48,7 +48,7 @@ num_speculative_tokens = 4
 
 `paceline train CONFIG.toml train.num_steps=50` overrides a key. An unknown key or a wrong value is an error.
 
-Each key is listed with its default and the allowed values. A key that is listed without a default is not set."""
+Each key is listed with its default and the allowed values. Keys without a default are not set."""
 
 
 def pages() -> dict[str, str]:

@@ -50,33 +50,33 @@ HeadDtype = Literal["auto", "model", "float8"]
 
 
 class ModelSection(Section):
-    """The policy model. Engine and learner use it."""
+    """Engine and learner use this policy model."""
 
     name: str = "smollm2-135m"  # a name that `paceline pull` knows or imported, a Hugging Face directory, or a hub id
-    # Dtype of the weights. If it has 16 bits, the optimizer keeps a copy in float32.
+    # Dtype of the weights. With 16 bits, the optimizer keeps a float32 copy.
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"  # "cpu", "cuda", or one GPU: "cuda:1"
     yarn_factor: Annotated[float, Field(ge=1)] | None = None  # extend the context by this factor (YaRN)
 
 
 class EngineSection(Section):
-    # Engine that generates the rollouts of a training run: Paceline's own, or vLLM (installed separately).
+    # Engine for the rollouts of a training run: Paceline's own, or vLLM (installed separately).
     kind: Literal["local", "vllm"] = "local"
     max_num_seqs: Positive = 32  # maximum sequences in a step
     max_num_batched_tokens: Positive = 512  # maximum query tokens in a step; longer prompts are chunked
     # Size of the KV cache in tokens. Not set: `train` on one GPU plans it; else 4096 per sequence, within 2 GiB or a
     # third of the GPU's memory.
     kv_tokens: Positive | None = None
-    prefix_sharing: bool = True  # prefix caching: compute a shared prompt only once
+    prefix_sharing: bool = True  # compute a shared prompt once (prefix caching)
     # Order of waiting requests. "longest" starts problems with the longest expected completions first.
     order: Literal["arrival", "longest"] = "arrival"
     native: bool = True  # compiled kernels: C on a CPU, Triton on a GPU; false: plain torch
-    # Free the KV cache's memory while the learner trains. Not set: if it takes an eighth of a GPU's memory, or the run
-    # does not fit otherwise.
+    # Free the KV cache while the learner trains. Not set: if it takes an eighth of a GPU's memory, or the run does not
+    # fit otherwise.
     sleep: bool | None = None
-    graphs: bool = True  # on a GPU: run decode steps as CUDA graphs
+    graphs: bool = True  # run decode steps as CUDA graphs
     threads: NumThreads | None = None  # CPU threads of the engine; not set: torch's default
-    tensor_parallel_size: Positive = 1  # `vllm`: number of devices that share one model
+    tensor_parallel_size: Positive = 1  # `vllm`: devices that share one model
     vllm: dict[str, Any] = {}  # `vllm`: more engine arguments; the error for a wrong one lists all
 
 
@@ -87,8 +87,8 @@ class SpeculationSection(Section):
     # Drafter. "ngram" drafts from the sequence itself, "suffix" from the history of its problem, "draft_model" with a
     # smaller model, "eagle3" with an EAGLE-3 head, "hybrid" from the history or with the head.
     method: Literal["none", "ngram", "suffix", "draft_model", "eagle3", "hybrid"] = "none"
-    # Decides how many tokens to draft: "static" always num_speculative_tokens, "das" more for long sequences, "auto" at
-    # every step the number that saves most time, or none.
+    # How many tokens to draft: "static" always num_speculative_tokens, "das" more for long sequences, "auto" at every
+    # step the number that saves most time, or none.
     policy: Literal["static", "das", "auto"] = "static"
     # Draft length; for `das` and `auto`, its maximum. For `static` also a table {maximum batch size: draft length};
     # larger batches do not draft.
@@ -98,21 +98,21 @@ class SpeculationSection(Section):
     # `draft_model`: a model with the same vocabulary, or "layers:N", the first N layers of the target.
     draft_model: str | None = None
     head: str | None = None  # EAGLE-3: directory of the head; not set: the shipped head for model.name
-    # EAGLE-3 on a GPU: dtype of the head's large matrix products. "model": model.dtype. "float8": faster, and does not
-    # change emitted tokens. "auto": float8 for large heads, if the GPU supports it.
+    # EAGLE-3 on a GPU: dtype of the head's large matrix products. "model": model.dtype. "float8": faster, with the same
+    # emitted tokens. "auto": float8 for large heads, if the GPU supports it.
     head_dtype: HeadDtype = "auto"
-    any_target: bool = False  # allow a head that was trained for other weights
+    any_target: bool = False  # allow a head trained for other weights
     # `hybrid`: choose a sequence's drafter "before" EAGLE-3 drafts, or "after" both have drafted.
     hybrid_choice: Literal["before", "after"] = "before"
-    prompt_lookup_min: Positive = 2  # `ngram`: minimum length of a match, in tokens
-    prompt_lookup_max: Positive = 5  # `ngram`: maximum length of a match, in tokens
+    prompt_lookup_min: Positive = 2  # `ngram`: minimum match length in tokens
+    prompt_lookup_max: Positive = 5  # `ngram`: maximum match length in tokens
     # `static`: end a draft before a token whose survival probability is below this.
     min_confidence: Annotated[float, Field(ge=0, le=1)] = 0.0
     # `train`: generate every n-th step again, with drafts and without, to compare tokens and time. 0: never.
     audit_every: Count = 0
-    suffix_min_match: Positive = 1  # `suffix`: minimum length of a match, in tokens
+    suffix_min_match: Positive = 1  # `suffix`: minimum match length in tokens
     suffix_max_bytes: Annotated[int, Field(ge=1 << 16)] = 1 << 30  # `suffix`: maximum size of the history
-    suffix_max_versions: Annotated[int, Field(ge=1, le=64)] = 4  # `suffix`: policy versions to keep for each problem
+    suffix_max_versions: Annotated[int, Field(ge=1, le=64)] = 4  # `suffix`: policy versions to keep per problem
     suffix_recency: Annotated[float, Field(gt=0, le=1)] = 0.8  # `suffix`: weight of a version relative to the next one
 
     def check(self) -> None:
@@ -171,12 +171,12 @@ class TaskSection(Section):
     kind: Literal["reasoning_gym", "jsonl", "dataset", "env"] = "reasoning_gym"  # source of the problems
     # A reasoning-gym dataset, a jsonl file, a Hugging Face dataset (id or directory), or `module:EnvClass`.
     name: str = "chain_sum"
-    params: dict[str, Any] = {}  # arguments of the reasoning-gym dataset, of `load_dataset`, or of the environment
+    params: dict[str, Any] = {}  # arguments of the reasoning-gym dataset, `load_dataset` or the environment
     split: str = "train"  # `dataset`: the split to use
     prompt_column: str | None = None  # `jsonl`, `dataset`: column of the prompt; not set: `prompt`, else `question`
     answer_column: str = "answer"  # `jsonl`, `dataset`: column of the answer
     system: str | None = None  # system message before every prompt
-    template: str = "{prompt}"  # text around prompts that are strings; must contain {prompt}
+    template: str = "{prompt}"  # text around string prompts; must contain {prompt}
     chat: bool = True  # apply the model's chat template
     size: Positive | None = None  # training problems; not set: all (`reasoning_gym`, `env`: 1024)
     held_out: Count = 64  # problems for evaluation, never trained on
@@ -193,7 +193,7 @@ class RewardSection(Section):
     # `format`: regular expression that must match the whole completion.
     format_pattern: str = r"(?s)<think>.*</think>\s*<answer>.*</answer>\s*"
     model: str | None = None  # `model`: directory or hub id of a sequence classifier
-    timeout_s: Seconds = 10.0  # time limit per sample; a sample that takes longer fails
+    timeout_s: Seconds = 10.0  # time limit per sample; slower samples fail
     workers: Positive = 2  # processes that compute rewards, except `model` and `env`
     code_memory_mb: Positive = 512  # `code`: memory limit of all processes of a program
     code_cpu_s: Positive = 5  # `code`: CPU time limit of a program
@@ -227,20 +227,20 @@ class AlgorithmSection(Section):
     epsilon: Annotated[float, Field(ge=0)] | None = None  # clip probability ratios below 1 - epsilon
     # Clip probability ratios above 1 + epsilon_high. `cispo`: above epsilon_high.
     epsilon_high: Annotated[float, Field(ge=0)] | None = None
-    beta: Annotated[float, Field(ge=0)] = 0.0  # coefficient of the KL to the reference model, the initial policy
+    beta: Annotated[float, Field(ge=0)] = 0.0  # coefficient of the KL to the initial policy
     kl: Literal["k1", "k2", "k3"] | None = None  # estimator of the KL
     kl_in: Literal["loss", "reward"] | None = None  # where to add the KL
-    # Divide advantages by the standard deviation of the rewards in the group or in the batch.
+    # Divide advantages by the standard deviation of rewards in the group or batch.
     scale_rewards: Literal["group", "batch", "none"] | None = None
     # How to average token losses: "grpo" per sequence, "dapo" over all tokens, "dr_grpo" by sampling.max_tokens.
     loss_type: Literal["grpo", "dapo", "dr_grpo"] | None = None
     dynamic_sampling: bool | None = None  # replace groups whose rewards are all equal
     max_sampling_rounds: Positive = 3  # dynamic sampling: maximum rounds; then train on a smaller batch
     mask_truncated_completions: bool | None = None  # overlong filtering: do not train on truncated completions
-    # Soft overlong penalty: it grows over the last n tokens before sampling.max_tokens. 0: no penalty.
+    # Soft overlong penalty: it grows over the last n tokens before sampling.max_tokens. 0: none.
     overlong_buffer: Count = 0
     overlong_penalty: Annotated[float, Field(ge=0)] = 1.0  # maximum of the soft overlong penalty
-    # Importance weights that correct the difference between the logprobs of engine and learner.
+    # Importance weights that correct the difference between engine and learner logprobs.
     correction: Literal["none", "token_tis", "sequence_tis", "icepop"] = "none"
     correction_cap: Annotated[float, Field(gt=0)] = 2.0  # maximum weight; `icepop` masks tokens above it
     correction_floor: Annotated[float, Field(ge=0)] = 0.5  # `icepop`: mask tokens with a lower weight
@@ -271,7 +271,7 @@ class OptimizerSection(Section):
 
 
 class LearnerSection(OptimizerSection):
-    # Implementation of the trained model. "transformers" is for architectures that Paceline does not have.
+    # Implementation of the trained model. "transformers" is for architectures that Paceline lacks.
     model: Literal["paceline", "transformers"] = "paceline"
     # Prompt and completion tokens in one forward pass (gradient accumulation). "auto": planned on one GPU, else 2048.
     tokens_per_microbatch: Positive | Literal["auto"] = "auto"
@@ -282,7 +282,7 @@ class LearnerSection(OptimizerSection):
     deterministic: bool = True
     lora_rank: Count = 0  # rank of LoRA adapters; 0: train all weights
     lora_alpha: Annotated[float, Field(gt=0)] = 16.0  # LoRA: scale of the adapters
-    # LoRA: matrices that have adapters.
+    # LoRA: matrices with adapters.
     lora_targets: list[Literal["qkv", "o", "gate_up", "down"]] = ["qkv", "o", "gate_up", "down"]
     threads: NumThreads | None = None  # CPU threads; not set: all, or half of them if generation overlaps
 
@@ -314,12 +314,12 @@ class DraftSection(OptimizerSection):
     num_epochs: Positive = 4  # passes over the sequences
     held_out: Positive = 32  # sequences that measure acceptance; their prompts are not trained on
     eval_every: Count = 50  # measure acceptance every n optimizer steps; always before and after training
-    checkpoint_every: Count = 200  # save a checkpoint every n optimizer steps; 0: only at the end and when interrupted
+    checkpoint_every: Count = 200  # checkpoint every n optimizer steps; 0: only at the end and when interrupted
     draft_vocab_size: Positive = 16384  # size of the head's vocabulary: the most frequent tokens of the sequences
-    # The head reads the hidden states after these layers of the target. Not set: a low, a middle and a high one.
+    # The head reads the outputs of these target layers. Not set: a low, a middle and a high one.
     layer_ids: list[Positive] | None = None
     norm_before_residual: bool = False  # head: the residual stream starts with the normalized state
-    fc_norm: bool = False  # head: normalize the hidden state of each layer before they are fused
+    fc_norm: bool = False  # head: normalize each layer's hidden state before fusing
     init: str | None = None  # initial head: a directory, or a model with a shipped head; not set: random weights
     seed: Count = 0  # seed of weights and data order
     # `train`: train the head on the hidden states of the policy update, "every" `online_every` steps, or after a "drop"
@@ -346,7 +346,7 @@ class TrainSection(Section):
     eval_every: Count = 0  # evaluate held-out problems every n steps, and before and after training; 0: never
     eval_samples: Positive = 1  # samples per problem in an evaluation
     eval_temperature: Annotated[float, Field(ge=0)] = 1.0  # temperature in an evaluation
-    checkpoint_every: Count = 10  # save a checkpoint every n steps; 0: only at the end and when interrupted
+    checkpoint_every: Count = 10  # checkpoint every n steps; 0: only at the end and when interrupted
     keep_checkpoints: Positive = 2  # keep the last n checkpoints, and the best one
     env_timeout_s: Seconds = 30.0  # time limit for one step of an environment
     mismatch_alarm: Annotated[float, Field(gt=0)] = 0.02  # alarm if engine and learner logprobs differ more, on average
@@ -355,9 +355,9 @@ class TrainSection(Section):
 
 
 class ClusterSection(Section):
-    # "none": everything runs in one process. "ray": in Ray actors, which are restarted when they die.
+    # "none": run in one process. "ray": in Ray actors, which restart when they die.
     kind: Literal["none", "ray"] = "none"
-    # Address of a running Ray ("auto", HOST:PORT). Not set: start one on this machine, on the loopback address only.
+    # Address of a running Ray ("auto", HOST:PORT). Not set: start one, on the loopback address only.
     address: str | None = None
     num_engines: Positive = 1  # engines, each with the whole model
     num_learners: Positive = 1  # ranks of the learner
@@ -372,7 +372,7 @@ class ClusterSection(Section):
     max_restarts: Count = 10  # restarts of each process before the run fails
     sync_timeout_s: Seconds = 60.0  # time limit for sending one bucket of weights to all engines
     bucket_mb: Positive = 64  # size of a bucket of weights
-    object_store_mb: Annotated[int, Field(ge=80)] = 200  # object store of a Ray that is started on this machine
+    object_store_mb: Annotated[int, Field(ge=80)] = 200  # object store of a Ray started on this machine
 
 
 class Config(Section):

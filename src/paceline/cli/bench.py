@@ -64,7 +64,7 @@ def rollout(
     """Compare the tokens per second of engines, drafters and batch sizes.
 
     Every engine runs in its own process, with the same threads, prompts and lengths. Rounds are interleaved;
-    results are medians over rounds. Ctrl-C stops the engines and prints the results so far.
+    results are medians. Ctrl-C stops the engines and prints the results so far.
 
     Examples:
 
@@ -114,15 +114,11 @@ def rollout(
 def step(
     model: Annotated[str, typer.Option(help="Model shape, such as qwen3-8b or smollm2-135m.")] = "qwen3-8b",
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,32",
-    k: Annotated[
-        str, typer.Option("--k", help="Draft lengths; with 0 (no drafts) the table has the speed-up over it.")
-    ] = "0,3",
+    k: Annotated[str, typer.Option("--k", help="Draft lengths; with 0 (no drafts), print speed-ups over it.")] = "0,3",
     drafter: Annotated[
-        str, typer.Option(help="Drafter: eagle3, or history (which has seen every completion before).")
+        str, typer.Option(help="Drafter: eagle3, or history (which already has every completion).")
     ] = "eagle3",
-    policy: Annotated[
-        str, typer.Option(help="Speculation policy: static, or auto with at most k tokens per sequence.")
-    ] = "static",
+    policy: Annotated[str, typer.Option(help="Policy: static, or auto with at most k tokens per sequence.")] = "static",
     imposed_acceptance: Annotated[
         float | None,
         typer.Option(metavar="L", help="For timing only: accept draft tokens at random, with mean length L."),

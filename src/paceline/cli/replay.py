@@ -64,7 +64,7 @@ MaxTokens = Annotated[
     ),
 ]
 Prefill = Annotated[
-    bool, typer.Option("--prefill", help="Count the time of prompts; needs a cost table that was measured with them.")
+    bool, typer.Option("--prefill", help="Count the time of prompts; needs a cost table measured with them.")
 ]
 Order = Annotated[str, typer.Option(help="Which requests start first: arrival or longest.")]
 Budget = Annotated[int, typer.Option(min=1, max=INT32_MAX, help="Maximum query tokens in a step.")]

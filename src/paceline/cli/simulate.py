@@ -27,7 +27,7 @@ def simulate(
         str, typer.Argument(metavar="PRESET", help="Name of a preset, or a .toml file; `list` prints all names.")
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[A.B=C]…", help="Settings; you may leave out the section: `k=5`.")
+        list[str] | None, typer.Argument(metavar="[A.B=C]…", help="Settings; the section is optional: `k=5`.")
     ] = None,
     sweep: Annotated[
         str | None, typer.Option(metavar="KEY=VALUES", help="Simulate several values: k=1:7 or batch=64,128.")

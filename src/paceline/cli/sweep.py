@@ -43,7 +43,7 @@ def sweep(
     k: Annotated[str, typer.Option("--k", help="Draft lengths.")] = "1,3,5,7",
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,4,16",
     temperature: Annotated[str, typer.Option(help="Temperatures; 0 is greedy.")] = "0,0.6,1",
-    num_prompts: Annotated[int, typer.Option(help="Number of prompts, from the task or from --prompts.")] = 4,
+    num_prompts: Annotated[int, typer.Option(help="Number of prompts, from the task or --prompts.")] = 4,
     num_samples: Annotated[int, typer.Option("-n", "--samples", help="Samples per prompt, as in an RL group.")] = 4,
     max_tokens: Annotated[int, typer.Option(help="Maximum tokens per completion.")] = 64,
     repeats: Annotated[int, typer.Option(help="Rounds per configuration, after one warm-up round.")] = 3,

@@ -37,7 +37,7 @@ def verify(
         typer.Option(help="Drafters: ngram, suffix, draft_model, eagle3, hybrid.", show_default="all available"),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Run fewer checks, in about two and a half minutes on two cores.")
+        bool, typer.Option("--quick", help="Run fewer checks, in about 2.5 minutes on two cores.")
     ] = False,
     prompts_file: PromptsFile = None,
     config: ConfigFile = None,
