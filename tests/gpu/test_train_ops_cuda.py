@@ -81,6 +81,8 @@ def test_norms(shape: tuple[int, int]) -> None:
     add_norm: dict[Any, Function] = {ops: (lambda *t, ops=ops: ops.add_norm(*t, 1e-5)) for ops in (fused, plain)}
     check(add_norm[fused], add_norm[plain], [x, y, weight], wide=[0])
     check(lambda *t: add_norm[fused](*t)[1:], lambda *t: add_norm[plain](*t)[1:], [x, y, weight], wide=[0])
+    not_contiguous = {ops: (lambda x, weight, ops=ops: [ops.norm(x.T, weight, 1e-5)]) for ops in (fused, plain)}
+    check(not_contiguous[fused], not_contiguous[plain], [x.T, weight], wide=[0])
     assert broken(lambda *t: fused.add_norm(*t, 1e-4), add_norm[plain], [x, y, weight])
 
 
@@ -121,10 +123,10 @@ def test_mlp(num_tokens: int, size: int, bias: bool, rank: int) -> None:
 def slow_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     """flash_forward in plain torch, for float64 and for devices without flash attention."""
     outs = []
-    bounds_q, bounds_k = segments.bounds_q.tolist(), segments.bounds_k.tolist()
-    for i in range(len(bounds_q) - 1):
-        qi = q[bounds_q[i] : bounds_q[i + 1]].transpose(0, 1)
-        ki, vi = (x[bounds_k[i] : bounds_k[i + 1]].transpose(0, 1) for x in (k, v))
+    cu_seqlens_q, cu_seqlens_k = segments.cu_seqlens_q.tolist(), segments.cu_seqlens_k.tolist()
+    for i in range(len(cu_seqlens_q) - 1):
+        qi = q[cu_seqlens_q[i] : cu_seqlens_q[i + 1]].transpose(0, 1)
+        ki, vi = (x[cu_seqlens_k[i] : cu_seqlens_k[i + 1]].transpose(0, 1) for x in (k, v))
         mask = torch.ones(qi.shape[1], ki.shape[1], dtype=torch.bool, device=q.device).tril(ki.shape[1] - qi.shape[1])
         outs.append(F.scaled_dot_product_attention(qi, ki, vi, mask, enable_gqa=True).transpose(0, 1))
     return torch.cat(outs), q.new_empty(0)

@@ -37,6 +37,11 @@ def load_policy(config: Config, directory: Any, device: str) -> Decoder | HFDeco
     check_device(config)
     if config.learner.model == "transformers":
         return load_hf(directory, getattr(torch, config.model.dtype), device)
+    if config.model.dtype == "float16":
+        raise ValueError(
+            'model.dtype = "float16": small gradients would round to 0, since there is no loss scaling; train in '
+            '"bfloat16" or "float32"'
+        )
     decoder = load_decoder(config, directory, device)
     if config.model.device.startswith("cuda"):
         use_train_kernels(decoder)

@@ -92,8 +92,10 @@ class VarlenAttention:
         num, keys = np.array(lengths, np.int64), keys_of(lengths, prefixes or [None] * len(lengths))
         sizes = np.array([len(each) for each in keys], np.int64)
         self.needs_gather = bool((sizes > num).any())
-        bounds_q, bounds_k = (torch.tensor([0, *np.cumsum(x)], dtype=torch.int32, device=device) for x in (num, sizes))
-        self.segments = Segments(bounds_q, bounds_k, int(num.max()), int(sizes.max()), deterministic)
+        cu_seqlens_q, cu_seqlens_k = (
+            torch.tensor([0, *np.cumsum(x)], dtype=torch.int32, device=device) for x in (num, sizes)
+        )
+        self.segments = Segments(cu_seqlens_q, cu_seqlens_k, int(num.max()), int(sizes.max()), deterministic)
         token_K = np.concatenate(keys)
         self.token_K = torch.from_numpy(token_K).to(device)  # the token that each row is a copy of
         # A token's copies are rows copies_K[i] for i = copies_start[token] … copies_start[token + 1] - 1.
@@ -154,14 +156,14 @@ class GatheredAttention:
         rows = np.repeat(np.arange(plan.num_rows), context)
         positions = np.arange(len(rows)) - np.repeat(np.cumsum(context) - context, context)
         blocks = plan.block_tables[rows, positions // BLOCK].astype(np.int64)
-        self.slots, self.blocks, self.offsets, bounds_q, bounds_k = (
+        self.slots, self.blocks, self.offsets, cu_seqlens_q, cu_seqlens_k = (
             torch.as_tensor(array, device=device)
             for array in (
                 plan.slot_mapping(), blocks, positions % BLOCK, plan.query_start.astype(np.int32),
                 np.concatenate([[0], np.cumsum(context)]).astype(np.int32),
             )
         )  # fmt: skip
-        self.segments = Segments(bounds_q, bounds_k, int(np.diff(plan.query_start).max()), int(context.max()))
+        self.segments = Segments(cu_seqlens_q, cu_seqlens_k, int(np.diff(plan.query_start).max()), int(context.max()))
 
     def __call__(self, layer: int, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> Tensor:
         self.kv.write(layer, self.slots, k_TGE, v_TGE)

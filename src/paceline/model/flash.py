@@ -1,7 +1,8 @@
 """Causal attention over packed segments with torch's flash attention kernels (a GPU, 16 bits), with gradients.
 
-torch's backward kernel has two variants: the default adds the gradients of the queries in any order, the other one is
-deterministic. torch selects it by a flag of the process, which is set here only while the kernel is launched.
+torch's backward kernel has two variants: the default adds the gradients of the queries atomically, in any order; the
+other one is deterministic. torch selects it by a flag of the process, which is set here only while the kernel is
+launched.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from torch import Tensor
 class Segments:
     """A segment's queries are the last positions of its keys."""
 
-    bounds_q: Tensor  # int32 [S + 1], the first query of each segment
-    bounds_k: Tensor  # int32 [S + 1], the first key of each segment
-    max_q: int  # of any segment
-    max_k: int
+    cu_seqlens_q: Tensor  # int32 [S + 1], the first query of each segment, and their number
+    cu_seqlens_k: Tensor  # int32 [S + 1], the same of the keys
+    max_seqlen_q: int  # of any segment
+    max_seqlen_k: int
     deterministic: bool = True  # the backward pass
 
 
@@ -50,8 +51,8 @@ def flash_forward(q_THE: Tensor, k_KGE: Tensor, v_KGE: Tensor, segments: Segment
     """The output and, for the backward pass, the logsumexp of each query's scores."""
     s = segments
     out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
-        q_THE, k_KGE, v_KGE, s.bounds_q, s.bounds_k, s.max_q, s.max_k, 0.0, False, return_debug_mask=False,
-        window_size_left=-1, window_size_right=0,
+        q_THE, k_KGE, v_KGE, s.cu_seqlens_q, s.cu_seqlens_k, s.max_seqlen_q, s.max_seqlen_k, 0.0, False,
+        return_debug_mask=False, window_size_left=-1, window_size_right=0,
     )  # fmt: skip
     return out, logsumexp
 
@@ -65,21 +66,25 @@ def flash_backward(
     dropout_state = torch.zeros(2, dtype=torch.uint64, device=q_THE.device)  # there is no dropout
     with _deterministic() if s.deterministic else nullcontext():
         q_grad, k_grad, v_grad = torch.ops.aten._flash_attention_backward(
-            grad_THE, q_THE, k_KGE, v_KGE, out_THE, logsumexp, s.bounds_q, s.bounds_k, s.max_q, s.max_k, 0.0, False,
-            dropout_state, torch.empty(0, device=q_THE.device), window_size_left=-1, window_size_right=0,
+            grad_THE, q_THE, k_KGE, v_KGE, out_THE, logsumexp, s.cu_seqlens_q, s.cu_seqlens_k, s.max_seqlen_q,
+            s.max_seqlen_k, 0.0, False, dropout_state, torch.empty(0, device=q_THE.device),
+            window_size_left=-1, window_size_right=0,
         )  # fmt: skip
     return q_grad, k_grad, v_grad
 
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Set torch's flag. Memory is not filled: that would only find errors."""
+    """Set torch's flag. Not by `torch.use_deterministic_algorithms`: it also changes a setting of Inductor, for good.
+    With the flag torch would also fill new memory, which takes time."""
     settings: Any = torch.utils.deterministic
-    mode, fill = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = settings.fill_uninitialized_memory
     settings.fill_uninitialized_memory = False
-    torch.use_deterministic_algorithms(True)
+    torch._C._set_deterministic_algorithms(True, warn_only=False)
     try:
         yield
     finally:
-        torch.set_deterministic_debug_mode(mode)
+        torch._C._set_deterministic_algorithms(enabled, warn_only=warn_only)
         settings.fill_uninitialized_memory = fill

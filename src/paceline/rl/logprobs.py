@@ -18,7 +18,7 @@ from paceline.model.ops import upcast
 
 CHUNK = 512  # positions per chunk of logits
 KEEP_BYTES = 1 << 29  # of probabilities kept for the backward pass; further chunks are recomputed
-CUDA_CHUNK_BYTES = 5 << 28  # of float32 logits in a chunk: few, large products on a GPU
+CUDA_CHUNK_BYTES = 1280 << 20  # of float32 logits in a chunk: few, large products on a GPU
 CUDA_KEEP_BYTES = 6 << 30  # of 16-bit probabilities: all or none
 
 
@@ -30,7 +30,8 @@ def token_logprobs(
     keep_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log p(target) and the entropy of p (without gradient), float64 [P]; p is the softmax of logits / temperature.
-    `keep_bytes`: of probabilities that are kept for the backward pass; others are recomputed."""
+    `keep_bytes`: of probabilities that are kept for the backward pass; others are recomputed. The fused kernels keep
+    all or none."""
     weight = (decoder.lm_head or decoder.embed).weight
     assert weight is not None, "a packed decoder is only for inference"
     is_fused = isinstance(decoder, Decoder) and decoder.ops.is_cuda and hidden_PD.itemsize == 2
@@ -99,7 +100,7 @@ class _FusedLogprobs(torch.autograd.Function):
         temperature: float,
         keep_bytes: int,
     ) -> tuple[Tensor, Tensor]:
-        from paceline.model.cuda.softmax import softmax
+        from paceline.model.cuda.softmax import logprobs_and_entropy
 
         num, vocab_size = len(hidden_PD), len(weight_VD)
         ctx.logits_of, ctx.temperature = logits_of, temperature
@@ -110,14 +111,14 @@ class _FusedLogprobs(torch.autograd.Function):
         for start in range(0, num, ctx.chunk):
             at = slice(start, start + ctx.chunk)
             p = ctx.kept[at] if keep else None
-            logprob_P[at], entropy_P[at] = softmax(logits_of(hidden_PD[at]), target_P[at], temperature, p)
+            logprob_P[at], entropy_P[at] = logprobs_and_entropy(logits_of(hidden_PD[at]), target_P[at], temperature, p)
         ctx.save_for_backward(hidden_PD, weight_VD, target_P, logprob_P)
         ctx.mark_non_differentiable(entropy_P)
         return logprob_P, entropy_P
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from paceline.model.cuda.softmax import logits_grad_, softmax
+        from paceline.model.cuda.softmax import logits_grad_, logprobs_and_entropy
 
         hidden_PD, weight_VD, target_P, logprob_P = ctx.saved_tensors
         gradients = _Gradients(hidden_PD, weight_VD, *ctx.needs_input_grad[:2])
@@ -128,7 +129,7 @@ class _FusedLogprobs(torch.autograd.Function):
             p = kept
             if p is None:
                 p = hidden_PD.new_empty(len(hidden_PD[at]), len(weight_VD))
-                softmax(ctx.logits_of(hidden_PD[at]), target_P[at], ctx.temperature, p)
+                logprobs_and_entropy(ctx.logits_of(hidden_PD[at]), target_P[at], ctx.temperature, p)
             gradients.add(at, logits_grad_(p, target_P[at], logprob_P[at], scale_P[at]))
         return *gradients.results(), None, None, None, None
 

@@ -22,9 +22,9 @@ ALONE = [5, 1, 7], None
 
 def slow_flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, from_the_end: bool = True) -> Tensor:
     """A reference implementation of flash_attention, segment by segment."""
-    bounds = segments.bounds_q, segments.bounds_k, segments.bounds_k
+    bounds = segments.cu_seqlens_q, segments.cu_seqlens_k, segments.cu_seqlens_k
     assert all(at.dtype == torch.int32 for at in bounds)
-    assert (segments.max_q, segments.max_k) == tuple(int(at.diff().max()) for at in bounds[:2])
+    assert (segments.max_seqlen_q, segments.max_seqlen_k) == tuple(int(at.diff().max()) for at in bounds[:2])
     outs = []
     for qi, ki, vi in zip(*(x.split(at.diff().tolist()) for x, at in zip((q, k, v), bounds, strict=True)), strict=True):
         offset = len(ki) - len(qi) if from_the_end else 0

@@ -15,7 +15,7 @@ from torch import Tensor
 BLOCK = 8192
 
 
-def softmax(
+def logprobs_and_entropy(
     logits_PV: Tensor, target_P: Tensor, temperature: float, p_PV: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """log p(target) and the entropy of p, float64 [P], with p the softmax of logits / temperature. Writes p to `p_PV`,
@@ -34,9 +34,9 @@ def logits_grad_(p_PV: Tensor, target_P: Tensor, logprob_P: Tensor, grad_P: Tens
     """Overwrite p with the gradient of the logits (before the division by the temperature, which is part of `grad_P`):
     grad · (1[target] - p)."""
     num, vocab_size = p_PV.shape
-    complement = -torch.expm1(logprob_P).float()  # 1 - p of the target
+    one_minus_p = -torch.expm1(logprob_P).float()  # of the target
     grid = num, triton.cdiv(vocab_size, BLOCK)
-    _logits_grad[grid](p_PV, target_P, complement, grad_P.float(), vocab_size, BLOCK=BLOCK, num_warps=8)
+    _logits_grad[grid](p_PV, target_P, one_minus_p, grad_P.float(), vocab_size, BLOCK=BLOCK, num_warps=8)
     return p_PV
 
 
@@ -74,11 +74,11 @@ def _softmax(
 
 
 @triton.jit
-def _logits_grad(p, target, complement, grad, vocab_size, BLOCK: tl.constexpr):
+def _logits_grad(p, target, one_minus_p, grad, vocab_size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < vocab_size
     scale = tl.load(grad + row)
     value = -tl.load(p + row * vocab_size + at, mask=inside, other=0.0).to(tl.float32)
-    value = tl.where(at == tl.load(target + row), tl.load(complement + row), value)
+    value = tl.where(at == tl.load(target + row), tl.load(one_minus_p + row), value)
     tl.store(p + row * vocab_size + at, (value * scale).to(p.dtype.element_ty), mask=inside)

@@ -1,8 +1,8 @@
 """A decoder's operations for training on a CUDA device: fused Triton kernels with gradients.
 
-Matrix products and attention are torch's. Each kernel rounds where `ops.TorchOps` rounds, so the two differ at most by
-the order of a sum. Kernels are deterministic: no atomics, no tuning at run time. A gradient that is a sum over tokens
-is summed in two stages: each program writes the sum over its ROWS tokens, and torch adds those of all programs.
+Matrix products and attention are torch's. Each kernel rounds where `ops.TorchOps` rounds. Kernels are deterministic:
+no atomics, no tuning at run time. A gradient that is a sum over tokens is summed in two stages: each program writes
+the sum over its TOKENS tokens, and torch adds those of all programs.
 
 Kept for the backward pass are the residual stream, the outputs of norms, of the qkv and gate_up products and of
 attention. Queries, keys, values, norms' factors and silu(gate) · up are computed again, which takes little time.
@@ -26,7 +26,7 @@ from paceline.model.layer import Layer, Linear
 from paceline.model.ops import TorchOps
 from paceline.model.rope import Tables
 
-ROWS = 8  # tokens per program of a kernel that sums over tokens
+TOKENS = 8  # tokens per program of a kernel that sums over tokens
 SILU_BLOCK = 1024
 
 
@@ -54,8 +54,8 @@ class TrainOps(TorchOps):
         if not isinstance(attention, VarlenAttention):
             return super().attend(h_TD, layer, positions_T, rope, attention, i)
         heads = self.linear(h_TD, layer.qkv)
-        rotate = _Rotate(positions_T, rope, attention, layer.config)
-        out: Tensor = _Attention.apply(heads, layer.q_norm, layer.k_norm, rotate)
+        transform = _QKVTransform(positions_T, rope, attention, layer.config)
+        out: Tensor = _Attention.apply(heads, layer.q_norm, layer.k_norm, transform)
         return out
 
 
@@ -110,9 +110,10 @@ class _Linear(torch.autograd.Function):
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x_TD, weight_D)
+        x, h = _norm_forward(x_TD, None, weight_D, eps)
+        ctx.save_for_backward(x, weight_D)
         ctx.eps = eps
-        return _norm_forward(x_TD, None, weight_D, eps)[1]
+        return h
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -147,24 +148,24 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, heads_TN: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, rotate: _Rotate
+        ctx: Any, qkv_TN: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, transform: _QKVTransform
     ) -> Tensor:  # fmt: skip
-        out, logsumexp = flash_forward(*rotate.forward(heads_TN, q_norm, k_norm), rotate.attention.segments)
-        ctx.save_for_backward(heads_TN, q_norm, k_norm, out, logsumexp)
-        ctx.rotate = rotate
+        out, logsumexp = flash_forward(*transform.forward(qkv_TN, q_norm, k_norm), transform.attention.segments)
+        ctx.save_for_backward(qkv_TN, q_norm, k_norm, out, logsumexp)
+        ctx.transform = transform
         return out.flatten(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        heads_TN, q_norm, k_norm, out, logsumexp = ctx.saved_tensors
-        rotate, wants_norms = ctx.rotate, ctx.needs_input_grad[1]
-        q, k, v = rotate.forward(heads_TN, q_norm, k_norm)
-        qkv_grads = flash_backward(grads[0].view_as(out), q, k, v, out, logsumexp, rotate.attention.segments)
-        return *rotate.backward(heads_TN, q_norm, k_norm, qkv_grads, wants_norms), None
+        qkv_TN, q_norm, k_norm, out, logsumexp = ctx.saved_tensors
+        transform, wants_norms = ctx.transform, ctx.needs_input_grad[1]
+        q, k, v = transform.forward(qkv_TN, q_norm, k_norm)
+        qkv_grads = flash_backward(grads[0].view_as(out), q, k, v, out, logsumexp, transform.attention.segments)
+        return *transform.backward(qkv_TN, q_norm, k_norm, qkv_grads, wants_norms), None
 
 
 @dataclass(slots=True, frozen=True)
-class _Rotate:
+class _QKVTransform:
     """From the output of the qkv product to q [T, H, E], and k and v [K, G, E]: q and k norms, RoPE, and copies of
     shared prefixes."""
 
@@ -174,45 +175,45 @@ class _Rotate:
     config: ModelConfig
 
     def forward(
-        self, heads_TN: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+        self, qkv_TN: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         config, attention = self.config, self.attention
         num_kv = config.num_kv_heads
-        q = heads_TN.new_empty(len(heads_TN), config.num_heads, config.head_dim)
-        kv = heads_TN.new_empty(len(attention.token_K), 2 * num_kv, config.head_dim)
-        _qkv_forward[(len(heads_TN),)](
-            heads_TN, q, kv, _or(q_norm, q), _or(k_norm, q), *self.rope, self.positions_T, attention.copies_start,
-            attention.copies_K, config.norm_eps, **self._options(heads_TN),
+        q = qkv_TN.new_empty(len(qkv_TN), config.num_heads, config.head_dim)
+        kv = qkv_TN.new_empty(len(attention.token_K), 2 * num_kv, config.head_dim)
+        _qkv_forward[(len(qkv_TN),)](
+            qkv_TN, q, kv, _or(q_norm, q), _or(k_norm, q), *self.rope, self.positions_T, attention.copies_start,
+            attention.copies_K, config.norm_eps, **self._options(qkv_TN),
         )  # fmt: skip
         return q, kv[:, :num_kv], kv[:, num_kv:]
 
     def backward(
-        self, heads_TN: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, grads: tuple[Tensor, Tensor, Tensor],
+        self, qkv_TN: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, grads: tuple[Tensor, Tensor, Tensor],
         wants_norms: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """The gradients of the qkv product's output and of the norms' weights."""
         config, attention = self.config, self.attention
-        num_programs = triton.cdiv(len(heads_TN), ROWS)
-        heads_grad = torch.empty_like(heads_TN)
+        num_programs = triton.cdiv(len(qkv_TN), TOKENS)
+        qkv_grad = torch.empty_like(qkv_TN)
         size = (num_programs, 2, config.head_dim) if wants_norms else (0,)
-        norm_grads = heads_TN.new_empty(size, dtype=_wide_dtype(heads_TN))
+        norm_grads = qkv_TN.new_empty(size, dtype=_acc_dtype(qkv_TN))
         _qkv_backward[(num_programs,)](
-            heads_TN, *(grad.contiguous() for grad in grads), heads_grad, norm_grads,
-            _or(q_norm, heads_TN), _or(k_norm, heads_TN), *self.rope, self.positions_T, attention.copies_start,
-            attention.copies_K, config.norm_eps, len(heads_TN), **self._options(heads_TN), WANTS_NORMS=wants_norms,
-            ROWS=ROWS,
+            qkv_TN, *(grad.contiguous() for grad in grads), qkv_grad, norm_grads,
+            _or(q_norm, qkv_TN), _or(k_norm, qkv_TN), *self.rope, self.positions_T, attention.copies_start,
+            attention.copies_K, config.norm_eps, len(qkv_TN), **self._options(qkv_TN), WANTS_NORMS=wants_norms,
+            TOKENS=TOKENS,
         )  # fmt: skip
         if not wants_norms:
-            return heads_grad, None, None
-        q_norm_grad, k_norm_grad = norm_grads.sum(0).to(heads_TN.dtype)
-        return heads_grad, q_norm_grad, k_norm_grad
+            return qkv_grad, None, None
+        q_norm_grad, k_norm_grad = norm_grads.sum(0).to(qkv_TN.dtype)
+        return qkv_grad, q_norm_grad, k_norm_grad
 
-    def _options(self, heads_TN: Tensor) -> dict[str, Any]:
+    def _options(self, qkv_TN: Tensor) -> dict[str, Any]:
         config = self.config
         num_heads = triton.next_power_of_2(config.num_heads + 2 * config.num_kv_heads)
         return {
             "NUM_Q": config.num_heads, "NUM_KV": config.num_kv_heads, "DIM": config.head_dim, "HEADS": num_heads,
-            "HAS_NORM": config.qk_norm, "WIDE": _wide(heads_TN),
+            "HAS_NORM": config.qk_norm, "ACC": _acc(qkv_TN),
             "num_warps": 8 if num_heads * config.head_dim > 4096 else 4,
         }  # fmt: skip
 
@@ -226,7 +227,7 @@ def _silu_mul_forward(gate_up: Tensor) -> Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, size)
     grid = num_tokens, triton.cdiv(size, SILU_BLOCK)
-    _silu_mul[grid](gate_up, out, size, WIDE=_wide(out), BLOCK=SILU_BLOCK)
+    _silu_mul[grid](gate_up, out, size, ACC=_acc(out), BLOCK=SILU_BLOCK)
     return out
 
 
@@ -234,7 +235,7 @@ def _silu_mul_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of gate_up, and silu(gate) · up again."""
     gate_up_grad, out, size = torch.empty_like(gate_up), torch.empty_like(grad), grad.shape[1]
     grid = len(gate_up), triton.cdiv(size, SILU_BLOCK)
-    _silu_mul_grad[grid](gate_up, grad, gate_up_grad, out, size, WIDE=_wide(grad), BLOCK=SILU_BLOCK)
+    _silu_mul_grad[grid](gate_up, grad, gate_up_grad, out, size, ACC=_acc(grad), BLOCK=SILU_BLOCK)
     return gate_up_grad, out
 
 
@@ -254,14 +255,14 @@ def _norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """The gradient of the norm's input x, which includes `x_grad`; the same in `y_dtype`, the dtype of the term that
     was added; the gradient of the weight."""
-    num_programs = triton.cdiv(len(x_TD), ROWS)
+    num_programs = triton.cdiv(len(x_TD), TOKENS)
     out = torch.empty_like(x_TD)
     y_grad = out if y_dtype is None or y_dtype == out.dtype else torch.empty_like(out, dtype=y_dtype)
-    partial = x_TD.new_empty((num_programs, x_TD.shape[1]) if wants_weight else (0,), dtype=_wide_dtype(x_TD))
+    partial = x_TD.new_empty((num_programs, x_TD.shape[1]) if wants_weight else (0,), dtype=_acc_dtype(x_TD))
     _add_norm_backward[(num_programs,)](
         out if x_grad is None else x_grad.contiguous(), h_grad.contiguous(), x_TD, weight_D, out, y_grad, partial,
         eps, len(x_TD), **_row_options(x_TD), HAS_X_GRAD=x_grad is not None, HAS_Y=y_grad is not out,
-        WANTS_WEIGHT=wants_weight, ROWS=ROWS,
+        WANTS_WEIGHT=wants_weight, TOKENS=TOKENS,
     )  # fmt: skip
     weight_grad = partial.sum(0).to(weight_D.dtype) if wants_weight else None
     return out, None if y_dtype is None else y_grad, weight_grad
@@ -270,53 +271,53 @@ def _norm_backward(
 def _row_options(x_TD: Tensor) -> dict[str, Any]:
     """Launch options of a kernel that computes with whole rows of x."""
     width = triton.next_power_of_2(x_TD.shape[1])
-    return {"D": x_TD.shape[1], "WIDTH": width, "WIDE": _wide(x_TD), "num_warps": 8 if width >= 4096 else 4}
+    return {"D": x_TD.shape[1], "WIDTH": width, "ACC": _acc(x_TD), "num_warps": 8 if width >= 4096 else 4}
 
 
-def _wide(x: Tensor) -> Any:
+def _acc(x: Tensor) -> Any:
     """Triton's dtype to compute in."""
     return tl.float64 if x.dtype == torch.float64 else tl.float32
 
 
-def _wide_dtype(x: Tensor) -> torch.dtype:
+def _acc_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 @triton.jit
 def _add_norm(
-    x, y, weight, total, h, eps, D: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, HAS_Y: tl.constexpr
+    x, y, weight, total, h, eps, D: tl.constexpr, WIDTH: tl.constexpr, ACC: tl.constexpr, HAS_Y: tl.constexpr
 ):  # fmt: skip
     """One row per program: total = x + y, h = norm(total) · weight."""
     row = tl.program_id(0).to(tl.int64) * D
     at = tl.arange(0, WIDTH)
     inside = at < D
-    value = tl.load(x + row + at, mask=inside, other=0.0).to(WIDE)
+    value = tl.load(x + row + at, mask=inside, other=0.0).to(ACC)
     if HAS_Y:
-        value += tl.load(y + row + at, mask=inside, other=0.0).to(WIDE)
+        value += tl.load(y + row + at, mask=inside, other=0.0).to(ACC)
         tl.store(total + row + at, value, mask=inside)
     factor = 1 / tl.sqrt(tl.sum(value * value) / D + eps)
-    scale = tl.load(weight + at, mask=inside, other=0.0).to(WIDE)
+    scale = tl.load(weight + at, mask=inside, other=0.0).to(ACC)
     tl.store(h + row + at, (value * factor * scale).to(h.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _add_norm_backward(
     x_grad, h_grad, x, weight, out, y_grad, partial, eps, num_rows,
-    D: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, HAS_X_GRAD: tl.constexpr, HAS_Y: tl.constexpr,
-    WANTS_WEIGHT: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, ACC: tl.constexpr, HAS_X_GRAD: tl.constexpr, HAS_Y: tl.constexpr,
+    WANTS_WEIGHT: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows per program. With n = x · factor and g = h_grad · weight: out = x_grad + factor · (g - n · mean(g n)).
-    `partial` gets the sum over the rows of h_grad · n."""
+    """TOKENS rows per program. With n = x · factor and g = h_grad · weight:
+    out = x_grad + factor · (g - n · mean(g n)). `partial` gets the sum over the rows of h_grad · n."""
     program = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
     inside = at < D
-    scale = tl.load(weight + at, mask=inside, other=0.0).to(WIDE)
-    total = tl.zeros([WIDTH], WIDE)
-    for i in range(ROWS):
-        row = program * ROWS + i
+    scale = tl.load(weight + at, mask=inside, other=0.0).to(ACC)
+    total = tl.zeros([WIDTH], ACC)
+    for i in range(TOKENS):
+        row = program * TOKENS + i
         valid = inside & (row < num_rows)
-        value = tl.load(x + row * D + at, mask=valid, other=0.0).to(WIDE)
-        grad = tl.load(h_grad + row * D + at, mask=valid, other=0.0).to(WIDE)
+        value = tl.load(x + row * D + at, mask=valid, other=0.0).to(ACC)
+        grad = tl.load(h_grad + row * D + at, mask=valid, other=0.0).to(ACC)
         factor = 1 / tl.sqrt(tl.sum(value * value) / D + eps)
         normed = value * factor
         if WANTS_WEIGHT:
@@ -324,7 +325,7 @@ def _add_norm_backward(
         grad *= scale
         result = factor * (grad - normed * (tl.sum(grad * normed) / D))
         if HAS_X_GRAD:
-            result += tl.load(x_grad + row * D + at, mask=valid, other=0.0).to(WIDE)
+            result += tl.load(x_grad + row * D + at, mask=valid, other=0.0).to(ACC)
         tl.store(out + row * D + at, result.to(out.dtype.element_ty), mask=valid)
         if HAS_Y:
             tl.store(y_grad + row * D + at, result.to(y_grad.dtype.element_ty), mask=valid)
@@ -333,25 +334,25 @@ def _add_norm_backward(
 
 
 @triton.jit
-def _silu_mul(gate_up, out, size, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul(gate_up, out, size, ACC: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    gate = tl.load(gate_up + row * 2 * size + at, mask=inside, other=0.0).to(WIDE)
-    up = tl.load(gate_up + row * 2 * size + size + at, mask=inside, other=0.0).to(WIDE)
+    gate = tl.load(gate_up + row * 2 * size + at, mask=inside, other=0.0).to(ACC)
+    up = tl.load(gate_up + row * 2 * size + size + at, mask=inside, other=0.0).to(ACC)
     tl.store(out + row * size + at, (gate / (1 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _silu_mul_grad(gate_up, grad, gate_up_grad, out, size, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul_grad(gate_up, grad, gate_up_grad, out, size, ACC: tl.constexpr, BLOCK: tl.constexpr):
     """With s = sigmoid(gate): d silu(gate) / d gate = s · (1 + gate · (1 - s))."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     start = row * 2 * size + at
-    gate = tl.load(gate_up + start, mask=inside, other=0.0).to(WIDE)
-    up = tl.load(gate_up + start + size, mask=inside, other=0.0).to(WIDE)
-    out_grad = tl.load(grad + row * size + at, mask=inside, other=0.0).to(WIDE)
+    gate = tl.load(gate_up + start, mask=inside, other=0.0).to(ACC)
+    up = tl.load(gate_up + start + size, mask=inside, other=0.0).to(ACC)
+    out_grad = tl.load(grad + row * size + at, mask=inside, other=0.0).to(ACC)
     sigmoid = 1 / (1 + tl.exp(-gate))
     gate_grad = out_grad * up * sigmoid * (1 + gate * (1 - sigmoid))
     silu = gate * sigmoid
@@ -364,24 +365,24 @@ def _silu_mul_grad(gate_up, grad, gate_up_grad, out, size, WIDE: tl.constexpr, B
 @triton.jit
 def _load_factors(
     x, y, head, q_norm, k_norm, cos, sin, position, eps,
-    NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, DIM: tl.constexpr, HAS_NORM: tl.constexpr, WIDE: tl.constexpr,
+    NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, DIM: tl.constexpr, HAS_NORM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """For the heads' halves x and y [HEADS, DIM / 2]: the norm's factor [HEADS, 1] and weights [HEADS, DIM / 2], cos
     and sin. Values have no norm and are not rotated: factor, weights and cos are 1, sin is 0."""
     e = tl.arange(0, DIM // 2)[None, :]
     is_q, is_v = (head < NUM_Q)[:, None], (head >= NUM_Q + NUM_KV)[:, None]
-    c = tl.where(is_v, 1.0, tl.load(cos + position * (DIM // 2) + e).to(WIDE))
-    s = tl.where(is_v, 0.0, tl.load(sin + position * (DIM // 2) + e).to(WIDE))
+    c = tl.where(is_v, 1.0, tl.load(cos + position * (DIM // 2) + e).to(ACC))
+    s = tl.where(is_v, 0.0, tl.load(sin + position * (DIM // 2) + e).to(ACC))
     if HAS_NORM:
         factor = 1 / tl.sqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / DIM + eps)[:, None]
         factor = tl.where(is_v, 1.0, factor)
-        q_x, k_x = tl.load(q_norm + e).to(WIDE), tl.load(k_norm + e).to(WIDE)
-        q_y, k_y = tl.load(q_norm + DIM // 2 + e).to(WIDE), tl.load(k_norm + DIM // 2 + e).to(WIDE)
+        q_x, k_x = tl.load(q_norm + e).to(ACC), tl.load(k_norm + e).to(ACC)
+        q_y, k_y = tl.load(q_norm + DIM // 2 + e).to(ACC), tl.load(k_norm + DIM // 2 + e).to(ACC)
         scale_x = tl.where(is_v, 1.0, tl.where(is_q, q_x, k_x))
         scale_y = tl.where(is_v, 1.0, tl.where(is_q, q_y, k_y))
     else:
-        factor = tl.full(is_v.shape, 1.0, WIDE)
-        scale_x = tl.full(x.shape, 1.0, WIDE)
+        factor = tl.full(is_v.shape, 1.0, ACC)
+        scale_x = tl.full(x.shape, 1.0, ACC)
         scale_y = scale_x
     return factor, scale_x, scale_y, c, s
 
@@ -390,7 +391,7 @@ def _load_factors(
 def _qkv_forward(
     heads, q, kv, q_norm, k_norm, cos, sin, positions, copies_start, copies, eps,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     """One token per program. Its keys and values are written to all their copies."""
     token = tl.program_id(0).to(tl.int64)
@@ -398,11 +399,11 @@ def _qkv_forward(
     e = tl.arange(0, DIM // 2)[None, :]
     at = token * (NUM_Q + 2 * NUM_KV) * DIM + head[:, None] * DIM + e
     inside = (head < NUM_Q + 2 * NUM_KV)[:, None]
-    x = tl.load(heads + at, mask=inside, other=0.0).to(WIDE)
-    y = tl.load(heads + at + DIM // 2, mask=inside, other=0.0).to(WIDE)
+    x = tl.load(heads + at, mask=inside, other=0.0).to(ACC)
+    y = tl.load(heads + at + DIM // 2, mask=inside, other=0.0).to(ACC)
     position = tl.load(positions + token)
     factor, scale_x, scale_y, c, s = _load_factors(
-        x, y, head, q_norm, k_norm, cos, sin, position, eps, NUM_Q, NUM_KV, DIM, HAS_NORM, WIDE
+        x, y, head, q_norm, k_norm, cos, sin, position, eps, NUM_Q, NUM_KV, DIM, HAS_NORM, ACC
     )
     x, y = x * factor * scale_x, y * factor * scale_y
     dtype = q.dtype.element_ty
@@ -420,40 +421,40 @@ def _qkv_forward(
 
 @triton.jit
 def _qkv_backward(
-    heads, q_grad, k_grad, v_grad, heads_grad, norm_grads, q_norm, k_norm, cos, sin, positions, copies_start, copies,
+    heads, q_grad, k_grad, v_grad, qkv_grad, norm_grads, q_norm, k_norm, cos, sin, positions, copies_start, copies,
     eps, num_tokens,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
-    WIDE: tl.constexpr, WANTS_NORMS: tl.constexpr, ROWS: tl.constexpr,
+    ACC: tl.constexpr, WANTS_NORMS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS tokens per program. The gradients of a key's or value's copies are added in order."""
+    """TOKENS tokens per program. The gradients of a key's or value's copies are added in order."""
     program = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)
     e = tl.arange(0, DIM // 2)[None, :]
     is_q, is_v = (head < NUM_Q)[:, None], (head >= NUM_Q + NUM_KV)[:, None]
     inside = (head < NUM_Q + 2 * NUM_KV)[:, None]
     is_k = (head >= NUM_Q)[:, None] & (head < NUM_Q + NUM_KV)[:, None]
-    total_x, total_y = tl.zeros([HEADS, DIM // 2], WIDE), tl.zeros([HEADS, DIM // 2], WIDE)
-    for i in range(ROWS):
-        token = program * ROWS + i
+    total_x, total_y = tl.zeros([HEADS, DIM // 2], ACC), tl.zeros([HEADS, DIM // 2], ACC)
+    for i in range(TOKENS):
+        token = program * TOKENS + i
         if token < num_tokens:
             at = token * (NUM_Q + 2 * NUM_KV) * DIM + head[:, None] * DIM + e
-            x = tl.load(heads + at, mask=inside, other=0.0).to(WIDE)
-            y = tl.load(heads + at + DIM // 2, mask=inside, other=0.0).to(WIDE)
+            x = tl.load(heads + at, mask=inside, other=0.0).to(ACC)
+            y = tl.load(heads + at + DIM // 2, mask=inside, other=0.0).to(ACC)
             position = tl.load(positions + token)
             factor, scale_x, scale_y, c, s = _load_factors(
-                x, y, head, q_norm, k_norm, cos, sin, position, eps, NUM_Q, NUM_KV, DIM, HAS_NORM, WIDE
+                x, y, head, q_norm, k_norm, cos, sin, position, eps, NUM_Q, NUM_KV, DIM, HAS_NORM, ACC
             )
             from_q = q_grad + (token * NUM_Q + head[:, None]) * DIM + e
-            x_grad = tl.load(from_q, mask=is_q, other=0.0).to(WIDE)
-            y_grad = tl.load(from_q + DIM // 2, mask=is_q, other=0.0).to(WIDE)
+            x_grad = tl.load(from_q, mask=is_q, other=0.0).to(ACC)
+            y_grad = tl.load(from_q + DIM // 2, mask=is_q, other=0.0).to(ACC)
             for j in range(tl.load(copies_start + token), tl.load(copies_start + token + 1)):
                 row = tl.load(copies + j).to(tl.int64)
                 from_k = k_grad + (row * NUM_KV + head[:, None] - NUM_Q) * DIM + e
                 from_v = v_grad + (row * NUM_KV + head[:, None] - NUM_Q - NUM_KV) * DIM + e
-                x_grad += tl.load(from_k, mask=is_k, other=0.0).to(WIDE)
-                y_grad += tl.load(from_k + DIM // 2, mask=is_k, other=0.0).to(WIDE)
-                x_grad += tl.load(from_v, mask=is_v & inside, other=0.0).to(WIDE)
-                y_grad += tl.load(from_v + DIM // 2, mask=is_v & inside, other=0.0).to(WIDE)
+                x_grad += tl.load(from_k, mask=is_k, other=0.0).to(ACC)
+                y_grad += tl.load(from_k + DIM // 2, mask=is_k, other=0.0).to(ACC)
+                x_grad += tl.load(from_v, mask=is_v & inside, other=0.0).to(ACC)
+                y_grad += tl.load(from_v + DIM // 2, mask=is_v & inside, other=0.0).to(ACC)
             x_grad, y_grad = x_grad * c + y_grad * s, y_grad * c - x_grad * s  # the inverse rotation
             if HAS_NORM:
                 x, y = x * factor, y * factor
@@ -464,8 +465,8 @@ def _qkv_backward(
                 mean = ((tl.sum(x_grad * x, 1) + tl.sum(y_grad * y, 1)) / DIM)[:, None]
                 mean = tl.where(is_v, 0.0, mean)
                 x_grad, y_grad = factor * (x_grad - x * mean), factor * (y_grad - y * mean)
-            tl.store(heads_grad + at, x_grad.to(heads_grad.dtype.element_ty), mask=inside)
-            tl.store(heads_grad + at + DIM // 2, y_grad.to(heads_grad.dtype.element_ty), mask=inside)
+            tl.store(qkv_grad + at, x_grad.to(qkv_grad.dtype.element_ty), mask=inside)
+            tl.store(qkv_grad + at + DIM // 2, y_grad.to(qkv_grad.dtype.element_ty), mask=inside)
     if WANTS_NORMS:
         to = norm_grads + program * 2 * DIM + tl.arange(0, DIM // 2)
         tl.store(to, tl.sum(tl.where(is_q, total_x, 0.0), 0))
