@@ -9,6 +9,7 @@ import pytest
 
 from paceline.build.config import load_config
 from paceline.build.engine import build_engine
+from paceline.build.learner import load_policy
 from paceline.types import Request, SamplingParams
 
 
@@ -45,3 +46,9 @@ def test_min_confidence_reaches_the_policy(checkpoint: Callable[..., Path]) -> N
     assert build_engine(load_config(None, settings)).policy.min_confidence == 0.3
     with pytest.raises(ValueError, match=r"speculation\.min_confidence = 0"):
         build_engine(load_config(None, [*settings, "speculation.rule=rejection"]))
+
+
+def test_training_in_float16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.build.learner.check_device", lambda config: None)  # a CPU has its own error
+    with pytest.raises(ValueError, match='model.dtype = "float16".*bfloat16'):
+        load_policy(load_config(None, ["model.device=cuda", "model.dtype=float16"]), Path(), "cpu")
