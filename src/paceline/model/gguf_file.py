@@ -12,6 +12,7 @@ from paceline.model.weights import ModelError
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
+SIGNIFICANT_BITS = {"F32": 24, "F16": 11, "BF16": 8}
 _MISSING: Any = object()
 
 
@@ -30,7 +31,7 @@ class GgufFile:
         self._fields = reader.fields
         self.keys = list(reader.fields)
         self.tensors: dict[str, ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
-        if (parts := self.get("split.count", 1)) > 1:
+        if (parts := self.get("split.count", 1)) not in (0, 1):
             raise self.error(f"one of {parts} parts (split.count); merge them: llama-gguf-split --merge FIRST OUTPUT")
 
     def get(self, key: str, default: Any = _MISSING) -> Any:
@@ -49,15 +50,19 @@ class GgufFile:
 
     def get_float(self, key: str, default: Any = _MISSING) -> float:
         """The file stores float32. The shortest decimal with the same float32 value is the original number."""
-        return float(str(np.float32(self.get(key, default))))
+        value = self.get(key, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise self.error(f"{key} = {str(value)[:60]}: must be a number")
+        return float(str(np.float32(value)))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """As in numpy: GGUF lists dimensions in the reverse order."""
         return tuple(int(size) for size in reversed(self.tensors[name].shape))
 
     def bits(self, name: str) -> float:
-        """Bits per weight, with the scales of quantised blocks."""
-        return 8 * self.tensors[name].n_bytes / self.tensors[name].n_elements
+        """Significant bits per weight: those of a float, or all with the scales of quantised blocks."""
+        tensor = self.tensors[name]
+        return SIGNIFICANT_BITS.get(tensor.tensor_type.name, 8 * tensor.n_bytes / tensor.n_elements)
 
     def values(self, name: str, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
         """A tensor, or some of its rows, in float32."""

@@ -151,6 +151,14 @@ def test_two_copies_of_a_tied_matrix_become_the_more_precise_one(
         assert np.array_equal(fetch(EMBED).numpy(), quantised(matrix, Kind.Q8_0))
 
 
+def test_a_tied_matrix_in_float32_and_bfloat16(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """bfloat16 has 8 significant bits of its 16."""
+    matrix = state(tiny("qwen2"))[EMBED].numpy()
+    copies = {"token_embd.weight": (matrix, Kind.BF16), "output.weight": (matrix, Kind.F32)}
+    made = converted(write_gguf(tmp_path / "x.gguf", tiny("qwen2"), tensors=copies), tmp_path / "made")
+    assert weights.read_config(made).tie_embeddings and np.array_equal(state(made)[EMBED].numpy(), matrix)
+
+
 @pytest.mark.parametrize("difference", [1.0, 0.1])
 def test_an_lm_head_of_its_own_stays(tiny: Callable[..., Path], tmp_path: Path, difference: float) -> None:
     model = tiny("qwen3")

@@ -31,6 +31,8 @@ def test_metadata_and_tensors(path: Path) -> None:
     assert np.array_equal(file.values("m", np.array([3, 1])), quantised(MATRIX, Kind.Q8_0)[[3, 1]])
     assert file.get("tokenizer.ggml.tokens") == TOKENS and file.get("no.such.key", 7) == 7
     assert file.get_float("llama.attention.layer_norm_rms_epsilon") == 1e-5  # stored as float32
+    with pytest.raises(ModelError, match=r"x\.gguf: general\.architecture = llama: must be a number"):
+        file.get_float("general.architecture")
     with pytest.raises(ModelError, match=r"x\.gguf: no\.such\.key is missing"):
         file.get("no.such.key")
 
