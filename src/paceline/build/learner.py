@@ -35,13 +35,13 @@ def build_learner(config: Config, directory: Any, worker_group: WorkerGroup | No
 def load_policy(config: Config, directory: Any, device: str) -> Decoder | HFDecoder:
     """The model to train, by learner.model."""
     check_device(config)
-    if config.learner.model == "transformers":
-        return load_hf(directory, getattr(torch, config.model.dtype), device)
     if config.model.dtype == "float16":
         raise ValueError(
             'model.dtype = "float16": small gradients would round to 0, since there is no loss scaling; train in '
             '"bfloat16" or "float32"'
         )
+    if config.learner.model == "transformers":
+        return load_hf(directory, getattr(torch, config.model.dtype), device)
     decoder = load_decoder(config, directory, device)
     if config.model.device.startswith("cuda"):
         use_train_kernels(decoder)

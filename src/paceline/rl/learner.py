@@ -4,7 +4,7 @@ It does not know algorithms, tasks or engines.
 
 Invariants:
   - The same rollouts, weights and number of threads give bit-identical results, on GPUs of one type. Exception:
-    learner.deterministic = false, and transformers' models on a GPU.
+    learner.deterministic = false; and on a GPU float32 and transformers' models, whose attention is torch's choice.
   - Packing and microbatching change results only by rounding.
   - Training continues bit for bit after `state_dict` and `load_state_dict`.
 Per-token tensors are as in TokenBatch: T tokens after the prompts, float64, on the CPU.
