@@ -37,7 +37,7 @@ COMMANDS_INTRO = (
     "`train.num_steps=50`. Options are listed with their default: `--batch=16`. Arguments in brackets are optional. "
     "Separate several values by commas: `--batch 1,4,16`."
 )
-COMMON = "Common options"  # those that at least three commands share
+COMMON = "Common options"  # those that several commands share
 CONFIG_INTRO = """A config is a TOML file:
 
 ```toml
@@ -68,7 +68,7 @@ def main() -> None:
 def commands_page() -> str:
     commands = {name: (callback, _parameters(callback)) for name, callback in _commands(app, "paceline")}
     counts = Counter(p.line() for _, parameters in commands.values() for p in parameters if not p.is_argument)
-    common = {line for line, count in counts.items() if count > 2}
+    common = {line for line, count in counts.items() if count > 1}
     parts = ["# Commands", NOTE, COMMANDS_INTRO, f"## {COMMON}", "\n".join(line for line in counts if line in common)]
     for name, (callback, parameters) in commands.items():
         parts += [f"## {name}", _help(callback)]

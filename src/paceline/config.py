@@ -53,7 +53,7 @@ class ModelSection(Section):
     """Engine and learner use this policy model."""
 
     name: str = "smollm2-135m"  # a name that `paceline pull` knows or imported, a Hugging Face directory, or a hub id
-    # Dtype of the weights. With 16 bits, the optimizer keeps a float32 copy.
+    # Dtype of the weights. With bfloat16, the optimizer keeps a float32 copy. `float16`: not for training.
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"  # "cpu", "cuda", or one GPU: "cuda:1"
     yarn_factor: Annotated[float, Field(ge=1)] | None = None  # extend the context by this factor (YaRN)
@@ -108,7 +108,7 @@ class SpeculationSection(Section):
     prompt_lookup_max: Positive = 5  # `ngram`: maximum match length in tokens
     # `static`: end a draft before a token whose survival probability is below this.
     min_confidence: Annotated[float, Field(ge=0, le=1)] = 0.0
-    # `train`: generate every n-th step again, with drafts and without, to compare tokens and time. 0: never.
+    # `train`: generate every n-th RL step again, with drafts and without, to compare tokens and time. 0: never.
     audit_every: Count = 0
     suffix_min_match: Positive = 1  # `suffix`: minimum match length in tokens
     suffix_max_bytes: Annotated[int, Field(ge=1 << 16)] = 1 << 30  # `suffix`: maximum size of the history

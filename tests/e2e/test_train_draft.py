@@ -66,7 +66,7 @@ def test_output(folder: Path, trained: Any) -> None:
         assert trained.stdout.count(row) == 2, "before and after"
     assert f'speculation.method = "eagle3"\nspeculation.head = "{head}"\n' in trained.stdout
     assert "held-out tokens in it" in trained.stdout and "tokens trained on" in trained.stdout
-    assert "before  accepted  coupled 1." in trained.stderr and "step 2  accepted" in trained.stderr
+    assert "before  acceptance length  coupled 1." in trained.stderr and "step 2  acceptance length" in trained.stderr
     data = json.loads((folder / "out.json").read_text())
     assert data["head"] == str(head) and data["finished"] and data["config"]["draft"]["unroll"] == 2
     assert data["acceptance_after"]["coupled"]["mean_acceptance_length"] >= 1

@@ -54,7 +54,7 @@ def test_every_command_and_option_is_in_the_reference() -> None:
     for name, command in found.items():
         items = list_items(sections[name])
         for option in re.findall(r"`(-+[\w-]+)`", "".join(re.findall(r"\(#common-options\): (.+)", sections[name]))):
-            items |= {item: text for item, text in common.items() if item.split()[0] == option}
+            items |= {item: text for item, text in common.items() if re.split("[ =]", item)[0] == option}
         listed = {option: item for item in items for option in re.findall(r"(?<!\S)-+[\w-]+", item)}
         params = [p for p in command.params if p.param_type_name == "option" and p.name != "help"]
         assert set(listed) == {option for p in params for option in p.opts}, name

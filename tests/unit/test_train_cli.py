@@ -111,6 +111,15 @@ def test_dry_run(command: Any, overrides: list[str], tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
+def test_dry_run_loads_the_reward_functions_without_answers(command: Any, overrides: list[str], tmp_path: Path) -> None:
+    table = tmp_path / "no_answers.jsonl"
+    table.write_text("".join(f'{{"prompt": "say {letter}"}}\n' for letter in "abcd"))
+    given = [*overrides, f"task.name={str(table)!r}", "--dry-run"]
+    assert "2 to train on, 2 held out" in command("train", *given).stdout
+    result = command("train", *given, 'reward.functions=["reward_functions:no_such"]', code=2)
+    assert "reward.functions has 'reward_functions:no_such'" in result.stderr
+
+
 def test_run_folder_is_under_runs(
     command: Any, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

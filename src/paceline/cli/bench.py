@@ -70,7 +70,6 @@ def rollout(
 
     - `paceline bench rollout --engines paceline,hf --modes plain,ngram,suffix`
     - `paceline bench rollout --engines paceline,vllm --batch 1,4,16 --json out.json --plot out.html`
-    - `paceline bench rollout --engines paceline --modes plain,eagle3+auto,hybrid+das --num-generations 8`
     """
     from paceline.bench.prompts import BUILTIN, read_prompts
     from paceline.bench.rollout import COLUMNS, Bench, Settings
@@ -151,7 +150,6 @@ def step(
     Examples:
 
     - `paceline bench step --batch 1,8,32,128 --k 0,3 --imposed-acceptance 3.32 --json out.json --plot out.html`
-    - `paceline bench step --batch 1,8,32 --k 0,3 --drafter history --imposed-acceptance 2`
     - `paceline bench step --model smollm2-135m --device cpu --dtype float32 --batch 1,4 --prompt-tokens 64`
     """
     from paceline.bench import step_settings as steps

@@ -159,4 +159,4 @@ class DraftProgress:
 
     def _line(self, when: str, found: Mapping[str, Any]) -> None:
         lengths = "  ".join(f"{kind} {found[kind]['mean_acceptance_length']:.3f}" for kind in DRAFT_KINDS)
-        self._bars.console.print(Text(f"{when:>10}  accepted  {lengths}"), soft_wrap=True)
+        self._bars.console.print(Text(f"{when:>10}  acceptance length  {lengths}"), soft_wrap=True)

@@ -56,7 +56,6 @@ def generate(
 
     - `paceline generate "Why is the sky blue?"`
     - `paceline generate -n 4 --method suffix --k 6 --temperature 0.8 "Write a haiku."`
-    - `paceline generate --prompts questions.jsonl --set engine.max_num_seqs=8 --json out.json`
     """
     from paceline.speculation.metrics import summarise
     from paceline.tasks.prompt import encode

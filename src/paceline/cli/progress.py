@@ -71,7 +71,7 @@ class TerminalProgress:
         text.append(f"step {m['step'] + 1}/{self.config.train.num_steps}", "bold")
         text.append(f"  reward {m['reward_mean']:.3f}")
         text.append(f"  length {m['length_mean']:.0f}")
-        text.append(f"  accepted {m['mean_acceptance_length']:.2f}" if m["num_drafts"] else "  accepted –")
+        text.append("  acceptance length " + (f"{m['mean_acceptance_length']:.2f}" if m["num_drafts"] else "–"))
         text.append(f"  {m['tokens_per_s']:.0f} tokens/s overall")
         text.append(f"  {m['stages']['total']:.1f} s")
         if m["staleness_max"]:

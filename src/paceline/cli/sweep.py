@@ -60,7 +60,6 @@ def sweep(
 
     - `paceline sweep configs/quickstart.toml`
     - `paceline sweep configs/gsm8k.toml --drafters eagle3,hybrid --k 2,3,4 --batch 1,2,4 --temperature 1`
-    - `paceline sweep model.name=./my-model --prompts questions.jsonl --json out.json --plot out.html`
     """
     from paceline.bench import sweep as sweeps
     from paceline.bench.common import describe

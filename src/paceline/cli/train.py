@@ -153,7 +153,7 @@ def summary_figures(summary: dict[str, Any], overlaps: bool) -> dict[str, Any]:
         "mean acceptance length": summary["mean_acceptance_length"],
     }
     if summary["generation_speedup"] is not None:
-        figures["audited speed-up, whole rollout"] = f"{summary['generation_speedup']:.2f}x"
+        figures["audited speed-up, whole generation"] = f"{summary['generation_speedup']:.2f}x"
         for rows, ratio in summary["tail_speedup"].items():
             figures[f"audited speed-up, {rows} running"] = f"{ratio:.2f}x"
         figures["audited tokens identical"] = summary["identical"]
@@ -209,15 +209,16 @@ def show_memory(plan: MemoryPlan) -> None:
 
 
 def score_reference_answer(config: Config, problem: Problem, tokenizer: Any) -> float | None:
-    """The reward of a problem's own answer; None if it has none, as in an environment."""
+    """The reward of a problem's own answer; None if it has none, as in an environment. Either way the reward functions
+    are loaded, so that a wrong name is an error now and not in the run."""
     from paceline.build.task import build_rewarder
     from paceline.tasks.rewards import Sample
 
     answer = problem.columns.get("answer")
-    if not answer or problem.make_env is not None:
-        return None
-    ids = tuple(tokenizer.encode(str(answer)))
     with contextlib.closing(build_rewarder(config)) as rewarder:
+        if not answer or problem.make_env is not None:
+            return None
+        ids = tuple(tokenizer.encode(str(answer)))
         score = rewarder.score([Sample("the first problem", problem.prompt, str(answer), ids, problem.columns)])[0]
     if score.failure is not None:
         raise ValueError(score.failure)

@@ -45,9 +45,8 @@ def _libraries() -> Iterable[Finding]:
     absent = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
     versions = ", ".join(f"{name} {_version(name)}" for name in ("numpy", "transformers", "safetensors"))
     if absent:
-        yield Finding(
-            "libraries", MISSING, f"not installed: {', '.join(absent)}", "pip install paceline", required=True
-        )
+        remedy = 'run in the repository: pip install -e ".[train]"'
+        yield Finding("libraries", MISSING, f"not installed: {', '.join(absent)}", remedy, required=True)
     else:
         yield Finding("libraries", OK, versions, required=True)
 
