@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -165,9 +166,10 @@ def load_head(
     """The head of a directory in either layout. `target_checksum` is `weights.checkpoint_checksum` of the target.
     Unless `any_target`, it must equal the one in the head's provenance, if there is one."""
     directory = Path(directory)
+    hf = read_config_json(directory)
     with tensors_in(directory, CONVERT) as (shapes, fetch):
         shapes, fetch = _renamed(shapes, fetch)
-        config = _config(directory, target, shapes)
+        config = _config(hf, directory / "config.json", target, shapes)
         if not any_target:
             _check_target(directory, target_checksum)
         with torch.device("meta"):
@@ -183,12 +185,12 @@ def load_head(
 
 def read_head_config(directory: Path, target: ModelConfig) -> HeadConfig:
     """The shape of a directory's head. Reads no weights."""
+    hf = read_config_json(directory)
     with tensors_in(directory, CONVERT) as (shapes, fetch):
-        return _config(directory, target, _renamed(shapes, fetch)[0])
+        return _config(hf, directory / "config.json", target, _renamed(shapes, fetch)[0])
 
 
-def _config(directory: Path, target: ModelConfig, shapes: Shapes) -> HeadConfig:
-    path, hf = directory / "config.json", read_config_json(directory)
+def _config(hf: dict[str, Any], path: Path, target: ModelConfig, shapes: Shapes) -> HeadConfig:
     try:
         config = from_json(hf, target, own_embedding="embed_tokens.weight" in shapes)
     except ValueError as error:
