@@ -278,7 +278,8 @@ class LearnerSection(OptimizerSection):
     num_minibatches: Positive = 1  # optimizer steps per batch
     num_iterations: Positive = 1  # passes over a batch
     activation_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
-    # On a GPU in bfloat16: the same rollouts and weights give the same bits. `false` is faster for long sequences.
+    # On a GPU in bfloat16 with flash attention: the same rollouts and weights give the same bits. `false` is faster for
+    # long sequences.
     deterministic: bool = True
     lora_rank: Count = 0  # rank of LoRA adapters; 0: train all weights
     lora_alpha: Annotated[float, Field(gt=0)] = 16.0  # LoRA: scale of the adapters

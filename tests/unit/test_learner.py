@@ -14,14 +14,14 @@ from support import tiny_decoder
 from torch import Tensor
 
 from paceline.config import LearnerSection
-from paceline.model.attention import PackedAttention
+from paceline.model.attention import PackedAttention, VarlenAttention
 from paceline.model.config import with_yarn
 from paceline.model.decoder import Decoder
 from paceline.model.weights import assign, hf_state, init, load
 from paceline.rl import logprobs as logprobs_module
 from paceline.rl.batch import TokenBatch, scored
 from paceline.rl.learner import Learner
-from paceline.rl.packing import microbatches, minibatches, pack
+from paceline.rl.packing import KEYS_PER_TOKEN, microbatches, minibatches, pack
 from paceline.types import Group, Rollout
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -175,6 +175,18 @@ def test_microbatches_are_in_order_and_within_max_tokens(max_tokens: int) -> Non
     for (start, _), (_, end) in pairwise(spans):  # no two of them fit into one
         first_of_next = next(i for i in range(start + 1, end + 1) if len(pack(rollouts[start:i])) > max_tokens)
         assert first_of_next <= end
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 21])
+def test_copies_of_a_prompt_are_bounded(num_tokens: int) -> None:
+    """Attention copies a prompt's keys for each completion: 64 of them would have 260,000 rows."""
+    rollouts = [rollout([7] * 4000, [8] * num_tokens) for _ in range(64)]
+    spans = list(microbatches(rollouts, 8192))
+    assert [i for start, end in spans for i in range(start, end)] == list(range(64))
+    packs = [pack(rollouts[start:end]) for start, end in spans]
+    rows = [len(VarlenAttention(packed.lengths, packed.prefixes, "cpu").token_K) for packed in packs]
+    assert max(map(len, packs)) <= 8192 and max(rows) <= KEYS_PER_TOKEN * 8192
+    assert len(spans) == (1 if num_tokens == 1 else 5), "a completion of one token needs no keys"
 
 
 def test_minibatches_are_whole_groups_if_possible() -> None:

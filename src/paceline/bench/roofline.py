@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.model.config import ModelConfig
+from paceline.model.config import ModelConfig, num_matrix_weights
 
 if TYPE_CHECKING:
     from paceline.model.eagle3 import HeadConfig
@@ -60,7 +60,7 @@ def step_s(
 def _target_pass(target: ModelConfig, load: Load) -> tuple[float, float]:
     num = load.num_tokens
     matrices = [
-        (target.num_layers * layer_size(target, target.hidden_size), num),
+        (target.num_layers * num_matrix_weights(target), num),
         (target.hidden_size * target.vocab_size, num),  # logits of every query token
     ]
     return _pass(target, load, matrices, num, load.itemsize)
@@ -70,17 +70,11 @@ def _head_passes(head: HeadConfig, load: Load, itemsize: int) -> Iterator[tuple[
     """The first pass processes all tokens of the step and drafts one token per row; each of k - 1 further passes
     processes and drafts one token per row."""
     c = head.layer
-    layer, lm_head = layer_size(c, 2 * c.hidden_size), (c.hidden_size * head.draft_vocab_size, load.num_rows)
+    layer, lm_head = num_matrix_weights(c, 2 * c.hidden_size), (c.hidden_size * head.draft_vocab_size, load.num_rows)
     for i in range(load.num_draft_tokens):
         num = load.num_rows if i else load.num_tokens
         fuse = [] if i else [(head.aux_hidden_size * c.hidden_size, num)]
         yield _pass(c, load, [*fuse, (layer, num), lm_head], num, itemsize)
-
-
-def layer_size(c: ModelConfig, num_in: int) -> int:
-    """Parameters in a layer's matrices: qkv, o, gate and up, down."""
-    qkv = num_in * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
-    return qkv + c.num_heads * c.head_dim * c.hidden_size + 3 * c.hidden_size * c.intermediate_size
 
 
 def _pass(

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.bench.roofline import layer_size
-from paceline.model.config import ModelConfig
+from paceline.model.config import ModelConfig, num_matrix_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ def update_flops(model: ModelConfig, rollouts: Rollouts, lora: bool) -> int:
     """Forward and backward pass of all rollouts. A matrix needs 2 FLOPs per parameter and token for the forward pass, 2
     for the gradient of its input, and 2 for its own gradient, which LoRA does not compute."""
     per_parameter = 4 if lora else 6
-    layers = model.num_layers * layer_size(model, model.hidden_size) * rollouts.num_packed_tokens
+    layers = model.num_layers * num_matrix_weights(model) * rollouts.num_packed_tokens
     lm_head = model.hidden_size * model.vocab_size * rollouts.num_completion_tokens
     # Per pair and head dimension: q·k and the sum over v in the forward pass (4), twice as much in the backward pass.
     attention = 12 * model.num_layers * model.num_heads * model.head_dim * rollouts.num_attended

@@ -15,7 +15,7 @@ from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.eagle3 import Eagle3Drafter
 from paceline.drafters.hybrid import HybridDrafter
 from paceline.model import head_files
-from paceline.model.config import ModelConfig
+from paceline.model.config import ModelConfig, num_matrix_weights
 from paceline.model.decoder import Decoder, first_layers
 from paceline.model.eagle3 import Eagle3Head
 from paceline.model.kernels import pack_for_inference
@@ -155,17 +155,14 @@ def head_cost(head: Eagle3Head, target: ModelConfig) -> float:
     """Time of one of the head's tokens, relative to a step of the target. Assumes that reading weights takes all the
     time, as on a CPU, or on a GPU with few rows."""
     c = head.config.layer
-    layer = c.hidden_size * c.head_dim * (3 * c.num_heads + 4 * c.num_kv_heads)
-    layer += 3 * c.hidden_size * c.intermediate_size
+    layer = num_matrix_weights(c, 2 * c.hidden_size)
     bytes_ratio = 1.0 if head.lm_head.float8 is None else 1 / head.dtype.itemsize
     return bytes_ratio * (layer + head.config.draft_vocab_size * c.hidden_size) / _num_weights(target)
 
 
 def _num_weights(model: ModelConfig) -> int:
     """Weights that a step reads."""
-    heads = 2 * (model.num_heads + model.num_kv_heads)
-    per_layer = model.hidden_size * model.head_dim * heads + 3 * model.hidden_size * model.intermediate_size
-    return model.num_layers * per_layer + model.vocab_size * model.hidden_size
+    return model.num_layers * num_matrix_weights(model) + model.vocab_size * model.hidden_size
 
 
 def _draft_decoder(config: Config, target: Decoder, tokenizer: Any) -> Decoder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from paceline.build.memory import resolve_memory
 from paceline.build.model import check_device, has_kernels, load_decoder
 from paceline.config import Config
+from paceline.model.attention import has_varlen
 from paceline.model.decoder import Decoder
 from paceline.model.hf_decoder import HFDecoder, load_hf
 from paceline.model.store import resolve
@@ -45,6 +47,7 @@ def load_policy(config: Config, directory: Any, device: str) -> Decoder | HFDeco
     decoder = load_decoder(config, directory, device)
     if config.model.device.startswith("cuda"):
         use_train_kernels(decoder)
+        warn_of_other_bits(config, decoder.config.head_dim)
     return decoder
 
 
@@ -54,6 +57,17 @@ def use_train_kernels(decoder: Decoder) -> None:
         from paceline.model.cuda.train_ops import TrainOps
 
         decoder.ops = TrainOps()
+
+
+def warn_of_other_bits(config: Config, head_dim: int) -> None:
+    """Warn where learner.deterministic does not hold: only the backward pass of flash attention is deterministic."""
+    is_promised = config.learner.deterministic and config.model.dtype == "bfloat16"
+    if is_promised and not has_varlen(torch.device(config.model.device), torch.bfloat16, head_dim):
+        warnings.warn(
+            f"learner.deterministic = true: flash attention does not support this GPU or head_dim = {head_dim}. Equal "
+            "inputs may give other bits.",
+            stacklevel=2,
+        )
 
 
 def torchrun_rank() -> int:

@@ -6,11 +6,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.build.memory_plan import GIB, MemoryPlan, part_sizes, plan_memory
+from paceline.build.memory_plan import GIB, MemoryPlan, RunShape, plan_memory, plan_parts
+from paceline.build.memory_text import refusal
 from paceline.build.model import check_device, default_kv_tokens
 from paceline.config import Config
 from paceline.files import read_run_json
 from paceline.model.config import ModelConfig, with_yarn
+from paceline.model.eagle3 import HeadConfig
+from paceline.model.head_files import read_head_config, resolve_head
 from paceline.model.store import resolve
 from paceline.model.weights import read_config
 from paceline.rl.worker_group import WorkerGroup
@@ -20,22 +23,23 @@ UNPLANNED_TOKENS = 2048  # tokens_per_microbatch = "auto" without a plan
 
 def resolve_memory(config: Config, worker_group: WorkerGroup | None = None) -> tuple[Config, MemoryPlan | None]:
     """The config with numbers in place of "auto", and the plan that they come from: None if there is none. Numbers that
-    are set stay, so the config of a resumed run does not change. Raises ValueError if the plan does not fit in the
-    GPU's memory. Call it on all ranks."""
+    are set stay, so the config of a resumed run does not change. engine.sleep stays unset: it changes no result, so a
+    resumed run plans it again. Raises ValueError if the plan does not fit in the GPU's memory. Call it on all ranks."""
     if not is_planned(config):
         if config.learner.tokens_per_microbatch == "auto":
             config = config.changed(learner={"tokens_per_microbatch": UNPLANNED_TOKENS})
         return config, None
     check_device(config)
-    group, model = worker_group or WorkerGroup(), read_model(config)
+    group = worker_group or WorkerGroup()
     with group.collective():  # all ranks must cut the same microbatches
         totals = group.all_gather_object({"total_bytes": device_bytes(config, group)})
     total = min(each["total_bytes"] for each in totals)
-    plan = plan_memory(config, model, total, group.size, read_draft_model(config, model))
-    engine: dict[str, Any] = {"kv_tokens": plan.kv_tokens}
-    if config.engine.kind == "local":  # vLLM sleeps whenever it can
-        engine["sleep"] = plan.sleeps
-    return config.changed(engine=engine, learner={"tokens_per_microbatch": plan.tokens_per_microbatch}), plan
+    shape = read_shape(config, total, group.size)
+    plan = plan_memory(config, shape)
+    if not plan.fits:
+        raise ValueError(refusal(config, shape, plan))
+    learner = {"tokens_per_microbatch": plan.tokens_per_microbatch}
+    return config.changed(engine={"kv_tokens": plan.kv_tokens}, learner=learner), plan
 
 
 def is_planned(config: Config) -> bool:
@@ -54,9 +58,13 @@ def cpu_plan(config: Config) -> MemoryPlan | None:
     if config.model.device != "cpu" or config.cluster.kind != "none" or config.learner.model != "paceline":
         return None
     assert tokens != "auto", "resolve_memory comes first"
-    model, has_head = read_model(config), config.speculation.uses_head
-    num_tokens = engine.kv_tokens or default_kv_tokens(config, model)
-    return part_sizes(config, model, num_tokens, tokens, None, has_head=has_head)
+    shape = read_shape(config, None)
+    return plan_parts(config, shape, engine.kv_tokens or default_kv_tokens(config, shape.model), tokens, has_room=False)
+
+
+def read_shape(config: Config, total_bytes: int | None, num_ranks: int = 1) -> RunShape:
+    model = read_model(config)
+    return RunShape(model, total_bytes, num_ranks, read_draft_model(config, model), read_head(config, model))
 
 
 def read_model(config: Config) -> ModelConfig:
@@ -73,6 +81,13 @@ def read_draft_model(config: Config, target: ModelConfig) -> ModelConfig | None:
     if kind == "layers":  # a wrong number is an error when the drafter is built
         return replace(target, num_layers=int(count)) if count.isdecimal() else None
     return read_config(resolve(name))
+
+
+def read_head(config: Config, target: ModelConfig) -> HeadConfig | None:
+    """The shape of the EAGLE-3 head, if it is used."""
+    if not config.speculation.uses_head:
+        return None
+    return read_head_config(resolve_head(config.speculation.head, config.model.name), target)
 
 
 def device_bytes(config: Config, worker_group: WorkerGroup) -> int:
@@ -97,8 +112,9 @@ def other_memory_note(run: Path, plan: MemoryPlan | None) -> str | None:
     if not isinstance(started, int) or started == plan.total_bytes:
         return None
     assert plan.total_bytes is not None
+    kv = f" and engine.kv_tokens = {plan.kv_tokens}" if plan.kv_tokens is not None else ""
     return (
         f"this GPU has {plan.total_bytes // GIB} GiB, but the run started on one with {started // GIB} GiB: it keeps "
-        f"learner.tokens_per_microbatch = {plan.tokens_per_microbatch} and engine.kv_tokens = {plan.kv_tokens}; to "
-        'choose them again, set learner.tokens_per_microbatch = "auto" and another engine.kv_tokens'
+        f"learner.tokens_per_microbatch = {plan.tokens_per_microbatch}{kv}; to choose again, set "
+        f'learner.tokens_per_microbatch = "auto"{" and another engine.kv_tokens" if kv else ""}'
     )

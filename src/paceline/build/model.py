@@ -24,8 +24,14 @@ def check_device(config: Config) -> None:
     device, dtype = config.model.device, config.model.dtype
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"model.device = {device!r}: this machine has no CUDA device; use 'cpu'")
-    if device == "cpu" and getattr(torch, dtype).itemsize < 4:
+    if device == "cpu" and itemsize(config) < 4:
         raise ValueError(f"model.dtype = {dtype!r}: on a CPU use 'float32' (or 'float64')")
+
+
+def itemsize(config: Config) -> int:
+    """Bytes of a weight."""
+    size: int = getattr(torch, config.model.dtype).itemsize
+    return size
 
 
 def load_decoder(config: Config, directory: Any, device: str | None = None) -> Decoder:
@@ -52,16 +58,19 @@ def build_decoder(config: Config, directory: Any) -> Decoder:
 
 def has_kernels(decoder: Decoder) -> bool:
     """Whether the Triton kernels support this model. Warns if not, except for float64."""
-    config = decoder.config
-    is_power = config.head_dim >= 16 and config.head_dim & (config.head_dim - 1) == 0
+    obstacle = kernel_obstacle(decoder.config)
     if importlib.util.find_spec("triton") is None:
-        reason = "triton is not installed"
-    elif not is_power:
-        reason = f"head_dim = {config.head_dim} is not a power of two >= 16"
-    else:
+        obstacle = "triton is not installed"
+    if obstacle is None:
         return decoder.dtype != torch.float64  # float64 is used for exactness, not for speed
-    warnings.warn(f"Triton kernels: {reason}. Using plain torch, several times slower.", stacklevel=3)
+    warnings.warn(f"Triton kernels: {obstacle}. Using plain torch, several times slower.", stacklevel=3)
     return False
+
+
+def kernel_obstacle(model: ModelConfig) -> str | None:
+    """Why the Triton kernels do not support a model of this shape."""
+    is_power = model.head_dim >= 16 and model.head_dim & (model.head_dim - 1) == 0
+    return None if is_power else f"head_dim = {model.head_dim} is not a power of two >= 16"
 
 
 def build_sampler(decoder: Decoder) -> Sampler:
@@ -78,13 +87,16 @@ def build_paged(config: Config, decoder: Decoder) -> PagedDecoder:
         ) from None
 
 
+def ample_kv_tokens(config: Config, model: ModelConfig | Shape) -> int:
+    """Enough for max_num_seqs rows of 4096 tokens (or of the whole context, if it is shorter), and for one whole
+    context."""
+    return max(model.max_positions, config.engine.max_num_seqs * min(model.max_positions, 4096))
+
+
 def default_kv_tokens(config: Config, model: ModelConfig | Shape) -> int:
-    """Enough for max_num_seqs rows of 4096 tokens (or of the whole context, if it is shorter), up to 2 GiB, or on a GPU
-    a third of its memory. On a CPU at least one whole context."""
-    row_tokens = min(model.max_positions, 4096)
-    itemsize = {"float64": 8, "float32": 4}.get(config.model.dtype, 2)
-    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
+    """`ample_kv_tokens`, up to 2 GiB, or on a GPU a third of its memory. On a CPU at least one whole context."""
+    ample = ample_kv_tokens(config, model)
+    bytes_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize(config)
     if config.model.device.startswith("cuda"):
-        max_tokens = torch.cuda.get_device_properties(config.model.device).total_memory // 3 // bytes_per_token
-        return min(max(model.max_positions, config.engine.max_num_seqs * row_tokens), max_tokens)
-    return max(model.max_positions, min(config.engine.max_num_seqs * row_tokens, 2 * 2**30 // bytes_per_token))
+        return min(ample, torch.cuda.get_device_properties(config.model.device).total_memory // 3 // bytes_per_token)
+    return max(model.max_positions, min(ample, 2 * 2**30 // bytes_per_token))

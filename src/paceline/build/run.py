@@ -164,6 +164,7 @@ def build_trainer(
         head_trainer=head_trainer,
         restarts=restarts,
         recorded_acceptance=recorded_acceptance(config, config.sampling.temperature),
+        planned_sleep=None if plan is None else plan.sleeps,
     )
     if checkpoint is not None:
         with checkpoint.loading():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.build.drafter import build_head, check_vocabulary
-from paceline.build.model import check_device, default_kv_tokens
+from paceline.build.model import check_device, default_kv_tokens, itemsize
 from paceline.cluster.vllm_names import HISTORY_PROPOSER, HISTORY_SETTINGS
 from paceline.cluster.vllm_python import in_this_process
 from paceline.config import Config
@@ -182,7 +182,6 @@ def _checked_head(config: Config, target: Path) -> Path:
 
 def _kv_bytes(config: Config, model: Shape, num_tokens: int) -> int:
     """Memory for the KV of the target and the drafter, plus one block that vLLM reserves."""
-    itemsize = {"float32": 4}.get(config.model.dtype, 2)
     num_values = model.num_layers * model.num_kv_heads * model.head_dim
     if config.speculation.method == "eagle3":
         num_values += model.num_kv_heads * model.head_dim
@@ -191,4 +190,4 @@ def _kv_bytes(config: Config, model: Shape, num_tokens: int) -> int:
         draft = read_shape(resolve(config.speculation.draft_model))
         num_values += draft.num_layers * draft.num_kv_heads * draft.head_dim
     num_blocks = -(-num_tokens // KV_BLOCK) + 1
-    return 2 * num_values * itemsize * num_blocks * KV_BLOCK
+    return 2 * num_values * itemsize(config) * num_blocks * KV_BLOCK

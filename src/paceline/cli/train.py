@@ -201,7 +201,7 @@ def show_plan(config: Config) -> None:
 
 
 def show_memory(plan: MemoryPlan) -> None:
-    from paceline.build.memory_plan import plan_rows
+    from paceline.build.memory_text import plan_rows
 
     rows = plan_rows(plan) | ({} if plan.total_bytes is None else {"GPU": plan.total_bytes})
     cells = [{"what": name, "size": f"{size / 2**30:6.1f}"} for name, size in rows.items()]

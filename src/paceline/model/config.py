@@ -154,6 +154,14 @@ class ModelConfig:
         return hf
 
 
+def num_matrix_weights(model: ModelConfig, num_in: int | None = None) -> int:
+    """Weights in the matrices of one layer: qkv, o, gate and up, down. `num_in`: the inputs of qkv, if not the hidden
+    size."""
+    d, heads = model.hidden_size, model.num_heads * model.head_dim
+    qkv = (d if num_in is None else num_in) * (heads + 2 * model.num_kv_heads * model.head_dim)
+    return qkv + heads * d + 3 * d * model.intermediate_size
+
+
 def with_yarn(config: ModelConfig, factor: float) -> ModelConfig:
     """The same model with its context extended `factor` times (YaRN, arXiv 2309.00071)."""
     if config.rope_scaling is not None:

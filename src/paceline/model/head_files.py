@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -165,14 +166,10 @@ def load_head(
     """The head of a directory in either layout. `target_checksum` is `weights.checkpoint_checksum` of the target.
     Unless `any_target`, it must equal the one in the head's provenance, if there is one."""
     directory = Path(directory)
-    path, hf = directory / "config.json", read_config_json(directory)
+    hf = read_config_json(directory)
     with tensors_in(directory, CONVERT) as (shapes, fetch):
         shapes, fetch = _renamed(shapes, fetch)
-        try:
-            config = from_json(hf, target, own_embedding="embed_tokens.weight" in shapes)
-        except ValueError as error:
-            raise ModelError(f"{path}: {error}") from None
-        check_fit(config, target, shapes, path)
+        config = _config(hf, directory / "config.json", target, shapes)
         if not any_target:
             _check_target(directory, target_checksum)
         with torch.device("meta"):
@@ -184,6 +181,22 @@ def load_head(
         if not parameter.isfinite().all():
             raise ModelError(f"{directory}: {name} holds values that are not finite; train the head again")
     return head
+
+
+def read_head_config(directory: Path, target: ModelConfig) -> HeadConfig:
+    """The shape of a directory's head. Reads no weights."""
+    hf = read_config_json(directory)
+    with tensors_in(directory, CONVERT) as (shapes, fetch):
+        return _config(hf, directory / "config.json", target, _renamed(shapes, fetch)[0])
+
+
+def _config(hf: dict[str, Any], path: Path, target: ModelConfig, shapes: Shapes) -> HeadConfig:
+    try:
+        config = from_json(hf, target, own_embedding="embed_tokens.weight" in shapes)
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}") from None
+    check_fit(config, target, shapes, path)
+    return config
 
 
 def _renamed(shapes: Shapes, fetch: Fetch) -> tuple[Shapes, Fetch]:

@@ -54,6 +54,11 @@ def make_plan(spans: Sequence[Span]) -> BatchPlan:
     )
 
 
+def is_large(kv_bytes: int, total_bytes: int) -> bool:
+    """Whether a KV cache takes more than an eighth of a GPU's memory: then it is worth freeing it while training."""
+    return 8 * kv_bytes > total_bytes
+
+
 class PagedMemory:
     """KV tensors and their BlockPool, for a decoder or for an EAGLE-3 head. `native`: in the layout of the CPU
     kernels."""
@@ -73,10 +78,9 @@ class PagedMemory:
 
     @property
     def has_large_kv(self) -> bool:
-        """Whether the KV tensors take an eighth of a GPU's memory or more."""
         if self.kv is None or not self.kv.k.is_cuda:
             return False
-        return 8 * self.kv.num_bytes > torch.cuda.get_device_properties(self.kv.k.device).total_memory
+        return is_large(self.kv.num_bytes, torch.cuda.get_device_properties(self.kv.k.device).total_memory)
 
     def sleep(self) -> None:
         """Free the KV tensors. No sequence may hold a block."""

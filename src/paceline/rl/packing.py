@@ -17,6 +17,8 @@ from torch import Tensor
 
 from paceline.types import Rollout
 
+KEYS_PER_TOKEN = 8  # limit of a microbatch; a prompt is packed once, but attention copies its keys for each completion
+
 
 @dataclass(slots=True)
 class Packed:
@@ -85,20 +87,22 @@ def pack(rollouts: Sequence[Rollout]) -> Packed:
 
 
 def microbatches(rollouts: Sequence[Rollout], max_tokens: int) -> Iterator[tuple[int, int]]:
-    """Spans start … end-1 of rollouts, in order, each of at most `max_tokens` packed tokens. A single rollout may have
-    more."""
-    start = num_tokens = 0
+    """Spans start … end-1 of rollouts, in order, each of at most `max_tokens` packed tokens and KEYS_PER_TOKEN times as
+    many keys. A single rollout may have more."""
+    start = num_tokens = num_keys = 0
     prompt_ids: tuple[int, ...] | None = None
     for i, rollout in enumerate(rollouts):
         num_needed = _num_needed(rollout)
         if not num_needed:
             continue
-        own, whole = num_needed - 1, num_needed - 1 + len(rollout.prompt_ids)
-        cost = own if rollout.prompt_ids == prompt_ids else whole
-        if num_tokens and num_tokens + cost > max_tokens:
+        own, prompt = num_needed - 1, len(rollout.prompt_ids)
+        keys = prompt + own if own else 0
+        added = 0 if rollout.prompt_ids == prompt_ids else prompt  # before the completion
+        too_many_keys = num_keys + added + keys > KEYS_PER_TOKEN * max_tokens
+        if num_tokens and (num_tokens + added + own > max_tokens or too_many_keys):
             yield start, i
-            start, num_tokens, cost = i, 0, whole
-        num_tokens, prompt_ids = num_tokens + cost, rollout.prompt_ids
+            start, num_tokens, num_keys, added = i, 0, 0, prompt
+        num_tokens, num_keys, prompt_ids = num_tokens + added + own, num_keys + added + keys, rollout.prompt_ids
     if start < len(rollouts):
         yield start, len(rollouts)
 

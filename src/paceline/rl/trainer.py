@@ -72,12 +72,14 @@ class Trainer:
         head_trainer: HeadTrainer | None = None,
         restarts: Callable[[], Mapping[str, int]] | None = None,
         recorded_acceptance: float | None = None,
+        planned_sleep: bool | None = None,
     ) -> None:
         """`restarts`: counts the restarts of a cluster's processes since the last call. `recorded_acceptance`: from the
-        head's provenance file."""
+        head's provenance file. `planned_sleep`: whether the engine sleeps by the memory plan."""
         self.config, self.engine, self.learner, self.algorithm = config, engine, learner, algorithm
         self.task, self.collector, self.auditor, self.folder = task, collector, auditor, folder
         self.checkpoints, self.callback, self.head_trainer = checkpoints, callback, head_trainer
+        self.planned_sleep = planned_sleep
         self.restarts, self.alarms = restarts, Alarms(config, recorded_acceptance)
         train = config.train
         self.overlaps = train.max_staleness > 0  # generation runs while the learner trains
@@ -110,10 +112,13 @@ class Trainer:
 
     @property
     def sleeps(self) -> bool:
-        """Whether the engine frees its KV memory while the learner trains: by engine.sleep, or if the engine wants it.
-        CUDA graphs must be captured again afterwards."""
-        if self.overlaps or self.config.engine.sleep is not None:
-            return bool(self.config.engine.sleep) and not self.overlaps
+        """Whether the engine frees its KV memory while the learner trains: by engine.sleep, by the memory plan, or if
+        the engine wants it. CUDA graphs must be captured again afterwards."""
+        if self.overlaps:
+            return False
+        for decided in (self.config.engine.sleep, self.planned_sleep):
+            if decided is not None:
+                return decided
         return self.engine.wants_sleep
 
     # -- the run ------------------------------------------------------------------------------------------------------
