@@ -189,11 +189,9 @@ class Trainer:
         if not rollouts:
             return self._skip_update(batch)
         tokens = TokenBatch.of(batch.groups)
-        settings = self.config.learner
-        several_updates = settings.num_minibatches > 1 or settings.num_iterations > 1
         self.callback.progress("training", 0, 1)
         with timer.stage("logprob"):
-            if several_updates or self.algorithm.needs_old:
+            if self.algorithm.needs_old:
                 tokens.old_logprobs_T = self.learner.logprobs(rollouts)
             if self.algorithm.needs_reference:
                 tokens.ref_logprobs_T = self.learner.reference_logprobs(rollouts)
