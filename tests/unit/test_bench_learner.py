@@ -318,6 +318,8 @@ def test_the_command_with_a_directory(tmp_path: Path) -> None:
         (["--sequences", "12"], "--sequences 12: must be a multiple of --per-prompt 8"),
         (["--updates", "0"], "--updates 0: must be at least 1"),
         (["--device", "cpu"], "--dtype bfloat16: on a CPU use float32"),
+        (["--device", "tpu"], "--device 'tpu': not one of cuda, cpu"),
+        (["--dtype", "float16"], "--dtype 'float16': not one of bfloat16, float32, float64"),
         ([*ON_CPU, "--completion-tokens", "40900"], "together 40996, but the context of qwen3-1.7b is 40960"),
         (["--set", "learner.num_iterations=2"], "learner.num_iterations = 2: the bench measures one optimizer step"),
         (["--set", "learner.model=transformers"], 'learner.model = "transformers": remove it'),
