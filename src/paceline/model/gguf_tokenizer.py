@@ -24,8 +24,8 @@ class Scheme:
     nfc: bool = False  # Unicode normalisation
     ignore_merges: bool = False  # a word in the vocabulary is one token, even if no merges lead to it
     add_bos: bool = False  # unless the file says otherwise
-    # Tokens that end a text or a turn. A file names one or more (ENDS), but a model may generate the others too: its own
-    # generation_config.json lists them.
+    # Tokens that end a text or a turn. A file names one or more (ENDS), but a model may generate the others too: those
+    # in its own generation_config.json.
     ends: tuple[str, ...] = ()
 
 

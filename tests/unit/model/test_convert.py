@@ -205,9 +205,7 @@ def test_rope_scaling(tiny: Callable[..., Path], tmp_path: Path, scaling: str) -
 
 @pytest.mark.parametrize("key", ["rope.scale_linear", "rope.scaling.factor"])
 @pytest.mark.parametrize("factor", [1.0, 0.0, 2.0])
-def test_linear_rope_scaling_without_a_type(
-    tiny: Callable[..., Path], tmp_path: Path, key: str, factor: float
-) -> None:
+def test_linear_rope_scaling_without_a_type(tiny: Callable[..., Path], tmp_path: Path, key: str, factor: float) -> None:
     """Older files have only a factor; 1 and 0 mean none."""
     made = converted(write_gguf(tmp_path / "x.gguf", tiny("qwen2"), {f"qwen2.{key}": factor}), tmp_path / "made")
     expected = {"rope_type": "linear", "factor": 2.0} if factor == 2 else None
