@@ -26,6 +26,7 @@ COLUMNS = {  # short, so that the table fits a narrow terminal
     "matmul_share": "peak",
     "time_ratio": "ratio",
     "memory_gib": "GiB",
+    "allocated_gib": "used",
     "mean_logprob": "logprob",
     "logprob_difference": "differs",
 }
@@ -114,6 +115,7 @@ def notes(settings: Settings) -> list[str]:
         "computed once, with the same FLOPs for all variants; peak: share of the rate of a large matrix product; "
         "ratio: of times, to the first variant",
         f"hf: transformers with sdpa, prompts not shared, {masters}; paceline always has float32 masters",
+        "GiB: most memory that torch reserved; used: most that tensors took of it",
         "logprob: mean of the first microbatch before the first update; differs: mean absolute difference of its "
         "logprobs from the first variant",
     ]
