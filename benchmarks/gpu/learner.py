@@ -2,8 +2,8 @@
 
     python benchmarks/gpu/learner.py FOLDER [--only qwen3-1.7b] [options of `paceline bench learner`]
 
-Each preset is `paceline bench learner`: 256 rollouts of 96 + 512 random tokens, 8 per prompt, random weights. Its result
-is written to FOLDER/PRESET.json. transformers has no LoRA, so the last preset measures our learner alone.
+Each preset is `paceline bench learner`: 256 rollouts of 96 + 512 random tokens, 8 per prompt, random weights. Its
+result is written to FOLDER/PRESET.json. transformers has no LoRA, so the last preset measures our learner alone.
 """
 
 from __future__ import annotations
