@@ -84,7 +84,7 @@ def state_checksum(learner: Learner) -> str:
 
 
 def in_a_process(deterministic: bool) -> str:
-    """Train in a new process, beside other work on the GPU's memory."""
+    """Train in a new process."""
     code = f"import test_determinism_cuda as t; l = t.make_learner({deterministic}); t.train(l, 0, t.NUM_UPDATES)"
     code += "; print('checksum', t.state_checksum(l))"
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path])
@@ -95,9 +95,9 @@ def in_a_process(deterministic: bool) -> str:
 
 
 def test_updates_are_the_same_in_two_processes_and_after_a_resume(tmp_path: Path) -> None:
-    expected = in_a_process(True)
     learner = make_learner(True)
     train(learner, 0, 5)
+    expected = in_a_process(True)  # beside the memory of this one
     learner.save(tmp_path)
     train(learner, 5, NUM_UPDATES)
     assert state_checksum(learner) == expected

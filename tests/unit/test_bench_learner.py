@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+import sys
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -16,7 +18,7 @@ import torch
 from support import tiny_config, tiny_decoder
 from typer.testing import CliRunner
 
-from paceline.bench import hf_learner, learner, learner_settings, learner_worker
+from paceline.bench import hf_learner, learner, learner_settings, learner_worker, memory
 from paceline.bench.hf_learner import HFLearner
 from paceline.bench.learner import FIGURES, measure
 from paceline.bench.learner_settings import Settings
@@ -30,6 +32,7 @@ from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
 from paceline.model.layer import Layer
 from paceline.model.shapes import SHAPES
+from paceline.report.table import render
 from paceline.rl.packing import pack
 
 DATA = Rollouts(num_sequences=6, per_prompt=3, prompt_tokens=5, completion_tokens=7)
@@ -41,6 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {**QWENS["qwen2"], "rope_theta": 1e6},
     "qwen3": {**QWENS["qwen3"], "rope_theta": 1e6, "tie_embeddings": False},
 }
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "learner.py"
 ON_CPU = ("--device", "cpu", "--dtype", "float32")
 
 
@@ -250,7 +254,8 @@ def test_variants_agree(tiny: ModelConfig, in_process: None) -> None:
     flops = update_flops(tiny, DATA, False)
     for row in rows:
         assert row.keys() == {"model", "variant", "note", *FIGURES}
-        assert row["note"] is None and row["memory_gib"] is None and len(row["updates_s"]) == 2
+        assert row["note"] is None and len(row["updates_s"]) == 2
+        assert row["memory_gib"] is None and row["allocated_gib"] is None, "only on a GPU"
         assert row["mean_logprob"] == pytest.approx(rows[0]["mean_logprob"], abs=1e-4)
         assert row["logprob_difference"] < 1e-4
         assert row["grad_norm"] == pytest.approx(rows[0]["grad_norm"], rel=1e-4)
@@ -263,6 +268,40 @@ def test_variants_agree(tiny: ModelConfig, in_process: None) -> None:
     assert rows[1]["profile"] is None and len(profile["kernels"]) == learner_worker.NUM_KERNELS
     shares = [kernel["share"] for kernel in profile["kernels"]]
     assert shares == sorted(shares, reverse=True) and 0.5 < sum(shares) <= 1 and profile["host_s"] > 0
+
+
+def test_both_peaks_of_memory_are_shown(tiny: ModelConfig, in_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch reserved decides whether an update fits; what tensors took is what a memory plan computes."""
+    peaks = {"max_memory_reserved": 53.25, "max_memory_allocated": 49.5}
+    for name, gib in peaks.items():
+        monkeypatch.setattr(torch.cuda, name, lambda gib=gib: gib * 2**30)
+    for name, figure in (("memory_gib", 53.25), ("allocated_gib", 49.5)):
+        assert getattr(memory, f"peak_{name}")(torch.device("cuda")) == figure
+        monkeypatch.setattr(learner_worker, f"peak_{name}", lambda device, figure=figure: figure)
+    settings = on_cpu(variants=("paceline",))
+    (row,) = measure(settings)
+    table = render([row], learner_settings.COLUMNS)
+    cells = {str(column.header): list(column.cells) for column in table.columns}
+    assert [str(cell) for cell in (*cells["GiB"], *cells["used"])] == ["53.2", "49.5"]
+    assert any("used: most that tensors took" in note for note in learner_settings.notes(settings))
+
+
+def test_the_script_of_presets_passes_its_options_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("learner_presets", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    outputs: list[str] = []
+
+    def run(command: list[str], check: bool) -> None:
+        assert command[:3] == [sys.executable, "-m", "paceline"] and check
+        outputs.append(CliRunner().invoke(app, command[3:]).output)
+
+    monkeypatch.setattr(script.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["learner.py", str(tmp_path / "out"), "--updates", "0"])
+    script.main()
+    assert len(outputs) == len(script.PRESETS) == 3
+    assert all("--updates 0: must be at least 1" in output for output in outputs)
 
 
 def test_a_variant_that_fails_has_a_note(tiny: ModelConfig, in_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,6 +357,8 @@ def test_the_command_with_a_directory(tmp_path: Path) -> None:
         (["--sequences", "12"], "--sequences 12: must be a multiple of --per-prompt 8"),
         (["--updates", "0"], "--updates 0: must be at least 1"),
         (["--device", "cpu"], "--dtype bfloat16: on a CPU use float32"),
+        (["--device", "tpu"], "--device 'tpu': not one of cuda, cpu"),
+        (["--dtype", "float16"], "--dtype 'float16': not one of bfloat16, float32, float64"),
         ([*ON_CPU, "--completion-tokens", "40900"], "together 40996, but the context of qwen3-1.7b is 40960"),
         (["--set", "learner.num_iterations=2"], "learner.num_iterations = 2: the bench measures one optimizer step"),
         (["--set", "learner.model=transformers"], 'learner.model = "transformers": remove it'),

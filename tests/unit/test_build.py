@@ -1,15 +1,27 @@
-"""Building an engine raises ValueError for settings that do not fit the model."""
+"""Building an engine or a run raises ValueError for settings that do not fit; models get their device."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from support import tiny_decoder
+from tiny_run import RecordingCallback, make, settings
 
 from paceline.build.config import load_config
 from paceline.build.engine import build_engine
-from paceline.build.learner import load_policy
+from paceline.build.learner import load_policy, run_worker
+from paceline.build.model import load_decoder
+from paceline.build.run import build_trainer
+from paceline.cli.train import show_plan
+from paceline.doctor import finding
+from paceline.doctor import run as doctor_run
+from paceline.model.decoder import Decoder
+from paceline.rl.worker_group import WorkerGroup
 from paceline.types import Request, SamplingParams
 
 
@@ -48,7 +60,62 @@ def test_min_confidence_reaches_the_policy(checkpoint: Callable[..., Path]) -> N
         build_engine(load_config(None, [*settings, "speculation.rule=rejection"]))
 
 
-def test_training_in_float16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.build.learner.check_device", lambda config: None)  # a CPU has its own error
-    with pytest.raises(ValueError, match='"float16": small gradients'):
-        load_policy(load_config(None, ["model.device=cuda", "model.dtype=float16"]), Path(), "cpu")
+@pytest.fixture
+def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU has its own error for 16 bits."""
+    for module in ("model", "learner", "memory"):
+        monkeypatch.setattr(f"paceline.build.{module}.check_device", lambda config: None)
+
+
+def test_training_in_float16_is_refused_before_anything_is_loaded(
+    any_device: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def load(*args: Any, **options: Any) -> None:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr("paceline.build.run.build_rollout_engine", load)
+    monkeypatch.setattr("paceline.build.learner.load_policy", load)
+    config = settings(tmp_path, "model.dtype=float16")
+    for start in (
+        lambda: build_trainer(config, RecordingCallback(), run=tmp_path / "run"),
+        lambda: run_worker(config, WorkerGroup()),
+        lambda: show_plan(config),
+    ):
+        with pytest.raises(ValueError, match='"float16": small gradients'):
+            start()
+    assert not (tmp_path / "run").exists()
+    assert [found.status for found in doctor_run._device(config)] == [finding.MISSING]
+
+
+def test_a_run_in_float16_can_be_exported(any_device: None, checkpoint: Callable[..., Path]) -> None:
+    model = checkpoint("llama")
+    config = load_config(None, [f"model.name={model}", "model.dtype=float16"])
+    assert load_policy(config, model, "cpu").dtype == torch.float16
+
+
+def test_the_models_device_becomes_the_current_one(any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches kernels on it."""
+    current: list[torch.device] = []
+    loaded: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+
+    def load(directory: Path, dtype: torch.dtype, device: str, *rest: Any) -> Decoder:
+        assert not device.endswith(":1") or current == [torch.device("cuda:1")]
+        loaded.append(device)
+        return tiny_decoder()
+
+    monkeypatch.setattr("paceline.build.model.load", load)
+    for device in ("cpu", "cuda", "cuda:1"):
+        load_decoder(load_config(None, [f"model.device={device}"]), Path())
+    assert loaded == ["cpu", "cuda", "cuda:1"] and current == [torch.device("cuda:1")]
+
+
+def test_generation_in_a_thread_uses_the_learners_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        "paceline.rl.trainer.use_device", lambda device: used.append((threading.current_thread().name, device))
+    )
+    trainer = make(tmp_path, "run", "train.num_steps=1", "train.max_staleness=1")
+    trainer.run()
+    trainer.close()
+    assert used == [("rollouts", torch.device("cpu"))]

@@ -318,6 +318,13 @@ def test_old_logprobs_are_those_before_the_first_step(num_minibatches: int, num_
     assert max(gaps) > 1e-3 and len(gaps) >= num_minibatches * num_iterations - 1
 
 
+def test_the_size_of_a_microbatch_must_be_a_number() -> None:
+    groups = some_groups(num_groups=1)
+    it = Learner(tiny_decoder(), LearnerSection(), num_steps=1)
+    with pytest.raises(ValueError, match='tokens_per_microbatch = "auto": only a run chooses it'):
+        it.update(scored(groups), TokenBatch.of(groups), linear_loss)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     groups = some_groups()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from support import tiny_decoder
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config import LearnerSection
 from paceline.model.decoder import Decoder
@@ -204,3 +206,26 @@ def test_a_gradient_that_is_not_finite_is_dropped() -> None:
         ours.step(0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in hf_state(it))
     assert all(p.grad is None for p in it.parameters())
+
+
+def test_masters_are_rounded_to_the_weights_in_one_call() -> None:
+    it = tiny_decoder(torch.bfloat16).requires_grad_(True)
+    ours = Optimizer(it, it.config, section(learning_rate=1e-2), 1)
+    before = by_name(it)
+    random_gradients(it, 0)
+    for parameter, master in zip(it.parameters(), ours.masters.values(), strict=True):
+        assert parameter.grad is not None
+        master.grad, parameter.grad = parameter.grad.float(), None
+    counted: Counter[str] = Counter()
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counted[func.overloadpacket.__name__] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Count():
+        ours.step(0)
+    assert counted["_foreach_copy_"] == 1 and not counted["copy_"]
+    for parameter, master in zip(it.parameters(), ours.masters.values(), strict=True):
+        assert master.dtype == torch.float32 and torch.equal(parameter, master.bfloat16())
+    assert not any(torch.equal(tensor, before[name]) for name, tensor in hf_state(it))

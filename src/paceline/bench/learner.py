@@ -23,7 +23,7 @@ from paceline.model.shapes import SHAPES
 WORKER = Path(__file__).with_name("learner_worker.py")
 FIGURES = (
     "update_s", "updates_s", "tokens_per_s", "tflops", "matmul_tflops", "matmul_share", "time_ratio", "memory_gib",
-    "mean_logprob", "logprob_difference", "grad_norm", "profile",
+    "allocated_gib", "mean_logprob", "logprob_difference", "grad_norm", "profile",
 )  # fmt: skip
 
 
@@ -34,7 +34,8 @@ class Measured:
     logprobs: list[float]  # of the first microbatch, before the first update
     grad_norm: float  # of the first update
     updates_s: list[float]
-    memory_gib: float | None
+    memory_gib: float | None  # reserved
+    allocated_gib: float | None
     profile: dict[str, Any] | None
 
     @property
@@ -106,11 +107,11 @@ def _measure(settings: Settings, variant: str, shape: ModelConfig, progress: Cal
         for i in range(s.updates):
             progress(f"{variant}: update {i + 1} of {s.updates}")
             updates_s.append(worker.call("update")["seconds"])
-        memory_gib, profile = worker.call("memory")["memory_gib"], None
+        memory, profile = worker.call("memory"), None
         if s.profile and variant == "paceline":
             progress(f"{variant}: profile")
             profile = worker.call("profile")
-        return Measured(first["logprobs"], first["grad_norm"], updates_s, memory_gib, profile)
+        return Measured(**first, updates_s=updates_s, **memory, profile=profile)
 
 
 def _figures(
@@ -127,6 +128,7 @@ def _figures(
         "matmul_share": flops / flops_per_s,
         "time_ratio": measured.update_s / first.update_s,
         "memory_gib": measured.memory_gib,
+        "allocated_gib": measured.allocated_gib,
         "mean_logprob": statistics.mean(measured.logprobs),
         "logprob_difference": statistics.mean(differences),
         "grad_norm": measured.grad_norm,

@@ -9,13 +9,14 @@ from typing import Any
 
 from paceline import __version__
 from paceline.bench.common import check_choices, check_numbers
-from paceline.bench.step_settings import DTYPES, machine_name
+from paceline.bench.step_settings import machine_name
 from paceline.bench.update_flops import Rollouts
 from paceline.config import LearnerSection
 from paceline.model.shapes import SHAPES
 
 VARIANTS = ("paceline", "hf-compiled", "hf-eager")
 AUTO_TOKENS = {"cuda": 8192, "cpu": 2048}  # per microbatch: as a run with enough memory has
+DTYPES = ("bfloat16", "float32", "float64")  # a learner refuses float16: it has no loss scaling
 MASTERS = ("float32", "none")
 COLUMNS = {  # short, so that the table fits a narrow terminal
     "variant": "variant",
@@ -25,6 +26,7 @@ COLUMNS = {  # short, so that the table fits a narrow terminal
     "matmul_share": "peak",
     "time_ratio": "ratio",
     "memory_gib": "GiB",
+    "allocated_gib": "used",
     "mean_logprob": "logprob",
     "logprob_difference": "differs",
 }
@@ -47,20 +49,20 @@ class Settings:
     learner: LearnerSection = field(default_factory=LearnerSection)
 
     def __post_init__(self) -> None:
+        check_choices(VARIANTS, variants=self.variants)
+        check_choices(MASTERS, masters=self.masters)
+        check_choices(("cuda", "cpu"), device=self.device)
+        check_choices(DTYPES, dtype=self.dtype)
         if self.learner.tokens_per_microbatch == "auto":
             numbers = {"tokens_per_microbatch": AUTO_TOKENS[self.device]}
             object.__setattr__(self, "learner", self.learner.model_copy(update=numbers))
         if self.model not in SHAPES and not Path(self.model).is_dir():
             raise ValueError(f"--model {self.model!r}: neither a directory nor one of {', '.join(SHAPES)}")
-        check_choices(VARIANTS, variants=self.variants)
-        check_choices(MASTERS, masters=self.masters)
-        check_choices(("cuda", "cpu"), device=self.device)
-        check_choices(DTYPES, dtype=self.dtype)
         check_numbers(1, sequences=self.sequences, per_prompt=self.per_prompt, updates=self.updates)
         check_numbers(1, prompt_tokens=self.prompt_tokens, completion_tokens=self.completion_tokens)
         if self.sequences % self.per_prompt:
             raise ValueError(f"--sequences {self.sequences}: must be a multiple of --per-prompt {self.per_prompt}")
-        if self.device == "cpu" and self.dtype in ("bfloat16", "float16"):
+        if self.device == "cpu" and self.dtype == "bfloat16":
             raise ValueError(f"--dtype {self.dtype}: on a CPU use float32 (or float64)")
         if self.profile and "paceline" not in self.variants:
             raise ValueError("--profile: shows an update of paceline, which is not in --variants; add it")
@@ -113,6 +115,7 @@ def notes(settings: Settings) -> list[str]:
         "computed once, with the same FLOPs for all variants; peak: share of the rate of a large matrix product; "
         "ratio: of times, to the first variant",
         f"hf: transformers with sdpa, prompts not shared, {masters}; paceline always has float32 masters",
+        "GiB: most memory that torch reserved; used: most that tensors took of it",
         "logprob: mean of the first microbatch before the first update; differs: mean absolute difference of its "
         "logprobs from the first variant",
     ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from paceline.bench.memory import peak_memory_gib, reset_memory
+from paceline.bench.memory import peak_allocated_gib, peak_memory_gib, reset_memory
 from paceline.bench.random_weights import random_decoder
 from paceline.bench.update_flops import Rollouts
 from paceline.build.learner import use_train_kernels
@@ -74,7 +74,7 @@ class Worker:
         return {"seconds": _timed(self.learner.update, self.device.type)}
 
     def memory(self) -> dict[str, Any]:
-        return {"memory_gib": peak_memory_gib(self.device)}
+        return {"memory_gib": peak_memory_gib(self.device), "allocated_gib": peak_allocated_gib(self.device)}
 
     def profile(self) -> dict[str, Any]:
         """The kernels of one update that take most time; on a CPU, the operations."""

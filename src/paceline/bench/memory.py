@@ -16,6 +16,12 @@ def reset_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+def peak_allocated_gib(device: torch.device) -> float | None:
+    """The most memory that tensors took since `reset_memory`, weights included; None on a CPU. torch reserves more if
+    what it reserved before does not fit the next tensor."""
+    return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+
+
 def peak_memory_gib(device: torch.device) -> float | None:
     """The most memory that torch reserved since `reset_memory`, weights included; None on a CPU."""
     return torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else None

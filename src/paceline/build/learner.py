@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline.build.memory import resolve_memory
-from paceline.build.model import check_device, has_kernels, load_decoder
+from paceline.build.model import check_device, check_training_dtype, has_kernels, load_decoder
 from paceline.config import Config
 from paceline.model.attention import has_varlen
 from paceline.model.decoder import Decoder
@@ -37,11 +37,6 @@ def build_learner(config: Config, directory: Any, worker_group: WorkerGroup | No
 def load_policy(config: Config, directory: Any, device: str) -> Decoder | HFDecoder:
     """The model to train, by learner.model."""
     check_device(config)
-    if config.model.dtype == "float16":
-        raise ValueError(
-            'model.dtype = "float16": small gradients would round to 0, since there is no loss scaling; train in '
-            '"bfloat16" or "float32"'
-        )
     if config.learner.model == "transformers":
         return load_hf(directory, getattr(torch, config.model.dtype), device)
     decoder = load_decoder(config, directory, device)
@@ -95,6 +90,7 @@ def run_worker(config: Config, worker_group: WorkerGroup) -> None:
     """Run a rank above 0 until rank 0 ends it."""
     if config.learner.threads is not None:
         torch.set_num_threads(config.learner.threads)
+    check_training_dtype(config)
     algorithm = make_algorithm(config.algorithm, config.sampling.max_tokens)
     config, _ = resolve_memory(config, worker_group)
     learner = build_learner(config, resolve(config.model.name), worker_group)

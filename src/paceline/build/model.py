@@ -11,6 +11,7 @@ import torch
 from paceline.config import Config
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
+from paceline.model.device import use_device
 from paceline.model.hf_shape import Shape
 from paceline.model.kernels import pack_for_inference
 from paceline.model.kv import BLOCK
@@ -34,11 +35,21 @@ def itemsize(config: Config) -> int:
     return size
 
 
+def check_training_dtype(config: Config) -> None:
+    if config.model.dtype == "float16":
+        raise ValueError(
+            'model.dtype = "float16": small gradients would round to 0, since there is no loss scaling; train in '
+            '"bfloat16" or "float32"'
+        )
+
+
 def load_decoder(config: Config, directory: Any, device: str | None = None) -> Decoder:
-    """The model as it is on disk, with the context extended by model.yarn_factor. `device` None: model.device."""
+    """The model as it is on disk, with the context extended by model.yarn_factor. `device` None: model.device. It
+    becomes the current device: the model's kernels can be launched."""
     check_device(config)
-    dtype = getattr(torch, config.model.dtype)
-    return load(directory, dtype, device or config.model.device, config.model.yarn_factor).requires_grad_(False)
+    device, dtype = device or config.model.device, getattr(torch, config.model.dtype)
+    use_device(device)
+    return load(directory, dtype, device, config.model.yarn_factor).requires_grad_(False)
 
 
 def build_decoder(config: Config, directory: Any) -> Decoder:

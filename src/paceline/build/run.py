@@ -16,6 +16,7 @@ from paceline.build.drafter import build_drafter, build_head, drafting_head, rec
 from paceline.build.engine import build_engine
 from paceline.build.learner import build_learner
 from paceline.build.memory import other_memory_note, recorded_plan, resolve_memory
+from paceline.build.model import check_training_dtype
 from paceline.build.task import build_rewarder, build_task, check_prompts
 from paceline.build.vllm import build_vllm_engine
 from paceline.config import Config
@@ -104,6 +105,7 @@ def build_trainer(
     """A new run in folder `run` (None: a new folder under runs/), or the run to `resume`. Errors in the settings are
     raised before the folder is created. `engine` and `rewarder` replace those that this would build. `worker_group` has
     the ranks of the learner."""
+    check_training_dtype(config)
     config = with_absolute_paths(config)
     config, plan = resolve_memory(config, worker_group)
     if resume is not None:

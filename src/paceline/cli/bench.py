@@ -215,7 +215,7 @@ def learner(
     updates: Annotated[int, typer.Option(help="Timed updates, after an untimed one.")] = 3,
     profile: Annotated[bool, typer.Option("--profile", help="Print the slowest kernels of paceline.")] = False,
     device: Annotated[str, typer.Option(help="Device: cuda, or cpu for small shapes.")] = "cuda",
-    dtype: Annotated[str, typer.Option(help="Dtype: bfloat16, float16, float32 or float64.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Dtype: bfloat16, float32 or float64.")] = "bfloat16",
     config: ConfigFile = None,
     overrides: Overrides = None,
     json_file: JsonFile = None,

@@ -167,17 +167,18 @@ def summary_figures(summary: dict[str, Any], overlaps: bool) -> dict[str, Any]:
 def show_plan(config: Config) -> None:
     """Print the sizes of a run, its first prompt, and the reward of the first problem's answer."""
     from paceline.build.memory import cpu_plan, resolve_memory
-    from paceline.build.model import check_device
+    from paceline.build.model import check_device, check_training_dtype
     from paceline.build.task import build_task
     from paceline.model.store import load_tokenizer, resolve
     from paceline.tasks.prompt import encode
 
+    check_device(config)
+    check_training_dtype(config)
     task = build_task(config)
     directory = resolve(config.model.name, err)
     tokenizer = load_tokenizer(directory)
     problem = task.train[0]
     ids = encode(tokenizer, problem.prompt, config.task.chat)
-    check_device(config)
     config, memory = resolve_memory(config)
     memory = memory or cpu_plan(config)
     train, samples = config.train, config.algorithm.num_generations

@@ -50,12 +50,13 @@ def _device(config: Config) -> Iterable[Finding]:
     """Checks the device, unless the run is on another Ray cluster."""
     import torch
 
-    from paceline.build.model import check_device
+    from paceline.build.model import check_device, check_training_dtype
 
     if config.cluster.kind == "ray" and config.cluster.address is not None:
         return
     try:
         check_device(config)
+        check_training_dtype(config)
     except ValueError as error:
         yield _problem("device", error)
         return

@@ -387,6 +387,7 @@ class LocalEngine:
             raise ValueError("sleep: requests are still running; finish or abort them first")
         self.paged.sleep()
         self.runner.release_memory()
+        torch.cuda.empty_cache()  # else the learner's small tensors may get parts of it, and `wake` too little
 
     def wake(self) -> None:
         self.paged.wake()

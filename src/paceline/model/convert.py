@@ -26,7 +26,7 @@ GGUF_EMBED, GGUF_LM_HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "
 KNOWN_KEYS = {  # after "<architecture>."
     *("vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length", "tensor_data_layout"),
     *(f"attention.{key}" for key in ("head_count", "head_count_kv", "key_length", "value_length")),
-    *("attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base"),
+    *("attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base", "rope.scale_linear"),
     *(f"rope.scaling.{key}" for key in ("type", "factor", "original_context_length", "finetuned")),
     *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
 }
@@ -147,7 +147,10 @@ def _vocab_size(file: GgufFile) -> int:
 
 def _rope_scaling(file: GgufFile, family: str) -> dict[str, Any] | None:
     at = f"{family}.rope.scaling"
-    kind = file.get(f"{at}.type", "linear" if f"{at}.factor" in file.keys else "none")
+    factor, old_factor = f"{at}.factor", f"{family}.rope.scale_linear"
+    if factor not in file.keys and old_factor in file.keys:
+        factor = old_factor
+    kind = file.get(f"{at}.type", "linear" if factor in file.keys else "none")
     if ROPE_FACTORS in file.tensors:
         # llama.cpp stores llama3 scaling as a divisor of each frequency. The largest is the factor; the others are the
         # same in all Llama 3 models. `_check_rope_factors` compares the result with the tensor.
@@ -156,11 +159,12 @@ def _rope_scaling(file: GgufFile, family: str) -> dict[str, Any] | None:
     if kind == "none":
         return None
     if kind == "linear":
-        return {"rope_type": "linear", "factor": file.get_float(f"{at}.factor")}
+        scale = file.get_float(factor)
+        return None if scale in (0, 1) else {"rope_type": "linear", "factor": scale}  # llama.cpp reads 0 as 1
     if kind != "yarn":
         raise file.error(f"{at}.type = {kind!r} is not supported; supported are none, linear and yarn")
     original = file.get(f"{at}.original_context_length")
-    yarn = {"rope_type": "yarn", "factor": file.get_float(f"{at}.factor"), "original_max_position_embeddings": original}
+    yarn = {"rope_type": "yarn", "factor": file.get_float(factor), "original_max_position_embeddings": original}
     betas = {key: f"{at}.yarn_{key}" for key in ("beta_fast", "beta_slow")}
     return yarn | {key: file.get_float(field) for key, field in betas.items() if field in file.keys}
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.model.gguf_file import GgufFile
 
+# Special tokens by name, with their names in a file: those of transformers, and all that end a text, turn or message.
+NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+ENDS = {"eos": "eos", "eot": "eot", "eom": "eom"}
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # token types: special; added, but not special; padding of the vocabulary
 
 
@@ -20,8 +24,8 @@ class Scheme:
     nfc: bool = False  # Unicode normalisation
     ignore_merges: bool = False  # a word in the vocabulary is one token, even if no merges lead to it
     add_bos: bool = False  # unless the file says otherwise
-    # Tokens that end a text or a turn. The file has one (eos_token_id), but a model may generate the others too: its
-    # own generation_config.json lists them.
+    # Tokens that end a text or a turn. A file names one or more (ENDS), but a model may generate the others too: those
+    # in its own generation_config.json.
     ends: tuple[str, ...] = ()
 
 
@@ -31,6 +35,7 @@ SCHEMES = {
         digits=r"\p{N}{1,3}", ignore_merges=True, add_bos=True, ends=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
     ),
     "qwen2": Scheme(digits=r"\p{N}", nfc=True, ends=("<|im_end|>", "<|endoftext|>")),
+    "deepseek-r1-qwen": Scheme(digits=r"\p{N}", nfc=True),
 }
 
 
@@ -38,11 +43,12 @@ def special_ids(file: GgufFile) -> dict[str, Any]:
     """bos_token_id, eos_token_id and pad_token_id as in a generation_config.json. eos_token_id is a list if several
     tokens end a text."""
     tokens, kinds = _tokens(file)
-    named = _named_ids(file, len(tokens))
+    named = _ids(file, len(tokens), NAMED)
     if (eos := named.get("eos")) is None:
         raise file.error("tokenizer.ggml.eos_token_id is missing; use a file that has it")
-    ends = [tokens.index(end) for end in _scheme(file).ends if end in tokens]
-    all_ends = list(dict.fromkeys([eos, *(i for i in ends if kinds[i] == CONTROL)]))
+    of_file = _ids(file, len(tokens), ENDS).values()
+    of_scheme = [tokens.index(end) for end in _scheme(file).ends if end in tokens]
+    all_ends = list(dict.fromkeys([*of_file, *(i for i in of_scheme if kinds[i] == CONTROL)]))
     special: dict[str, Any] = {**named, "eos": eos if len(all_ends) == 1 else all_ends}
     return {f"{name}_token_id": special[name] for name in ("bos", "eos", "pad") if name in special}
 
@@ -70,7 +76,7 @@ def build_tokenizer(file: GgufFile, max_positions: int) -> Any:
     for added in (CONTROL, USER_DEFINED):
         names = (token for token, kind in zip(tokens, kinds, strict=True) if kind == added)
         tokenizer.add_tokens([AddedToken(name, normalized=False, special=added == CONTROL) for name in names])
-    named = {f"{name}_token": tokens[i] for name, i in _named_ids(file, len(tokens)).items()}
+    named = {f"{name}_token": tokens[i] for name, i in _ids(file, len(tokens), NAMED).items()}
     if file.get("tokenizer.ggml.add_bos_token", scheme.add_bos):
         tokenizer.post_processor = _prepend(file, named.get("bos_token"), vocabulary)
     return PreTrainedTokenizerFast(
@@ -107,10 +113,10 @@ def _tokens(file: GgufFile) -> tuple[list[str], list[int]]:
     return tokens, kinds
 
 
-def _named_ids(file: GgufFile, num_tokens: int) -> dict[str, int]:
-    """The ids of bos, eos, unk and pad, of those that the file has."""
+def _ids(file: GgufFile, num_tokens: int, keys: Mapping[str, str]) -> dict[str, int]:
+    """The ids of these tokens by name, of those that the file has."""
     ids = {}
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+    for name, key in keys.items():
         key = f"tokenizer.ggml.{key}_token_id"
         if (i := file.get(key, None)) is not None:
             if not 0 <= i < num_tokens:

@@ -194,9 +194,12 @@ class Optimizer:
 
     @torch.no_grad()
     def _round(self) -> None:
-        for name, master in self.masters.items():
-            if master is not self.parameters[name]:
-                self.parameters[name].copy_(master)
+        names = [name for name, master in self.masters.items() if master is not self.parameters[name]]
+        parameters, masters = (
+            [local_tensor(tensors[name]) for name in names] for tensors in (self.parameters, self.masters)
+        )
+        if names:
+            torch._foreach_copy_(parameters, masters)  # one kernel for many tensors
 
 
 @dataclass(slots=True)

@@ -158,9 +158,9 @@ def process(logits_PV: Tensor, params: SamplingArrays) -> Tensor:
         ordered, order = z.sort(dim=-1, descending=True, stable=True)
         top_k = torch.as_tensor(np.where(params.top_k > 0, np.minimum(params.top_k, size), size), device=device)
         ordered = ordered.masked_fill(ordered < ordered.gather(-1, top_k.long().unsqueeze(-1) - 1), -torch.inf)
-        probs = ordered.softmax(-1)
+        units = _units(ordered.softmax(-1))
         top_p = torch.as_tensor(params.top_p, device=device).unsqueeze(-1)
-        beyond = (probs.cumsum(-1) - probs >= top_p) & (top_p < 1)  # the token that crosses top_p stays
+        beyond = (units.cumsum(-1) - units >= _units(top_p)) & (top_p < 1)  # the token that crosses top_p stays
         z = torch.full_like(z, -torch.inf).scatter(-1, order, ordered.masked_fill(beyond, -torch.inf))
     if (params.min_p > 0).any():
         floor = torch.as_tensor(params.min_p, device=device).unsqueeze(-1).log()
@@ -170,6 +170,12 @@ def process(logits_PV: Tensor, params: SamplingArrays) -> Tensor:
         best = torch.full_like(z, -torch.inf).scatter(-1, logits_PV.argmax(-1, keepdim=True), 0.0)
         z = torch.where(greedy, best, z)
     return z
+
+
+def _units(probabilities: Tensor) -> Tensor:
+    """In units of 2^-62, int64: their sums are exact. A GPU sums floats in any order, and torch refuses that while the
+    learner's backward pass asks for determinism (`flash.py`), also in the thread that generates."""
+    return (probabilities * 2.0**62).long()
 
 
 def with_round(positions: np.ndarray, rounds: np.ndarray) -> np.ndarray:

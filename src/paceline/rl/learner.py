@@ -254,7 +254,11 @@ class Learner:
     def _microbatches(self, rollouts: Sequence[Rollout]) -> list[tuple[int, int, slice]]:
         """This rank's microbatches: rollouts start … end-1, and the slice of their tokens among the T."""
         group, max_tokens = self.worker_group, self.section.tokens_per_microbatch
-        assert max_tokens != "auto", "build.memory.resolve_memory chooses it"
+        if max_tokens == "auto":
+            raise ValueError(
+                'learner.tokens_per_microbatch = "auto": only a run chooses it, by its memory plan; a learner needs a '
+                "number, such as 2048"
+            )
         spans = microbatches_per_rank(rollouts, group.size, max_tokens)[group.rank]
         at = [0, *accumulate(len(rollout.token_ids) for rollout in rollouts)]
         return [(start, end, slice(at[start], at[end])) for start, end in spans]

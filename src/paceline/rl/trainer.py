@@ -24,6 +24,7 @@ import torch
 
 from paceline.config import Config
 from paceline.engine.interface import Engine, SpeculationState
+from paceline.model.device import use_device
 from paceline.model.weights import checksum
 from paceline.rl.alarms import Alarms, FirstPositions
 from paceline.rl.algorithms import Algorithm
@@ -89,7 +90,7 @@ class Trainer:
             algorithm,
             config,
             on_progress=lambda done, total: callback.progress("generation", done, total),
-            in_thread=lambda: torch.set_num_threads(config.engine.threads or self.default_threads()),
+            in_thread=self._set_up_thread,
         )
         self.publisher = Publisher(self.producer, engine, learner, head_trainer, copies=self.overlaps)
         self.evaluator = Evaluator(train, collector, task.held_out, self.producer, callback)
@@ -109,6 +110,11 @@ class Trainer:
         """All cores, or half of them if generation and training overlap in this process."""
         shared = self.overlaps and self.config.cluster.kind == "none"
         return max(1, torch.get_num_threads() // 2) if shared else torch.get_num_threads()
+
+    def _set_up_thread(self) -> None:
+        """In the thread that generates."""
+        torch.set_num_threads(self.config.engine.threads or self.default_threads())
+        use_device(self.learner.decoder.device)
 
     @property
     def sleeps(self) -> bool:
@@ -194,11 +200,9 @@ class Trainer:
         if not rollouts:
             return self._skip_update(batch)
         tokens = TokenBatch.of(batch.groups)
-        settings = self.config.learner
-        several_updates = settings.num_minibatches > 1 or settings.num_iterations > 1
         self.callback.progress("training", 0, 1)
         with timer.stage("logprob"):
-            if several_updates or self.algorithm.needs_old:
+            if self.algorithm.needs_old:
                 tokens.old_logprobs_T = self.learner.logprobs(rollouts)
             if self.algorithm.needs_reference:
                 tokens.ref_logprobs_T = self.learner.reference_logprobs(rollouts)

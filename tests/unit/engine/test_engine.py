@@ -328,12 +328,14 @@ def test_drafter_weights_and_drafters_are_swapped_between_steps() -> None:
         running.update_drafter(update, 8)
 
 
-def test_sleep_gives_the_memory_back() -> None:
+def test_sleep_gives_the_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[bool] = []  # whether the KV tensors were freed before torch's cache was
     running = LocalEngine(PagedDecoder(tiny_decoder(), 32))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(running.paged.kv is None))
     wanted = [Request(0, (1, 2, 3), SamplingParams(max_tokens=6), 5)]
     before = running.generate(wanted)
     running.sleep()
-    assert running.paged.kv is None
+    assert running.paged.kv is None and emptied == [True]
     running.wake()
     assert running.generate(wanted)[0].token_ids.tolist() == before[0].token_ids.tolist()
     running.submit(wanted[0])

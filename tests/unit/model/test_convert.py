@@ -203,6 +203,15 @@ def test_rope_scaling(tiny: Callable[..., Path], tmp_path: Path, scaling: str) -
     torch.testing.assert_close(logits(made, ids), transformers_logits(model, ids))
 
 
+@pytest.mark.parametrize("key", ["rope.scale_linear", "rope.scaling.factor"])
+@pytest.mark.parametrize("factor", [1.0, 0.0, 2.0])
+def test_linear_rope_scaling_without_a_type(tiny: Callable[..., Path], tmp_path: Path, key: str, factor: float) -> None:
+    """Older files have only a factor; 1 and 0 mean none."""
+    made = converted(write_gguf(tmp_path / "x.gguf", tiny("qwen2"), {f"qwen2.{key}": factor}), tmp_path / "made")
+    expected = {"rope_type": "linear", "factor": 2.0} if factor == 2 else None
+    assert weights.read_config(made).rope_scaling == expected
+
+
 def llama3_divisors(theta: float, head_dim: int) -> np.ndarray:
     """rope_freqs.weight as llama.cpp's converter writes it."""
     wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)

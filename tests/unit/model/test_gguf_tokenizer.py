@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import unicodedata
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from paceline.model import convert, gguf_tokenizer, store
 from paceline.model.gguf_file import GgufFile
+from paceline.model.weights import ModelError
 
 Checkpoint = Callable[..., Path]
 # Words of the merges cross the borders of words that the schemes set differently.
@@ -53,6 +55,7 @@ def texts() -> list[str]:
 
 
 def make(folder: Path, checkpoint: Checkpoint, family: str = "qwen2", **fields: Any) -> Path:
+    folder.mkdir(exist_ok=True)
     model = checkpoint(family, hidden_size=64, intermediate_size=96, vocab_size=len(QWEN_TOKENS))
     changes = QWEN | {f"tokenizer.{key.replace('__', '.')}": value for key, value in fields.items()}
     convert.gguf_to_hf(GgufFile(write_gguf(folder / "x.gguf", model, changes)), folder / "made")
@@ -116,6 +119,40 @@ def test_all_tokens_that_end_a_text(tmp_path: Path, checkpoint: Checkpoint, eos:
     assert store.load_tokenizer(made).eos_token_id == eos
 
 
+@pytest.mark.parametrize("eos", [IM_END, END_OF_TEXT])
+def test_tokens_that_the_file_says_end_a_turn(tmp_path: Path, checkpoint: Checkpoint, eos: int) -> None:
+    from paceline.model.weights import read_config
+
+    made = make(tmp_path, checkpoint, ggml__pre="smollm", ggml__eos_token_id=eos, ggml__eot_token_id=IM_END,
+                ggml__eom_token_id=IM_START)  # fmt: skip
+    assert read_config(made).eos_token_ids == tuple(dict.fromkeys([eos, IM_END, IM_START]))
+    with pytest.raises(ModelError, match=r"tokenizer.ggml.eot_token_id = 999: must be below"):
+        make(tmp_path / "other", checkpoint, ggml__eot_token_id=999)
+
+
+def test_deepseek_r1_qwen(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    """The words of Qwen2, with other special tokens and a bos token."""
+    qwen = store.load_tokenizer(make(tmp_path / "qwen", checkpoint))
+    special = {"<｜end▁of▁sentence｜>": 3, "<｜User｜>": 4, "<｜begin▁of▁sentence｜>": 3}
+    tokens = [*BASE, *special]
+    fields = {
+        "ggml__pre": "deepseek-r1-qwen",
+        "ggml__tokens": tokens,
+        "ggml__token_type": [1] * len(BASE) + list(special.values()),
+        "ggml__bos_token_id": len(BASE) + 2,
+        "ggml__eos_token_id": len(BASE),
+        "ggml__padding_token_id": len(BASE),
+        "ggml__add_bos_token": True,
+    }
+    from paceline.model.weights import read_config
+
+    made = make(tmp_path / "deepseek", checkpoint, **fields)
+    assert read_config(made).eos_token_ids == (len(BASE),)
+    tokenizer = store.load_tokenizer(made)
+    for text in (text for text in texts() if "<|" not in text and "<tool" not in text):
+        assert tokenizer.encode(text) == [len(BASE) + 2, *qwen.encode(text)]
+
+
 def test_llama_bpe(tmp_path: Path, checkpoint: Checkpoint) -> None:
     # "hen" is in the vocabulary, but no merge makes it. "12345" is split after three digits.
     tokens = [*BASE, "hen", "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
@@ -138,6 +175,28 @@ def test_llama_bpe(tmp_path: Path, checkpoint: Checkpoint) -> None:
     from paceline.model.weights import read_config
 
     assert read_config(made).eos_token_ids == (bos + 2, bos + 1)
+
+
+@pytest.mark.parametrize("digits", [None, r"\p{N}"])
+def test_smollm_encodes_as_the_tokenizer_of_transformers(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, digits: str | None
+) -> None:
+    """It is GPT-2's, after the text is split at every digit."""
+    from transformers import GPT2Tokenizer
+
+    scheme = replace(gguf_tokenizer.SCHEMES["smollm"], digits=digits)  # with other words, it must not be equal
+    monkeypatch.setitem(gguf_tokenizer.SCHEMES, "smollm", scheme)
+    made = make(tmp_path, checkpoint, ggml__pre="smollm")
+    ours = Tokenizer.from_file(str(made / "tokenizer.json"))
+    theirs = GPT2Tokenizer({token: i for i, token in enumerate(BASE)}, [tuple(m.split(" ")) for m in QWEN_MERGES])
+    theirs.add_tokens([AddedToken(name, special=kind == 3, normalized=False) for name, kind in ADDED.items()])
+    assert theirs.convert_tokens_to_ids("<tool_call>") == TOOL_CALL
+
+    def encode(text: str) -> list[int]:
+        words = "".join(f"\0{c}\0" if unicodedata.category(c).startswith("N") else c for c in text).split("\0")
+        return [i for word in words if word for i in theirs.encode(word)]
+
+    assert ([ours.encode(text).ids for text in texts()] == [encode(text) for text in texts()]) == (digits is None)
 
 
 def test_smollm(tmp_path: Path, checkpoint: Checkpoint) -> None:

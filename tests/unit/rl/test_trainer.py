@@ -33,6 +33,30 @@ def test_sleep_does_not_change_the_result(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(
+    "num_iterations, num_minibatches, beta, num_passes",
+    [(1, 1, 0, 0), (2, 1, 0, 0), (1, 2, 0, 1), (2, 2, 0, 1), (1, 1, 0.1, 2), (2, 2, 0.1, 2)],
+)
+def test_logprobs_are_computed_without_gradients_only_if_an_update_does_not_compute_them(
+    tmp_path: Path, num_iterations: int, num_minibatches: int, beta: float, num_passes: int
+) -> None:
+    """The first of several passes over a batch has the old logprobs. Several minibatches need a pass of their own, and
+    a penalty in the reward needs one for the old and one for the reference policy."""
+    settings = [f"learner.num_iterations={num_iterations}", f"learner.num_minibatches={num_minibatches}"]
+    settings += [f"algorithm.beta={beta}", "algorithm.kl_in=reward"] if beta else []
+    trainer = make(tmp_path, "run", "train.num_steps=2", *settings)
+    calls: list[int] = []
+    logprobs = trainer.learner._logprobs
+
+    def counted(*args: Any) -> Any:
+        calls.append(trainer.step)
+        return logprobs(*args)
+
+    trainer.learner._logprobs = counted  # type: ignore[method-assign]
+    trainer.run()
+    assert calls == [0] * num_passes + [1] * num_passes
+
+
 def test_garbage_collection_skips_what_exists_before_the_first_step(tmp_path: Path) -> None:
     trainer = make(tmp_path, "run", "train.num_steps=1")
     num_frozen, run_step = [], trainer._run_step
