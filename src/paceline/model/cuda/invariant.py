@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from paceline.model.decoder import Decoder
 
 
+MAX_LOGITS = 2048  # positions for which torch's product is compared: float32 logits take much memory
+
+
 class InvariantOps(CudaOps):
     is_batch_invariant = True
 
@@ -39,7 +42,8 @@ class InvariantOps(CudaOps):
             (layer.down, residual_parts(layer.down)),
         ):  # fmt: skip
             self.products.compare(linear, parts, SIZES)
-        self.products.compare(decoder.lm_head or decoder.embed, 1, SIZES, torch.float32)
+        small = tuple(size for size in SIZES if size <= MAX_LOGITS)
+        self.products.compare(decoder.lm_head or decoder.embed, 1, small, torch.float32)
         self.products.compare_fused(layer.gate_up, SIZES)
 
     def padded(self, num_tokens: int) -> int:
