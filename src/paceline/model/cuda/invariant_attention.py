@@ -308,7 +308,7 @@ def _attend_chunk(
     in_cache = (blocks.to(tl.int64) * (NUM_KV * BLOCK * DIM))[:, None] + in_block
     inside = (start + t < end)[:, None]
     blocks = _load_blocks(table, start + CHUNK, end, BLOCK)
-    k = tl.load(k_cache + in_cache, mask=inside, other=0.0)
+    k = tl.load(k_cache + in_cache)  # scores past the end are masked below
     v = tl.load(v_cache + in_cache, mask=inside, other=0.0)
     scores = tl.dot(qs, tl.trans(k))
     scores = tl.where((start + t)[None, :] <= position[:, None], scores, -float("inf"))
