@@ -55,6 +55,7 @@ class Settings:
     imposed_spread: float = SPREAD  # 0: all draft tokens have the same acceptance probability
     eager: bool = False  # the same kernels, without graphs
     plain_torch: bool = False  # neither graphs nor kernels
+    invariant: bool = False  # batch-invariant kernels
     draft_vocab_size: int = 32000  # limited to the model's vocabulary
     head_dtype: str = "auto"  # as speculation.head_dtype
     device: str = "cuda"
@@ -84,6 +85,10 @@ class Settings:
             self._check_kernels()
         elif self.eager:
             raise ValueError("--eager: turns CUDA graphs off, and without the GPU kernels there are none")
+        if self.invariant and (self.dtype != "bfloat16" or not self.has_kernels):
+            raise ValueError(
+                "--invariant: only for the GPU kernels in bfloat16; remove it, or change the other options"
+            )
         if self.head_dtype == "float8" and not self.has_kernels:
             raise ValueError("--head-dtype float8: only the GPU kernels support it; use auto or model")
         if self.imposed_acceptance is not None:
@@ -156,6 +161,7 @@ def columns(settings: Settings) -> dict[str, str]:
 def title(settings: Settings) -> str:
     s = settings
     mode = "plain torch" if s.plain_torch else "without graphs" if s.eager else ""
+    mode = f"batch-invariant, {mode}".rstrip(", ") if s.invariant else mode
     imposed = f"acceptance imposed: {s.imposed_acceptance:g}" if s.imposed_acceptance is not None else ""
     drafter = f"{s.drafter} ({s.policy})" if any(s.draft_lengths) else ""
     length = f"{s.prompt_tokens} + {s.max_tokens} tokens"

@@ -178,7 +178,7 @@ def _draft_decoder(config: Config, target: Decoder, tokenizer: Any) -> Decoder:
             )
         return first_layers(target, int(count))
     directory = resolve(name)
-    draft = build_decoder(config, directory)
+    draft = build_decoder(config.changed(engine={"invariant": False}), directory)  # drafts are verified
     check_vocabulary(name, draft.config.vocab_size, target.config.vocab_size, directory, tokenizer)
     return draft
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,9 @@ from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
 from paceline.model.weights import load
 from paceline.native import NativeUnavailable
+
+if TYPE_CHECKING:
+    from paceline.model.cuda.ops import CudaOps
 
 
 def check_device(config: Config) -> None:
@@ -61,10 +64,23 @@ def build_decoder(config: Config, directory: Any) -> Decoder:
         except NativeUnavailable as error:
             warnings.warn(f"engine.native: {error}\nUsing plain torch, several times slower.", stacklevel=2)
     if config.engine.native and decoder.device.type == "cuda" and has_kernels(decoder):
+        decoder.ops = build_cuda_ops(decoder, config.engine.invariant)
+    return decoder
+
+
+def build_cuda_ops(decoder: Decoder, invariant: bool) -> CudaOps:
+    if not invariant:
         from paceline.model.cuda.ops import CudaOps
 
-        decoder.ops = CudaOps()
-    return decoder
+        return CudaOps()
+    from paceline.model.cuda.invariant import InvariantOps
+
+    if decoder.dtype != torch.bfloat16:
+        raise ValueError(
+            f'engine.invariant = true: only with model.dtype = "bfloat16", not {str(decoder.dtype)[6:]!r}; set it to '
+            "false"
+        )
+    return InvariantOps(decoder)
 
 
 def has_kernels(decoder: Decoder) -> bool:

@@ -132,6 +132,7 @@ def step(
         str, typer.Option(help="Dtype of the head's large matrix products: model, float8 or auto.")
     ] = "auto",
     eager: Annotated[bool, typer.Option("--eager", help="Do not use CUDA graphs.")] = False,
+    invariant: Annotated[bool, typer.Option("--invariant", help="Use batch-invariant kernels.")] = False,
     plain_torch: Annotated[
         bool, typer.Option("--plain-torch", help="Use neither CUDA graphs nor Triton kernels.")
     ] = False,
@@ -169,6 +170,7 @@ def step(
         imposed_spread=imposed_spread,
         eager=eager,
         plain_torch=plain_torch,
+        invariant=invariant,
         draft_vocab_size=draft_vocab,
         head_dtype=head_dtype,
         device=device,

@@ -147,17 +147,12 @@ class Eagle3Drafter(Drafter):
         return x, h
 
     def _forward(self, spans: list[Span], x: Tensor) -> tuple[Tensor, Tensor]:
-        plan = make_plan(spans)
-        device = self.head.device
-        x, h = self.head(
-            x,
-            torch.as_tensor(plan.tokens, device=device),
-            torch.as_tensor(plan.positions, device=device),
-            self.memory.attention(plan),
-            self.embed,
-        )
+        plan, kv = make_plan(spans), self.memory.kv
+        assert kv is not None, "asleep"
+        tokens, positions = (torch.as_tensor(each, device=self.head.device) for each in (plan.tokens, plan.positions))
+        x, h = self.head(x, tokens, positions, self.head.ops.paged_attention(kv, plan), self.embed)
         if len(plan.logits_at) < len(x):
-            last = torch.as_tensor(plan.logits_at, device=device)
+            last = torch.as_tensor(plan.logits_at, device=self.head.device)
             x, h = x[last], h[last]
         return x, h
 

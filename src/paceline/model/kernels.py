@@ -133,6 +133,9 @@ class NativeOps(Ops):
         self.c.embed(tokens_T.data_ptr(), table.panels.data_ptr(), y.data_ptr(), len(tokens_T), table.num_in)
         return y
 
+    def paged_attention(self, kv: PagedKV, plan: BatchPlan) -> NativePagedAttention:
+        return NativePagedAttention(kv, plan)
+
     def linear(self, x_TK: Tensor, linear: Linear) -> Tensor:
         panels, bias = linear.panels, linear.bias
         assert panels is not None and x_TK.is_contiguous()

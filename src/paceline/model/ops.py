@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.model.attention import Attention
+from paceline.model.attention import Attention, PagedAttention
+from paceline.model.kv import BatchPlan, PagedKV
 from paceline.model.layer import Layer, Linear
 from paceline.model.rope import Tables
 
@@ -26,6 +27,7 @@ class Ops(Protocol):
     them."""
 
     is_cuda: bool  # whether these are CUDA kernels
+    is_batch_invariant: bool = False  # whether a token's bits do not depend on the other tokens of the forward pass
 
     def embed(self, tokens_T: Tensor, table: Linear) -> Tensor: ...
     def linear(self, x_TK: Tensor, linear: Linear) -> Tensor: ...
@@ -42,6 +44,14 @@ class Ops(Protocol):
     def qkv(self, h_TD: Tensor, layer: Layer, positions_T: Tensor, rope: Tables) -> tuple[Tensor, Tensor, Tensor]:
         """Project, apply the q and k norms, and rotate: q [T, H, E], k and v [T, G, E]."""
         ...
+
+    def paged_attention(self, kv: PagedKV, plan: BatchPlan) -> Attention:
+        """Attention over the rows of a plan, with any number of queries each."""
+        return PagedAttention(kv, plan)
+
+    def padded(self, num_tokens: int) -> int:
+        """How many tokens a forward pass should have. What is computed for the others is not used."""
+        return num_tokens
 
     def residual_linear(self, x_TK: Tensor, linear: Linear) -> Tensor:
         """A linear map with an output that is added to the residual stream. Only `add_norm` and `rounded_sum` may read

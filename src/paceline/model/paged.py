@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from paceline.model import weights as weights_io
-from paceline.model.attention import Attention, GatheredAttention, PagedAttention, has_varlen
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
 from paceline.model.kv import BatchPlan, BlockPool, BlockTable, PagedKV
@@ -98,14 +97,6 @@ class PagedMemory:
             self.pool.release(source)
         return covered
 
-    def attention(self, plan: BatchPlan) -> Attention:
-        assert self.kv is not None, "asleep"
-        if not self._native:
-            return PagedAttention(self.kv, plan)
-        from paceline.model.kernels import NativePagedAttention
-
-        return NativePagedAttention(self.kv, plan)
-
 
 class PagedDecoder(PagedMemory):
     """Invariant: a sequence's KV and auxiliary hidden states, up to its number of computed tokens, come from the
@@ -136,13 +127,6 @@ class PagedDecoder(PagedMemory):
         slots = np.concatenate([table.slot_mapping(start, end) for table, start, end in spans])
         return self.kv.aux_hidden_states[torch.as_tensor(slots, device=self.kv.aux_hidden_states.device)]
 
-    def attention(self, plan: BatchPlan) -> Attention:
-        decoder = self.decoder
-        if decoder.ops.is_cuda and has_varlen(decoder.device, decoder.dtype, decoder.config.head_dim):
-            assert self.kv is not None, "asleep"
-            return GatheredAttention(self.kv, plan)
-        return super().attention(plan)
-
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Receipt:
         """Load new weights (Hugging Face names) and reset the prefix cache. The receipt's checksum is computed from the
         decoder's weights after the update."""
@@ -156,17 +140,16 @@ class PagedDecoder(PagedMemory):
         """Logits [P, V] of the last `num_logits` tokens of each span, concatenated."""
         assert self.kv is not None, "asleep"
         plan = make_plan(spans)
-        device = self.decoder.device
-        out = self.decoder(
-            torch.as_tensor(plan.tokens, device=device),
-            torch.as_tensor(plan.positions, device=device),
-            self.attention(plan),
-            self.aux_layers,
+        device, ops, num = self.decoder.device, self.decoder.ops, len(plan.tokens)
+        padding = np.zeros(ops.padded(num) - num, np.int64)
+        tokens, positions = (
+            torch.as_tensor(np.concatenate([each, padding]), device=device) for each in (plan.tokens, plan.positions)
         )
+        out = self.decoder(tokens, positions, ops.paged_attention(self.kv, plan), self.aux_layers)
         if self.aux_layers:
             assert self.kv.aux_hidden_states is not None
             slots = torch.as_tensor(plan.slot_mapping(), device=device)
-            self.kv.aux_hidden_states[slots] = torch.cat([out.aux_hidden_states[i] for i in self.aux_layers], -1)
+            self.kv.aux_hidden_states[slots] = torch.cat([out.aux_hidden_states[i][:num] for i in self.aux_layers], -1)
         hidden = out.hidden
         if len(plan.logits_at) < len(hidden):
             hidden = hidden[torch.as_tensor(plan.logits_at, device=device)]

@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.model.attention import GatheredAttention, PagedAttention, has_varlen
 from paceline.model.confidence import BY_LOGPROB, BY_MARGIN, START
 from paceline.model.cuda.attention import AttentionRows, CudaPagedAttention
 from paceline.model.cuda.device_state import MAX_DRAFT, DeviceState, imposed_probability
@@ -69,9 +68,7 @@ class GraphHead:
         tables = [(span.table, span.start, span.start + len(span.tokens)) for span in spans]
         x = self.head.fuse(paged.aux_hidden_states(tables))
         tokens_T, positions_T = (torch.as_tensor(a, device=device) for a in (plan.tokens, plan.positions))
-        in_one_kernel = has_varlen(device, self.head.dtype, self.head.config.layer.head_dim)
-        attention = (GatheredAttention if in_one_kernel else PagedAttention)(self.kv, plan)
-        self.head(x, tokens_T, positions_T, attention, self.embed)
+        self.head(x, tokens_T, positions_T, self.head.ops.paged_attention(self.kv, plan), self.embed)
 
     def draft(self, step: DraftStep) -> None:
         """Draft as the target would sample, with the target's noise."""

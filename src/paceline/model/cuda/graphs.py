@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.model.cuda.attention import MAX_QUERIES, CudaPagedAttention
+from paceline.model.cuda.attention import MAX_QUERIES
 from paceline.model.cuda.device_state import MAX_DRAFT, MAX_SELECT_ROWS, ROW_WORDS, DeviceState
 from paceline.model.cuda.graph_drafter import DraftStep, GraphDrafter
+from paceline.model.cuda.ops import CudaOps
 from paceline.model.cuda.sample import draw
 from paceline.model.cuda.truncate import truncate
 from paceline.model.decoder import Decoder
@@ -56,7 +57,7 @@ class GraphSize:
 
     def rounded_up(self) -> GraphSize:
         return GraphSize(
-            _round_up(self.num_rows, ROWS), _round_up(self.num_tokens, SIZES), _round_up(self.max_queries, QUERIES),
+            round_up(self.num_rows, ROWS), round_up(self.num_tokens, SIZES), round_up(self.max_queries, QUERIES),
             self.draft_length, self.truncates, self.selects_drafts,
         )  # fmt: skip
 
@@ -107,7 +108,7 @@ class GraphSize:
         return self.num_rows * (ROW_WORDS + 3 * NEW_BLOCKS) + 1
 
 
-def _round_up(number: int, sizes: tuple[int, ...]) -> int:
+def round_up(number: int, sizes: tuple[int, ...]) -> int:
     """To one of the sizes; beyond the last, to a multiple of 1024."""
     at = bisect_left(sizes, number)
     return sizes[at] if at < len(sizes) else -(-number // 1024) * 1024
@@ -144,10 +145,12 @@ class Graphs:
         enforce_eager: bool = False,
         imposed: Tensor | None = None,  # see `DeviceState.commit_tokens`
     ) -> None:
-        device = decoder.device
+        device, ops = decoder.device, decoder.ops
+        assert isinstance(ops, CudaOps)
+        self.ops = ops
         self.decoder, self.kv, self.state, self.drafter, self.enforce_eager = decoder, kv, state, drafter, enforce_eager
         self.imposed = imposed
-        most = _round_up(max_rows, ROWS)
+        most = round_up(max_rows, ROWS)
         self.input_words = torch.empty(GraphSize(most, most, 1).num_words, dtype=torch.int32, device=device)
         self.outputs = OutputBuffers(most, device=device)
         self.seconds: dict[GraphSize, float] = {}  # of the last step with this size
@@ -221,7 +224,7 @@ class Graphs:
             draft_budget = self.input_words[size.num_words - 1 : size.num_words]
             self.state.select_drafts(row_inputs, draft_budget, size.max_queries)
         inputs = self.state.prepare_inputs(row_inputs, new_blocks, size.num_tokens, size.max_queries)
-        attention = CudaPagedAttention(self.kv, inputs.rows, size.max_queries)
+        attention = self.ops.row_attention(self.kv, inputs, size.max_queries)
         aux_layers = self.drafter.aux_layers if self.drafter is not None else ()
         out = self.decoder(inputs.tokens, inputs.positions, attention, aux_layers)
         logits = self.decoder.logits(out.hidden)

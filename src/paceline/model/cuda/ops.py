@@ -9,21 +9,25 @@ Each kernel rounds where `ops.TorchOps` rounds, so the two differ at most by the
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.model.attention import Attention
+from paceline.model.attention import Attention, GatheredAttention, has_varlen
 from paceline.model.config import ModelConfig
 from paceline.model.cuda import small_batch, split_k, swiglu
 from paceline.model.cuda.attention import CudaPagedAttention, QKNormRope, apply_norm_rope
 from paceline.model.cuda.pdl import pdl_launch_dependents, pdl_options, pdl_wait
+from paceline.model.kv import BatchPlan, PagedKV
 from paceline.model.layer import Layer, Linear
 from paceline.model.ops import TorchOps
 from paceline.model.rope import Tables
+
+if TYPE_CHECKING:
+    from paceline.model.cuda.device_state import Inputs
 
 SILU = 1024, 4  # block size and warps of `_silu_mul`
 
@@ -85,7 +89,7 @@ class CudaOps(TorchOps):
 
     def qkv(self, h_TD: Tensor, layer: Layer, positions_T: Tensor, rope: Tables) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self._project(h_TD, layer)
-        apply = _qk_norm_rope(layer, rope)
+        apply = qk_norm_rope(layer, rope)
         return _norm_rope(q, positions_T, apply, apply.q_norm), _norm_rope(k, positions_T, apply, apply.k_norm), v
 
     def attend(
@@ -93,7 +97,7 @@ class CudaOps(TorchOps):
     ) -> Tensor:
         if not isinstance(attention, CudaPagedAttention):
             return super().attend(h_TD, layer, positions_T, rope, attention, i)
-        return attention(i, *self._project(h_TD, layer), _qk_norm_rope(layer, rope), self.activation_dtype)
+        return attention(i, *self._project(h_TD, layer), qk_norm_rope(layer, rope), self.activation_dtype)
 
     def layer(
         self, layer: Layer, x_TD: Tensor, y_TD: Tensor | None, positions_T: Tensor, rope: Tables, attention: Attention,
@@ -102,13 +106,26 @@ class CudaOps(TorchOps):
         if not isinstance(attention, CudaPagedAttention) or not (
             small_batch.should_use(x_TD, layer.qkv) and small_batch.should_use(x_TD, layer.gate_up)
         ):
-            return super().layer(layer, x_TD, y_TD, positions_T, rope, attention, i)
+            return self.separate_layer(layer, x_TD, y_TD, positions_T, rope, attention, i)
         input_norm = small_batch.InputNorm(layer.input_norm, layer.config.norm_eps, y_TD)
         x, heads = small_batch.fused_linear(x_TD, layer.qkv, input_norm)
-        h = self.linear(attention(i, *_split_heads(heads, layer.config), _qk_norm_rope(layer, rope)), layer.o)
+        h = self.linear(attention(i, *_split_heads(heads, layer.config), qk_norm_rope(layer, rope)), layer.o)
         post_norm = small_batch.InputNorm(layer.post_norm, layer.config.norm_eps, h)
         x, h = small_batch.fused_linear(x, layer.gate_up, post_norm, swiglu=True)
         return x, self.linear(h, layer.down)
+
+    def separate_layer(self, *args: Any) -> tuple[Tensor, Tensor]:
+        """A layer with the norms in kernels of their own."""
+        return super().layer(*args)
+
+    def paged_attention(self, kv: PagedKV, plan: BatchPlan) -> Attention:
+        if has_varlen(kv.k.device, kv.k.dtype, kv.k.shape[-1]):
+            return GatheredAttention(kv, plan)
+        return super().paged_attention(kv, plan)
+
+    def row_attention(self, kv: PagedKV, inputs: Inputs, max_queries: int) -> Attention:
+        """Attention over rows with at most max_queries queries, in a CUDA graph."""
+        return CudaPagedAttention(kv, inputs.rows, max_queries)
 
     def _project(self, h_TD: Tensor, layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
         return _split_heads(self.linear(h_TD, layer.qkv), layer.config)
@@ -122,7 +139,7 @@ def _split_heads(heads_TN: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor,
     return q, k, v
 
 
-def _qk_norm_rope(layer: Layer, rope: Tables) -> QKNormRope:
+def qk_norm_rope(layer: Layer, rope: Tables) -> QKNormRope:
     return QKNormRope(*rope, layer.q_norm, layer.k_norm, layer.config.norm_eps)
 
 
@@ -145,7 +162,11 @@ def _num_parts(y: Tensor) -> int:
 def _row_options(x_TD: Tensor) -> dict[str, Any]:
     """Launch options of a kernel with one program per row of x."""
     width = triton.next_power_of_2(x_TD.shape[1])
-    return {"D": x_TD.shape[1], "WIDTH": width, "num_warps": 8 if width >= 4096 else 4, **pdl_options(x_TD.device)}
+    warps = 8 if width >= 4096 else 4
+    # Without fusion: the compiler might fuse other operations in each variant of a kernel, and bits would differ.
+    return {
+        "D": x_TD.shape[1], "WIDTH": width, "num_warps": warps, "enable_fp_fusion": False, **pdl_options(x_TD.device)
+    }  # fmt: skip
 
 
 @triton.jit

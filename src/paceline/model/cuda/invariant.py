@@ -1,0 +1,89 @@
+"""A decoder's operations on a CUDA device with batch-invariant results: a token's bits depend on its sequence alone.
+
+So speculation on or off, another batch, preemption, prefix sharing and chunked prefill give the same bits. Norms, RoPE,
+SwiGLU and sampling compute each token by itself, with sums in one order. What remains are matrix products
+(`invariant_product.py`) and attention (`invariant_attention.py`). For bfloat16.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from paceline.model.attention import Attention
+from paceline.model.cuda import swiglu
+from paceline.model.cuda.graphs import SIZES, round_up
+from paceline.model.cuda.invariant_attention import InvariantPagedAttention
+from paceline.model.cuda.invariant_product import Products, order_of, residual_parts
+from paceline.model.cuda.ops import CudaOps, qk_norm_rope
+from paceline.model.kv import BatchPlan, PagedKV
+from paceline.model.layer import Layer, Linear
+from paceline.model.rope import Tables
+
+if TYPE_CHECKING:
+    from paceline.model.cuda.device_state import Inputs
+    from paceline.model.decoder import Decoder
+
+
+MAX_LOGITS = 2048  # positions for which torch's product is compared: float32 logits take much memory
+
+
+class InvariantOps(CudaOps):
+    is_batch_invariant = True
+
+    def __init__(self, decoder: Decoder) -> None:
+        """Compares torch's products with the reference: about a second, and more if kernels must be compiled."""
+        self.products = Products()
+        layer = decoder.layers[0]
+        for linear, parts in (
+            (layer.qkv, 1), (layer.gate_up, 1), (layer.o, residual_parts(layer.o)),
+            (layer.down, residual_parts(layer.down)),
+        ):  # fmt: skip
+            self.products.compare(linear, parts, SIZES)
+        small = tuple(size for size in SIZES if size <= MAX_LOGITS)
+        self.products.compare(decoder.lm_head or decoder.embed, 1, small, torch.float32)
+        self.products.compare_fused(layer.gate_up, SIZES)
+
+    def padded(self, num_tokens: int) -> int:
+        """A library's choice of kernels can't be checked for every number of tokens."""
+        return round_up(num_tokens, SIZES)
+
+    def linear(self, x_TK: Tensor, linear: Linear) -> Tensor:
+        return self.products(x_TK, linear)
+
+    def residual_linear(self, x_TK: Tensor, linear: Linear) -> Tensor:
+        return self.products(x_TK, linear, residual_parts(linear))
+
+    def gated(self, h_TD: Tensor, gate_up: Linear) -> Tensor:
+        weight = gate_up.weight
+        assert weight is not None
+        if len(h_TD) in self.products.fused_sizes[order_of(gate_up, 1, None)]:
+            return swiglu.swiglu(h_TD, weight)
+        return self.silu_mul(self.linear(h_TD, gate_up))
+
+    def logits(self, h_TD: Tensor, linear: Linear) -> Tensor:
+        num = len(h_TD)
+        if num < (size := self.padded(num)):
+            h_TD = torch.cat([h_TD, h_TD.new_zeros(size - num, h_TD.shape[1])])
+        return self.products(h_TD, linear, dtype=torch.float32)[:num]
+
+    def attend(
+        self, h_TD: Tensor, layer: Layer, positions_T: Tensor, rope: Tables, attention: Attention, i: int
+    ) -> Tensor:
+        assert isinstance(attention, InvariantPagedAttention)
+        return attention(i, *self._project(h_TD, layer), qk_norm_rope(layer, rope))
+
+    def layer(
+        self, layer: Layer, x_TD: Tensor, y_TD: Tensor | None, positions_T: Tensor, rope: Tables, attention: Attention,
+        i: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return self.separate_layer(layer, x_TD, y_TD, positions_T, rope, attention, i)
+
+    def paged_attention(self, kv: PagedKV, plan: BatchPlan) -> Attention:
+        num_tokens = len(plan.tokens)
+        return InvariantPagedAttention.of_plan(kv, plan, self.padded(num_tokens) - num_tokens)
+
+    def row_attention(self, kv: PagedKV, inputs: Inputs, max_queries: int) -> Attention:
+        return InvariantPagedAttention(kv, inputs.rows, inputs.positions, inputs.slots, max_queries)

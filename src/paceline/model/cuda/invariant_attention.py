@@ -1,0 +1,329 @@
+"""Paged attention with batch-invariant results: a query's bits depend on its own sequence alone, not on the batch.
+
+The order of summation depends on positions only:
+
+- Keys are read in chunks of CHUNK tokens, which begin at multiples of CHUNK. A chunk's products are tensor core
+  instructions, which sum over the tokens in a fixed order.
+- Chunks are grouped into sections, which begin at fixed positions. Each section starts from zero.
+- The results of the sections are combined one after another, from the first on.
+
+So prefill, decode and verification have the same bits, whatever the number of queries in a tile and wherever a prompt
+is cut into chunks. One program may compute all sections, or several programs may share them. Chunks past a query's
+position change nothing: their weights are exactly zero.
+
+Multiplications and additions are fused only where `tl.fma` says so (`enable_fp_fusion=False`): otherwise the compiler
+could decide differently for each variant of the kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.model.cuda.attention import AttentionRows, QKNormRope
+from paceline.model.cuda.pdl import pdl_options, pdl_wait
+from paceline.model.kv import BLOCK, BatchPlan, PagedKV
+
+CHUNK = tl.constexpr(64)  # tokens
+HEADS = 4  # that one program of `_rotate_and_store` computes
+TARGET_PROGRAMS = 256  # of attention: two per multiprocessor of a large device
+MAX_SPLITS = 32  # programs that share the sections of a tile
+PREFILL_SIZE = 128  # rows of a tile's scores if a row has many queries
+NO_SCORE = tl.constexpr(-1e30)  # initial maximum: finite, so that differences are defined
+
+
+@dataclass(slots=True)
+class Tiles:
+    """Which queries each tile has, if rows have more queries than fit one tile."""
+
+    rows: Tensor  # int32 [N], the row
+    first: Tensor  # int32 [N], the first query of the row
+
+
+class InvariantPagedAttention:
+    """Created for one forward pass, called once per layer with the queries, keys and values of T tokens, straight from
+    the projection. `slots_T` is each token's index in the block tables, -1: padding."""
+
+    def __init__(
+        self, kv: PagedKV, rows: AttentionRows, positions_T: Tensor, slots_T: Tensor, max_queries: int
+    ) -> None:
+        self.kv, self.rows, self.positions_T, self.slots_T = kv, rows, positions_T, slots_T
+        self.max_queries = max_queries
+        self.tiles: Tiles | None = None
+        num_kv, num_rows = kv.k.shape[2], rows.num_rows
+        self.group = kv.config.num_heads // num_kv
+        self.size = min(PREFILL_SIZE, max(16, triton.next_power_of_2(max_queries * self.group)))
+        self.num_tiles, self.splits = num_rows, num_splits(num_rows * num_kv)
+        num_counters = num_rows * num_kv if self.splits > 1 else 0
+        self.num_done = torch.zeros(num_counters, dtype=torch.int32, device=kv.k.device)
+        self.max_sections = num_sections(rows.block_tables.shape[1] * BLOCK)
+
+    @classmethod
+    def of_plan(cls, kv: PagedKV, plan: BatchPlan, num_padding: int = 0) -> InvariantPagedAttention:
+        """For rows with any number of queries. `num_padding`: tokens after those of the plan."""
+        device = kv.k.device
+
+        def to_device(array: np.ndarray) -> Tensor:
+            return torch.as_tensor(array.astype(np.int32), device=device)
+
+        sizes = np.diff(plan.query_start)
+        rows = AttentionRows(
+            to_device(plan.query_start), to_device(plan.context), to_device(np.arange(plan.num_rows)),
+            to_device(plan.block_tables),
+        )  # fmt: skip
+        padding = np.full(num_padding, -1)
+        slots = np.concatenate([np.repeat(np.arange(plan.num_rows), sizes), padding])
+        positions = np.concatenate([plan.positions, padding * 0])
+        self = cls(kv, rows, to_device(positions), to_device(slots), int(sizes.max()))
+        per_tile = self.size // self.group
+        if self.max_queries > per_tile:
+            num = -(-sizes // per_tile)
+            tile_rows = np.repeat(np.arange(plan.num_rows), num)
+            first = (np.arange(len(tile_rows)) - np.repeat(np.cumsum(num) - num, num)) * per_tile
+            # The longest contexts first, so that no long tile begins when the others end.
+            order = np.argsort(-(plan.context - sizes)[tile_rows] - first, kind="stable")
+            self.tiles = Tiles(to_device(tile_rows[order]), to_device(first[order]))
+            self.num_tiles, self.splits = len(tile_rows), 1
+        return self
+
+    def __call__(
+        self, layer: int, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, norm_rope: QKNormRope | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:  # fmt: skip
+        """[T, H * E]. q, k and v are parts of one tensor [T, (H + 2 G) * E]."""
+        assert norm_rope is not None and dtype is None
+        num_tokens, num_heads, dim = q_THE.shape
+        num_kv, rows = k_TGE.shape[1], self.rows
+        assert k_TGE.data_ptr() == q_THE.data_ptr() + num_heads * dim * q_THE.itemsize
+        k_cache, v_cache, tables = self.kv.k[layer], self.kv.v[layer], rows.block_tables
+        q = q_THE.new_empty(num_tokens, num_heads, dim)
+        norms = (q, q) if norm_rope.q_norm is None else (norm_rope.q_norm, norm_rope.k_norm)
+        options = pdl_options(q.device)
+        _rotate_and_store[(num_tokens, triton.cdiv(num_heads + 2 * num_kv, HEADS))](
+            q_THE, q, k_cache, v_cache, *norms, norm_rope.cos, norm_rope.sin, self.positions_T, self.slots_T, tables,
+            norm_rope.eps, q_THE.stride(0), tables.stride(0), NUM_Q=num_heads, NUM_KV=num_kv, DIM=dim, HEADS=HEADS,
+            BLOCK=BLOCK, HAS_NORM=norm_rope.q_norm is not None, num_warps=2, enable_fp_fusion=False, **options,
+        )  # fmt: skip
+        out = q.new_empty(num_tokens, num_heads * dim)
+        section_outs = section_stats = out
+        if self.splits > 1:
+            num = self.num_tiles * num_kv * self.max_sections
+            section_outs = q.new_empty(num, self.size, dim, dtype=torch.float32)
+            section_stats = q.new_empty(num, 2, self.size, dtype=torch.float32)
+        tiles = self.tiles or Tiles(rows.slots, rows.slots)
+        _attend[(self.num_tiles, num_kv, self.splits)](
+            q, out, section_outs, section_stats, self.num_done, k_cache, v_cache, tables, rows.slots, rows.query_start,
+            rows.context, tiles.rows, tiles.first, dim**-0.5 * 1.4426950408889634, q.stride(0), out.stride(0),
+            tables.stride(0), self.max_queries, self.max_sections, NUM_KV=num_kv, GROUP=self.group, DIM=dim,
+            SIZE=self.size, HAS_SPLITS=self.splits > 1, HAS_TILES=self.tiles is not None, BLOCK=BLOCK,
+            **tuning(self.size), enable_fp_fusion=False, **options,
+        )  # fmt: skip
+        return out
+
+
+def tuning(size: int) -> dict[str, Any]:
+    """Launch parameters, which do not change results."""
+    width = {16: 32, 32: 64}.get(size, 16)  # so that the warps share out columns, not rows, where there are few rows
+    return {"WIDTH": width, "num_warps": 8 if size >= 128 else 4, "num_stages": 2 if size >= 64 else 3}
+
+
+def num_splits(num_programs: int) -> int:
+    return min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(TARGET_PROGRAMS, num_programs)))
+
+
+def num_sections(context: int) -> int:
+    """Sections of a context with so many tokens: they are longer at higher positions, so that there are few."""
+    for start, size, first in ((32768, 8192, 32), (8192, 2048, 20), (2048, 512, 8)):
+        if context > start:
+            return first + -(-(context - start) // size)
+    return -(-context // 256)
+
+
+@triton.jit
+def _num_sections(context):
+    """As `num_sections`."""
+    num = tl.where(context > 8192, 20 + tl.cdiv(context - 8192, 2048), 8 + tl.cdiv(context - 2048, 512))
+    num = tl.where(context > 32768, 32 + tl.cdiv(context - 32768, 8192), num)
+    return tl.where(context > 2048, num, tl.cdiv(context, 256))
+
+
+@triton.jit
+def _section_start(i):
+    start = tl.where(i > 20, 8192 + (i - 20) * 2048, 2048 + (i - 8) * 512)
+    start = tl.where(i > 32, 32768 + (i - 32) * 8192, start)
+    return tl.where(i > 8, start, i * 256)
+
+
+@triton.jit
+def _rotate_and_store(
+    qkv, q_out, k_cache, v_cache, q_norm, k_norm, cos, sin, positions, slots, block_tables, eps, stride, table_stride,
+    NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of one token: applies norm and RoPE to queries and keys, writes the queries to `q_out`, and keys and
+    values to the KV cache."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_q, is_v = head < NUM_Q, head >= NUM_Q + NUM_KV
+    is_k = (head >= NUM_Q) & (head < NUM_Q + NUM_KV)
+    inside = (head < NUM_Q + 2 * NUM_KV)[:, None]
+    e = tl.arange(0, DIM // 2)[None, :]
+    slot, position = tl.load(slots + token).to(tl.int64), tl.load(positions + token).to(tl.int32)
+    stored = slot >= 0
+    block = tl.load(block_tables + slot * table_stride + position // BLOCK, mask=stored, other=0).to(tl.int64)
+    c, s = tl.load(cos + position * (DIM // 2) + e), tl.load(sin + position * (DIM // 2) + e)
+    pdl_wait(PDL)
+    at = qkv + token * stride + head[:, None] * DIM + e
+    low, high = tl.load(at, mask=inside, other=0.0), tl.load(at + DIM // 2, mask=inside, other=0.0)
+    x, y = low.to(tl.float32), high.to(tl.float32)
+    if HAS_NORM:
+        factor = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / DIM + eps)[:, None]
+        scale_x = tl.where(is_q[:, None], tl.load(q_norm + e), tl.load(k_norm + e)).to(tl.float32)
+        scale_y = tl.where(is_q[:, None], tl.load(q_norm + DIM // 2 + e), tl.load(k_norm + DIM // 2 + e))
+        x, y = x * factor * scale_x, y * factor * scale_y.to(tl.float32)
+    rotated_x, rotated_y = (x * c - y * s).to(low.dtype), (y * c + x * s).to(low.dtype)
+    q_at = q_out + (token * NUM_Q + head[:, None]) * DIM + e
+    tl.store(q_at, rotated_x, mask=is_q[:, None])
+    tl.store(q_at + DIM // 2, rotated_y, mask=is_q[:, None])
+    k_at = k_cache + ((block * NUM_KV + head[:, None] - NUM_Q) * BLOCK + position % BLOCK) * DIM + e
+    tl.store(k_at, rotated_x, mask=is_k[:, None] & stored)
+    tl.store(k_at + DIM // 2, rotated_y, mask=is_k[:, None] & stored)
+    v_at = v_cache + ((block * NUM_KV + head[:, None] - NUM_Q - NUM_KV) * BLOCK + position % BLOCK) * DIM + e
+    tl.store(v_at, low, mask=inside & is_v[:, None] & stored)
+    tl.store(v_at + DIM // 2, high, mask=inside & is_v[:, None] & stored)
+
+
+@triton.jit(do_not_specialize=["max_queries", "max_sections"])
+def _attend(
+    q, out, section_outs, section_stats, num_done, k_cache, v_cache, block_tables, slots, query_start, context,
+    tile_rows, tile_first, scale, q_stride, out_stride, table_stride, max_queries, max_sections,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_SPLITS: tl.constexpr, HAS_TILES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries and one key/value head; with splits, a part of the sections."""
+    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, first_query = tile, 0
+    if HAS_TILES:
+        row, first_query = tl.load(tile_rows + tile), tl.load(tile_first + tile)
+    row_start, row_end = tl.load(query_start + row), tl.load(query_start + row + 1)
+    first = row_start + first_query
+    num = tl.minimum(row_end - first, SIZE // GROUP)
+    start_position = tl.load(context + row) - (row_end - first)  # of the first query
+    end = start_position + num
+    table = block_tables + tl.load(slots + row).to(tl.int64) * table_stride
+    sections = _num_sections(end)
+    pdl_wait(PDL)
+    if (row_end - row_start <= 0) | (row_end - row_start > max_queries) | (split >= sections):
+        return
+    m = tl.arange(0, SIZE)  # rows of the scores: (query, head of the group), queries first
+    query = m // GROUP
+    valid = query < num
+    e = tl.arange(0, DIM)
+    column = (head * GROUP + m % GROUP)[:, None] * DIM + e[None, :]
+    qs = tl.load(q + (first + query).to(tl.int64)[:, None] * q_stride + column, mask=valid[:, None], other=0.0)
+    position = start_position + query
+    kv = head.to(tl.int64) * (BLOCK * DIM)
+    acc, total, peak = _nothing(SIZE, DIM, WIDTH)
+    out_at = out + (first + query).to(tl.int64)[:, None] * out_stride + column
+    if not HAS_SPLITS:
+        all_acc, all_total, all_peak = acc, tl.zeros([SIZE], tl.float32), peak
+        section, section_end = 0, _section_start(1)
+        blocks = _load_blocks(table, 0, end, BLOCK)
+        for start in range(0, end, CHUNK):
+            if start == section_end:
+                all_acc, all_total, all_peak = _combine(all_acc, all_total, all_peak, acc, tl.max(total, 1), peak)
+                acc, total, peak = _nothing(SIZE, DIM, WIDTH)
+                section += 1
+                section_end = _section_start(section + 1)
+            acc, total, peak, blocks = _attend_chunk(
+                qs, k_cache + kv, v_cache + kv, table, blocks, start, end, position, acc, total, peak, scale, NUM_KV,
+                DIM, WIDTH, BLOCK,
+            )  # fmt: skip
+        all_acc, all_total, all_peak = _combine(all_acc, all_total, all_peak, acc, tl.max(total, 1), peak)
+        tl.store(out_at, (all_acc / all_total[:, None]).to(out.dtype.element_ty), mask=valid[:, None])
+    else:
+        first_section = (tile * NUM_KV + head).to(tl.int64) * max_sections
+        inner = m[:, None] * DIM + e[None, :]
+        for section in range(split, sections, tl.num_programs(2)):
+            acc, total, peak = _nothing(SIZE, DIM, WIDTH)
+            first_token = _section_start(section)
+            blocks = _load_blocks(table, first_token, end, BLOCK)
+            for start in range(first_token, tl.minimum(end, _section_start(section + 1)), CHUNK):
+                acc, total, peak, blocks = _attend_chunk(
+                    qs, k_cache + kv, v_cache + kv, table, blocks, start, end, position, acc, total, peak, scale,
+                    NUM_KV, DIM, WIDTH, BLOCK,
+                )  # fmt: skip
+            stats = section_stats + (first_section + section) * 2 * SIZE + m
+            tl.store(section_outs + (first_section + section) * SIZE * DIM + inner, acc)
+            tl.store(stats, peak)
+            tl.store(stats + SIZE, tl.max(total, 1))
+        tl.debug_barrier()  # all threads have written before the split is counted as done
+        num_active = tl.minimum(sections, tl.num_programs(2))
+        if tl.atomic_add(num_done + tile * NUM_KV + head, 1, sem="acq_rel") == num_active - 1:
+            tl.store(num_done + tile * NUM_KV + head, 0)  # for the next layer
+            all_acc, all_total = tl.zeros([SIZE, DIM], tl.float32), tl.zeros([SIZE], tl.float32)
+            all_peak = tl.full([SIZE], NO_SCORE, tl.float32)
+            for section in range(sections):
+                stats = section_stats + (first_section + section) * 2 * SIZE + m
+                section_peak = tl.load(stats, cache_modifier=".cg")
+                section_total = tl.load(stats + SIZE, cache_modifier=".cg")
+                section_out = section_outs + (first_section + section) * SIZE * DIM + inner
+                section_acc = tl.load(section_out, cache_modifier=".cg")
+                all_acc, all_total, all_peak = _combine(
+                    all_acc, all_total, all_peak, section_acc, section_total, section_peak
+                )  # fmt: skip
+            tl.store(out_at, (all_acc / all_total[:, None]).to(out.dtype.element_ty), mask=valid[:, None])
+
+
+@triton.jit
+def _nothing(SIZE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Of no tokens: weighted sum of values, sum of the weights (in all columns), and maximum of the scores."""
+    acc = tl.zeros([SIZE, DIM], tl.float32)
+    return acc, tl.zeros([SIZE, WIDTH], tl.float32), tl.full([SIZE], NO_SCORE, tl.float32)
+
+
+@triton.jit
+def _load_blocks(table, start, end, BLOCK: tl.constexpr):
+    """The KV block of each token of the chunk at `start`."""
+    t = tl.arange(0, CHUNK)
+    return tl.load(table + start // BLOCK + t // BLOCK, mask=start + t < end, other=0)
+
+
+@triton.jit
+def _attend_chunk(
+    qs, k_cache, v_cache, table, blocks, start, end, position, acc, total, peak, scale, NUM_KV: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Adds the tokens start … start + CHUNK - 1, and loads the next chunk's block numbers, so that loads of keys and
+    values do not wait for these. Weights are summed as they are multiplied with the values: rounded, by the tensor
+    cores. A sum over the tokens by other instructions would depend on the layout of the tile."""
+    t = tl.arange(0, CHUNK)
+    in_block = (t % BLOCK * DIM)[:, None] + tl.arange(0, DIM)[None, :]
+    in_cache = (blocks.to(tl.int64) * (NUM_KV * BLOCK * DIM))[:, None] + in_block
+    inside = (start + t < end)[:, None]
+    blocks = _load_blocks(table, start + CHUNK, end, BLOCK)
+    k = tl.load(k_cache + in_cache)  # scores past the end are masked below
+    v = tl.load(v_cache + in_cache, mask=inside, other=0.0)
+    scores = tl.dot(qs, tl.trans(k))
+    scores = tl.where((start + t)[None, :] <= position[:, None], scores, -float("inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
+    rescale = tl.exp2(peak - new_peak)
+    weights = tl.exp2(tl.fma(scores, scale, -new_peak[:, None])).to(v.dtype)
+    acc = tl.dot(weights, v, acc * rescale[:, None])
+    total = tl.dot(weights, tl.full([CHUNK, WIDTH], 1.0, v.dtype), total * rescale[:, None])
+    return acc, total, new_peak, blocks
+
+
+@triton.jit
+def _combine(all_acc, all_total, all_peak, acc, total, peak):
+    """Adds a section to the ones before it."""
+    new_peak = tl.maximum(all_peak, peak)
+    old, new = tl.exp2(all_peak - new_peak), tl.exp2(peak - new_peak)
+    all_acc = tl.fma(all_acc, old[:, None], acc * new[:, None])
+    return all_acc, tl.fma(all_total, old, total * new), new_peak

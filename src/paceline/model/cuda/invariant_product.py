@@ -1,0 +1,173 @@
+"""Matrix products with batch-invariant results: the bits of a token's output do not depend on the number of tokens.
+
+The bits of a product in 16 bits depend on the order of its sums alone. Each matrix has a fixed order: its input
+dimension is cut into a number of parts; in each part, tensor core instructions add products in the order of the input
+dimension to a float32 accumulator; the parts are added in order. The reference is `triton_product`: one program
+computes a tile of outputs of one part from beginning to end, so its tile sizes do not change results.
+
+torch's library has kernels that are faster, and sums in the same order unless it splits the input dimension by itself.
+Whether it does depends on the number of tokens. `Products` compares both at each number of tokens that steps are padded
+to, and uses torch's product where all bits are equal. This is not a choice by time: on a device of the same kind, with
+the same library versions, it has the same result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.model.cuda import swiglu
+from paceline.model.cuda.pdl import pdl_options, pdl_wait
+from paceline.model.layer import Linear
+
+MIN_SPLIT_NUM_IN = 4096  # from here on, a product that is added to the residual stream has two parts
+SEEDS = range(2)  # random inputs that a comparison uses
+WAVE_TOKENS = 128  # tokens of a tile
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What determines a product's bits, apart from its inputs."""
+
+    num_out: int
+    num_in: int
+    parts: int
+    has_bias: bool
+    dtype: torch.dtype  # of the output
+
+
+def residual_parts(linear: Linear) -> int:
+    """Parts of a product that is added to the residual stream. Its weight has few rows, so a product with few tokens
+    would otherwise leave multiprocessors idle."""
+    return 2 if linear.num_in >= MIN_SPLIT_NUM_IN and linear.num_in % 128 == 0 and linear.bias is None else 1
+
+
+@dataclass(slots=True)
+class Products:
+    """`library_sizes`: for each order, the numbers of tokens at which torch's product has the order's bits.
+    `fused_sizes`: the same for the fused SwiGLU kernel."""
+
+    library_sizes: dict[Order, frozenset[int]] = field(default_factory=dict)
+    fused_sizes: dict[Order, frozenset[int]] = field(default_factory=dict)
+
+    def __call__(self, x_TK: Tensor, linear: Linear, parts: int = 1, dtype: torch.dtype | None = None) -> Tensor:
+        """[T, N], or float32 [P, T, N] with several parts."""
+        order = order_of(linear, parts, dtype)
+        product = library_product if len(x_TK) in self.library_sizes.get(order, ()) else triton_product
+        return product(x_TK, linear, parts, dtype)
+
+    def compare(self, linear: Linear, parts: int, sizes: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+        """Find the numbers of tokens at which torch's product has the bits of `triton_product`."""
+        order = order_of(linear, parts, dtype)
+        if order not in self.library_sizes:
+            self.library_sizes[order] = frozenset(size for size in sizes if is_equal(linear, size, parts, dtype))
+
+    def compare_fused(self, gate_up: Linear, sizes: tuple[int, ...]) -> None:
+        """The same for the fused SwiGLU kernel."""
+        order = order_of(gate_up, 1, None)
+        if order not in self.fused_sizes:
+            self.fused_sizes[order] = frozenset(size for size in sizes if is_equal_fused(gate_up, size))
+
+
+def order_of(linear: Linear, parts: int, dtype: torch.dtype | None) -> Order:
+    weight = linear.weight
+    assert weight is not None
+    dtype = torch.float32 if parts > 1 else dtype or weight.dtype
+    num_out, num_in = weight.shape
+    return Order(num_out, num_in, parts, linear.bias is not None, dtype)
+
+
+def random_input(linear: Linear, num_tokens: int, seed: int) -> Tensor:
+    weight = linear.weight
+    assert weight is not None
+    generator = torch.Generator(weight.device).manual_seed(seed)
+    x = torch.randn(num_tokens, weight.shape[1], generator=generator, device=weight.device)
+    return x.to(weight.dtype)
+
+
+def is_equal(linear: Linear, num_tokens: int, parts: int, dtype: torch.dtype | None) -> bool:
+    for seed in SEEDS:
+        x = random_input(linear, num_tokens, seed)
+        if not torch.equal(library_product(x, linear, parts, dtype), triton_product(x, linear, parts, dtype)):
+            return False
+    return True
+
+
+def is_equal_fused(gate_up: Linear, num_tokens: int) -> bool:
+    from paceline.model.cuda.ops import CudaOps
+
+    weight = gate_up.weight
+    assert weight is not None
+    if gate_up.bias is not None or not swiglu.should_use(random_input(gate_up, num_tokens, 0), weight):
+        return False
+    for seed in SEEDS:
+        x = random_input(gate_up, num_tokens, seed)
+        if not torch.equal(swiglu.swiglu(x, weight), CudaOps().silu_mul(triton_product(x, gate_up))):
+            return False
+    return True
+
+
+def library_product(x_TK: Tensor, linear: Linear, parts: int = 1, dtype: torch.dtype | None = None) -> Tensor:
+    weight = linear.weight
+    assert weight is not None
+    if parts > 1:
+        size = weight.shape[1] // parts
+        x, w = x_TK.view(-1, parts, size).transpose(0, 1), weight.view(-1, parts, size).permute(1, 2, 0)
+        return torch.bmm(x, w, out_dtype=torch.float32)
+    if dtype == torch.float32:
+        return torch.mm(x_TK, weight.T, out_dtype=torch.float32)
+    return torch.nn.functional.linear(x_TK, weight, linear.bias)
+
+
+def triton_product(x_TK: Tensor, linear: Linear, parts: int = 1, dtype: torch.dtype | None = None) -> Tensor:
+    weight = linear.weight
+    assert weight is not None and (linear.bias is None or parts == 1)
+    num_tokens, (num_out, num_in) = len(x_TK), weight.shape
+    order = order_of(linear, parts, dtype)
+    out = torch.empty(parts, num_tokens, num_out, dtype=order.dtype, device=x_TK.device)
+    options = tuning(num_tokens)
+    grid = triton.cdiv(num_out, options["BLOCK_N"]), triton.cdiv(num_tokens, options["BLOCK_T"]), parts
+    _product[grid](
+        x_TK, weight, out if linear.bias is None else linear.bias, out, num_tokens, num_out, num_tokens * num_out,
+        x_TK.stride(0), K=num_in, PART=num_in // parts, HAS_BIAS=linear.bias is not None, **options,
+        **pdl_options(x_TK.device),
+    )  # fmt: skip
+    return out if parts > 1 else out[0]
+
+
+def tuning(num_tokens: int) -> dict[str, int]:
+    """Launch parameters, which do not change results."""
+    if num_tokens <= 64:
+        block = max(16, triton.next_power_of_2(num_tokens))
+        return {"BLOCK_N": 64, "BLOCK_T": block, "BLOCK_K": 128, "num_warps": 4, "num_stages": 6 if block < 64 else 5}
+    return {"BLOCK_N": 128, "BLOCK_T": WAVE_TOKENS, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _product(
+    x, weight, bias, out, num_tokens, num_out, part_stride, x_stride, K: tl.constexpr, PART: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The weight is the first operand of the tensor cores, whose tile has at least 64 rows: there may be few tokens.
+    Rows past the end are masked; they are zero and change nothing."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    part = tl.program_id(2)
+    k = tl.arange(0, BLOCK_K)
+    valid_n, valid_t = n < num_out, t < num_tokens
+    weights = weight + n.to(tl.int64)[:, None] * K + part * PART + k[None, :]
+    xs = x + t.to(tl.int64)[None, :] * x_stride + part * PART + k[:, None]
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    pdl_wait(PDL)
+    for start in range(0, PART, BLOCK_K):
+        inside = start + k < PART
+        w = tl.load(weights + start, mask=valid_n[:, None] & inside[None, :], other=0.0)
+        acc = tl.dot(w, tl.load(xs + start, mask=valid_t[None, :] & inside[:, None], other=0.0), acc)
+    if HAS_BIAS:
+        acc += tl.load(bias + n, mask=valid_n, other=0.0).to(tl.float32)[:, None]
+    to = out + part.to(tl.int64) * part_stride + t.to(tl.int64)[None, :] * num_out + n[:, None]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=valid_n[:, None] & valid_t[None, :])

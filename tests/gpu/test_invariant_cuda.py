@@ -1,0 +1,257 @@
+"""Batch-invariant products and attention: rows have the same bits for any number of tokens, tile, split and chunk of
+a prompt, and engines emit the same tokens and logprobs with speculation on and off, in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from support import tiny_config, tiny_decoder
+from test_kernels_cuda import relative_error, requests, tokens
+
+from paceline.drafters.device import DeviceHistoryDrafter
+from paceline.drafters.suffix import SuffixDrafter
+from paceline.engine.accept import RULES
+from paceline.engine.engine import LocalEngine
+from paceline.engine.runner import EagerRunner
+from paceline.model.attention import PagedAttention
+from paceline.model.config import ModelConfig
+from paceline.model.kv import BLOCK, BatchPlan, PagedKV
+from paceline.model.layer import Linear
+from paceline.model.paged import PagedDecoder
+from paceline.model.rope import Rope
+from paceline.model.sample import Sampler
+from paceline.speculation.history_store import HistoryStore
+from paceline.speculation.policy import StaticPolicy
+from paceline.verify.drafters import AdversarialDrafter
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+# (inputs, outputs) of the products of a layer, and heads: query heads, key/value heads, size.
+MODELS = {
+    "smollm2-135m": ([(576, 960), (576, 576), (576, 3072), (1536, 576)], (9, 3, 64)),
+    "qwen2.5-1.5b": ([(1536, 2048), (1536, 1536), (1536, 17920), (8960, 1536)], (12, 2, 128)),
+    "qwen3-0.6b": ([(1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024)], (16, 8, 128)),
+    "qwen3-1.7b": ([(2048, 4096), (2048, 2048), (2048, 12288), (6144, 2048)], (16, 8, 128)),
+    "qwen3-8b": ([(4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096)], (32, 8, 128)),
+}
+NUMS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 48, 63, 64, 65, 96, 127, 128, 129, 200, 256, 257, 384, 511, 512, 768, 1024)
+
+
+def random_linear(num_in: int, num_out: int, bias: bool = False) -> Linear:
+    linear = Linear(num_in, num_out, bias=bias).to(CUDA, torch.bfloat16).requires_grad_(False)
+    generator = torch.Generator(CUDA).manual_seed(num_in + num_out)
+    assert linear.weight is not None
+    linear.weight.copy_(torch.randn(num_out, num_in, generator=generator, device=CUDA) * num_in**-0.5)
+    if linear.bias is not None:
+        linear.bias.copy_(torch.randn(num_out, generator=generator, device=CUDA))
+    return linear
+
+
+def shapes() -> Iterator[tuple[int, int]]:
+    for products, _ in MODELS.values():
+        yield from products
+
+
+@pytest.mark.parametrize(("num_in", "num_out"), sorted(set(shapes())))
+@pytest.mark.parametrize("parts", [1, 2])
+def test_rows_of_a_product_have_the_same_bits_for_any_number_of_tokens(num_in: int, num_out: int, parts: int) -> None:
+    """With both implementations, each for the numbers of tokens at which it is used."""
+    from paceline.model.cuda.graphs import SIZES, round_up
+    from paceline.model.cuda.invariant_product import Products, triton_product
+
+    if num_in % (parts * 16):
+        pytest.skip("parts must be multiples of 16")
+    linear, products = random_linear(num_in, num_out, bias=parts == 1), Products()
+    sizes = tuple(size for size in SIZES if size <= 1024)
+    products.compare(linear, parts, sizes)
+    x = torch.randn(1024, num_in, generator=torch.Generator(CUDA).manual_seed(0), device=CUDA).bfloat16()
+    wanted = triton_product(x[:16], linear, parts)
+    exact = torch.nn.functional.linear(x[:16].double(), linear.weight.double())
+    if linear.bias is not None:
+        exact += linear.bias.double()
+    assert relative_error(wanted.sum(0) if parts > 1 else wanted, exact) < (1e-5 if parts > 1 else 3e-3)
+    all_rows = torch.cat([triton_product(part, linear, parts) for part in x.split(16)], -2)
+    generator = torch.Generator().manual_seed(1)
+    for num in NUMS:
+        chosen = torch.randperm(1024, generator=generator)[:num].to(CUDA)
+        padded = torch.zeros(round_up(num, SIZES), num_in, dtype=torch.bfloat16, device=CUDA)
+        padded[:num] = x[chosen]
+        assert torch.equal(products(padded, linear, parts)[..., :num, :], all_rows[..., chosen, :]), num
+        assert torch.equal(triton_product(x[chosen], linear, parts), all_rows[..., chosen, :]), num
+
+
+def test_a_product_whose_parts_depend_on_the_number_of_tokens_is_caught() -> None:
+    from paceline.model.cuda.invariant_product import triton_product
+
+    linear = random_linear(4096, 1024)
+    x = torch.randn(64, 4096, generator=torch.Generator(CUDA).manual_seed(0), device=CUDA).bfloat16()
+    whole = triton_product(x, linear)
+    split = triton_product(x[:16], linear, 4).sum(0).bfloat16()
+    assert relative_error(split, whole[:16]) < 3e-3
+    assert not torch.equal(split, whole[:16])
+
+
+class PagedSequences:
+    """Random sequences in a KV cache, computed in steps. `outputs` has each token's attention."""
+
+    def __init__(self, lengths: list[int], heads: tuple[int, int, int], seed: int = 0, qk_norm: bool = True) -> None:
+        self.num_heads, self.num_kv, dim = heads
+        self.config: ModelConfig = tiny_config(
+            num_heads=self.num_heads, num_kv_heads=self.num_kv, head_dim=dim, num_layers=1, max_positions=16384
+        )
+        generator = torch.Generator(CUDA).manual_seed(seed)
+        self.lengths, self.done = lengths, [0] * len(lengths)
+        width = (self.num_heads + 2 * self.num_kv) * dim
+        self.qkv = [torch.randn(n, width, generator=generator, device=CUDA).bfloat16() for n in lengths]
+        self.outputs = [torch.zeros(n, self.num_heads * dim, dtype=torch.bfloat16, device=CUDA) for n in lengths]
+        self.norms = [torch.rand(dim, generator=generator, device=CUDA).bfloat16() + 1 for _ in range(2)]
+        num_blocks = [-(-n // BLOCK) for n in lengths]
+        order = np.random.default_rng(seed).permutation(sum(num_blocks)).astype(np.int32)
+        ends = np.cumsum(num_blocks)
+        self.tables = np.zeros((len(lengths), max(num_blocks)), np.int32)
+        for row, (end, num) in enumerate(zip(ends, num_blocks, strict=True)):
+            self.tables[row, :num] = order[end - num : end]
+        self.kv = PagedKV(self.config, int(ends[-1]), torch.bfloat16, CUDA)
+        self.kv.k.fill_(float("nan"))  # what was not written must not be read
+        self.kv.v.fill_(float("nan"))
+        self.dim = dim
+        norm = torch.empty(1, device=CUDA, dtype=torch.bfloat16)
+        self.cos, self.sin = Rope(self.config).tables(norm)
+
+    def plan(self, rows: list[int], nums: list[int]) -> BatchPlan:
+        starts = [self.done[row] for row in rows]
+        positions = np.concatenate([np.arange(start, start + n) for start, n in zip(starts, nums, strict=True)])
+        return BatchPlan(
+            np.zeros(len(positions), np.int64), positions, np.cumsum([0, *nums]).astype(np.int32),
+            np.array([start + n for start, n in zip(starts, nums, strict=True)], np.int32), self.tables[rows],
+            np.array([0]),
+        )  # fmt: skip
+
+    def step(self, rows: list[int], nums: list[int], num_padding: int = 0, splits: int | None = None) -> None:
+        from paceline.model.cuda.attention import QKNormRope
+        from paceline.model.cuda.invariant_attention import InvariantPagedAttention
+
+        attention = InvariantPagedAttention.of_plan(self.kv, self.plan(rows, nums), num_padding)
+        if splits is not None and attention.tiles is None:
+            attention.splits = splits
+            attention.num_done = torch.zeros(len(rows) * self.num_kv, dtype=torch.int32, device=CUDA)
+        parts = [self.qkv[row][self.done[row] : self.done[row] + n] for row, n in zip(rows, nums, strict=True)]
+        x = torch.cat([*parts, self.qkv[0].new_ones(num_padding, self.qkv[0].shape[1])])
+        q, k, v = x.unflatten(1, (-1, self.dim)).split([self.num_heads, self.num_kv, self.num_kv], 1)
+        out = attention(0, q, k, v, QKNormRope(self.cos, self.sin, *self.norms, 1e-6))
+        for row, n, part in zip(rows, nums, out[: sum(nums)].split(nums), strict=True):
+            self.outputs[row][self.done[row] : self.done[row] + n] = part
+            self.done[row] += n
+
+
+def decoded(heads: tuple[int, int, int], lengths: list[int], seed: int) -> PagedSequences:
+    """Prompts in chunks of random sizes and in a random order, then up to 8 tokens at a time, in random batches."""
+    rng, sequences = np.random.default_rng(seed), PagedSequences(lengths, heads)
+    while any(done < n for done, n in zip(sequences.done, lengths, strict=True)):
+        left = [row for row, n in enumerate(lengths) if sequences.done[row] < n]
+        rows = rng.permutation(left)[: rng.integers(1, len(left) + 1)].tolist()
+        longest = int(rng.choice([1, 2, 4, 8, 16, 300]))
+        nums = [int(min(lengths[row] - sequences.done[row], rng.integers(1, longest + 1))) for row in rows]
+        splits = int(rng.choice([1, 2, 8, 32]))
+        sequences.step(rows, nums, int(rng.integers(0, 9)), splits)
+    return sequences
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_attention_has_the_same_bits_however_a_sequence_is_computed(model: str) -> None:
+    heads, lengths = MODELS[model][1], [1, 15, 64, 65, 255, 256, 257, 700, 1500]
+    whole = PagedSequences(lengths, heads)
+    whole.step(list(range(len(lengths))), lengths)
+    for seed in range(3):
+        other = decoded(heads, lengths, seed)
+        for row, (found, wanted) in enumerate(zip(other.outputs, whole.outputs, strict=True)):
+            assert torch.equal(found, wanted), (seed, lengths[row], (found != wanted).any(1).nonzero()[0])
+        for name in ("k", "v"):
+            written = getattr(whole.kv, name).isfinite()
+            assert torch.equal(getattr(whole.kv, name)[written], getattr(other.kv, name)[written])
+
+
+@pytest.mark.parametrize("model", ["qwen3-8b", "qwen2.5-1.5b", "smollm2-135m"])
+def test_long_contexts_have_the_same_bits(model: str) -> None:
+    """Sections of all sizes, the last queries alone and together."""
+    heads, length = MODELS[model][1], 9001
+    whole = PagedSequences([length, 300], heads)
+    whole.step([0, 1], [length, 300])
+    for num, splits in ((1, 32), (5, 1), (16, 8)):
+        other = PagedSequences([length, 300], heads)
+        other.step([0, 1], [length - num, 300 - num])
+        other.step([1, 0], [num, num], splits=splits)
+        assert torch.equal(other.outputs[0], whole.outputs[0])
+        assert torch.equal(other.outputs[1], whole.outputs[1])
+
+
+def test_attention_equals_the_reference() -> None:
+    from paceline.model.cuda.ops import CudaOps, QKNormRope, _norm_rope
+
+    sequences = PagedSequences([70, 700, 3000], (8, 2, 32))
+    plan, slow = sequences.plan([0, 1, 2], [70, 700, 3000]), PagedKV(sequences.config, 300, torch.float32, CUDA)
+    x = torch.cat(sequences.qkv)
+    q, k, v = x.unflatten(1, (-1, 32)).split([8, 2, 2], 1)
+    apply = QKNormRope(sequences.cos, sequences.sin, *sequences.norms, 1e-6)
+    positions = torch.as_tensor(plan.positions, device=CUDA)
+    rotated = [_norm_rope(each, positions, apply, norm) for each, norm in zip((q, k), sequences.norms, strict=True)]
+    assert CudaOps.is_cuda
+    wanted = PagedAttention(slow, plan)(0, *(each.float() for each in (*rotated, v)))
+    sequences.step([0, 1, 2], [70, 700, 3000])
+    assert relative_error(torch.cat(sequences.outputs), wanted) < 4e-3  # weights and results are rounded
+    written = sequences.kv.v.isfinite()
+    assert torch.equal(sequences.kv.v[written].float(), slow.v[:, : sequences.kv.v.shape[1]][written])
+
+
+def test_sections_that_depend_on_the_split_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention that combines the parts of two programs is not the same as one that sums without a cut."""
+    from paceline.model.cuda.attention import CudaPagedAttention, QKNormRope
+    from paceline.model.cuda.invariant_attention import InvariantPagedAttention
+
+    outs = []
+    for splits in (1, 4):
+        sequences = PagedSequences([900], (8, 2, 64))
+        sequences.step([0], [899])
+        plan = sequences.plan([0], [1])
+        rows = InvariantPagedAttention.of_plan(sequences.kv, plan).rows
+        attention = CudaPagedAttention(sequences.kv, rows, 1)
+        attention.splits, attention.num_done = splits, torch.zeros(2, dtype=torch.int32, device=CUDA)
+        q, k, v = sequences.qkv[0][-1:].unflatten(1, (-1, 64)).split([8, 2, 2], 1)
+        outs.append(attention(0, q, k, v, QKNormRope(sequences.cos, sequences.sin, *sequences.norms, 1e-6)))
+    assert relative_error(outs[0], outs[1]) < 1e-2 and not torch.equal(*outs)
+
+
+def engine(drafter: str, graphs: bool = True, num_blocks: int = 256, **options: int) -> LocalEngine:
+    from paceline.engine.graph_runner import GraphRunner
+    from paceline.model.cuda.invariant import InvariantOps
+
+    decoder = tiny_decoder(torch.bfloat16, num_heads=8, num_kv_heads=2, head_dim=32).to(CUDA)
+    decoder.ops = InvariantOps(decoder)
+    paged, sampler, max_num_seqs = PagedDecoder(decoder, num_blocks), Sampler(), options.pop("max_num_seqs", 8)
+    eager = EagerRunner(paged, sampler, RULES["coupled"])
+    drafters = {
+        "none": None,
+        "suffix": SuffixDrafter(),
+        "random": AdversarialDrafter(61),
+        "history": DeviceHistoryDrafter(HistoryStore()),
+    }
+    return LocalEngine(
+        paged, sampler=sampler, runner=GraphRunner(paged, eager, max_num_seqs, enforce_eager=not graphs),
+        drafter=drafters[drafter], policy=StaticPolicy(5), max_num_seqs=max_num_seqs, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "random", "history"])
+def test_speculation_changes_no_bit_of_tokens_and_logprobs(drafter: str) -> None:
+    wanted = engine("none", max_num_seqs=1).generate(requests())
+    settings = ({}, {"graphs": False}, {"max_num_seqs": 3, "max_num_batched_tokens": 32}, {"num_blocks": 24})
+    for options in settings:
+        found = engine(drafter, **options).generate(requests())
+        assert tokens(found) == tokens(wanted), options
+        for a, b in zip(found, wanted, strict=True):
+            assert (a.logprobs == b.logprobs).all() and (a.raw_logprobs == b.raw_logprobs).all(), options
+        assert sum(c.num_draft_tokens for c in found) > 100
+        assert drafter == "random" or sum(c.num_accepted_tokens for c in found) > 20
