@@ -385,9 +385,8 @@ class LocalEngine:
         self._drain()
         if self._sequences:
             raise ValueError("sleep: requests are still running; finish or abort them first")
-        self.paged.sleep()
         self.runner.release_memory()
-        torch.cuda.empty_cache()  # else the learner's small tensors may get parts of it, and `wake` too little
+        self.paged.sleep()
 
     def wake(self) -> None:
         self.paged.wake()

@@ -83,6 +83,7 @@ class PagedMemory:
         assert not any(self.pool.ref_counts)
         self.pool.reset_prefix_cache()
         self.kv = None
+        torch.cuda.empty_cache()  # else the learner's small tensors may get parts of it, and `wake` too little
 
     def reuse_prefix(self, table: BlockTable, tokens: np.ndarray) -> int:
         """Fill an empty table with the cached KV of a prefix of `tokens`; returns the prefix's length. Full blocks are
