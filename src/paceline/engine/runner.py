@@ -73,7 +73,7 @@ class Runner(ABC):
         """Wait for the device and forget all sequences."""
 
     def release_memory(self) -> None:
-        """The KV memory is freed; it will be allocated anew."""
+        """The KV memory will be freed, and allocated anew."""
 
 
 @dataclass(slots=True)
