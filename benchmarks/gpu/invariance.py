@@ -142,7 +142,7 @@ def attention_times(config: ModelConfig, num_rows: int, num_queries: int, contex
         equal[num] = bool(torch.equal(run(first, num), whole[:, first:]))
     q, k, v = x.flatten(0, 1).split([heads, groups, groups], 1)
     own = InvariantPagedAttention.of_plan(kv, plan(0, num_queries))
-    times = {"own_us": time_us(lambda: own(0, q, k, v, apply))}
+    times = {"invariant_us": time_us(lambda: own(0, q, k, v, apply))}
     if num_queries <= 16:
         a = plan(0, num_queries)
         on_device = [
@@ -150,10 +150,11 @@ def attention_times(config: ModelConfig, num_rows: int, num_queries: int, contex
         ]
         on_device[2] = on_device[2].int()
         other = CudaPagedAttention(kv, AttentionRows(*on_device), num_queries)
-        times["other_us"] = time_us(lambda: other(0, q, k, v, apply))
+        times["default_us"] = time_us(lambda: other(0, q, k, v, apply))
     else:
         gathered = GatheredAttention(kv, plan(0, num_queries))
-        times["other_us"] = time_us(lambda: gathered(0, q.contiguous(), k.contiguous(), v.contiguous()))
+        contiguous = [each.contiguous() for each in (q, k, v)]
+        times["default_us"] = time_us(lambda: gathered(0, *contiguous))
     return {
         "rows": num_rows, "queries": num_queries, "context": context, "tile": own.size, "splits": own.splits,
         "equal": all(equal.values()) or str(equal), **times,

@@ -75,10 +75,9 @@ def build_cuda_ops(decoder: Decoder, invariant: bool) -> CudaOps:
         return CudaOps()
     from paceline.model.cuda.invariant import InvariantOps
 
-    if decoder.dtype != torch.bfloat16:
+    if decoder.dtype != torch.bfloat16 or torch.cuda.get_device_capability(decoder.device) != (9, 0):
         raise ValueError(
-            f'engine.invariant = true: only with model.dtype = "bfloat16", not {str(decoder.dtype)[6:]!r}; set it to '
-            "false"
+            'engine.invariant = true: only with model.dtype = "bfloat16" on a Hopper GPU (H100, H200); set it to false'
         )
     return InvariantOps(decoder)
 
@@ -101,6 +100,10 @@ def kernel_obstacle(model: ModelConfig) -> str | None:
 
 
 def build_sampler(decoder: Decoder) -> Sampler:
+    if decoder.ops.is_cuda and decoder.ops.is_batch_invariant:
+        from paceline.model.cuda.sampler import CudaSampler
+
+        return CudaSampler()
     return Sampler(native=decoder.embed.panels is not None)
 
 

@@ -1,8 +1,8 @@
 """A decoder's operations on a CUDA device with batch-invariant results: a token's bits depend on its sequence alone.
 
 So speculation on or off, another batch, preemption, prefix sharing and chunked prefill give the same bits. Norms, RoPE,
-SwiGLU and sampling compute each token by itself, with sums in one order. What remains are matrix products
-(`invariant_product.py`) and attention (`invariant_attention.py`). For bfloat16.
+SwiGLU and sampling (`sampler.py`) compute each token by itself, with sums in one order. What remains are matrix
+products (`invariant_product.py`) and attention (`invariant_attention.py`). For bfloat16.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ class InvariantOps(CudaOps):
     is_batch_invariant = True
 
     def __init__(self, decoder: Decoder) -> None:
-        """Compares torch's products with the reference: about a second, and more if kernels must be compiled."""
+        """Compares torch's products with the reference, which takes seconds, and more if kernels must be compiled."""
         self.products = Products()
         layer = decoder.layers[0]
         for linear, parts in (
             (layer.qkv, 1), (layer.gate_up, 1), (layer.o, residual_parts(layer.o)),
             (layer.down, residual_parts(layer.down)),
         ):  # fmt: skip
-            self.products.compare(linear, parts, SIZES)
+            self.products.find_library_sizes(linear, parts, SIZES)
         small = tuple(size for size in SIZES if size <= MAX_LOGITS)
-        self.products.compare(decoder.lm_head or decoder.embed, 1, small, torch.float32)
-        self.products.compare_fused(layer.gate_up, SIZES)
+        self.products.find_library_sizes(decoder.lm_head or decoder.embed, 1, small, torch.float32)
+        self.products.find_fused_sizes(layer.gate_up, SIZES)
+        torch.cuda.empty_cache()  # the memory of logits
 
     def padded(self, num_tokens: int) -> int:
         """A library's choice of kernels can't be checked for every number of tokens."""

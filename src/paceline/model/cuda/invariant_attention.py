@@ -34,7 +34,9 @@ CHUNK = tl.constexpr(64)  # tokens
 HEADS = 4  # that one program of `_rotate_and_store` computes
 TARGET_PROGRAMS = 256  # of attention: two per multiprocessor of a large device
 MAX_SPLITS = 32  # programs that share the sections of a tile
-PREFILL_SIZE = 128  # rows of a tile's scores if a row has many queries
+# Queries of a tile times heads of a group, for prompts. More would not fit the registers.
+PREFILL_SIZE = 128
+WIDE_PREFILL_SIZE = 64  # with heads of more than 128 numbers
 NO_SCORE = tl.constexpr(-1e30)  # initial maximum: finite, so that differences are defined
 
 
@@ -58,10 +60,8 @@ class InvariantPagedAttention:
         self.tiles: Tiles | None = None
         num_kv, num_rows = kv.k.shape[2], rows.num_rows
         self.group = kv.config.num_heads // num_kv
-        self.size = min(PREFILL_SIZE, max(16, triton.next_power_of_2(max_queries * self.group)))
-        self.num_tiles, self.splits = num_rows, num_splits(num_rows * num_kv)
-        num_counters = num_rows * num_kv if self.splits > 1 else 0
-        self.num_done = torch.zeros(num_counters, dtype=torch.int32, device=kv.k.device)
+        self.size = max(16, triton.next_power_of_2(max_queries * self.group))
+        self._set_tiles(num_rows)
         self.max_sections = num_sections(rows.block_tables.shape[1] * BLOCK)
 
     @classmethod
@@ -81,16 +81,24 @@ class InvariantPagedAttention:
         slots = np.concatenate([np.repeat(np.arange(plan.num_rows), sizes), padding])
         positions = np.concatenate([plan.positions, padding * 0])
         self = cls(kv, rows, to_device(positions), to_device(slots), int(sizes.max()))
+        self.size = min(self.size, PREFILL_SIZE if kv.k.shape[-1] <= 128 else WIDE_PREFILL_SIZE)
         per_tile = self.size // self.group
         if self.max_queries > per_tile:
             num = -(-sizes // per_tile)
             tile_rows = np.repeat(np.arange(plan.num_rows), num)
             first = (np.arange(len(tile_rows)) - np.repeat(np.cumsum(num) - num, num)) * per_tile
             # The longest contexts first, so that no long tile begins when the others end.
-            order = np.argsort(-(plan.context - sizes)[tile_rows] - first, kind="stable")
-            self.tiles = Tiles(to_device(tile_rows[order]), to_device(first[order]))
-            self.num_tiles, self.splits = len(tile_rows), 1
+            longest_first = np.argsort(-(plan.context - sizes)[tile_rows] - first, kind="stable")
+            self.tiles = Tiles(to_device(tile_rows[longest_first]), to_device(first[longest_first]))
+            self._set_tiles(len(tile_rows))
         return self
+
+    def _set_tiles(self, num: int, splits: int | None = None) -> None:
+        """`splits`: None for a number that fills the device."""
+        num_kv = self.kv.k.shape[2]
+        self.num_tiles, self.splits = num, splits or num_splits(num * num_kv)
+        num_counters = num * num_kv if self.splits > 1 else 0
+        self.num_done = torch.zeros(num_counters, dtype=torch.int32, device=self.kv.k.device)  # finished splits
 
     def __call__(
         self, layer: int, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor, norm_rope: QKNormRope | None = None,
@@ -122,15 +130,17 @@ class InvariantPagedAttention:
             rows.context, tiles.rows, tiles.first, dim**-0.5 * 1.4426950408889634, q.stride(0), out.stride(0),
             tables.stride(0), self.max_queries, self.max_sections, NUM_KV=num_kv, GROUP=self.group, DIM=dim,
             SIZE=self.size, HAS_SPLITS=self.splits > 1, HAS_TILES=self.tiles is not None, BLOCK=BLOCK,
-            **tuning(self.size), enable_fp_fusion=False, **options,
+            **tuning(self.size, self.splits), enable_fp_fusion=False, **options,
         )  # fmt: skip
         return out
 
 
-def tuning(size: int) -> dict[str, Any]:
+def tuning(size: int, splits: int) -> dict[str, Any]:
     """Launch parameters, which do not change results."""
-    width = {16: 32, 32: 64}.get(size, 16)  # so that the warps share out columns, not rows, where there are few rows
-    return {"WIDTH": width, "num_warps": 8 if size >= 128 else 4, "num_stages": 2 if size >= 64 else 3}
+    # So many that all warps get columns: a tile with few rows can't be shared out by rows.
+    columns = {16: 32, 32: 64}.get(size, 16)
+    stages = 3 if splits > 1 and size < 64 else 2  # with one split there are many programs, which share the registers
+    return {"TOTAL_COLUMNS": columns, "num_warps": 8 if size >= 128 else 4, "num_stages": stages}
 
 
 def num_splits(num_programs: int) -> int:
@@ -160,7 +170,7 @@ def _section_start(i):
     return tl.where(i > 8, start, i * 256)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _rotate_and_store(
     qkv, q_out, k_cache, v_cache, q_norm, k_norm, cos, sin, positions, slots, block_tables, eps, stride, table_stride,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
@@ -199,11 +209,11 @@ def _rotate_and_store(
     tl.store(v_at + DIM // 2, high, mask=inside & is_v[:, None] & stored)
 
 
-@triton.jit(do_not_specialize=["max_queries", "max_sections"])
+@triton.jit(do_not_specialize=["table_stride", "max_queries", "max_sections"])
 def _attend(
     q, out, section_outs, section_stats, num_done, k_cache, v_cache, block_tables, slots, query_start, context,
     tile_rows, tile_first, scale, q_stride, out_stride, table_stride, max_queries, max_sections,
-    NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, TOTAL_COLUMNS: tl.constexpr,
     HAS_SPLITS: tl.constexpr, HAS_TILES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries and one key/value head; with splits, a part of the sections."""
@@ -221,7 +231,7 @@ def _attend(
     pdl_wait(PDL)
     if (row_end - row_start <= 0) | (row_end - row_start > max_queries) | (split >= sections):
         return
-    m = tl.arange(0, SIZE)  # rows of the scores: (query, head of the group), queries first
+    m = tl.arange(0, SIZE)  # (query, head of the group), queries first
     query = m // GROUP
     valid = query < num
     e = tl.arange(0, DIM)
@@ -229,7 +239,7 @@ def _attend(
     qs = tl.load(q + (first + query).to(tl.int64)[:, None] * q_stride + column, mask=valid[:, None], other=0.0)
     position = start_position + query
     kv = head.to(tl.int64) * (BLOCK * DIM)
-    acc, total, peak = _nothing(SIZE, DIM, WIDTH)
+    acc, total, peak = _empty_section(SIZE, DIM, TOTAL_COLUMNS)
     out_at = out + (first + query).to(tl.int64)[:, None] * out_stride + column
     if not HAS_SPLITS:
         all_acc, all_total, all_peak = acc, tl.zeros([SIZE], tl.float32), peak
@@ -238,12 +248,12 @@ def _attend(
         for start in range(0, end, CHUNK):
             if start == section_end:
                 all_acc, all_total, all_peak = _combine(all_acc, all_total, all_peak, acc, tl.max(total, 1), peak)
-                acc, total, peak = _nothing(SIZE, DIM, WIDTH)
+                acc, total, peak = _empty_section(SIZE, DIM, TOTAL_COLUMNS)
                 section += 1
                 section_end = _section_start(section + 1)
             acc, total, peak, blocks = _attend_chunk(
                 qs, k_cache + kv, v_cache + kv, table, blocks, start, end, position, acc, total, peak, scale, NUM_KV,
-                DIM, WIDTH, BLOCK,
+                DIM, TOTAL_COLUMNS, BLOCK,
             )  # fmt: skip
         all_acc, all_total, all_peak = _combine(all_acc, all_total, all_peak, acc, tl.max(total, 1), peak)
         tl.store(out_at, (all_acc / all_total[:, None]).to(out.dtype.element_ty), mask=valid[:, None])
@@ -251,13 +261,13 @@ def _attend(
         first_section = (tile * NUM_KV + head).to(tl.int64) * max_sections
         inner = m[:, None] * DIM + e[None, :]
         for section in range(split, sections, tl.num_programs(2)):
-            acc, total, peak = _nothing(SIZE, DIM, WIDTH)
+            acc, total, peak = _empty_section(SIZE, DIM, TOTAL_COLUMNS)
             first_token = _section_start(section)
             blocks = _load_blocks(table, first_token, end, BLOCK)
             for start in range(first_token, tl.minimum(end, _section_start(section + 1)), CHUNK):
                 acc, total, peak, blocks = _attend_chunk(
                     qs, k_cache + kv, v_cache + kv, table, blocks, start, end, position, acc, total, peak, scale,
-                    NUM_KV, DIM, WIDTH, BLOCK,
+                    NUM_KV, DIM, TOTAL_COLUMNS, BLOCK,
                 )  # fmt: skip
             stats = section_stats + (first_section + section) * 2 * SIZE + m
             tl.store(section_outs + (first_section + section) * SIZE * DIM + inner, acc)
@@ -282,10 +292,10 @@ def _attend(
 
 
 @triton.jit
-def _nothing(SIZE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+def _empty_section(SIZE: tl.constexpr, DIM: tl.constexpr, TOTAL_COLUMNS: tl.constexpr):
     """Of no tokens: weighted sum of values, sum of the weights (in all columns), and maximum of the scores."""
     acc = tl.zeros([SIZE, DIM], tl.float32)
-    return acc, tl.zeros([SIZE, WIDTH], tl.float32), tl.full([SIZE], NO_SCORE, tl.float32)
+    return acc, tl.zeros([SIZE, TOTAL_COLUMNS], tl.float32), tl.full([SIZE], NO_SCORE, tl.float32)
 
 
 @triton.jit
@@ -298,7 +308,7 @@ def _load_blocks(table, start, end, BLOCK: tl.constexpr):
 @triton.jit
 def _attend_chunk(
     qs, k_cache, v_cache, table, blocks, start, end, position, acc, total, peak, scale, NUM_KV: tl.constexpr,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    DIM: tl.constexpr, TOTAL_COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Adds the tokens start … start + CHUNK - 1, and loads the next chunk's block numbers, so that loads of keys and
     values do not wait for these. Weights are summed as they are multiplied with the values: rounded, by the tensor
@@ -316,7 +326,7 @@ def _attend_chunk(
     rescale = tl.exp2(peak - new_peak)
     weights = tl.exp2(tl.fma(scores, scale, -new_peak[:, None])).to(v.dtype)
     acc = tl.dot(weights, v, acc * rescale[:, None])
-    total = tl.dot(weights, tl.full([CHUNK, WIDTH], 1.0, v.dtype), total * rescale[:, None])
+    total = tl.dot(weights, tl.full([CHUNK, TOTAL_COLUMNS], 1.0, v.dtype), total * rescale[:, None])
     return acc, total, new_peak, blocks
 
 

@@ -7,8 +7,8 @@ computes a tile of outputs of one part from beginning to end, so its tile sizes 
 
 torch's library has kernels that are faster, and sums in the same order unless it splits the input dimension by itself.
 Whether it does depends on the number of tokens. `Products` compares both at each number of tokens that steps are padded
-to, and uses torch's product where all bits are equal. This is not a choice by time: on a device of the same kind, with
-the same library versions, it has the same result.
+to, and uses torch's product where all bits are equal. Times play no part in the choice: on a device of the same kind,
+with the same library versions, it has the same result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.model.layer import Linear
 
 MIN_SPLIT_NUM_IN = 4096  # from here on, a product that is added to the residual stream has two parts
 SEEDS = range(2)  # random inputs that a comparison uses
-WAVE_TOKENS = 128  # tokens of a tile
+TILE_TOKENS = 128  # of many tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +60,21 @@ class Products:
         product = library_product if len(x_TK) in self.library_sizes.get(order, ()) else triton_product
         return product(x_TK, linear, parts, dtype)
 
-    def compare(self, linear: Linear, parts: int, sizes: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+    def find_library_sizes(
+        self, linear: Linear, parts: int, sizes: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> None:
         """Find the numbers of tokens at which torch's product has the bits of `triton_product`."""
         order = order_of(linear, parts, dtype)
         if order not in self.library_sizes:
-            self.library_sizes[order] = frozenset(size for size in sizes if is_equal(linear, size, parts, dtype))
+            copy = cancelling_linear(linear)
+            self.library_sizes[order] = frozenset(size for size in sizes if is_equal(copy, size, parts, dtype))
 
-    def compare_fused(self, gate_up: Linear, sizes: tuple[int, ...]) -> None:
+    def find_fused_sizes(self, gate_up: Linear, sizes: tuple[int, ...]) -> None:
         """The same for the fused SwiGLU kernel."""
         order = order_of(gate_up, 1, None)
         if order not in self.fused_sizes:
-            self.fused_sizes[order] = frozenset(size for size in sizes if is_equal_fused(gate_up, size))
+            copy = cancelling_linear(gate_up)
+            self.fused_sizes[order] = frozenset(size for size in sizes if is_equal_fused(copy, size))
 
 
 def order_of(linear: Linear, parts: int, dtype: torch.dtype | None) -> Order:
@@ -81,17 +85,47 @@ def order_of(linear: Linear, parts: int, dtype: torch.dtype | None) -> Order:
     return Order(num_out, num_in, parts, linear.bias is not None, dtype)
 
 
-def random_input(linear: Linear, num_tokens: int, seed: int) -> Tensor:
+def cancelling_linear(linear: Linear) -> Linear:
+    """A layer of the same shape for comparisons: its second half of the inputs repeats the first half, shuffled. With
+    `cancelling_input` the exact outputs are 0, so what is left is rounding, and another order of summation shows in
+    nearly every output. With random inputs it would show in few outputs that are rounded to 16 bits."""
+    weight = linear.weight
+    assert weight is not None
+    copy = Linear(linear.num_in, linear.num_out, bias=linear.bias is not None).to(weight.device, weight.dtype)
+    copy.requires_grad_(False)
+    assert copy.weight is not None
+    first, second = _halves(linear)
+    generator = torch.Generator(weight.device).manual_seed(0)
+    copy.weight.normal_(0, linear.num_in**-0.5, generator=generator)
+    copy.weight[:, second] = copy.weight[:, first]
+    if weight.is_cuda:
+        torch.cuda.synchronize(weight.device)  # kernels may read weights before the previous kernel has finished
+    return copy
+
+
+def cancelling_input(linear: Linear, num_tokens: int, seed: int) -> Tensor:
+    """[T, K]. See `cancelling_linear`."""
     weight = linear.weight
     assert weight is not None
     generator = torch.Generator(weight.device).manual_seed(seed)
-    x = torch.randn(num_tokens, weight.shape[1], generator=generator, device=weight.device)
-    return x.to(weight.dtype)
+    x = torch.randn(num_tokens, linear.num_in, generator=generator, device=weight.device).to(weight.dtype)
+    first, second = _halves(linear)
+    x[:, second] = -x[:, first]
+    return x
+
+
+def _halves(linear: Linear) -> tuple[Tensor, Tensor]:
+    """Two halves of the inputs, in a random order."""
+    weight = linear.weight
+    assert weight is not None
+    half = linear.num_in // 2
+    shuffled = torch.randperm(linear.num_in, generator=torch.Generator().manual_seed(0)).to(weight.device)
+    return shuffled[:half], shuffled[half : 2 * half]
 
 
 def is_equal(linear: Linear, num_tokens: int, parts: int, dtype: torch.dtype | None) -> bool:
     for seed in SEEDS:
-        x = random_input(linear, num_tokens, seed)
+        x = cancelling_input(linear, num_tokens, seed)
         if not torch.equal(library_product(x, linear, parts, dtype), triton_product(x, linear, parts, dtype)):
             return False
     return True
@@ -102,10 +136,10 @@ def is_equal_fused(gate_up: Linear, num_tokens: int) -> bool:
 
     weight = gate_up.weight
     assert weight is not None
-    if gate_up.bias is not None or not swiglu.should_use(random_input(gate_up, num_tokens, 0), weight):
+    if gate_up.bias is not None or not swiglu.should_use(cancelling_input(gate_up, num_tokens, 0), weight):
         return False
     for seed in SEEDS:
-        x = random_input(gate_up, num_tokens, seed)
+        x = cancelling_input(gate_up, num_tokens, seed)
         if not torch.equal(swiglu.swiglu(x, weight), CudaOps().silu_mul(triton_product(x, gate_up))):
             return False
     return True
@@ -133,7 +167,7 @@ def triton_product(x_TK: Tensor, linear: Linear, parts: int = 1, dtype: torch.dt
     grid = triton.cdiv(num_out, options["BLOCK_N"]), triton.cdiv(num_tokens, options["BLOCK_T"]), parts
     _product[grid](
         x_TK, weight, out if linear.bias is None else linear.bias, out, num_tokens, num_out, num_tokens * num_out,
-        x_TK.stride(0), K=num_in, PART=num_in // parts, HAS_BIAS=linear.bias is not None, **options,
+        x_TK.stride(0), num_in, num_in // parts, HAS_BIAS=linear.bias is not None, **options,
         **pdl_options(x_TK.device),
     )  # fmt: skip
     return out if parts > 1 else out[0]
@@ -144,13 +178,13 @@ def tuning(num_tokens: int) -> dict[str, int]:
     if num_tokens <= 64:
         block = max(16, triton.next_power_of_2(num_tokens))
         return {"BLOCK_N": 64, "BLOCK_T": block, "BLOCK_K": 128, "num_warps": 4, "num_stages": 6 if block < 64 else 5}
-    return {"BLOCK_N": 128, "BLOCK_T": WAVE_TOKENS, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
+    return {"BLOCK_N": 128, "BLOCK_T": TILE_TOKENS, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "part_stride"])
 def _product(
-    x, weight, bias, out, num_tokens, num_out, part_stride, x_stride, K: tl.constexpr, PART: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x, weight, bias, out, num_tokens, num_out, part_stride, x_stride, num_in, part_size, HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The weight is the first operand of the tensor cores, whose tile has at least 64 rows: there may be few tokens.
     Rows past the end are masked; they are zero and change nothing."""
@@ -159,12 +193,12 @@ def _product(
     part = tl.program_id(2)
     k = tl.arange(0, BLOCK_K)
     valid_n, valid_t = n < num_out, t < num_tokens
-    weights = weight + n.to(tl.int64)[:, None] * K + part * PART + k[None, :]
-    xs = x + t.to(tl.int64)[None, :] * x_stride + part * PART + k[:, None]
+    weights = weight + n.to(tl.int64)[:, None] * num_in + part * part_size + k[None, :]
+    xs = x + t.to(tl.int64)[None, :] * x_stride + part * part_size + k[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     pdl_wait(PDL)
-    for start in range(0, PART, BLOCK_K):
-        inside = start + k < PART
+    for start in range(0, part_size, BLOCK_K):
+        inside = start + k < part_size
         w = tl.load(weights + start, mask=valid_n[:, None] & inside[None, :], other=0.0)
         acc = tl.dot(w, tl.load(xs + start, mask=valid_t[None, :] & inside[:, None], other=0.0), acc)
     if HAS_BIAS:
