@@ -15,7 +15,7 @@ from tiny_run import RecordingCallback, make, settings
 from paceline.build.config import load_config
 from paceline.build.engine import build_engine
 from paceline.build.learner import load_policy, run_worker
-from paceline.build.model import load_decoder
+from paceline.build.model import check_device, load_decoder
 from paceline.build.run import build_trainer
 from paceline.cli.train import show_plan
 from paceline.doctor import finding
@@ -119,3 +119,13 @@ def test_generation_in_a_thread_uses_the_learners_device(tmp_path: Path, monkeyp
     trainer.run()
     trainer.close()
     assert used == [("rollouts", torch.device("cpu"))]
+
+
+@pytest.mark.parametrize("setting", ["model.device='cpu'", "model.dtype='float16'", "engine.native=false"])
+def test_invariant_kernels_where_there_are_none(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    defaults = ["model.device='cuda'", "model.dtype='bfloat16'", "engine.invariant=true"]
+    check_device(load_config(None, defaults))
+    config = [*defaults, setting] + (["model.dtype='float32'"] if "device" in setting else [])
+    with pytest.raises(ValueError, match="engine.invariant = true: only with"):
+        check_device(load_config(None, config))

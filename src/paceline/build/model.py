@@ -30,6 +30,12 @@ def check_device(config: Config) -> None:
         raise ValueError(f"model.device = {device!r}: this machine has no CUDA device; use 'cpu'")
     if device == "cpu" and itemsize(config) < 4:
         raise ValueError(f"model.dtype = {dtype!r}: on a CPU use 'float32' (or 'float64')")
+    on_gpu = device.startswith("cuda") and dtype == "bfloat16" and config.engine.native
+    if config.engine.invariant and not (on_gpu and config.engine.kind == "local"):
+        raise ValueError(
+            'engine.invariant = true: only with model.device = "cuda", model.dtype = "bfloat16", engine.kind = "local" '
+            "and engine.native = true; set these, or set it to false"
+        )
 
 
 def itemsize(config: Config) -> int:
@@ -75,10 +81,8 @@ def build_cuda_ops(decoder: Decoder, invariant: bool) -> CudaOps:
         return CudaOps()
     from paceline.model.cuda.invariant import InvariantOps
 
-    if decoder.dtype != torch.bfloat16 or torch.cuda.get_device_capability(decoder.device) != (9, 0):
-        raise ValueError(
-            'engine.invariant = true: only with model.dtype = "bfloat16" on a Hopper GPU (H100, H200); set it to false'
-        )
+    if torch.cuda.get_device_capability(decoder.device) != (9, 0):
+        raise ValueError("engine.invariant = true: only on a Hopper GPU (H100, H200); set it to false")
     return InvariantOps(decoder)
 
 
