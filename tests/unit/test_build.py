@@ -127,5 +127,5 @@ def test_invariant_kernels_where_there_are_none(setting: str, monkeypatch: pytes
     defaults = ["model.device='cuda'", "model.dtype='bfloat16'", "engine.invariant=true"]
     check_device(load_config(None, defaults))
     config = [*defaults, setting] + (["model.dtype='float32'"] if "device" in setting else [])
-    with pytest.raises(ValueError, match="engine.invariant = true: only with"):
+    with pytest.raises(ValueError, match=r"engine\.invariant = true: only with"):
         check_device(load_config(None, config))
