@@ -160,7 +160,8 @@ def process(logits_PV: Tensor, params: SamplingArrays) -> Tensor:
         ordered = ordered.masked_fill(ordered < ordered.gather(-1, top_k.long().unsqueeze(-1) - 1), -torch.inf)
         units = _units(ordered.softmax(-1))
         top_p = torch.as_tensor(params.top_p, device=device).unsqueeze(-1)
-        beyond = (units.cumsum(-1) - units >= _units(top_p)) & (top_p < 1)  # the token that crosses top_p stays
+        limit = _units(top_p) - size  # up to a unit of each token is rounded off
+        beyond = (units.cumsum(-1) - units >= limit) & (top_p < 1)  # the token that crosses top_p stays
         z = torch.full_like(z, -torch.inf).scatter(-1, order, ordered.masked_fill(beyond, -torch.inf))
     if (params.min_p > 0).any():
         floor = torch.as_tensor(params.min_p, device=device).unsqueeze(-1).log()
