@@ -84,8 +84,8 @@ class CheckedModel:
 
     @property
     def rounding_depends_on_batch(self) -> bool:
-        """Whether a token's logits depend on the batch: not with the CPU kernels, and in float64 too little to
-        matter."""
+        """Whether a token's logits depend on the batch, or differ from the learner's, by rounding: not with the CPU
+        kernels, and in float64 too little to matter."""
         return self.is_16_bit or (self.decoder.device.type == "cuda" and self.decoder.dtype != torch.float64)
 
     @property
