@@ -162,11 +162,7 @@ def _num_parts(y: Tensor) -> int:
 def _row_options(x_TD: Tensor) -> dict[str, Any]:
     """Launch options of a kernel with one program per row of x."""
     width = triton.next_power_of_2(x_TD.shape[1])
-    warps = 8 if width >= 4096 else 4
-    # Without fusion: the compiler might fuse other operations in each variant of a kernel, and bits would differ.
-    return {
-        "D": x_TD.shape[1], "WIDTH": width, "num_warps": warps, "enable_fp_fusion": False, **pdl_options(x_TD.device)
-    }  # fmt: skip
+    return {"D": x_TD.shape[1], "WIDTH": width, "num_warps": 8 if width >= 4096 else 4, **pdl_options(x_TD.device)}
 
 
 @triton.jit
