@@ -15,12 +15,13 @@ from tiny_run import RecordingCallback, make, settings
 from paceline.build.config import load_config
 from paceline.build.engine import build_engine
 from paceline.build.learner import load_policy, run_worker
-from paceline.build.model import check_device, load_decoder
+from paceline.build.model import check_device, load_decoder, prepare_device
 from paceline.build.run import build_trainer
 from paceline.cli.train import show_plan
 from paceline.doctor import finding
 from paceline.doctor import run as doctor_run
 from paceline.model.decoder import Decoder
+from paceline.model.device import ALLOCATOR_VARIABLES
 from paceline.rl.worker_group import WorkerGroup
 from paceline.types import Request, SamplingParams
 
@@ -98,6 +99,7 @@ def test_the_models_device_becomes_the_current_one(any_device: None, monkeypatch
     current: list[torch.device] = []
     loaded: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", lambda settings: None)
 
     def load(directory: Path, dtype: torch.dtype, device: str, *rest: Any) -> Decoder:
         assert not device.endswith(":1") or current == [torch.device("cuda:1")]
@@ -108,6 +110,30 @@ def test_the_models_device_becomes_the_current_one(any_device: None, monkeypatch
     for device in ("cpu", "cuda", "cuda:1"):
         load_decoder(load_config(None, [f"model.device={device}"]), Path())
     assert loaded == ["cpu", "cuda", "cuda:1"] and current == [torch.device("cuda:1")]
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "environment", "expected"),
+    [
+        ("cuda", "local", {}, ["expandable_segments:True"]),
+        ("cpu", "local", {}, []),
+        ("cuda", "vllm", {}, []),
+        ("cuda", "local", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, []),
+        ("cuda", "local", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, []),
+    ],
+)
+def test_segments_of_gpu_memory_are_expandable(
+    any_device: None, monkeypatch: pytest.MonkeyPatch, device: str, kind: str, environment: dict[str, str],
+    expected: list[str],
+) -> None:  # fmt: skip
+    chosen: list[str] = []
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", chosen.append)
+    prepare_device(load_config(None, [f"engine.kind={kind}"]), device)
+    assert chosen == expected
 
 
 def test_generation_in_a_thread_uses_the_learners_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

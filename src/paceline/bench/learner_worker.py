@@ -19,6 +19,7 @@ from paceline.build.learner import use_train_kernels
 from paceline.config import AlgorithmSection, LearnerSection
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
+from paceline.model.device import use_expandable_segments
 from paceline.model.weights import load
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.batch import TokenBatch, scored
@@ -55,6 +56,7 @@ class Worker:
         """Make the learner and its first update. Returns that update's results: the logprobs of the first microbatch of
         the hf variants, and the gradient norm."""
         self.device, section, data = torch.device(device), LearnerSection(**learner), Rollouts(**rollouts)
+        use_expandable_segments(self.device)  # of all variants
         decoder = make_decoder(ModelConfig(**shape), directory, getattr(torch, dtype), self.device)
         groups = random_groups(decoder.config.vocab_size, data)
         assert section.tokens_per_microbatch != "auto"

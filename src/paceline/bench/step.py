@@ -36,6 +36,7 @@ from paceline.engine.accept import RULES
 from paceline.engine.engine import LocalEngine
 from paceline.engine.runner import EagerRunner, Runner
 from paceline.model.decoder import Decoder
+from paceline.model.device import use_expandable_segments
 from paceline.model.eagle3 import Eagle3Head
 from paceline.model.kernels import pack_for_inference
 from paceline.model.kv import BLOCK
@@ -101,6 +102,7 @@ class BenchModel:
 
     def _make(self) -> tuple[Decoder, Eagle3Head | None]:
         s, config = self.settings, self.config
+        use_expandable_segments(self.device)
         decoder, head = random_decoder(config, self.dtype, self.device), None
         if s.drafter == "eagle3" and any(s.draft_lengths):
             head = random_head(config, min(s.draft_vocab_size, config.vocab_size), self.dtype, self.device)

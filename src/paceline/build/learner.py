@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline.build.memory import resolve_memory
-from paceline.build.model import check_device, check_training_dtype, has_kernels, load_decoder
+from paceline.build.model import check_device, check_training_dtype, has_kernels, load_decoder, prepare_device
 from paceline.config import Config
 from paceline.model.attention import has_varlen
 from paceline.model.decoder import Decoder
@@ -36,8 +36,8 @@ def build_learner(config: Config, directory: Any, worker_group: WorkerGroup | No
 
 def load_policy(config: Config, directory: Any, device: str) -> Decoder | HFDecoder:
     """The model to train, by learner.model."""
-    check_device(config)
     if config.learner.model == "transformers":
+        prepare_device(config, device)
         return load_hf(directory, getattr(torch, config.model.dtype), device)
     decoder = load_decoder(config, directory, device)
     if config.model.device.startswith("cuda"):

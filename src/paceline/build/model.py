@@ -11,7 +11,7 @@ import torch
 from paceline.config import Config
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
-from paceline.model.device import use_device
+from paceline.model.device import use_device, use_expandable_segments
 from paceline.model.hf_shape import Shape
 from paceline.model.kernels import pack_for_inference
 from paceline.model.kv import BLOCK
@@ -52,12 +52,19 @@ def check_training_dtype(config: Config) -> None:
         )
 
 
+def prepare_device(config: Config, device: str) -> None:
+    """Before anything is allocated on it."""
+    check_device(config)
+    if config.engine.kind == "local":  # vLLM's sleep mode refuses expandable segments
+        use_expandable_segments(device)
+    use_device(device)
+
+
 def load_decoder(config: Config, directory: Any, device: str | None = None) -> Decoder:
     """The model as it is on disk, with the context extended by model.yarn_factor. `device` None: model.device. It
     becomes the current device: the model's kernels can be launched."""
-    check_device(config)
     device, dtype = device or config.model.device, getattr(torch, config.model.dtype)
-    use_device(device)
+    prepare_device(config, device)
     return load(directory, dtype, device, config.model.yarn_factor).requires_grad_(False)
 
 

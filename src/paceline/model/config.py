@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from typing import Any
 
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
@@ -146,6 +147,8 @@ class ModelConfig:
             "tie_word_embeddings": self.tie_embeddings,
             "bos_token_id": None,
             "eos_token_id": list(self.eos_token_ids) or None,
+            # Without it, transformers 5.17 warns that the tokenizer may be wrong.
+            "transformers_version": version("transformers"),
         }
         if self.family != "qwen2":
             hf["attention_bias"] = attention_bias

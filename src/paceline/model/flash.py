@@ -3,7 +3,8 @@
 torch's backward kernel has two variants: the default adds the gradients of the queries atomically, in any order; the
 other one is deterministic. torch selects it by a flag of the process, which is set here only while the kernel is
 launched. Other threads see it too. So nothing that an engine runs beside the learner may be an operation that torch
-refuses under the flag; others have slower kernels under it, with the same results.
+refuses under the flag. Others have slower kernels under it, with the same results; only
+`scaled_dot_product_attention` in 16 bits may use a kernel that rounds differently. The Triton engine does not call it.
 """
 
 from __future__ import annotations
