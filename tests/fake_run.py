@@ -167,7 +167,8 @@ def _step(
         gain = 1.0 + 0.12 * progress + 0.02 * rng.random()
         record["audit"] = {
             "plain_s": generation * gain, "speculative_s": generation, "speedup": gain, "num_tokens": tokens,
-            "identical": True, "tail_speedup": {"1": gain + 0.4, "2": gain + 0.22, "4": gain + 0.05},
+            "identical": True, "must_be_identical": True,
+            "tail_speedup": {"1": gain + 0.4, "2": gain + 0.22, "4": gain + 0.05},
         }  # fmt: skip
     return record
 

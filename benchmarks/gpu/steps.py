@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--batch", help="these batch sizes for all parts")
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--invariant", action="store_true", help="batch-invariant kernels")
+    parser.add_argument("--no-invariant", action="store_true", help="without batch-invariant kernels")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     console = Console(width=120)
@@ -87,7 +87,7 @@ def main() -> None:
         settings = Settings(
             args.model, batches, (part.k,), part.drafter, part.policy,
             max_tokens=part.max_tokens, imposed_acceptance=part.length, imposed_spread=part.spread, eager=args.eager,
-            invariant=args.invariant,
+            invariant=not args.no_invariant,
         )  # fmt: skip
         for row in measure(settings):
             if not part.k:

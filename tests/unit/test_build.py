@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,14 @@ from tiny_run import RecordingCallback, make, settings
 from paceline.build.config import load_config
 from paceline.build.engine import build_engine
 from paceline.build.learner import load_policy, run_worker
-from paceline.build.model import check_device, load_decoder, prepare_device
+from paceline.build.model import (
+    build_decoder,
+    check_device,
+    invariant_obstacle,
+    load_decoder,
+    prepare_device,
+    uses_invariant_kernels,
+)
 from paceline.build.run import build_trainer
 from paceline.cli.train import show_plan
 from paceline.doctor import finding
@@ -147,11 +155,47 @@ def test_generation_in_a_thread_uses_the_learners_device(tmp_path: Path, monkeyp
     assert used == [("rollouts", torch.device("cpu"))]
 
 
-@pytest.mark.parametrize("setting", ["model.device='cpu'", "model.dtype='float16'", "engine.native=false"])
-def test_invariant_kernels_where_there_are_none(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+INVARIANT = ["model.device=cuda", "model.dtype=bfloat16", "engine.native=true", "engine.kind=local"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "capability", "expected"),
+    [
+        ([], (9, 0), None),
+        ([], (8, 0), "the kernels are for Hopper GPUs (H100, H200), not for an A100"),
+        (["model.device=cpu"], (9, 0), 'model.device = "cpu"'),
+        (["model.dtype=float16"], (9, 0), 'model.dtype = "float16", but the kernels need "bfloat16"'),
+        (["engine.native=false"], (9, 0), "engine.native = false, but the kernels need true"),
+        (["engine.kind=vllm"], (9, 0), 'engine.kind = "vllm", but the kernels need "local"'),
+    ],
+)
+def test_where_kernels_are_batch_invariant(
+    monkeypatch: pytest.MonkeyPatch, settings: list[str], capability: tuple[int, int], expected: str | None
+) -> None:
+    """Not set: where they are supported, with a warning on a GPU in bfloat16 without them. Set: an error instead."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    defaults = ["model.device='cuda'", "model.dtype='bfloat16'", "engine.invariant=true"]
-    check_device(load_config(None, defaults))
-    config = [*defaults, setting] + (["model.dtype='float32'"] if "device" in setting else [])
-    with pytest.raises(ValueError, match=r"engine\.invariant = true: only with"):
-        check_device(load_config(None, config))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an A100")
+    config = load_config(None, [*INVARIANT, *settings])
+    if expected is None:
+        assert invariant_obstacle(config) is None and uses_invariant_kernels(config)
+    else:
+        assert expected in str(invariant_obstacle(config))
+        with pytest.warns(UserWarning) if config.model.dtype == "bfloat16" else nullcontext():
+            assert not uses_invariant_kernels(config)
+    assert not uses_invariant_kernels(config.changed(engine={"invariant": False}))
+    config = config.changed(engine={"invariant": True})
+    if config.model.device == "cpu":
+        config = config.changed(model={"dtype": "float32"})
+    with nullcontext() if expected is None else pytest.raises(ValueError, match=r"engine\.invariant = true: "):
+        check_device(config)
+
+
+def test_invariant_kernels_are_required_if_set(
+    any_device: None, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain torch does not silently replace kernels that do not support a model."""
+    model = checkpoint("llama")
+    config = load_config(None, [f"model.name={model}", "engine.native=false", "engine.invariant=true"])
+    with pytest.raises(ValueError, match="the kernels do not support this model"):
+        build_decoder(config, model)

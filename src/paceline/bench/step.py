@@ -28,7 +28,7 @@ from paceline.bench.roofline import Load, step_s
 from paceline.bench.step_settings import Settings, beta_probabilities, imposed_probability
 from paceline.build.cost import NUM_ROUNDS, measure_drafts, time_step
 from paceline.build.drafter import head_cost
-from paceline.build.model import build_cuda_ops
+from paceline.build.model import HOPPER, build_cuda_ops
 from paceline.drafters.device import DeviceEagle3Drafter, DeviceHistoryDrafter
 from paceline.drafters.eagle3 import Eagle3Drafter
 from paceline.drafters.suffix import SuffixDrafter
@@ -109,7 +109,8 @@ class BenchModel:
         if s.has_kernels:
             from paceline.model.cuda.float8 import apply_head_dtype  # needs Triton
 
-            decoder.ops = build_cuda_ops(decoder, s.invariant)
+            by_default = s.dtype == "bfloat16" and torch.cuda.get_device_capability(self.device) == HOPPER
+            decoder.ops = build_cuda_ops(decoder, by_default if s.invariant is None else s.invariant)
             if head is not None:
                 apply_head_dtype(head, s.head_dtype)
         elif s.device == "cpu" and s.dtype == "float32" and not s.plain_torch:

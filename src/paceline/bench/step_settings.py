@@ -55,7 +55,7 @@ class Settings:
     imposed_spread: float = SPREAD  # 0: all draft tokens have the same acceptance probability
     eager: bool = False  # the same kernels, without graphs
     plain_torch: bool = False  # neither graphs nor kernels
-    invariant: bool = False  # batch-invariant kernels
+    invariant: bool | None = None  # batch-invariant kernels; None: where a run uses them
     draft_vocab_size: int = 32000  # limited to the model's vocabulary
     head_dtype: str = "auto"  # as speculation.head_dtype
     device: str = "cuda"
@@ -161,7 +161,8 @@ def columns(settings: Settings) -> dict[str, str]:
 def title(settings: Settings) -> str:
     s = settings
     mode = "plain torch" if s.plain_torch else "without graphs" if s.eager else ""
-    mode = f"batch-invariant, {mode}".rstrip(", ") if s.invariant else mode
+    if s.invariant is not None:
+        mode = f"{'batch-invariant' if s.invariant else 'not batch-invariant'}, {mode}".rstrip(", ")
     imposed = f"acceptance imposed: {s.imposed_acceptance:g}" if s.imposed_acceptance is not None else ""
     drafter = f"{s.drafter} ({s.policy})" if any(s.draft_lengths) else ""
     length = f"{s.prompt_tokens} + {s.max_tokens} tokens"

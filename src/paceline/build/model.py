@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ from paceline.native import NativeUnavailable
 if TYPE_CHECKING:
     from paceline.model.cuda.ops import CudaOps
 
+HOPPER = (9, 0)  # compute capability
+
 
 def check_device(config: Config) -> None:
     device, dtype = config.model.device, config.model.dtype
@@ -30,12 +33,24 @@ def check_device(config: Config) -> None:
         raise ValueError(f"model.device = {device!r}: this machine has no CUDA device; use 'cpu'")
     if device == "cpu" and itemsize(config) < 4:
         raise ValueError(f"model.dtype = {dtype!r}: on a CPU use 'float32' (or 'float64')")
-    on_gpu = device.startswith("cuda") and dtype == "bfloat16" and config.engine.native
-    if config.engine.invariant and not (on_gpu and config.engine.kind == "local"):
-        raise ValueError(
-            'engine.invariant = true: only with model.device = "cuda", model.dtype = "bfloat16", engine.kind = "local" '
-            "and engine.native = true; set these, or set it to false"
-        )
+    obstacle = invariant_obstacle(config)
+    if config.engine.invariant and obstacle is not None:
+        raise ValueError(f"engine.invariant = true: {obstacle}; change that, or remove engine.invariant")
+
+
+def invariant_obstacle(config: Config) -> str | None:
+    """Why there are no batch-invariant GPU kernels for these settings on this machine."""
+    engine, model = config.engine, config.model
+    required = {"model.dtype": "bfloat16", "engine.kind": "local", "engine.native": True}
+    actual = {"model.dtype": model.dtype, "engine.kind": engine.kind, "engine.native": engine.native}
+    if not model.device.startswith("cuda"):
+        return f'model.device = "{model.device}", but the kernels are for a GPU'
+    for key, value in required.items():
+        if actual[key] != value:
+            return f"{key} = {json.dumps(actual[key])}, but the kernels need {json.dumps(value)}"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(model.device) != HOPPER:
+        return f"the kernels are for Hopper GPUs (H100, H200), not for {torch.cuda.get_device_name(model.device)}"
+    return None
 
 
 def itemsize(config: Config) -> int:
@@ -77,20 +92,33 @@ def build_decoder(config: Config, directory: Any) -> Decoder:
         except NativeUnavailable as error:
             warnings.warn(f"engine.native: {error}\nUsing plain torch, several times slower.", stacklevel=2)
     if config.engine.native and decoder.device.type == "cuda" and has_kernels(decoder):
-        decoder.ops = build_cuda_ops(decoder, config.engine.invariant)
+        decoder.ops = build_cuda_ops(decoder, uses_invariant_kernels(config))
+    if config.engine.invariant and not decoder.ops.is_batch_invariant:
+        raise ValueError("engine.invariant = true: the kernels do not support this model; remove engine.invariant")
     return decoder
 
 
+def uses_invariant_kernels(config: Config) -> bool:
+    """Warns if the GPU has none though a user would expect them: in bfloat16, with the setting left open."""
+    if config.engine.invariant is not None:
+        return config.engine.invariant
+    obstacle = invariant_obstacle(config)
+    if obstacle is not None and config.model.dtype == "bfloat16":
+        warnings.warn(
+            f"engine.invariant: {obstacle}. Speculation may change a token where two are nearly equally likely.",
+            stacklevel=3,
+        )
+    return obstacle is None
+
+
 def build_cuda_ops(decoder: Decoder, invariant: bool) -> CudaOps:
-    if not invariant:
-        from paceline.model.cuda.ops import CudaOps
+    if invariant:
+        from paceline.model.cuda.invariant import InvariantOps
 
-        return CudaOps()
-    from paceline.model.cuda.invariant import InvariantOps
+        return InvariantOps(decoder)
+    from paceline.model.cuda.ops import CudaOps
 
-    if torch.cuda.get_device_capability(decoder.device) != (9, 0):
-        raise ValueError("engine.invariant = true: only on a Hopper GPU (H100, H200); set it to false")
-    return InvariantOps(decoder)
+    return CudaOps()
 
 
 def has_kernels(decoder: Decoder) -> bool:

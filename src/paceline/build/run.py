@@ -136,7 +136,8 @@ def build_trainer(
             dump_config(config),
             describe_run(config, f"{config.algorithm.name} on {task.name}", task.name)
             | ({"sandbox": rewarder.sandbox} if rewarder.sandbox is not None else {})
-            | recorded_plan(plan),
+            | recorded_plan(plan)
+            | recorded_kernels(engine),
         )
     else:
         folder = RunFolder.open(resume)
@@ -189,6 +190,10 @@ def describe_run(config: Config, name: str, task: str) -> dict[str, Any]:
         "device": config.model.device,
         "seed": config.train.seed,
     }
+
+
+def recorded_kernels(engine: Engine) -> dict[str, Any]:
+    return {"kernels": engine.paged.decoder.ops.describe()} if isinstance(engine, LocalEngine) else {}
 
 
 def build_sinks(config: Config, folder: Path, purge_step: int) -> list[Sink]:

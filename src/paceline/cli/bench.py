@@ -132,7 +132,10 @@ def step(
         str, typer.Option(help="Dtype of the head's large matrix products: model, float8 or auto.")
     ] = "auto",
     eager: Annotated[bool, typer.Option("--eager", help="Do not use CUDA graphs.")] = False,
-    invariant: Annotated[bool, typer.Option("--invariant", help="Use batch-invariant kernels.")] = False,
+    invariant: Annotated[
+        bool | None,
+        typer.Option("--invariant/--no-invariant", help="Batch-invariant kernels.", show_default="where supported"),
+    ] = None,
     plain_torch: Annotated[
         bool, typer.Option("--plain-torch", help="Use neither CUDA graphs nor Triton kernels.")
     ] = False,

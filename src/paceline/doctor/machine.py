@@ -164,10 +164,25 @@ def _cuda() -> Iterable[Finding]:
 
         if torch.cuda.is_available():
             yield Finding("CUDA", OK, f"{torch.cuda.get_device_name()}, {torch.cuda.device_count()} device(s)")
+            yield _batch_invariance()
         else:
             yield Finding("CUDA", MISSING, "no device, or torch was built without CUDA", "not needed on a CPU")
     except Exception as error:
         yield Finding("CUDA", MISSING, str(error).splitlines()[0], "not needed on a CPU")
+
+
+def _batch_invariance() -> Finding:
+    """Compares products of this GPU's library with those of our kernels."""
+    from paceline.build.config import load_config
+    from paceline.build.model import invariant_obstacle
+
+    name = "batch-invariant kernels"
+    obstacle = invariant_obstacle(load_config(None, ["model.device=cuda", "model.dtype=bfloat16"]))
+    if obstacle is not None:
+        return Finding(name, DEGRADED, obstacle, "none needed: speculation changes tokens at near-ties only")
+    from paceline.model.cuda.invariant_product import library_share
+
+    return Finding(name, OK, f"torch's matrix products have the fixed order at {library_share():.0%} of the step sizes")
 
 
 def _vllm() -> Iterable[Finding]:

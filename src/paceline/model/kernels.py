@@ -122,6 +122,7 @@ class NativeOps(Ops):
     """`ops.Ops` with packed weights."""
 
     is_cuda = False
+    is_batch_invariant = True
 
     def __init__(self) -> None:
         self.c = c = _library("decoder")

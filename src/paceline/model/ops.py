@@ -29,6 +29,10 @@ class Ops(Protocol):
     is_cuda: bool  # whether these are CUDA kernels
     is_batch_invariant: bool = False  # whether a token's bits do not depend on the other tokens of the forward pass
 
+    def describe(self) -> dict[str, Any]:
+        """For the records of a run."""
+        return {"batch_invariant": self.is_batch_invariant}
+
     def embed(self, tokens_T: Tensor, table: Linear) -> Tensor: ...
     def linear(self, x_TK: Tensor, linear: Linear) -> Tensor: ...
     def logits(self, h_TD: Tensor, linear: Linear) -> Tensor:

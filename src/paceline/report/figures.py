@@ -78,7 +78,10 @@ def warnings(run: Run) -> list[str]:
         samples = "1 sample" if num_failures == 1 else f"{num_failures} samples"
         found.append(f"{samples} could not be scored and were not trained on, at {steps}.")
     if differing := [step for step, audit in audits(run) if audit.get("identical") is False]:
-        found.append(f"The two generations of the audit have different tokens at {_steps(differing)}.")
+        text = f"The two generations of the audit have different tokens at {_steps(differing)}."
+        if not any(audit.get("must_be_identical") for _, audit in audits(run)):
+            text += " The kernels are not batch-invariant, so tokens may differ at near-ties."
+        found.append(text)
     if stale := steps_with(lambda record: (number(record, "staleness_max") or 0) > run.max_staleness):
         found.append(f"Staleness exceeded train.max_staleness = {run.max_staleness} at {_steps(stale)}.")
     return found

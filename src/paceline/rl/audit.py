@@ -3,6 +3,7 @@ times.
 
 With the `coupled` rule tokens do not depend on the drafter: both runs emit the tokens of the step. Both use the same
 engine, kernels and batch size, and compute the prompts again. The order of the two alternates from audit to audit.
+Without batch-invariant kernels tokens may differ where two are nearly equally likely.
 
 The tail of a rollout, where few sequences still run, gains most. It is measured separately: some of the step's requests
 with 1, 2 and 4 sequences at a time. Drafters start from the state that the engine's drafter had before the step.
@@ -65,6 +66,7 @@ class Auditor:
             "speedup": seconds[False] / seconds[True],
             "num_tokens": sum(map(len, emitted)),
             "identical": identical,
+            "must_be_identical": self.engine.paged.decoder.ops.is_batch_invariant,
             "tail_speedup": {rows: times["plain_s"] / times["speculative_s"] for rows, times in tail_s.items()},
             "tail_s": tail_s,
         }
@@ -117,10 +119,20 @@ class Auditor:
             engine.set_drafter(own_drafter)
 
 
+def check_audit(step: int, audit: Mapping[str, Any] | None) -> None:
+    """Raises ValueError if batch-invariant kernels gave different tokens."""
+    if audit is not None and audit["must_be_identical"] and not audit["identical"]:
+        raise ValueError(
+            f"step {step + 1}: an audit generated other tokens than the step, though the kernels are batch-invariant. "
+            "This is a bug, or the device is faulty. `paceline verify` with the run's config.toml shows more; to continue without "
+            "audits, resume with speculation.audit_every=0"
+        )
+
+
 def overall(audits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Speed-ups over several audits: ratios of summed times."""
     if not audits:
-        return {"generation_speedup": None, "tail_speedup": {}, "identical": None}
+        return {"generation_speedup": None, "tail_speedup": {}, "identical": None, "must_be_identical": None}
 
     def ratio(parts: Sequence[Mapping[str, float]]) -> float:
         return sum(part["plain_s"] for part in parts) / sum(part["speculative_s"] for part in parts)
@@ -130,4 +142,5 @@ def overall(audits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "generation_speedup": ratio(audits),
         "tail_speedup": {rows: ratio([a["tail_s"][rows] for a in audits if rows in a["tail_s"]]) for rows in all_rows},
         "identical": all(audit["identical"] for audit in audits),
+        "must_be_identical": all(audit["must_be_identical"] for audit in audits),
     }

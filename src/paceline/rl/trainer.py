@@ -28,7 +28,7 @@ from paceline.model.device import use_device
 from paceline.model.weights import checksum
 from paceline.rl.alarms import Alarms, FirstPositions
 from paceline.rl.algorithms import Algorithm
-from paceline.rl.audit import Auditor
+from paceline.rl.audit import Auditor, check_audit
 from paceline.rl.batch import TokenBatch, scored
 from paceline.rl.callback import ProgressCallback
 from paceline.rl.checkpoint import Checkpoint, Checkpoints
@@ -181,6 +181,7 @@ class Trainer:
         finally:  # record the step even if the audit or the evaluation fails
             self.recorder.record(batch, metrics)
             self._between_steps = True
+        check_audit(step, metrics.get("audit"))
         if is_best or (train.checkpoint_every and self.step % train.checkpoint_every == 0):
             self.save(is_best)
         self.callback.step(metrics)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from paceline.verify.ties import compare_tokens
 # Level 5's sampling. Truncation before temperature, which is wrong, would keep different tokens.
 TRUNCATED = SamplingParams(temperature=0.7, top_p=0.9, min_p=0.02, ignore_eos=True)
 NUM_TABLE_THREADS = 1  # tables are tiny: more threads only wait for each other, ten times as long on a busy machine
+LARGE_BATCH = 512  # sequences, on a GPU with batch-invariant kernels
 MAX_TRUNCATED = 0.02  # share of tokens that rounding to 16 bits may move out of the truncated distribution
 FULL = Size(
     num_prompts=32, max_tokens=64, num_scored=8, max_scored_tokens=64, cases=known.CASES, num_samplings=3,
@@ -111,10 +112,13 @@ def check_seeded_identity(model: CheckedModel) -> CheckResult:
     """T=1, same noise: the same tokens with every drafter and policy, in any batch, and after preemption."""
     expected, requests = identity.tokens_of(model.coupled(None)), model.requests(SamplingParams())
     runs: dict[str, list[identity.Difference]] = {}
+    num_compared = 0
 
     def compare(run: str, found: Sequence[Completion]) -> None:
         """With as many expected completions."""
         runs[run] = identity.first_differences(expected[: len(found)], identity.tokens_of(found))
+        nonlocal num_compared
+        num_compared += sum(map(len, expected[: len(found)]))
 
     compare("alone", model.engine(max_num_seqs=1).generate(requests[:4]))
     speculation: dict[str, Any] = {}
@@ -138,8 +142,11 @@ def check_seeded_identity(model: CheckedModel) -> CheckResult:
         compare(f"{drafter}, preempted", preempted)
         preemptions += sum(c.num_preemptions for c in [*preempted, *others])
         problems += needs_drafts(drafter, [*found, *again, *preempted, *others])
-    scorer = None if model.decoder.ops.is_batch_invariant else model.tie_scorer()
-    compared = compare_tokens(scorer, requests, expected, runs)
+    if model.has_gpu_invariance:
+        for name in ("none", *model.drafters):
+            model.progress(f"3 seeded identity: {name}, {LARGE_BATCH} sequences")
+            compare(f"{name}, {LARGE_BATCH} sequences", generate_in_large_batch(model, name, requests))
+    compared = compare_tokens(model.own_tie_scorer(), requests, expected, runs)
     if model.always_drafting:
         # A policy may decide not to use one drafter's drafts, but not to use none at all.
         for policy, (drafted, accepted) in by_policy.items():
@@ -150,6 +157,7 @@ def check_seeded_identity(model: CheckedModel) -> CheckResult:
         "problems": compared.pop("problems") + problems,
         "num_prompts": len(requests),
         "num_tokens": sum(map(len, expected)),
+        "num_compared": num_compared,
         "num_preemptions": preemptions,
         "differences": {name: len(found) for name, found in runs.items()},
         **compared,
@@ -170,6 +178,16 @@ def generate_preempted(
     engine = model.engine(drafter, max_num_seqs=2 * len(first), num_blocks=num_blocks)
     found = engine.generate([*others, *reversed(first)])
     return found[len(first) :][::-1], found[: len(first)]
+
+
+def generate_in_large_batch(model: CheckedModel, drafter: str | None, requests: Sequence[Request]) -> list[Completion]:
+    """Completions of the requests beside many others, which have the same prompts and other noise."""
+    others = [
+        replace(requests[i % len(requests)], request_id=len(requests) + i, noise_key=noise_key("others", i))
+        for i in range(LARGE_BATCH - len(requests))
+    ]
+    found = model.engine(drafter, max_num_seqs=LARGE_BATCH, max_num_batched_tokens=8 * LARGE_BATCH)
+    return found.generate([*others, *requests])[len(others) :]
 
 
 def check_weight_update(model: CheckedModel) -> CheckResult:
@@ -221,11 +239,22 @@ def check_greedy_identity(model: CheckedModel) -> CheckResult:
         model.decoder.device,
     )
     differences = identity.first_differences(expected, found)
+    compared = compare_tokens(model.tie_scorer(), requests, expected, {"plain": differences})
+    some = requests if model.has_gpu_invariance else requests[: model.size.num_scored]
+    own: dict[str, list[identity.Difference]] = {}
+    for drafter in model.drafters:
+        model.progress(f"4 greedy identity: {drafter}")
+        drafted = identity.tokens_of(model.engine(drafter).generate(some))
+        own[drafter] = identity.first_differences(found[: len(some)], drafted)
+    with_drafts = compare_tokens(model.own_tie_scorer(), requests, found, own)
     return {
+        "problems": compared.pop("problems") + with_drafts["problems"],
         "num_prompts": total,
         "num_tokens": sum(map(len, expected)),
         "differences": len(differences),
-        **compare_tokens(model.tie_scorer(), requests, expected, {"plain": differences}),
+        "differences_with_drafts": {name: len(each) for name, each in own.items()},
+        "near_ties": compared.pop("near_ties", []) + with_drafts.get("near_ties", []),
+        **compared,
     }
 
 

@@ -99,6 +99,7 @@ class CheckedModel:
         max_num_seqs: int = 16,
         num_blocks: int | None = None,
         policy: str = "static",
+        max_num_batched_tokens: int = 256,
     ) -> LocalEngine:
         config = self._config(drafter or "none", rule, max_num_seqs)
         paged = PagedDecoder(self.decoder, num_blocks or self.blocks_per_sequence * max_num_seqs)
@@ -110,7 +111,7 @@ class CheckedModel:
             policy=make_policy(policy, self.k, drafter or "none"),
             rule=rule,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=256,
+            max_num_batched_tokens=max_num_batched_tokens,
             tokenizer=self.tokenizer,
         )
 
@@ -161,6 +162,14 @@ class CheckedModel:
             paged = PagedDecoder(self.decoder, self.blocks_per_sequence)
             self._scorer = ReferenceScorer(self.learner(torch.float32), paged, self.coupled(None))
         return self._scorer
+
+    def own_tie_scorer(self) -> ReferenceScorer | None:
+        """For comparisons of the engine with itself. None if all tokens must be equal."""
+        return None if self.decoder.ops.is_batch_invariant else self.tie_scorer()
+
+    @property
+    def has_gpu_invariance(self) -> bool:
+        return self.decoder.ops.is_cuda and self.decoder.ops.is_batch_invariant
 
     def alarms(self) -> list[str]:
         """Whether far fewer of the head's tokens are accepted than its provenance file records, if level 3 ran it."""

@@ -11,7 +11,7 @@ from support import tiny_decoder
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import LocalEngine
 from paceline.model.paged import PagedDecoder
-from paceline.rl.audit import Auditor, overall
+from paceline.rl.audit import Auditor, check_audit, overall
 from paceline.rl.collect import Collected
 from paceline.speculation.batch import Commits, Rows
 from paceline.speculation.policy import Decision, StaticPolicy
@@ -63,7 +63,12 @@ def test_different_tokens_are_caught(engine: LocalEngine) -> None:
     completions = engine.generate(REQUESTS)
     completions[2] = replace(completions[2], token_ids=completions[2].token_ids[::-1] + 1)
     audit = auditor.audit([Collected([], REQUESTS, completions)], state_before)
-    assert audit is not None and not audit["identical"]
+    assert audit is not None and not audit["identical"] and not audit["must_be_identical"]  # plain torch
+    check_audit(3, audit)
+    with pytest.raises(ValueError, match="step 4: an audit generated other tokens"):
+        check_audit(3, audit | {"must_be_identical": True})
+    check_audit(3, audit | {"must_be_identical": True, "identical": True})
+    check_audit(3, None)
 
 
 def test_rounds_are_audited_one_after_the_other(engine: LocalEngine) -> None:
@@ -95,18 +100,20 @@ def test_few_requests(engine: LocalEngine) -> None:
 
 
 def test_overall_sums_times() -> None:
-    assert overall([]) == {"generation_speedup": None, "tail_speedup": {}, "identical": None}
+    assert overall([]) == {"generation_speedup": None, "tail_speedup": {}, "identical": None, "must_be_identical": None}
     audits = [
         {
             "plain_s": p,
             "speculative_s": s,
             "identical": same,
+            "must_be_identical": True,
             "tail_s": {k: {"plain_s": p, "speculative_s": 1.0} for k in "124"},
         }
         for p, s, same in ((1.0, 1.0, True), (9.0, 4.0, False))
     ]
     assert overall(audits) == {
         "generation_speedup": 2.0, "tail_speedup": {"1": 5.0, "2": 5.0, "4": 5.0}, "identical": False,
+        "must_be_identical": True,
     }  # fmt: skip
 
 

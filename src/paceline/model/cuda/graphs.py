@@ -229,7 +229,10 @@ class Graphs:
         out = self.decoder(inputs.tokens, inputs.positions, attention, aux_layers)
         logits = self.decoder.logits(out.hidden)
         limits = truncate(logits, inputs.slots, self.state) if size.truncates else None
-        draws = draw(logits, inputs.keys, inputs.emitted_at, inputs.temperature, Stream.SAMPLE, truncation=limits)
+        draws = draw(
+            logits, inputs.keys, inputs.emitted_at, inputs.temperature, Stream.SAMPLE, truncation=limits,
+            fp_fusion=not self.ops.is_batch_invariant,
+        )  # fmt: skip
         outputs = self.outputs
         ends = self.state.commit_tokens(inputs, draws, outputs.tokens, outputs.logprobs, self.imposed)
         if self.drafter is not None:

@@ -7,16 +7,18 @@ products (`invariant_product.py`) and attention (`invariant_attention.py`). For 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
+import triton
 from torch import Tensor
 
 from paceline.model.attention import Attention
 from paceline.model.cuda import swiglu
 from paceline.model.cuda.graphs import SIZES, round_up
 from paceline.model.cuda.invariant_attention import InvariantPagedAttention
-from paceline.model.cuda.invariant_product import Products, order_of, residual_parts
+from paceline.model.cuda.invariant_product import Order, Products, order_of, residual_parts
 from paceline.model.cuda.ops import CudaOps, qk_norm_rope
 from paceline.model.kv import BatchPlan, PagedKV
 from paceline.model.layer import Layer, Linear
@@ -32,30 +34,48 @@ MAX_LOGITS = 2048  # positions for which torch's product is compared: float32 lo
 
 class InvariantOps(CudaOps):
     is_batch_invariant = True
+    # The norm kernel has variants for numbers of tokens. The compiler must not fuse different operations in them.
+    norm_options: Mapping[str, Any] = {"enable_fp_fusion": False}
 
     def __init__(self, decoder: Decoder) -> None:
         """Compares torch's products with the reference, which takes seconds, and more if kernels must be compiled."""
         self.products = Products()
-        layer = decoder.layers[0]
-        for linear, parts in (
-            (layer.qkv, 1), (layer.gate_up, 1), (layer.o, residual_parts(layer.o)),
-            (layer.down, residual_parts(layer.down)),
-        ):  # fmt: skip
-            self.products.find_library_sizes(linear, parts, SIZES)
-        small = tuple(size for size in SIZES if size <= MAX_LOGITS)
-        self.products.find_library_sizes(decoder.lm_head or decoder.embed, 1, small, torch.float32)
+        self.orders: dict[str, Order] = {}
+        layer, small = decoder.layers[0], tuple(size for size in SIZES if size <= MAX_LOGITS)
+        for name, linear, parts, sizes, dtype in (
+            ("qkv", layer.qkv, 1, SIZES, None),
+            ("gate_up", layer.gate_up, 1, SIZES, None),
+            ("o", layer.o, residual_parts(layer.o), SIZES, None),
+            ("down", layer.down, residual_parts(layer.down), SIZES, None),
+            ("lm_head", decoder.lm_head or decoder.embed, 1, small, torch.float32),
+        ):
+            self.products.find_library_sizes(linear, parts, sizes, dtype)
+            self.orders[name] = order_of(linear, parts, dtype)
         self.products.find_fused_sizes(layer.gate_up, SIZES)
         torch.cuda.empty_cache()  # the memory of logits
+
+    def describe(self) -> dict[str, Any]:
+        """With the parts of each product's inputs, and the numbers of tokens at which it is torch's."""
+        products = {
+            name: {"parts": order.parts, "torch_sizes": sorted(self.products.library_sizes[order])}
+            for name, order in self.orders.items()
+        }
+        return super().describe() | {"products": products, "torch": torch.__version__, "triton": triton.__version__}
 
     def padded(self, num_tokens: int) -> int:
         """A library's choice of kernels can't be checked for every number of tokens."""
         return round_up(num_tokens, SIZES)
 
     def linear(self, x_TK: Tensor, linear: Linear) -> Tensor:
-        return self.products(x_TK, linear)
+        return self._product(x_TK, linear)
 
     def residual_linear(self, x_TK: Tensor, linear: Linear) -> Tensor:
-        return self.products(x_TK, linear, residual_parts(linear))
+        return self._product(x_TK, linear, residual_parts(linear))
+
+    def _product(self, x_TK: Tensor, linear: Linear, parts: int = 1) -> Tensor:
+        """More tokens than were compared are computed in pieces."""
+        pieces = [self.products(piece_TK, linear, parts) for piece_TK in x_TK.split(SIZES[-1])]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -2)
 
     def gated(self, h_TD: Tensor, gate_up: Linear) -> Tensor:
         weight = gate_up.weight

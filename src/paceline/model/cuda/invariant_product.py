@@ -77,6 +77,15 @@ class Products:
             self.fused_sizes[order] = frozenset(size for size in sizes if is_equal_fused(copy, size))
 
 
+def library_share(num_in: int = 4096, num_out: int = 4096) -> float:
+    """At how many of the sizes of a step torch's product of a random matrix has the order of ours."""
+    from paceline.model.cuda.graphs import SIZES
+
+    linear, products = Linear(num_in, num_out).to("cuda", torch.bfloat16).requires_grad_(False), Products()
+    products.find_library_sizes(linear, residual_parts(linear), SIZES)
+    return len(next(iter(products.library_sizes.values()))) / len(SIZES)
+
+
 def order_of(linear: Linear, parts: int, dtype: torch.dtype | None) -> Order:
     weight = linear.weight
     assert weight is not None

@@ -49,10 +49,12 @@ def draw(
     truncation: Truncation | None = None,
     margins: bool = False,
     active_P: Tensor | None = None,
+    fp_fusion: bool = True,
 ) -> Draws:
     """Sample one token per position. keys and positions are int64, temperature float64 (0: greedy). `ids`: token ids of
     the logits, ascending, if they are a subset of the vocabulary; the noise is that of the ids. `margins`: compute them
-    too. `active`: int32; where it is 0 the token is 0 and the other outputs are undefined."""
+    too. `active`: int32; where it is 0 the token is 0 and the other outputs are undefined. `fp_fusion`: let the compiler fuse
+    operations, perhaps different ones with and without truncation, so that logprobs may differ in the last bit."""
     num, vocab = logits_PV.shape
     warps = 1 if vocab < LARGE_VOCAB else 2
     num_parts = triton.cdiv(vocab, TOKENS_PER_WARP * warps)
@@ -72,13 +74,14 @@ def draw(
         logits_PV, ids, keys_P, positions_P, temperature_P, *limits, active, part_stats, part_winners,
         logits_PV.stride(0), vocab, stream, PART_SIZE=TOKENS_PER_WARP * warps, LANES=32 * warps,
         HAS_IDS=ids_V is not None, TRUNCATED=truncation is not None, MARGINS=margins, HAS_ACTIVE=active_P is not None,
-        num_warps=warps, **pdl_options(device),
+        num_warps=warps, enable_fp_fusion=fp_fusion, **pdl_options(device),
     )  # fmt: skip
     _combine_parts[(num,)](
         logits_PV, ids, keys_P, positions_P, temperature_P, active, part_stats, part_winners, draws.tokens,
         draws.logprobs, draws.raw_logprobs, part_stats if draws.margins is None else draws.margins, logits_PV.stride(0),
         vocab, num_parts, stream, WIDTH=triton.next_power_of_2(num_parts), PART_SIZE=TOKENS_PER_WARP * warps,
-        HAS_IDS=ids_V is not None, MARGINS=margins, HAS_ACTIVE=active_P is not None, num_warps=1, **pdl_options(device),
+        HAS_IDS=ids_V is not None, MARGINS=margins, HAS_ACTIVE=active_P is not None, num_warps=1,
+        enable_fp_fusion=fp_fusion, **pdl_options(device),
     )  # fmt: skip
     return draws
 

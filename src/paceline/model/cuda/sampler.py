@@ -50,6 +50,6 @@ class CudaSampler(Sampler):
             )  # fmt: skip
         draws = draw(
             logits_PV, on_device(keys.view(np.int64)), on_device(positions), of_positions.temperature, stream,
-            truncation=truncation,
+            truncation=truncation, fp_fusion=False,
         )  # fmt: skip
         return Draws(*(each.cpu().numpy() for each in (draws.tokens, draws.logprobs, draws.raw_logprobs)))
