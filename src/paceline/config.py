@@ -75,8 +75,8 @@ class EngineSection(Section):
     # fit otherwise.
     sleep: bool | None = None
     graphs: bool = True  # run decode steps as CUDA graphs
-    # Batch-invariant kernels: a token's bits do not depend on the batch, so speculation changes no token. For Hopper GPUs
-    # (H100, H200) in bfloat16. Not set: where they are supported. A CPU's kernels are batch-invariant anyway.
+    # Batch-invariant kernels: a token's bits do not depend on the batch, so speculation changes no token. For Hopper
+    # GPUs (H100, H200) in bfloat16. Not set: where they are supported. A CPU's kernels are batch-invariant anyway.
     invariant: bool | None = None
     threads: NumThreads | None = None  # CPU threads of the engine; not set: torch's default
     tensor_parallel_size: Positive = 1  # `vllm`: devices that share one model

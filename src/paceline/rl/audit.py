@@ -124,8 +124,8 @@ def check_audit(step: int, audit: Mapping[str, Any] | None) -> None:
     if audit is not None and audit["must_be_identical"] and not audit["identical"]:
         raise ValueError(
             f"step {step + 1}: an audit generated other tokens than the step, though the kernels are batch-invariant. "
-            "This is a bug, or the device is faulty. `paceline verify` with the run's config.toml shows more; to continue without "
-            "audits, resume with speculation.audit_every=0"
+            "This is a bug, or the device is faulty. `paceline verify` with the run's config.toml shows more. To "
+            "continue without audits, resume with speculation.audit_every=0"
         )
 
 

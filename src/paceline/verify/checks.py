@@ -134,7 +134,8 @@ def check_seeded_identity(model: CheckedModel) -> CheckResult:
         if again:
             compare(f"{drafter}, again", again)
         for policy, counts in by_policy.items():
-            some = model.engine(drafter, policy=policy).generate(requests[: model.size.num_scored])
+            num = len(requests) if model.has_gpu_invariance else model.size.num_scored
+            some = model.engine(drafter, policy=policy).generate(requests[:num])
             compare(f"{drafter}, {policy}", some)
             for i, count in enumerate(num_drafted(some)):
                 counts[i] += count
@@ -180,14 +181,15 @@ def generate_preempted(
     return found[len(first) :][::-1], found[: len(first)]
 
 
-def generate_in_large_batch(model: CheckedModel, drafter: str | None, requests: Sequence[Request]) -> list[Completion]:
+def generate_in_large_batch(model: CheckedModel, drafter: str, requests: Sequence[Request]) -> list[Completion]:
     """Completions of the requests beside many others, which have the same prompts and other noise."""
     others = [
         replace(requests[i % len(requests)], request_id=len(requests) + i, noise_key=noise_key("others", i))
         for i in range(LARGE_BATCH - len(requests))
     ]
-    found = model.engine(drafter, max_num_seqs=LARGE_BATCH, max_num_batched_tokens=8 * LARGE_BATCH)
-    return found.generate([*others, *requests])[len(others) :]
+    method = None if drafter == "none" else drafter
+    engine = model.engine(method, max_num_seqs=LARGE_BATCH, max_num_batched_tokens=8 * LARGE_BATCH)
+    return engine.generate([*others, *requests])[len(others) :]
 
 
 def check_weight_update(model: CheckedModel) -> CheckResult:
