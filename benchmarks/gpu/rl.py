@@ -1,11 +1,15 @@
-"""Stage times of RL steps on one GPU: `rl.toml` without drafts, with 3 draft tokens per row, and with policy `auto`.
+"""Stage times of RL steps on one GPU, without drafts and with them, and whether the runs are identical.
 
-    python benchmarks/gpu/rl.py --out runs/gpu [--modes plain,k3,auto] [--steps 8] [A.B=C …]
+    python benchmarks/gpu/rl.py --out runs/gpu [--config FILE] [--modes plain,k3,auto,history] [--steps 8] [A.B=C …]
+
+Modes: without drafts; EAGLE-3 with 3 draft tokens per row; EAGLE-3 with policy `auto`; drafts from history with `auto`.
+Identical runs have the same tokens, rewards, losses, gradient norms and weights (as published to the engine, by their
+checksum) in every step.
 
 The modes run one after another. Stage times are seconds per step: the mean of all steps but the first two, in which
-most graphs are captured. The problems are random sums, written to `sums.jsonl` in the folder. An audit generates a
-step's tokens again with and without drafts; the speed-up of the whole step adds the same other stages to both. A
-finished run is not repeated; the same command resumes one that was stopped (Ctrl-C, SIGTERM).
+most graphs are captured. With `rl.toml`, problems are random sums, written to `sums.jsonl` in the folder. An audit
+generates a step's tokens again with and without drafts; the speed-up of the whole step adds the same other stages to
+both. A finished run is not repeated; the same command resumes one that was stopped (Ctrl-C, SIGTERM).
 """
 
 from __future__ import annotations
@@ -24,7 +28,9 @@ MODES = {
     "plain": ("speculation.method=none", "speculation.audit_every=0"),
     "k3": ("speculation.method=eagle3", "speculation.policy=static"),
     "auto": ("speculation.method=eagle3", "speculation.policy=auto"),
+    "history": ("speculation.method=suffix", "speculation.policy=auto"),
 }
+SAME = ("reward_mean", "rewards", "loss", "grad_norm", "num_tokens", "weights_checksum")
 STAGES = ("data", "sync", "generation", "reward", "training", "total")
 NUM_SKIPPED = 2
 NUM_PROBLEMS = 2000
@@ -33,7 +39,8 @@ NUM_PROBLEMS = 2000
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs, one per mode")
-    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--modes", default="plain,k3,auto")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("settings", nargs="*", metavar="A.B=C", help="config overrides for all modes")
     args = parser.parse_args()
@@ -42,15 +49,17 @@ def main() -> None:
         parser.error(f"--modes {', '.join(sorted(unknown))}: not one of {', '.join(MODES)}")
     if args.steps <= NUM_SKIPPED:
         parser.error(f"--steps {args.steps}: the first {NUM_SKIPPED} are not counted, so at least {NUM_SKIPPED + 1}")
-    problems = write_sums(args.out / "sums.jsonl")
+    task = [f"task.name={write_sums(args.out / 'sums.jsonl')}"] if args.config == CONFIG else []
     for mode in modes:
         if len(steps_of(args.out / mode)) < args.steps:
-            settings = [f"task.name={problems}", f"train.num_steps={args.steps}", *args.settings, *MODES[mode]]
-            train(args.out / mode, settings)
+            settings = [*task, f"train.num_steps={args.steps}", *args.settings, *MODES[mode]]
+            train(args.config, args.out / mode, settings)
     runs = {mode: steps_of(args.out / mode) for mode in modes}
     print(table(runs))
     for mode, steps in runs.items():
         print(f"{mode}: {describe(steps)}")
+    for mode in modes[1:]:
+        print(f"{mode} and {modes[0]}: {compare(args.out / modes[0], args.out / mode)}")
 
 
 def write_sums(path: Path) -> Path:
@@ -69,9 +78,9 @@ def write_sums(path: Path) -> Path:
     return path.resolve()
 
 
-def train(folder: Path, settings: list[str]) -> None:
+def train(config: Path, folder: Path, settings: list[str]) -> None:
     """Start a run, or resume it. If it fails, it prints the error itself."""
-    arguments = ["--resume", str(folder)] if folder.exists() else ["--run", str(folder), str(CONFIG), *settings]
+    arguments = ["--resume", str(folder)] if folder.exists() else ["--run", str(folder), str(config), *settings]
     if code := subprocess.run([sys.executable, "-m", "paceline.cli", "train", *arguments]).returncode:
         sys.exit(code)
 
@@ -79,6 +88,21 @@ def train(folder: Path, settings: list[str]) -> None:
 def steps_of(folder: Path) -> list[dict[str, Any]]:
     metrics = folder / "metrics.jsonl"
     return [json.loads(line) for line in metrics.read_text("utf-8").splitlines()] if metrics.exists() else []
+
+
+def compare(first: Path, second: Path) -> str:
+    """Whether two runs are identical, or the first step and figure in which they differ."""
+    for a, b in zip(steps_of(first), steps_of(second), strict=False):
+        if differing := [key for key in SAME if a[key] != b[key]]:
+            return f"differ from step {a['step'] + 1} on, in {', '.join(differing)}"
+    num_tokens = 0
+    with (first / "rollouts.jsonl").open("rb") as file, (second / "rollouts.jsonl").open("rb") as other:
+        for line, same in zip(file, other, strict=False):
+            a, b = json.loads(line), json.loads(same)
+            if (a["token_ids"], a["reward"]) != (b["token_ids"], b["reward"]):
+                return f"differ in a rollout of step {a['step'] + 1}"
+            num_tokens += len(a["token_ids"])
+    return f"identical in {min(len(steps_of(each)) for each in (first, second))} steps, {num_tokens} tokens"
 
 
 def table(runs: dict[str, list[dict[str, Any]]]) -> str:

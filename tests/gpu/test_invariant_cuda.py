@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from support import tiny_config, tiny_decoder
 from test_kernels_cuda import relative_error, requests, tokens
+from tiny_run import lines, make, write_head, write_model, write_task
 
 from paceline.drafters.device import DeviceHistoryDrafter
 from paceline.drafters.suffix import SuffixDrafter
@@ -24,8 +26,10 @@ from paceline.model.layer import Linear
 from paceline.model.paged import PagedDecoder, Span
 from paceline.model.rope import Rope
 from paceline.model.shapes import SHAPES
+from paceline.model.weights import checksum
 from paceline.speculation.history_store import HistoryStore
 from paceline.speculation.policy import StaticPolicy
+from paceline.types import SamplingParams
 from paceline.verify.drafters import AdversarialDrafter
 
 pytestmark = pytest.mark.gpu
@@ -325,3 +329,77 @@ def test_logits_of_a_large_model_do_not_depend_on_how_its_tokens_are_computed() 
         ([1, 1023, 1, 375], 0),
     ):  # fmt: skip
         assert torch.equal(logits(chunks, num_others), wanted), chunks
+    layer = decoder.layers[0]  # more tokens than torch's products were compared for:
+    for product, linear in ((decoder.ops.linear, layer.qkv), (decoder.ops.residual_linear, layer.down)):
+        x = torch.randn(9300, linear.num_in, device=CUDA).bfloat16()
+        padded = torch.cat([x, x.new_zeros(decoder.ops.padded(len(x)) - len(x), linear.num_in)])
+        assert torch.equal(product(padded, linear)[..., :1024, :], product(x[:1024], linear))
+        assert torch.equal(product(padded, linear)[..., 8500:9012, :], product(x[8500:9012], linear))
+
+
+def test_norms_have_the_same_bits_for_all_numbers_of_tokens() -> None:
+    """With 128 tokens the kernel has a variant that lets the next one begin."""
+    from paceline.model.cuda.invariant import InvariantOps
+
+    ops = InvariantOps.__new__(InvariantOps)
+    generator = torch.Generator(CUDA).manual_seed(0)
+    for num_parts in (1, 2):
+        x = torch.randn(300, 4096, generator=generator, device=CUDA)
+        y = torch.randn(num_parts, 300, 4096, generator=generator, device=CUDA)
+        weight = torch.randn(4096, generator=generator, device=CUDA).bfloat16()
+        parts = y[0].bfloat16() if num_parts == 1 else y
+        total, wanted = ops.add_norm(x.clone(), parts.clone(), weight, 1e-6)
+        for num in (1, 127, 128, 129):
+            found = ops.add_norm(x[:num].clone(), parts[..., :num, :].clone(), weight, 1e-6)
+            assert torch.equal(found[0], total[:num]) and torch.equal(found[1], wanted[:num]), num
+
+
+def test_draws_have_the_same_bits_beside_truncated_rows() -> None:
+    from paceline.model.cuda.sampler import CudaSampler
+    from paceline.model.sampling_arrays import SamplingArrays
+
+    logits = torch.randn(64, 49152, generator=torch.Generator(CUDA).manual_seed(0), device=CUDA) * 3
+    plain = [SamplingParams(temperature=(1.0, 0.7)[i % 2]) for i in range(63)]
+    drawn = []
+    for last in (SamplingParams(), SamplingParams(top_p=0.5)):
+        params = SamplingArrays.of([*plain, last], np.ones(64, np.int64))
+        drawn.append(CudaSampler().draw(logits, np.arange(64, dtype=np.uint64), np.arange(64), params))
+    for name in ("tokens", "logprobs", "raw_logprobs"):
+        a, b = (getattr(draws, name)[:63] for draws in drawn)
+        assert (a == b).all(), name
+    assert drawn[0].logprobs[63] != drawn[1].logprobs[63]
+
+
+def test_runs_with_and_without_drafts_are_identical(tmp_path: Path) -> None:
+    """Tokens, rewards, losses and weights of RL runs in bfloat16, with a loss that reads the engine's logprobs."""
+    write_model(tmp_path / "model", head_dim=16)
+    write_task(tmp_path / "task.jsonl")
+    settings = [
+        "model.device=cuda", "model.dtype=bfloat16", "sampling.max_tokens=32", "train.num_steps=6",
+        "algorithm.correction=token_tis", "speculation.audit_every=2",
+    ]  # fmt: skip
+    suffix = ["speculation.method=suffix", "speculation.policy=static"]
+    modes = {
+        "plain": [], "suffix": suffix, "suffix, auto": [*suffix[:1], "speculation.policy=auto"],
+        "eagle3": [*write_head(tmp_path), "speculation.policy=static"],
+        "preempting": [*suffix, "engine.kv_tokens=160", "engine.max_num_batched_tokens=32"],
+    }  # fmt: skip
+    found = {}
+    for mode, changes in modes.items():
+        trainer = make(tmp_path, mode, *settings, *changes)
+        assert trainer.engine.paged.decoder.ops.is_batch_invariant
+        trainer.run()
+        metrics = trainer.callback.metrics
+        assert mode in ("plain", "suffix, auto") or sum(m["num_accepted_tokens"] for m in metrics) > 0
+        assert [m["audit"]["identical"] for m in metrics if "audit" in m] == [True] * 3
+        records = [
+            [r[key] for key in ("step", "group", "sample", "token_ids", "logprobs", "reward")]
+            for r in lines(tmp_path / mode, "rollouts")
+        ]
+        figures = [[m[key] for key in ("loss", "grad_norm", "mismatch_mean", "weights_checksum")] for m in metrics]
+        found[mode] = records, figures, checksum(trainer.learner.state_dict().items())
+        trainer.close()
+    for mode, outcome in found.items():
+        assert outcome == found["plain"], mode
+    versions = [figure[-1] for figure in found["plain"][1]]
+    assert len(set(versions)) == len(versions), "every step must change the weights"

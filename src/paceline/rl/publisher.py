@@ -24,12 +24,15 @@ class Publisher:
         self.copies = copies
         self._head: PublishedWeights | None = None
 
-    def publish(self) -> None:
-        """Publish the learner's version. Every version comes with the newest head: an engine may skip versions."""
+    def publish(self) -> str:
+        """Publish the learner's version; returns the checksum of its weights. Every version comes with the newest head:
+        an engine may skip versions."""
         trainer = self.head_trainer
         if trainer is not None and (self._head is None or self._head.version != trainer.version):
             self._head = self._prepare(trainer.version, trainer.weights)
-        self.producer.publish(self._prepare(self.learner.version, self.learner.weights, self._head))
+        published = self._prepare(self.learner.version, self.learner.weights, self._head)
+        self.producer.publish(published)
+        return published.checksum
 
     def _prepare(
         self, version: int, weights: Callable[[], Iterable[tuple[str, Tensor]]], head: PublishedWeights | None = None

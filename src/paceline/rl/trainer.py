@@ -162,7 +162,7 @@ class Trainer:
         metrics |= self._train(batch, timer)
         self.producer.release(step)
         trained_at = time.perf_counter()
-        self.publisher.publish()
+        metrics["weights_checksum"] = self.publisher.publish()
         publishing_s = time.perf_counter() - trained_at
         metrics |= {"version": self.step, **rollout_metrics(batch)}
         total_s = time.perf_counter() - started

@@ -53,8 +53,8 @@ def draw(
 ) -> Draws:
     """Sample one token per position. keys and positions are int64, temperature float64 (0: greedy). `ids`: token ids of
     the logits, ascending, if they are a subset of the vocabulary; the noise is that of the ids. `margins`: compute them
-    too. `active`: int32; where it is 0 the token is 0 and the other outputs are undefined. `fp_fusion`: the compiler may
-    fuse operations, perhaps others with truncation than without, so that logprobs differ in the last bit."""
+    too. `active`: int32; where it is 0 the token is 0 and the other outputs are undefined. `fp_fusion`: the compiler
+    may fuse operations, perhaps others with truncation than without, so that logprobs differ in the last bit."""
     num, vocab = logits_PV.shape
     warps = 1 if vocab < LARGE_VOCAB else 2
     num_parts = triton.cdiv(vocab, TOKENS_PER_WARP * warps)
