@@ -1,16 +1,19 @@
 """Batch-invariant products and attention on one GPU: which of torch's products have the reference's bits, and times.
 
-    python benchmarks/gpu/invariance.py --json invariance.json [--only products,attention] [--model qwen3-8b,…]
+    python benchmarks/gpu/invariance.py --json invariance.json [--only products,attention,prompts] [--model qwen3-8b,…]
 
 Products: for each matrix of a model and each number of parts of the input dimension, the numbers of tokens at which
 torch's product has the bits of `triton_product`, and the times of both (us, median). Attention: whether tiles of all
-sizes have the same bits, and times beside those of the kernels that are not invariant.
+sizes have the same bits, and times beside those of the kernels that are not invariant. Prompts: times of a whole pass
+over 8192 tokens of a prompt with both kinds of kernels, and of the comparison of products when an engine starts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,30 +22,35 @@ import numpy as np
 import torch
 import triton
 
+from paceline.bench.random_weights import random_decoder
 from paceline.model.attention import GatheredAttention
 from paceline.model.config import ModelConfig
 from paceline.model.cuda.attention import AttentionRows, CudaPagedAttention, QKNormRope
 from paceline.model.cuda.graphs import SIZES
+from paceline.model.cuda.invariant import InvariantOps
 from paceline.model.cuda.invariant_attention import InvariantPagedAttention
 from paceline.model.cuda.invariant_product import is_equal, library_product, triton_product
-from paceline.model.kv import BLOCK, BatchPlan, PagedKV
+from paceline.model.cuda.ops import CudaOps
+from paceline.model.kv import BLOCK, BatchPlan, BlockTable, PagedKV
 from paceline.model.layer import Linear
+from paceline.model.paged import PagedDecoder, Span
 from paceline.model.rope import Rope
 from paceline.model.shapes import SHAPES
 
 CUDA = torch.device("cuda")
+NUM_PROMPT_TOKENS, NUM_ROUNDS = 8192, 5
 TIMED = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 4096, 8192)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="products,attention")
+    parser.add_argument("--only", default="products,attention,prompts")
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     for name in args.model.split(","):
-        parts = {"products": products, "attention": attention}
+        parts = {"products": products, "attention": attention, "prompts": prompts}
         found[name] = {part: parts[part](SHAPES[name]) for part in args.only.split(",")}
         if args.json is not None:
             args.json.write_text(json.dumps(found, indent=1))
@@ -159,6 +167,30 @@ def attention_times(config: ModelConfig, num_rows: int, num_queries: int, contex
         "rows": num_rows, "queries": num_queries, "context": context, "tile": own.size, "splits": own.splits,
         "equal": all(equal.values()) or str(equal), **times,
     }  # fmt: skip
+
+
+def prompts(config: ModelConfig) -> dict[str, float]:
+    decoder = random_decoder(config, torch.bfloat16, CUDA)
+    started = time.perf_counter()
+    ops = {"default": CudaOps(), "invariant": InvariantOps(decoder)}
+    torch.cuda.synchronize()
+    compared_s = time.perf_counter() - started
+    paged, table = PagedDecoder(decoder, NUM_PROMPT_TOKENS // BLOCK), BlockTable()
+    paged.pool.reserve(table, NUM_PROMPT_TOKENS)
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, NUM_PROMPT_TOKENS).astype(np.int32)
+    times: dict[str, list[float]] = {name: [] for name in ops}
+    for _ in range(1 + NUM_ROUNDS):
+        for name, seconds in times.items():
+            decoder.ops = ops[name]
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            paged.forward([Span(ids, 0, table, 1)])
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+    found = {f"{name}_s": statistics.median(seconds[1:]) for name, seconds in times.items()}
+    found |= {"ratio": found["invariant_s"] / found["default_s"], "compared_s": compared_s}
+    print(f"prompt of {NUM_PROMPT_TOKENS} tokens: " + " ".join(f"{key} {value:.3f}" for key, value in found.items()))
+    return found
 
 
 if __name__ == "__main__":
