@@ -3,6 +3,7 @@ its tokens are the same."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,15 @@ import pytest
 import torch
 from support import tiny_decoder
 
+from paceline.build.model import build_sampler
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.accept import RULES
 from paceline.engine.engine import LocalEngine
+from paceline.model.cuda.invariant import InvariantOps
 from paceline.model.cuda.ops import CudaOps
+from paceline.model.decoder import Decoder
 from paceline.model.flash import Segments, _deterministic, flash_attention
+from paceline.model.ops import Ops
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import process
 from paceline.model.sampling_arrays import SamplingArrays
@@ -26,24 +31,35 @@ pytestmark = pytest.mark.gpu
 KINDS: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.02, "top_p": 0.9}]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+# The operations in bfloat16, where plain torch may round differently under the flag; None: plain torch in float32.
+OPS: dict[str, Callable[[Decoder], Ops] | None] = {
+    "float32": None, "default": lambda decoder: CudaOps(), "invariant": lambda decoder: InvariantOps(decoder),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OPS)
 @pytest.mark.parametrize("rule", RULES)
-def test_generation_under_the_flag(rule: str, dtype: torch.dtype) -> None:
-    def tokens() -> list[list[int]]:
-        decoder = tiny_decoder(dtype, head_dim=16).to("cuda")
-        if dtype == torch.bfloat16:  # plain torch may round differently under the flag
-            decoder.ops = CudaOps()
-        paged = PagedDecoder(decoder, 64)
-        engine = LocalEngine(paged, drafter=SuffixDrafter(), policy=StaticPolicy(3), rule=rule)
+def test_generation_under_the_flag(rule: str, kind: str) -> None:
+    def generated() -> list[tuple[list[int], list[float]]]:
+        make_ops = OPS[kind]
+        decoder = tiny_decoder(torch.bfloat16 if make_ops else torch.float32, head_dim=16).to("cuda")
+        if make_ops is not None:
+            decoder.ops = make_ops(decoder)
+        paged, sampler = PagedDecoder(decoder, 64), build_sampler(decoder)
+        engine = LocalEngine(paged, sampler=sampler, drafter=SuffixDrafter(), policy=StaticPolicy(3), rule=rule)
         requests = [
             Request(i, (1, 2, 3, 1, 2), SamplingParams(max_tokens=20, ignore_eos=True, **kind), i, "problem")
             for i, kind in enumerate(KINDS)
         ]
-        return [completion.token_ids.tolist() for completion in engine.generate(requests)]
+        # Logprobs of plain torch may round differently under the flag.
+        return [
+            (c.token_ids.tolist(), c.logprobs.tolist() if kind == "invariant" else [])
+            for c in engine.generate(requests)
+        ]
 
-    expected = tokens()
+    expected = generated()
     with _deterministic():
-        assert tokens() == expected
+        assert generated() == expected
 
 
 def test_truncation_under_the_flag_equals_the_cpus() -> None:

@@ -112,6 +112,22 @@ def test_a_product_whose_parts_depend_on_the_number_of_tokens_is_caught(
     assert list(products.library_sizes.values()) == [frozenset({32, 64})]
 
 
+def test_a_bias_that_is_added_after_rounding_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.model.cuda import invariant_product
+    from paceline.model.cuda.invariant_product import Products, triton_product
+
+    def library(x: torch.Tensor, linear: Linear, parts: int = 1, dtype: torch.dtype | None = None) -> torch.Tensor:
+        without_bias = Linear(linear.num_in, linear.num_out)
+        without_bias.weight, bias = linear.weight, linear.bias
+        assert bias is not None
+        return triton_product(x, without_bias) + bias
+
+    linear, products = random_linear(1536, 2048, bias=True), Products()
+    monkeypatch.setattr(invariant_product, "library_product", library)
+    products.find_library_sizes(linear, 1, (1, 16, 64))
+    assert list(products.library_sizes.values()) == [frozenset()]
+
+
 def test_fused_swiglu_has_the_bits_of_the_separate_kernels() -> None:
     from paceline.model.cuda.graphs import SIZES
     from paceline.model.cuda.invariant_product import Products, triton_product
@@ -354,11 +370,12 @@ def test_norms_have_the_same_bits_for_all_numbers_of_tokens() -> None:
             assert torch.equal(found[0], total[:num]) and torch.equal(found[1], wanted[:num]), num
 
 
-def test_draws_have_the_same_bits_beside_truncated_rows() -> None:
+@pytest.mark.parametrize("vocab_size", [49152, 151936])
+def test_draws_have_the_same_bits_beside_truncated_rows(vocab_size: int) -> None:
     from paceline.model.cuda.sampler import CudaSampler
     from paceline.model.sampling_arrays import SamplingArrays
 
-    logits = torch.randn(64, 49152, generator=torch.Generator(CUDA).manual_seed(0), device=CUDA) * 3
+    logits = torch.randn(64, vocab_size, generator=torch.Generator(CUDA).manual_seed(0), device=CUDA) * 3
     plain = [SamplingParams(temperature=(1.0, 0.7)[i % 2]) for i in range(63)]
     drawn = []
     for last in (SamplingParams(), SamplingParams(top_p=0.5)):
@@ -382,6 +399,9 @@ def test_runs_with_and_without_drafts_are_identical(tmp_path: Path) -> None:
     modes = {
         "plain": [], "suffix": suffix, "suffix, auto": [*suffix[:1], "speculation.policy=auto"],
         "eagle3": [*write_head(tmp_path), "speculation.policy=static"],
+        "draft_model": [
+            "speculation.method=draft_model", "speculation.draft_model=layers:1", "speculation.policy=static",
+        ],
         "preempting": [*suffix, "engine.kv_tokens=160", "engine.max_num_batched_tokens=32"],
     }  # fmt: skip
     found = {}

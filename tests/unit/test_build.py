@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -67,6 +68,21 @@ def test_min_confidence_reaches_the_policy(checkpoint: Callable[..., Path]) -> N
     assert build_engine(load_config(None, settings)).policy.min_confidence == 0.3
     with pytest.raises(ValueError, match=r"speculation\.min_confidence = 0"):
         build_engine(load_config(None, [*settings, "speculation.rule=rejection"]))
+
+
+def test_a_note_says_that_a_run_is_resumed_with_other_kernels(tmp_path: Path) -> None:
+    trainer = make(tmp_path, "run", "train.num_steps=1")
+    trainer.run()
+    trainer.close()
+    trainer = make(tmp_path, "run", "train.num_steps=2", resume=True)
+    trainer.close()
+    assert not any("other kernels" in note for note in trainer.callback.notes)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    record["kernels"]["batch_invariant"] = "other"
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    trainer = make(tmp_path, "run", "train.num_steps=2", resume=True)
+    trainer.close()
+    assert any("other kernels than the run started with (batch_invariant;" in note for note in trainer.callback.notes)
 
 
 @pytest.fixture

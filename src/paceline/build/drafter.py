@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paceline.build.model import build_decoder, build_paged, build_sampler, default_kv_tokens
+from paceline.build.model import build_decoder, build_paged, default_kv_tokens
 from paceline.build.model_free import MODEL_FREE, build_history, build_model_free
 from paceline.config import Config, SpeculationSection
 from paceline.drafters.device import DeviceEagle3Drafter, DeviceHistoryDrafter, DeviceHybridDrafter
@@ -21,6 +21,7 @@ from paceline.model.eagle3 import Eagle3Head
 from paceline.model.kernels import pack_for_inference
 from paceline.model.kv import BLOCK
 from paceline.model.provenance import read_provenance
+from paceline.model.sample import Sampler
 from paceline.model.store import load_tokenizer, resolve
 from paceline.model.weights import checkpoint_checksum
 from paceline.speculation.batch import Drafter
@@ -51,7 +52,7 @@ def build_drafter(config: Config, target: Decoder, tokenizer: Any, head: Eagle3H
     if speculation.method == "draft_model":
         draft = _draft_decoder(config, target, tokenizer)
         coupled = speculation.rule == "coupled"
-        return DraftModelDrafter(build_paged(config, draft), build_sampler(draft), coupled)
+        return DraftModelDrafter(build_paged(config, draft), _build_draft_sampler(draft), coupled)
     if speculation.method not in ("eagle3", "hybrid"):
         raise ValueError(f"speculation.method = {speculation.method!r}: there is no such drafter")
     if head is None:
@@ -67,7 +68,7 @@ def build_drafter(config: Config, target: Decoder, tokenizer: Any, head: Eagle3H
     eagle3 = Eagle3Drafter(
         head,
         target.embed,
-        build_sampler(target),
+        _build_draft_sampler(target),
         num_blocks,
         coupled=speculation.rule == "coupled",
         min_confidence=speculation.min_confidence,
@@ -75,6 +76,11 @@ def build_drafter(config: Config, target: Decoder, tokenizer: Any, head: Eagle3H
     if speculation.method == "eagle3":
         return eagle3
     return HybridDrafter(build_history(config), eagle3, head_cost(head, target.config), speculation.hybrid_choice)
+
+
+def _build_draft_sampler(decoder: Decoder) -> Sampler:
+    """Drafts are verified, so on a GPU their bits may depend on the batch."""
+    return Sampler(native=decoder.embed.panels is not None)
 
 
 def _build_device_drafter(config: Config, head: Eagle3Head | None = None) -> Drafter:

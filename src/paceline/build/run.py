@@ -24,6 +24,7 @@ from paceline.config_io import dump_config
 from paceline.draft.online import OnlineHeadTrainer
 from paceline.engine.engine import LocalEngine
 from paceline.engine.interface import Engine
+from paceline.files import read_run_json
 from paceline.model.decoder import Decoder
 from paceline.model.store import resolve
 from paceline.model.weights import ModelError
@@ -127,6 +128,8 @@ def build_trainer(
         callback.note(f"programs run in sandbox: {rewarder.sandbox}")
     directory = resolve(config.model.name)
     engine = engine or build_rollout_engine(config)
+    if resume is not None and (warning := other_kernels_note(resume, engine)) is not None:
+        callback.note(warning)
     learner = build_learner(config, directory, worker_group)
     head_trainer = build_online_head_trainer(config, learner) if config.draft.online != "off" else None
     check_prompts(config, task, engine.tokenizer)
@@ -194,6 +197,19 @@ def describe_run(config: Config, name: str, task: str) -> dict[str, Any]:
 
 def recorded_kernels(engine: Engine) -> dict[str, Any]:
     return {"kernels": engine.paged.decoder.ops.describe()} if isinstance(engine, LocalEngine) else {}
+
+
+def other_kernels_note(run: Path, engine: Engine) -> str | None:
+    """A note for a run that is resumed with other kernels than it started with."""
+    if not (run / "run.json").exists():
+        return None
+    started, now = read_run_json(run / "run.json").get("kernels"), recorded_kernels(engine).get("kernels")
+    if not isinstance(started, dict) or now is None or started == now:
+        return None
+    other = ", ".join(key for key in sorted(started.keys() | now.keys()) if started.get(key) != now.get(key))
+    return (
+        f"the engine has other kernels than the run started with ({other}; see run.json): tokens may differ from here"
+    )
 
 
 def build_sinks(config: Config, folder: Path, purge_step: int) -> list[Sink]:

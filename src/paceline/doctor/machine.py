@@ -180,9 +180,14 @@ def _batch_invariance() -> Finding:
     obstacle = invariant_obstacle(load_config(None, ["model.device=cuda", "model.dtype=bfloat16"]))
     if obstacle is not None:
         return Finding(name, DEGRADED, obstacle, "none needed: speculation changes tokens at near-ties only")
-    from paceline.model.cuda.invariant_product import library_share
+    try:
+        from paceline.model.cuda.invariant_product import library_shares
 
-    return Finding(name, OK, f"torch's matrix products have the fixed order at {library_share():.0%} of the step sizes")
+        shares = " and ".join(f"{share:.0%}" for share in library_shares())
+    except Exception as error:
+        return Finding(name, MISSING, str(error).splitlines()[0], "free the GPU's memory, or install Triton")
+    detail = f"torch's matrix products have the fixed order at {shares} of the step sizes, in one part and in two"
+    return Finding(name, OK, detail)
 
 
 def _vllm() -> Iterable[Finding]:

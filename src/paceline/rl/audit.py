@@ -24,6 +24,7 @@ import numpy as np
 
 from paceline.engine.engine import LocalEngine
 from paceline.engine.interface import SpeculationState
+from paceline.model.ops import Ops
 from paceline.rl.collect import Collected
 from paceline.speculation.batch import Drafter
 from paceline.types import Completion, Request
@@ -45,7 +46,7 @@ class Auditor:
         `state_before` is the engine's speculation state before the step."""
         self._state_before = state_before
         batches = [collected.requests for collected in rounds if collected.requests]
-        emitted = [completion.token_ids for collected in rounds for completion in collected.completions]
+        emitted = [completion for collected in rounds for completion in collected.completions]
         if not batches:
             return None
         state_dict = self.engine.state_dict()
@@ -54,7 +55,7 @@ class Auditor:
         try:
             for drafting in (True, False) if self._num_audits % 2 == 0 else (False, True):
                 seconds[drafting], again = self._time(batches, drafting)
-                identical &= all(np.array_equal(a.token_ids, b) for a, b in zip(again, emitted, strict=True))
+                identical &= all(self._is_identical(a, b) for a, b in zip(again, emitted, strict=True))
             tail_s = self._tail([request for batch in batches for request in batch])
         finally:
             self.engine.load_state_dict({part: state_dict[part] for part in ("policy", "acceptance", "lengths")})
@@ -64,12 +65,23 @@ class Auditor:
             "plain_s": seconds[False],
             "speculative_s": seconds[True],
             "speedup": seconds[False] / seconds[True],
-            "num_tokens": sum(map(len, emitted)),
+            "num_tokens": sum(len(completion.token_ids) for completion in emitted),
             "identical": identical,
-            "must_be_identical": self.engine.paged.decoder.ops.is_batch_invariant,
+            "must_be_identical": self._ops.is_batch_invariant,
             "tail_speedup": {rows: times["plain_s"] / times["speculative_s"] for rows, times in tail_s.items()},
             "tail_s": tail_s,
         }
+
+    @property
+    def _ops(self) -> Ops:
+        return self.engine.paged.decoder.ops
+
+    def _is_identical(self, again: Completion, emitted: Completion) -> bool:
+        """The same tokens, and with batch-invariant kernels on a GPU the same logprobs."""
+        is_same = np.array_equal(again.token_ids, emitted.token_ids)
+        if is_same and self._ops.is_cuda and self._ops.is_batch_invariant:
+            return np.array_equal(again.logprobs, emitted.logprobs)
+        return is_same
 
     def _tail(self, requests: Sequence[Request]) -> dict[str, dict[str, float]]:
         """Times by number of sequences at a time, with requests of as many different problems as possible."""

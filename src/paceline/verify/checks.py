@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.build.model import default_kv_tokens
 from paceline.config import Config
 from paceline.model.kv import BLOCK
 from paceline.model.weights import assign, hf_state
@@ -109,21 +110,25 @@ def check_model_samples(model: CheckedModel) -> CheckResult:
 
 
 def check_seeded_identity(model: CheckedModel) -> CheckResult:
-    """T=1, same noise: the same tokens with every drafter and policy, in any batch, and after preemption."""
-    expected, requests = identity.tokens_of(model.coupled(None)), model.requests(SamplingParams())
+    """T=1, same noise: the same tokens with every drafter and policy, in any batch, and after preemption. With
+    batch-invariant kernels on a GPU the same logprobs too."""
+    plain, requests = model.coupled(None), model.requests(SamplingParams())
+    expected = identity.tokens_of(plain)
     runs: dict[str, list[identity.Difference]] = {}
+    problems: list[str] = []
     num_compared = 0
 
     def compare(run: str, found: Sequence[Completion]) -> None:
         """With as many expected completions."""
         runs[run] = identity.first_differences(expected[: len(found)], identity.tokens_of(found))
+        if model.has_gpu_invariance and (num := identity.num_other_logprobs(plain[: len(found)], found)):
+            problems.append(f"{run}: {num} tokens have other logprobs")
         nonlocal num_compared
         num_compared += sum(map(len, expected[: len(found)]))
 
     compare("alone", model.engine(max_num_seqs=1).generate(requests[:4]))
     speculation: dict[str, Any] = {}
     by_policy = {"das": [0, 0], "auto": [0, 0]}
-    problems: list[str] = []
     preemptions = 0
     for drafter in model.drafters:
         model.progress(f"3 seeded identity: {drafter}")
@@ -188,7 +193,13 @@ def generate_in_large_batch(model: CheckedModel, drafter: str, requests: Sequenc
         for i in range(LARGE_BATCH - len(requests))
     ]
     method = None if drafter == "none" else drafter
-    engine = model.engine(method, max_num_seqs=LARGE_BATCH, max_num_batched_tokens=8 * LARGE_BATCH)
+    num_fitting = default_kv_tokens(model.config, model.decoder.config) // BLOCK
+    engine = model.engine(
+        method,
+        max_num_seqs=LARGE_BATCH,
+        num_blocks=min(LARGE_BATCH * model.blocks_per_sequence, num_fitting),
+        max_num_batched_tokens=8 * LARGE_BATCH,
+    )
     return engine.generate([*others, *requests])[len(others) :]
 
 
@@ -215,7 +226,7 @@ def check_weight_update(model: CheckedModel) -> CheckResult:
         versions = [both[(i + version) % 2].weights for version in range(2)]
         scored = updates.learner_scores(learner, versions, completions)
         pairs[run] = raw_pair(scored, completions)
-        if not model.rounding_depends_on_batch:
+        if not model.learner_rounds_differently:
             problems += wrong_draws(run, scored)
     accepted = {run: updates.num_accepted_tokens_of(found[run], 1) for run in model.drafters}
     if model.always_drafting and not any(accepted.values()):
@@ -232,7 +243,8 @@ def check_weight_update(model: CheckedModel) -> CheckResult:
 
 def check_greedy_identity(model: CheckedModel) -> CheckResult:
     requests, total = model.requests(SamplingParams(0.0)), len(model.prompts)
-    found = identity.tokens_of(model.engine().generate(requests))
+    plain = model.engine().generate(requests)
+    found = identity.tokens_of(plain)
     expected = identity.transformers_greedy(
         model.directory,
         model.prompts,
@@ -244,13 +256,16 @@ def check_greedy_identity(model: CheckedModel) -> CheckResult:
     compared = compare_tokens(model.tie_scorer(), requests, expected, {"plain": differences})
     some = requests if model.has_gpu_invariance else requests[: model.size.num_scored]
     own: dict[str, list[identity.Difference]] = {}
+    other_logprobs: list[str] = []
     for drafter in model.drafters:
         model.progress(f"4 greedy identity: {drafter}")
-        drafted = identity.tokens_of(model.engine(drafter).generate(some))
-        own[drafter] = identity.first_differences(found[: len(some)], drafted)
+        drafted = model.engine(drafter).generate(some)
+        own[drafter] = identity.first_differences(found[: len(some)], identity.tokens_of(drafted))
+        if model.has_gpu_invariance and (num := identity.num_other_logprobs(plain[: len(some)], drafted)):
+            other_logprobs.append(f"{drafter}: {num} tokens have other logprobs")
     with_drafts = compare_tokens(model.own_tie_scorer(), requests, found, own)
     return {
-        "problems": compared.pop("problems") + with_drafts["problems"],
+        "problems": compared.pop("problems") + with_drafts["problems"] + other_logprobs,
         "num_prompts": total,
         "num_tokens": sum(map(len, expected)),
         "differences": len(differences),
@@ -296,7 +311,7 @@ def check_parity(model: CheckedModel) -> CheckResult:
         drafted.setdefault(rule, []).extend(found)
         scored = learner_scores(found)
         kept = [s.processed > identity.EXCLUDED_LOGPROB for s in scored]
-        if not model.rounding_depends_on_batch:
+        if not model.learner_rounds_differently:
             kept = [np.ones_like(each) for each in kept]
             problems += wrong_draws(run, scored) if rule == "coupled" else []
         num_excluded += sum(int((~each).sum()) for each in kept)

@@ -51,6 +51,17 @@ def first_differences(expected: Sequence[Sequence[int]], found: Sequence[Sequenc
     return differences
 
 
+def num_other_logprobs(expected: Sequence[Completion], found: Sequence[Completion]) -> int:
+    """Tokens that both have, up to the first different one, with other bits of a logprob."""
+    num = 0
+    for a, b in zip(expected, found, strict=True):
+        size = min(len(a.token_ids), len(b.token_ids))
+        same = np.logical_and.accumulate(a.token_ids[:size] == b.token_ids[:size])
+        other = (a.logprobs[:size] != b.logprobs[:size]) | (a.raw_logprobs[:size] != b.raw_logprobs[:size])
+        num += int((same & other).sum())
+    return num
+
+
 def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
     return [c.token_ids.tolist() for c in completions]
 
@@ -148,7 +159,7 @@ def score(logits_PV: Tensor, c: Completion) -> TokenScores:
 
 
 def wrong_draws(run: str, scored: Sequence[TokenScores]) -> list[str]:
-    """Tokens that the reference would not draw. Not to be used if rounding depends on the batch: then a near-tie may
+    """Tokens that the reference would not draw. Not to be used if the learner rounds differently: then a near-tie may
     have either result, and level 3 checks near-ties."""
     num = sum(int((~(s.score_gap <= DRAW_TOLERANCE)).sum()) for s in scored)  # NaN is wrong too
     return [f"{run}: {num} tokens are not those that the noise draws from the processed distribution"] if num else []

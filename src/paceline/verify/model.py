@@ -83,9 +83,9 @@ class CheckedModel:
         return [drafter for drafter in SAMPLING_DRAFTERS if drafter in self.drafters]
 
     @property
-    def rounding_depends_on_batch(self) -> bool:
-        """Whether a token's logits depend on the batch, or differ from the learner's, by rounding: not with the CPU
-        kernels, and in float64 too little to matter."""
+    def learner_rounds_differently(self) -> bool:
+        """Whether the engine's logits differ from the learner's by rounding: not with the CPU kernels, and in float64
+        too little to matter."""
         return self.is_16_bit or (self.decoder.device.type == "cuda" and self.decoder.dtype != torch.float64)
 
     @property
@@ -158,7 +158,7 @@ class CheckedModel:
 
     def tie_scorer(self) -> ReferenceScorer | None:
         """None if there can be no near-ties."""
-        if self.rounding_depends_on_batch and self._scorer is None:
+        if self.learner_rounds_differently and self._scorer is None:
             paged = PagedDecoder(self.decoder, self.blocks_per_sequence)
             self._scorer = ReferenceScorer(self.learner(torch.float32), paged, self.coupled(None))
         return self._scorer

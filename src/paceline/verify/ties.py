@@ -1,10 +1,10 @@
 """Near-ties: the first token in which two runs of a request differ, and how close the scores of both tokens are.
 
-In 16 bits, and on a GPU, the last bits of a matrix product depend on its number of rows, so the order of two tokens
-with nearly equal scores may change. A token's score is log p - log E with the request's noise E (computed as logits /
-temperature - log E, which differs by a constant), at temperature 0 its logit. Given the tokens that both runs share,
-the scores are computed in float32 and in the engine's precision. A difference with a wide float32 gap is a bug. P
-positions, V vocabulary.
+In 16 bits, and on a GPU, two implementations round differently, and without batch-invariant kernels the last bits of a
+matrix product depend on its number of rows. So the order of two tokens with nearly equal scores may change. A token's
+score is log p - log E with the request's noise E (computed as logits / temperature - log E, which differs by a
+constant), at temperature 0 its logit. Given the tokens that both runs share, the scores are computed in float32 and in
+the engine's precision. A difference with a wide float32 gap is a bug. P positions, V vocabulary.
 """
 
 from __future__ import annotations

@@ -71,6 +71,18 @@ def test_different_tokens_are_caught(engine: LocalEngine) -> None:
     check_audit(3, None)
 
 
+def test_different_logprobs_are_caught_with_batch_invariant_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = LocalEngine(PagedDecoder(tiny_decoder(), 64), drafter=SuffixDrafter(), policy=StaticPolicy(4))
+    auditor = Auditor(engine, SuffixDrafter)
+    completion = engine.generate(REQUESTS[:1])[0]
+    other = replace(completion, logprobs=completion.logprobs + 1e-12)
+    assert auditor._is_identical(other, completion), "plain torch: logprobs may differ"
+    ops = engine.paged.decoder.ops
+    monkeypatch.setattr(type(ops), "is_cuda", True)
+    monkeypatch.setattr(type(ops), "is_batch_invariant", True)
+    assert auditor._is_identical(completion, completion) and not auditor._is_identical(other, completion)
+
+
 def test_rounds_are_audited_one_after_the_other(engine: LocalEngine) -> None:
     """Dynamic sampling generates in rounds; all of them at once would be another batch size."""
     auditor = Auditor(engine, SuffixDrafter)

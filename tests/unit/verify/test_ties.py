@@ -56,6 +56,19 @@ def scorer(exact: Decoder, rounded: Decoder) -> ReferenceScorer:
     return ReferenceScorer(exact, PagedDecoder(rounded, 8), generate(rounded, 1.0))
 
 
+def test_other_logprobs_are_counted_up_to_the_first_other_token() -> None:
+    found = generate(tiny_decoder(), 1.0)
+    assert identity.num_other_logprobs(found, found) == 0
+    changed = replace(found[1], raw_logprobs=found[1].raw_logprobs + 1e-12)
+    assert identity.num_other_logprobs(found, [found[0], changed, *found[2:]]) == 24
+    tokens = changed.token_ids.copy()
+    tokens[5] += 1
+    shorter = replace(
+        changed, token_ids=tokens[:9], logprobs=changed.logprobs[:9], raw_logprobs=changed.raw_logprobs[:9]
+    )
+    assert identity.num_other_logprobs(found[1:2], [shorter]) == 5
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_the_highest_score_is_the_token_that_was_drawn(temperature: float) -> None:
     decoder = tiny_decoder()
@@ -179,7 +192,7 @@ def test_near_ties_fail_if_rounding_does_not_depend_on_the_batch(
     run_levels: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same differences as in `test_near_ties_are_listed_and_pass`."""
-    monkeypatch.setattr(model.CheckedModel, "rounding_depends_on_batch", False)
+    monkeypatch.setattr(model.CheckedModel, "learner_rounds_differently", False)
     seeded, _ = run_levels("3", split)["checks"]
     assert not seeded["passed"] and seeded["first_differences"] and "near_ties" not in seeded
 
@@ -196,10 +209,10 @@ def test_near_ties_fail_if_rounding_does_not_depend_on_the_batch(
         ("cuda", torch.bfloat16, True),
     ],
 )
-def test_rounding_depends_on_batch(device: str, dtype: torch.dtype, expected: bool) -> None:
+def test_learner_rounds_differently(device: str, dtype: torch.dtype, expected: bool) -> None:
     checked = model.CheckedModel.__new__(model.CheckedModel)
     checked.decoder = SimpleNamespace(device=torch.device(device), dtype=dtype)  # type: ignore[assignment]
-    assert checked.rounding_depends_on_batch == expected
+    assert checked.learner_rounds_differently == expected
 
 
 # -- command-line output ----------------------------------------------------------------------------------------------

@@ -231,7 +231,7 @@ class Graphs:
         limits = truncate(logits, inputs.slots, self.state) if size.truncates else None
         draws = draw(
             logits, inputs.keys, inputs.emitted_at, inputs.temperature, Stream.SAMPLE, truncation=limits,
-            fp_fusion=not self.ops.is_batch_invariant,
+            fp_fusion=self.ops.fp_fusion,
         )  # fmt: skip
         outputs = self.outputs
         ends = self.state.commit_tokens(inputs, draws, outputs.tokens, outputs.logprobs, self.imposed)

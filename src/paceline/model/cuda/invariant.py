@@ -7,7 +7,6 @@ products (`invariant_product.py`) and attention (`invariant_attention.py`). For 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,19 +28,19 @@ if TYPE_CHECKING:
     from paceline.model.decoder import Decoder
 
 
-MAX_LOGITS = 2048  # positions for which torch's product is compared: float32 logits take much memory
+MAX_LOGITS_POSITIONS = 2048  # for which torch's product is compared: float32 logits take much memory
 
 
 class InvariantOps(CudaOps):
     is_batch_invariant = True
-    # The norm kernel has variants for numbers of tokens. The compiler must not fuse different operations in them.
-    norm_options: Mapping[str, Any] = {"enable_fp_fusion": False}
+    # Norms have variants for numbers of tokens, draws for truncation: none may fuse more than others.
+    fp_fusion = False
 
     def __init__(self, decoder: Decoder) -> None:
         """Compares torch's products with the reference, which takes seconds, and more if kernels must be compiled."""
         self.products = Products()
         self.orders: dict[str, Order] = {}
-        layer, small = decoder.layers[0], tuple(size for size in SIZES if size <= MAX_LOGITS)
+        layer, small = decoder.layers[0], tuple(size for size in SIZES if size <= MAX_LOGITS_POSITIONS)
         for name, linear, parts, sizes, dtype in (
             ("qkv", layer.qkv, 1, SIZES, None),
             ("gate_up", layer.gate_up, 1, SIZES, None),
@@ -67,12 +66,12 @@ class InvariantOps(CudaOps):
         return round_up(num_tokens, SIZES)
 
     def linear(self, x_TK: Tensor, linear: Linear) -> Tensor:
-        return self._product(x_TK, linear)
+        return self._in_pieces(x_TK, linear)
 
     def residual_linear(self, x_TK: Tensor, linear: Linear) -> Tensor:
-        return self._product(x_TK, linear, residual_parts(linear))
+        return self._in_pieces(x_TK, linear, residual_parts(linear))
 
-    def _product(self, x_TK: Tensor, linear: Linear, parts: int = 1) -> Tensor:
+    def _in_pieces(self, x_TK: Tensor, linear: Linear, parts: int = 1) -> Tensor:
         """More tokens than were compared are computed in pieces."""
         pieces = [self.products(piece_TK, linear, parts) for piece_TK in x_TK.split(SIZES[-1])]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -2)

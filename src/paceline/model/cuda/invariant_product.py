@@ -13,6 +13,7 @@ with the same library versions, it has the same result.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +26,7 @@ from paceline.model.cuda.pdl import pdl_options, pdl_wait
 from paceline.model.layer import Linear
 
 MIN_SPLIT_NUM_IN = 4096  # from here on, a product that is added to the residual stream has two parts
-SEEDS = range(2)  # random inputs that a comparison uses
+SEEDS = range(2)  # of the inputs that cancel
 TILE_TOKENS = 128  # of many tokens
 
 
@@ -66,24 +67,26 @@ class Products:
         """Find the numbers of tokens at which torch's product has the bits of `triton_product`."""
         order = order_of(linear, parts, dtype)
         if order not in self.library_sizes:
-            copy = cancelling_linear(linear)
-            self.library_sizes[order] = frozenset(size for size in sizes if is_equal(copy, size, parts, dtype))
+            found = examples(linear)
+            self.library_sizes[order] = frozenset(size for size in sizes if is_equal(found, size, parts, dtype))
 
     def find_fused_sizes(self, gate_up: Linear, sizes: tuple[int, ...]) -> None:
         """The same for the fused SwiGLU kernel."""
         order = order_of(gate_up, 1, None)
         if order not in self.fused_sizes:
-            copy = cancelling_linear(gate_up)
-            self.fused_sizes[order] = frozenset(size for size in sizes if is_equal_fused(copy, size))
+            found = examples(gate_up)
+            self.fused_sizes[order] = frozenset(size for size in sizes if is_equal_fused(found, size))
 
 
-def library_share(num_in: int = 4096, num_out: int = 4096) -> float:
-    """At how many of the sizes of a step torch's product of a random matrix has the order of ours."""
+def library_shares(num_in: int = 4096, num_out: int = 4096) -> tuple[float, float]:
+    """At how many of the sizes of a step torch's product of a random matrix has the order of ours, in 1 and in 2
+    parts."""
     from paceline.model.cuda.graphs import SIZES
 
-    linear, products = Linear(num_in, num_out).to("cuda", torch.bfloat16).requires_grad_(False), Products()
-    products.find_library_sizes(linear, residual_parts(linear), SIZES)
-    return len(next(iter(products.library_sizes.values()))) / len(SIZES)
+    linear = Linear(num_in, num_out).to("cuda", torch.bfloat16).requires_grad_(False)
+    found = examples(linear)
+    one, two = (sum(is_equal(found, size, parts, None) for size in SIZES) / len(SIZES) for parts in (1, 2))
+    return one, two
 
 
 def order_of(linear: Linear, parts: int, dtype: torch.dtype | None) -> Order:
@@ -94,61 +97,73 @@ def order_of(linear: Linear, parts: int, dtype: torch.dtype | None) -> Order:
     return Order(num_out, num_in, parts, linear.bias is not None, dtype)
 
 
-def cancelling_linear(linear: Linear) -> Linear:
-    """A layer of the same shape for comparisons: its second half of the inputs repeats the first half, shuffled. With
-    `cancelling_input` the exact outputs are 0, so what is left is rounding, and another order of summation shows in
-    nearly every output. With random inputs it would show in few outputs that are rounded to 16 bits."""
+def examples(linear: Linear) -> list[Example]:
+    """Layers of this shape with inputs. The first ones cancel: the second half of a weight's columns repeats the first
+    half, shuffled, and of the inputs it is the negative. The exact outputs are 0, so what is left is rounding, and
+    another order of summation shows in nearly every output. With random inputs it would show in few outputs that are
+    rounded to 16 bits. The last one has random inputs and a random bias."""
+    cancelling, other = _random_copy(linear, 0), _random_copy(linear, 1)
+    assert cancelling.weight is not None
+    half, device = linear.num_in // 2, cancelling.weight.device
+    shuffled = torch.randperm(linear.num_in, generator=torch.Generator().manual_seed(0)).to(device)
+    first, second = shuffled[:half], shuffled[half : 2 * half]
+    cancelling.weight[:, second] = cancelling.weight[:, first]
+    if other.bias is not None:
+        other.bias.normal_(generator=torch.Generator(device).manual_seed(2))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # kernels may read weights before the previous kernel has finished
+    return [*(Example(cancelling, seed, (first, second)) for seed in SEEDS), Example(other, len(SEEDS))]
+
+
+def _random_copy(linear: Linear, seed: int) -> Linear:
+    """Without a bias, or with one of 0."""
     weight = linear.weight
     assert weight is not None
-    copy = Linear(linear.num_in, linear.num_out, bias=linear.bias is not None).to(weight.device, weight.dtype)
+    with weight.device:
+        copy = Linear(linear.num_in, linear.num_out, bias=linear.bias is not None).to(weight.dtype)
     copy.requires_grad_(False)
     assert copy.weight is not None
-    first, second = _halves(linear)
-    generator = torch.Generator(weight.device).manual_seed(0)
-    copy.weight.normal_(0, linear.num_in**-0.5, generator=generator)
-    copy.weight[:, second] = copy.weight[:, first]
-    if weight.is_cuda:
-        torch.cuda.synchronize(weight.device)  # kernels may read weights before the previous kernel has finished
+    copy.weight.normal_(0, linear.num_in**-0.5, generator=torch.Generator(weight.device).manual_seed(seed))
     return copy
 
 
-def cancelling_input(linear: Linear, num_tokens: int, seed: int) -> Tensor:
-    """[T, K]. See `cancelling_linear`."""
-    weight = linear.weight
-    assert weight is not None
-    generator = torch.Generator(weight.device).manual_seed(seed)
-    x = torch.randn(num_tokens, linear.num_in, generator=generator, device=weight.device).to(weight.dtype)
-    first, second = _halves(linear)
-    x[:, second] = -x[:, first]
-    return x
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A layer and random inputs, for a comparison. `halves`: inputs of the second are the negatives of the first."""
+
+    linear: Linear
+    seed: int
+    halves: tuple[Tensor, Tensor] | None = None
+
+    def inputs(self, num_tokens: int) -> Tensor:
+        """[T, K]"""
+        weight = self.linear.weight
+        assert weight is not None
+        generator = torch.Generator(weight.device).manual_seed(self.seed)
+        x = torch.randn(num_tokens, self.linear.num_in, generator=generator, device=weight.device).to(weight.dtype)
+        if self.halves is not None:
+            first, second = self.halves
+            x[:, second] = -x[:, first]
+        return x
 
 
-def _halves(linear: Linear) -> tuple[Tensor, Tensor]:
-    """Two halves of the inputs, in a random order."""
-    weight = linear.weight
-    assert weight is not None
-    half = linear.num_in // 2
-    shuffled = torch.randperm(linear.num_in, generator=torch.Generator().manual_seed(0)).to(weight.device)
-    return shuffled[:half], shuffled[half : 2 * half]
-
-
-def is_equal(linear: Linear, num_tokens: int, parts: int, dtype: torch.dtype | None) -> bool:
-    for seed in SEEDS:
-        x = cancelling_input(linear, num_tokens, seed)
+def is_equal(found: Sequence[Example], num_tokens: int, parts: int, dtype: torch.dtype | None) -> bool:
+    for example in found:
+        x, linear = example.inputs(num_tokens), example.linear
         if not torch.equal(library_product(x, linear, parts, dtype), triton_product(x, linear, parts, dtype)):
             return False
     return True
 
 
-def is_equal_fused(gate_up: Linear, num_tokens: int) -> bool:
+def is_equal_fused(found: Sequence[Example], num_tokens: int) -> bool:
     from paceline.model.cuda.ops import CudaOps
 
-    weight = gate_up.weight
-    assert weight is not None
-    if gate_up.bias is not None or not swiglu.should_use(cancelling_input(gate_up, num_tokens, 0), weight):
-        return False
-    for seed in SEEDS:
-        x = cancelling_input(gate_up, num_tokens, seed)
+    for example in found:
+        x, gate_up = example.inputs(num_tokens), example.linear
+        weight = gate_up.weight
+        assert weight is not None
+        if gate_up.bias is not None or not swiglu.should_use(x, weight):
+            return False
         if not torch.equal(swiglu.swiglu(x, weight), CudaOps().silu_mul(triton_product(x, gate_up))):
             return False
     return True

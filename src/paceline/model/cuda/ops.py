@@ -9,7 +9,6 @@ Each kernel rounds where `ops.TorchOps` rounds, so the two differ at most by the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +35,7 @@ SILU = 1024, 4  # block size and warps of `_silu_mul`
 class CudaOps(TorchOps):
     is_cuda = True
     activation_dtype: torch.dtype | None = None  # of inputs to a head's large linear layers; None: the model's dtype
-    norm_options: Mapping[str, Any] = {}  # more launch options of norms
+    fp_fusion = True  # whether the compiler may fuse operations in norms and draws
 
     def linear(self, x_TK: Tensor, linear: Linear) -> Tensor:
         if small_batch.should_use(x_TK, linear):
@@ -46,7 +45,8 @@ class CudaOps(TorchOps):
     def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         out = torch.empty(x_TD.shape, dtype=weight_D.dtype, device=x_TD.device)
         _norm[(len(x_TD),)](
-            x_TD, x_TD, weight_D, out, eps, 0, **_row_options(x_TD), **self.norm_options, NUM_PARTS=0, LAUNCH_NEXT=False
+            x_TD, x_TD, weight_D, out, eps, 0, **_row_options(x_TD), NUM_PARTS=0, LAUNCH_NEXT=False,
+            enable_fp_fusion=self.fp_fusion,
         )  # fmt: skip
         return out
 
@@ -58,8 +58,8 @@ class CudaOps(TorchOps):
         dtype = self.activation_dtype or weight_D.dtype
         out = y_TD if y_TD.shape == x_TD.shape and y_TD.dtype == dtype else torch.empty_like(x_TD, dtype=dtype)
         _norm[(len(x_TD),)](
-            x_TD, y_TD, weight_D, out, eps, x_TD.numel(), **_row_options(x_TD), **self.norm_options,
-            NUM_PARTS=_num_parts(y_TD),
+            x_TD, y_TD, weight_D, out, eps, x_TD.numel(), **_row_options(x_TD), NUM_PARTS=_num_parts(y_TD),
+            enable_fp_fusion=self.fp_fusion,
             LAUNCH_NEXT=len(x_TD) == swiglu.TOKENS,  # the SwiGLU kernel loads weights meanwhile
         )  # fmt: skip
         return x_TD, out
