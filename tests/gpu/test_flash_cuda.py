@@ -3,7 +3,6 @@ its tokens are the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,15 +10,11 @@ import pytest
 import torch
 from support import tiny_decoder
 
-from paceline.build.model import build_sampler
+from paceline.build.model import build_cuda_ops, build_sampler
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.accept import RULES
 from paceline.engine.engine import LocalEngine
-from paceline.model.cuda.invariant import InvariantOps
-from paceline.model.cuda.ops import CudaOps
-from paceline.model.decoder import Decoder
 from paceline.model.flash import Segments, _deterministic, flash_attention
-from paceline.model.ops import Ops
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import process
 from paceline.model.sampling_arrays import SamplingArrays
@@ -31,20 +26,15 @@ pytestmark = pytest.mark.gpu
 KINDS: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.02, "top_p": 0.9}]
 
 
-# The operations in bfloat16, where plain torch may round differently under the flag; None: plain torch in float32.
-OPS: dict[str, Callable[[Decoder], Ops] | None] = {
-    "float32": None, "default": lambda decoder: CudaOps(), "invariant": lambda decoder: InvariantOps(decoder),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", OPS)
+@pytest.mark.parametrize("kind", ["float32", "default", "invariant"])
 @pytest.mark.parametrize("rule", RULES)
 def test_generation_under_the_flag(rule: str, kind: str) -> None:
+    """The kernels are for bfloat16, where plain torch may round differently under the flag."""
+
     def generated() -> list[tuple[list[int], list[float]]]:
-        make_ops = OPS[kind]
-        decoder = tiny_decoder(torch.bfloat16 if make_ops else torch.float32, head_dim=16).to("cuda")
-        if make_ops is not None:
-            decoder.ops = make_ops(decoder)
+        decoder = tiny_decoder(torch.float32 if kind == "float32" else torch.bfloat16, head_dim=16).to("cuda")
+        if kind != "float32":
+            decoder.ops = build_cuda_ops(decoder, kind == "invariant")
         paged, sampler = PagedDecoder(decoder, 64), build_sampler(decoder)
         engine = LocalEngine(paged, sampler=sampler, drafter=SuffixDrafter(), policy=StaticPolicy(3), rule=rule)
         requests = [
