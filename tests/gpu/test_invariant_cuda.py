@@ -142,6 +142,19 @@ def test_fused_swiglu_has_the_bits_of_the_separate_kernels() -> None:
         assert torch.equal(swiglu(x, linear.weight), CudaOps().silu_mul(triton_product(x, linear))), num
 
 
+@pytest.mark.parametrize(("num_in", "num_out"), [(576, 3072), (1024, 6144), (32, 96)])
+def test_swiglu_product_has_the_bits_of_the_separate_kernels(num_in: int, num_out: int) -> None:
+    from paceline.model.cuda.invariant_product import swiglu_product, triton_product
+    from paceline.model.cuda.ops import CudaOps
+
+    linear = random_linear(num_in, num_out)
+    x = 3 * torch.randn(16, num_in, generator=torch.Generator(CUDA).manual_seed(0), device=CUDA).bfloat16()
+    wanted = CudaOps().silu_mul(triton_product(x, linear))
+    assert wanted.abs().amax() > 1
+    for num in (1, 2, 3, 5, 16):
+        assert torch.equal(swiglu_product(x[:num], linear), wanted[:num]), num
+
+
 class PagedSequences:
     """Random sequences in a KV cache, computed in steps. `outputs` has each token's attention."""
 

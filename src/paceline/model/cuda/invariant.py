@@ -17,7 +17,7 @@ from paceline.model.attention import Attention
 from paceline.model.cuda import swiglu
 from paceline.model.cuda.graphs import SIZES, round_up
 from paceline.model.cuda.invariant_attention import InvariantPagedAttention
-from paceline.model.cuda.invariant_product import Order, Products, order_of, residual_parts
+from paceline.model.cuda.invariant_product import Order, Products, is_small, order_of, residual_parts, swiglu_product
 from paceline.model.cuda.ops import CudaOps, qk_norm_rope
 from paceline.model.kv import BatchPlan, PagedKV
 from paceline.model.layer import Layer, Linear
@@ -81,6 +81,8 @@ class InvariantOps(CudaOps):
         assert weight is not None
         if len(h_TD) in self.products.fused_sizes[order_of(gate_up, 1, None)]:
             return swiglu.swiglu(h_TD, weight)
+        if is_small(len(h_TD), gate_up) and gate_up.bias is None:
+            return swiglu_product(h_TD, gate_up)
         return self.silu_mul(self.linear(h_TD, gate_up))
 
     def logits(self, h_TD: Tensor, linear: Linear) -> Tensor:

@@ -21,13 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.model.cuda import swiglu
+from paceline.model.cuda import small_batch, swiglu
 from paceline.model.cuda.pdl import pdl_options, pdl_wait
 from paceline.model.layer import Linear
 
 MIN_SPLIT_NUM_IN = 4096  # from here on, a product that is added to the residual stream has two parts
 SEEDS = range(2)  # of the inputs that cancel
 TILE_TOKENS = 128  # of many tokens
+SMALL_TOKENS = 16  # in a small layer: one tile of tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +65,12 @@ class Products:
     def find_library_sizes(
         self, linear: Linear, parts: int, sizes: tuple[int, ...], dtype: torch.dtype | None = None
     ) -> None:
-        """Find the numbers of tokens at which torch's product has the bits of `triton_product`."""
+        """Find the numbers of tokens at which torch's product has the bits of `triton_product`, and may be faster."""
         order = order_of(linear, parts, dtype)
         if order not in self.library_sizes:
             found = examples(linear)
-            self.library_sizes[order] = frozenset(size for size in sizes if is_equal(found, size, parts, dtype))
+            larger = (size for size in sizes if not is_small(size, linear))
+            self.library_sizes[order] = frozenset(size for size in larger if is_equal(found, size, parts, dtype))
 
     def find_fused_sizes(self, gate_up: Linear, sizes: tuple[int, ...]) -> None:
         """The same for the fused SwiGLU kernel."""
@@ -76,6 +78,13 @@ class Products:
         if order not in self.fused_sizes:
             found = examples(gate_up)
             self.fused_sizes[order] = frozenset(size for size in sizes if is_equal_fused(found, size))
+
+
+def is_small(num_tokens: int, linear: Linear) -> bool:
+    """Whether starting a kernel takes longer than reading the weights. Ours start while the previous one still runs."""
+    weight = linear.weight
+    assert weight is not None
+    return num_tokens <= SMALL_TOKENS and weight.numel() <= small_batch.MAX_WEIGHTS
 
 
 def library_shares(num_in: int = 4096, num_out: int = 4096) -> tuple[float, float]:
@@ -191,10 +200,24 @@ def triton_product(x_TK: Tensor, linear: Linear, parts: int = 1, dtype: torch.dt
     grid = triton.cdiv(num_out, options["BLOCK_N"]), triton.cdiv(num_tokens, options["BLOCK_T"]), parts
     _product[grid](
         x_TK, weight, out if linear.bias is None else linear.bias, out, num_tokens, num_out, num_tokens * num_out,
-        x_TK.stride(0), num_in, num_in // parts, HAS_BIAS=linear.bias is not None, **options,
-        **pdl_options(x_TK.device),
+        x_TK.stride(0), num_in, num_in // parts, HAS_BIAS=linear.bias is not None, SWIGLU=False,
+        **options, **pdl_options(x_TK.device),
     )  # fmt: skip
     return out if parts > 1 else out[0]
+
+
+def swiglu_product(x_TK: Tensor, gate_up: Linear) -> Tensor:
+    """silu(gate) · up, with the bits of `triton_product` and `CudaOps.silu_mul`: [T, N / 2]."""
+    weight = gate_up.weight
+    assert weight is not None and gate_up.bias is None
+    num_tokens, num_out, num_in = len(x_TK), len(weight) // 2, weight.shape[1]
+    out = torch.empty(num_tokens, num_out, dtype=weight.dtype, device=x_TK.device)
+    options = tuning(num_tokens) | {"num_stages": 4}  # of three tiles, which must fit shared memory
+    _product[triton.cdiv(num_out, options["BLOCK_N"]), triton.cdiv(num_tokens, options["BLOCK_T"]), 1](
+        x_TK, weight, out, out, num_tokens, num_out, 0, x_TK.stride(0), num_in, num_in, HAS_BIAS=False, SWIGLU=True,
+        **options, **pdl_options(x_TK.device),
+    )  # fmt: skip
+    return out
 
 
 def tuning(num_tokens: int) -> dict[str, int]:
@@ -208,10 +231,11 @@ def tuning(num_tokens: int) -> dict[str, int]:
 @triton.jit(do_not_specialize=["num_tokens", "part_stride"])
 def _product(
     x, weight, bias, out, num_tokens, num_out, part_stride, x_stride, num_in, part_size, HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    SWIGLU: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The weight is the first operand of the tensor cores, whose tile has at least 64 rows: there may be few tokens.
-    Rows past the end are masked; they are zero and change nothing."""
+    Rows past the end are masked; they are zero and change nothing. With SWIGLU, the weight has num_out rows of the gate
+    and as many of `up`."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     part = tl.program_id(2)
@@ -219,13 +243,22 @@ def _product(
     valid_n, valid_t = n < num_out, t < num_tokens
     weights = weight + n.to(tl.int64)[:, None] * num_in + part * part_size + k[None, :]
     xs = x + t.to(tl.int64)[None, :] * x_stride + part * part_size + k[:, None]
+    up_weights = weights + num_out.to(tl.int64) * num_in
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    up_acc = acc
     pdl_wait(PDL)
     for start in range(0, part_size, BLOCK_K):
         inside = start + k < part_size
         w = tl.load(weights + start, mask=valid_n[:, None] & inside[None, :], other=0.0)
-        acc = tl.dot(w, tl.load(xs + start, mask=valid_t[None, :] & inside[:, None], other=0.0), acc)
+        values = tl.load(xs + start, mask=valid_t[None, :] & inside[:, None], other=0.0)
+        acc = tl.dot(w, values, acc)
+        if SWIGLU:
+            w = tl.load(up_weights + start, mask=valid_n[:, None] & inside[None, :], other=0.0)
+            up_acc = tl.dot(w, values, up_acc)
     if HAS_BIAS:
         acc += tl.load(bias + n, mask=valid_n, other=0.0).to(tl.float32)[:, None]
+    if SWIGLU:  # rounded as by the separate kernels
+        gate, up = acc.to(out.dtype.element_ty).to(tl.float32), up_acc.to(out.dtype.element_ty).to(tl.float32)
+        acc = gate / (1 + tl.exp(-gate)) * up
     to = out + part.to(tl.int64) * part_stride + t.to(tl.int64)[None, :] * num_out + n[:, None]
     tl.store(to, acc.to(out.dtype.element_ty), mask=valid_n[:, None] & valid_t[None, :])
