@@ -9,7 +9,8 @@ rise: with n selected tokens a step emits (rows + the sum of their survival) tok
 Drafts that only the device knows are selected there; the host decides how many, from the curves.
 
 Invariants: a choice must be faster than plain decoding by a margin, by estimate. A small share of the time, and of the
-time that was saved, is spent on probes: draft tokens that are verified only to measure how a drafter does.
+time that was saved, is spent on probes: draft tokens that are verified only to measure how a drafter does. Now and then
+a step runs without drafts though they would pay, so that the time of such steps is observed and not only estimated.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 
 from paceline.speculation.acceptance import MIN_OUTCOMES, AcceptanceModel
 from paceline.speculation.batch import HEAD_WINDOW, Commits, Load, Rows
-from paceline.speculation.cost import CostTable
+from paceline.speculation.cost import CostTable, row_bucket
 from paceline.speculation.draft_batch import DraftBatch
 from paceline.speculation.draft_curves import DraftCurves
 from paceline.speculation.policy import Decision, SpeculationPolicy
@@ -58,6 +59,8 @@ class _Step:
     credit_s: float  # for probes: what the step adds, minus what it spends
     num_probes: int
     probe_left: int
+    num_drafting: int  # steps with drafts of about so many rows, since one without
+    is_plain: bool = False  # without drafts though they would pay
     num_read: dict[int, int] = field(default_factory=dict)  # positions that the model has computed, by request
     draft_length: int = 0
     draft_s: float = 0.0
@@ -95,6 +98,7 @@ class AutoPolicy(SpeculationPolicy):
         self._credit_s = 0.0  # for probes
         self._num_probes = 0
         self._probe_left = 0  # steps that a probe still takes
+        self._num_drafting: dict[int, int] = {}  # steps with drafts since one without, by `row_bucket`
         self._num_read: dict[int, int] = {}  # positions that the model has computed, by request
         self._num_live, self._is_new_round = 0, False  # requests; whether there was none before them
 
@@ -123,12 +127,15 @@ class AutoPolicy(SpeculationPolicy):
         credit_s = min(PROBES * plain_s, 10 * plain_s - self._credit_s)
         self._step = step = _Step(
             rows.load, rows.acceptance, rows.request_ids, rows.num_tokens, plain_s, rows.on_device, rows.draft_budget,
-            credit_s, self._num_probes, self._probe_left,
+            credit_s, self._num_probes, self._probe_left, self._num_drafting.get(row_bucket(num_rows), 0),
         )  # fmt: skip
         if not step.budget:
             self.decision = Decision("no drafts: engine.max_num_batched_tokens is used up", 0.0, plain_s, about=step)
             return np.zeros(num_rows, np.int32)
         caps = self._draft_lengths(rows)
+        if step.is_plain:
+            self.decision = Decision("a step without drafts, to observe its time", 0.0, plain_s, about=step)
+            return caps
         if self.model not in (None, self.method) and not step.on_device:
             rows.head_caps, rows.is_head_probe = caps, step.is_probe
             caps = np.full(num_rows, self.max_tokens, np.int32)
@@ -141,6 +148,10 @@ class AutoPolicy(SpeculationPolicy):
         self._credit_s += step.credit_s
         self._num_probes, self._probe_left = step.num_probes, step.probe_left
         self._num_read.update(step.num_read)
+        if step.is_plain:
+            self._num_drafting[row_bucket(step.load.num_rows)] = 0
+        elif step.draft_length and not step.is_probe:
+            self._num_drafting[row_bucket(step.load.num_rows)] = step.num_drafting + 1
         self._curves[step.on_device].step_launched()
 
     def _draft_lengths(self, rows: Rows) -> np.ndarray:
@@ -149,6 +160,8 @@ class AutoPolicy(SpeculationPolicy):
         draft_s = [self.costs.draft_s(self.cost_name, num_rows, k) for k in range(1, 1 + k_max)]
         caps = np.zeros(num_rows, np.int32)
         if self.model is None and not step.on_device and draft_s[-1] < NEGLIGIBLE * step.plain_s:
+            if self._needs_plain_step():
+                return caps
             caps[:], step.draft_s = k_max, draft_s[-1]
             step.draft_length = k_max
             return caps
@@ -163,6 +176,8 @@ class AutoPolicy(SpeculationPolicy):
         gain = float(rates.flat[best]) * step.plain_s
         if gain >= margin(num_rows) and self._repays(rows, num_unread, gain, draft_s):
             step.probe_left = 0
+            if self._needs_plain_step():
+                return caps
             k = best // rates.shape[1] + 1
             caps[:] = step.draft_length = k
             step.draft_s = draft_s[k - 1]
@@ -177,6 +192,13 @@ class AutoPolicy(SpeculationPolicy):
             caps[slice(None) if self.model is None else row] = step.draft_length = k
             step.draft_s, step.is_probe, step.probe_row = probe_s, True, -1 if for_all else row
         return caps
+
+    def _needs_plain_step(self) -> bool:
+        """Steps that compute prompts too are not observed."""
+        step, load = self._step, self._step.load
+        if load.num_query_tokens == load.num_rows:
+            step.is_plain = self.costs.needs_plain_step(load.num_rows, step.num_drafting)
+        return step.is_plain
 
     def _num_unread(self, rows: Rows) -> np.ndarray:
         """Positions of each row that a model has to compute before it can draft: int64 [B]. 0 on the device, where they
@@ -331,11 +353,13 @@ class AutoPolicy(SpeculationPolicy):
             emitted = 1 + int(commits.num_accepted.sum()) / len(commits.num)
             self._credit_s += max(0.0, REINVESTED * (step.plain_s * emitted - decision.expected_s))
         k, draft_s = step.draft_length, None
-        if step.on_device:  # the time of drafting is not measured: assumed to be as estimated
+        if step.on_device:  # the time of drafting is not measured
             draft_s = step.draft_s
             if trace.num_drafted_on_device > k > 0:  # the graph's draft length
                 k = trace.num_drafted_on_device
                 draft_s = self.costs.draft_s(self.cost_name, trace.num_rows, k)
+            if k and self.costs.knows_plain(trace.num_rows) and not trace.num_draft_tokens:  # the rest is known
+                draft_s = max(0.0, trace.total_s - step.plain_s)
             draft_s = min(draft_s, trace.total_s / 2)
         one_row = step.is_probe and not step.on_device and self.model is not None
         self.costs.observe(trace, k, self.cost_name, 1 if one_row else None, draft_s)

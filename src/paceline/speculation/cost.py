@@ -32,6 +32,8 @@ LEVEL_RATE = 0.1  # weight of one step in the level of its row count, after many
 OFFSET_RATE = 0.02  # and in its region's offset from that level
 MAX_ERROR = math.log(2.0)  # larger errors are cut to this: something else delayed the step
 BOUND_EVERY = 16  # observations of a region between comparisons with regions of fewer tokens
+# Steps without drafts that are wanted of a row count, each after so many others; and then after how many.
+NUM_PLAIN, FIRST_PLAIN_EVERY, PLAIN_EVERY = 4, 4, 128
 NUM_FIRST = 4  # steps of a row count whose median is its level: the table itself may be far off
 MIN_S, MAX_S, MAX_TOKENS = 1e-9, 86_400, 2**31 - 1  # limits of a table's values
 
@@ -65,6 +67,7 @@ class CostTable:
         self._steps = _Correction(NUM_EXTRA_BUCKETS)
         self._drafting: dict[str, _Correction] = {}  # by drafter
         self._idling: dict[str, _Correction] = {}  # by drafter: seconds that it takes when it proposes nothing
+        self._plain = _Correction(1)  # of steps that neither verified nor drafted, from the level of all steps
         self._buckets = np.zeros(0)  # by number of extra tokens
 
     def step_s(self, load: Load) -> float:
@@ -72,7 +75,14 @@ class CostTable:
         if load.num_query_tokens > load.num_rows:
             return float(self.steps_s(load, 0)[0])
         seconds = self._measured_s(load, 0)
-        return seconds if self._steps.is_new else seconds * math.exp(self._steps.log(load.num_rows, 0))
+        if self._steps.is_new:
+            return seconds
+        return seconds * math.exp(self._plain_log(load.num_rows))
+
+    def _plain_log(self, num_rows: int) -> float:
+        if self.knows_plain(num_rows):
+            return self._steps.level(num_rows) + self._plain.log(num_rows, 0)
+        return self._steps.log(num_rows, 0)
 
     def _measured_s(self, load: Load, num_extra: int) -> float:
         """As measured, for rows with one query token each and so many extra tokens."""
@@ -88,7 +98,9 @@ class CostTable:
         if len(self._buckets) <= first + num_extra:
             self._buckets = np.log2(1.0 + np.arange(2 * (first + num_extra + 1)))
         buckets = self._buckets[first : first + num_extra + 1]
-        factors = np.interp(buckets, self._steps.columns, np.exp(self._steps.logs(load.num_rows)))
+        logs = self._steps.logs(load.num_rows)
+        logs[0] = self._plain_log(load.num_rows)
+        factors = np.interp(buckets, self._steps.columns, np.exp(logs))
         return np.maximum.accumulate(seconds * factors)
 
     def _measured(self, load: Load, num_extra: int) -> np.ndarray:
@@ -109,6 +121,15 @@ class CostTable:
         seconds = expected_s * math.exp(seen.log(num_rows, min(k, NUM_DRAFT_BUCKETS - 1)))
         idle = self._idling.get(drafter)
         return max(0.0, seconds - math.exp(idle.log(num_rows, 0))) if idle is not None else seconds
+
+    def needs_plain_step(self, num_rows: int, num_others: int) -> bool:
+        """Whether a step without drafts should be observed, after so many others of about so many rows. Without one, an
+        error in the time of such a step would stay: all that is observed with drafts is longer."""
+        return not self.frozen and num_others >= (PLAIN_EVERY if self.knows_plain(num_rows) else FIRST_PLAIN_EVERY)
+
+    def knows_plain(self, num_rows: int) -> bool:
+        """Whether enough steps without drafts were observed."""
+        return self._plain.num_seen(num_rows) >= NUM_PLAIN
 
     def observe(
         self,
@@ -131,7 +152,10 @@ class CostTable:
         step_s = trace.total_s - draft_s
         if step_s > 0:
             measured_s, column = self._measured_s(plain, num_extra), round(math.log2(1 + num_extra))
-            num_seen = self._steps.observe(trace.num_rows, column, math.log(step_s / measured_s))
+            log_ratio = math.log(step_s / measured_s)
+            num_seen = self._steps.observe(trace.num_rows, column, log_ratio)
+            if not num_extra and not k:
+                self._plain.observe(trace.num_rows, 0, log_ratio - self._steps.level(trace.num_rows))
             # Fewer tokens take no longer.
             for fewer in range(1, column if num_seen % BOUND_EVERY == 0 else 0):
                 ratio = measured_s / self._measured_s(plain, 2**fewer - 1)
@@ -273,12 +297,18 @@ class _Correction:
 
     def logs(self, num_rows: int) -> np.ndarray:
         """By column."""
-        bucket = _row_bucket(num_rows)
+        bucket = row_bucket(num_rows)
         return self._level_of(bucket) + np.array(self._offset[bucket])
 
     def log(self, num_rows: int, column: int) -> float:
-        bucket = _row_bucket(num_rows)
+        bucket = row_bucket(num_rows)
         return self._level_of(bucket) + self._offset[bucket][column]
+
+    def level(self, num_rows: int) -> float:
+        return self._level_of(row_bucket(num_rows))
+
+    def num_seen(self, num_rows: int) -> int:
+        return self._num[row_bucket(num_rows)]
 
     def _level_of(self, bucket: int) -> float:
         if self._num[bucket] or self.is_new:
@@ -288,7 +318,7 @@ class _Correction:
 
     def observe(self, num_rows: int, column: int, log_ratio: float) -> int:
         """Returns how often the column was observed."""
-        bucket, column = _row_bucket(num_rows), min(column, len(self.columns) - 1)
+        bucket, column = row_bucket(num_rows), min(column, len(self.columns) - 1)
         num, first = self._num[bucket], self._first[bucket]
         level = log_ratio - self._offset[bucket][column]
         if num < NUM_FIRST:
@@ -308,14 +338,15 @@ class _Correction:
 
     def bound(self, num_rows: int, column: int, by: int, log_ratio: float) -> None:
         """Limit a column to another one plus log_ratio, if the other was observed more often."""
-        bucket = _row_bucket(num_rows)
+        bucket = row_bucket(num_rows)
         offset, num = self._offset[bucket], self._num_offset[bucket]
         by = min(by, len(offset) - 1)
         if column < by and num[column] < num[by]:
             offset[column] = min(offset[column], offset[by] + log_ratio)
 
 
-def _row_bucket(num_rows: int) -> int:
+def row_bucket(num_rows: int) -> int:
+    """Row counts that are observed together."""
     return min(round(math.log2(max(1, num_rows))), NUM_ROW_BUCKETS - 1)
 
 

@@ -17,6 +17,7 @@ from paceline.drafters.device import DeviceHistoryDrafter
 from paceline.speculation.acceptance import MIN_OUTCOMES, AcceptanceModel
 from paceline.speculation.auto import PROBE_LENGTH, PROBES, AutoPolicy, margin
 from paceline.speculation.batch import Commits, Load, Rows
+from paceline.speculation.cost import CostTable, Point
 from paceline.speculation.draft_batch import DraftBatch
 from paceline.speculation.draft_curves import MAX_AGE
 from paceline.speculation.history_store import HistoryStore
@@ -40,6 +41,12 @@ class LinearCosts:
 
     def draft_s(self, drafter: str, num_rows: int, k: int) -> float:
         return 0.0 if drafter == "suffix" else self.draft * k
+
+    def needs_plain_step(self, num_rows: int, num_others: int) -> bool:
+        return False
+
+    def knows_plain(self, num_rows: int) -> bool:
+        return False
 
     def observe(self, trace: Any, k: int, drafter: str | None, num_rows: int | None, draft_s: float | None) -> None:
         self.observed = k, trace.draft_s if draft_s is None else draft_s
@@ -725,3 +732,59 @@ def test_history_on_the_device_gets_a_trial_in_a_new_rollout(num: int) -> None:
             assert min(found[1:]) > 0.7 * 100 * num * K
         else:
             assert 1 <= min(found[1:]) <= max(found[1:]) <= MIN_OUTCOMES + num
+
+
+# ---- wrong cost tables ----
+
+
+def speed(table_plain_s: float, table_draft_s: float, chance: float, on_device: bool, num_rows: int = 64) -> float:
+    """Tokens per second relative to plain decoding, over 1500 steps of a head whose tokens are right with this chance.
+    Truly a step takes 2.5 ms, twice as long with 128 tokens more, and drafting takes 0.3 ms per token. The table has
+    other times of a step without drafts and of drafting."""
+    rng, plain_s, token_s, draft_s, k = np.random.default_rng(0), 2.5e-3, 2.5e-3 / 128, 0.3e-3, 3
+    points = [
+        Point(
+            num_rows,
+            num_rows * (1 + q),
+            num_rows * (64 + q),
+            (q * num_rows * token_s + plain_s) if q else table_plain_s,
+        )
+        for q in range(k + 1)
+    ]
+    costs = CostTable("wrong", points, {"eagle3": [(num_rows, n, n * table_draft_s) for n in (1, k)]})
+    engine: Any = Engine(costs, "eagle3", k)  # type: ignore[arg-type]
+    drafted, emitted, seconds = 0, 0, 0.0
+    ids = np.arange(num_rows)
+    for _ in range(1500):
+        batch = rows(num_rows, on_device=on_device)
+        batch.load = Load(num_rows, num_rows, 64 * num_rows)
+        caps = engine.plan(batch)
+        drafts = drafts_of(np.full((num_rows, k), chance), np.minimum(caps, drafted if on_device else k))
+        engine.acceptance.rate(drafts, "eagle3")
+        drafts.caps = drafts.num.copy()
+        lengths = engine.policy.select(drafts) if caps.any() else caps
+        accepted = np.cumprod(rng.random((num_rows, k)) < chance, axis=1).sum(1)
+        accepted = np.minimum(accepted, lengths).astype(np.int32)
+        decision, num = engine.policy.decision, int(lengths.sum())
+        engine.policy.launched(decision)
+        drafting_s = int(caps.max()) * draft_s
+        total_s = (plain_s + num * token_s + drafting_s) * (1 + 0.02 * rng.random())
+        commits = Commits(ids, np.zeros((num_rows, k + 1), np.int32), accepted + 1, lengths, accepted)
+        if drafts.num.any():
+            engine.acceptance.observe(drafts, "eagle3", None, accepted, commits.num_known)
+        trace = SimpleNamespace(
+            num_rows=num_rows, num_query_tokens=num_rows + num, num_draft_tokens=num, num_captured=0, total_s=total_s,
+            num_context_tokens=64 * num_rows + num, num_drafted_on_device=int(caps.max()) * on_device,
+            draft_s=0.0 if on_device else drafting_s, drafter="eagle3",
+        )  # fmt: skip
+        engine.policy.observe(commits, trace, decision)
+        drafted, emitted, seconds = int(caps.max()), emitted + num_rows + int(accepted.sum()), seconds + total_s
+    return emitted / seconds / (num_rows / plain_s / 1.01)
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("table_plain_s", [2.5e-3, 8e-3])
+def test_a_wrong_cost_table_does_not_make_it_slower(table_plain_s: float, on_device: bool) -> None:
+    """With few right tokens, drafts do not pay; with many they do."""
+    assert speed(table_plain_s, 0.03e-3, 0.4, on_device) > 0.985
+    assert speed(table_plain_s, 0.03e-3, 0.95, on_device) > 1.25
