@@ -53,7 +53,8 @@ class ModelSection(Section):
     """Engine and learner use this policy model."""
 
     name: str = "smollm2-135m"  # a name that `paceline pull` knows or imported, a Hugging Face directory, or a hub id
-    # Dtype of the weights. With bfloat16, the optimizer keeps a float32 copy. `float16`: not for training.
+    # Dtype of the weights; on a GPU "bfloat16" by default, with a float32 copy in the optimizer. `float16`: not for
+    # training.
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"  # "cpu", "cuda", or one GPU: "cuda:1"
     yarn_factor: Annotated[float, Field(ge=1)] | None = None  # extend the context by this factor (YaRN)
@@ -62,8 +63,9 @@ class ModelSection(Section):
 class EngineSection(Section):
     # Engine for the rollouts of a training run: Paceline's own, or vLLM (installed separately).
     kind: Literal["local", "vllm"] = "local"
-    max_num_seqs: Positive = 32  # maximum sequences in a step
-    max_num_batched_tokens: Positive = 512  # maximum query tokens in a step; longer prompts are chunked
+    max_num_seqs: Positive = 32  # maximum sequences in a step; on a GPU 256 by default
+    # Maximum query tokens in a step; longer prompts are chunked. On a GPU 16384 by default.
+    max_num_batched_tokens: Positive = 512
     # Size of the KV cache in tokens. Not set: `train` on one GPU plans it; else 4096 per sequence, within 2 GiB or a
     # third of the GPU's memory.
     kv_tokens: Positive | None = None
@@ -83,6 +85,12 @@ class EngineSection(Section):
     vllm: dict[str, Any] = {}  # `vllm`: more engine arguments; the error for a wrong one lists all
 
 
+# Defaults on a GPU, where they differ: more sequences and tokens cost little there.
+GPU_DEFAULTS: dict[str, dict[str, Any]] = {
+    "model": {"dtype": "bfloat16"},
+    "engine": {"max_num_seqs": 256, "max_num_batched_tokens": 16384},
+    "speculation": {"num_speculative_tokens": 7},
+}
 HEAD_METHODS = ("eagle3", "hybrid")  # methods that draft with an EAGLE-3 head
 
 
@@ -91,10 +99,11 @@ class SpeculationSection(Section):
     # smaller model, "eagle3" with an EAGLE-3 head, "hybrid" from the history or with the head.
     method: Literal["none", "ngram", "suffix", "draft_model", "eagle3", "hybrid"] = "none"
     # How many tokens to draft: "static" always num_speculative_tokens, "das" more for long sequences, "auto" at every
-    # step the number that saves most time, or none.
-    policy: Literal["static", "das", "auto"] = "static"
-    # Draft length; for `das` and `auto`, its maximum. For `static` also a table {maximum batch size: draft length};
-    # larger batches do not draft.
+    # step the number that saves most time, or none. Not set: "auto" if it can be used (Paceline's own engine, rule =
+    # "coupled", one draft length above 0, min_confidence = 0), else "static".
+    policy: Literal["static", "das", "auto"] | None = None
+    # Draft length; for `das` and `auto`, its maximum. On a GPU 7 by default. For `static` also a table {maximum batch
+    # size: draft length}; larger batches do not draft.
     num_speculative_tokens: DraftLength | DraftLengths = 4
     cost_table: str | None = None  # `das`, `auto`: a JSON file, or the name of a shipped table; not set: measure it
     rule: Literal["coupled", "rejection", "block"] = "coupled"  # acceptance rule (docs/concepts/exactness.md)
@@ -124,12 +133,12 @@ class SpeculationSection(Section):
                 'speculation.draft_model is not set, but speculation.method = "draft_model"; give a model name, '
                 "directory or hub id, or layers:8 for the model's own first eight layers"
             )
-        if self.policy != "static" and not isinstance(self.num_speculative_tokens, int):
+        if self.policy in ("das", "auto") and not isinstance(self.num_speculative_tokens, int):
             raise ValueError(
                 f'speculation.num_speculative_tokens: policy = "{self.policy}" chooses the draft length for every '
                 "batch size itself; give one number, the maximum draft length"
             )
-        if self.policy != "static" and self.min_confidence:
+        if self.policy in ("das", "auto") and self.min_confidence:
             raise ValueError(
                 f'speculation.min_confidence = {self.min_confidence}: policy = "{self.policy}" chooses draft lengths '
                 "itself; set it to 0"
@@ -144,6 +153,15 @@ class SpeculationSection(Section):
                 f"speculation.prompt_lookup_min = {self.prompt_lookup_min}: must be at most "
                 f"speculation.prompt_lookup_max = {self.prompt_lookup_max}"
             )
+
+    @property
+    def resolved_policy(self) -> str:
+        """With Paceline's own engine."""
+        if self.policy is not None:
+            return self.policy
+        lengths = self.num_speculative_tokens
+        has_length = isinstance(lengths, int) and lengths > 0
+        return "auto" if has_length and self.rule == "coupled" and not self.min_confidence else "static"
 
     @property
     def uses_head(self) -> bool:

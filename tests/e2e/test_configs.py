@@ -17,8 +17,9 @@ from paceline.config_io import dump_config
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 HERE = [path for path in CONFIGS if load_config(path).engine.kind == "local"]  # tests/vllm trains the others
-WANTED = {"quickstart", "gsm8k", "code", "dapo", "async"}
+WANTED = {"quickstart", "gsm8k", "gpu-gsm8k", "code", "dapo", "async"}
 SMALL = (
+    "model.device=cpu",
     "model.dtype=float64",
     "engine.max_num_seqs=8",
     "sampling.max_tokens=8",
@@ -68,7 +69,7 @@ def small(path: Path, model: Path, folder: Path, *overrides: str) -> Config:
     gsm8k(folder / "gsm8k-train.jsonl")
     written = load_config(path)
     given = [f"model.name={str(model)!r}", *SMALL, *overrides]
-    if path.stem == "gsm8k":
+    if written.task.name == "gsm8k-train.jsonl":
         given.append(f"task.name={str(folder / 'gsm8k-train.jsonl')!r}")
     if written.task.size is not None:
         given.append("task.size=16")

@@ -230,15 +230,15 @@ def test_modes_are_methods_with_or_without_a_policy(monkeypatch, checkpoint, tmp
     bench = Bench(settings, ["a", "b"])
     bench.run()
     assert Scripted.loaded == [
-        ("none", "static", str(head)),
-        ("suffix", "static", str(head)),
+        ("none", None, str(head)),
+        ("suffix", None, str(head)),
         ("suffix", "auto", str(head)),
         ("hybrid", "das", str(head)),
-        ("eagle3", "static", str(head)),
+        ("eagle3", None, str(head)),
     ]
     assert {params["mode"] for _, params in Scripted.log} == {"plain", "suffix", "hybrid", "eagle3"}
     rows = {(row["engine"], row["mode"]): row for row in bench.rows()}
-    assert [rows["paceline", mode]["policy"] for mode in modes] == [None, "static", "auto", "das", "static"]
+    assert [rows["paceline", mode]["policy"] for mode in modes] == [None, "auto", "auto", "das", "auto"]
     assert rows["paceline", "hybrid+das"]["mean_acceptance_length"] == pytest.approx(2.5)
     assert rows["hf", "suffix+auto"]["note"] == "hf has no policies: its draft length is fixed"
     assert rows["vllm", "hybrid+das"]["tokens_per_s"] is None
@@ -359,7 +359,7 @@ def test_a_real_bench_of_every_method_and_policy(tmp_path, monkeypatch):
     save_head(head, tmp_path / "head", Provenance("tiny", None, "nothing", 0, 0, 0), dtype=torch.float32)
     overrides = [f"speculation.head={str(tmp_path / 'head')!r}", "speculation.draft_model='layers:1'"]
     methods = ("ngram", "suffix", "draft_model", "eagle3", "hybrid")
-    modes = [f"{method}{policy}" for method in methods for policy in ("", "+das", "+auto")]
+    modes = [f"{method}{policy}" for method in methods for policy in ("+static", "+das", "+auto")]
     settings = Settings(
         models=(str(tmp_path / "model"),),
         engines=("paceline",),
@@ -380,7 +380,7 @@ def test_a_real_bench_of_every_method_and_policy(tmp_path, monkeypatch):
     for mode in ("plain", *modes):
         assert rows[mode]["tokens_per_s"] > 0 and rows[mode]["mean_acceptance_length"] >= 1
     for method in methods:  # the static policy always drafts
-        row = rows[method]
+        row = rows[f"{method}+static"]
         assert row["num_drafts"] > 0
         rates = row["acceptance_rate_per_position"]
         assert row["mean_acceptance_length"] == pytest.approx(1 + sum(rates)) and rates == sorted(rates, reverse=True)

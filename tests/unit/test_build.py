@@ -39,6 +39,7 @@ def build(target: Path, draft: str | Path):
     overrides = [
         f"model.name={target}",
         "speculation.method=draft_model",
+        "speculation.policy=static",
         f"speculation.draft_model={draft}",
         "engine.kv_tokens=1024",
     ]

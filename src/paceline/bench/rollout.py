@@ -35,7 +35,7 @@ ENGINES = ("paceline", "hf", "vllm")
 METHODS = tuple(
     "plain" if name == "none" else name for name in get_args(SpeculationSection.model_fields["method"].annotation)
 )
-POLICIES: tuple[str, ...] = get_args(SpeculationSection.model_fields["policy"].annotation)
+POLICIES: tuple[str, ...] = get_args(get_args(SpeculationSection.model_fields["policy"].annotation)[0])
 COLUMNS = {
     "model": "model",
     "engine": "engine",
@@ -337,7 +337,9 @@ class Bench:
         """The speculation policy; None in plain mode."""
         if case.method == "plain":
             return None
-        return case.policy or (self.settings.config.speculation.policy if case.engine == "paceline" else "static")
+        return case.policy or (
+            self.settings.config.speculation.resolved_policy if case.engine == "paceline" else "static"
+        )
 
 
 def _check_engine(case: Case) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster.check_settings import cluster_problems, engine_problems
-from paceline.config import Config, Section
+from paceline.config import GPU_DEFAULTS, Config, Section
 from paceline.config_io import ConfigError, read_settings, validate
 from paceline.draft.check_settings import online_problems
 from paceline.rl.check_settings import audit_problems, training_problems
@@ -23,11 +23,25 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 def make_config(settings: Mapping[str, Any]) -> Config:
     """A Config from nested sections, keys and values. Raises ConfigError for wrong or incompatible settings."""
-    config = validate(Config, settings)
+    config = validate(Config, with_device_defaults(settings))
     for check in CHECKS:
         for problem in check(config):
             raise ConfigError(problem)
     return config
+
+
+def with_device_defaults(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings, with the defaults of a GPU if model.device is one."""
+    model = settings.get("model")
+    device = model.get("device") if isinstance(model, Mapping) else None
+    if not isinstance(device, str) or not device.startswith("cuda"):
+        return settings
+    found = dict(settings)
+    for section, defaults in GPU_DEFAULTS.items():
+        given = found.get(section, {})
+        if isinstance(given, Mapping):  # otherwise validation reports it
+            found[section] = {**defaults, **given}
+    return found
 
 
 def with_absolute_paths(config: Config) -> Config:

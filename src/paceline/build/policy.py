@@ -13,10 +13,11 @@ from paceline.speculation.policy import SpeculationPolicy, StaticPolicy
 
 def build_policy(speculation: SpeculationSection, costs: Callable[[], CostTable]) -> SpeculationPolicy:
     """`costs` is called only for policies that need a cost table."""
-    if speculation.policy == "static" or speculation.method == "none":
+    policy = speculation.resolved_policy
+    if policy == "static" or speculation.method == "none":
         return StaticPolicy(speculation.num_speculative_tokens, speculation.min_confidence)
     k = speculation.num_speculative_tokens
     assert isinstance(k, int)  # checked by SpeculationSection
-    if speculation.policy == "das":
+    if policy == "das":
         return DasPolicy(costs(), k)
     return AutoPolicy(costs(), k, speculation.method)

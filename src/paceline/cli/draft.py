@@ -89,6 +89,8 @@ def train_draft(
 def print_summary(summary: Mapping[str, Any]) -> None:
     if summary["acceptance_before"] is not None:
         out.print(acceptance_table(summary))
+        if len(by_depth := summary["acceptance_after"]["coupled"]["acceptance_length_per_depth"]) > 1:
+            out.print(depth_table(by_depth))
     values = {
         "steps": f"{summary['num_steps']} of {summary['num_planned_steps']}",
         "sequences": f"{summary['num_train']} to train on, {summary['num_held_out']} held out",
@@ -119,6 +121,13 @@ def acceptance_table(summary: Mapping[str, Any]) -> Any:
             rows.append({"drafts": name, "": when, "length": f"{found['mean_acceptance_length']:.3f}", **shares})
     title = f"acceptance on held-out sequences, k = {summary['k']}, temperature {summary['temperature']:g}"
     return render(rows, {key: key for key in rows[0]}, title)
+
+
+def depth_table(by_depth: Mapping[str, float]) -> Any:
+    starts = list(by_depth)
+    ends = [f" to {int(end) - 1}" for end in starts[1:]] + [" or more"]
+    row = {f"after {start}{end}": f"{by_depth[start]:.3f}" for start, end in zip(starts, ends, strict=True)}
+    return render([row], {key: key for key in row}, "acceptance length of coupled drafts, by tokens in the completion")
 
 
 class DraftProgress:

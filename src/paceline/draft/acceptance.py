@@ -12,8 +12,9 @@ one before it ended.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from paceline.model.eagle3 import Eagle3Head
 from paceline.model.layer import Linear
 
 KINDS = ("coupled", "greedy", "sampled")
+DEPTHS = (0, 64, 256, 1024)  # tokens before a draft in its completion: where ranges start
 
 
 @dataclass(slots=True)
@@ -32,6 +34,9 @@ class Acceptance:
     drafted: np.ndarray  # int64 [k], drafts that have this position
     accepted: np.ndarray  # int64 [k], drafts that are accepted up to and including this position
     num_drafts: int = 0
+    by_depth: np.ndarray = field(
+        default_factory=lambda: np.zeros((len(DEPTHS), 2), np.int64)
+    )  # drafts, accepted tokens
 
     @staticmethod
     def zeros(k: int) -> Acceptance:
@@ -41,6 +46,7 @@ class Acceptance:
         self.drafted += other.drafted
         self.accepted += other.accepted
         self.num_drafts += other.num_drafts
+        self.by_depth += other.by_depth
 
     @property
     def mean_length(self) -> float:
@@ -51,6 +57,12 @@ class Acceptance:
     def per_position(self) -> list[float]:
         """The share of drafts that are accepted up to and including each position."""
         return [float(a) / self.num_drafts if self.num_drafts else 0.0 for a in self.accepted]
+
+    @property
+    def length_per_depth(self) -> dict[str, float]:
+        """The mean length of the drafts in each range of depths, by where the range starts."""
+        ranges = zip(DEPTHS, self.by_depth.tolist(), strict=True)
+        return {str(start): 1 + accepted / num for start, (num, accepted) in ranges if num}
 
 
 def measure(
@@ -125,6 +137,7 @@ def count_acceptance(correct: np.ndarray, first: int, end: int) -> Acceptance:
             found.drafted[:num] += 1
             found.accepted[:num_accepted] += 1
             found.num_drafts += 1
+            found.by_depth[bisect_right(DEPTHS, at - first) - 1] += 1, num_accepted
         at += num_accepted + 1
     return found
 

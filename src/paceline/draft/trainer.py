@@ -120,6 +120,7 @@ class DraftTrainer:
             kind: {
                 "mean_acceptance_length": acceptance.mean_length,
                 "acceptance_per_position": acceptance.per_position,
+                "acceptance_length_per_depth": acceptance.length_per_depth,
                 "num_drafts": acceptance.num_drafts,
             }
             for kind, acceptance in total.items()

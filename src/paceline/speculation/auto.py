@@ -352,14 +352,16 @@ class AutoPolicy(SpeculationPolicy):
         if commits.num_drafted.any() or step.draft_length:
             emitted = 1 + int(commits.num_accepted.sum()) / len(commits.num)
             self._credit_s += max(0.0, REINVESTED * (step.plain_s * emitted - decision.expected_s))
-        k, draft_s = step.draft_length, None
-        if step.on_device:  # the time of drafting is not measured
-            draft_s = step.draft_s
+        k, draft_s, is_measured = step.draft_length, None, True
+        if step.on_device:  # the time of drafting is assumed to be as estimated, …
+            draft_s, is_measured = step.draft_s, False
             if trace.num_drafted_on_device > k > 0:  # the graph's draft length
                 k = trace.num_drafted_on_device
                 draft_s = self.costs.draft_s(self.cost_name, trace.num_rows, k)
-            if k and self.costs.knows_plain(trace.num_rows) and not trace.num_draft_tokens:  # the rest is known
-                draft_s = max(0.0, trace.total_s - step.plain_s)
+            if (
+                k and self.costs.knows_plain(trace.num_rows) and not trace.num_draft_tokens
+            ):  # … if the rest is not known
+                draft_s, is_measured = max(0.0, trace.total_s - step.plain_s), True
             draft_s = min(draft_s, trace.total_s / 2)
         one_row = step.is_probe and not step.on_device and self.model is not None
-        self.costs.observe(trace, k, self.cost_name, 1 if one_row else None, draft_s)
+        self.costs.observe(trace, k, self.cost_name, 1 if one_row else None, draft_s, is_measured)

@@ -32,8 +32,9 @@ LEVEL_RATE = 0.1  # weight of one step in the level of its row count, after many
 OFFSET_RATE = 0.02  # and in its region's offset from that level
 MAX_ERROR = math.log(2.0)  # larger errors are cut to this: something else delayed the step
 BOUND_EVERY = 16  # observations of a region between comparisons with regions of fewer tokens
-# Steps without drafts that are wanted of a row count, each after so many others; and then after how many.
+# Steps without drafts that are wanted of a row count, each after so many others; then after ever more, up to a limit.
 NUM_PLAIN, FIRST_PLAIN_EVERY, PLAIN_EVERY = 4, 4, 128
+RARE_RATE = 0.5  # weight of such a step in their offset from the level, if they are rare
 NUM_FIRST = 4  # steps of a row count whose median is its level: the table itself may be far off
 MIN_S, MAX_S, MAX_TOKENS = 1e-9, 86_400, 2**31 - 1  # limits of a table's values
 
@@ -67,7 +68,8 @@ class CostTable:
         self._steps = _Correction(NUM_EXTRA_BUCKETS)
         self._drafting: dict[str, _Correction] = {}  # by drafter
         self._idling: dict[str, _Correction] = {}  # by drafter: seconds that it takes when it proposes nothing
-        self._plain = _Correction(1)  # of steps that neither verified nor drafted, from the level of all steps
+        # By row bucket: observed steps that neither verified nor drafted, and others since the last of these.
+        self._num_plain, self._num_others = [0] * NUM_ROW_BUCKETS, [0] * NUM_ROW_BUCKETS
         self._buckets = np.zeros(0)  # by number of extra tokens
 
     def step_s(self, load: Load) -> float:
@@ -77,12 +79,7 @@ class CostTable:
         seconds = self._measured_s(load, 0)
         if self._steps.is_new:
             return seconds
-        return seconds * math.exp(self._plain_log(load.num_rows))
-
-    def _plain_log(self, num_rows: int) -> float:
-        if self.knows_plain(num_rows):
-            return self._steps.level(num_rows) + self._plain.log(num_rows, 0)
-        return self._steps.log(num_rows, 0)
+        return seconds * math.exp(self._steps.log(load.num_rows, 0))
 
     def _measured_s(self, load: Load, num_extra: int) -> float:
         """As measured, for rows with one query token each and so many extra tokens."""
@@ -98,9 +95,7 @@ class CostTable:
         if len(self._buckets) <= first + num_extra:
             self._buckets = np.log2(1.0 + np.arange(2 * (first + num_extra + 1)))
         buckets = self._buckets[first : first + num_extra + 1]
-        logs = self._steps.logs(load.num_rows)
-        logs[0] = self._plain_log(load.num_rows)
-        factors = np.interp(buckets, self._steps.columns, np.exp(logs))
+        factors = np.interp(buckets, self._steps.columns, np.exp(self._steps.logs(load.num_rows)))
         return np.maximum.accumulate(seconds * factors)
 
     def _measured(self, load: Load, num_extra: int) -> np.ndarray:
@@ -125,11 +120,12 @@ class CostTable:
     def needs_plain_step(self, num_rows: int, num_others: int) -> bool:
         """Whether a step without drafts should be observed, after so many others of about so many rows. Without one, an
         error in the time of such a step would stay: all that is observed with drafts is longer."""
-        return not self.frozen and num_others >= (PLAIN_EVERY if self.knows_plain(num_rows) else FIRST_PLAIN_EVERY)
+        num_more = max(0, self._num_plain[row_bucket(num_rows)] - NUM_PLAIN)
+        return not self.frozen and num_others >= min(PLAIN_EVERY, FIRST_PLAIN_EVERY * 2 ** min(num_more, 16))
 
     def knows_plain(self, num_rows: int) -> bool:
         """Whether enough steps without drafts were observed."""
-        return self._plain.num_seen(num_rows) >= NUM_PLAIN
+        return self._num_plain[row_bucket(num_rows)] >= NUM_PLAIN
 
     def observe(
         self,
@@ -138,10 +134,11 @@ class CostTable:
         drafter: str | None = None,
         num_rows: int | None = None,
         draft_s: float | None = None,
+        is_draft_measured: bool = True,
     ) -> None:
         """Adapt to a step. `drafter` (by default the trace's) was asked for drafts of at most k tokens (0: not asked)
-        for num_rows rows (by default all), which took draft_s (by default the trace's). Steps that computed prompts or
-        captured CUDA graphs are ignored."""
+        for num_rows rows (by default all), which took draft_s (by default the trace's; perhaps only an estimate). Steps
+        that computed prompts or captured CUDA graphs are ignored."""
         num_extra = trace.num_draft_tokens
         if self.frozen or not trace.num_rows or trace.num_query_tokens - trace.num_rows != num_extra:
             return
@@ -150,18 +147,24 @@ class CostTable:
         plain = Load(trace.num_rows, trace.num_rows, trace.num_context_tokens - num_extra)
         draft_s = trace.draft_s if draft_s is None else draft_s
         step_s = trace.total_s - draft_s
-        if step_s > 0:
+        if step_s > 0 and (num_extra or not k or is_draft_measured):
             measured_s, column = self._measured_s(plain, num_extra), round(math.log2(1 + num_extra))
-            log_ratio = math.log(step_s / measured_s)
-            num_seen = self._steps.observe(trace.num_rows, column, log_ratio)
-            if not num_extra and not k:
-                self._plain.observe(trace.num_rows, 0, log_ratio - self._steps.level(trace.num_rows))
+            is_rare = self._count(trace.num_rows, not num_extra and not k)
+            num_seen = self._steps.observe(trace.num_rows, column, math.log(step_s / measured_s), is_rare)
             # Fewer tokens take no longer.
             for fewer in range(1, column if num_seen % BOUND_EVERY == 0 else 0):
                 ratio = measured_s / self._measured_s(plain, 2**fewer - 1)
                 self._steps.bound(trace.num_rows, fewer, column, math.log(ratio))
-        if draft_s > 0:
+        if draft_s > 0 and is_draft_measured:
             self._observe_drafting(drafter or trace.drafter, num_rows or trace.num_rows, k, draft_s)
+
+    def _count(self, num_rows: int, is_plain: bool) -> bool:
+        """Count a step. Returns whether it is a plain one after several others."""
+        bucket = row_bucket(num_rows)
+        is_rare = is_plain and self._num_others[bucket] >= FIRST_PLAIN_EVERY
+        self._num_plain[bucket] += is_plain
+        self._num_others[bucket] = 0 if is_plain else self._num_others[bucket] + 1
+        return is_rare
 
     def _observe_drafting(self, drafter: str, num_rows: int, k: int, seconds: float) -> None:
         if k == 0:
@@ -304,20 +307,14 @@ class _Correction:
         bucket = row_bucket(num_rows)
         return self._level_of(bucket) + self._offset[bucket][column]
 
-    def level(self, num_rows: int) -> float:
-        return self._level_of(row_bucket(num_rows))
-
-    def num_seen(self, num_rows: int) -> int:
-        return self._num[row_bucket(num_rows)]
-
     def _level_of(self, bucket: int) -> float:
         if self._num[bucket] or self.is_new:
             return self._level[bucket]
         seen = [other for other, num in enumerate(self._num) if num]
         return float(np.interp(bucket, seen, [self._level[other] for other in seen]))
 
-    def observe(self, num_rows: int, column: int, log_ratio: float) -> int:
-        """Returns how often the column was observed."""
+    def observe(self, num_rows: int, column: int, log_ratio: float, is_rare: bool = False) -> int:
+        """Returns how often the column was observed. `is_rare`: not for a while, so the level adapted to others."""
         bucket, column = row_bucket(num_rows), min(column, len(self.columns) - 1)
         num, first = self._num[bucket], self._first[bucket]
         level = log_ratio - self._offset[bucket][column]
@@ -329,7 +326,7 @@ class _Correction:
             error = min(max(level - self._level[bucket], -MAX_ERROR), MAX_ERROR)
             rate = max(LEVEL_RATE, 1 / (1 + num))
             self._level[bucket] += rate * error
-            offset_rate = max(OFFSET_RATE, 1 / (2 + self._num_offset[bucket][column]))
+            offset_rate = max(RARE_RATE if is_rare else OFFSET_RATE, 1 / (2 + self._num_offset[bucket][column]))
             self._offset[bucket][column] += offset_rate * (1 - rate) * error
         self._num[bucket] += 1
         self._num_offset[bucket][column] += 1

@@ -151,6 +151,17 @@ def test_means() -> None:
     assert Acceptance.zeros(3).mean_length == 1.0 and Acceptance.zeros(2).per_position == [0.0, 0.0]
 
 
+def test_acceptance_by_depth() -> None:
+    """Correct in the first 100 tokens of a completion that starts at 10, then wrong."""
+    correct = np.zeros((3, 400), bool)
+    correct[:, :108] = True
+    found = count_acceptance(correct, 10, 400)
+    drafts, accepted = found.by_depth.T.tolist()
+    assert (sum(drafts), sum(accepted)) == (found.num_drafts, found.accepted.sum()) and drafts[3] == 0
+    assert found.length_per_depth == {"0": 4.0, "64": pytest.approx(1 + accepted[1] / drafts[1]), "256": 1.0}
+    assert 1 < found.length_per_depth["64"] < 2
+
+
 # ---- against the engine ----
 
 

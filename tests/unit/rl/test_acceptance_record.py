@@ -119,7 +119,13 @@ def test_shifted_hidden_states_raise_the_alarm_on_real_weights(smollm2: Path, mo
     def generate() -> tuple[FirstPositions, list[list[int]]]:
         engine = build_engine(
             load_config(
-                None, [f"model.name={str(smollm2)!r}", "speculation.method=eagle3", "speculation.head=smollm2-135m"]
+                None,
+                [
+                    f"model.name={str(smollm2)!r}",
+                    "speculation.method=eagle3",
+                    "speculation.head=smollm2-135m",
+                    "speculation.policy=static",
+                ],
             )
         )
         sampling = SamplingParams(max_tokens=32, ignore_eos=True)

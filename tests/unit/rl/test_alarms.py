@@ -35,7 +35,7 @@ def test_a_drop_without_a_weight_sync_is_no_alarm() -> None:
 
 
 def test_the_floor_alarm_is_reported_once() -> None:
-    alarms = make_alarms("speculation.method=ngram")
+    alarms = make_alarms("speculation.method=ngram", "speculation.policy=static")
     messages = [alarms.check(length, i)[1] for i, length in enumerate([1.04, 1.03, None, 1.02, 1.06, 1.01])]
     assert [len(texts) for texts in messages] == [1, 0, 0, 0, 0, 1]
     assert "draft.alarm_floor = 1.05" in messages[0][0] and "speculation.min_confidence" in messages[0][0]
@@ -49,8 +49,8 @@ def test_the_floor_alarm_is_reported_once() -> None:
     [
         (["speculation.method=hybrid"], 'draft.online = "every"'),
         (["speculation.method=hybrid", "draft.online=every"], "train-draft"),
-        (["speculation.method=suffix"], "speculation.min_confidence"),
-        (["speculation.method=suffix", "speculation.policy=auto"], "speculation.method"),
+        (["speculation.method=suffix", "speculation.policy=static"], "speculation.min_confidence"),
+        (["speculation.method=suffix"], "speculation.method"),
         (["speculation.method=suffix", "speculation.rule=rejection"], "speculation.method"),
     ],
 )

@@ -48,7 +48,9 @@ class LinearCosts:
     def knows_plain(self, num_rows: int) -> bool:
         return False
 
-    def observe(self, trace: Any, k: int, drafter: str | None, num_rows: int | None, draft_s: float | None) -> None:
+    def observe(
+        self, trace: Any, k: int, drafter: str | None, num_rows: int | None, draft_s: float | None, is_measured: bool
+    ) -> None:
         self.observed = k, trace.draft_s if draft_s is None else draft_s
 
 
