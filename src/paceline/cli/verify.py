@@ -52,7 +52,7 @@ def verify(
 
     Examples:
 
-    - `paceline verify --config configs/quickstart.toml --set model.device=cuda --set model.dtype=bfloat16`
+    - `paceline verify --config configs/quickstart.toml --set model.device=cuda`
     - `paceline verify --model ./my-model --drafters ngram,suffix --quick --json report.json`
     """
     from paceline.bench.common import check_choices
