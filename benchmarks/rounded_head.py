@@ -65,7 +65,10 @@ def round_products(head: Eagle3Head) -> None:
 def acceptance(requests: list[Request], k: int, rounds: bool) -> tuple[float, list[float]]:
     """The acceptance length, and the conditional acceptance probability at each draft position."""
     config = Config.model_validate(
-        {"engine": {"max_num_seqs": 32}, "speculation": {"method": "eagle3", "num_speculative_tokens": k}}
+        {
+            "engine": {"max_num_seqs": 32},
+            "speculation": {"method": "eagle3", "policy": "static", "num_speculative_tokens": k},
+        }
     )
     engine = build_engine(config)
     head, drafter = drafting_head(config, engine.drafter), engine.drafter

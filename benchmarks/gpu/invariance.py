@@ -29,7 +29,7 @@ from paceline.model.cuda.attention import AttentionRows, CudaPagedAttention, QKN
 from paceline.model.cuda.graphs import SIZES
 from paceline.model.cuda.invariant import InvariantOps
 from paceline.model.cuda.invariant_attention import InvariantPagedAttention
-from paceline.model.cuda.invariant_product import examples, is_equal, library_product, triton_product
+from paceline.model.cuda.invariant_product import is_equal, library_product, make_examples, triton_product
 from paceline.model.cuda.ops import CudaOps
 from paceline.model.kv import BLOCK, BatchPlan, BlockTable, PagedKV
 from paceline.model.layer import Linear
@@ -60,12 +60,12 @@ def products(config: ModelConfig) -> list[dict[str, Any]]:
     rows = []
     for name, (num_in, num_out) in matrices(config).items():
         linear = random_linear(num_in, num_out)
-        compared = examples(linear)
+        examples = make_examples(linear)
         dtype = torch.float32 if name == "lm_head" else None
         for parts in (1,) if name == "lm_head" else (1, 2, 4):
             if num_in % (16 * parts):
                 continue
-            equal = [size for size in SIZES if is_equal(compared, size, parts, dtype)]
+            equal = [size for size in SIZES if is_equal(examples, size, parts, dtype)]
             times = {size: product_times(linear, size, parts, dtype) for size in TIMED}
             rows.append({"matrix": name, "parts": parts, "equal": equal, "times_us": times})
             other = [size for size in SIZES if size not in equal]

@@ -20,6 +20,7 @@ CONFIG = Path(__file__).resolve().parents[2] / "configs/quickstart.toml"
 COMMON = (
     "speculation.audit_every=0",
     "speculation.min_confidence=0.0",
+    "speculation.policy=static",
     "train.eval_every=0",
     "train.tensorboard=false",
 )

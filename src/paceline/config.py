@@ -159,6 +159,8 @@ class SpeculationSection(Section):
         """With Paceline's own engine."""
         if self.policy is not None:
             return self.policy
+        if self.method == "none":
+            return "static"
         lengths = self.num_speculative_tokens
         has_length = isinstance(lengths, int) and lengths > 0
         return "auto" if has_length and self.rule == "coupled" and not self.min_confidence else "static"

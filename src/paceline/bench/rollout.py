@@ -337,9 +337,9 @@ class Bench:
         """The speculation policy; None in plain mode."""
         if case.method == "plain":
             return None
-        return case.policy or (
-            self.settings.config.speculation.resolved_policy if case.engine == "paceline" else "static"
-        )
+        if case.engine != "paceline":
+            return case.policy or "static"
+        return self.settings.with_mode(case.mode, case.k).speculation.resolved_policy
 
 
 def _check_engine(case: Case) -> None:

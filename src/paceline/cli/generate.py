@@ -44,7 +44,9 @@ def generate(
     method: Annotated[
         str | None, typer.Option(help="Drafter: none, ngram, suffix, draft_model, eagle3 or hybrid.")
     ] = None,
-    k: Annotated[int | None, typer.Option("--k", help="Draft length.")] = None,
+    k: Annotated[
+        int | None, typer.Option("--k", help="Draft length; the maximum with the policies auto and das.")
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Maximum tokens per completion.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Temperature; 0 is greedy.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed; it gives the same tokens with any drafter.")] = None,

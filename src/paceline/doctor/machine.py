@@ -185,7 +185,8 @@ def _batch_invariance() -> Finding:
 
         shares = " and ".join(f"{share:.0%}" for share in library_shares())
     except Exception as error:
-        return Finding(name, MISSING, str(error).splitlines()[0], "free the GPU's memory, or install Triton")
+        detail = (str(error) or repr(error)).splitlines()[0]
+        return Finding(name, MISSING, detail, "free the GPU's memory, or install Triton")
     detail = f"torch's matrix products have the fixed order at {shares} of the step sizes, in one part and in two"
     return Finding(name, OK, detail)
 

@@ -68,7 +68,7 @@ class Alarms:
         """`recorded`: the first-position rate in the head's provenance file, at this run's temperature."""
         self.recorded, self.temperature = recorded, config.sampling.temperature
         self.section, self.method = config.draft, config.speculation.method
-        # Other policies and rules refuse speculation.min_confidence.
+        # With others, speculation.min_confidence is an error.
         self.has_min_confidence = (
             config.speculation.resolved_policy == "static" and config.speculation.rule == "coupled"
         )

@@ -22,7 +22,7 @@ import numpy as np
 
 from paceline.speculation.acceptance import MIN_OUTCOMES, AcceptanceModel
 from paceline.speculation.batch import HEAD_WINDOW, Commits, Load, Rows
-from paceline.speculation.cost import CostTable, row_bucket
+from paceline.speculation.cost import CostTable, is_representative, row_bucket
 from paceline.speculation.draft_batch import DraftBatch
 from paceline.speculation.draft_curves import DraftCurves
 from paceline.speculation.policy import Decision, SpeculationPolicy
@@ -61,6 +61,7 @@ class _Step:
     probe_left: int
     num_drafting: int  # steps with drafts of about so many rows, since one without
     is_plain: bool = False  # without drafts though they would pay
+    num_selected: int = -1  # draft tokens to verify, if there are any to select from
     num_read: dict[int, int] = field(default_factory=dict)  # positions that the model has computed, by request
     draft_length: int = 0
     draft_s: float = 0.0
@@ -148,9 +149,10 @@ class AutoPolicy(SpeculationPolicy):
         self._credit_s += step.credit_s
         self._num_probes, self._probe_left = step.num_probes, step.probe_left
         self._num_read.update(step.num_read)
-        if step.is_plain:
+        # Also if the step will not be observed, so that it is not planned again and again.
+        if step.is_plain or (step.num_selected == 0 and not step.on_device):
             self._num_drafting[row_bucket(step.load.num_rows)] = 0
-        elif step.draft_length and not step.is_probe:
+        elif step.draft_length:
             self._num_drafting[row_bucket(step.load.num_rows)] = step.num_drafting + 1
         self._curves[step.on_device].step_launched()
 
@@ -188,7 +190,7 @@ class AutoPolicy(SpeculationPolicy):
         probe_s = self.costs.draft_s(self.cost_name, num_rows if for_all else 1, k)
         row = step.num_probes % num_rows if for_all else int(num_unread.argmin())
         cost_s = probe_s + self._read_s(int(num_unread[row])) + float(step.steps_s[min(k, PROBE_LENGTH)]) - step.plain_s
-        if self._may_probe(cost_s):
+        if not self._needs_plain_step() and self._may_probe(max(cost_s, NEGLIGIBLE * step.plain_s)):
             caps[slice(None) if self.model is None else row] = step.draft_length = k
             step.draft_s, step.is_probe, step.probe_row = probe_s, True, -1 if for_all else row
         return caps
@@ -343,6 +345,7 @@ class AutoPolicy(SpeculationPolicy):
 
     def _decide(self, num: int, num_drafted: int, expected: float, expected_s: float, is_probe: bool) -> None:
         step = self._step
+        step.num_selected = num
         verb, more_ms = "probes" if is_probe else "verifies", 1e3 * (expected_s - step.plain_s)
         reason = f"{verb} {num} of {num_drafted} draft tokens: {expected:.2f} accepted for {more_ms:.2f} ms more"
         self.decision = Decision(reason, expected, expected_s, is_probe, step)
@@ -352,16 +355,25 @@ class AutoPolicy(SpeculationPolicy):
         if commits.num_drafted.any() or step.draft_length:
             emitted = 1 + int(commits.num_accepted.sum()) / len(commits.num)
             self._credit_s += max(0.0, REINVESTED * (step.plain_s * emitted - decision.expected_s))
-        k, draft_s, is_measured = step.draft_length, None, True
-        if step.on_device:  # the time of drafting is assumed to be as estimated, …
-            draft_s, is_measured = step.draft_s, False
-            if trace.num_drafted_on_device > k > 0:  # the graph's draft length
-                k = trace.num_drafted_on_device
+        if not is_representative(trace):
+            return
+        if step.on_device:
+            self._observe_on_device(step, trace)
+            return
+        self.costs.observe(trace, trace.draft_s)
+        num_rows = 1 if step.is_probe and self.model is not None else trace.num_rows
+        self.costs.observe_drafting(self.cost_name, num_rows, step.draft_length, trace.draft_s)
+
+    def _observe_on_device(self, step: _Step, trace: StepTrace) -> None:
+        """The time of drafting is not measured. It is what a step without drafts to verify takes longer than a plain
+        one; in other steps it is assumed to be as estimated."""
+        if not step.draft_length:
+            self.costs.observe(trace, 0.0)
+        elif self.costs.knows_plain(trace.num_rows):
+            k = max(step.draft_length, trace.num_drafted_on_device)  # the graph's draft length
+            if trace.num_draft_tokens:
                 draft_s = self.costs.draft_s(self.cost_name, trace.num_rows, k)
-            if (
-                k and self.costs.knows_plain(trace.num_rows) and not trace.num_draft_tokens
-            ):  # … if the rest is not known
-                draft_s, is_measured = max(0.0, trace.total_s - step.plain_s), True
-            draft_s = min(draft_s, trace.total_s / 2)
-        one_row = step.is_probe and not step.on_device and self.model is not None
-        self.costs.observe(trace, k, self.cost_name, 1 if one_row else None, draft_s, is_measured)
+                self.costs.observe(trace, min(draft_s, trace.total_s / 2))
+            else:
+                draft_s = max(1e-9, trace.total_s - step.plain_s)
+                self.costs.observe_drafting(self.cost_name, trace.num_rows, k, draft_s)

@@ -32,8 +32,9 @@ LEVEL_RATE = 0.1  # weight of one step in the level of its row count, after many
 OFFSET_RATE = 0.02  # and in its region's offset from that level
 MAX_ERROR = math.log(2.0)  # larger errors are cut to this: something else delayed the step
 BOUND_EVERY = 16  # observations of a region between comparisons with regions of fewer tokens
-# Steps without drafts that are wanted of a row count, each after so many others; then after ever more, up to a limit.
-NUM_PLAIN, FIRST_PLAIN_EVERY, PLAIN_EVERY = 4, 4, 128
+# A step without drafts is wanted of a row count after so many others; the next after twice as many, up to a limit. When
+# there were NUM_PLAIN, their time is known.
+FIRST_PLAIN_EVERY, PLAIN_EVERY, NUM_PLAIN = 8, 128, 2
 RARE_RATE = 0.5  # weight of such a step in their offset from the level, if they are rare
 NUM_FIRST = 4  # steps of a row count whose median is its level: the table itself may be far off
 MIN_S, MAX_S, MAX_TOKENS = 1e-9, 86_400, 2**31 - 1  # limits of a table's values
@@ -68,7 +69,7 @@ class CostTable:
         self._steps = _Correction(NUM_EXTRA_BUCKETS)
         self._drafting: dict[str, _Correction] = {}  # by drafter
         self._idling: dict[str, _Correction] = {}  # by drafter: seconds that it takes when it proposes nothing
-        # By row bucket: observed steps that neither verified nor drafted, and others since the last of these.
+        # By row bucket: observed steps without drafts, and others since the last of these.
         self._num_plain, self._num_others = [0] * NUM_ROW_BUCKETS, [0] * NUM_ROW_BUCKETS
         self._buckets = np.zeros(0)  # by number of extra tokens
 
@@ -120,43 +121,27 @@ class CostTable:
     def needs_plain_step(self, num_rows: int, num_others: int) -> bool:
         """Whether a step without drafts should be observed, after so many others of about so many rows. Without one, an
         error in the time of such a step would stay: all that is observed with drafts is longer."""
-        num_more = max(0, self._num_plain[row_bucket(num_rows)] - NUM_PLAIN)
-        return not self.frozen and num_others >= min(PLAIN_EVERY, FIRST_PLAIN_EVERY * 2 ** min(num_more, 16))
+        wanted = FIRST_PLAIN_EVERY * 2 ** min(self._num_plain[row_bucket(num_rows)], 16)
+        return not self.frozen and num_others >= min(PLAIN_EVERY, wanted)
 
     def knows_plain(self, num_rows: int) -> bool:
         """Whether enough steps without drafts were observed."""
         return self._num_plain[row_bucket(num_rows)] >= NUM_PLAIN
 
-    def observe(
-        self,
-        trace: StepTrace,
-        k: int = 0,
-        drafter: str | None = None,
-        num_rows: int | None = None,
-        draft_s: float | None = None,
-        is_draft_measured: bool = True,
-    ) -> None:
-        """Adapt to a step. `drafter` (by default the trace's) was asked for drafts of at most k tokens (0: not asked)
-        for num_rows rows (by default all), which took draft_s (by default the trace's; perhaps only an estimate). Steps
-        that computed prompts or captured CUDA graphs are ignored."""
+    def observe(self, trace: StepTrace, draft_s: float) -> None:
+        """Adapt to a step, of whose time draft_s was spent on drafting."""
         num_extra = trace.num_draft_tokens
-        if self.frozen or not trace.num_rows or trace.num_query_tokens - trace.num_rows != num_extra:
-            return
-        if trace.num_captured:
+        step_s = trace.total_s - draft_s
+        if self.frozen or step_s <= 0 or not is_representative(trace):
             return
         plain = Load(trace.num_rows, trace.num_rows, trace.num_context_tokens - num_extra)
-        draft_s = trace.draft_s if draft_s is None else draft_s
-        step_s = trace.total_s - draft_s
-        if step_s > 0 and (num_extra or not k or is_draft_measured):
-            measured_s, column = self._measured_s(plain, num_extra), round(math.log2(1 + num_extra))
-            is_rare = self._count(trace.num_rows, not num_extra and not k)
-            num_seen = self._steps.observe(trace.num_rows, column, math.log(step_s / measured_s), is_rare)
-            # Fewer tokens take no longer.
-            for fewer in range(1, column if num_seen % BOUND_EVERY == 0 else 0):
-                ratio = measured_s / self._measured_s(plain, 2**fewer - 1)
-                self._steps.bound(trace.num_rows, fewer, column, math.log(ratio))
-        if draft_s > 0 and is_draft_measured:
-            self._observe_drafting(drafter or trace.drafter, num_rows or trace.num_rows, k, draft_s)
+        measured_s, column = self._measured_s(plain, num_extra), round(math.log2(1 + num_extra))
+        is_rare = self._count(trace.num_rows, not num_extra)
+        num_seen = self._steps.observe(trace.num_rows, column, math.log(step_s / measured_s), is_rare)
+        # Fewer tokens take no longer.
+        for fewer in range(1, column if num_seen % BOUND_EVERY == 0 else 0):
+            ratio = measured_s / self._measured_s(plain, 2**fewer - 1)
+            self._steps.bound(trace.num_rows, fewer, column, math.log(ratio))
 
     def _count(self, num_rows: int, is_plain: bool) -> bool:
         """Count a step. Returns whether it is a plain one after several others."""
@@ -166,7 +151,10 @@ class CostTable:
         self._num_others[bucket] = 0 if is_plain else self._num_others[bucket] + 1
         return is_rare
 
-    def _observe_drafting(self, drafter: str, num_rows: int, k: int, seconds: float) -> None:
+    def observe_drafting(self, drafter: str, num_rows: int, k: int, seconds: float) -> None:
+        """Adapt to the time in which `drafter` proposed at most k tokens (0: it was not asked) for num_rows rows."""
+        if self.frozen or seconds <= 0:
+            return
         if k == 0:
             if drafter not in self._idling:
                 self._idling[drafter] = _Correction(1)
@@ -203,6 +191,12 @@ class CostTable:
             raise ValueError(f"cost table {path} is not JSON: {error}") from None
         except ValueError as error:
             raise ValueError(f"cost table {path}: {error}") from None
+
+
+def is_representative(trace: StepTrace) -> bool:
+    """Not a step that computed prompts or captured CUDA graphs."""
+    is_decode = trace.num_query_tokens - trace.num_rows == trace.num_draft_tokens
+    return trace.num_rows > 0 and is_decode and not trace.num_captured
 
 
 class _Surface:

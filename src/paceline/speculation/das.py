@@ -17,7 +17,7 @@ import numpy as np
 from paceline.speculation import budgets
 from paceline.speculation.acceptance import KEPT_BY_NEW_VERSION
 from paceline.speculation.batch import Commits, Load, Rows, places_of
-from paceline.speculation.cost import CostTable
+from paceline.speculation.cost import CostTable, is_representative
 from paceline.speculation.policy import Decision, SpeculationPolicy, shorten_longest
 from paceline.types import Request, StepTrace
 
@@ -220,7 +220,9 @@ class DasPolicy(SpeculationPolicy):
     def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
         planned: _Planned = decision.about
         caps = planned.caps[places_of(commits.request_ids, planned.request_ids)]
-        self.costs.observe(trace, int(caps.max(initial=0)))
+        self.costs.observe(trace, trace.draft_s)
+        if is_representative(trace):
+            self.costs.observe_drafting(trace.drafter, trace.num_rows, int(caps.max(initial=0)), trace.draft_s)
         self._outcomes[self._indices_of(commits.request_ids)] += np.stack([commits.num_accepted, commits.num_known], 1)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scripts import load_script
 
 from paceline.speculation.batch import Load
-from paceline.speculation.cost import CostTable, Point
+from paceline.speculation.cost import CostTable, Point, is_representative
 from paceline.speculation.cost_files import SHIPPED, cost_table_of, shipped_tables
 from paceline.types import StepTrace
 
@@ -53,6 +53,15 @@ def trace(rows: int, num_draft_tokens: int, step_s: float, draft_s: float = 0.0,
         "total_s": step_s + draft_s,
     }
     return replace(StepTrace(**blank), **(figures | changes))
+
+
+def observe(
+    costs: CostTable, seen: StepTrace, k: int = 0, drafter: str = "eagle3", num_rows: int | None = None
+) -> None:
+    """As policies on the host do."""
+    if is_representative(seen):
+        costs.observe(seen, seen.draft_s)
+        costs.observe_drafting(drafter, num_rows or seen.num_rows, k, seen.draft_s)
 
 
 # -- as measured ------------------------------------------------------------------------------------------------------
@@ -135,7 +144,7 @@ def test_times_move_towards_observed_ones():
     for _ in range(100):
         for extra in (0, 8, 24):
             before_s = table().steps_s(load(8), extra)[extra]
-            costs.observe(trace(8, extra, (1.5 if extra else 1.2) * before_s))
+            observe(costs, trace(8, extra, (1.5 if extra else 1.2) * before_s))
     measured, now = table().steps_s(load(8), 40), costs.steps_s(load(8), 40)
     assert now[0] / measured[0] == pytest.approx(1.2, rel=0.02)
     assert now[8] / measured[8] == pytest.approx(1.5, rel=0.02)
@@ -150,9 +159,9 @@ def test_a_slower_machine_changes_times_that_are_not_observed_too():
     costs = table()
     for _ in range(200):
         for extra in (0, 8):
-            costs.observe(trace(8, extra, table().steps_s(load(8), extra)[extra]))
+            observe(costs, trace(8, extra, table().steps_s(load(8), extra)[extra]))
     for _ in range(60):
-        costs.observe(trace(8, 8, 1.8 * table().steps_s(load(8), 8)[8]))
+        observe(costs, trace(8, 8, 1.8 * table().steps_s(load(8), 8)[8]))
     assert costs.steps_s(load(8), 8)[8] / table().steps_s(load(8), 8)[8] == pytest.approx(1.8, rel=0.05)
     assert costs.step_s(load(8)) / table().step_s(load(8)) > 1.4
 
@@ -160,8 +169,8 @@ def test_a_slower_machine_changes_times_that_are_not_observed_too():
 def test_a_single_slow_step_changes_little():
     costs = table()
     for _ in range(50):
-        costs.observe(trace(8, 0, table().step_s(load(8))))
-    costs.observe(trace(8, 0, 100.0))
+        observe(costs, trace(8, 0, table().step_s(load(8))))
+    observe(costs, trace(8, 0, 100.0))
     assert costs.step_s(load(8)) < 1.2 * table().step_s(load(8))
 
 
@@ -174,7 +183,7 @@ def test_a_slow_first_step_changes_little(stalled, factor):
     for i in range(8):
         extra = 16 * (i % 2)
         before_s = table().steps_s(load(8), extra)[extra]
-        costs.observe(trace(8, extra, before_s * (factor if i in stalled else 1)))
+        observe(costs, trace(8, extra, before_s * (factor if i in stalled else 1)))
     now, measured = costs.steps_s(load(8), 16), table().steps_s(load(8), 16)
     assert 0.7 < now[0] / measured[0] < 1.5 and 0.7 < now[16] / measured[16] < 1.5
 
@@ -183,10 +192,10 @@ def test_a_first_draft_that_computes_a_prompt_changes_little():
     """It takes ten times as long. A policy that relied on it would never draft again. If a head is really slower than
     in the table, the second draft is enough."""
     costs = table()
-    costs.observe(trace(8, 4, 5.0, draft_s=10 * table().draft_s("eagle3", 8, 3)), 3)
+    observe(costs, trace(8, 4, 5.0, draft_s=10 * table().draft_s("eagle3", 8, 3)), 3)
     assert costs.draft_s("eagle3", 8, 3) == table().draft_s("eagle3", 8, 3)
     for _ in range(2):
-        costs.observe(trace(8, 4, 5.0, draft_s=1.3 * table().draft_s("eagle3", 8, 3)), 3)
+        observe(costs, trace(8, 4, 5.0, draft_s=1.3 * table().draft_s("eagle3", 8, 3)), 3)
     assert costs.draft_s("eagle3", 8, 3) == pytest.approx(1.3 * table().draft_s("eagle3", 8, 3))
 
 
@@ -196,12 +205,12 @@ def test_a_slow_step_with_few_tokens_does_not_slow_down_larger_ones():
     costs = table()
     for i in range(60):
         for num, factor in ((0, 1.0), (3 if i == 10 else 24, 1.9 if i == 10 else 1.0)):
-            costs.observe(trace(8, num, factor * float(table().steps_s(load(8), num)[-1])))
+            observe(costs, trace(8, num, factor * float(table().steps_s(load(8), num)[-1])))
     wanted, found = table().steps_s(load(8), 56), costs.steps_s(load(8), 56)
     assert np.diff(found).min() >= 0 and np.abs(found / wanted - 1).max() < 0.05
     costs._steps._num_offset[3][2] = 1000  # if it were observed as often, it would count
     for _ in range(3):
-        costs.observe(trace(8, 3, 1.9 * float(wanted[3])))
+        observe(costs, trace(8, 3, 1.9 * float(wanted[3])))
     assert costs.steps_s(load(8), 24)[-1] > 1.05 * wanted[24]
 
 
@@ -209,7 +218,7 @@ def test_a_table_of_another_machine_is_corrected_at_once():
     for factor in (10.0, 0.1):
         costs = table()
         for _ in range(4):
-            costs.observe(trace(8, 0, factor * table().step_s(load(8))))
+            observe(costs, trace(8, 0, factor * table().step_s(load(8))))
         assert costs.step_s(load(8)) / table().step_s(load(8)) == pytest.approx(factor, rel=0.01)
 
 
@@ -221,28 +230,28 @@ def test_steps_with_prompts_and_frozen_tables_change_nothing():
         (table(frozen=True), trace(8, 4, 5.0, draft_s=1.0)),
     ):
         for _ in range(20):
-            costs.observe(seen, 3)
+            observe(costs, seen, 3)
         assert costs.steps_s(load(8), 20).tolist() == table().steps_s(load(8), 20).tolist()
         assert costs.draft_s("eagle3", 8, 3) == table().draft_s("eagle3", 8, 3)
     updated = table()
     for _ in range(2):
-        updated.observe(trace(8, 4, 5.0, draft_s=1.0), 3)  # the same, not frozen
+        observe(updated, trace(8, 4, 5.0, draft_s=1.0), 3)  # the same, not frozen
     assert updated.step_s(load(8)) > table().step_s(load(8)) and updated.draft_s("eagle3", 8, 3) > 0.1
 
 
 def test_draft_times_follow_observed_ones():
     costs = table()
     for _ in range(60):
-        costs.observe(trace(8, 24, 0.01, draft_s=0.020), 3)
-        costs.observe(trace(8, 0, 0.01, draft_s=0.004), 0)
+        observe(costs, trace(8, 24, 0.01, draft_s=0.020), 3)
+        observe(costs, trace(8, 0, 0.01, draft_s=0.004), 0)
     # A constant part is no reason to draft less.
     assert costs.draft_s("eagle3", 8, 3) == pytest.approx(0.016, rel=0.02)
     assert costs.draft_s("eagle3", 8, 6) > 1.5 * costs.draft_s("eagle3", 8, 3)  # still in proportion to the table's
     assert costs.draft_s("eagle3", 8, 0) == 0
     # A drafter that is not in the table, under the name that the policy gives it; it drafted for one row of eight.
     for _ in range(20):
-        costs.observe(trace(8, 3, 0.01, draft_s=0.002), 3, "other", 1)
-        costs.observe(trace(8, 24, 0.01, draft_s=0.008), 3, "other")
+        observe(costs, trace(8, 3, 0.01, draft_s=0.002), 3, "other", 1)
+        observe(costs, trace(8, 24, 0.01, draft_s=0.008), 3, "other")
     assert costs.draft_s("other", 8, 3) == pytest.approx(0.008, rel=0.01)
     assert costs.draft_s("other", 1, 3) == pytest.approx(0.002, rel=0.01)
 
@@ -252,7 +261,7 @@ def test_draft_times_follow_observed_ones():
 
 def test_files_do_not_have_observed_times(tmp_path):
     costs = table()
-    costs.observe(trace(8, 0, 5.0))
+    observe(costs, trace(8, 0, 5.0))
     costs.save(tmp_path / "t.json")
     again = CostTable.load(tmp_path / "t.json")
     assert (again.name, again.source, again.points) == ("test", "made up", POINTS)
@@ -375,3 +384,35 @@ def test_the_shipped_tables_never_fall(name):
     for drafter in ("eagle3", "ngram", "suffix"):
         times = np.array([[costs.draft_s(drafter, r, k) for k in range(9)] for r in (1, 2, 8, 20, 64, 128, 256)])
         assert (np.diff(times, axis=0) >= 0).all() and (np.diff(times, axis=1) >= 0).all()
+
+
+# -- steps without drafts --------------------------------------------------------------------------------------------
+
+
+def test_steps_without_drafts_are_wanted_less_and_less_often():
+    costs, others, wanted = table(), 0, []
+    for step in range(600):
+        if costs.needs_plain_step(8, others):
+            wanted.append(step)
+            observe(costs, trace(8, 0, 0.01))
+            others = 0
+        else:
+            observe(costs, trace(8, 24, 0.02))
+            others += 1
+    assert np.diff(wanted).tolist() == [17, 33, 65, 129, 129, 129] and wanted[0] == 8
+    assert costs.knows_plain(8) and not costs.knows_plain(64)
+    assert not table(frozen=True).needs_plain_step(8, 1000)
+
+
+def test_a_plain_step_that_is_rarely_observed_counts_as_much_as_many_others():
+    """The table takes it for twice as long as it is. What is observed in between is right."""
+    costs, exact = table(), table()
+    factor = 0.5
+    for i in range(400):
+        for _ in range(2 if i < 2 else 0):
+            observe(costs, trace(8, 0, exact.step_s(load(8))))
+        observe(costs, trace(8, 24, exact.steps_s(load(8), 24)[24]))
+        if i % 60 == 59:
+            observe(costs, trace(8, 0, factor * exact.step_s(load(8))))
+    assert costs.step_s(load(8)) / exact.step_s(load(8)) == pytest.approx(factor, rel=0.05)
+    assert costs.steps_s(load(8), 24)[24] / exact.steps_s(load(8), 24)[24] == pytest.approx(1, rel=0.05)

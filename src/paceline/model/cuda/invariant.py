@@ -14,10 +14,9 @@ import triton
 from torch import Tensor
 
 from paceline.model.attention import Attention
-from paceline.model.cuda import swiglu
 from paceline.model.cuda.graphs import SIZES, round_up
 from paceline.model.cuda.invariant_attention import InvariantPagedAttention
-from paceline.model.cuda.invariant_product import Order, Products, is_small, order_of, residual_parts, swiglu_product
+from paceline.model.cuda.invariant_product import Order, Products, fused_swiglu, order_of, residual_parts
 from paceline.model.cuda.ops import CudaOps, qk_norm_rope
 from paceline.model.kv import BatchPlan, PagedKV
 from paceline.model.layer import Layer, Linear
@@ -66,23 +65,19 @@ class InvariantOps(CudaOps):
         return round_up(num_tokens, SIZES)
 
     def linear(self, x_TK: Tensor, linear: Linear) -> Tensor:
-        return self._in_pieces(x_TK, linear)
+        return self._linear_chunked(x_TK, linear)
 
     def residual_linear(self, x_TK: Tensor, linear: Linear) -> Tensor:
-        return self._in_pieces(x_TK, linear, residual_parts(linear))
+        return self._linear_chunked(x_TK, linear, residual_parts(linear))
 
-    def _in_pieces(self, x_TK: Tensor, linear: Linear, parts: int = 1) -> Tensor:
+    def _linear_chunked(self, x_TK: Tensor, linear: Linear, parts: int = 1) -> Tensor:
         """More tokens than were compared are computed in pieces."""
         pieces = [self.products(piece_TK, linear, parts) for piece_TK in x_TK.split(SIZES[-1])]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -2)
 
     def gated(self, h_TD: Tensor, gate_up: Linear) -> Tensor:
-        weight = gate_up.weight
-        assert weight is not None
         if len(h_TD) in self.products.fused_sizes[order_of(gate_up, 1, None)]:
-            return swiglu.swiglu(h_TD, weight)
-        if is_small(len(h_TD), gate_up) and gate_up.bias is None:
-            return swiglu_product(h_TD, gate_up)
+            return fused_swiglu(h_TD, gate_up)
         return self.silu_mul(self.linear(h_TD, gate_up))
 
     def logits(self, h_TD: Tensor, linear: Linear) -> Tensor:

@@ -68,16 +68,16 @@ class Products:
         """Find the numbers of tokens at which torch's product has the bits of `triton_product`, and may be faster."""
         order = order_of(linear, parts, dtype)
         if order not in self.library_sizes:
-            found = examples(linear)
+            examples = make_examples(linear)
             larger = (size for size in sizes if not is_small(size, linear))
-            self.library_sizes[order] = frozenset(size for size in larger if is_equal(found, size, parts, dtype))
+            self.library_sizes[order] = frozenset(size for size in larger if is_equal(examples, size, parts, dtype))
 
     def find_fused_sizes(self, gate_up: Linear, sizes: tuple[int, ...]) -> None:
         """The same for the fused SwiGLU kernel."""
         order = order_of(gate_up, 1, None)
         if order not in self.fused_sizes:
-            found = examples(gate_up)
-            self.fused_sizes[order] = frozenset(size for size in sizes if is_equal_fused(found, size))
+            examples = make_examples(gate_up)
+            self.fused_sizes[order] = frozenset(size for size in sizes if is_equal_fused(examples, size))
 
 
 def is_small(num_tokens: int, linear: Linear) -> bool:
@@ -93,8 +93,8 @@ def library_shares(num_in: int = 4096, num_out: int = 4096) -> tuple[float, floa
     from paceline.model.cuda.graphs import SIZES
 
     linear = Linear(num_in, num_out).to("cuda", torch.bfloat16).requires_grad_(False)
-    found = examples(linear)
-    one, two = (sum(is_equal(found, size, parts, None) for size in SIZES) / len(SIZES) for parts in (1, 2))
+    examples = make_examples(linear)
+    one, two = (sum(is_equal(examples, size, parts, None) for size in SIZES) / len(SIZES) for parts in (1, 2))
     return one, two
 
 
@@ -106,7 +106,7 @@ def order_of(linear: Linear, parts: int, dtype: torch.dtype | None) -> Order:
     return Order(num_out, num_in, parts, linear.bias is not None, dtype)
 
 
-def examples(linear: Linear) -> list[Example]:
+def make_examples(linear: Linear) -> list[Example]:
     """Layers of this shape with inputs. The first ones cancel: the second half of a weight's columns repeats the first
     half, shuffled, and of the inputs it is the negative. The exact outputs are 0, so what is left is rounding, and
     another order of summation shows in nearly every output. With random inputs it would show in few outputs that are
@@ -156,26 +156,33 @@ class Example:
         return x
 
 
-def is_equal(found: Sequence[Example], num_tokens: int, parts: int, dtype: torch.dtype | None) -> bool:
-    for example in found:
+def is_equal(examples: Sequence[Example], num_tokens: int, parts: int, dtype: torch.dtype | None) -> bool:
+    for example in examples:
         x, linear = example.inputs(num_tokens), example.linear
         if not torch.equal(library_product(x, linear, parts, dtype), triton_product(x, linear, parts, dtype)):
             return False
     return True
 
 
-def is_equal_fused(found: Sequence[Example], num_tokens: int) -> bool:
+def is_equal_fused(examples: Sequence[Example], num_tokens: int) -> bool:
+    """Whether there is a fused kernel for so many tokens with the bits of the separate ones."""
     from paceline.model.cuda.ops import CudaOps
 
-    for example in found:
+    for example in examples:
         x, gate_up = example.inputs(num_tokens), example.linear
         weight = gate_up.weight
         assert weight is not None
-        if gate_up.bias is not None or not swiglu.should_use(x, weight):
+        if gate_up.bias is not None or not (is_small(num_tokens, gate_up) or swiglu.should_use(x, weight)):
             return False
-        if not torch.equal(swiglu.swiglu(x, weight), CudaOps().silu_mul(triton_product(x, gate_up))):
+        if not torch.equal(fused_swiglu(x, gate_up), CudaOps().silu_mul(triton_product(x, gate_up))):
             return False
     return True
+
+
+def fused_swiglu(x_TK: Tensor, gate_up: Linear) -> Tensor:
+    weight = gate_up.weight
+    assert weight is not None
+    return swiglu_product(x_TK, gate_up) if is_small(len(x_TK), gate_up) else swiglu.swiglu(x_TK, weight)
 
 
 def library_product(x_TK: Tensor, linear: Linear, parts: int = 1, dtype: torch.dtype | None = None) -> Tensor:
