@@ -124,7 +124,7 @@ def test_the_models_device_becomes_the_current_one(any_device: None, monkeypatch
     current: list[torch.device] = []
     loaded: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", lambda settings: None)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda settings: None)
 
     def load(directory: Path, dtype: torch.dtype, device: str, *rest: Any) -> Decoder:
         assert not device.endswith(":1") or current == [torch.device("cuda:1")]
@@ -156,7 +156,7 @@ def test_segments_of_gpu_memory_are_expandable(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", chosen.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", chosen.append)
     prepare_device(load_config(None, [f"engine.kind={kind}"]), device)
     assert chosen == expected
 

@@ -22,4 +22,4 @@ def use_expandable_segments(device: torch.device | str) -> None:
     fifth of the reserved memory would be lost between tensors. Call it before the first allocation. Settings of the
     environment take precedence."""
     if torch.device(device).type == "cuda" and not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
