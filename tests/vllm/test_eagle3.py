@@ -43,7 +43,8 @@ def acceptance(reply: dict[str, Any]) -> float:
 
 
 def paceline(model: Path, prompts: list[list[int]], max_tokens: int, head: Path | None = None) -> dict[str, Any]:
-    speculation = {"method": "eagle3", "head": str(head), "num_speculative_tokens": K} if head else {"method": "none"}
+    drafts = {"method": "eagle3", "policy": "static", "head": str(head), "num_speculative_tokens": K}
+    speculation = drafts if head else {"method": "none"}
     worker = Worker()
     worker.load({"model": {"name": str(model)}, "engine": {"max_num_seqs": 8}, "speculation": speculation})
     return worker.run(prompts, max_tokens, temperature=0.0, seed=0)
