@@ -35,7 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def fixed_cost_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Step times are those of the table, independent of the machine."""
-    monkeypatch.setattr(CostTable, "observe", lambda *args, **options: None)
+    for name in ("observe", "observe_drafting"):
+        monkeypatch.setattr(CostTable, name, lambda *args: None)
 
 
 def drafting(folder: Path, method: str, policy: str) -> list[str]:
