@@ -157,10 +157,10 @@ class SpeculationSection(Section):
     @property
     def resolved_policy(self) -> str:
         """With Paceline's own engine."""
-        if self.policy is not None:
-            return self.policy
         if self.method == "none":
             return "static"
+        if self.policy is not None:
+            return self.policy
         lengths = self.num_speculative_tokens
         has_length = isinstance(lengths, int) and lengths > 0
         return "auto" if has_length and self.rule == "coupled" and not self.min_confidence else "static"

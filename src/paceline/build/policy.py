@@ -14,7 +14,7 @@ from paceline.speculation.policy import SpeculationPolicy, StaticPolicy
 def build_policy(speculation: SpeculationSection, costs: Callable[[], CostTable]) -> SpeculationPolicy:
     """`costs` is called only for policies that need a cost table."""
     policy = speculation.resolved_policy
-    if policy == "static" or speculation.method == "none":
+    if policy == "static":
         return StaticPolicy(speculation.num_speculative_tokens, speculation.min_confidence)
     k = speculation.num_speculative_tokens
     assert isinstance(k, int)  # checked by SpeculationSection

@@ -34,9 +34,8 @@ class Acceptance:
     drafted: np.ndarray  # int64 [k], drafts that have this position
     accepted: np.ndarray  # int64 [k], drafts that are accepted up to and including this position
     num_drafts: int = 0
-    by_depth: np.ndarray = field(
-        default_factory=lambda: np.zeros((len(DEPTHS), 2), np.int64)
-    )  # drafts, accepted tokens
+    # Of each range of depths: drafts, accepted tokens.
+    by_depth: np.ndarray = field(default_factory=lambda: np.zeros((len(DEPTHS), 2), np.int64))
 
     @staticmethod
     def zeros(k: int) -> Acceptance:

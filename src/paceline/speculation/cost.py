@@ -78,9 +78,7 @@ class CostTable:
         if load.num_query_tokens > load.num_rows:
             return float(self.steps_s(load, 0)[0])
         seconds = self._measured_s(load, 0)
-        if self._steps.is_new:
-            return seconds
-        return seconds * math.exp(self._steps.log(load.num_rows, 0))
+        return seconds if self._steps.is_new else seconds * math.exp(self._steps.log(load.num_rows, 0))
 
     def _measured_s(self, load: Load, num_extra: int) -> float:
         """As measured, for rows with one query token each and so many extra tokens."""
