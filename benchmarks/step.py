@@ -60,7 +60,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.length <= max(map(int, args.tokens.split(","))) + 2:
         parser.error("--length must be well above --tokens: drafts do not go past the end of a completion")
-    engine = build_engine(load_config(None, [f"model.name={args.model}", f"engine.threads={args.threads}"]))
+    settings = [f"model.name={args.model}", f"engine.threads={args.threads}", "speculation.method=none"]
+    engine = build_engine(load_config(None, settings))
     prompt = tuple(engine.tokenizer.encode(PROMPT))
     cases = [(int(batch), int(tokens)) for batch in args.batch.split(",") for tokens in args.tokens.split(",")]
     found: dict[tuple[int, int], list[StepTrace]] = {case: [] for case in cases}

@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     batches = [int(size) for size in args.batch.split(",")]
-    config = load_config(None, [f"engine.max_num_seqs={max(batches)}"])
+    config = load_config(None, [f"engine.max_num_seqs={max(batches)}", "speculation.method=none"])
     engine = build_engine(config)
     sampling = SamplingParams(temperature=args.temperature, max_tokens=args.tokens)
 

@@ -31,7 +31,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--batch", type=int, default=16)
     args = parser.parse_args()
-    base = [f"model.name={args.model}", "engine.kind=vllm", "engine.graphs=false", "engine.kv_tokens=16384"]
+    base = [
+        f"model.name={args.model}",
+        "engine.kind=vllm",
+        "engine.graphs=false",
+        "engine.kv_tokens=16384",
+        "speculation.method=none",
+    ]
     config = load_config(None, [*base, f"engine.max_num_seqs={args.batch}", "engine.prefix_sharing=false"])
     directory = store.resolve(config.model.name)
     tokenizer = store.load_tokenizer(directory)

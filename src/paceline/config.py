@@ -96,17 +96,19 @@ HEAD_METHODS = ("eagle3", "hybrid")  # methods that draft with an EAGLE-3 head
 
 class SpeculationSection(Section):
     # Drafter. "ngram" drafts from the sequence itself, "suffix" from the history of its problem, "draft_model" with a
-    # smaller model, "eagle3" with an EAGLE-3 head, "hybrid" from the history or with the head.
-    method: Literal["none", "ngram", "suffix", "draft_model", "eagle3", "hybrid"] = "none"
+    # smaller model, "eagle3" with an EAGLE-3 head, "hybrid" from the history or with the head. By default "hybrid" if
+    # head is set, "draft_model" if draft_model is set, and "none" with vLLM or `generate`.
+    method: Literal["none", "ngram", "suffix", "draft_model", "eagle3", "hybrid"] = "suffix"
     # How many tokens to draft: "static" always num_speculative_tokens, "das" more for long sequences, "auto" at every
-    # step the number that saves most time, or none. Not set: "auto" if it can be used (Paceline's own engine, rule =
-    # "coupled", one draft length above 0, min_confidence = 0), else "static".
-    policy: Literal["static", "das", "auto"] | None = None
+    # step the number that saves most time, or none. "static" by default where "auto" can't be used: with vLLM, another
+    # rule than "coupled", a table of draft lengths, or min_confidence; and with `generate`.
+    policy: Literal["static", "das", "auto"] = "auto"
     # Draft length; for `das` and `auto`, its maximum. On a GPU 7 by default. For `static` also a table {maximum batch
     # size: draft length}; larger batches do not draft.
     num_speculative_tokens: DraftLength | DraftLengths = 4
     cost_table: str | None = None  # `das`, `auto`: a JSON file, or the name of a shipped table; not set: measure it
-    rule: Literal["coupled", "rejection", "block"] = "coupled"  # acceptance rule (docs/concepts/exactness.md)
+    # Acceptance rule (docs/concepts/exactness.md); with vLLM "rejection" by default.
+    rule: Literal["coupled", "rejection", "block"] = "coupled"
     # `draft_model`: a model with the same vocabulary, or "layers:N", the first N layers of the target.
     draft_model: str | None = None
     head: str | None = None  # EAGLE-3: directory of the head; not set: the shipped head for model.name
@@ -120,8 +122,9 @@ class SpeculationSection(Section):
     prompt_lookup_max: Positive = 5  # `ngram`: maximum match length in tokens
     # `static`: end a draft before a token whose survival probability is below this.
     min_confidence: Annotated[float, Field(ge=0, le=1)] = 0.0
-    # `train`: generate every n-th RL step again, with drafts and without, to compare tokens and time. 0: never.
-    audit_every: Count = 0
+    # `train`: generate every n-th RL step again, with drafts and without, to compare tokens and time. 0: never. Not
+    # set: where audits are possible, as often as they take at most 3% of the run's time.
+    audit_every: Count | None = None
     suffix_min_match: Positive = 1  # `suffix`: minimum match length in tokens
     suffix_max_bytes: Annotated[int, Field(ge=1 << 16)] = 1 << 30  # `suffix`: maximum size of the history
     suffix_max_versions: Annotated[int, Field(ge=1, le=64)] = 4  # `suffix`: policy versions to keep per problem
@@ -145,25 +148,14 @@ class SpeculationSection(Section):
             )
         if self.policy == "auto" and self.rule != "coupled":
             raise ValueError(
-                f'speculation.policy = "auto" selects by the draft tokens, which biases rule = "{self.rule}"; use rule '
-                '= "coupled", or policy = "das" or "static"'
+                f'speculation.policy = "auto" selects by the draft tokens, which biases rule = "{self.rule}"; use '
+                'policy = "static" or "das", or rule = "coupled"'
             )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"speculation.prompt_lookup_min = {self.prompt_lookup_min}: must be at most "
                 f"speculation.prompt_lookup_max = {self.prompt_lookup_max}"
             )
-
-    @property
-    def resolved_policy(self) -> str:
-        """With Paceline's own engine."""
-        if self.method == "none":
-            return "static"
-        if self.policy is not None:
-            return self.policy
-        lengths = self.num_speculative_tokens
-        has_length = isinstance(lengths, int) and lengths > 0
-        return "auto" if has_length and self.rule == "coupled" and not self.min_confidence else "static"
 
     @property
     def uses_head(self) -> bool:

@@ -193,12 +193,14 @@ def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 # ---- writing ----
 
 
-def dump_config(config: BaseModel) -> str:
-    """All settings as TOML. Reading it gives an equal config. None is left out: it is the default of such keys."""
+def dump_config(config: BaseModel, comments: Mapping[str, str] = {}) -> str:
+    """All settings as TOML. Reading it gives an equal config. None is left out: it is the default of such keys.
+    `comments`: one line for some sections."""
     sections = []
     for name, section in config.model_dump().items():
+        comment = [f"# {comments[name]}"] if name in comments else []
         lines = [f"{key} = {_toml_value(value)}" for key, value in section.items() if value is not None]
-        sections.append("\n".join([f"[{name}]", *lines]))
+        sections.append("\n".join([f"[{name}]", *comment, *lines]))
     return "\n\n".join(sections) + "\n"
 
 

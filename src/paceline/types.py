@@ -228,6 +228,7 @@ class StepTrace:
     num_proposed: int = 0  # draft tokens that the drafter proposed; num_draft_tokens of them were verified
     expected_accepted: float = 0.0  # accepted draft tokens, as estimated by the policy
     expected_s: float = 0.0  # time of the step, as estimated by the policy; 0: no estimate
+    plain_s: float = 0.0  # time of the step if it had no drafts, as estimated by the policy; 0: no estimate
     per_drafter: tuple[tuple[str, int, int], ...] = ()  # (drafter, tokens verified, tokens accepted)
     num_history_bytes: int = 0  # size of the drafter's history
     num_captured: int = 0  # CUDA graphs captured during the step; if any, the step's times are not representative

@@ -175,15 +175,3 @@ def test_a_gpu_has_other_defaults():
     config = load_config(None, ["model.device=cuda", "model.dtype=float32", "engine.max_num_seqs=8"])
     assert (config.model.dtype, config.engine.max_num_seqs) == ("float32", 8)
     assert load_config(None, ["engine.max_num_seqs=8"]).model.dtype == "float32"
-
-
-@pytest.mark.parametrize(
-    ("settings", "policy"),
-    [
-        ([], "auto"), (["policy=static"], "static"), (["rule=block"], "static"), (["min_confidence=0.1"], "static"),
-        (["num_speculative_tokens={8 = 2}"], "static"), (["num_speculative_tokens=0"], "static"),
-    ],
-)  # fmt: skip
-def test_policy_auto_is_the_default_where_it_can_be_used(settings, policy):
-    config = load_config(None, ["speculation.method=suffix", *(f"speculation.{each}" for each in settings)])
-    assert config.speculation.resolved_policy == policy

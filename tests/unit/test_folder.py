@@ -184,7 +184,7 @@ def test_random_settings_round_trip(
 ) -> None:
     config = Config(
         task=TaskSection(name=name, template=name, params=params),
-        speculation=SpeculationSection(num_speculative_tokens=tokens),
+        speculation=SpeculationSection(policy="static", num_speculative_tokens=tokens),
     )
     path = tmp_path_factory.getbasetemp() / "config.toml"
     path.write_bytes(dump_config(config).encode())

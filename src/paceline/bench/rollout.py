@@ -339,7 +339,7 @@ class Bench:
             return None
         if case.engine != "paceline":
             return case.policy or "static"
-        return self.settings.with_mode(case.mode, case.k).speculation.resolved_policy
+        return self.settings.with_mode(case.mode, case.k).speculation.policy
 
 
 def _check_engine(case: Case) -> None:

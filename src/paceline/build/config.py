@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.build.defaults import fill, with_defaults
 from paceline.cluster.check_settings import cluster_problems, engine_problems
-from paceline.config import GPU_DEFAULTS, Config, Section
+from paceline.config import Config, Section
 from paceline.config_io import ConfigError, read_settings, validate
 from paceline.draft.check_settings import online_problems
 from paceline.rl.check_settings import audit_problems, training_problems
@@ -16,32 +17,24 @@ from paceline.rl.check_settings import audit_problems, training_problems
 CHECKS = (engine_problems, audit_problems, cluster_problems, online_problems, training_problems)
 
 
-def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The settings of a TOML file (or the defaults), with `a.b=c` overrides applied in order."""
-    return make_config(read_settings(path, overrides))
+def load_config(
+    path: str | Path | None = None, overrides: Sequence[str] = (), defaults: Mapping[str, Mapping[str, Any]] = {}
+) -> Config:
+    """The settings of a TOML file (or the defaults), with `a.b=c` overrides applied in order. `defaults`: what a
+    command uses instead of the usual defaults, by section and key."""
+    settings: Mapping[str, Any] = read_settings(path, overrides)
+    for section, values in defaults.items():
+        settings = fill(settings, section, values)
+    return make_config(settings)
 
 
 def make_config(settings: Mapping[str, Any]) -> Config:
     """A Config from nested sections, keys and values. Raises ConfigError for wrong or incompatible settings."""
-    config = validate(Config, with_device_defaults(settings))
+    config = validate(Config, with_defaults(settings))
     for check in CHECKS:
         for problem in check(config):
             raise ConfigError(problem)
     return config
-
-
-def with_device_defaults(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings, with the defaults of a GPU if model.device is one."""
-    model = settings.get("model")
-    device = model.get("device") if isinstance(model, Mapping) else None
-    if not isinstance(device, str) or not device.startswith("cuda"):
-        return settings
-    found = dict(settings)
-    for section, defaults in GPU_DEFAULTS.items():
-        given = found.get(section, {})
-        if isinstance(given, Mapping):  # otherwise validation reports it
-            found[section] = {**defaults, **given}
-    return found
 
 
 def with_absolute_paths(config: Config) -> Config:

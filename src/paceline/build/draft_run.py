@@ -13,7 +13,7 @@ from paceline.build.engine import build_engine
 from paceline.build.model import check_device, load_decoder
 from paceline.build.run import describe_run
 from paceline.build.task import build_task, check_prompts
-from paceline.config import Config, SpeculationSection
+from paceline.config import Config
 from paceline.config_io import dump_config
 from paceline.draft.data import Reader, read_examples
 from paceline.draft.head_init import HeadInit
@@ -85,7 +85,7 @@ def build_draft_trainer(
                     raise KeyboardInterrupt
                 callback.progress("generating", done, total)
 
-            plain = config.model_copy(update={"speculation": SpeculationSection()})
+            plain = config.changed(speculation={"method": "none"})
             records = generate(lambda: build_engine(plain), requests, folder, on_progress)
             examples = rollout_examples(records, reader, max_length)
         assert examples is not None

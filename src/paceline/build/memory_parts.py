@@ -173,7 +173,7 @@ def drafter_bytes(config: Config, draft: ModelConfig | None, heads: Sequence[Hea
     num = 2 * draft.num_layers * draft.num_kv_heads * draft.head_dim * kv_tokens
     if not (speculation.draft_model or "").startswith("layers:"):  # else it has the target's weights
         num += num_weights(draft)
-    return max(head, num * size * (2 if speculation.audit_every else 1))  # an audit builds another one
+    return max(head, num * size * (1 if speculation.audit_every == 0 else 2))  # an audit builds another one
 
 
 def head_training_bytes(config: Config, section: DraftSection, head: HeadConfig) -> int:

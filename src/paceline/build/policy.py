@@ -13,11 +13,10 @@ from paceline.speculation.policy import SpeculationPolicy, StaticPolicy
 
 def build_policy(speculation: SpeculationSection, costs: Callable[[], CostTable]) -> SpeculationPolicy:
     """`costs` is called only for policies that need a cost table."""
-    policy = speculation.resolved_policy
-    if policy == "static":
+    if speculation.policy == "static" or speculation.method == "none":
         return StaticPolicy(speculation.num_speculative_tokens, speculation.min_confidence)
     k = speculation.num_speculative_tokens
     assert isinstance(k, int)  # checked by SpeculationSection
-    if policy == "das":
+    if speculation.policy == "das":
         return DasPolicy(costs(), k)
     return AutoPolicy(costs(), k, speculation.method)

@@ -9,7 +9,7 @@ from paceline.build import model_free
 from paceline.build.config import load_config
 from paceline.build.policy import build_policy
 from paceline.config import HEAD_METHODS, Config
-from paceline.config_io import ConfigError
+from paceline.config_io import ConfigError, read_settings
 from paceline.drafters.hybrid import HybridDrafter
 from paceline.replay.engine import Replay
 from paceline.replay.recorded_head import RecordedHead
@@ -45,11 +45,9 @@ def check_names(drafters: tuple[str, ...], policies: tuple[str, ...]) -> None:
 
 def check_overrides(overrides: tuple[str, ...]) -> None:
     """Raise ValueError for a setting that a replay would ignore."""
-    given = load_config(None, overrides)
-    keys = [
-        f"{section}.{key}" for section in given.model_fields_set for key in getattr(given, section).model_fields_set
-    ]
-    for key in sorted(keys):
+    load_config(None, overrides)  # raises for an unknown key
+    given = read_settings(None, overrides)
+    for key in sorted(f"{section}.{key}" for section, values in given.items() for key in values):
         if key not in SUPPORTED_SETTINGS:
             raise ValueError(
                 f"--set {key}: not a setting of a replay, which has {', '.join(SUPPORTED_SETTINGS)}; drafters, "

@@ -12,6 +12,7 @@ import torch
 
 from paceline import __version__
 from paceline.build.config import load_config, with_absolute_paths
+from paceline.build.defaults import describe_speculation
 from paceline.build.drafter import build_drafter, build_head, drafting_head, recorded_acceptance
 from paceline.build.engine import build_engine
 from paceline.build.learner import build_learner
@@ -31,6 +32,7 @@ from paceline.model.weights import ModelError
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.audit import Auditor
 from paceline.rl.callback import ProgressCallback
+from paceline.rl.check_settings import audit_obstacles
 from paceline.rl.checkpoint import Checkpoints
 from paceline.rl.collect import Collector
 from paceline.rl.folder import RunFolder
@@ -81,8 +83,11 @@ def build_rollout_engine(config: Config) -> Engine:
 
 
 def build_auditor(config: Config, engine: Engine) -> Auditor | None:
-    """None unless the engine is local: an audit needs the rule `coupled`, and an engine in this process to time."""
-    if not isinstance(engine, LocalEngine):
+    """None if audits are not possible: they need the rule `coupled`, and an engine in this process to time. None also
+    if nothing is drafted, unless audits are asked for."""
+    if not isinstance(engine, LocalEngine) or any(audit_obstacles(config)):
+        return None
+    if config.speculation.method == "none" and not config.speculation.audit_every:
         return None
     target = engine.paged.decoder
 
@@ -136,7 +141,7 @@ def build_trainer(
     if resume is None:
         folder = RunFolder.create(
             run,
-            dump_config(config),
+            run_toml(config),
             describe_run(config, f"{config.algorithm.name} on {task.name}", task.name)
             | ({"sandbox": rewarder.sandbox} if rewarder.sandbox is not None else {})
             | recorded_plan(plan)
@@ -178,8 +183,13 @@ def build_trainer(
     if resume is not None and trainer.step >= config.train.num_steps:
         callback.note(f"{resume} is finished: {trainer.step} steps; to continue, raise train.num_steps")
     elif resume is not None:
-        folder.write_config(dump_config(config))
+        folder.write_config(run_toml(config))
     return trainer
+
+
+def run_toml(config: Config) -> str:
+    """A run's config.toml."""
+    return dump_config(config, {"speculation": describe_speculation(config)})
 
 
 def describe_run(config: Config, name: str, task: str) -> dict[str, Any]:

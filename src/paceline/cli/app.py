@@ -77,11 +77,16 @@ def _report_errors(function: Command) -> Command:
     return wrapped  # type: ignore[return-value]
 
 
-def settings(path: Path | None, overrides: Sequence[str] | None, **flags: Any) -> Config:
-    """The config of --config and --set, overridden by the flags that are not None."""
+def settings(
+    path: Path | None,
+    overrides: Sequence[str] | None,
+    defaults: Mapping[str, Mapping[str, Any]] = {},
+    **flags: Any,
+) -> Config:
+    """The config of --config and --set, overridden by the flags that are not None. `defaults`: see `load_config`."""
     # JSON strings and numbers are valid TOML. The flag `section__key` sets section.key.
     given = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in flags.items() if value is not None]
-    return load_config(path, [*(overrides or []), *given])
+    return load_config(path, [*(overrides or []), *given], defaults)
 
 
 def check_outputs(json_file: Path | None, plot_file: Path | None) -> None:

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from paceline.tasks.task import Prompt
 
 
+# The policy `auto` measures step times once, which takes longer than most calls.
+DEFAULTS = {"speculation": {"method": "none", "policy": "static"}}
+
+
 @command()
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; `-` reads one from stdin.")] = None,
@@ -65,6 +69,7 @@ def generate(
     cfg = settings(
         config,
         overrides,
+        DEFAULTS,
         model__name=model,
         speculation__method=method,
         speculation__num_speculative_tokens=k,

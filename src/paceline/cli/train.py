@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 from paceline.build.config import load_config
+from paceline.build.defaults import describe_speculation
 from paceline.cli.app import (
     JsonFile,
     check_resumable,
@@ -23,6 +24,7 @@ from paceline.cli.app import (
     stop_on_signal,
     warn,
 )
+from paceline.cli.gain import describe_gain
 from paceline.config import Config
 from paceline.report.table import check_writable, render
 
@@ -55,7 +57,7 @@ def train(
         bool, typer.Option("--dry-run", help="Check the settings and print the plan; do not train.")
     ] = False,
 ) -> None:
-    """Post-train a model with RL. Set `speculation.method` for speculative rollouts.
+    """Post-train a model with RL. Rollouts are speculative by default.
 
     Ctrl-C or SIGTERM stops with a checkpoint. `--resume RUN` continues.
 
@@ -86,6 +88,7 @@ def train(
     callback = TerminalProgress(err, config)
     with callback:
         callback.note(f"{config.algorithm.name} on {config.task.name} with {config.model.name}")
+        callback.note(describe_speculation(config))
         run_training = run_on_cluster if config.cluster.kind == "ray" else run_in_process
         folder, summary = run_training(config, callback, run, resume)
         report = write_report(folder)
@@ -135,6 +138,10 @@ def stop_with_note(stop: Callable[[], None]) -> contextlib.AbstractContextManage
 
 def print_result(folder: Path, config: Config, summary: dict[str, Any], report: Path) -> None:
     print_figures(summary_figures(summary, config.train.max_staleness > 0))
+    from paceline.model.head_files import ships_head
+
+    for line in describe_gain(config, summary, ships_head(config.model.name)):
+        out.print(line, soft_wrap=True, highlight=False)
     out.print(f"run     {folder}\nreport  {report}", soft_wrap=True)
     if not summary["finished"]:
         warn(
@@ -160,6 +167,8 @@ def summary_figures(summary: dict[str, Any], overlaps: bool) -> dict[str, Any]:
         figures["audited tokens identical"] = (
             summary["identical"] if same else "no: near-ties, as the kernels are not batch-invariant"
         )
+    elif summary["estimated_speedup"] is not None:
+        figures["estimated speed-up of decoding, not audited"] = f"{summary['estimated_speedup']:.2f}x"
     hidden = () if overlaps else ("exposed_generation",)  # without overlap it equals generation
     for name, stage in summary["stages"].items():
         if stage["seconds"] >= 0.05 and name not in hidden:

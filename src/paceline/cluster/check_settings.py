@@ -64,7 +64,7 @@ def _vllm_speculation_problems(config: Config) -> Iterator[str]:
             f'speculation.rule = "{speculation.rule}": {VLLM} accepts drafts by rejection sampling (the distribution '
             'is the same, the tokens of a seed are not); set rule = "rejection"'
         )
-    if speculation.policy not in (None, "static"):
+    if speculation.policy != "static":
         yield (
             f'speculation.policy = "{speculation.policy}": {VLLM} schedules by itself and does not call a speculation '
             'policy; use policy = "static"'

@@ -65,6 +65,7 @@ class CommittedStep:
             is_probe=drafts.decision.is_probe,
             expected_accepted=drafts.decision.expected_accepted,
             expected_s=drafts.decision.expected_s,
+            plain_s=drafts.decision.plain_s,
             num_planned=drafts.num_planned,
             num_proposed=drafts.num_proposed,
             per_drafter=self._per_drafter(),

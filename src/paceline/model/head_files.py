@@ -223,30 +223,45 @@ def _check_target(directory: Path, target_checksum: str | None) -> None:
 # ---- names ----
 
 
+def ships_head(model_name: str) -> bool:
+    """Whether an EAGLE-3 head for this model ships with Paceline."""
+    return _known_name(model_name) in _shipped_heads()
+
+
+def _known_name(model_name: str) -> str:
+    """The name of a model that is given by name or by the directory of a pulled model."""
+    pulled = Path(model_name).expanduser()
+    return pulled.name if pulled.parent == native.cache_dir() / "models" else model_name
+
+
+def _shipped_heads() -> dict[str, Path]:
+    """Directories by model."""
+    heads = Path(str(resources.files("paceline"))) / "heads"
+    return {path.parent.name: path.parent for path in heads.glob("*/config.json")}
+
+
 def resolve_head(name: str | None, model_name: str) -> Path:
     """The directory of a head given by path or name or, if `name` is None, of the one that ships with Paceline for this
     model. `model_name` may be the directory of a pulled model."""
-    heads = Path(str(resources.files("paceline"))) / "heads"
-    shipped = sorted(path.parent.name for path in heads.glob("*/config.json"))
+    heads = _shipped_heads()
+    shipped = ", ".join(sorted(heads)) or "none"
     if name is not None:
         path = Path(name).expanduser()
-        if name in shipped and not path.exists():
-            return heads / name
+        if name in heads and not path.exists():
+            return heads[name]
         if not name or not path.is_dir():
             raise ModelError(
                 f"speculation.head = {name!r}: no such directory; train a head with `paceline train-draft`, or use "
-                f"one that ships with Paceline ({', '.join(shipped) or 'none'})"
+                f"one that ships with Paceline ({shipped})"
             )
         if not (path / "config.json").exists() and (path / "head" / "config.json").exists():
             raise ModelError(f"speculation.head = {name!r} is a run's folder; use its head, {str(path / 'head')!r}")
         return path
-    pulled = Path(model_name).expanduser()
-    model = pulled.name if pulled.parent == native.cache_dir() / "models" else model_name
-    if model in shipped:
-        return heads / model
+    if ships_head(model_name):
+        return heads[_known_name(model_name)]
     raise ModelError(
-        f"no EAGLE-3 head ships with Paceline for model {model_name!r} (for: {', '.join(shipped) or 'none'}); train "
-        "one with `paceline train-draft` and set speculation.head to its directory, or draft without a head: "
+        f"no EAGLE-3 head ships with Paceline for model {model_name!r} (for: {shipped}); train one with `paceline "
+        "train-draft` and set speculation.head to its directory, or draft without a head: "
         'speculation.method = "suffix". For a policy that was trained from one of these models, set speculation.head '
         "to the model's name and speculation.any_target = true"
     )

@@ -322,6 +322,7 @@ class Replay:
             num_proposed=int(step.drafts.num.sum()) if step.drafts is not None else 0,
             expected_accepted=decision.expected_accepted,
             expected_s=decision.expected_s,
+            plain_s=decision.plain_s,
             per_drafter=per_drafter,
             num_history_bytes=drafter.num_bytes if drafter is not None else 0,
         )

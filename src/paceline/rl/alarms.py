@@ -69,9 +69,7 @@ class Alarms:
         self.recorded, self.temperature = recorded, config.sampling.temperature
         self.section, self.method = config.draft, config.speculation.method
         # With others, speculation.min_confidence is an error.
-        self.has_min_confidence = (
-            config.speculation.resolved_policy == "static" and config.speculation.rule == "coupled"
-        )
+        self.has_min_confidence = config.speculation.policy == "static" and config.speculation.rule == "coupled"
         self.online = config.draft.online != "off"
         self.length: float | None = None  # mean acceptance length of the last batch with enough drafts
         self.version: int | None = None  # policy version of that batch

@@ -8,24 +8,28 @@ from paceline.config import Config
 
 
 def audit_problems(config: Config) -> Iterator[str]:
+    """Audits that are asked for and not possible."""
+    if config.speculation.audit_every:
+        for obstacle in audit_obstacles(config):
+            yield f"speculation.audit_every = {config.speculation.audit_every}: {obstacle}"
+
+
+def audit_obstacles(config: Config) -> Iterator[str]:
     """Settings with which an audit could not compare tokens and times."""
-    if not config.speculation.audit_every:
-        return
-    key = f"speculation.audit_every = {config.speculation.audit_every}"
     if config.speculation.rule != "coupled":
         yield (
-            f"{key}: an audit generates the same tokens twice, which speculation.rule = "
+            "an audit generates the same tokens twice, which speculation.rule = "
             f'"{config.speculation.rule}" does not; use rule = "coupled" or audit_every = 0'
         )
     if config.train.max_staleness:
         yield (
-            f"{key}: training would run at the same time as the audit and distort its times; set train.max_staleness "
-            "= 0 or audit_every = 0"
+            "training would run at the same time as the audit and distort its times; set train.max_staleness = 0 or "
+            "audit_every = 0"
         )
     if config.task.kind == "env":
         yield (
-            f'{key}: with task.kind = "env" the prompt of a later turn contains the completion of the turn before, '
-            "which the audit would generate again; set audit_every = 0"
+            'with task.kind = "env" the prompt of a later turn contains the completion of the turn before, which the '
+            "audit would generate again; set audit_every = 0"
         )
 
 

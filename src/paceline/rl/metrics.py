@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from paceline.rl.learner import UpdateReport
 from paceline.rl.produce import Batch
 from paceline.rl.stage_timer import StageTimer
 from paceline.speculation.metrics import summarise
+from paceline.types import StepTrace
 
 STAGES = ("data", "sync", "generation", "reward", "logprob", "training", "head_training", "draft")
 ROLLOUT_STAGES = ("data", "sync", "generation", "reward")  # hidden behind training if the two overlap
@@ -102,8 +104,22 @@ def rollout_metrics(batch: Batch) -> dict[str, Any]:
                 "draft_s",
             )
         },
+        **plain_estimate(batch.traces),
         "drafter_version": _last_trace(batch, "drafter_version"),
         "num_history_bytes": _last_trace(batch, "num_history_bytes"),
+    }
+
+
+def plain_estimate(traces: Iterable[StepTrace]) -> dict[str, float]:
+    """`estimated_plain_s`: time of plain decoding for the tokens of `decoding_s`, the time of the steps without prompt
+    tokens for which the policy has estimated a plain step's time. A step with several tokens per row counts as so many
+    plain steps."""
+    steps = [
+        t for t in traces if t.plain_s and t.num_query_tokens == t.num_rows + t.num_draft_tokens and not t.num_captured
+    ]
+    return {
+        "estimated_plain_s": sum(t.plain_s * t.num_emitted / t.num_rows for t in steps),
+        "decoding_s": sum(t.total_s for t in steps),
     }
 
 

@@ -15,7 +15,7 @@ from paceline.rl.produce import Batch
 from paceline.rl.records import rollout_record
 
 MAX_FAILURES_SHOWN = 3  # per step
-COUNTS = ("num_tokens", "num_drafts", "num_accepted_tokens")
+TOTALS = ("num_tokens", "num_drafts", "num_accepted_tokens", "estimated_plain_s", "decoding_s")
 
 
 class Recorder:
@@ -23,7 +23,7 @@ class Recorder:
         self.folder, self.sinks, self.callback = folder, sinks, callback
         self.pieces = Pieces(tokenizer)
         self.audits: list[dict[str, Any]] = []
-        self.totals = dict.fromkeys(("wall_s", *COUNTS), 0.0)
+        self.totals = dict.fromkeys(("wall_s", *TOTALS), 0.0)
         self.stages: dict[str, float] = {}  # seconds
 
     def record(self, batch: Batch, metrics: Mapping[str, Any]) -> None:
@@ -36,7 +36,7 @@ class Recorder:
             sink.write(batch.step, metrics)
         for failure in [r.failure for _, r in rollouts if r.failure is not None][:MAX_FAILURES_SHOWN]:
             self.callback.note(failure)
-        for key in COUNTS:
+        for key in TOTALS:
             self.totals[key] += metrics[key]
         self.totals["wall_s"] += metrics["stages"]["total"]
         for name, seconds in metrics["stages"].items():
@@ -54,6 +54,7 @@ class Recorder:
             "reward_after": last["reward"] if last else None,
             "best": evaluation["best"],
             **overall(self.audits),
+            "estimated_speedup": self._estimated_speedup(),
             "mean_acceptance_length": 1 + self.totals["num_accepted_tokens"] / num_drafts if num_drafts else 1.0,
             "num_tokens": int(self.totals["num_tokens"]),
             "wall_s": self.totals["wall_s"],
@@ -65,6 +66,12 @@ class Recorder:
         }
         self.folder.write_json("summary.json", summary)
         return summary
+
+    def _estimated_speedup(self) -> float | None:
+        """Of decoding, by the policy's estimates (`metrics.plain_estimate`)."""
+        if not self.totals["num_drafts"] or not self.totals["decoding_s"]:
+            return None
+        return self.totals["estimated_plain_s"] / self.totals["decoding_s"]
 
     def state_dict(self) -> dict[str, Any]:
         return {"audits": self.audits, "totals": self.totals, "stages": self.stages}

@@ -29,6 +29,7 @@ from paceline.model.weights import checksum
 from paceline.rl.alarms import Alarms, FirstPositions
 from paceline.rl.algorithms import Algorithm
 from paceline.rl.audit import Auditor, check_audit
+from paceline.rl.audit_schedule import AuditSchedule
 from paceline.rl.batch import TokenBatch, scored
 from paceline.rl.callback import ProgressCallback
 from paceline.rl.checkpoint import Checkpoint, Checkpoints
@@ -81,6 +82,7 @@ class Trainer:
         self.task, self.collector, self.auditor, self.folder = task, collector, auditor, folder
         self.checkpoints, self.callback, self.head_trainer = checkpoints, callback, head_trainer
         self.planned_sleep = planned_sleep
+        self.audit_schedule = AuditSchedule(config.speculation.audit_every)
         self.restarts, self.alarms = restarts, Alarms(config, recorded_acceptance)
         train = config.train
         self.overlaps = train.max_staleness > 0  # generation runs while the learner trains
@@ -172,9 +174,9 @@ class Trainer:
             metrics["eval_before"] = self.evaluator.first_eval
         is_best = False
         try:
-            audit_every = self.config.speculation.audit_every
-            if self.auditor is not None and audit_every and (step + 1) % audit_every == 0:
-                metrics |= self._audit(batch, state_before)
+            generation_s = metrics["stages"]["generation"] + metrics["stages"]["draft"]
+            if self.auditor is not None and self.audit_schedule.is_due(step, total_s, generation_s):
+                metrics |= self._audit(batch, state_before, generation_s)
             if train.eval_every and (self.step % train.eval_every == 0 or self.step == train.num_steps):
                 is_best = self.evaluator.evaluate(self.step)
                 metrics["eval"] = self.evaluator.last_eval
@@ -247,10 +249,12 @@ class Trainer:
 
     # -- audits and system metrics ------------------------------------------------------------------------------------
 
-    def _audit(self, batch: Batch, state_before: SpeculationState) -> dict[str, Any]:
+    def _audit(self, batch: Batch, state_before: SpeculationState, generation_s: float) -> dict[str, Any]:
         self.callback.progress("audit", 0, 1)
         assert self.auditor is not None and not self.overlaps, "audits need generation without overlap"
+        started = time.perf_counter()
         audit = self.auditor.audit(batch.rounds, state_before)
+        self.audit_schedule.audited(time.perf_counter() - started, generation_s)
         if audit is None:
             return {}
         self.recorder.audits.append(audit)

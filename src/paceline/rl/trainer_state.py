@@ -72,7 +72,7 @@ def checkpoint_content(trainer: TrainerParts) -> tuple[dict[str, Any], dict[str,
         "alarms": trainer.alarms.state_dict(),
         "speculation_state": list(producer.speculation_state),
         "speculation_method": speculation.method,
-        "speculation_policy": speculation.resolved_policy,
+        "speculation_policy": speculation.policy,
         **trainer.evaluator.state_dict(),
         **trainer.recorder.state_dict(),
     }
@@ -116,7 +116,7 @@ def _speculation_state(trainer: TrainerParts, checkpoint: Checkpoint) -> Specula
             f'speculation.method = "{speculation.method}": the new drafter starts without the state of the old one'
         )
         unusable = {"drafter", "policy"}
-    if state["speculation_policy"] != speculation.resolved_policy:
+    if state["speculation_policy"] != speculation.policy:
         unusable.add("policy")
     # The parts of further engines have a number: drafter, drafter-1, …
     names = [name for name in state["speculation_state"] if _kind(name) not in unusable]

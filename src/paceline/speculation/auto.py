@@ -131,17 +131,19 @@ class AutoPolicy(SpeculationPolicy):
             credit_s, self._num_probes, self._probe_left, self._num_drafting.get(row_bucket(num_rows), 0),
         )  # fmt: skip
         if not step.budget:
-            self.decision = Decision("no drafts: engine.max_num_batched_tokens is used up", 0.0, plain_s, about=step)
+            self.decision = Decision(
+                "no drafts: engine.max_num_batched_tokens is used up", 0.0, plain_s, plain_s, about=step
+            )
             return np.zeros(num_rows, np.int32)
         caps = self._draft_lengths(rows)
         if step.is_plain:
-            self.decision = Decision("a step without drafts, to observe its time", 0.0, plain_s, about=step)
+            self.decision = Decision("a step without drafts, to observe its time", 0.0, plain_s, plain_s, about=step)
             return caps
         if self.model not in (None, self.method) and not step.on_device:
             rows.head_caps, rows.is_head_probe = caps, step.is_probe
             caps = np.full(num_rows, self.max_tokens, np.int32)
         reason = "nothing was drafted" if step.draft_length else f"{self.cost_name} would not pay at {num_rows} rows"
-        self.decision = Decision(reason, 0.0, plain_s, about=step)
+        self.decision = Decision(reason, 0.0, plain_s, plain_s, about=step)
         return rows.limited(caps)
 
     def launched(self, decision: Decision) -> None:
@@ -348,7 +350,7 @@ class AutoPolicy(SpeculationPolicy):
         step.num_selected = num
         verb, more_ms = "probes" if is_probe else "verifies", 1e3 * (expected_s - step.plain_s)
         reason = f"{verb} {num} of {num_drafted} draft tokens: {expected:.2f} accepted for {more_ms:.2f} ms more"
-        self.decision = Decision(reason, expected, expected_s, is_probe, step)
+        self.decision = Decision(reason, expected, expected_s, step.plain_s, is_probe, step)
 
     def observe(self, commits: Commits, trace: StepTrace, decision: Decision) -> None:
         step: _Step = decision.about

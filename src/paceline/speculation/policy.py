@@ -21,6 +21,7 @@ class Decision:
     reason: str = ""
     expected_accepted: float = 0.0
     expected_s: float = 0.0  # 0: not estimated
+    plain_s: float = 0.0  # of the step without drafts; 0: not estimated
     is_probe: bool = False
     about: Any = field(default=None, repr=False, compare=False)  # the policy's own data
 

@@ -123,7 +123,8 @@ def _dataset_rows(section: TaskSection) -> Iterator[Row]:
     except Exception as error:
         raise ValueError(
             f"task.name = {name!r}, task.split = {section.split!r}, task.params = {section.params!r}: can't be loaded: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}. Without access to the hub, use a file of the same rows: "
+            "task.kind=jsonl task.name=FILE.jsonl task.params={}"
         ) from error
     if isinstance(table, DatasetDict):
         if section.split not in table:

@@ -22,13 +22,14 @@ DRAFT = "speculation.rule=rejection"
     [
         (["speculation.audit_every=2"], r"audit_every = 2: .*rule = \"coupled\", and engine.kind = \"vllm\" has none"),
         (
-            ["speculation.method=ngram"],
+            ["speculation.method=ngram", "speculation.rule=coupled"],
             r"speculation.rule = \"coupled\": .*rejection sampling.*set rule = \"rejection\"",
         ),
         (["speculation.method=ngram", "speculation.rule=block"], r"speculation.rule = \"block\""),
         (["speculation.method=hybrid", DRAFT], r"method = \"hybrid\": .*one drafter at a time"),
         (["speculation.policy=das"], r"policy = \"das\": .*schedules by itself"),
-        (["speculation.policy=auto"], r"policy = \"auto\": .*schedules by itself"),
+        (["speculation.policy=auto"], r"policy = \"auto\" .*biases rule = \"rejection\"; use policy = \"static\""),
+        (["speculation.policy=auto", "speculation.rule=coupled"], r"policy = \"auto\": .*schedules by itself"),
         (["speculation.method=ngram", DRAFT, "speculation.num_speculative_tokens={8 = 2}"], "takes one draft length"),
         (["speculation.method=ngram", DRAFT, "speculation.num_speculative_tokens=0"], "takes one draft length above 0"),
         (["speculation.head_dtype=float8"], 'head_dtype = "float8": .*computes a head in model.dtype'),

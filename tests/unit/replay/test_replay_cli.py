@@ -180,7 +180,7 @@ def test_allowed_config_keys_are_those_that_are_read(monkeypatch: pytest.MonkeyP
     for drafter in (*build.MODEL_FREE, *build.HEAD_METHODS):
         for policy in ("static:3", "das", "auto"):
             build.build_replay(Cell(drafter, policy, 4), build.frozen_costs(None, None))
-    by_option = {f"speculation.{name}" for name in ("method", "resolved_policy", "num_speculative_tokens")}
+    by_option = {f"speculation.{name}" for name in ("method", "policy", "num_speculative_tokens")}
     assert read == by_option | set(build.SUPPORTED_SETTINGS)
 
 

@@ -1,0 +1,96 @@
+"""Defaults that depend on other settings: those of a GPU on model.device, those of speculation on engine, acceptance
+rule and draft length. docs/how-to/speculation.md has the table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.config import GPU_DEFAULTS, Config, SpeculationSection
+
+Settings = Mapping[str, Any]  # by section and key; values are not validated
+DRAFTERS = {
+    "ngram": "drafts from the sequence itself",
+    "suffix": "drafts from earlier completions of the problem",
+    "draft_model": "drafts with a smaller model",
+    "eagle3": "drafts with an EAGLE-3 head",
+    "hybrid": "drafts from earlier completions and with an EAGLE-3 head",
+}
+POLICIES = {
+    "auto": "only where the measured step times say that it saves time",
+    "das": "more for sequences that are expected to be long",
+    "static": "in every step",
+}
+
+
+def with_defaults(settings: Settings) -> Settings:
+    """The settings, with each default that differs from the one in `config`."""
+    return _with_speculation_defaults(_with_device_defaults(settings))
+
+
+def describe_speculation(config: Config) -> str:
+    """One line about how a run drafts, and why if that is not what it does by default."""
+    s = config.speculation
+    if s.method == "none":
+        if config.engine.kind == "vllm":
+            return 'no speculation: with engine.kind = "vllm", speculation.method is "none" unless it is set'
+        return 'no speculation: speculation.method = "none"'
+    length = s.num_speculative_tokens
+    limit = f"{length} tokens" if s.policy == "static" else f"up to {length} tokens"
+    text = f"speculation: {s.method} {DRAFTERS[s.method]}; policy {s.policy}: {limit}, {POLICIES[s.policy]}"
+    reason = _no_auto(s.model_dump(), config.engine.kind)
+    return text if s.policy == "auto" or reason is None else f"{text} (auto is not possible with {reason})"
+
+
+def _with_device_defaults(settings: Settings) -> Settings:
+    device = _section(settings, "model").get("device")
+    if not isinstance(device, str) or not device.startswith("cuda"):
+        return settings
+    for section, defaults in GPU_DEFAULTS.items():
+        settings = fill(settings, section, defaults)
+    return settings
+
+
+def _with_speculation_defaults(settings: Settings) -> Settings:
+    engine = _section(settings, "engine").get("kind", "local")
+    given = _section(settings, "speculation")
+    defaults = SpeculationSection().model_dump(include={"method", "rule", "num_speculative_tokens", "min_confidence"})
+    if engine == "vllm":
+        defaults |= {"method": "none", "rule": "rejection"}
+    elif given.get("num_speculative_tokens") == 0:
+        defaults["method"] = "none"
+    elif given.get("head") is not None:
+        defaults["method"] = "hybrid"
+    elif given.get("draft_model") is not None:
+        defaults["method"] = "draft_model"
+    if _no_auto(defaults | dict(given), engine) is not None:
+        defaults["policy"] = "static"
+    return fill(settings, "speculation", defaults)
+
+
+def _no_auto(speculation: Settings, engine: str) -> str | None:
+    """The setting with which policy "auto" can't be used, if there is one."""
+    if engine == "vllm":
+        return 'engine.kind = "vllm"'
+    if speculation["method"] == "none":
+        return 'method = "none"'
+    if speculation["rule"] != "coupled":
+        return f'rule = "{speculation["rule"]}"'
+    if not isinstance(speculation["num_speculative_tokens"], int):
+        return "a table of draft lengths"
+    if not speculation["num_speculative_tokens"]:
+        return "num_speculative_tokens = 0"
+    return "min_confidence" if speculation["min_confidence"] else None
+
+
+def _section(settings: Settings, name: str) -> Settings:
+    """What is given for a section; empty if it is not a table, which validation reports."""
+    section = settings.get(name, {})
+    return section if isinstance(section, Mapping) else {}
+
+
+def fill(settings: Settings, section: str, defaults: Settings) -> Settings:
+    """The settings, with these values for the keys of a section that are not set."""
+    if not isinstance(settings.get(section, {}), Mapping):
+        return settings
+    return {**settings, section: {**defaults, **_section(settings, section)}}

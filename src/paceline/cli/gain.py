@@ -1,0 +1,55 @@
+"""Says in words what speculation brought in a run, for the end of `paceline train`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.config import Config
+
+EXAMPLE_SPEEDUP = 1.5  # of generation, for the example of a head
+
+
+def describe_gain(config: Config, summary: Mapping[str, Any], has_shipped_head: bool) -> list[str]:
+    """Sentences about a run's summary."""
+    method = config.speculation.method
+    share = _generation_share(summary["stages"])
+    lines = [] if method == "none" else [_gain(summary, share)]
+    if method == "none":
+        lines.append(f"Nothing was drafted. Generation took {share:.0%} of the time.")
+    if method in ("suffix", "ngram") and config.engine.kind == "local":
+        lines.append(_head(share, has_shipped_head))
+    return lines
+
+
+def _gain(summary: Mapping[str, Any], share: float) -> str:
+    ratio, estimate = summary["generation_speedup"], summary["estimated_speedup"]
+    if ratio is None and estimate is None:
+        return f"The gain of speculation was not measured. Generation took {share:.0%} of the time."
+    if ratio is None:
+        return (
+            f"By estimate, speculation made decoding {estimate:.2f}x as fast as without drafts. No audit ran; "
+            "speculation.audit_every=5 audits every fifth step."
+        )
+    text = f"Speculation made generation {ratio:.2f}x as fast as without drafts, measured on the same tokens"
+    if tail := summary["tail_speedup"]:
+        rows, best = max(tail.items(), key=lambda item: float(item[1]))
+        text += f", and {best:.2f}x with {rows} {'sequence' if rows == '1' else 'sequences'} at a time"
+    saved = share * (ratio - 1) / (1 + share * (ratio - 1))
+    verb = "shorter" if saved >= 0 else "longer"
+    return f"{text}. Generation took {share:.0%} of the time, so the steps were {abs(saved):.1%} {verb}."
+
+
+def _head(share: float, has_shipped_head: bool) -> str:
+    saved = share * (1 - 1 / EXAMPLE_SPEEDUP)
+    how = "it is shipped for this model" if has_shipped_head else "`paceline train-draft` with this config trains one"
+    return (
+        "An EAGLE-3 head also drafts what earlier completions do not have. One that makes generation "
+        f"{EXAMPLE_SPEEDUP:g}x as fast would shorten a step by {saved:.0%}; {how}: then set speculation.method=hybrid."
+    )
+
+
+def _generation_share(stages: Mapping[str, Mapping[str, float]]) -> float:
+    """Generation with drafting, as a share of the step time; with overlap only what training waited for."""
+    exposed = stages.get("exposed_generation")
+    return exposed["share"] if exposed else 0.0

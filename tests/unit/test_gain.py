@@ -1,0 +1,57 @@
+"""What a run says about speculation when it ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.build.config import load_config
+from paceline.cli.gain import describe_gain
+
+AUDITED = {"generation_speedup": 1.5, "estimated_speedup": 1.4, "tail_speedup": {"1": 2.0, "4": 1.7}}
+NOT_AUDITED = {"generation_speedup": None, "estimated_speedup": 1.25, "tail_speedup": {}}
+NOT_MEASURED = NOT_AUDITED | {"estimated_speedup": None}
+
+
+def gain(summary: dict[str, Any], *settings: str, share: float = 0.4, shipped: bool = False) -> str:
+    stages = {"exposed_generation": {"seconds": 4.0, "share": share}}
+    return "\n".join(describe_gain(load_config(None, settings), summary | {"stages": stages}, shipped))
+
+
+def test_audited() -> None:
+    """Generation of 0.4 would be 0.6 without drafts: a step of 1 would be 1.2, so it is 1/6 shorter."""
+    text = gain(AUDITED)
+    assert "generation 1.50x as fast" in text and "2.00x with 1 sequence at a time" in text
+    assert "Generation took 40% of the time, so the steps were 16.7% shorter." in text
+
+
+def test_a_loss_is_not_called_a_gain() -> None:
+    """Generation of 0.4 would be 0.32."""
+    assert "steps were 8.7% longer" in gain(AUDITED | {"generation_speedup": 0.8})
+
+
+def test_an_estimate_is_called_one() -> None:
+    text = gain(NOT_AUDITED)
+    assert "By estimate, speculation made decoding 1.25x" in text and "speculation.audit_every=5" in text
+
+
+def test_not_measured() -> None:
+    assert "The gain of speculation was not measured." in gain(NOT_MEASURED, "speculation.policy=static")
+
+
+@pytest.mark.parametrize("shipped", [True, False])
+def test_what_a_head_would_add(shipped: bool) -> None:
+    """Two thirds of a generation of 0.3 remain."""
+    text = gain(AUDITED, share=0.3, shipped=shipped)
+    assert "One that makes generation 1.5x as fast would shorten a step by 10%" in text
+    assert ("shipped for this model" in text) == shipped and ("paceline train-draft" in text) == (not shipped)
+    assert "speculation.method=hybrid" in text
+
+
+def test_no_head_is_recommended_to_a_run_that_has_one() -> None:
+    assert "head" not in gain(AUDITED, "speculation.method=eagle3")
+
+
+def test_without_speculation() -> None:
+    assert gain(NOT_MEASURED, "speculation.method=none") == "Nothing was drafted. Generation took 40% of the time."
