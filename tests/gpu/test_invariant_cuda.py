@@ -91,13 +91,14 @@ def test_rows_of_a_product_have_the_same_bits_for_any_number_of_tokens(
         assert torch.equal(triton_product(x[chosen], linear, parts, dtype), all_rows[..., chosen, :]), num
 
 
-@pytest.mark.parametrize(("num_in", "num_out"), [(576, 576), (4096, 1024)])
+@pytest.mark.parametrize(("num_in", "num_out"), [(1024, 6144), (4096, 2048)])
 def test_a_product_whose_parts_depend_on_the_number_of_tokens_is_caught(
     num_in: int, num_out: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A library that splits the input dimension at up to 16 tokens, one token included."""
+    """A library that splits the input dimension at up to 16 tokens, one token included. Not with smaller layers, where
+    torch's product is not compared for so few tokens."""
     from paceline.model.cuda import invariant_product
-    from paceline.model.cuda.invariant_product import Products, triton_product
+    from paceline.model.cuda.invariant_product import Products, is_small, triton_product
 
     def library(x: torch.Tensor, linear: Linear, parts: int = 1, dtype: torch.dtype | None = None) -> torch.Tensor:
         if len(x) > 16:
@@ -105,6 +106,7 @@ def test_a_product_whose_parts_depend_on_the_number_of_tokens_is_caught(
         return triton_product(x, linear, 4).sum(0).bfloat16()
 
     linear, products = random_linear(num_in, num_out), Products()
+    assert not is_small(1, linear)
     x = torch.randn(16, num_in, generator=torch.Generator(CUDA).manual_seed(0), device=CUDA).bfloat16()
     assert relative_error(library(x, linear), triton_product(x, linear)) < 3e-3
     monkeypatch.setattr(invariant_product, "library_product", library)
@@ -122,7 +124,7 @@ def test_a_bias_that_is_added_after_rounding_is_caught(monkeypatch: pytest.Monke
         assert bias is not None
         return triton_product(x, without_bias) + bias
 
-    linear, products = random_linear(1536, 2048, bias=True), Products()
+    linear, products = random_linear(2048, 4096, bias=True), Products()
     monkeypatch.setattr(invariant_product, "library_product", library)
     products.find_library_sizes(linear, 1, (1, 16, 64))
     assert list(products.library_sizes.values()) == [frozenset()]
@@ -136,8 +138,11 @@ def test_fused_swiglu_has_the_bits_of_the_separate_kernels() -> None:
 
     linear, products = random_linear(4096, 24576), Products()
     products.find_fused_sizes(linear, tuple(size for size in SIZES if size <= 1024))
+    (sizes,) = products.fused_sizes.values()
+    if not sizes:
+        pytest.skip("the fused kernel has other bits at every number of tokens, and is not used")
     assert linear.weight is not None
-    for num in next(iter(products.fused_sizes.values())):
+    for num in sizes:
         x = torch.randn(num, 4096, generator=torch.Generator(CUDA).manual_seed(num), device=CUDA).bfloat16()
         assert torch.equal(swiglu(x, linear.weight), CudaOps().silu_mul(triton_product(x, linear))), num
 

@@ -175,7 +175,8 @@ def test_float8_head_computes_with_rounded_weights_and_activations() -> None:
             _, wanted = TorchOps().add_norm(x + y, torch.zeros_like(y).float(), head.norm.float(), 1e-6)
             # Sums in another order: a few values differ in the last bit.
             assert h.dtype == FLOAT8 and (h.float() == wanted.to(FLOAT8).float()).float().mean() > 0.99
-            _, clipped = head.ops.add_norm(x.clone(), y, 1000 * head.norm, 1e-6)
+            large_norm = 1000 * head.norm  # not by the kernel just before: norms load weights while that one may run
+            _, clipped = head.ops.add_norm(x.clone(), y, large_norm, 1e-6)
             assert clipped.float().abs().max() == 448
             assert relative_error(clipped.float(), (1000 * wanted).clamp(-448, 448)) < 0.05
             scale = linear.weight.float().abs().max() / 448
@@ -863,10 +864,13 @@ def test_graphs_are_captured_while_another_thread_allocates() -> None:
     thread = threading.Thread(target=allocate)
     thread.start()
     try:
-        running = engine("graph", torch.float32)
-        found = running.generate(requests())
+        is_enough = False
+        while not is_enough:  # allocating is slow while other processes use the GPU
+            running = engine("graph", torch.float32)
+            assert tokens(running.generate(requests())) == tokens(wanted)
+            assert running.runner.num_captured > 3
+            is_enough = num_allocated > 10 or bool(failures)
     finally:
         stop.set()
         thread.join()
-    assert not failures and num_allocated > 10 and running.runner.num_captured > 3
-    assert tokens(found) == tokens(wanted)
+    assert not failures
