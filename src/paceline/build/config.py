@@ -10,6 +10,7 @@ from paceline.cluster.check_settings import cluster_problems, engine_problems
 from paceline.config import GPU_DEFAULTS, Config, Section
 from paceline.config_io import ConfigError, read_settings, validate
 from paceline.draft.check_settings import online_problems
+from paceline.other_names import HINTS
 from paceline.rl.check_settings import audit_problems, training_problems
 
 # Each takes a Config and yields a message for every setting that does not go with the other sections.
@@ -23,7 +24,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 def make_config(settings: Mapping[str, Any]) -> Config:
     """A Config from nested sections, keys and values. Raises ConfigError for wrong or incompatible settings."""
-    config = validate(Config, with_device_defaults(settings))
+    config = validate(Config, with_device_defaults(settings), HINTS)
     for check in CHECKS:
         for problem in check(config):
             raise ConfigError(problem)

@@ -12,7 +12,9 @@ from rich.text import Text
 
 from paceline.build.config import load_config
 from paceline.cli.app import (
+    ConfigArguments,
     JsonFile,
+    Overrides,
     check_resumable,
     command,
     command_of,
@@ -20,6 +22,7 @@ from paceline.cli.app import (
     out,
     print_figures,
     save_json,
+    split_arguments,
     stop_on_signal,
     warn,
 )
@@ -33,18 +36,6 @@ if TYPE_CHECKING:
     from paceline.rl.callback import ProgressCallback
     from paceline.tasks.task import Problem
 
-ConfigArguments = Annotated[
-    list[str] | None, typer.Argument(metavar="[CONFIG.toml] [A.B=C]…", help="Config file, then settings.")
-]
-
-
-def split_arguments(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
-    """The config file (the argument without `=`) and the settings."""
-    files = [argument for argument in arguments or [] if "=" not in argument]
-    if len(files) > 1:
-        raise ValueError(f"two config files, {files[0]} and {files[1]}; give one, and settings as a.b=c")
-    return Path(files[0]) if files else None, [argument for argument in arguments or [] if "=" in argument]
-
 
 @command()
 def train(
@@ -54,6 +45,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the settings and print the plan; do not train.")
     ] = False,
+    overrides: Overrides = None,
 ) -> None:
     """Post-train a model with RL. Set `speculation.method` for speculative rollouts.
 
@@ -67,12 +59,12 @@ def train(
     """
     from paceline.cli.progress import TerminalProgress
 
-    path, overrides = split_arguments(arguments)
+    path, given = split_arguments(arguments, overrides)
     if resume is not None and (path is not None or run is not None):
         raise ValueError("--resume takes the run's own config.toml; give settings to change as a.b=c")
     if resume is not None:
         check_resumable(resume, "train")
-    config = load_config(resume / "config.toml" if resume is not None else path, overrides)
+    config = load_config(resume / "config.toml" if resume is not None else path, given)
     from paceline.build.learner import torchrun_rank
     from paceline.report.html import write_report
 
@@ -253,8 +245,9 @@ def report(
 def eval_command(
     model: Annotated[str, typer.Argument(help="Known name, directory or hub id of the model.")],
     task: Annotated[str, typer.Argument(help="Config file, jsonl file, or reasoning-gym dataset.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[A.B=C]…", help="Settings to change.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[A.B=C]…", help="Settings to change.")] = None,
     num_samples: Annotated[int, typer.Option("-n", min=1, help="Samples per problem.")] = 1,
+    overrides: Overrides = None,
     json_file: JsonFile = None,
 ) -> None:
     """Compute mean reward, avg@n and pass@k on a task's held-out problems.
@@ -269,13 +262,15 @@ def eval_command(
     check_writable(json_file)
     if (Path(model) / "run.json").exists():
         raise ValueError(f"{model} is a run, not a model; first: paceline export {model} DIR, then evaluate DIR")
-    path = Path(task)
+    path, (other, changed) = Path(task), split_arguments(arguments, overrides)
+    if other is not None:
+        raise ValueError(f"{other}: not a setting of the form a.b=c; eval takes a model, one task and settings")
     given = [f"model.name={model!r}"]
     if path.suffix == ".toml":
-        config = load_config(path, [*given, *(overrides or [])])
+        config = load_config(path, [*given, *changed])
     else:
         kind = "jsonl" if task.endswith((".jsonl", ".jsonl.gz")) else "reasoning_gym"
-        config = load_config(None, [*given, f"task.kind={kind}", f"task.name={task!r}", *(overrides or [])])
+        config = load_config(None, [*given, f"task.kind={kind}", f"task.name={task!r}", *changed])
         if config.task.kind == "reasoning_gym" and ("/" in task or path.suffix):  # not the name of a dataset
             raise ValueError(
                 f"{task}: not a .toml, .jsonl or .jsonl.gz file, and no reasoning-gym dataset; for a task of another "

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from paceline.build.config import load_config
 from paceline.cli.app import (
+    ConfigArguments,
     ConfigFile,
     JsonFile,
     Model,
@@ -20,8 +21,8 @@ from paceline.cli.app import (
     out,
     save_json,
     settings,
+    split_arguments,
 )
-from paceline.cli.train import ConfigArguments, split_arguments
 from paceline.report.table import check_writable, render
 
 DRAFTERS = ("ngram", "suffix", "draft_model", "eagle3", "hybrid")
@@ -31,6 +32,7 @@ MAX_PROBLEMS = 8  # printed per check; the report has all
 
 @command()
 def verify(
+    arguments: ConfigArguments = None,
     model: Model = None,
     drafters: Annotated[
         str | None,
@@ -52,7 +54,7 @@ def verify(
 
     Examples:
 
-    - `paceline verify --config configs/quickstart.toml --set model.device=cuda`
+    - `paceline verify configs/quickstart.toml model.device=cuda`
     - `paceline verify --model ./my-model --drafters ngram,suffix --quick --json report.json`
     """
     from paceline.bench.common import check_choices
@@ -60,7 +62,7 @@ def verify(
 
     if drafters is not None:
         check_choices(DRAFTERS, drafters=comma_list(drafters))
-    cfg = settings(config, overrides, model__name=model)
+    cfg = settings(*split_arguments(arguments, overrides, config), model__name=model)
     check_writable(json_file)
     prompts = read_prompts(prompts_file or BUILTIN)
     from paceline.build.drafter import available_drafters
@@ -131,7 +133,7 @@ def format_number(value: Any) -> str:
 
 
 @command()
-def doctor(arguments: ConfigArguments = None, json_file: JsonFile = None) -> None:
+def doctor(arguments: ConfigArguments = None, overrides: Overrides = None, json_file: JsonFile = None) -> None:
     """Check what this machine can run. With settings, also check that a run finds its model, head, vLLM, Ray nodes and
     a way to transfer weights.
 
@@ -142,8 +144,8 @@ def doctor(arguments: ConfigArguments = None, json_file: JsonFile = None) -> Non
     - `paceline doctor`
     - `paceline doctor configs/gsm8k.toml cluster.kind=ray cluster.num_engines=4 speculation.audit_every=0`
     """
-    path, overrides = split_arguments(arguments)
-    config = load_config(path, overrides) if arguments else None
+    path, given = split_arguments(arguments, overrides)
+    config = load_config(path, given) if path is not None or given else None
     check_writable(json_file)
     from paceline import doctor as checks
 
