@@ -61,8 +61,8 @@ def test_a_failing_reward_costs_only_its_samples(tmp_path: Path, function: str, 
     assert 0 < len(failed) < len(records), "the test needs failures and successes"
     for record in records:
         if record in failed:
-            name = f"step {record['step']}, {record['problem']}, sample {record['sample']}: reward "
-            assert record["failure"].startswith(name) and record["failure"].endswith(reason)
+            name = f"step {record['step'] + 1}, {record['problem']}, sample {record['sample']}: reward "
+            assert record["failure"].startswith(name) and reason in record["failure"]
             assert record["reward"] is None and record["advantage"] == 0
         else:
             assert record["failure"] is None and record["reward"] is not None
@@ -146,7 +146,7 @@ def test_programs_that_fork_or_allocate_memory_forever(tmp_path: Path) -> None:
             Scripted([GOOD, FORKS, ALLOCATES, FOREVER]), Bytes(), rewarder, sampling=config.sampling.params()
         )
         problem = Problem("f", "write f", {"tests": ["assert f(1) == 2"]})
-        groups = collector.collect(0, [(0, problem), (1, problem)], 4, 0).groups
+        groups = collector.collect("step 1", [(0, problem), (1, problem)], 4, 0).groups
     finally:
         rewarder.close()
     for group in groups:
@@ -207,7 +207,7 @@ def test_a_failing_environment_costs_only_its_samples(tmp_path: Path, mode: str,
     failed = [r for r in records if r["failure"] is not None]
     assert len(failed) == len(records) // 4 > 0
     for record in failed:
-        name = f"step {record['step']}, {record['problem']}, sample {record['sample']}: "
+        name = f"step {record['step'] + 1}, {record['problem']}, sample {record['sample']}: "
         assert record["failure"].startswith(name) and reason in record["failure"]
         assert record["reward"] is None and record["advantage"] == 0
     assert any(r["advantage"] != 0 for r in records), "the other samples train"

@@ -165,7 +165,7 @@ def build_trainer(
         auditor=build_auditor(config, engine),
         folder=folder,
         checkpoints=checkpoints,
-        sinks=build_sinks(config, folder.path, checkpoint.step if checkpoint is not None else 0),
+        sinks=build_sinks(config, folder.path, 1 + (checkpoint.step if checkpoint is not None else 0)),
         callback=callback,
         head_trainer=head_trainer,
         restarts=restarts,
