@@ -128,7 +128,7 @@ def test_without_ray_other_checks_still_run(without: Any, tmp_path: Path) -> Non
 
 
 def test_address_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_probe, "ray_version", lambda: "2")
+    monkeypatch.setattr(ray_probe, "ray_version", lambda: "2.60")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -13,6 +13,7 @@ from paceline import __version__
 from paceline.cli import (
     bench,
     config,
+    doctor,
     draft,
     generate,
     replay,
@@ -24,7 +25,20 @@ from paceline.cli import (
 from paceline.cli.app import app, command, err, out
 from paceline.console import guard_stderr, show_traceback
 
-__all__ = ["app", "bench", "config", "draft", "generate", "main", "replay", "simulate", "sweep", "train", "verify"]
+__all__ = [
+    "app",
+    "bench",
+    "config",
+    "doctor",
+    "draft",
+    "generate",
+    "main",
+    "replay",
+    "simulate",
+    "sweep",
+    "train",
+    "verify",
+]
 
 
 @app.callback(invoke_without_command=True)

@@ -138,6 +138,19 @@ def print_note(text: str) -> None:
     out.print(text, style="dim", soft_wrap=True)
 
 
+@contextlib.contextmanager
+def progress_of(verb: str) -> Iterator[Callable[[str], None]]:
+    """A function that shows what is done now: a status line on a terminal, else a line for each."""
+    with err.status(verb) as status:
+
+        def progress(what: str) -> None:
+            status.update(f"{verb} {what}")
+            if not err.is_terminal:
+                err.print(f"{verb} {what}")
+
+        yield progress
+
+
 def print_figures(figures: Mapping[str, Any]) -> None:
     rows = [{"figure": name, "value": value} for name, value in figures.items()]
     out.print(render(rows, {"figure": "figure", "value": "value"}))

@@ -112,8 +112,8 @@ class Producer:
         if self._pending and min(self._pending) != step:
             raise ValueError(
                 f"the checkpoint has the batch of step {min(self._pending) + 1}, but not that of step {step + 1}; "
-                "resume from an earlier checkpoint by moving the newest folder out of the run's checkpoints, or start a "
-                "new run"
+                "resume from an earlier checkpoint by moving the newest folder out of the run's checkpoints, or start "
+                "a new run"
             )
         self._next_step = max(self._pending, default=step - 1) + 1
         if self.max_staleness:
