@@ -181,3 +181,7 @@ def hostile(completions: list[str], marker: list[str], **columns: Any) -> list[f
         elif text == "many":
             send(b'["result", [1, 2, 3]]')
     return [1.0 for _ in completions]
+
+
+def raises(completions, **columns):
+    return [column["missing"] for column in columns]

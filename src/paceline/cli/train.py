@@ -21,6 +21,7 @@ from paceline.cli.app import (
     err,
     out,
     print_figures,
+    progress_of,
     save_json,
     split_arguments,
     stop_on_signal,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
     from paceline.build.memory_plan import MemoryPlan
     from paceline.rl.callback import ProgressCallback
-    from paceline.tasks.task import Problem
 
 
 @command()
@@ -73,7 +73,7 @@ def train(
             run_other_rank(config)
         return
     if dry_run:
-        show_plan(config)
+        show_plan(config, run)
         return
     callback = TerminalProgress(err, config)
     with callback:
@@ -159,40 +159,22 @@ def summary_figures(summary: dict[str, Any], overlaps: bool) -> dict[str, Any]:
     return {name: value for name, value in figures.items() if value is not None}
 
 
-def show_plan(config: Config) -> None:
-    """Print the sizes of a run, its first prompt, and the reward of the first problem's answer."""
-    from paceline.build.memory import cpu_plan, resolve_memory
-    from paceline.build.model import check_device, check_training_dtype
-    from paceline.build.task import build_task
-    from paceline.model.store import load_tokenizer, resolve
-    from paceline.tasks.prompt import encode
+def show_plan(config: Config, run: Path | None = None) -> None:
+    """Print what a run will do. Raises ValueError with everything that would stop it."""
+    from paceline.doctor.plan import plan_run
 
-    check_device(config)
-    check_training_dtype(config)
-    task = build_task(config)
-    directory = resolve(config.model.name, err)
-    tokenizer = load_tokenizer(directory)
-    problem = task.train[0]
-    ids = encode(tokenizer, problem.prompt, config.task.chat)
-    config, memory = resolve_memory(config)
-    memory = memory or cpu_plan(config)
-    train, samples = config.train, config.algorithm.num_generations
-    rows = {
-        "model": f"{config.model.name} ({directory})",
-        "problems": f"{len(task.train)} to train on, {len(task.held_out)} held out",
-        "step": f"{train.groups_per_step} problems x {samples} samples of up to {config.sampling.max_tokens} tokens",
-        "steps": f"{train.num_steps} ({train.num_steps * train.groups_per_step / len(task.train):.2g} epochs)",
-        "first prompt": f"{len(ids)} tokens",
-        "reward of its answer": score_reference_answer(config, problem, tokenizer),
-    }
-    if "code" in config.reward.functions:
-        from paceline.tasks.sandbox import isolation
-
-        rows["programs run in sandbox"] = str(isolation(config.reward.sandbox))
-    out.print(render([{"what": k, "is": v} for k, v in rows.items()], {"what": "plan", "is": ""}))
-    if memory is not None:
-        show_memory(memory)
-    out.print(Text(tokenizer.decode(list(ids))), soft_wrap=True)
+    with progress_of("checking") as progress:
+        plan = plan_run(config, run, progress, err)
+    out.print(render([{"what": k, "is": v} for k, v in plan.rows.items()], {"what": "plan", "is": ""}))
+    if plan.memory is not None:
+        show_memory(plan.memory)
+    if plan.first_prompt is not None:
+        out.print(Text(plan.first_prompt), soft_wrap=True)
+    for found in plan.findings:
+        if found.status == "degraded":
+            warn(f"{found.detail}; {found.remedy}")
+    if plan.problems:
+        raise ValueError("\n".join(f"{found.detail}; {found.remedy}" for found in plan.problems))
     err.print("dry run: nothing was trained", style="dim")
 
 
@@ -202,23 +184,6 @@ def show_memory(plan: MemoryPlan) -> None:
     rows = plan_rows(plan) | ({} if plan.total_bytes is None else {"GPU": plan.total_bytes})
     cells = [{"what": name, "size": f"{size / 2**30:6.1f}"} for name, size in rows.items()]
     out.print(render(cells, {"what": "memory", "size": "GiB"}))
-
-
-def score_reference_answer(config: Config, problem: Problem, tokenizer: Any) -> float | None:
-    """The reward of a problem's own answer; None if it has none, as in an environment. Either way the reward functions
-    are loaded, so that a wrong name is an error now and not in the run."""
-    from paceline.build.task import build_rewarder
-    from paceline.tasks.rewards import Sample
-
-    answer = problem.columns.get("answer")
-    with contextlib.closing(build_rewarder(config)) as rewarder:
-        if not answer or problem.make_env is not None:
-            return None
-        ids = tuple(tokenizer.encode(str(answer)))
-        score = rewarder.score([Sample("the first problem", problem.prompt, str(answer), ids, problem.columns)])[0]
-    if score.failure is not None:
-        raise ValueError(score.failure)
-    return score.reward
 
 
 @command()

@@ -174,11 +174,11 @@ def _vllm(config: Config) -> Iterable[Finding]:
     try:
         facts = vllm_facts()
     except ValueError as error:
-        yield problem("vLLM", error, remedy)
+        yield problem("vLLM", f'engine.kind = "vllm": {error}', remedy)
         return
     version = facts["version"]
     if is_older(version, MIN_VLLM):
-        yield problem("vLLM", f"vLLM {version} is older than {MIN_VLLM}", "install a newer vLLM")
+        yield problem("vLLM", f'engine.kind = "vllm": vLLM {version} is older than {MIN_VLLM}', "install a newer vLLM")
     elif facts["weight_transfer"]:
         yield ok("vLLM", f"{version}, with the weight transfer API")
     elif config.draft.online != "off":
@@ -232,9 +232,10 @@ def _ray(config: Config) -> tuple[list[Finding], str]:
     try:
         installed = ray_version()
     except ValueError as error:
-        return [problem("Ray", error, 'pip install -e ".[ray]"')], LOOPBACK
+        return [problem("Ray", f'cluster.kind = "ray": {error}', 'pip install -e ".[ray]"')], LOOPBACK
     if is_older(installed, MIN_RAY):
-        return [problem("Ray", f"Ray {installed} is older than {MIN_RAY}", f"pip install 'ray>={MIN_RAY}'")], LOOPBACK
+        detail = f'cluster.kind = "ray": Ray {installed} is older than {MIN_RAY}'
+        return [problem("Ray", detail, f"pip install 'ray>={MIN_RAY}'")], LOOPBACK
     address = config.cluster.address
     if address is None:
         return [
