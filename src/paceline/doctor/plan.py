@@ -72,7 +72,7 @@ def plan_run(config: Config, run: Path | None = None, progress: Progress = no_pr
     if task is not None:
         plan.rows |= described_task(config, task)
         plan.attempt("evaluation", lambda: check_evaluation(config, task))
-    if any(each.name in ("run: model", "run: device") for each in plan.problems):
+    if directory is None or any(each.name in ("run: model", "run: device") for each in plan.problems):
         return plan
     tokenizer = load_tokenizer(directory)
     sizes = plan.attempt("memory", lambda: resolve_memory(config))
