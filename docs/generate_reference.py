@@ -1,22 +1,19 @@
-"""Write docs/reference/commands.md and docs/reference/config.md from the code. `make docs` runs it.
+"""Write commands.md, config.md and names.md in docs/reference/ from the code. `make docs` runs it.
 
 Commands, arguments and options come from the typer app; sections, keys, types, ranges and defaults from the pydantic
-models. The meaning of a key is the comment above its field in src/paceline/config.py, or the one behind it. Options
+models. The meaning of a key is the comment above its field in src/paceline/config.py, or the one behind it. The names
+of settings in other libraries come from src/paceline/other_names.py. Options
 and keys are written as on the command line, with their default: `--batch=1,4`, `train.seed=0`.
 tests/unit/test_reference.py checks that the committed pages are up to date.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
-import io
 import json
 import re
-import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -24,18 +21,20 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
-from paceline import config as config_module
+from paceline.build.key_comments import meaning, sentence
 from paceline.cli import app
 from paceline.cli.replay import INT32_MAX
 from paceline.config import Config
 from paceline.config_io import all_keys
+from paceline.other_names import ABSENT, LIBRARIES
 
 DIRECTORY = Path(__file__).parent / "reference"
 NOTE = "<!-- Do not edit: `make docs` generates this page from the code. -->"
 COMMANDS_INTRO = (
-    "`paceline COMMAND --help` prints the same text. `A.B=C` sets key `B` of [section `A`](config.md): "
-    "`train.num_steps=50`. Options are listed with their default: `--batch=16`. Arguments in brackets are optional. "
-    "Separate several values by commas: `--batch 1,4,16`."
+    "`paceline COMMAND --help` prints the same text. Every command that reads a config takes settings as arguments or "
+    "by `--set`: `train.num_steps=50` and `--set train.num_steps=50` set the key `num_steps` of [section "
+    "`train`](config.md). Later ones win, and `--set` wins over arguments. Options are listed with their default: "
+    "`--batch=16`. Arguments in brackets are optional. Separate several values by commas: `--batch 1,4,16`."
 )
 COMMON = "Common options"  # those that several commands share
 CONFIG_INTRO = """A config is a TOML file:
@@ -47,13 +46,19 @@ num_speculative_tokens = 4
 ```
 
 `paceline train CONFIG.toml train.num_steps=50` overrides a key. An unknown key or a wrong value is an error.
+`paceline config CONFIG.toml` prints all settings, and `paceline config --explain KEY` explains one.
 
 Each key is listed with its default and the allowed values. Keys without a default are not set."""
+
+NAMES_INTRO = (
+    "What settings of TRL, verl and vLLM are called in Paceline. A config with one of these names is an error that "
+    "tells the right one: `unknown key lr: Paceline's name is learner.learning_rate`."
+)
 
 
 def pages() -> dict[str, str]:
     """The text of every generated page, by file name."""
-    return {"commands.md": commands_page(), "config.md": config_page()}
+    return {"commands.md": commands_page(), "config.md": config_page(), "names.md": names_page()}
 
 
 def main() -> None:
@@ -182,32 +187,6 @@ def _key_line(name: str, model: Any, key: str, same_as: str) -> str:
     return f"- `{name}{default}`{in_brackets}: {_sentence(meaning(model, key))}"
 
 
-def meaning(model: type, key: str) -> str:
-    """The comment of a field, or of the field that it overrides; empty if there is none."""
-    comments = field_comments(inspect.getsource(config_module))
-    return next((text for base in model.__mro__ if (text := comments.get((base.__name__, key)))), "")
-
-
-@cache
-def field_comments(source: str) -> dict[tuple[str, str], str]:
-    """The comments above and behind every field, by class and field."""
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}
-    own_lines = {number for number, token in comments.items() if not token.line[: token.start[1]].strip()}
-    found: dict[tuple[str, str], str] = {}
-    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-    for node in classes:
-        for field in node.body:
-            if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
-                continue
-            first = field.lineno
-            while first - 1 in own_lines:
-                first -= 1
-            numbers = [*range(first, field.lineno), *([field.end_lineno] if field.end_lineno in comments else [])]
-            found[node.name, field.target.id] = " ".join(comments[i].string.lstrip("# ") for i in numbers)
-    return found
-
-
 def _describe(annotation: Any, metadata: Sequence[Any] = (), with_type: bool = True) -> str:
     """Type and allowed values: `Annotated[int, Field(ge=1)] | None` is "int ≥1"; without the type, "≥1"."""
     origin, args = get_origin(annotation), get_args(annotation)
@@ -246,13 +225,32 @@ def _range(bounds: Mapping[str, Any]) -> str:
     return ", ".join(f"{sign}{bounds[name]}" for name, sign in signs.items() if bounds.get(name) is not None)
 
 
+# ---- names of other libraries ----
+
+
+def names_page() -> str:
+    parts = ["# Names in other libraries", NOTE, NAMES_INTRO]
+    for library, names in LIBRARIES.items():
+        by_text: dict[str, list[str]] = {}
+        for name, text in names.items():
+            by_text.setdefault(text, []).append(f"`{name}`")
+        rows = [f"| {', '.join(found)} | {_marked(text)} |" for text, found in by_text.items()]
+        parts += [f"## {library}", "\n".join([f"| {library} | Paceline |", "|---|---|", *rows])]
+    absent = [f"- `{name}`: {text.removesuffix('; remove the key')}." for name, text in ABSENT.items()]
+    return _join([*parts, "## Without a counterpart", "\n".join(absent)])
+
+
+def _marked(text: str) -> str:
+    """Keys, settings and options in backticks."""
+    key, value = rf"(?:{'|'.join(Config.model_fields)})(?:\.\w+)+", r"\"[^\"]*\"|\{[^}]*\}|\[[^]]*\]"
+    return re.sub(rf"{key}(?: = (?:{value}))?|(?<!\w)--?\w+(?: [A-Z]+)?", r"`\g<0>`", text)
+
+
 # ---- text ----
 
 
 def _sentence(text: str) -> str:
-    """With a capital letter and a full stop."""
-    text = _linked(text)
-    return text[:1].upper() + text[1:].removesuffix(".") + "."
+    return sentence(_linked(text))
 
 
 def _linked(text: str) -> str:

@@ -25,7 +25,9 @@ class Lines:
         print(text)
 
     def step(self, metrics) -> None:
-        print(f"step {metrics['step']}: reward {metrics['reward_mean']:.3f}, {metrics['tokens_per_s']:.0f} tokens/s")
+        print(
+            f"step {metrics['step'] + 1}: reward {metrics['reward_mean']:.3f}, {metrics['tokens_per_s']:.0f} tokens/s"
+        )
 
 
 if __name__ == "__main__":

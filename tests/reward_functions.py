@@ -48,6 +48,17 @@ def scalar(completions: list[str], **columns: Any) -> Any:
     return 1.0
 
 
+def one_for_all(completions: list[str], **columns: Any) -> list[float]:
+    """Wrong on purpose: one value, for any number of completions."""
+    if "raise" in completions:
+        raise ValueError("on purpose")
+    return [1.0]
+
+
+def constant(completions: list[str], **columns: Any) -> list[float]:
+    return [0.1] * len(completions)
+
+
 async def asynchronous(completions: list[str], **columns: Any) -> list[float]:
     await asyncio.sleep(0.01)
     return [float(len(text)) for text in completions]
@@ -170,3 +181,7 @@ def hostile(completions: list[str], marker: list[str], **columns: Any) -> list[f
         elif text == "many":
             send(b'["result", [1, 2, 3]]')
     return [1.0 for _ in completions]
+
+
+def raises(completions, **columns):
+    return [column["missing"] for column in columns]

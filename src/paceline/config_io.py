@@ -1,7 +1,7 @@
 """Read and write settings: TOML files, `a.b=c` overrides, and error messages for wrong keys and values.
 
 Works for any tree of pydantic models; a model with keys is called a section. An unknown key is an error that names the
-nearest known key. A value of the wrong type is an error that names the expected type.
+right or the nearest known key. A value of the wrong type is an error that names the expected type.
 """
 
 from __future__ import annotations
@@ -76,12 +76,28 @@ def _parse_value(key: str, text: str) -> Any:
         raise ConfigError(f"{key} = {text}: not a TOML value; write strings as {key}='\"text\"'") from None
 
 
-def validate(root: type[Model], settings: Mapping[str, Any]) -> Model:
-    """Make a `root` from nested settings. Raises ConfigError with one line per wrong key or value."""
+def validate(root: type[Model], settings: Mapping[str, Any], hints: Mapping[str, str] = {}) -> Model:
+    """Make a `root` from nested settings. Raises ConfigError with one line per wrong key or value. `hints` has texts
+    about unknown keys, by name."""
     try:
         return root.model_validate(settings)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(root, settings, error))) from None
+        raise ConfigError("\n".join(_explain(root, settings, error, hints))) from None
+
+
+def check_key(root: SectionType, key: str, hints: Mapping[str, str] = {}) -> None:
+    """Raise ConfigError unless this dotted key is a section, a key, or an entry of a table."""
+    path = key.split(".")
+    for depth in range(1, len(path) + 1):
+        section, name = _section_at(root, path[: depth - 1]), path[depth - 1]
+        if name not in section.model_fields:
+            raise ConfigError("\n".join(_unknown(root, path[:depth], _nested(path[depth:]), hints)))
+        if _as_section(section.model_fields[name].annotation) is None:
+            break  # the rest are keys of a table
+
+
+def _nested(path: Sequence[str]) -> Any:
+    return {path[0]: _nested(path[1:])} if path else None
 
 
 def all_keys(section: SectionType, prefix: str = "") -> list[str]:
@@ -96,7 +112,9 @@ def all_keys(section: SectionType, prefix: str = "") -> list[str]:
 # ---- error messages ----
 
 
-def _explain(root: SectionType, settings: Mapping[str, Any], error: ValidationError) -> list[str]:
+def _explain(
+    root: SectionType, settings: Mapping[str, Any], error: ValidationError, hints: Mapping[str, str]
+) -> list[str]:
     """One line per key. pydantic reports one error per member of a union; only the first one is used."""
     lines: list[str] = []
     seen: set[str] = set()
@@ -107,11 +125,11 @@ def _explain(root: SectionType, settings: Mapping[str, Any], error: ValidationEr
             continue
         seen.add(key)
         if detail["type"] == "extra_forbidden":
-            lines.append(f"unknown key {key}: {_nearest(root, path)}")
+            lines += _unknown(root, path, _look_up(settings, path), hints)
         elif detail["type"] == "value_error":  # raised by a section's `check`: a complete message
             lines.append(str(detail["ctx"]["error"]))
         else:
-            lines.append(f"{key} = {_look_up(settings, path)!r}: expected {_expected(root, path)}")
+            lines.append(f"{key} = {_look_up(settings, path)!r}: expected {expected(root, key)}")
     return lines
 
 
@@ -128,11 +146,35 @@ def _key_path(root: SectionType, location: tuple[int | str, ...]) -> list[str]:
     return path
 
 
+def _unknown(root: SectionType, path: list[str], value: Any, hints: Mapping[str, str]) -> list[str]:
+    """One line for an unknown key, or for every key of an unknown section that there is a hint for."""
+    keys = [".".join(path) + inner for inner in _leaves(value)]
+    hinted = [f"unknown key {key}: {hint}" for key in keys if (hint := _hint(key, hints)) is not None]
+    return hinted or [f"unknown key {'.'.join(path)}: {_nearest(root, path)}"]
+
+
+def _leaves(value: Any) -> list[str]:
+    """The dotted keys in nested settings, each with a dot in front; of a value, an empty one."""
+    if not isinstance(value, Mapping):
+        return [""]
+    return [f".{name}{inner}" for name, content in value.items() for inner in _leaves(content)]
+
+
+def _hint(key: str, hints: Mapping[str, str]) -> str | None:
+    """The hint for the longest end of a dotted key."""
+    parts = key.split(".")
+    return next((hints[name] for i in range(len(parts)) if (name := ".".join(parts[i:])) in hints), None)
+
+
 def _nearest(root: SectionType, path: list[str]) -> str:
     *parents, leaf = path
     keys = list(_section_at(root, parents).model_fields)
     in_section = {key: ".".join([*parents, key]) for key in keys}
-    anywhere = {key.rpartition(".")[2]: key for key in all_keys(root)}
+    anywhere: dict[str, str] = {}
+    for key in all_keys(root):
+        anywhere.setdefault(key.rpartition(".")[2], key)
+    if not parents and (same := [key for key in all_keys(root) if key.rpartition(".")[2] == leaf]):
+        return f"its section is missing; write {' or '.join(same)}"
     # The same key in another section, then a similar key in this section, then a similar key in any section.
     for candidates, cutoff in ((anywhere, 1.0), (in_section, 0.5), (anywhere, 0.8)):
         if close := difflib.get_close_matches(leaf, candidates, n=1, cutoff=cutoff):
@@ -157,8 +199,9 @@ def _look_up(settings: Any, path: Sequence[str]) -> Any:
     return settings
 
 
-def _expected(root: SectionType, path: list[str]) -> str:
-    *parents, leaf = path
+def expected(root: SectionType, key: str) -> str:
+    """The values that a dotted key may have, in plain English."""
+    *parents, leaf = key.split(".")
     field = _section_at(root, parents).model_fields[leaf]
     return _describe(field.annotation, field.metadata)
 
@@ -184,7 +227,7 @@ def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     bounds = [
         f"{sign} {bound}"
         for constraint in metadata
-        for name, sign in (("gt", ">"), ("ge", ">="), ("le", "<="), ("pattern", "matching"))
+        for name, sign in (("gt", ">"), ("ge", ">="), ("le", "<="), ("lt", "<"), ("pattern", "matching"))
         if (bound := getattr(constraint, name, None)) is not None
     ]
     return f"{text} {' and '.join(bounds)}" if bounds else text
@@ -199,21 +242,22 @@ def dump_config(config: BaseModel, comments: Mapping[str, str] = {}) -> str:
     sections = []
     for name, section in config.model_dump().items():
         comment = [f"# {comments[name]}"] if name in comments else []
-        lines = [f"{key} = {_toml_value(value)}" for key, value in section.items() if value is not None]
+        lines = [f"{key} = {toml_value(value)}" for key, value in section.items() if value is not None]
         sections.append("\n".join([f"[{name}]", *comment, *lines]))
     return "\n\n".join(sections) + "\n"
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A value as it is written in a TOML file."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         # TOML has JSON's escapes, except surrogate pairs (so non-ASCII characters are not escaped) and DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml_value(str(key))} = {_toml_value(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{toml_value(str(key))} = {toml_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml_value, value)) + "]"
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, date | time):  # datetime is a date
         return value.isoformat()
     assert isinstance(value, int | float), f"no TOML for {value!r}"

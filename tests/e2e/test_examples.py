@@ -36,4 +36,9 @@ def test_train(tmp_path: Path) -> None:
     settings = f"model.name={str(tmp_path / 'model')!r}", "model.dtype=float64", "train.tensorboard=false"
     small = "train.groups_per_step=2", "algorithm.num_generations=2", "speculation.audit_every=0"
     printed = run(tmp_path, "examples/train.py", *settings, *small, *write_head(tmp_path))
-    assert "step 0: reward" in printed and "step 1: reward" in printed and "'finished': True" in printed
+    assert (
+        "step 1: reward" in printed
+        and "step 2: reward" in printed
+        and "step 0" not in printed
+        and "'finished': True" in printed
+    )

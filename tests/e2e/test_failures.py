@@ -61,8 +61,8 @@ def test_a_failing_reward_costs_only_its_samples(tmp_path: Path, function: str, 
     assert 0 < len(failed) < len(records), "the test needs failures and successes"
     for record in records:
         if record in failed:
-            name = f"step {record['step']}, {record['problem']}, sample {record['sample']}: reward "
-            assert record["failure"].startswith(name) and record["failure"].endswith(reason)
+            name = f"step {record['step'] + 1}, {record['problem']}, sample {record['sample']}: reward "
+            assert record["failure"].startswith(name) and reason in record["failure"]
             assert record["reward"] is None and record["advantage"] == 0
         else:
             assert record["failure"] is None and record["reward"] is not None
@@ -74,7 +74,7 @@ def test_a_failing_reward_costs_only_its_samples(tmp_path: Path, function: str, 
 
 
 def test_too_many_failures_end_the_run_and_keep_its_steps(tmp_path: Path) -> None:
-    """From step 2 on, every reward fails. The two steps before are kept. After the reward is repaired the run continues
+    """From step 3 on, every reward fails. The two steps before are kept. After the reward is repaired the run continues
     bit for bit."""
     settings(tmp_path)
     trainer = make(tmp_path, "whole", "train.num_steps=4")
@@ -91,7 +91,7 @@ def test_too_many_failures_end_the_run_and_keep_its_steps(tmp_path: Path) -> Non
         return [Score(float("nan"), {}, f"{sample.name}: no reward") for sample in samples]
 
     trainer.collector.rewarder.score = failing
-    with pytest.raises(ValueError, match=r"step 2: 8 of 8 samples .* reward.max_failures = 0.5 .*step 2, .*, sample 0"):
+    with pytest.raises(ValueError, match=r"step 3: 8 of 8 samples .* reward.max_failures = 0.5 .*step 3, .*, sample 0"):
         finish(trainer)
     assert [m["step"] for m in lines(tmp_path / "run", "metrics")] == [0, 1]
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
@@ -146,7 +146,7 @@ def test_programs_that_fork_or_allocate_memory_forever(tmp_path: Path) -> None:
             Scripted([GOOD, FORKS, ALLOCATES, FOREVER]), Bytes(), rewarder, sampling=config.sampling.params()
         )
         problem = Problem("f", "write f", {"tests": ["assert f(1) == 2"]})
-        groups = collector.collect(0, [(0, problem), (1, problem)], 4, 0).groups
+        groups = collector.collect("step 1", [(0, problem), (1, problem)], 4, 0).groups
     finally:
         rewarder.close()
     for group in groups:
@@ -207,7 +207,7 @@ def test_a_failing_environment_costs_only_its_samples(tmp_path: Path, mode: str,
     failed = [r for r in records if r["failure"] is not None]
     assert len(failed) == len(records) // 4 > 0
     for record in failed:
-        name = f"step {record['step']}, {record['problem']}, sample {record['sample']}: "
+        name = f"step {record['step'] + 1}, {record['problem']}, sample {record['sample']}: "
         assert record["failure"].startswith(name) and reason in record["failure"]
         assert record["reward"] is None and record["advantage"] == 0
     assert any(r["advantage"] != 0 for r in records), "the other samples train"
@@ -255,7 +255,7 @@ def test_a_non_finite_gradient(tmp_path: Path) -> None:
         return update(rollouts, batch, *rest)
 
     trainer.learner.update = with_infinite_advantages
-    with pytest.raises(ValueError, match=r"step 2: the gradient norm is (nan|inf); .* Lower the learning rate"):
+    with pytest.raises(ValueError, match=r"step 3: the gradient norm is (nan|inf); .* Lower the learning rate"):
         finish(trainer)
     assert_finite_checkpoint(tmp_path / "run", 2)
     assert finish(make(tmp_path, "run", STEPS, resume=True))["finished"]
@@ -273,7 +273,7 @@ def test_non_finite_weights(tmp_path: Path) -> None:
         return norm
 
     trainer.learner.optimizer.step = with_infinite_weight
-    with pytest.raises(ValueError, match=r"step 2: after the update some weights are not finite"):
+    with pytest.raises(ValueError, match=r"step 3: after the update some weights are not finite"):
         finish(trainer)
     assert_finite_checkpoint(tmp_path / "run", 2)
     assert finish(make(tmp_path, "run", STEPS, resume=True))["finished"]

@@ -68,7 +68,7 @@ def test_without_the_newest_checkpoint_the_previous_one_is_loaded_with_a_note(ru
     rewards = [m["reward_mean"] for m in lines(run, "metrics")]
     trainer = make(run.parent, "run", *EVERY_TWO, resume=True)
     assert trainer.step == 2
-    expected = "the checkpoint of step 4 is gone or damaged: the run continues from step 2"
+    expected = "the checkpoint of step 4 is gone or damaged: the run continues from the one of step 2"
     assert any(expected in note for note in trainer.callback.notes)
     trainer.run()
     trainer.close()
@@ -85,7 +85,7 @@ def test_interrupted_before_the_first_checkpoint(tmp_path: Path, run: Path) -> N
         assert all(kept[attempt].values())
     trainer = make(tmp_path, "again", "train.num_steps=4", "train.checkpoint_every=4", resume=True)
     aside = tmp_path / "again" / "interrupted-2"
-    expected = f"it starts again at step 0; its previous records are now in {aside}"
+    expected = f"it starts again; its previous records are now in {aside}"
     assert any(expected in note for note in trainer.callback.notes)
     trainer.run()
     trainer.close()
@@ -98,7 +98,7 @@ def test_interrupted_before_the_first_checkpoint(tmp_path: Path, run: Path) -> N
 def test_interrupted_before_anything_was_recorded(tmp_path: Path) -> None:
     die(make(tmp_path, "run", "train.num_steps=1"), 0)
     trainer = make(tmp_path, "run", "train.num_steps=1", resume=True)
-    assert any("it starts again at step 0" in note for note in trainer.callback.notes)
+    assert any("it starts again" in note for note in trainer.callback.notes)
     trainer.run()
     trainer.close()
     assert len(lines(tmp_path / "run", "metrics")) == 1 and not list((tmp_path / "run").glob("interrupted-*"))

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from paceline.build.config import load_config
 from paceline.config import Config
-from paceline.config_io import ConfigError, all_keys
+from paceline.config_io import ConfigError, all_keys, check_key
+from paceline.other_names import HINTS, LIBRARIES
 
 
 def test_empty_file_gives_the_defaults(tmp_path):
@@ -42,8 +45,7 @@ def test_override_values_are_toml_or_unquoted_strings(text, value):
     [
         ("speculation.num_spec_tokens=3", "speculation.num_speculative_tokens"),
         ("sampling.temp=1", "sampling.temperature"),
-        ("temperature=1", "sampling.temperature"),
-        ("sampling.num_speculative_tokens=3", "speculation.num_speculative_tokens"),
+        ("sampling.suffix_min_match=3", "speculation.suffix_min_match"),
         ("enigne.threads=2", "engine"),
     ],
 )
@@ -52,6 +54,80 @@ def test_unknown_key_error_names_the_nearest_key(override, suggestion):
         load_config(None, [override])
     unknown = override.partition("=")[0] if suggestion != "engine" else "enigne"
     assert str(error.value) == f"unknown key {unknown}: did you mean {suggestion}?"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learner.lr=1", "unknown key learner.lr: Paceline's name is learner.learning_rate"),
+        ("lr=1", "unknown key lr: Paceline's name is learner.learning_rate"),
+        ("learning_rate=1", "unknown key learning_rate: Paceline's name is learner.learning_rate"),
+        ("temperature=1", "unknown key temperature: Paceline's name is sampling.temperature"),
+        ("num_generations=8", "unknown key num_generations: Paceline's name is algorithm.num_generations"),
+        ("group_size=8", "unknown key group_size: Paceline's name is algorithm.num_generations"),
+        ("n=8", "unknown key n: Paceline's name is algorithm.num_generations; of generate and eval, the option -n"),
+        ("sampling.max_new_tokens=9", "unknown key sampling.max_new_tokens: Paceline's name is sampling.max_tokens"),
+        ("output_dir=out", "unknown key output_dir: Paceline's name is the option --run DIR"),
+        (
+            "engine.gpu_memory_utilization=0.5",
+            "unknown key engine.gpu_memory_utilization: Paceline's name is engine.vllm.gpu_memory_utilization",
+        ),
+        (
+            "actor_rollout_ref.actor.optim.lr=1",
+            "unknown key actor_rollout_ref.actor.optim.lr: Paceline's name is learner.learning_rate",
+        ),
+        ("trainer.save_freq=1", "unknown key trainer.save_freq: Paceline's name is train.checkpoint_every"),
+        ("max_prompt_length=1", "unknown key max_prompt_length: Paceline does not truncate prompts; remove the key"),
+        ("audit_every=1", "unknown key audit_every: its section is missing; write speculation.audit_every"),
+        ("online=every", "unknown key online: its section is missing; write draft.online"),
+    ],
+)
+def test_names_of_other_libraries_and_keys_without_a_section(override, message):
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [override])
+    assert str(error.value) == message
+
+
+def test_every_key_of_a_section_of_another_library_is_reported(tmp_path):
+    path = tmp_path / "verl.toml"
+    path.write_text("[actor_rollout_ref.rollout]\nn = 8\ntemperature = 1.0\nunknown = 1\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    rollout = "unknown key actor_rollout_ref.rollout"
+    assert str(error.value).splitlines() == [
+        f"{rollout}.n: Paceline's name is algorithm.num_generations",
+        f"{rollout}.temperature: Paceline's name is sampling.temperature",
+    ]
+
+
+def test_names_of_other_libraries_refer_to_keys_that_exist():
+    keys, sections = all_keys(Config), "|".join(Config.model_fields)
+    for names in LIBRARIES.values():
+        for name, text in names.items():
+            named = re.findall(rf"\b(?:{sections})\.\w+", text)
+            assert named or "option --" in text, name
+            assert [key for key in named if key not in keys] == [], name
+            # A known key needs no hint: it would never be used.
+            assert name not in keys, name
+
+
+@pytest.mark.parametrize("key", ["model", "model.name", "engine.vllm.max_model_len"])
+def test_known_keys(key):
+    check_key(Config, key, HINTS)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("modl", r"unknown key modl: did you mean model\?"),
+        ("model.nam", r"unknown key model\.nam: did you mean model\.name\?"),
+        ("lr", r"unknown key lr: Paceline's name is learner\.learning_rate"),
+        ("actor.optim.lr", r"unknown key actor\.optim\.lr: Paceline's name is learner\.learning_rate"),
+    ],
+)
+def test_check_key_says_what_an_unknown_key_should_be(key, message):
+    with pytest.raises(ConfigError, match=message):
+        check_key(Config, key, HINTS)
 
 
 def test_unknown_key_error_lists_the_keys_of_the_section():

@@ -93,7 +93,10 @@ def unknown_keys(text: str, other: frozenset[str] = frozenset()) -> list[str]:
 @present_pages
 def test_config_keys_exist(page: Path) -> None:
     simulator = frozenset(SIMULATOR_KEYS) if page.name == "simulator.md" else frozenset()
-    assert unknown_keys(page.read_text(), simulator) == []
+    text = page.read_text()
+    if page.name == "names.md":  # the first column has the names of other libraries
+        text = re.sub(r"^\| [^|]*\|", "|", text, flags=re.MULTILINE)
+    assert unknown_keys(text, simulator) == []
     assert unknown_keys("`train.num_stepz`, `train.sh`, `train.seed`, `engine.vllm.x`") == ["train.num_stepz"]
 
 

@@ -51,7 +51,7 @@ def test_wrong_kernels_are_degraded(monkeypatch):
 
 def test_missing_requirement_gives_exit_code_1(monkeypatch, tmp_path):
     findings = [doctor.Finding("torch", doctor.MISSING, "gone", "pip install torch", required=True)]
-    monkeypatch.setattr(doctor, "check_machine", lambda: findings)
+    monkeypatch.setattr(doctor, "check_machine", lambda progress: findings)
     path = tmp_path / "doctor.json"
     result = CliRunner().invoke(app, ["doctor", "--json", str(path)])
     assert result.exit_code == 1
@@ -65,3 +65,32 @@ def test_models_and_vllm_are_optional(monkeypatch, tmp_path):
     assert by_name(findings)["model: smollm2-135m"].remedy == "paceline pull smollm2-135m"
     assert "no such file" in by_name(findings)["vLLM"].detail
     assert doctor.is_ok(findings)
+
+
+LONG = "a long explanation with many words of what was found, and /some/path/without/spaces/" + "X" * 90
+
+
+def test_it_fits_80_columns_and_shows_what_it_checks(monkeypatch):
+    statuses = (doctor.OK, doctor.DEGRADED, doctor.MISSING)
+
+    def check_machine(progress):
+        progress("kernels")
+        return [doctor.Finding("extra: reasoning_gym", status, LONG, LONG) for status in statuses]
+
+    monkeypatch.setattr(doctor, "check_machine", check_machine)
+    result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert result.stdout.count("X") == 6 * 90, "nothing is cut off"
+    assert "checking kernels" in result.stderr
+
+
+def test_every_check_of_the_machine_is_announced(monkeypatch):
+    from paceline.doctor import machine
+
+    for name in ("_python", "_libraries", "_torch", "_native", "_machine", "_cache", "_cuda", "_vllm", "_sandbox"):
+        monkeypatch.setattr(machine, name, list)
+    monkeypatch.setattr(machine, "_extras", lambda: [doctor.Finding("extra", doctor.OK, "")])
+    announced = []
+    assert len(doctor.check_machine(announced.append)) == 1
+    assert len(announced) == 10 and "kernels (compiles them at first)" in announced

@@ -128,7 +128,7 @@ def test_without_ray_other_checks_still_run(without: Any, tmp_path: Path) -> Non
 
 
 def test_address_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_probe, "ray_version", lambda: "2")
+    monkeypatch.setattr(ray_probe, "ray_version", lambda: "2.60")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -207,7 +207,7 @@ def test_probe_that_hangs_dies_or_prints(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "check_machine", list)
+    monkeypatch.setattr(doctor, "check_machine", lambda progress: [])
     settings(tmp_path)
     arguments = [f"model.name={str(tmp_path / 'model')!r}", "model.dtype=float64"]
     result = CliRunner().invoke(app, ["doctor", *arguments, "--json", str(tmp_path / "good.json")])

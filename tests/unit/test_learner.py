@@ -337,7 +337,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     def loss(part: TokenBatch, logprobs_T: Tensor) -> Loss:
         return Loss((logprobs_T * bad).sum(), {"num_tokens": 1.0})
 
-    with pytest.raises(ValueError, match=r"step 1: the gradient norm is .*skipped"):
+    with pytest.raises(ValueError, match=r"step 2: the gradient norm is .*skipped"):
         it.update(rollouts, batch, loss)
     assert same(before, it.state_dict()) and it.version == 1
     for one in (it, clean):  # the failed update has no effect on the next one

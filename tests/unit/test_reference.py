@@ -14,6 +14,7 @@ import pytest
 import typer
 
 from paceline.build.config import load_config
+from paceline.build.key_comments import field_comments
 from paceline.cli import app
 from paceline.config import Config
 
@@ -32,7 +33,7 @@ def generator() -> ModuleType:
 
 def test_committed_pages_are_up_to_date(generator: ModuleType) -> None:
     pages = generator.pages()
-    assert set(pages) == {"commands.md", "config.md"}
+    assert set(pages) == {"commands.md", "config.md", "names.md"}
     for name, text in pages.items():
         assert (REFERENCE / name).read_text() == text, f"docs/reference/{name} is not up to date: run `make docs`"
 
@@ -109,7 +110,7 @@ class B(A):
     x: int = 3
 """
     found = {("A", "x"): "Two lines above.", ("A", "y"): "behind", ("A", "z"): "", ("A", "w"): "Above, and behind."}
-    assert generator.field_comments(source) == found | {("B", "x"): ""}
+    assert field_comments(source) == found | {("B", "x"): ""}
 
 
 def test_ranges(generator: ModuleType) -> None:

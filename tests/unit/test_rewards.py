@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reward_functions  # noqa: F401  workers find it through the parent's sys.path
+import reward_functions  # workers find it through the parent's sys.path
 
 from paceline.config import RewardSection, TaskSection
 from paceline.tasks import checks, pool
@@ -430,20 +432,19 @@ def test_sync_and_async_with_weights() -> None:
     ("bad", "reason"),
     [
         ("hang", "did not return within 1 s"),
-        ("raise", "raised ValueError: on purpose"),
+        ("raise", "raised ValueError: on purpose (LINE)"),
         ("exit", "ended its process (exit code 3)"),
-        ("sys.exit", "raised SystemExit: 0"),
+        ("sys.exit", "raised SystemExit: 0 (LINE)"),
         ("crash", "killed its process (signal 11)"),
-        ("few", "returned 0 values for 1 completions"),
-        ("nan", "returned nan"),
-        ("inf", "returned inf"),
-        ("text", "returned '1.0'"),
+        ("nan", "returned nan, not a finite number or None"),
+        ("inf", "returned inf, not a finite number or None"),
+        ("text", "returned '1.0', not a finite number or None"),
     ],
 )
 def test_a_failed_call_costs_one_sample(bad: str, reason: str, capfd: pytest.CaptureFixture[str]) -> None:
     samples = [sample("good"), sample(bad, name="step 3, p/17, sample 2"), sample("none"), sample("good")]
     scores = score(["reward_functions:scripted"], samples, timeout_s=1.0)
-    assert [s.failure for s in scores] == [
+    assert [s.failure and re.sub(r"[^( ]*reward_functions\.py, line \d+", "LINE", s.failure) for s in scores] == [
         None, f"step 3, p/17, sample 2: reward reward_functions:scripted {reason}",
         "s: no reward function applies to it", None,
     ]  # fmt: skip
@@ -454,7 +455,13 @@ def test_a_failed_call_costs_one_sample(bad: str, reason: str, capfd: pytest.Cap
 def test_samples_that_do_not_fail_are_scored_in_one_batch() -> None:
     scores = score(["reward_functions:relative"], [sample("a"), sample("bad", name="x"), sample("aa"), sample("aaaa")])
     assert [s.reward for s in (scores[0], *scores[2:])] == pytest.approx([0, 1 / 3, 2 / 3])
-    assert scores[1].failure == "x: reward reward_functions:relative raised RuntimeError: bad in two lines"
+    failure = "x: reward reward_functions:relative raised RuntimeError: bad in two lines"
+    line = (
+        inspect.getsource(reward_functions).splitlines().index('        raise RuntimeError("bad\\nin two lines")') + 1
+    )
+    assert scores[1].failure == f"{failure} ({Path(reward_functions.__file__)}, line {line})" or (
+        scores[1].failure == f"{failure} ({os.path.relpath(reward_functions.__file__)}, line {line})"
+    )
 
 
 def test_the_pool_gives_up_if_every_call_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,8 +471,22 @@ def test_the_pool_gives_up_if_every_call_hangs(monkeypatch: pytest.MonkeyPatch) 
     assert sum("was not called" in (s.failure or "") for s in scores) >= 36
 
 
-def test_a_scalar_is_not_a_list() -> None:
-    assert "returned 1.0, not a list" in (score(["reward_functions:scalar"], [sample("x")])[0].failure or "")
+@pytest.mark.parametrize(
+    ("function", "completions", "message"),
+    [
+        ("scripted", ["good", "few", "good"], "returned 0 values for 3 completions"),
+        ("scripted", ["few"], "returned 0 values for 1 completion;"),
+        ("one_for_all", ["a", "b", "c", "d"], "returned 1 value for 4 completions"),
+        ("one_for_all", ["raise", "b", "c"], None),  # fails as a batch; a sample alone has the right number of values
+        ("scalar", ["a", "b"], "returned 1.0 for 2 completions, not a list"),
+    ],
+)
+def test_a_wrong_number_of_values_is_an_error(function: str, completions: list[str], message: str | None) -> None:
+    """Values can't be assigned to samples, also where a call per sample would return one value."""
+    with pytest.raises(ValueError, match=f"reward.functions: reward_functions:{function} returned") as error:
+        score([f"reward_functions:{function}"], [sample(text) for text in completions])
+    assert message is None or message in str(error.value)
+    assert f"def {function}(prompts, completions, **columns) -> list[float | None]" in str(error.value)
 
 
 @pytest.mark.parametrize(

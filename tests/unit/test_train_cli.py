@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from rich.console import Console
 from tiny_run import SETTINGS, lines, settings
 from typer.testing import CliRunner
 
 from paceline.build.config import load_config
 from paceline.cli import app
+from paceline.cli.app import split_arguments, split_settings
 from paceline.cli.progress import TerminalProgress, format_duration
-from paceline.cli.train import split_arguments
 from paceline.rl.checkpoint import Checkpoints
 
 
@@ -67,6 +68,51 @@ def test_arguments() -> None:
     assert split_arguments(["a=1", "x.toml", "b.c=d=e"]) == (Path("x.toml"), ["a=1", "b.c=d=e"])
     with pytest.raises(ValueError, match=r"two config files, x.toml and y.toml"):
         split_arguments(["x.toml", "a=1", "y.toml"])
+    assert split_arguments(["a.b=1"], ["a.b=2"], Path("x.toml")) == (Path("x.toml"), ["a.b=1", "a.b=2"])
+    with pytest.raises(ValueError, match=r"two config files, y.toml and x.toml"):
+        split_arguments(["x.toml"], None, Path("y.toml"))
+
+
+def test_settings_among_prompts() -> None:
+    """Only what starts with a key of a section is a setting, also a key that the section does not have."""
+    prompts = ["model.x = 3?", "x=1", "Is f(train.seed=3) right?", "engine=on", "a.b=c", "runs/model.a=1/x.jsonl"]
+    settings = ["sampling.top_k=3", "train.sed=1", "engine.vllm.max_model_len=9"]
+    assert split_settings([*prompts[:3], *settings, *prompts[3:]], ["train.seed=2"]) == (
+        prompts,
+        [*settings, "train.seed=2"],
+    )
+
+
+# Every command that reads a config, with the other arguments that it needs.
+READS_CONFIG = {
+    ("train",): (), ("eval",): ("model", "chain_sum"), ("train-draft",): (), ("sweep",): (), ("verify",): (),
+    ("doctor",): (), ("generate",): ("a prompt",), ("replay",): ("x.jsonl",), ("advise",): ("x.jsonl",),
+    ("bench", "rollout"): (), ("bench", "learner"): (), ("simulate",): ("nvidia-8b-zero",), ("config",): (),
+}  # fmt: skip
+
+
+def test_all_commands_that_read_a_config() -> None:
+    root = typer.main.get_command(app)
+    found = {(name,): command for name, command in root.commands.items()}
+    found |= {("bench", name): command for name, command in root.commands["bench"].commands.items()}
+    assert {name for name, command in found.items() if "overrides" in {p.name for p in command.params}} == set(
+        READS_CONFIG
+    )
+
+
+@pytest.mark.parametrize("name", READS_CONFIG, ids=" ".join)
+@pytest.mark.parametrize("given", [["sampling.temprature=1"], ["--set", "sampling.temprature=1"]])
+def test_every_command_takes_settings_as_arguments_and_by_set(
+    command: Any, name: tuple[str, ...], given: list[str]
+) -> None:
+    error = command(*name, *READS_CONFIG[name], *given, code=2).stderr
+    assert "unknown key sampling" in error
+
+
+def test_a_prompt_may_have_an_equals_sign(command: Any) -> None:
+    assert "no-such-model" in command("generate", "a.b=c", "--model", "no-such-model", code=2).stderr
+    assert "no prompt" in command("generate", "sampling.seed=1", code=2).stderr
+    assert "no rollouts" in command("replay", "engine.prefix_sharing=true", code=2).stderr
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from paceline.cluster.check_settings import cluster_problems, engine_problems
 from paceline.config import Config, Section
 from paceline.config_io import ConfigError, read_settings, validate
 from paceline.draft.check_settings import online_problems
+from paceline.other_names import HINTS
 from paceline.rl.check_settings import audit_problems, training_problems
 
 # Each takes a Config and yields a message for every setting that does not go with the other sections.
@@ -30,7 +31,7 @@ def load_config(
 
 def make_config(settings: Mapping[str, Any]) -> Config:
     """A Config from nested sections, keys and values. Raises ConfigError for wrong or incompatible settings."""
-    config = validate(Config, with_defaults(settings))
+    config = validate(Config, with_defaults(settings), HINTS)
     for check in CHECKS:
         for problem in check(config):
             raise ConfigError(problem)

@@ -35,9 +35,14 @@ def describe_speculation(config: Config) -> str:
         if config.engine.kind == "vllm":
             return 'no speculation: with engine.kind = "vllm", speculation.method is "none" unless it is set'
         return 'no speculation: speculation.method = "none"'
-    length = s.num_speculative_tokens
-    limit = f"{length} tokens" if s.policy == "static" else f"up to {length} tokens"
-    text = f"speculation: {s.method} {DRAFTERS[s.method]}; policy {s.policy}: {limit}, {POLICIES[s.policy]}"
+    return f"speculation: {s.method} {DRAFTERS[s.method]}; policy {describe_policy(config)}"
+
+
+def describe_policy(config: Config) -> str:
+    """The policy of a run that drafts, what it does, and why it is not `auto` where that can't be used."""
+    s = config.speculation
+    limit = f"{s.num_speculative_tokens} tokens"
+    text = f"{s.policy}: {limit if s.policy == 'static' else f'up to {limit}'}, {POLICIES[s.policy]}"
     reason = _no_auto(s.model_dump(), config.engine.kind)
     return text if s.policy == "auto" or reason is None else f"{text} (auto is not possible with {reason})"
 

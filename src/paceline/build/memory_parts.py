@@ -62,6 +62,15 @@ def moment_bytes(config: Config, model: ModelConfig, trained: int) -> int:
     return (2 * trained - num_single) * max(4, itemsize(config))
 
 
+def checkpoint_bytes(config: Config, model: ModelConfig, head: HeadConfig | None) -> int:
+    """On disk, of all ranks: trained parameters and moments in float32 or better, the versions of the policy that
+    pending batches begin with, and the state of a head that is trained online. Without rollouts and history."""
+    trained = num_lora_weights(config, model) if config.learner.lora_rank else num_weights(model)
+    versions = config.train.max_staleness * num_weights(model) * itemsize(config)
+    online = num_head_weights(head) if head is not None and config.draft.online != "off" else 0
+    return trained * max(4, itemsize(config)) + moment_bytes(config, model, trained) + versions + 12 * online
+
+
 # ---- a microbatch ----
 
 

@@ -43,6 +43,7 @@ from paceline.rl.trainer import Trainer
 from paceline.rl.worker_group import WorkerGroup
 from paceline.speculation.batch import Drafter
 from paceline.tasks.rewards import Rewarder
+from paceline.tasks.task import Task
 
 
 def build_collector(config: Config, engine: Engine, rewarder: Rewarder) -> Collector:
@@ -119,15 +120,10 @@ def build_trainer(
             callback.note(warning)
         for note in changed_settings(load_config(resume / "config.toml"), config):
             callback.note(note)
-    for library in ("tensorboard", "wandb"):
-        if getattr(config.train, library) and importlib.util.find_spec(library) is None:
-            raise ValueError(f"train.{library} = true, but {library} is not installed; pip install {library}")
+    check_libraries(config)
     algorithm = make_algorithm(config.algorithm, config.sampling.max_tokens)
     task = build_task(config)
-    if config.train.eval_every and not task.held_out:
-        raise ValueError(
-            "train.eval_every needs held-out problems, but task.held_out = 0; raise it, or set train.eval_every = 0"
-        )
+    check_evaluation(config, task)
     rewarder = rewarder or build_rewarder(config)
     if rewarder.sandbox is not None:
         callback.note(f"programs run in sandbox: {rewarder.sandbox}")
@@ -170,7 +166,7 @@ def build_trainer(
         auditor=build_auditor(config, engine),
         folder=folder,
         checkpoints=checkpoints,
-        sinks=build_sinks(config, folder.path, checkpoint.step if checkpoint is not None else 0),
+        sinks=build_sinks(config, folder.path, 1 + (checkpoint.step if checkpoint is not None else 0)),
         callback=callback,
         head_trainer=head_trainer,
         restarts=restarts,
@@ -190,6 +186,22 @@ def build_trainer(
 def run_toml(config: Config) -> str:
     """A run's config.toml."""
     return dump_config(config, {"speculation": describe_speculation(config)})
+
+
+def check_libraries(config: Config) -> None:
+    for library in ("tensorboard", "wandb"):
+        if getattr(config.train, library) and importlib.util.find_spec(library) is None:
+            raise ValueError(
+                f"train.{library} = true, but {library} is not installed; pip install {library}, or set "
+                f"train.{library}=false"
+            )
+
+
+def check_evaluation(config: Config, task: Task) -> None:
+    if config.train.eval_every and not task.held_out:
+        raise ValueError(
+            "train.eval_every needs held-out problems, but task.held_out = 0; raise it, or set train.eval_every = 0"
+        )
 
 
 def describe_run(config: Config, name: str, task: str) -> dict[str, Any]:

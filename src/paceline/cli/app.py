@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -38,7 +39,12 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 Model = Annotated[str | None, typer.Option("--model", help="Known name, directory or hub id of the model.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="Read settings from a TOML file.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Set one config key; repeatable.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Set one config key, as the argument A.B=C does.")
+]
+ConfigArguments = Annotated[
+    list[str] | None, typer.Argument(metavar="[CONFIG.toml] [A.B=C]…", help="Config file, then settings.")
+]
 PromptsFile = Annotated[
     Path | None,
     typer.Option("--prompts", metavar="FILE", help="Read prompts from a jsonl file with `prompt` or `question`."),
@@ -77,6 +83,31 @@ def _report_errors(function: Command) -> Command:
     return wrapped  # type: ignore[return-value]
 
 
+def split_arguments(
+    arguments: Sequence[str] | None, overrides: Sequence[str] | None = None, file: Path | None = None
+) -> tuple[Path | None, list[str]]:
+    """The config file and the settings of a command without other arguments: a file has no `=`. `overrides` are those
+    of --set, and win; `file` is that of --config."""
+    given = list(arguments or ())
+    files = [str(file)] * (file is not None) + [argument for argument in given if "=" not in argument]
+    if len(files) > 1:
+        raise ValueError(f"two config files, {files[0]} and {files[1]}; give one, and settings as a.b=c")
+    return Path(files[0]) if files else None, [a for a in given if "=" in a] + list(overrides or ())
+
+
+def split_settings(
+    arguments: Sequence[str] | None, overrides: Sequence[str] | None = None
+) -> tuple[list[str], list[str]]:
+    """The other arguments, and the settings, of a command with arguments of its own, such as prompts. A setting starts
+    with a key of a known section; a key that the section does not have is an error later."""
+    given = list(arguments or ())
+    found = [argument for argument in given if SETTING.match(argument)]
+    return [argument for argument in given if argument not in found], found + list(overrides or ())
+
+
+SETTING = re.compile(rf"({'|'.join(Config.model_fields)})(\.\w+)+=")
+
+
 def settings(
     path: Path | None,
     overrides: Sequence[str] | None,
@@ -110,6 +141,19 @@ def warn(text: str) -> None:
 
 def print_note(text: str) -> None:
     out.print(text, style="dim", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def progress_of(verb: str) -> Iterator[Callable[[str], None]]:
+    """A function that shows what is done now: a status line on a terminal, else a line for each."""
+    with err.status(verb) as status:
+
+        def progress(what: str) -> None:
+            status.update(f"{verb} {what}")
+            if not err.is_terminal:
+                err.print(f"{verb} {what}")
+
+        yield progress
 
 
 def print_figures(figures: Mapping[str, Any]) -> None:

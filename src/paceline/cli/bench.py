@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.app import (
+    ConfigArguments,
     ConfigFile,
     JsonFile,
     Overrides,
@@ -25,6 +26,7 @@ from paceline.cli.app import (
     results_so_far,
     save_json,
     settings,
+    split_arguments,
     warn,
 )
 from paceline.report.table import render
@@ -38,6 +40,7 @@ app.add_typer(bench_app, name="bench")
 
 @command(group=bench_app)
 def rollout(
+    arguments: ConfigArguments = None,
     model: Annotated[str, typer.Option(help="Models to compare.")] = "smollm2-135m",
     engines: Annotated[str, typer.Option(help="Engines to compare: paceline, hf, vllm.")] = "paceline,hf,vllm",
     modes: Annotated[
@@ -88,7 +91,7 @@ def rollout(
         threads=threads,
         num_generations=num_generations,
         seed=seed,
-        config=settings(config, overrides),
+        config=settings(*split_arguments(arguments, overrides, config)),
     )
     bench = Bench(chosen, read_prompts(prompts_file or BUILTIN))
     message = "interrupted: stopping the engines; results so far:"
@@ -205,6 +208,7 @@ def step(
 
 @command(group=bench_app)
 def learner(
+    arguments: ConfigArguments = None,
     model: Annotated[str, typer.Option(help="Model shape, with random weights, or directory.")] = "qwen3-1.7b",
     variants: Annotated[
         str | None,
@@ -236,7 +240,9 @@ def learner(
 
     check_outputs(json_file, None)
     given = settings(
-        config, overrides, learner__tokens_per_microbatch=tokens_per_microbatch, learner__lora_rank=lora_rank
+        *split_arguments(arguments, overrides, config),
+        learner__tokens_per_microbatch=tokens_per_microbatch,
+        learner__lora_rank=lora_rank,
     )
     chosen = texts.Settings(
         model=model,

@@ -15,17 +15,19 @@ from rich.text import Text
 
 from paceline.build.config import load_config
 from paceline.cli.app import (
+    ConfigArguments,
     JsonFile,
+    Overrides,
     check_resumable,
     command,
     err,
     out,
     print_figures,
     save_json,
+    split_arguments,
     stop_on_signal,
     warn,
 )
-from paceline.cli.train import ConfigArguments, split_arguments
 from paceline.report.table import check_writable, render
 
 DRAFT_KINDS = {"coupled": "coupled", "greedy": "greedy", "sampled": "sampled (rejection rule)"}
@@ -36,6 +38,7 @@ def train_draft(
     arguments: ConfigArguments = None,
     resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Resume a run.")] = None,
     run: Annotated[Path | None, typer.Option("--run", metavar="DIR", help="Folder for the new run.")] = None,
+    overrides: Overrides = None,
     json_file: JsonFile = None,
 ) -> None:
     """Train an EAGLE-3 draft head for a model.
@@ -49,14 +52,14 @@ def train_draft(
     - `paceline train-draft draft.data=chats.jsonl draft.num_sequences=20000 model.device=cuda`
     - `paceline train-draft --resume runs/draft-chain_sum-20260101-120000`
     """
-    path, overrides = split_arguments(arguments)
+    path, given = split_arguments(arguments, overrides)
     check_writable(json_file)
     if resume is not None:
-        if arguments or run is not None:
+        if arguments or overrides or run is not None:
             raise ValueError("--resume uses the run's own settings; give no others")
         check_resumable(resume, "train-draft")
         path = resume / "config.toml"
-    config = load_config(path, overrides)
+    config = load_config(path, given)
     from paceline.build.draft_run import build_draft_trainer
 
     stopping = threading.Event()

@@ -21,6 +21,7 @@ from paceline.cli.app import (
     out,
     print_figures,
     settings,
+    split_settings,
 )
 from paceline.report.table import check_writable, write_json
 from paceline.types import Completion, Provenance, Request, noise_key
@@ -35,7 +36,10 @@ DEFAULTS = {"speculation": {"method": "none", "policy": "static"}}
 
 @command()
 def generate(
-    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; `-` reads one from stdin.")] = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PROMPTS]… [A.B=C]…", help="Prompts, `-` reads one from stdin; and settings."),
+    ] = None,
     prompts_file: Annotated[
         Path | None,
         typer.Option("--prompts", metavar="FILE", help="Read prompts from a jsonl file; `-` reads stdin."),
@@ -66,9 +70,10 @@ def generate(
     from paceline.speculation.metrics import summarise
     from paceline.tasks.prompt import encode
 
+    prompts, given = split_settings(prompts, overrides)
     cfg = settings(
         config,
-        overrides,
+        given,
         DEFAULTS,
         model__name=model,
         speculation__method=method,
@@ -78,7 +83,7 @@ def generate(
         sampling__seed=seed,
     )
     check_writable(json_file)
-    all_prompts = read_prompt_arguments(prompts or [], prompts_file)
+    all_prompts = read_prompt_arguments(prompts, prompts_file)
     from paceline.build.engine import build_engine
 
     engine = build_engine(cfg)

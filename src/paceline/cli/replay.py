@@ -21,6 +21,7 @@ from paceline.cli.app import (
     out,
     print_note,
     save_json,
+    split_settings,
     warn,
 )
 from paceline.config import HEAD_METHODS
@@ -47,7 +48,10 @@ INT32_MAX = 2**31 - 1
 
 Rollouts = Annotated[
     list[str],
-    typer.Argument(metavar="ROLLOUTS…", help="Jsonl files (also .gz, .xz), a folder of them, or a run; `-`: stdin."),
+    typer.Argument(
+        metavar="ROLLOUTS… [A.B=C]…",
+        help="Jsonl files (also .gz, .xz), a folder of them, or a run; `-`: stdin. And settings.",
+    ),
 ]
 Cost = Annotated[str | None, typer.Option(metavar="FILE", help="JSON file with a cost table.")]
 Hardware = Annotated[
@@ -114,11 +118,12 @@ def replay(
     check_numbers(1, batch=batches)
     check_choices(("arrival", "longest"), order=order)
     check_names(drafters, policies)
-    check_overrides(tuple(overrides or ()))
+    rollouts, given = split_settings(rollouts, overrides)
+    check_overrides(tuple(given))
     costs = frozen_costs(cost, hardware)
     reader = _reader(rollouts, tokenizer, skip_broken)
     make = functools.partial(
-        build_replay, costs=costs, overrides=tuple(overrides or ()), max_num_batched_tokens=max_num_batched_tokens,
+        build_replay, costs=costs, overrides=tuple(given), max_num_batched_tokens=max_num_batched_tokens,
         prefill=prefill, order=order,
     )  # fmt: skip
     cells = [Cell(d, p, b) for b in batches for d in drafters for p in policies]
@@ -172,14 +177,15 @@ def advise(
     check_writable(json_file)
     batches = comma_numbers("--batch", batch)
     check_numbers(1, batch=batches)
-    check_overrides(tuple(overrides or ()))
+    rollouts, given = split_settings(rollouts, overrides)
+    check_overrides(tuple(given))
     costs = frozen_costs(cost, hardware)
     reader = _reader(rollouts, tokenizer, skip_broken)
     rounds, whole = advice.take_rounds(RoundSource(reader, max_tokens), None if everything else MAX_TOKENS_READ)
     has_head_accepted = any(recorded.head_accepted is not None for recorded in rounds)
     drafters = (*MODEL_FREE, *(HEAD_METHODS if has_head_accepted else ()))
     make = functools.partial(
-        build_replay, costs=costs, overrides=tuple(overrides or ()), max_num_batched_tokens=max_num_batched_tokens
+        build_replay, costs=costs, overrides=tuple(given), max_num_batched_tokens=max_num_batched_tokens
     )
     results: list[Result] = []
     parallel = sum(recorded.num_emitted for recorded in rounds) >= MIN_PARALLEL_TOKENS
@@ -251,6 +257,8 @@ def _reader(rollouts: list[str], tokenizer: str | None, skip_broken: bool) -> Re
     from paceline.replay.formats import Formats
     from paceline.replay.reader import Reader
 
+    if not rollouts:
+        raise ValueError("no rollouts; give a jsonl file, a folder of them, or a run")
     return Reader(rollouts, Formats(load_any_tokenizer(tokenizer) if tokenizer is not None else None), skip_broken)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.app import JsonFile, command, err, out, save_json, warn
+from paceline.cli.app import JsonFile, Overrides, command, err, out, save_json, warn
 from paceline.report.table import check_writable, render
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def simulate(
         Path | None, typer.Option("--plot", metavar="FILE", help="Write a plot of the sweep to a .png file.")
     ] = None,
     timeline: Annotated[bool, typer.Option("--timeline", help="Print when each device works on which stage.")] = False,
+    overrides: Overrides = None,
     json_file: JsonFile = None,
 ) -> None:
     """Simulate decode steps, rollouts and RL steps, with and without speculation, from hardware and model specs.
@@ -59,13 +60,13 @@ def simulate(
         raise ValueError(f"--sweep {sweep} with --fit {fit}: give one of them")
     if timeline and (sweep is not None or fit is not None):
         raise ValueError(f"--timeline with {'--sweep' if fit is None else '--fit'}: leave out one of them")
+    arguments = [*(arguments or ()), *(overrides or ())]
     if preset == "list":
         if arguments or sweep is not None or fit is not None or json_file is not None or timeline:
             raise ValueError("list: takes no other arguments; to simulate a preset, give its name")
         for name in simulator.presets():
             out.print(f"{name:20} {simulator.load_simulation_config(name).about}", soft_wrap=True)
         return
-    arguments = list(arguments or ())
     if sweep is not None:
         axes = [argument for argument in arguments if _is_axis(argument)]
         rows = _sweep(preset, [argument for argument in arguments if argument not in axes], [sweep, *axes], plot_file)

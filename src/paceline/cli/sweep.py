@@ -10,7 +10,9 @@ import typer
 
 from paceline.build.config import load_config
 from paceline.cli.app import (
+    ConfigArguments,
     JsonFile,
+    Overrides,
     PlotFile,
     PromptsFile,
     check_outputs,
@@ -24,9 +26,9 @@ from paceline.cli.app import (
     print_note,
     results_so_far,
     save_json,
+    split_arguments,
     warn,
 )
-from paceline.cli.train import ConfigArguments, split_arguments
 from paceline.report.table import render
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ def sweep(
     max_tokens: Annotated[int, typer.Option(help="Maximum tokens per completion.")] = 64,
     repeats: Annotated[int, typer.Option(help="Rounds per configuration, after one warm-up round.")] = 3,
     prompts_file: PromptsFile = None,
+    overrides: Overrides = None,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
 ) -> None:
@@ -68,7 +71,7 @@ def sweep(
     from paceline.report import plot
 
     check_outputs(json_file, plot_file)
-    config = load_config(*split_arguments(arguments))
+    config = load_config(*split_arguments(arguments, overrides))
     settings = sweeps.Settings(
         drafters=available_drafters(config) if drafters is None else comma_list(drafters),
         draft_lengths=comma_numbers("--k", k),

@@ -13,14 +13,18 @@ from rich.text import Text
 from paceline.build.config import load_config
 from paceline.build.defaults import describe_speculation
 from paceline.cli.app import (
+    ConfigArguments,
     JsonFile,
+    Overrides,
     check_resumable,
     command,
     command_of,
     err,
     out,
     print_figures,
+    progress_of,
     save_json,
+    split_arguments,
     stop_on_signal,
     warn,
 )
@@ -33,19 +37,6 @@ if TYPE_CHECKING:
 
     from paceline.build.memory_plan import MemoryPlan
     from paceline.rl.callback import ProgressCallback
-    from paceline.tasks.task import Problem
-
-ConfigArguments = Annotated[
-    list[str] | None, typer.Argument(metavar="[CONFIG.toml] [A.B=C]…", help="Config file, then settings.")
-]
-
-
-def split_arguments(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
-    """The config file (the argument without `=`) and the settings."""
-    files = [argument for argument in arguments or [] if "=" not in argument]
-    if len(files) > 1:
-        raise ValueError(f"two config files, {files[0]} and {files[1]}; give one, and settings as a.b=c")
-    return Path(files[0]) if files else None, [argument for argument in arguments or [] if "=" in argument]
 
 
 @command()
@@ -56,6 +47,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the settings and print the plan; do not train.")
     ] = False,
+    overrides: Overrides = None,
 ) -> None:
     """Post-train a model with RL. Rollouts are speculative by default.
 
@@ -69,12 +61,12 @@ def train(
     """
     from paceline.cli.progress import TerminalProgress
 
-    path, overrides = split_arguments(arguments)
+    path, given = split_arguments(arguments, overrides)
     if resume is not None and (path is not None or run is not None):
         raise ValueError("--resume takes the run's own config.toml; give settings to change as a.b=c")
     if resume is not None:
         check_resumable(resume, "train")
-    config = load_config(resume / "config.toml" if resume is not None else path, overrides)
+    config = load_config(resume / "config.toml" if resume is not None else path, given)
     from paceline.build.learner import torchrun_rank
     from paceline.report.html import write_report
 
@@ -83,7 +75,7 @@ def train(
             run_other_rank(config)
         return
     if dry_run:
-        show_plan(config)
+        show_plan(config, run)
         return
     callback = TerminalProgress(err, config)
     with callback:
@@ -176,40 +168,22 @@ def summary_figures(summary: dict[str, Any], overlaps: bool) -> dict[str, Any]:
     return {name: value for name, value in figures.items() if value is not None}
 
 
-def show_plan(config: Config) -> None:
-    """Print the sizes of a run, its first prompt, and the reward of the first problem's answer."""
-    from paceline.build.memory import cpu_plan, resolve_memory
-    from paceline.build.model import check_device, check_training_dtype
-    from paceline.build.task import build_task
-    from paceline.model.store import load_tokenizer, resolve
-    from paceline.tasks.prompt import encode
+def show_plan(config: Config, run: Path | None = None) -> None:
+    """Print what a run will do. Raises ValueError with everything that would stop it."""
+    from paceline.doctor.plan import plan_run
 
-    check_device(config)
-    check_training_dtype(config)
-    task = build_task(config)
-    directory = resolve(config.model.name, err)
-    tokenizer = load_tokenizer(directory)
-    problem = task.train[0]
-    ids = encode(tokenizer, problem.prompt, config.task.chat)
-    config, memory = resolve_memory(config)
-    memory = memory or cpu_plan(config)
-    train, samples = config.train, config.algorithm.num_generations
-    rows = {
-        "model": f"{config.model.name} ({directory})",
-        "problems": f"{len(task.train)} to train on, {len(task.held_out)} held out",
-        "step": f"{train.groups_per_step} problems x {samples} samples of up to {config.sampling.max_tokens} tokens",
-        "steps": f"{train.num_steps} ({train.num_steps * train.groups_per_step / len(task.train):.2g} epochs)",
-        "first prompt": f"{len(ids)} tokens",
-        "reward of its answer": score_reference_answer(config, problem, tokenizer),
-    }
-    if "code" in config.reward.functions:
-        from paceline.tasks.sandbox import isolation
-
-        rows["programs run in sandbox"] = str(isolation(config.reward.sandbox))
-    out.print(render([{"what": k, "is": v} for k, v in rows.items()], {"what": "plan", "is": ""}))
-    if memory is not None:
-        show_memory(memory)
-    out.print(Text(tokenizer.decode(list(ids))), soft_wrap=True)
+    with progress_of("checking") as progress:
+        plan = plan_run(config, run, progress, err)
+    out.print(render([{"what": k, "is": v} for k, v in plan.rows.items()], {"what": "plan", "is": ""}))
+    if plan.memory is not None:
+        show_memory(plan.memory)
+    if plan.first_prompt is not None:
+        out.print(Text(plan.first_prompt), soft_wrap=True)
+    for found in plan.findings:
+        if found.status == "degraded":
+            warn(f"{found.detail}; {found.remedy}")
+    if plan.problems:
+        raise ValueError("\n".join(f"{found.detail}; {found.remedy}" for found in plan.problems))
     err.print("dry run: nothing was trained", style="dim")
 
 
@@ -219,23 +193,6 @@ def show_memory(plan: MemoryPlan) -> None:
     rows = plan_rows(plan) | ({} if plan.total_bytes is None else {"GPU": plan.total_bytes})
     cells = [{"what": name, "size": f"{size / 2**30:6.1f}"} for name, size in rows.items()]
     out.print(render(cells, {"what": "memory", "size": "GiB"}))
-
-
-def score_reference_answer(config: Config, problem: Problem, tokenizer: Any) -> float | None:
-    """The reward of a problem's own answer; None if it has none, as in an environment. Either way the reward functions
-    are loaded, so that a wrong name is an error now and not in the run."""
-    from paceline.build.task import build_rewarder
-    from paceline.tasks.rewards import Sample
-
-    answer = problem.columns.get("answer")
-    with contextlib.closing(build_rewarder(config)) as rewarder:
-        if not answer or problem.make_env is not None:
-            return None
-        ids = tuple(tokenizer.encode(str(answer)))
-        score = rewarder.score([Sample("the first problem", problem.prompt, str(answer), ids, problem.columns)])[0]
-    if score.failure is not None:
-        raise ValueError(score.failure)
-    return score.reward
 
 
 @command()
@@ -262,8 +219,9 @@ def report(
 def eval_command(
     model: Annotated[str, typer.Argument(help="Known name, directory or hub id of the model.")],
     task: Annotated[str, typer.Argument(help="Config file, jsonl file, or reasoning-gym dataset.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[A.B=C]…", help="Settings to change.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[A.B=C]…", help="Settings to change.")] = None,
     num_samples: Annotated[int, typer.Option("-n", min=1, help="Samples per problem.")] = 1,
+    overrides: Overrides = None,
     json_file: JsonFile = None,
 ) -> None:
     """Compute mean reward, avg@n and pass@k on a task's held-out problems.
@@ -278,13 +236,15 @@ def eval_command(
     check_writable(json_file)
     if (Path(model) / "run.json").exists():
         raise ValueError(f"{model} is a run, not a model; first: paceline export {model} DIR, then evaluate DIR")
-    path = Path(task)
+    path, (other, changed) = Path(task), split_arguments(arguments, overrides)
+    if other is not None:
+        raise ValueError(f"{other}: not a setting of the form a.b=c; eval takes a model, one task and settings")
     given = [f"model.name={model!r}"]
     if path.suffix == ".toml":
-        config = load_config(path, [*given, *(overrides or [])])
+        config = load_config(path, [*given, *changed])
     else:
         kind = "jsonl" if task.endswith((".jsonl", ".jsonl.gz")) else "reasoning_gym"
-        config = load_config(None, [*given, f"task.kind={kind}", f"task.name={task!r}", *(overrides or [])])
+        config = load_config(None, [*given, f"task.kind={kind}", f"task.name={task!r}", *changed])
         if config.task.kind == "reasoning_gym" and ("/" in task or path.suffix):  # not the name of a dataset
             raise ValueError(
                 f"{task}: not a .toml, .jsonl or .jsonl.gz file, and no reasoning-gym dataset; for a task of another "

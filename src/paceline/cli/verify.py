@@ -1,4 +1,4 @@
-"""`paceline verify` runs the exactness checks; `paceline doctor` inspects the machine and the settings of a run."""
+"""`paceline verify`: run the exactness checks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from paceline.build.config import load_config
 from paceline.cli.app import (
+    ConfigArguments,
     ConfigFile,
     JsonFile,
     Model,
@@ -18,10 +18,11 @@ from paceline.cli.app import (
     command,
     err,
     out,
+    progress_of,
     save_json,
     settings,
+    split_arguments,
 )
-from paceline.cli.train import ConfigArguments, split_arguments
 from paceline.report.table import check_writable, render
 
 DRAFTERS = ("ngram", "suffix", "draft_model", "eagle3", "hybrid")
@@ -31,6 +32,7 @@ MAX_PROBLEMS = 8  # printed per check; the report has all
 
 @command()
 def verify(
+    arguments: ConfigArguments = None,
     model: Model = None,
     drafters: Annotated[
         str | None,
@@ -52,7 +54,7 @@ def verify(
 
     Examples:
 
-    - `paceline verify --config configs/quickstart.toml --set model.device=cuda`
+    - `paceline verify configs/quickstart.toml model.device=cuda`
     - `paceline verify --model ./my-model --drafters ngram,suffix --quick --json report.json`
     """
     from paceline.bench.common import check_choices
@@ -60,7 +62,7 @@ def verify(
 
     if drafters is not None:
         check_choices(DRAFTERS, drafters=comma_list(drafters))
-    cfg = settings(config, overrides, model__name=model)
+    cfg = settings(*split_arguments(arguments, overrides, config), model__name=model)
     check_writable(json_file)
     prompts = read_prompts(prompts_file or BUILTIN)
     from paceline.build.drafter import available_drafters
@@ -71,13 +73,7 @@ def verify(
     tokenizer = load_tokenizer(resolve(cfg.model.name, err))
     ids = [encode(tokenizer, prompt) for prompt in prompts]
     names = dict.fromkeys((*available_drafters(cfg), "draft_model")) if drafters is None else comma_list(drafters)
-    with err.status("verifying") as status:
-
-        def progress(check: str) -> None:
-            status.update(f"check {check}")
-            if not err.is_terminal:  # a log file shows no status
-                err.print(f"check {check}")
-
+    with progress_of("check") as progress:
         report = run_checks(cfg, ids, tuple(names), quick, progress)
     rows = [
         {
@@ -128,36 +124,3 @@ def is_metric(key: str, value: Any) -> bool:
 
 def format_number(value: Any) -> str:
     return f"{value:.2g}" if isinstance(value, float) else str(value)
-
-
-@command()
-def doctor(arguments: ConfigArguments = None, json_file: JsonFile = None) -> None:
-    """Check what this machine can run. With settings, also check that a run finds its model, head, vLLM, Ray nodes and
-    a way to transfer weights.
-
-    The exit code is 1 if something required is missing.
-
-    Examples:
-
-    - `paceline doctor`
-    - `paceline doctor configs/gsm8k.toml cluster.kind=ray cluster.num_engines=4 speculation.audit_every=0`
-    """
-    path, overrides = split_arguments(arguments)
-    config = load_config(path, overrides) if arguments else None
-    check_writable(json_file)
-    from paceline import doctor as checks
-
-    with err.status("checking"):
-        findings = checks.check_machine() + (checks.check_run(config) if config is not None else [])
-    report = checks.as_json(findings)
-    columns = {"name": "", "status": "", "detail": "", "remedy": "remedy"}
-    table = render(report["rows"], columns)
-    colours = {"ok": "green", "degraded": "yellow", "missing": "dim"}
-    for cell in table.columns[1]._cells:
-        if isinstance(cell, Text):
-            cell.style = colours.get(cell.plain, "")
-    out.print(table)
-    save_json(json_file, report)
-    if not report["ok"]:
-        err.print("something required is missing; see the remedies", style="bold red")
-        raise typer.Exit(1)

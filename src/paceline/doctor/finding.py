@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+Progress = Callable[[str], None]  # called with what is checked next
 OK, DEGRADED, MISSING = "ok", "degraded", "missing"
 
 
@@ -15,6 +17,10 @@ class Finding:
     detail: str
     remedy: str = ""
     required: bool = False
+
+
+def no_progress(what: str) -> None:
+    """The default `Progress`."""
 
 
 def as_json(findings: list[Finding]) -> dict[str, Any]:

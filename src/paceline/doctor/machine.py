@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from paceline import native
 from paceline.bench.process import available_memory
-from paceline.doctor.finding import DEGRADED, MISSING, OK, Finding
+from paceline.doctor.finding import DEGRADED, MISSING, OK, Finding, Progress, no_progress
 
 LIBRARIES = (
     "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "gguf", "pydantic", "typer", "rich"
@@ -30,11 +30,17 @@ EXTRAS = {  # library: purpose
 }
 
 
-def check_machine() -> list[Finding]:
-    checks: list[Callable[[], Iterable[Finding]]] = [
-        _python, _libraries, _torch, _native, _machine, _cache, _cuda, _vllm, _sandbox, _extras
-    ]  # fmt: skip
-    return [finding for check in checks for finding in check()]
+def check_machine(progress: Progress = no_progress) -> list[Finding]:
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
+        "Python": _python, "libraries": _libraries, "torch": _torch, "kernels (compiles them at first)": _native,
+        "CPU and memory": _machine, "cache and models": _cache, "GPU": _cuda, "vLLM": _vllm, "code sandbox": _sandbox,
+        "optional libraries": _extras,
+    }  # fmt: skip
+    findings: list[Finding] = []
+    for what, check in checks.items():
+        progress(what)
+        findings += check()
+    return findings
 
 
 def _python() -> Iterable[Finding]:

@@ -9,12 +9,13 @@ import contextlib
 import itertools
 import math
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import Config
-from paceline.doctor.finding import DEGRADED, MISSING, OK, Finding
+from paceline.doctor.finding import DEGRADED, MISSING, OK, Finding, Progress, no_progress
 
 if TYPE_CHECKING:
     from paceline.cluster.ray_cluster import Plan
@@ -23,26 +24,38 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 
 
-def check_run(config: Config) -> list[Finding]:
+# The oldest versions that work, as in pyproject.toml.
+MIN_VLLM, MIN_RAY = "0.11", "2.52"
+
+
+def check_run(config: Config, progress: Progress = no_progress, only_required: bool = False) -> list[Finding]:
+    """`only_required`: leave out what only other settings need."""
+    progress("device and model")
     findings = [*_device(config), *_model(config)]
     if "code" in config.reward.functions:
+        progress("code sandbox")
         findings.append(_sandbox(config))
     if config.engine.kind == "vllm":
+        progress("vLLM (imports it)")
         findings += [*_vllm(config), *_shared_memory(config)]
-    host = LOOPBACK
-    if config.cluster.kind == "ray":
+    host, on_ray = LOOPBACK, config.cluster.kind == "ray"
+    if on_ray:
+        progress("Ray")
         rows, host = _ray(config)
         findings += rows
-    return [*findings, _weight_transfer(host, required=config.cluster.kind == "ray")]
+    if on_ray or not only_required:
+        progress("weight transfer between processes")
+        findings.append(_weight_transfer(host, required=on_ray))
+    return findings
 
 
-def _problem(name: str, detail: object, remedy: str = "") -> Finding:
+def problem(name: str, detail: object, remedy: str = "") -> Finding:
     """A missing requirement. Without `remedy`, the text after the semicolon of our error messages is the remedy."""
     text, _, rest = str(detail).partition("; ")
     return Finding(f"run: {name}", MISSING, text, remedy or rest or "correct the setting", required=True)
 
 
-def _ok(name: str, detail: str) -> Finding:
+def ok(name: str, detail: str) -> Finding:
     return Finding(f"run: {name}", OK, detail, required=True)
 
 
@@ -58,17 +71,17 @@ def _device(config: Config) -> Iterable[Finding]:
         check_device(config)
         check_training_dtype(config)
     except ValueError as error:
-        yield _problem("device", error)
+        yield problem("device", error)
         return
     if config.model.device == "cpu":
-        yield _ok("device", "cpu")
+        yield ok("device", "cpu")
         return
     required = config.engine.tensor_parallel_size if config.cluster.kind == "none" else 1
     here = torch.cuda.device_count()
     if here < required:
-        yield _problem("device", f"engine.tensor_parallel_size = {required}, but there are {here} GPUs", "lower it")
+        yield problem("device", f"engine.tensor_parallel_size = {required}, but there are {here} GPUs", "lower it")
     else:
-        yield _ok("device", f"{config.model.device}, {here} GPU(s), {torch.cuda.get_device_name()}")
+        yield ok("device", f"{config.model.device}, {here} GPU(s), {torch.cuda.get_device_name()}")
 
 
 def _model(config: Config) -> Iterable[Finding]:
@@ -77,16 +90,16 @@ def _model(config: Config) -> Iterable[Finding]:
     from paceline.model.weights import read_config
 
     try:
-        directory = _local_directory(config.model.name)
+        directory = local_directory(config.model.name)
         model = read_shape(directory)
         if config.engine.kind == "local":
             read_config(directory)  # raises for models that the local engine does not support
         num_bytes = sum(_tensor_sizes(config, directory))
         load_tokenizer(directory)
     except (ValueError, OSError) as error:
-        yield _problem("model", error)
+        yield problem("model", error)
         return
-    yield _ok("model", f"{directory}, {num_bytes / 1e9:.2f} GB as {config.model.dtype}")
+    yield ok("model", f"{directory}, {num_bytes / 1e9:.2f} GB as {config.model.dtype}")
     yield from _drafter(config, directory, model)
 
 
@@ -101,18 +114,18 @@ def _drafter(config: Config, directory: Path, model: Shape) -> Iterable[Finding]
     try:
         if speculation.uses_head:
             head = build_head(on_cpu, read_config(directory)).config
-            yield _ok(name, f"reads layers {list(head.layer_ids)} of {directory.name}")
+            yield ok(name, f"reads layers {list(head.layer_ids)} of {directory.name}")
         elif speculation.method == "draft_model" and not str(speculation.draft_model).startswith("layers:"):
-            draft_directory = _local_directory(str(speculation.draft_model))
+            draft_directory = local_directory(str(speculation.draft_model))
             read_config(draft_directory)
-            yield _ok(name, str(draft_directory))
+            yield ok(name, str(draft_directory))
         if config.engine.kind == "vllm":
             vllm_options(on_cpu, directory, model)
     except (ValueError, OSError) as error:
-        yield _problem(name, error)
+        yield problem(name, error)
 
 
-def _local_directory(name: str) -> Path:
+def local_directory(name: str) -> Path:
     """The directory of a model, without downloading it."""
     from huggingface_hub import snapshot_download
 
@@ -147,11 +160,11 @@ def _sandbox(config: Config) -> Finding:
     try:
         found = isolation(config.reward.sandbox)
     except SandboxUnavailable as error:
-        return _problem("code sandbox", error)
+        return problem("code sandbox", error)
     if found.not_isolated:
         remedy = 'reward.sandbox = "namespaces" isolates more, if the machine allows it'
         return Finding("run: code sandbox", DEGRADED, str(found), remedy)
-    return _ok("code sandbox", str(found))
+    return ok("code sandbox", str(found))
 
 
 def _vllm(config: Config) -> Iterable[Finding]:
@@ -161,14 +174,16 @@ def _vllm(config: Config) -> Iterable[Finding]:
     try:
         facts = vllm_facts()
     except ValueError as error:
-        yield _problem("vLLM", error, remedy)
+        yield problem("vLLM", f'engine.kind = "vllm": {error}', remedy)
         return
     version = facts["version"]
-    if facts["weight_transfer"]:
-        yield _ok("vLLM", f"{version}, with the weight transfer API")
+    if is_older(version, MIN_VLLM):
+        yield problem("vLLM", f'engine.kind = "vllm": vLLM {version} is older than {MIN_VLLM}', "install a newer vLLM")
+    elif facts["weight_transfer"]:
+        yield ok("vLLM", f"{version}, with the weight transfer API")
     elif config.draft.online != "off":
         detail = f"{version}, without the weight transfer API, which updates of a head need"
-        yield _problem("vLLM", detail, "install a newer vLLM")
+        yield problem("vLLM", detail, "install a newer vLLM")
     else:
         remedy = "none needed: the policy is updated by reload_weights; draft.online needs a newer vLLM"
         yield Finding("run: vLLM", DEGRADED, f"{version}, without the weight transfer API", remedy)
@@ -181,7 +196,7 @@ def _shared_memory(config: Config) -> Iterable[Finding]:
     from paceline.cluster.vllm_shared import FOLDERS, MAX_BYTES, read_bucket, write_buckets
 
     with contextlib.suppress(ValueError, OSError):  # `_model` reports a model that can't be read
-        sizes = _tensor_sizes(config, _local_directory(config.model.name))
+        sizes = _tensor_sizes(config, local_directory(config.model.name))
         num_bytes = max(min(sum(sizes), MAX_BYTES), *sizes)
         content = torch.zeros(num_bytes, dtype=torch.uint8)
         content[:: 1 << 12] = 7  # a mark on every page
@@ -190,18 +205,23 @@ def _shared_memory(config: Config) -> Iterable[Finding]:
                 folder = Path(bucket["path"]).parent
                 ((_, received),) = read_bucket(**bucket, device=torch.device("cpu"))
         except ValueError as error:
-            yield _problem("shared memory", error)
+            yield problem("shared memory", error)
             return
         size = f"{num_bytes / 1e6:.0f} MB"
         if not received.equal(content):
-            yield _problem("shared memory", f"{folder}: {size} were not read back as written", "set another TMPDIR")
+            yield problem("shared memory", f"{folder}: {size} were not read back as written", "set another TMPDIR")
         elif str(folder) == FOLDERS[0]:
-            yield _ok("shared memory", f"{folder} has space for a bucket of {size}")
+            yield ok("shared memory", f"{folder} has space for a bucket of {size}")
         else:
             remedy = (
                 f"make {FOLDERS[0]} larger (docker run --shm-size, a Memory emptyDir); until then weights go by disk"
             )
             yield Finding("run: shared memory", DEGRADED, f"{FOLDERS[0]} has not enough space for {size}", remedy)
+
+
+def is_older(version: str, minimum: str) -> bool:
+    one, other = ([int(part) for part in re.findall(r"\d+", text)[:2]] for text in (version, minimum))
+    return one < other
 
 
 def _ray(config: Config) -> tuple[list[Finding], str]:
@@ -212,19 +232,22 @@ def _ray(config: Config) -> tuple[list[Finding], str]:
     try:
         installed = ray_version()
     except ValueError as error:
-        return [_problem("Ray", error, 'pip install -e ".[ray]"')], LOOPBACK
+        return [problem("Ray", f'cluster.kind = "ray": {error}', 'pip install -e ".[ray]"')], LOOPBACK
+    if is_older(installed, MIN_RAY):
+        detail = f'cluster.kind = "ray": Ray {installed} is older than {MIN_RAY}'
+        return [problem("Ray", detail, f"pip install 'ray>={MIN_RAY}'")], LOOPBACK
     address = config.cluster.address
     if address is None:
         return [
-            _ok("Ray", f"{installed}; the run starts it on this machine"),
+            ok("Ray", f"{installed}; the run starts it on this machine"),
             _local_resources(build_plan(config)),
         ], LOOPBACK
     try:
         facts = cluster_facts(address, [*_local_files(config), str(Path.cwd())])
     except ValueError as error:
         remedy = "start Ray (`ray start --head`, docs/how-to/ray.md), run this on a Ray node, or unset cluster.address"
-        return [_problem("Ray", f"cluster.address = {address!r}: {error}", remedy)], LOOPBACK
-    found = _ok("Ray", f"{installed}; {len(facts['nodes'])} node(s) at {address}")
+        return [problem("Ray", f"cluster.address = {address!r}: {error}", remedy)], LOOPBACK
+    found = ok("Ray", f"{installed}; {len(facts['nodes'])} node(s) at {address}")
     return [found, _cluster_resources(build_plan(config), facts), _nodes(config, facts["nodes"])], str(facts["host"])
 
 
@@ -259,10 +282,10 @@ def _local_resources(plan: Plan) -> Finding:
     required, here = _required_resources(plan), {"CPU": float(cores), "GPU": float(torch.cuda.device_count())}
     detail = f"{_format_resources(required)} required, {_format_resources(here)} available"
     if required["GPU"] > here["GPU"]:
-        return _problem("resources", detail, RESOURCES_REMEDY)
+        return problem("resources", detail, RESOURCES_REMEDY)
     if required["CPU"] > here["CPU"]:
         return Finding("run: resources", DEGRADED, detail, RESOURCES_REMEDY)
-    return _ok("resources", detail)
+    return ok("resources", detail)
 
 
 def _cluster_resources(plan: Plan, facts: dict[str, Any]) -> Finding:
@@ -271,15 +294,15 @@ def _cluster_resources(plan: Plan, facts: dict[str, Any]) -> Finding:
     total = {name: sum(node[name] for node in nodes) for name in required}
     detail = f"{_format_resources(required)} required, {_format_resources(total)} available"
     if any(required[name] > total[name] for name in required):
-        return _problem("resources", detail, RESOURCES_REMEDY)
+        return problem("resources", detail, RESOURCES_REMEDY)
     for bundle in plan.bundles:
         if not any(all(node[name] >= number for name, number in bundle.items()) for node in nodes):
             detail += f", but no node has {_format_resources({'GPU': 0, **bundle})} for one process"
-            return _problem("resources", detail, RESOURCES_REMEDY)
+            return problem("resources", detail, RESOURCES_REMEDY)
     if any(required[name] > free[name] for name in required):
         detail += f", {_format_resources(free)} free"
         return Finding("run: resources", DEGRADED, detail, "wait until other runs on the cluster end")
-    return _ok("resources", detail)
+    return ok("resources", detail)
 
 
 def _nodes(config: Config, nodes: list[dict[str, Any]]) -> Finding:
@@ -288,10 +311,10 @@ def _nodes(config: Config, nodes: list[dict[str, Any]]) -> Finding:
     for node in nodes:
         host, versions, absent = node["host"], node["versions"], node["absent"]
         if lacking := sorted(name for name in needed if versions[name] is None):
-            return _problem("nodes", f"{host} has no {', '.join(lacking)}", "install the same environment on all nodes")
+            return problem("nodes", f"{host} has no {', '.join(lacking)}", "install the same environment on all nodes")
         detail, shared = f"{host} does not have {', '.join(absent)}", "a file system that all nodes share"
         if absent and absent != [str(Path.cwd())]:
-            return _problem("nodes", detail, f"put model, data and runs into {shared}")
+            return problem("nodes", detail, f"put model, data and runs into {shared}")
         if absent:
             return Finding("run: nodes", DEGRADED, detail, f"start from {shared}, or give --run a folder in one")
     for one, other in itertools.pairwise(nodes):
@@ -300,7 +323,7 @@ def _nodes(config: Config, nodes: list[dict[str, Any]]) -> Finding:
             detail = f"{one['host']} and {other['host']} differ: {listed}"
             return Finding("run: nodes", DEGRADED, detail, "install the same environment on all nodes")
     versions = ", ".join(f"{name} {version}" for name, version in nodes[0]["versions"].items() if version is not None)
-    return _ok("nodes", f"all have {versions}, and the files in the settings")
+    return ok("nodes", f"all have {versions}, and the files in the settings")
 
 
 def _weight_transfer(host: str, required: bool) -> Finding:
@@ -313,4 +336,4 @@ def _weight_transfer(host: str, required: bool) -> Finding:
         detail = f"two processes at {host} did not exchange weights: {error}"
         remedy = "check the firewall; runs with several ranks and with Ray need this"
         return Finding("run: gloo", MISSING, detail, remedy, required)
-    return _ok("gloo", f"two processes exchanged {num_bytes / 1e3:.0f} kB at {host} in {1e3 * seconds:.0f} ms")
+    return ok("gloo", f"two processes exchanged {num_bytes / 1e3:.0f} kB at {host} in {1e3 * seconds:.0f} ms")

@@ -115,8 +115,8 @@ class Optimizer:
         if not norm.isfinite():
             self.clear()
             raise ValueError(
-                f"step {step}: the gradient norm is {norm.item()}; the update is skipped, the weights are unchanged. "
-                "Lower the learning rate, or check for rewards or logprobs out of range"
+                f"step {step + 1}: the gradient norm is {norm.item()}; the update is skipped, the weights are "
+                "unchanged. Lower the learning rate, or check for rewards or logprobs out of range"
             )
         if norm > self.section.max_grad_norm:
             clip_grads_with_norm_(self.masters.values(), self.section.max_grad_norm, norm)

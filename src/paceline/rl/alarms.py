@@ -1,4 +1,5 @@
-"""Acceptance alarms: a drafter that no longer fits the policy costs speed, and the user should know.
+"""Alarms: a drafter that no longer fits the policy costs speed, steps without advantages train nothing, and the user
+should know.
 
 Two alarms for every drafter: acceptance drops at a weight sync, or hardly any draft token is accepted. A third one for
 EAGLE-3 heads: the head accepts far less than its provenance file records; this also finds heads that fit badly from the
@@ -7,14 +8,14 @@ first step on. An alarm is reported when it starts, and not again while it lasts
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from paceline.config import Config
-from paceline.types import Completion, Provenance, Rollout
+from paceline.types import Completion, Group, Provenance, Rollout
 
 MIN_DRAFTS = 50  # in a batch, to measure its acceptance
 DROP, FLOOR, RECORD = "acceptance_drop_alarm", "acceptance_floor_alarm", "acceptance_record_alarm"
@@ -132,3 +133,33 @@ class Alarms:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self.length, self.version = state_dict["mean_acceptance_length"], state_dict["version"]
         self.below_floor, self.below_record = state_dict["below_floor"], state_dict["below_record"]
+
+
+class AdvantageAlarm:
+    """For steps in which every advantage is zero. It is reported the first, the tenth, the hundredth … time."""
+
+    def __init__(self, config: Config) -> None:
+        self.num_generations = config.algorithm.num_generations
+        self.num_steps = 0  # with only zero advantages, since the run was started or resumed
+
+    def check(self, step: int, groups: Sequence[Group]) -> list[str]:
+        """Messages about a step whose rewards give no advantage; `groups` are all that were generated for it."""
+        rewards = [[r.reward for r in group.scored] for group in groups]
+        if not any(rewards):  # failures, which are reported by themselves
+            return []
+        self.num_steps += 1
+        if str(self.num_steps).strip("0") != "1":
+            return []
+        values = {reward for group in rewards for reward in group}
+        found = (
+            f"all rewards are {values.pop():g}"
+            if len(values) == 1
+            else "the samples of each problem have equal rewards"
+        )
+        so_far = f" in {self.num_steps} steps so far" if self.num_steps > 1 else ""
+        return [
+            f"ALARM: step {step + 1}: all advantages are zero{so_far}, so rewards do not change the policy: {found}. "
+            "Likely reasons: the reward function returns a constant or never finds the answer (read rollouts.jsonl); "
+            "the problems are too hard or too easy for the model; or too few samples per problem "
+            f"(algorithm.num_generations = {self.num_generations})"
+        ]

@@ -53,7 +53,7 @@ class Collector:
 
     def collect(
         self,
-        step: int,
+        when: str,
         problems: Sequence[tuple[int, Problem]],
         num_samples: int,
         seed: object,
@@ -62,8 +62,9 @@ class Collector:
         sampling: SamplingParams | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Collected:
-        """num_samples rollouts of every (group index, problem). `on_progress(samples done, samples in total)` is called
-        before every engine step, and regularly while waiting for rewards. It may raise to stop."""
+        """num_samples rollouts of every (group index, problem). `when`, such as "step 3", begins the messages of
+        failures. `on_progress(samples done, samples in total)` is called before every engine step, and regularly while
+        waiting for rewards. It may raise to stop."""
         timer = timer or StageTimer()
         run = _Run(self, sampling or self.sampling, seed)
         with timer.stage("data"):
@@ -71,7 +72,7 @@ class Collector:
         scoring = ThreadPoolExecutor(self.rewarder.num_parallel, "reward")
         try:
             with timer.stage("generation"):
-                scores = run.generate(groups, lambda group: scoring.submit(self._score, step, group), on_progress)
+                scores = run.generate(groups, lambda group: scoring.submit(self._score, when, group), on_progress)
             with timer.stage("reward"):
                 total = len(problems) * num_samples
                 while wait(scores.values(), timeout=0.2).not_done:
@@ -103,10 +104,10 @@ class Collector:
                     episode.failure = f"its environment could not be opened: {type(error).__name__}: {error}"
         return episodes
 
-    def _score(self, step: int, group: list[Episode]) -> list[Score]:
+    def _score(self, when: str, group: list[Episode]) -> list[Score]:
         finished = [episode for episode in group if episode.failure is None]
-        scores = dict(zip(map(id, finished), self.rewarder.score([e.to_score(step) for e in finished]), strict=True))
-        return [scores.get(id(e)) or Score(float("nan"), {}, f"step {step}, {e.name}: {e.failure}") for e in group]
+        scores = dict(zip(map(id, finished), self.rewarder.score([e.to_score(when) for e in finished]), strict=True))
+        return [scores.get(id(e)) or Score(float("nan"), {}, f"{when}, {e.name}: {e.failure}") for e in group]
 
     def _group(self, episodes: list[Episode], scores: list[Score]) -> Group:
         rollouts = [

@@ -71,9 +71,9 @@ class Episode:
             failure=self.failure,
         )
 
-    def to_score(self, step: int) -> Sample:
+    def to_score(self, when: str) -> Sample:
         return Sample(
-            name=f"step {step}, {self.name}",
+            name=f"{when}, {self.name}",
             prompt=self.prompt,
             completion=self.text,
             completion_ids=tuple(self.turns[-1].token_ids.tolist()),

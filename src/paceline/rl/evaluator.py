@@ -63,7 +63,7 @@ class Evaluator:
                 section.eval_temperature,
                 section.seed,
                 on_progress,
-                step,
+                f"evaluation after step {step}" if step else "evaluation before training",
             )
             self.collector.engine.drain_trace()
         if num := result["num_failures"]:
@@ -84,13 +84,13 @@ def evaluate(
     temperature: float,
     seed: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-    step: int = 0,
+    when: str = "evaluation",
 ) -> dict[str, Any]:
     """Mean reward, avg@n and pass@k of the scored samples (None without any). The same seed gives the same noise in
     every evaluation."""
     sampling = replace(collector.sampling, temperature=temperature)
     collected = collector.collect(
-        step, list(enumerate(problems)), num_samples, f"{seed} held out", sampling=sampling, on_progress=on_progress
+        when, list(enumerate(problems)), num_samples, f"{seed} held out", sampling=sampling, on_progress=on_progress
     )
     rewards = [[r.reward for r in group.scored] for group in collected.groups]
     scored = [reward for group in rewards for reward in group]

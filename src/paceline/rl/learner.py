@@ -247,7 +247,7 @@ class Learner:
         finite = torch.stack([local_tensor(parameter).isfinite().all() for parameter in self.decoder.parameters()])
         if self.worker_group.all_reduce((~finite.all()).long().cpu()):
             raise ValueError(
-                f"step {self.version}: after the update some weights are not finite; training stops and the last "
+                f"step {self.version + 1}: after the update some weights are not finite; training stops and the last "
                 "checkpoint is kept. Lower learner.learning_rate, then continue with --resume"
             )
 

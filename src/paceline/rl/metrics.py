@@ -50,6 +50,12 @@ def memory_gib(device: torch.device) -> float:
     return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes on macOS, kilobytes elsewhere
 
 
+def has_advantages(tokens: TokenBatch) -> bool:
+    """Whether any is larger than the rounding of a mean of equal rewards."""
+    assert tokens.advantages_T is not None
+    return bool((tokens.advantages_T.abs() > 1e-6).any())
+
+
 def mean_advantages(tokens: TokenBatch) -> list[float]:
     """By sequence, over its trained tokens. For the records."""
     assert tokens.advantages_T is not None

@@ -111,8 +111,9 @@ class Producer:
         """Start with the batch of this step, or after the pending ones that `load_state` brought."""
         if self._pending and min(self._pending) != step:
             raise ValueError(
-                f"the checkpoint has the batch of step {min(self._pending)}, but not that of step {step}; resume from "
-                "an earlier checkpoint by moving the newest folder out of the run's checkpoints, or start a new run"
+                f"the checkpoint has the batch of step {min(self._pending) + 1}, but not that of step {step + 1}; "
+                "resume from an earlier checkpoint by moving the newest folder out of the run's checkpoints, or start "
+                "a new run"
             )
         self._next_step = max(self._pending, default=step - 1) + 1
         if self.max_staleness:
@@ -240,7 +241,7 @@ class Producer:
         problems = [(position, self.task.train[self.order[position]]) for position in positions]
         batch.position += num_groups
         return self.collector.collect(
-            batch.step,
+            f"step {batch.step + 1}",
             problems,
             self.config.algorithm.num_generations,
             self.config.train.seed,
@@ -299,8 +300,8 @@ class Producer:
         max_failures = self.config.reward.max_failures
         if len(failures) > max_failures * total:
             raise ValueError(
-                f"step {step}: {len(failures)} of {total} samples could not be scored, more than reward.max_failures = "
-                f"{max_failures:g} of them; the first: {failures[0]}"
+                f"step {step + 1}: {len(failures)} of {total} samples could not be scored, more than "
+                f"reward.max_failures = {max_failures:g} of them; the first: {failures[0]}"
             )
 
 

@@ -33,7 +33,7 @@ class Recorder:
         self.folder.append("trace", [{"rl_step": batch.step, **asdict(trace)} for trace in batch.traces])
         self.folder.append("metrics", [metrics])
         for sink in self.sinks:
-            sink.write(batch.step, metrics)
+            sink.write(batch.step + 1, metrics)
         for failure in [r.failure for _, r in rollouts if r.failure is not None][:MAX_FAILURES_SHOWN]:
             self.callback.note(failure)
         for key in TOTALS:

@@ -25,32 +25,37 @@ FIXED = (
 def find_checkpoint(
     folder: RunFolder, checkpoints: Checkpoints, note: Callable[[str], None], keep: Sequence[str] = ()
 ) -> Checkpoint | None:
-    """The checkpoint to resume from. None if the run was interrupted before its first checkpoint: it starts again at
-    step 0, and its records are moved aside, except the streams to `keep`. ValueError if checkpoints were saved and are
-    gone: a restart would replace them if they come back."""
+    """The checkpoint to resume from. None if the run was interrupted before its first checkpoint: it starts again from
+    its beginning, and its records are moved aside, except the streams to `keep`. ValueError if checkpoints were saved
+    and are gone: a restart would replace them if they come back."""
     checkpoint = checkpoints.latest()
     try:
         last = folder.last_checkpoint()
     except ValueError as error:
         if checkpoint is None:
             raise
-        note(f"{error}; the run continues from the checkpoint of step {checkpoint.step}")
+        note(f"{error}; the run continues from the checkpoint {_place(checkpoint.step)}")
         last = None
     if checkpoint is None and last is not None:
         raise ValueError(
-            f"{folder.checkpoints}: no checkpoint found, but this run saved one of step {last}. Restore the folder (is "
+            f"{folder.checkpoints}: no checkpoint found, but this run saved one {_place(last)}. Restore the folder (is "
             "its disk mounted?) and resume again, or start a new run. Nothing was changed"
         )
     if checkpoint is None:
         aside = folder.move_records_aside(keep)
         where = f"; its previous records are now in {aside}" if aside is not None else ""
-        note(f"{folder.path} was interrupted before its first checkpoint: it starts again at step 0{where}")
+        note(f"{folder.path} was interrupted before its first checkpoint: it starts again{where}")
     elif last is not None and checkpoint.step < last:
         note(
-            f"the checkpoint of step {last} is gone or damaged: the run continues from step {checkpoint.step}, and the "
-            "records of later steps are replaced"
+            f"the checkpoint {_place(last)} is gone or damaged: the run continues from the one "
+            f"{_place(checkpoint.step)}, and the records of later steps are replaced"
         )
     return checkpoint
+
+
+def _place(num_steps: int) -> str:
+    """Of a checkpoint after so many steps."""
+    return f"of step {num_steps}" if num_steps else "before step 1"
 
 
 def changed_settings(old: Config, new: Config) -> Iterator[str]:

@@ -26,7 +26,7 @@ from paceline.config import Config
 from paceline.engine.interface import Engine, SpeculationState
 from paceline.model.device import use_device
 from paceline.model.weights import checksum
-from paceline.rl.alarms import Alarms, FirstPositions
+from paceline.rl.alarms import AdvantageAlarm, Alarms, FirstPositions
 from paceline.rl.algorithms import Algorithm
 from paceline.rl.audit import Auditor, check_audit
 from paceline.rl.audit_schedule import AuditSchedule
@@ -41,6 +41,7 @@ from paceline.rl.logs import Sink
 from paceline.rl.metrics import (
     acceptance_length,
     engine_metrics,
+    has_advantages,
     mean_advantages,
     memory_gib,
     rollout_metrics,
@@ -84,6 +85,7 @@ class Trainer:
         self.planned_sleep = planned_sleep
         self.audit_schedule = AuditSchedule(config.speculation.audit_every)
         self.restarts, self.alarms = restarts, Alarms(config, recorded_acceptance)
+        self.advantage_alarm = AdvantageAlarm(config)
         train = config.train
         self.overlaps = train.max_staleness > 0  # generation runs while the learner trains
         self.producer = Producer(
@@ -218,15 +220,22 @@ class Trainer:
             report = self.learner.update(rollouts, tokens, self.algorithm.loss, self.algorithm.weights, head_trainer)
         for rollout, advantage in zip(rollouts, mean_advantages(tokens), strict=True):
             rollout.advantage = advantage
-        metrics = update_metrics(tokens, report)
+        metrics = update_metrics(tokens, report) | self._check_advantages(batch, has_advantages(tokens))
         if head_trainer is not None and (head_metrics := head_trainer.metrics()):
             metrics["head_training"] = head_metrics
         return metrics | {"mismatch_alarm": self._check_mismatch(metrics["mismatch_mean"])}
 
     def _skip_update(self, batch: Batch) -> dict[str, Any]:
-        self.callback.note(f"step {batch.step}: nothing to train on; the policy does not change")
+        self.callback.note(f"step {batch.step + 1}: nothing to train on; the policy does not change")
         self.learner.version += 1  # the next version has the same weights
-        return {"loss": 0.0}
+        # Without groups, dynamic sampling has dropped all of them because their rewards are equal.
+        return {"loss": 0.0} | self._check_advantages(batch, bool(batch.groups))
+
+    def _check_advantages(self, batch: Batch, has_any: bool) -> dict[str, bool]:
+        messages = [] if has_any else self.advantage_alarm.check(batch.step, batch.all_groups)
+        for message in messages:
+            self.callback.note(message)
+        return {"zero_advantages_alarm": not has_any}
 
     def _check_acceptance(self, batch: Batch, length: float | None, version: int | None) -> dict[str, bool]:
         flags, messages = self.alarms.check(length, version)

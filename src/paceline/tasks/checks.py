@@ -217,9 +217,9 @@ def user_check(path: str) -> Callable[[dict[str, list[Any]]], list[float | str |
         try:
             values = list(values)
         except TypeError:
-            return f"returned {_short(values)}, not a list"
+            return f"returned {_short(values)} for {_plural(num_samples, 'completion')}, not a list"
         if len(values) != num_samples:
-            return f"returned {len(values)} values for {num_samples} completions"
+            return f"returned {_plural(len(values), 'value')} for {_plural(num_samples, 'completion')}"
         return [_number_or_error(value) for value in values]
 
     return check
@@ -236,7 +236,11 @@ def _number_or_error(value: Any) -> float | str | None:
         number = math.nan if isinstance(value, str | bytes) else float(value)  # also numpy and torch numbers
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    return number if math.isfinite(number) else f"returned {_short(value)}"
+    return number if math.isfinite(number) else f"returned {_short(value)}, not a finite number or None"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _short(value: Any) -> str:

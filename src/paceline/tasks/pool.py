@@ -24,8 +24,10 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -271,7 +273,7 @@ def run_worker(fd: int) -> None:
             reply = json.dumps(["result", functions[job](*args)])
         except BaseException as error:  # also SystemExit: it must not end the worker
             what = "could not be loaded: " if job not in functions else "raised "
-            reply = json.dumps(["error", f"{what}{describe_error(error)}"])
+            reply = json.dumps(["error", f"{what}{describe_error(error)}{user_line(error)}"])
         if os.getpid() != pid:
             os._exit(1)  # the function forked and the child returned: only the parent may answer
         connection.sendall(reply.encode() + b"\n")
@@ -282,6 +284,18 @@ def _exit_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(POLL_S)
     os._exit(1)
+
+
+def user_line(error: BaseException) -> str:
+    """Where an exception was raised, ` (rewards.py, line 7)`: the innermost frame that is neither Paceline's nor a
+    library's. Empty if there is none."""
+    libraries = (Path(__file__).parents[1], *map(Path, sysconfig.get_paths().values()))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename).resolve()
+        if path.is_file() and not any(path.is_relative_to(folder.resolve()) for folder in libraries):
+            shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+            return f" ({shown}, line {frame.lineno})"
+    return ""
 
 
 def describe_error(error: BaseException) -> str:

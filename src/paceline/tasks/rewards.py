@@ -2,7 +2,8 @@
 
 Invariants: `score` returns one Score per sample, in order, and always returns. A function that hangs, raises, crashes
 or returns no number costs only the sample that caused it: its reward is NaN and `failure` has the reason. The same
-holds if no function applies to a sample or the sum is not finite. Everything that could hang or crash runs in worker
+holds if no function applies to a sample or the sum is not finite. A function that does not return one value per sample
+is an error, because its values can't be assigned to samples. Everything that could hang or crash runs in worker
 processes (`pool`), regular expressions too; only the reward model runs in this process.
 """
 
@@ -177,6 +178,13 @@ class LocalRewarder:
         largest = max(len(batch) for batch in batches)
         timeout_s = self._section.timeout_s * min(largest, MAX_BATCH_TIMEOUTS)
         replies = self._pool.map(checks.user_check, (path,), [(_arguments(batch),) for batch in batches], timeout_s)
+        for reply in replies:
+            if isinstance(reply, str):
+                raise ValueError(
+                    f"reward.functions: {path} {reply[:300]}; return one number per completion, or None for a "
+                    f"completion that it does not apply to: def {path.rpartition(':')[2]}(prompts, completions, "
+                    "**columns) -> list[float | None]"
+                )
         return [_values(reply, len(batch)) for reply, batch in zip(replies, batches, strict=True)]
 
 
@@ -198,7 +206,7 @@ def _values(reply: Any, num_samples: int) -> list[Value] | Failed:
         return reply
     if isinstance(reply, list) and len(reply) == num_samples:
         return [_value(value) for value in reply]
-    return Failed(reply if isinstance(reply, str) else f"returned no list of {num_samples} values")
+    return Failed(f"returned no list of {num_samples} values")
 
 
 def _arguments(samples: Sequence[Sample]) -> dict[str, list[Any]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny_run import lines, make
 
 from paceline.build.config import load_config
-from paceline.rl.alarms import DROP, FLOOR, MIN_DRAFTS, Alarms
+from paceline.rl.alarms import DROP, FLOOR, MIN_DRAFTS, AdvantageAlarm, Alarms
 from paceline.rl.metrics import acceptance_length
 
 
@@ -72,3 +74,49 @@ def test_batches_with_few_drafts_are_ignored() -> None:
     assert acceptance_length(batch(MIN_DRAFTS - 1)) == (None, 4)
     empty: Any = SimpleNamespace(traces=[])
     assert acceptance_length(empty) == (None, None)
+
+
+# ---- steps without advantages ----
+
+
+def groups(*rewards: list[float]) -> Any:
+    return [SimpleNamespace(scored=[SimpleNamespace(reward=r) for r in group]) for group in rewards]
+
+
+def test_zero_advantages_are_reported_at_first_and_then_rarely() -> None:
+    alarm = AdvantageAlarm(load_config(None, ["algorithm.num_generations=4"]))
+    messages = [alarm.check(step, groups([0.0, 0.0], [0.0])) for step in range(120)]
+    assert [step for step, found in enumerate(messages) if found] == [0, 9, 99]
+    assert "step 1: all advantages are zero, so rewards do not change the policy: all rewards are 0." in messages[0][0]
+    assert "returns a constant" in messages[0][0] and "algorithm.num_generations = 4" in messages[0][0]
+    assert "in 10 steps so far" in messages[9][0]
+
+
+def test_zero_advantages_by_equal_rewards_in_each_group() -> None:
+    alarm = AdvantageAlarm(load_config(None))
+    assert "the samples of each problem have equal rewards" in alarm.check(3, groups([1.0, 1.0], [0.0, 0.0]))[0]
+    assert AdvantageAlarm(load_config(None)).check(3, groups([], [])) == [], "failures have their own messages"
+
+
+@pytest.mark.parametrize("dynamic_sampling", ["false", "true"])
+def test_a_run_with_a_constant_reward_function(tmp_path: Path, dynamic_sampling: str) -> None:
+    constant = 'reward.functions=["reward_functions:constant"]'
+    few = ["train.num_steps=2", "sampling.max_tokens=2", "algorithm.max_sampling_rounds=1"]
+    trainer = make(tmp_path, "run", constant, *few, f"algorithm.dynamic_sampling={dynamic_sampling}")
+    trainer.run()
+    trainer.close()
+    alarms = [note for note in trainer.callback.notes if note.startswith("ALARM")]
+    assert len(alarms) == 1 and "step 1: all advantages are zero" in alarms[0] and "all rewards are 0.1" in alarms[0]
+    assert [m["zero_advantages_alarm"] for m in lines(tmp_path / "run", "metrics")] == [True, True]
+
+
+def test_a_run_with_different_rewards_has_no_alarm(tmp_path: Path) -> None:
+    trainer = make(tmp_path, "run", "train.num_steps=1", "train.tensorboard=true")
+    trainer.run()
+    trainer.close()
+    assert not any("advantages" in note for note in trainer.callback.notes)
+    assert [m["zero_advantages_alarm"] for m in lines(tmp_path / "run", "metrics")] == [False]
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1], "steps count from 1"

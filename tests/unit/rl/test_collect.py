@@ -29,7 +29,9 @@ def problems(num: int, **kwargs: Any) -> list[tuple[int, Problem]]:
 def test_groups_are_in_the_order_of_their_index() -> None:
     """The engine finishes the last request first."""
     engine = ScriptedEngine(lambda request: f"{bytes(request.prompt_ids).decode()}!")
-    found = collector(engine, ScriptedRewarder(lambda s: s.columns["answer"] + 0.5)).collect(3, problems(3), 2, "seed")
+    found = collector(engine, ScriptedRewarder(lambda s: s.columns["answer"] + 0.5)).collect(
+        "step 4", problems(3), 2, "seed"
+    )
     assert [(g.index, g.problem, g.prompt) for g in found.groups] == [
         (10 + i, f"p{i}", f"prompt {i}") for i in range(3)
     ]
@@ -45,7 +47,7 @@ def test_groups_are_in_the_order_of_their_index() -> None:
 def test_the_noise_key_depends_on_seed_group_sample_and_turn() -> None:
     def keys(seed: object) -> list[int]:
         engine = ScriptedEngine()
-        collector(engine).collect(0, problems(2), 3, seed)
+        collector(engine).collect("step 1", problems(2), 3, seed)
         return [request.noise_key for request in engine.submitted]
 
     assert keys("a") == keys("a") and len(set(keys("a"))) == 6
@@ -54,9 +56,9 @@ def test_the_noise_key_depends_on_seed_group_sample_and_turn() -> None:
 
 def test_failures_are_named_and_the_other_samples_are_scored() -> None:
     rewarder = ScriptedRewarder(lambda s: "no reward" if s.name.endswith("p1, sample 0") else 1.0)
-    first, second = collector(ScriptedEngine(), rewarder).collect(4, problems(2), 2, 0).groups
+    first, second = collector(ScriptedEngine(), rewarder).collect("step 5", problems(2), 2, 0).groups
     assert [r.failure for r in first.rollouts] == [None, None]
-    assert second.rollouts[0].failure == "step 4, p1, sample 0: no reward" and math.isnan(second.rollouts[0].reward)
+    assert second.rollouts[0].failure == "step 5, p1, sample 0: no reward" and math.isnan(second.rollouts[0].reward)
     assert second.scored == [second.rollouts[1]]
 
 
@@ -80,7 +82,7 @@ def test_turns() -> None:
     """Observations are part of the rollout with mask false, and emitted tokens are not tokenized again."""
     engine = ScriptedEngine(lambda request: f"{len(request.prompt_ids)};")
     rewarder = ScriptedRewarder(lambda s: s.env_reward)
-    (group,) = collector(engine, rewarder).collect(0, problems(1, make_env=Counts), 1, 0).groups
+    (group,) = collector(engine, rewarder).collect("step 1", problems(1, make_env=Counts), 1, 0).groups
     (rollout,) = group.rollouts
     assert bytes(rollout.token_ids.tolist()).decode() == "2;<1>7;<2>12;"
     assert "".join("x" if chosen else "." for chosen in rollout.mask) == "xx...xx...xxx"
@@ -102,7 +104,7 @@ def test_turns() -> None:
 def test_an_invalid_answer_costs_only_the_sample(answer: Any, reason: str) -> None:
     made = iter([Counts(answer), Counts()])
     found = collector(ScriptedEngine(), ScriptedRewarder(lambda s: s.env_reward)).collect(
-        7, problems(1, make_env=lambda: next(made)), 2, 0
+        "step 7", problems(1, make_env=lambda: next(made)), 2, 0
     )
     bad, good = found.groups[0].rollouts
     assert bad.failure is not None and bad.failure.startswith("step 7, p0, sample 0: ") and reason in bad.failure
@@ -118,7 +120,9 @@ def test_environments_open_in_parallel() -> None:
             threading.Event().wait()
             return ""
 
-    (group,) = collector(ScriptedEngine(), env_timeout_s=20 / 60).collect(0, problems(1, make_env=Hangs), 60, 0).groups
+    (group,) = (
+        collector(ScriptedEngine(), env_timeout_s=20 / 60).collect("step 1", problems(1, make_env=Hangs), 60, 0).groups
+    )
     assert all(
         "took more than train.env_timeout_s" in (r.failure or "") and not len(r.token_ids) for r in group.rollouts
     )
@@ -138,7 +142,7 @@ def test_an_error_aborts_all_requests() -> None:
             raise StopTest
 
     with pytest.raises(StopTest):
-        collector(engine).collect(0, problems(2), 3, 0, on_progress=on_progress)
+        collector(engine).collect("step 1", problems(2), 3, 0, on_progress=on_progress)
     assert len(engine.aborted) == 4 and engine.waiting == []
 
 
@@ -151,7 +155,7 @@ def test_stopped_while_waiting_for_rewards() -> None:
 
     with pytest.raises(StopTest):
         collector(ScriptedEngine(), ScriptedRewarder(lambda s: float(release.wait()))).collect(
-            0, problems(1), 2, 0, on_progress=on_progress
+            "step 1", problems(1), 2, 0, on_progress=on_progress
         )
     release.set()
 
@@ -163,9 +167,9 @@ def test_a_rejected_prompt_costs_only_its_samples() -> None:
                 raise ValueError("the model's context is 4")
             return super().submit(request)
 
-    first, second = collector(Short()).collect(0, problems(2), 2, 0).groups
+    first, second = collector(Short()).collect("step 1", problems(2), 2, 0).groups
     assert [r.failure for r in first.rollouts] == [None, None]
-    assert [r.failure for r in second.rollouts] == [f"step 0, p1, sample {i}: the model's context is 4" for i in (0, 1)]
+    assert [r.failure for r in second.rollouts] == [f"step 1, p1, sample {i}: the model's context is 4" for i in (0, 1)]
 
 
 class AllAtOnce(ScriptedEngine):
@@ -190,7 +194,7 @@ def test_an_error_while_aborting_does_not_hide_the_first_error() -> None:
 
     it.tokenizer = Broken()
     with pytest.raises(RuntimeError, match="the first error"):
-        it.collect(0, problems(2), 2, 0)
+        it.collect("step 1", problems(2), 2, 0)
     assert not engine.waiting
 
 
@@ -213,9 +217,9 @@ def test_late_completions_of_an_aborted_run_are_ignored() -> None:
 
     it = collector(Late())
     with pytest.raises(KeyError, match="stop"):
-        it.collect(0, problems(2), 2, 0, on_progress=stop)
+        it.collect("step 1", problems(2), 2, 0, on_progress=stop)
     assert it.engine.kept
-    found = it.collect(1, problems(2), 2, 1)
+    found = it.collect("step 2", problems(2), 2, 1)
     assert [len(group.scored) for group in found.groups] == [2, 2] and len(found.completions) == 4
 
 
@@ -248,7 +252,7 @@ def test_detokenization_is_spread_over_steps_unless_there_are_environments(
     monkeypatch.setattr(collect, "time", clock)
     it = collector(Nine())
     it.tokenizer = Counting()
-    found = it.collect(0, problems(3, make_env=Counts) if has_env else problems(3), 4, 0)
+    found = it.collect("step 1", problems(3, make_env=Counts) if has_env else problems(3), 4, 0)
     assert num_detokenized[:2] == [0, 9] if has_env else num_detokenized == [0, 3, 6, 9]
     assert [len(group.scored) for group in found.groups] == [4, 4, 4]
     assert len(found.completions) == (36 if has_env else 12)

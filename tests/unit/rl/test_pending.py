@@ -36,7 +36,7 @@ def make_batch(step: int, num_traces: int, num_dropped: int) -> Batch:
     engine = ScriptedEngine(lambda request: "abcdef"[: 1 + request.request_id % 5])
     collector = Collector(engine, Bytes(), ScriptedRewarder(reward_of), sampling=SamplingParams(max_tokens=8))
     problems = [(10 * step + i, Problem(f"p{i}", f"prompt {i}", {"n": i})) for i in range(4)]
-    groups = collector.collect(step, problems, 3, 0).groups
+    groups = collector.collect(f"step {step + 1}", problems, 3, 0).groups
     num = len(groups) - num_dropped
     timer = StageTimer({"generation": 0.1 + step, "reward": 0.7})
     traces = [replace(TRACE, step=i) for i in range(num_traces)]

@@ -175,7 +175,7 @@ def test_too_many_failures() -> None:
     made = producer(reward_of, max_failures=0.4, groups_per_step=6)
     made.start(0)
     with pytest.raises(
-        ValueError, match=r"step 0: 6 of 12 samples .* reward.max_failures = 0.4 .*: step 0, p\d, sample"
+        ValueError, match=r"step 1: 6 of 12 samples .* reward.max_failures = 0.4 .*: step 1, p\d, sample"
     ):
         made.get(0)
     assert made.position == 0

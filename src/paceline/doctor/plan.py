@@ -1,0 +1,297 @@
+"""`paceline train --dry-run`: what a run will do, and everything that would stop it.
+
+It adds to `check_run` what depends on the task: prompts and the model's context, reward functions, memory, disk space.
+Nothing is trained, and no run folder is created. A check that can't be made because an earlier one failed is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from paceline.build import memory_parts
+from paceline.build.cluster import build_plan
+from paceline.build.defaults import describe_policy
+from paceline.build.memory import cpu_plan, read_head, read_model, resolve_memory
+from paceline.build.run import check_evaluation, check_libraries
+from paceline.build.task import build_rewarder, build_task, check_prompts
+from paceline.config import Config
+from paceline.doctor.finding import MISSING, Finding, Progress, no_progress
+from paceline.doctor.run import check_run, problem
+from paceline.model.hf_shape import read_shape
+from paceline.model.store import load_tokenizer, resolve
+from paceline.rl.algorithms import make_algorithm
+from paceline.rl.audit_schedule import SHARE
+from paceline.rl.check_settings import audit_obstacles
+from paceline.speculation.batch import Load
+from paceline.speculation.cost_files import cost_table_of
+from paceline.tasks.prompt import encode, prompt_preview
+from paceline.tasks.rewards import Sample
+from paceline.tasks.task import Problem, Task
+
+if TYPE_CHECKING:
+    from paceline.build.memory_plan import MemoryPlan
+
+NUM_LONGEST = 64  # prompts with the most characters, which are tokenized to find the longest one
+OTHER_TEXT = "I do not know."  # what reward functions get besides the first problem's answer
+Found = TypeVar("Found")
+
+
+@dataclass
+class RunPlan:
+    rows: dict[str, str] = field(default_factory=dict)
+    memory: MemoryPlan | None = None
+    first_prompt: str | None = None
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def problems(self) -> list[Finding]:
+        return [found for found in self.findings if found.status == MISSING and found.required]
+
+    def attempt(self, name: str, check: Callable[[], Found]) -> Found | None:
+        """The result of a check; None if it raises a user's error, which becomes a finding."""
+        try:
+            return check()
+        except (ValueError, OSError, MemoryError) as error:
+            self.findings.append(problem(name, error))
+            return None
+
+
+def plan_run(config: Config, run: Path | None = None, progress: Progress = no_progress, console: Any = None) -> RunPlan:
+    """`console` shows the download of a model."""
+    plan = RunPlan(rows=described(config))
+    progress("model")
+    directory = plan.attempt("model", lambda: resolve(config.model.name, console))
+    found = check_run(config, progress, only_required=True)
+    plan.findings += [each for each in found if directory is not None or each.name != "run: model"]
+    plan.attempt("algorithm", lambda: make_algorithm(config.algorithm, config.sampling.max_tokens))
+    plan.attempt("libraries", lambda: check_libraries(config))
+    progress("task")
+    task = plan.attempt("task", lambda: build_task(config))
+    if task is not None:
+        plan.rows |= described_task(config, task)
+        plan.attempt("evaluation", lambda: check_evaluation(config, task))
+    if directory is None or any(each.name in ("run: model", "run: device") for each in plan.problems):
+        return plan
+    tokenizer = load_tokenizer(directory)
+    sizes = plan.attempt("memory", lambda: resolve_memory(config))
+    if sizes is not None:
+        config, plan.memory = sizes[0], sizes[1] or cpu_plan(sizes[0])
+    length = None
+    if task is not None:
+        progress("prompts")
+        plan.attempt("prompts", lambda: check_prompts(config, task, tokenizer))
+        length = plan.attempt("prompts", lambda: longest_prompt(config, task, tokenizer))
+        if length is not None:
+            plan.rows["prompts"] = f"up to {length} tokens"
+            plan.findings += check_context(config, directory, length)
+        plan.first_prompt = plan.attempt("prompts", lambda: first_prompt(config, task.train[0], tokenizer))
+        progress("reward functions")
+        rewards = plan.attempt("reward", lambda: check_rewards(config, task.train[0], tokenizer))
+        if rewards:
+            plan.rows["rewards"] = rewards
+    progress("disk")
+    plan.rows["checkpoints"] = described_checkpoints(config)
+    plan.attempt("disk", lambda: plan.rows.update(check_disk(config, run or Path("runs"))))
+    plan.rows["time"] = estimated_time(config, length or 0)
+    return plan
+
+
+# ---- what a run will do ----
+
+
+def described(config: Config) -> dict[str, str]:
+    """The rows of the plan that follow from the settings."""
+    algorithm, train = config.algorithm, config.train
+    return {
+        "algorithm": f"{algorithm.name}, {algorithm.num_generations} samples per problem",
+        "model": f"{config.model.name}, {config.model.dtype}" + (", LoRA" if config.learner.lora_rank else ""),
+        "device": config.model.device,
+        "engine": described_engine(config),
+        "cluster": described_cluster(config),
+        "drafter": described_drafter(config),
+        "policy": describe_policy(config) if config.speculation.method != "none" else "none: nothing is drafted",
+        "staleness": (
+            f"up to {train.max_staleness} policy versions, inflight = {train.inflight}"
+            if train.max_staleness
+            else "0: generation and training take turns"
+        ),
+        "step": (
+            f"{train.groups_per_step} problems x {algorithm.num_generations} samples of up to "
+            f"{config.sampling.max_tokens} tokens"
+        ),
+        "evaluation": f"before, after, and every {train.eval_every} steps" if train.eval_every else "none",
+        "audits": described_audits(config),
+    }
+
+
+def described_audits(config: Config) -> str:
+    every = config.speculation.audit_every
+    if every:
+        return f"every {every} steps: their rollouts are generated twice more, {200 / every:.3g}% more generation"
+    is_possible = config.engine.kind == "local" and config.cluster.kind == "none" and not any(audit_obstacles(config))
+    if every == 0 or not is_possible or config.speculation.method == "none":
+        return "none"
+    return f"at most {SHARE:.0%} of the run's time; none in a short run"
+
+
+def described_engine(config: Config) -> str:
+    engine = config.engine
+    name = "vLLM" if engine.kind == "vllm" else "local"
+    parallel = f", tensor_parallel_size = {engine.tensor_parallel_size}" if engine.tensor_parallel_size > 1 else ""
+    return f"{name}, up to {engine.max_num_seqs} sequences in a step{parallel}"
+
+
+def described_cluster(config: Config) -> str:
+    if config.cluster.kind == "none":
+        return "none: one process, or the ranks of torchrun"
+    cluster, bundles = config.cluster, build_plan(config).bundles
+    cpus, gpus = (sum(bundle.get(name, 0) for bundle in bundles) for name in ("CPU", "GPU"))
+    where = "on this machine" if cluster.address is None else f"at {cluster.address}"
+    return (
+        f"Ray {where}, {cluster.layout}: {cluster.num_engines} engines, {cluster.num_learners} learner ranks, "
+        f"{cluster.num_reward_workers} reward workers; {cpus:g} CPUs, {gpus:g} GPUs"
+    )
+
+
+def described_drafter(config: Config) -> str:
+    speculation = config.speculation
+    if speculation.method == "none":
+        return "none: no speculation"
+    details = [f"num_speculative_tokens = {speculation.num_speculative_tokens}", f"rule = {speculation.rule}"]
+    if speculation.method == "draft_model":
+        details.insert(0, str(speculation.draft_model))
+    if speculation.uses_head:
+        details.insert(0, f"head {speculation.head or 'shipped for the model'}")
+        details += [f"trained online: {config.draft.online}"] if config.draft.online != "off" else []
+    return f"{speculation.method}, {', '.join(details)}"
+
+
+def described_task(config: Config, task: Task) -> dict[str, str]:
+    train = config.train
+    return {
+        "problems": f"{len(task.train)} to train on, {len(task.held_out)} held out",
+        "steps": f"{train.num_steps} ({train.num_steps * train.groups_per_step / len(task.train):.2g} epochs)",
+    }
+
+
+def estimated_time(config: Config, prompt_tokens: int) -> str:
+    """From the cost table in the settings, if there is one: an upper bound of plain generation. It has no times of
+    training."""
+    name = config.speculation.cost_table
+    if name is None or config.engine.kind != "local":
+        return "unknown until the first step"
+    num = config.train.groups_per_step * config.algorithm.num_generations
+    rows, length = min(num, config.engine.max_num_seqs), config.sampling.max_tokens
+    step_s = cost_table_of(name).step_s(Load(rows, rows, rows * (prompt_tokens + length // 2)))
+    return (
+        f"generation up to {-(-num // rows) * length * step_s:.3g} s per step without drafts, by the cost table "
+        f"{Path(name).name}; training: unknown until the first step"
+    )
+
+
+# ---- prompts ----
+
+
+def longest_prompt(config: Config, task: Task, tokenizer: Any) -> int:
+    """In tokens, of the prompts with the most characters. Environments make theirs in the run."""
+    problems = sorted([*task.train, *task.held_out], key=lambda problem: -len(str(problem.prompt)))
+    return max(len(encode(tokenizer, each.prompt, config.task.chat)) for each in problems[:NUM_LONGEST])
+
+
+def first_prompt(config: Config, first: Problem, tokenizer: Any) -> str:
+    return str(tokenizer.decode(list(encode(tokenizer, first.prompt, config.task.chat))))
+
+
+def check_context(config: Config, directory: Path, prompt_tokens: int) -> Iterator[Finding]:
+    """A completion would end early where the model's context is full, and fail where the KV cache is."""
+    max_tokens, needed = config.sampling.max_tokens, prompt_tokens + config.sampling.max_tokens
+    is_local = config.engine.kind == "local"
+    context = read_model(config).max_positions if is_local else read_shape(directory).max_positions
+    limits = {
+        "the model's context": (
+            context,
+            "set model.yarn_factor, or use another model" if is_local else "use another model",
+        ),
+        "engine.kv_tokens": (config.engine.kv_tokens, "raise it"),
+        "engine.vllm.max_model_len": (config.engine.vllm.get("max_model_len"), "raise it"),
+    }
+    for name, (limit, remedy) in limits.items():
+        if isinstance(limit, int) and needed > limit:
+            lower = (
+                f"lower sampling.max_tokens to {limit - prompt_tokens}"
+                if limit > prompt_tokens
+                else "shorten the prompts"
+            )
+            detail = (
+                f"sampling.max_tokens = {max_tokens}: the longest prompt has {prompt_tokens} tokens, together "
+                f"{needed}, but {name} is {limit}"
+            )
+            yield problem("context", detail, f"{lower}, or {remedy}")
+            return
+
+
+# ---- rewards ----
+
+
+def check_rewards(config: Config, first: Problem, tokenizer: Any) -> str | None:
+    """Scores one group as the run does: the first problem's own answer, and other text, in place of completions. Raises
+    ValueError if a reward function is wrong or fails. An environment's rewards need its turns: then the functions are
+    only loaded, and the result is None."""
+    num = config.algorithm.num_generations
+    answer = first.columns.get("answer")
+    texts = [OTHER_TEXT] * num if not answer else [str(answer)] + [OTHER_TEXT] * (num - 1)
+    with contextlib.closing(build_rewarder(config)) as rewarder:
+        if first.make_env is not None:
+            return None
+        samples = [
+            Sample(f"the first problem, sample {i}", first.prompt, text, tuple(tokenizer.encode(text)), first.columns)
+            for i, text in enumerate(texts)
+        ]
+        scores = rewarder.score(samples)
+        sandbox = rewarder.sandbox
+    failures = [score.failure for score in scores if score.failure is not None]
+    if failures:
+        raise ValueError(
+            f"reward.functions = {config.reward.functions}: {len(failures)} of {num} samples could not be scored, the "
+            f"first: {failures[0]}; correct the function, or the task's columns "
+            f"({', '.join(first.columns) or 'it has none'})"
+        )
+    by_text = {text: score.reward for text, score in zip(texts, scores, strict=True)}
+    shown = [f"{reward:.3g} for {prompt_preview(text)[:40]!r}" for text, reward in by_text.items()]
+    return ", ".join(shown) + (f"; programs run in sandbox: {sandbox}" if sandbox is not None else "")
+
+
+# ---- checkpoints ----
+
+
+def described_checkpoints(config: Config) -> str:
+    train = config.train
+    best = " and the best" if train.eval_every else ""
+    when = f"every {train.checkpoint_every} steps" if train.checkpoint_every else "at the end"
+    return f"{when}; the last {train.keep_checkpoints}{best} are kept"
+
+
+def check_disk(config: Config, run: Path) -> dict[str, str]:
+    """The row about disk space. Raises ValueError if there is less than the checkpoints need."""
+    if config.learner.model != "paceline":
+        return {"disk": "unknown: with learner.model = transformers"}
+    train = config.train
+    model = read_model(config)
+    size = memory_parts.checkpoint_bytes(config, model, read_head(config, model))
+    saved = -(-train.num_steps // train.checkpoint_every) if train.checkpoint_every else 1
+    # While a checkpoint is written, those that it replaces still exist.
+    num = min(saved, train.keep_checkpoints + 1) + (train.eval_every > 0)
+    place = next(folder for folder in (run.resolve(), *run.resolve().parents) if folder.exists())
+    free = shutil.disk_usage(place).free
+    needed = f"{num} checkpoints of {size / 1e9:.2f} GB need {num * size / 1e9:.2f} GB"
+    if num * size > free:
+        raise ValueError(
+            f"train.keep_checkpoints = {train.keep_checkpoints}: {needed}, but {place} has {free / 1e9:.2f} GB free; "
+            "lower it, free disk space, or give --run a folder on another disk"
+        )
+    return {"disk": f"{needed}; {place} has {free / 1e9:.2f} GB free"}

@@ -1,0 +1,239 @@
+"""`paceline train --dry-run`: the plan, and one message with key and remedy for everything that would stop the run."""
+
+from __future__ import annotations
+
+import collections
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import lines, make, settings, write_head
+from typer.testing import CliRunner
+
+from paceline.build.config import load_config
+from paceline.build.memory import read_model
+from paceline.build.memory_parts import checkpoint_bytes
+from paceline.cli import app
+from paceline.cluster import ray_probe, vllm_probe
+from paceline.config_io import dump_config
+from paceline.doctor import plan, run
+from paceline.speculation.cost_files import shipped_tables
+
+VLLM = ("engine.kind=vllm", "model.dtype=float32")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plan")
+    settings(folder)
+    return folder
+
+
+@pytest.fixture
+def dry_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """dry_run(overrides…) -> output. It must create nothing."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*overrides: str, code: int = 0) -> str:
+        (folder / "c.toml").write_text(dump_config(settings(folder)))
+        result = CliRunner().invoke(
+            app, ["train", str(folder / "c.toml"), *overrides, "--dry-run"], env={"COLUMNS": "200"}
+        )
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        assert result.exit_code == code, result.output
+        assert not (tmp_path / "runs").exists()
+        return result.output
+
+    return call
+
+
+@pytest.fixture
+def with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_probe, "vllm_facts", lambda: {"version": "0.32", "weight_transfer": True})
+
+
+def errors(output: str) -> list[str]:
+    return output.partition("error: ")[2].splitlines()
+
+
+def test_the_plan(dry_run: Any) -> None:
+    output = dry_run("speculation.method=suffix", "speculation.policy=auto", "speculation.audit_every=4")
+    table = output.partition("memory")[0]
+    rows = {line[:12].strip(): line[12:].strip() for line in table.splitlines()}
+    assert rows["algorithm"] == "grpo, 4 samples per problem"
+    assert rows["drafter"] == "suffix, num_speculative_tokens = 4, rule = coupled"
+    assert rows["policy"].startswith("auto: up to 4 tokens, only where ")
+    assert rows["staleness"].startswith("0: ")
+    assert rows["engine"] == "local, up to 16 sequences in a step" and rows["cluster"].startswith("none: ")
+    assert rows["audits"] == "every 4 steps: their rollouts are generated twice more, 50% more generation"
+    assert rows["prompts"] == "up to 5 tokens"
+    assert rows["checkpoints"] == "every 10 steps; the last 2 are kept" and "GB free" in rows["disk"]
+    assert rows["time"] == "unknown until the first step"
+    assert "nothing was trained" in output and "weights of the learner" in output
+
+
+@pytest.mark.parametrize(
+    ("overrides", "audits"),
+    [
+        ([], "at most 3% of the run's time; none in a short run"),
+        (["speculation.audit_every=4"], "every 4 steps: their rollouts are generated twice more, 50% more generation"),
+        (["speculation.audit_every=0"], "none"),
+        (["speculation.method=none"], "none"),
+        (["train.max_staleness=1"], "none"),
+        (["engine.kind=vllm", "speculation.method=suffix"], "none"),
+    ],
+)
+def test_audits_in_the_plan(overrides: list[str], audits: str) -> None:
+    assert plan.described_audits(load_config(None, overrides)) == audits
+
+
+def test_a_head_and_a_cluster_are_described() -> None:
+    head = load_config(None, ["speculation.method=eagle3", "draft.online=every", "speculation.head=x"])
+    assert plan.described_drafter(head).startswith("eagle3, head x, num_") and "online: every" in (
+        plan.described_drafter(head)
+    )
+    cluster = load_config(None, ["cluster.kind=ray", "cluster.num_engines=3"])
+    assert plan.described_cluster(cluster).startswith("Ray on this machine, disaggregated: 3 engines, 1 learner ranks")
+    assert "5 CPUs" in plan.described_cluster(cluster)
+
+
+def test_time_is_only_estimated_from_a_cost_table() -> None:
+    assert plan.estimated_time(load_config(None, []), 10) == "unknown until the first step"
+    table = next(iter(shipped_tables()))
+    text = plan.estimated_time(load_config(None, [f"speculation.cost_table={table}"]), 10)
+    assert text.startswith("generation up to ") and table in text and "training: unknown" in text
+
+
+# ---- mistakes ----
+
+
+def test_vllm_is_missing_or_too_old(dry_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Any:
+        raise ValueError("ModuleNotFoundError: No module named 'vllm'")
+
+    monkeypatch.setattr(vllm_probe, "vllm_facts", fail)
+    (error,) = errors(dry_run(*VLLM, code=2))
+    assert "No module named 'vllm'" in error and "make setup-vllm" in error and 'engine.kind = "vllm"' in error
+    monkeypatch.setattr(vllm_probe, "vllm_facts", lambda: {"version": "0.9.2", "weight_transfer": False})
+    (error,) = errors(dry_run(*VLLM, code=2))
+    assert "vLLM 0.9.2 is older than 0.11" in error and "install a newer vLLM" in error
+
+
+def test_ray_is_missing_or_too_old(dry_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_weight_transfer", lambda host, required: run.ok("gloo", host))
+
+    def fail() -> Any:
+        raise ValueError("ModuleNotFoundError: No module named 'ray'")
+
+    monkeypatch.setattr(ray_probe, "ray_version", fail)
+    (error,) = errors(dry_run("cluster.kind=ray", code=2))
+    assert "No module named 'ray'" in error and 'cluster.kind = "ray"' in error and "pip install" in error
+    monkeypatch.setattr(ray_probe, "ray_version", lambda: "2.9.3")
+    (error,) = errors(dry_run("cluster.kind=ray", code=2))
+    assert "Ray 2.9.3 is older than 2.52" in error
+
+
+def test_the_oldest_versions_are_those_of_the_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    assert extras["vllm"] == [f"vllm>={run.MIN_VLLM}"] and extras["ray"] == [f"ray>={run.MIN_RAY}"]
+    assert not run.is_older("2.52.1", "2.52") and not run.is_older("3", "2.52") and run.is_older("0.9", "0.11")
+
+
+def test_prompts_and_completions_are_longer_than_the_context(dry_run: Any, folder: Path, with_vllm: None) -> None:
+    context = read_model(settings(folder)).max_positions
+    assert dry_run(f"sampling.max_tokens={context - 5}")
+    (error,) = errors(dry_run(f"sampling.max_tokens={context - 4}", code=2))
+    assert error == (
+        f"sampling.max_tokens = {context - 4}: the longest prompt has 5 tokens, together {context + 1}, but the "
+        f"model's context is {context}; lower sampling.max_tokens to {context - 5}, or set model.yarn_factor, or use "
+        "another model"
+    )
+    (error,) = errors(dry_run("engine.kv_tokens=16", code=2))
+    assert "but engine.kv_tokens is 16; lower sampling.max_tokens to 11, or raise it" in error
+    (error,) = errors(dry_run(*VLLM, "engine.vllm.max_model_len=12", code=2))
+    assert "but engine.vllm.max_model_len is 12" in error
+    (error,) = errors(dry_run("engine.kv_tokens=4", code=2))
+    assert "shorten the prompts" in error
+
+
+def test_a_reward_function_returns_a_wrong_number_of_values(dry_run: Any) -> None:
+    (error,) = errors(dry_run('reward.functions=["reward_functions:one_for_all"]', code=2))
+    assert error.startswith("reward.functions: reward_functions:one_for_all returned 1 value for 4 completions; return")
+    assert "def one_for_all(prompts, completions, **columns) -> list[float | None]" in error
+
+
+def test_a_reward_function_raises(dry_run: Any) -> None:
+    (error,) = errors(dry_run('reward.functions=["reward_functions:raises"]', code=2))
+    line = 1 + (Path(__file__).parents[1] / "reward_functions.py").read_text().splitlines().index(
+        '    return [column["missing"] for column in columns]'
+    )
+    assert error.startswith("reward.functions = ['reward_functions:raises']: 4 of 4 samples could not be scored")
+    assert "raised TypeError" in error and f"tests/reward_functions.py, line {line})" in error
+    assert "(answer)" in error, "the columns of the problem"
+
+
+def test_reward_functions_get_a_whole_group(dry_run: Any) -> None:
+    output = dry_run('reward.functions=["reward_functions:relative"]')
+    assert "0 for '0'" in output or "0 for '" in output
+    assert "0.25 for 'I do not know.'" in output, "one of four completions is shorter"
+
+
+def test_there_is_not_enough_disk(dry_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = collections.namedtuple("usage", "total used free")
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: usage(10**6, 10**6, 1000))
+    (error,) = errors(dry_run(code=2))
+    assert error.startswith("train.keep_checkpoints = 2: 1 checkpoints of ") and "0.00 GB free; lower it" in error
+    assert "--run" in error
+
+
+@pytest.mark.parametrize(
+    ("method", "num"), [("train.checkpoint_every=1", 3), ("train.eval_every=1", 2), ("train.checkpoint_every=0", 1)]
+)
+def test_number_of_checkpoints_on_disk(folder: Path, tmp_path: Path, method: str, num: int) -> None:
+    assert plan.check_disk(settings(folder, method), tmp_path)["disk"].startswith(f"{num} checkpoints of")
+
+
+@pytest.mark.parametrize("overrides", [[], ["learner.lora_rank=16"], ["learner.optimizer=muon", "model.dtype=float32"]])
+def test_the_size_of_a_checkpoint_is_right(tmp_path: Path, overrides: list[str]) -> None:
+    trainer = make(tmp_path, "run", "train.num_steps=1", "sampling.max_tokens=2", *overrides)
+    trainer.run()
+    trainer.close()
+    assert len(lines(tmp_path / "run", "metrics")) == 1
+    (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    (learner,) = (saved / "learner").glob("*.safetensors")
+    config = settings(tmp_path, *overrides)
+    assert checkpoint_bytes(config, read_model(config), None) == pytest.approx(learner.stat().st_size, rel=0.15)
+
+
+def test_a_column_of_the_dataset_is_missing(dry_run: Any) -> None:
+    (error,) = errors(dry_run("task.prompt_column=instruction", code=2))
+    assert "needs `instruction`" in error and "its columns are `prompt`, `answer`" in error
+    assert "set task.prompt_column" in error
+    (error,) = errors(dry_run("task.answer_column=solution", code=2))
+    assert "no `solution`" in error and "set task.answer_column" in error
+
+
+def test_all_problems_are_reported_at_once(dry_run: Any, with_vllm: None, tmp_path: Path) -> None:
+    found = errors(
+        dry_run(
+            "sampling.max_tokens=100000",
+            'reward.functions=["reward_functions:scalar"]',
+            "task.held_out=0",
+            "train.eval_every=1",
+            code=2,
+        )
+    )
+    assert len(found) == 3
+    for text in ("train.eval_every needs held-out problems", "sampling.max_tokens = 100000", "returned 1.0"):
+        assert any(text in error for error in found), text
+    found = errors(dry_run("model.name=./nowhere", 'reward.functions=["exact"]', "task.name=no.jsonl", code=2))
+    assert len(found) == 2 and "./nowhere" in found[0] and "no.jsonl" in found[1]
+
+
+def test_a_head_for_other_layers(dry_run: Any, folder: Path) -> None:
+    assert "head" in dry_run(*write_head(folder))
+    (error,) = errors(dry_run("speculation.method=eagle3", "speculation.head=./nowhere", code=2))
+    assert "nowhere" in error
