@@ -26,6 +26,7 @@ SCALE = 14.0  # of the weights: larger values give more peaked distributions
 SETTINGS = (
     "model.dtype=float64",
     "engine.max_num_seqs=16",
+    "speculation.method=none",
     "speculation.policy=static",
     "sampling.max_tokens=12",
     "task.kind=jsonl",
