@@ -10,11 +10,21 @@ from typing import Annotated
 import typer
 
 from paceline import __version__
-from paceline.cli import bench, draft, generate, replay, simulate, sweep, train, verify  # each adds its commands
+from paceline.cli import (
+    advise,
+    bench,
+    draft,
+    generate,
+    replay,
+    simulate,
+    sweep,
+    train,
+    verify,
+)  # each adds its commands
 from paceline.cli.app import app, command, err, out
 from paceline.console import guard_stderr, show_traceback
 
-__all__ = ["app", "bench", "draft", "generate", "main", "replay", "simulate", "sweep", "train", "verify"]
+__all__ = ["advise", "app", "bench", "draft", "generate", "main", "replay", "simulate", "sweep", "train", "verify"]
 
 
 @app.callback(invoke_without_command=True)
