@@ -10,17 +10,9 @@ from typing import Annotated
 import typer
 
 from paceline import __version__
-from paceline.cli import (
-    advise,
-    bench,
-    draft,
-    generate,
-    replay,
-    simulate,
-    sweep,
-    train,
-    verify,
-)  # each adds its commands
+
+# Each module adds its commands.
+from paceline.cli import advise, bench, draft, generate, replay, simulate, sweep, train, verify
 from paceline.cli.app import app, command, err, out
 from paceline.console import guard_stderr, show_traceback
 

@@ -29,9 +29,10 @@ from paceline.config import HEAD_METHODS
 from paceline.report.table import check_writable
 
 if TYPE_CHECKING:
-    from paceline.build.recorded_run import RecordedRun, ReplayCosts
+    from paceline.build.replay_costs import ReplayCosts
     from paceline.replay.rounds import Round
     from paceline.replay.run import Cell, Result
+    from paceline.sim.recorded_run import RecordedRun
 
 POLICY_GRID = ("static:1", "static:3", "static:5", "static:7", "auto:7")
 BATCHES = (1, 8, 32, 128)
@@ -74,8 +75,8 @@ def advise(
     - `paceline advise rollouts.jsonl --hardware vllm-h200-qwen3-8b --batch 16,64,256 --generation-share 0.7`
     """
     from paceline.bench.common import check_numbers
-    from paceline.build.recorded_run import choose_costs, recorded_run
     from paceline.build.replay import MODEL_FREE, build_replay, check_overrides
+    from paceline.build.replay_costs import choose_costs, own_cell, recorded_run, taken_settings
     from paceline.replay import advice
     from paceline.replay.run import RoundSource
 
@@ -87,6 +88,7 @@ def advise(
     with err.status("reading the run"):
         costs = choose_costs(cost, hardware, run)
     own = run if costs.run is not None else None  # its settings go with its step times
+    own_setting = own_cell(own) if own is not None else None
     if own is not None and batch is None:
         sizes = (*(size for size in BATCHES if size < own.max_num_seqs), own.max_num_seqs)
     out.print(costs.describe(), soft_wrap=True)
@@ -99,25 +101,23 @@ def advise(
     make = functools.partial(
         build_replay,
         costs=costs.table,
-        overrides=(*(own.overrides if own is not None else ()), *(overrides or ())),
+        overrides=(*(taken_settings(own) if own is not None else ()), *(overrides or ())),
         max_num_batched_tokens=max_num_batched_tokens
         or (own.config.engine.max_num_batched_tokens if own else MAX_NUM_BATCHED_TOKENS),
         prefill=costs.run is not None,
         order=own.config.engine.order if own is not None else "arrival",
     )
-    results = _replay_grid(rounds, sizes, drafters, own, make, everything, notes)
+    results = _replay_grid(rounds, sizes, drafters, own_setting, make, everything, notes)
     share = generation_share if generation_share is not None else _recorded_share(rollouts)
     own_batch = own.max_num_seqs if own is not None and own.max_num_seqs in sizes else None
-    advised = advice.advise(
-        [r for r in results if own is None or r.cell != own.cell], DEFAULT_SHARE if share is None else share, own_batch
-    )
+    advised = advice.advise(results, DEFAULT_SHARE if share is None else share, own_batch)
     if (
         own is not None
         and own.config.speculation.min_confidence
         and advised["settings"].get("speculation.policy") == "auto"
     ):
         advised["settings"]["speculation.min_confidence"] = 0.0
-    measured = _measured(own, results) if own is not None else None
+    measured = _measured(own, own_setting, results) if own is not None else None
     if measured is not None:
         out.print(measured["text"], soft_wrap=True)
     _show(advised, own_batch, advice.small_sample_warning(rounds))
@@ -139,7 +139,7 @@ def _replay_grid(
     rounds: Sequence[Round],
     sizes: Sequence[int],
     drafters: Sequence[str],
-    own: RecordedRun | None,
+    own_setting: Cell | None,
     make: Any,
     everything: bool,
     notes: list[str],
@@ -149,8 +149,8 @@ def _replay_grid(
     from paceline.replay.run import Cell, replay
 
     cells = {size: [Cell(drafter, policy, size) for drafter in drafters for policy in POLICY_GRID] for size in sizes}
-    if own is not None and own.cell is not None and own.max_num_seqs in cells:
-        cells[own.max_num_seqs] = list(dict.fromkeys([*cells[own.max_num_seqs], own.cell]))
+    if own_setting is not None and own_setting.batch in cells:
+        cells[own_setting.batch] = list(dict.fromkeys([*cells[own_setting.batch], own_setting]))
     parallel = sum(recorded.num_emitted for recorded in rounds) >= MIN_PARALLEL_TOKENS
     num_processes = min(os.cpu_count() or 1, MAX_PROCESSES) if parallel else 1
     results: list[Result] = []
@@ -175,9 +175,11 @@ def _replay_grid(
     return results
 
 
-def _measured(run: RecordedRun, results: Sequence[Result]) -> dict[str, Any] | None:
+def _measured(run: RecordedRun, setting: Cell | None, results: Sequence[Result]) -> dict[str, Any] | None:
     """What the run's audits measured, next to a replay of the same setting. None without audits."""
-    audits = run.audits()
+    from paceline.build.replay_costs import audited_s
+
+    audits = audited_s(run)
     if not audits:
         return None
     measured = sum(plain_s for plain_s, _ in audits) / sum(speculative_s for _, speculative_s in audits)
@@ -187,7 +189,7 @@ def _measured(run: RecordedRun, results: Sequence[Result]) -> dict[str, Any] | N
         f'"{speculation.resolved_policy}", batch {run.max_num_seqs}; {len(audits)} '
         f"audit{'s' if len(audits) > 1 else ''})."
     )
-    replayed = next((result.speedup for result in results if result.cell == run.cell), None)
+    replayed = next((result.speedup for result in results if result.cell == setting), None)
     if replayed is not None:
         text += f" A replay of this setting gives {replayed:.2f}x."
     return {"speedup": measured, "num_audits": len(audits), "replayed": replayed, "text": text}

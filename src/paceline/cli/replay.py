@@ -116,8 +116,8 @@ def replay(
     - `paceline replay verl/rollouts --tokenizer Qwen/Qwen3-8B`
     """
     from paceline.bench.common import check_choices, check_given, check_numbers
-    from paceline.build.recorded_run import choose_costs, recorded_run
     from paceline.build.replay import build_replay, check_names, check_overrides
+    from paceline.build.replay_costs import choose_costs, recorded_run
     from paceline.replay.run import Cell, RoundSource
     from paceline.replay.run import replay as run
 

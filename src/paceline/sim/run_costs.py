@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class RecordedStep:
     draft_s: float
     draft_length: int  # of the row with the longest draft; 0 if none was drafted
     drafter: str
+    accepted_per_position: tuple[int, ...]  # rows of which 1, 2, … draft tokens were accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,9 @@ class RunCosts:
     num_steps: int
     max_rows: int
     median_error: float  # relative, of single steps
-    total_error: float  # of their sum: predicted / measured - 1
+    # P(draft token accepted | all before it accepted) by position, over all rows of steps that verified drafts: a row
+    # without a draft counts like one whose draft was rejected.
+    acceptance_rates: list[float]
 
 
 def costs_of_run(folder: Path, name: str, source: str) -> RunCosts:
@@ -76,7 +80,7 @@ def read_steps(path: Path) -> Iterator[RecordedStep]:
 
 def _step_of(record: Mapping[str, Any]) -> RecordedStep | None:
     """None for a step whose time says nothing: it captured CUDA graphs, or a figure is missing."""
-    values = [record.get(key) for key in KEYS]
+    values: list[Any] = [record.get(key) for key in KEYS]
     if record.get("num_captured") or not all(type(value) in (int, float) for value in values):
         return None
     rows, query, context, drafted, total_s, draft_s = values
@@ -89,7 +93,7 @@ def _step_of(record: Mapping[str, Any]) -> RecordedStep | None:
         length = -(-planned // int(rows))  # drafts of which none was verified take time too
     return RecordedStep(
         int(rows), int(query), int(context), int(drafted), total_s - draft_s, draft_s, length,
-        str(record.get("drafter", "none")),
+        str(record.get("drafter", "none")), tuple(map(int, record.get("accepted_per_position", ()))),
     )  # fmt: skip
 
 
@@ -122,10 +126,18 @@ def fit_costs(steps: Sequence[RecordedStep], name: str, source: str) -> RunCosts
             points.append(Point(r, q, c, seconds_of(r, q, c)))
     table = CostTable(name, points, _draft_times(steps), values["context"], source, frozen=True)
     own = np.array([(s.num_rows, s.num_query_tokens, s.num_context_tokens, s.seconds) for s in steps], float).T
-    found = predicted(values, *own[:3])
-    return RunCosts(
-        table, len(steps), max_rows, float(np.median(np.abs(found / own[3] - 1))), float(found.sum() / own[3].sum() - 1)
-    )
+    errors = np.abs(predicted(values, *own[:3]) / own[3] - 1)
+    return RunCosts(table, len(steps), max_rows, float(np.median(errors)), _acceptance_rates(steps))
+
+
+def _acceptance_rates(steps: Iterable[RecordedStep]) -> list[float]:
+    drafting = [step for step in steps if step.num_draft_tokens]
+    length = max((len(step.accepted_per_position) for step in drafting), default=0)
+    totals = [sum(step.num_rows for step in drafting)]
+    for position in range(length):
+        totals.append(sum(step.accepted_per_position[position] for step in drafting
+                          if position < len(step.accepted_per_position)))  # fmt: skip
+    return [min(1.0, now / before) for before, now in pairwise(totals) if before]
 
 
 def _kinds(steps: Iterable[RecordedStep]) -> list[tuple[float, ...]]:

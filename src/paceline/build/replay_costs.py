@@ -1,18 +1,16 @@
-"""What a replay of a run takes from the run's folder: its step times, settings and measured speed-ups."""
+"""The cost table of a replay, and what a replay of a run takes from the run's folder."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from paceline.build.config import load_config
 from paceline.build.replay import MODEL_FREE, frozen_costs
-from paceline.config import Config
-from paceline.files import open_run_file, parse_json, read_run_json
+from paceline.files import open_run_file, parse_json
 from paceline.replay.run import Cell
-from paceline.sim.run_costs import RunCosts, costs_of_run
+from paceline.sim.recorded_run import RecordedRun
+from paceline.sim.run_costs import RunCosts
 from paceline.speculation.cost import CostTable
 
 # Settings of a replay that do not choose the drafter or the policy, so that the run's own values hold for any of them.
@@ -23,56 +21,37 @@ TAKEN_SETTINGS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedRun:
-    folder: Path
-    config: Config
-    info: dict[str, Any]  # run.json
+def taken_settings(run: RecordedRun) -> tuple[str, ...]:
+    """The run's values of TAKEN_SETTINGS, as overrides."""
+    found = []
+    for setting in TAKEN_SETTINGS:
+        section, _, key = setting.partition(".")
+        value = getattr(getattr(run.config, section), key)
+        found.append(f"{setting}={str(value).lower() if isinstance(value, bool) else value}")
+    return tuple(found)
 
-    @property
-    def setup(self) -> str:
-        """Hardware, model and dtype."""
-        hardware = self.info.get("hardware", self.config.model.device)
-        return f"{hardware}; {Path(self.config.model.name).name}, {self.config.model.dtype}"
 
-    def costs(self) -> RunCosts:
-        return costs_of_run(self.folder, f"run {self.folder.resolve().name}", f"measured in this run ({self.setup})")
+def own_cell(run: RecordedRun) -> Cell | None:
+    """The run's own drafter and policy; None if a replay can't have them."""
+    speculation = run.config.speculation
+    k = speculation.num_speculative_tokens
+    if speculation.method not in MODEL_FREE or not isinstance(k, int) or speculation.min_confidence:
+        return None
+    return Cell(speculation.method, f"{speculation.resolved_policy}:{k}", run.max_num_seqs)
 
-    @property
-    def max_num_seqs(self) -> int:
-        return self.config.engine.max_num_seqs
 
-    @property
-    def overrides(self) -> tuple[str, ...]:
-        """The run's values of TAKEN_SETTINGS."""
-        found = []
-        for setting in TAKEN_SETTINGS:
-            section, _, key = setting.partition(".")
-            value = getattr(getattr(self.config, section), key)
-            found.append(f"{setting}={str(value).lower() if isinstance(value, bool) else value}")
-        return tuple(found)
-
-    @property
-    def cell(self) -> Cell | None:
-        """The run's own drafter and policy; None if a replay can't have them."""
-        speculation = self.config.speculation
-        k = speculation.num_speculative_tokens
-        if speculation.method not in MODEL_FREE or not isinstance(k, int) or speculation.min_confidence:
-            return None
-        return Cell(speculation.method, f"{speculation.resolved_policy}:{k}", self.max_num_seqs)
-
-    def audits(self) -> list[float]:
-        """Plain time / time with drafts, of each audit."""
-        found = []
-        try:
-            with open_run_file(self.folder / "metrics.jsonl") as file:
-                for line in file:
-                    audit = parse_json(line).get("audit")
-                    if audit is not None:
-                        found.append((float(audit["plain_s"]), float(audit["speculative_s"])))
-        except (OSError, ValueError, AttributeError, TypeError, KeyError):
-            return []
-        return found
+def audited_s(run: RecordedRun) -> list[tuple[float, float]]:
+    """(seconds without drafts, with drafts) of each audit. Empty if the metrics can't be read."""
+    found = []
+    try:
+        with open_run_file(run.folder / "metrics.jsonl") as file:
+            for line in file:
+                audit = parse_json(line).get("audit")
+                if audit is not None:
+                    found.append((float(audit["plain_s"]), float(audit["speculative_s"])))
+    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+        return []
+    return found
 
 
 def recorded_run(rollouts: Sequence[str]) -> RecordedRun | None:
@@ -80,12 +59,9 @@ def recorded_run(rollouts: Sequence[str]) -> RecordedRun | None:
     if len(rollouts) != 1 or rollouts[0] == "-":
         return None
     path = Path(rollouts[0])
-    folder = path if path.is_dir() else path.parent
-    if not path.is_dir() and not path.name.startswith("rollouts.jsonl"):
-        return None
-    if not (folder / "run.json").exists() or not (folder / "config.toml").exists():
-        return None
-    return RecordedRun(folder, load_config(folder / "config.toml"), read_run_json(folder / "run.json"))
+    if path.is_dir():
+        return RecordedRun.open(path)
+    return RecordedRun.open(path.parent) if path.name.startswith("rollouts.jsonl") else None
 
 
 @dataclass(frozen=True, slots=True)
