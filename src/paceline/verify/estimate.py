@@ -1,0 +1,66 @@
+"""How long the checks take, to show the share that is done and the time that is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from paceline.types import SamplingParams
+from paceline.verify.model import CheckedModel
+
+# Seconds of each check, quick and full, with SmolLM2-135M and five drafters on two cores; and whether the time depends
+# on the model.
+REFERENCE_S = {
+    "1 enumeration": (40.0, 160.0, False),
+    "2 chi-square, known distribution": (20.0, 180.0, False),
+    "2 chi-square, this model": (20.0, 80.0, True),
+    "3 seeded identity": (40.0, 300.0, True),
+    "3 weight update": (10.0, 60.0, True),
+    "4 greedy identity with transformers": (10.0, 60.0, True),
+    "5 logprob parity": (20.0, 120.0, True),
+}
+REFERENCE_PROBE_S = 1.0
+REFERENCE_DRAFTERS = 5
+PROBE_TOKENS, PROBE_REQUESTS = 8, 4
+MIN_SHARE = 0.05  # of the work, from which on the time that is left follows from the time that has passed
+
+
+class Estimate:
+    def __init__(self, names: Sequence[str], seconds: Sequence[float]) -> None:
+        self.names, self.seconds = list(names), list(seconds)
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds)
+
+    def share(self, name: str, share_of_check: float) -> float:
+        """Share of all checks that is done, when so much of this one is."""
+        i = self.names.index(name)
+        return (sum(self.seconds[:i]) + share_of_check * self.seconds[i]) / self.total_s
+
+    def left_s(self, share: float, elapsed_s: float) -> float:
+        return elapsed_s * (1 - share) / share if share >= MIN_SHARE else self.total_s * (1 - share)
+
+
+def estimate(model: CheckedModel, names: Sequence[str], quick: bool) -> Estimate:
+    """From the reference times, and from how fast this model generates a few tokens on this machine."""
+    factor = _probe_s(model) / REFERENCE_PROBE_S
+    drafters = (1 + len(model.drafters)) / (1 + REFERENCE_DRAFTERS)
+    seconds = []
+    for name in names:
+        quick_s, full_s, depends_on_model = REFERENCE_S[name]
+        seconds.append((quick_s if quick else full_s) * (factor * drafters if depends_on_model else 1.0))
+    return Estimate(names, seconds)
+
+
+def _probe_s(model: CheckedModel) -> float:
+    engine = model.engine()
+    params = SamplingParams(ignore_eos=True)
+    requests = [
+        replace(r, sampling=replace(params, max_tokens=PROBE_TOKENS)) for r in model.requests(params)[:PROBE_REQUESTS]
+    ]
+    engine.generate(requests)  # warm-up
+    started = time.perf_counter()
+    engine.generate(requests)
+    return time.perf_counter() - started
