@@ -12,11 +12,11 @@ import typer
 from paceline import __version__
 
 # Each module adds its commands.
-from paceline.cli import advise, bench, draft, generate, replay, simulate, sweep, train, verify
+from paceline.cli import bench, draft, generate, replay, replay_advice, simulate, sweep, train, verify  # noqa: F401
 from paceline.cli.app import app, command, err, out
 from paceline.console import guard_stderr, show_traceback
 
-__all__ = ["advise", "app", "bench", "draft", "generate", "main", "replay", "simulate", "sweep", "train", "verify"]
+__all__ = ["app", "main"]
 
 
 @app.callback(invoke_without_command=True)

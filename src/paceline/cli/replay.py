@@ -61,7 +61,10 @@ Cost = Annotated[
     typer.Option(metavar="FILE", help="JSON file with a cost table.", show_default="of the run, if it is one"),
 ]
 Hardware = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Name of a shipped cost table.", show_default="vllm-h200-qwen3-8b")
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Name of a shipped cost table.", show_default="vllm-h200-qwen3-8b, except for a run"
+    ),
 ]
 Tokenizer = Annotated[
     str | None,

@@ -128,6 +128,10 @@ def _show(name: str, result: Result, timeline: bool) -> None:
     )
     if result.config.run is None and result.config.about:
         print_note(f"Preset: {result.config.about}.")
+    if result.config.run is not None and result.config.speculation.method == "free":
+        print_note(
+            "Every sequence drafts k tokens here. History often has fewer: `paceline advise` replays its real drafts."
+        )
     if result.free_drafter is not None:
         print_note(f"The run has no draft times of {result.free_drafter}: assumed to be 0.")
     if timeline:

@@ -21,10 +21,10 @@ from paceline.model.weights import assign, hf_state
 from paceline.rl.trainer import torch_threads
 from paceline.types import Completion, Request, SamplingParams, noise_key
 from paceline.verify import chi_square, identity, known, updates
-from paceline.verify.estimate import Estimate, estimate
+from paceline.verify.estimate import Estimate, Observer, estimate
 from paceline.verify.identity import LogprobPairs, compare_logprobs, wrong_draws
 from paceline.verify.model import ALWAYS_DRAFT, CheckedModel, Size
-from paceline.verify.result import CheckResult, Observer, acceptance, needs_drafts, no_accepted_drafts, num_drafted
+from paceline.verify.result import CheckResult, acceptance, needs_drafts, no_accepted_drafts, num_drafted
 from paceline.verify.ties import compare_tokens
 
 # Level 5's sampling. Truncation before temperature, which is wrong, would keep different tokens.

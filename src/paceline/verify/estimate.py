@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, Protocol
 
 from paceline.types import SamplingParams
 from paceline.verify.model import CheckedModel
 
-# Seconds of each check, quick and full, with SmolLM2-135M and five drafters on two cores; and whether the time depends
-# on the model.
+# Seconds of each check with SmolLM2-135M and five drafters on two cores: quick, which is measured, and full, which is
+# estimated from the number of tokens; and whether the time depends on the model.
 REFERENCE_S = {
-    "1 enumeration": (40.0, 160.0, False),
-    "2 chi-square, known distribution": (20.0, 180.0, False),
-    "2 chi-square, this model": (20.0, 80.0, True),
-    "3 seeded identity": (40.0, 300.0, True),
-    "3 weight update": (10.0, 60.0, True),
-    "4 greedy identity with transformers": (10.0, 60.0, True),
-    "5 logprob parity": (20.0, 120.0, True),
+    "1 enumeration": (10.0, 20.0, False),
+    "2 chi-square, known distribution": (6.0, 54.0, False),
+    "2 chi-square, this model": (35.0, 140.0, True),
+    "3 seeded identity": (33.0, 330.0, True),
+    "3 weight update": (22.0, 90.0, True),
+    "4 greedy identity with transformers": (13.0, 180.0, True),
+    "5 logprob parity": (32.0, 190.0, True),
 }
-REFERENCE_PROBE_S = 1.0
+REFERENCE_PROBE_S = 0.5  # of `_probe_s` there
 REFERENCE_DRAFTERS = 5
 PROBE_TOKENS, PROBE_REQUESTS = 8, 4
 MIN_SHARE = 0.05  # of the work, from which on the time that is left follows from the time that has passed
@@ -41,6 +42,14 @@ class Estimate:
 
     def left_s(self, share: float, elapsed_s: float) -> float:
         return elapsed_s * (1 - share) / share if share >= MIN_SHARE else self.total_s * (1 - share)
+
+
+class Observer(Protocol):
+    """Is told how far the checks are."""
+
+    def begin(self, make_estimate: Callable[[], Estimate]) -> None: ...  # making the estimate takes a moment
+    def progress(self, check: str, detail: str, share: float) -> None: ...  # `share` of this check is done
+    def end(self, result: dict[str, Any]) -> None: ...
 
 
 def estimate(model: CheckedModel, names: Sequence[str], quick: bool) -> Estimate:

@@ -4,24 +4,13 @@ without testing speculation, so that is a problem."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from paceline.types import Completion
-
-if TYPE_CHECKING:
-    from paceline.verify.estimate import Estimate
 
 Progress = Callable[[str, float], None]  # what is checked now, and the share of this check that is done
 # Figures by name. `problems` is a list of sentences; the check passes if it is empty.
 CheckResult = dict[str, Any]
-
-
-class Observer(Protocol):
-    """Is told how far the checks are."""
-
-    def begin(self, make_estimate: Callable[[], Estimate]) -> None: ...  # making the estimate takes a moment
-    def progress(self, check: str, detail: str, share: float) -> None: ...  # `share` of this check is done
-    def end(self, result: CheckResult) -> None: ...
 
 
 def no_accepted_drafts(run: str, num_draft_tokens: int, num_accepted_tokens: int) -> list[str]:
