@@ -98,7 +98,8 @@ def hardware_name(device: str) -> str:
     GPU: asking for the name would take memory there."""
     if torch.device(device).type != "cpu":
         return torch.cuda.get_device_name(device) if torch.cuda.is_initialized() else device
-    return f"{cpu_name()}, {torch.get_num_threads()} threads"
+    num_threads = torch.get_num_threads()
+    return f"{cpu_name()}, {num_threads} thread{'s' if num_threads > 1 else ''}"
 
 
 def cpu_name() -> str:

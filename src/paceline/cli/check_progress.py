@@ -14,15 +14,18 @@ from paceline.cli.progress import format_duration
 if TYPE_CHECKING:
     from paceline.verify.estimate import Estimate
 
+LOG_SHARE = 0.05  # of all checks, between two lines of a log
+
 
 class CheckProgress:
-    """An observer of checks (verify/checks.py). Without a terminal it prints a line per message. `results`: of the
-    checks that ended."""
+    """An observer of checks (verify/estimate.py). Without a terminal it prints a line per check, and whenever
+    LOG_SHARE more is done. `results`: of the checks that ended."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.results: list[dict[str, Any]] = []
         self._estimate: Estimate | None = None
+        self._logged = "", 0.0  # check and total share of the last line
         self._started = time.perf_counter()
         self._bars = Progress(
             TextColumn("{task.description}", markup=False),
@@ -57,7 +60,10 @@ class CheckProgress:
         total = self._estimate.share(check, share)
         name = f"{check}: {detail}" if detail else check
         if not self.console.is_terminal:
-            self.console.print(f"check {name} ({total:.0%} of all)", soft_wrap=True)
+            logged_check, logged_total = self._logged
+            if check != logged_check or total >= logged_total + LOG_SHARE:
+                self._logged = check, total
+                self.console.print(f"check {name} ({total:.0%} of all)", soft_wrap=True)
             return
         left_s = self._estimate.left_s(total, time.perf_counter() - self._started)
         left = f"about {format_duration(left_s)} left"

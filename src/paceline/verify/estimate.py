@@ -24,7 +24,7 @@ REFERENCE_S = {
 REFERENCE_PROBE_S = 0.5  # of `_probe_s` there
 REFERENCE_DRAFTERS = 5
 PROBE_TOKENS, PROBE_REQUESTS = 8, 4
-MIN_SHARE = 0.05  # of the work, from which on the time that is left follows from the time that has passed
+FULL_WEIGHT = 3.0  # a third of the work done corrects the estimate in full
 
 
 class Estimate:
@@ -41,7 +41,11 @@ class Estimate:
         return (sum(self.seconds[:i]) + share_of_check * self.seconds[i]) / self.total_s
 
     def left_s(self, share: float, elapsed_s: float) -> float:
-        return elapsed_s * (1 - share) / share if share >= MIN_SHARE else self.total_s * (1 - share)
+        """The estimate of the rest, corrected by how wrong that of the part that is done was. At first this says
+        little: the first checks do not depend on the model."""
+        wrong = elapsed_s / (share * self.total_s) if share else 1.0
+        weight = min(1.0, FULL_WEIGHT * share)
+        return (1 - share) * self.total_s * (1 + weight * (wrong - 1))
 
 
 class Observer(Protocol):

@@ -103,8 +103,9 @@ def test_progress_grows_and_never_says_that_all_is_done(run_levels: Run) -> None
 def test_estimate_of_the_time_that_is_left() -> None:
     found = estimate.Estimate(("a", "b"), (10.0, 30.0))
     assert found.share("a", 0.5) == 0.125 and found.share("b", 0.5) == 0.625
-    assert found.left_s(0.01, 100.0) == pytest.approx(39.6)  # too early to follow from the time that has passed
-    assert found.left_s(0.25, 100.0) == pytest.approx(300)
+    assert found.left_s(0.0, 0.0) == pytest.approx(40)
+    assert found.left_s(0.05, 20.0) == pytest.approx(38 * (1 + 0.15 * 9))  # ten times as slow, but it is early
+    assert found.left_s(0.5, 100.0) == pytest.approx(100)
     assert set(estimate.REFERENCE_S) == set(checks.CHECKS)
 
 

@@ -243,6 +243,7 @@ def test_a_log_shows_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         progress = args[-1]
         progress.begin(lambda: Estimate(("1 enumeration", "4 greedy identity with transformers"), (60.0, 180.0)))
         progress.progress("1 enumeration", "", 0.5)
+        progress.progress("1 enumeration", "60 of 100", 0.6)  # too little more for another line
         progress.progress("4 greedy identity with transformers", "3 of 6", 0.5)
         raise ValueError("broken")
 
