@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,9 +14,17 @@ from gguf_files import TOKENS, write_gguf
 from typer.testing import CliRunner
 
 from paceline import __version__
-from paceline.cli import app
+from paceline.bench.drafts import compare_drafts
+from paceline.build.config import load_config
+from paceline.build.drafter import build_drafter
+from paceline.build.engine import build_engine
+from paceline.cli import app, generate
 from paceline.cli.app import comma_numbers, exit_if, results_so_far, stop_on_signal
+from paceline.cli.completions import CompletionPrinter
+from paceline.console import SafeConsole, escape_controls
+from paceline.engine.engine import LocalEngine
 from paceline.model.text import Pieces
+from paceline.types import Request, SamplingParams
 
 
 @pytest.fixture
@@ -101,12 +111,97 @@ def test_generate(run, tiny, tmp_path):
         assert len(c["logprobs"]) == len(c["raw_logprobs"]) == len(c["provenance"]) == num
         assert set(c["provenance"]) <= {"sampled", "accepted", "corrected", "bonus"}
     assert found["metrics"]["num_drafts"] > 0
-    assert "accepted draft" in result.stdout
+    assert "accepted draft" not in result.stdout and "\x1b" not in result.stdout  # no colours, so nothing to explain
     assert "mean_acceptance_length" in result.stdout
     run(*arguments)  # without speculation: the same tokens
     plain = json.loads(path.read_text())
     assert plain["metrics"]["num_drafts"] == 0
     assert [c["token_ids"] for c in plain["completions"]] == [c["token_ids"] for c in found["completions"]]
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_a_single_completion_is_streamed_on_a_terminal(run, tiny, tmp_path, monkeypatch, no_color):
+    """Text is printed while it is generated, and the whole text is that of the completion."""
+    screen = io.StringIO()
+    monkeypatch.setattr(generate, "out", SafeConsole(file=screen, force_terminal=True, no_color=no_color, width=200))
+    written = []  # before each engine step
+    step = LocalEngine.step
+    monkeypatch.setattr(LocalEngine, "step", lambda engine: (written.append(len(screen.getvalue())), step(engine))[1])
+    path = tmp_path / "out.json"
+    arguments = ["generate", "abcabcabc", "--model", tiny, "--max-tokens", 12, "--seed", 3, "--method", "suffix"]
+    run(*arguments, "--set", "sampling.ignore_eos=true", "--json", path)
+    assert len(set(written)) > 3
+    shown = screen.getvalue()
+    plain = re.sub("\x1b\\[[0-9;]*m", "", shown)
+    text = json.loads(path.read_text())["completions"][0]["text"]
+    assert f"{escape_controls(text)}  [length, 12 tokens]" in plain
+    assert ("accepted draft" in shown) == ("\x1b[36m" in shown) == (not no_color)
+
+
+def test_a_character_is_printed_when_all_its_tokens_are_known():
+    screen = io.StringIO()
+    printer = CompletionPrinter(SafeConsole(file=screen, width=200), Bytes())
+    ids = list("a€b".encode())
+    stream = printer.stream()
+    for end in range(1, len(ids) + 1):
+        stream.update(ids[:end], [0] * end)
+        assert "\ufffd" not in screen.getvalue()
+    assert screen.getvalue() == "a€b"
+
+
+def test_compare(run, tiny, tmp_path):
+    path = tmp_path / "out.json"
+    arguments = ["generate", "abcabcabc", "--model", tiny, "--max-tokens", 12, "--method", "ngram", "--compare"]
+    result = run(*arguments, "-n", 2, "--set", "sampling.ignore_eos=true", "--json", path)
+    found = json.loads(path.read_text())["comparison"]
+    assert found["identical"] and found["must_be_identical"] and found["num_tokens"] == 24 and found["num_rounds"] == 3
+    assert found["speedup"] == pytest.approx(found["plain_s"] / found["speculative_s"])
+    assert f"{found['speedup']:.2f}x with drafts, measured on 24 tokens: median of 3 rounds" in result.stdout
+    assert "The tokens are identical" in result.stdout and "Less than 500 tokens" in result.stdout
+
+
+def test_compare_fails_if_drafts_change_tokens(run, tiny, monkeypatch):
+    """A broken engine that emits another token whenever it drafts."""
+    original = LocalEngine.generate
+
+    def broken(engine, requests, progress=None):
+        completions = original(engine, requests, progress)
+        for completion in completions if engine.drafter is not None else ():
+            completion.token_ids[-1] += 1
+        return completions
+
+    monkeypatch.setattr(LocalEngine, "generate", broken)
+    result = run("generate", "abc", "--model", tiny, "--max-tokens", 4, "--method", "ngram", "--compare", code=1)
+    assert "The tokens DIFFER with drafts" in result.stderr and "identical" not in result.stdout
+
+
+def test_compared_rounds_start_without_the_history_of_the_others(tiny):
+    """Otherwise the history would already have the completions, and later rounds would draft all of them."""
+    config = load_config(None, [f"model.name={str(tiny)!r}", "speculation.method=suffix", "speculation.policy=static",
+                                "sampling.ignore_eos=true"])  # fmt: skip
+    engine = build_engine(config)
+    num_accepted = []  # by the run with drafts before
+
+    def make_drafter():
+        num_accepted.append(sum(trace.num_accepted_tokens for trace in engine.drain_trace()))
+        return build_drafter(config, engine.paged.decoder, engine.tokenizer)
+
+    requests = [Request(0, tuple(range(5)), SamplingParams(max_tokens=24, ignore_eos=True), 1, "p")]
+    compare_drafts(engine, requests, make_drafter, engine.state_dict())
+    _, warm_up, first, second = num_accepted
+    assert warm_up == first == second < 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], '--compare: speculation.method = "none" drafts nothing'),
+        (["--method", "draft_model", "--set", "speculation.draft_model=layers:1", "--set", "speculation.rule=block"],
+         'speculation.rule = "block" samples other tokens'),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_compared(run, tiny, arguments, message):
+    assert message in run("generate", "x", "--model", tiny, "--compare", *arguments, code=2).stderr
 
 
 def test_prompts_from_stdin_and_files(run, tiny, tmp_path):
@@ -133,11 +228,14 @@ def test_prompt_longer_than_the_context(run, tiny):
     assert "context is 128" in result.stderr
 
 
-def test_pieces_do_not_split_a_character():
-    class Bytes:
-        def decode(self, ids, skip_special_tokens):
-            return bytes(ids).decode(errors="replace")
+class Bytes:
+    """A tokenizer with one token per byte."""
 
+    def decode(self, ids, skip_special_tokens):
+        return bytes(ids).decode(errors="replace")
+
+
+def test_pieces_do_not_split_a_character():
     ids = list("aé€b".encode())
     assert Pieces(Bytes())(ids) == ["a", "", "é", "", "", "€", "b"]
     assert "".join(Pieces(Bytes())(ids[:2])) == "a\ufffd"

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 from paceline.build.config import load_config
 from paceline.cli import app
 from paceline.cli.app import err, out
-from paceline.cli.generate import show_completions
+from paceline.cli.completions import CompletionPrinter
+from paceline.cli.generate import show_prompt
 from paceline.cli.progress import TerminalProgress
 from paceline.report.table import render
 
@@ -91,7 +92,8 @@ def test_prompts_and_completions(capsys):
         finish_reason="stop",
         num_drafts=1,
     )
-    show_completions(Tokenizer(), [HOSTILE], [completion], 1)
+    show_prompt(HOSTILE)
+    CompletionPrinter(out, Tokenizer()).show(completion)
     printed = capsys.readouterr().out
     assert harmless(printed) and printed.count("owned") == 2
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from replayed_run import write_run
 from typer.testing import CliRunner
 
 from paceline.cli import app
+from paceline.sim.simulator import presets
 
 run = CliRunner().invoke
 
@@ -58,17 +60,65 @@ def test_fit_of_a_trace(tmp_path):
 
 
 def test_all_presets_are_listed():
-    done = run(app, ["simulate", "list"])
-    for name in ("nvidia-8b-zero", "nvidia-8b-think", "nvidia-8b-async", "nvidia-235b-512", "nvidia-235b-2048"):
+    done = run(app, ["simulate", "--list"])
+    for name in (*presets(), "1.5b-1xh200", "8b-8xh100"):
         assert name in done.output
+    assert all(len(line) <= 80 for line in done.output.splitlines() if not line.startswith("Or the folder"))
+
+
+def test_the_title_has_the_final_values():
+    done = run(app, ["simulate", "8b-8xh200", "hardware=h100", "batch=256", "policy=static", "k=2"])
+    title = done.output.splitlines()[0]
+    assert title.startswith("8b-8xh200 hardware=h100 batch=256 policy=static k=2: Qwen3-8B on 8 × H100 SXM; ")
+    assert "256 requests per RL step (32 per GPU)" in title and "eagle3, policy static, k = 2" in title
+    assert "H200" not in title and "no drafts" in run(app, ["simulate", "8b-8xh200", "method=none"]).output
+
+
+def test_a_run_of_ones_own(tmp_path):
+    """Generation time without drafts must be that of the run's step times, and training that of its metrics."""
+    measured = write_run(tmp_path / "mine")
+    out = tmp_path / "o.json"
+    done = run(app, ["simulate", str(tmp_path / "mine"), "--json", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "smollm2-135m, float32 on Abacus 3000, 2 threads; 8 requests per RL step" in done.output.splitlines()[0]
+    assert "GPU hours" not in done.output
+    found = json.loads(out.read_text())
+    metrics = json.loads((tmp_path / "mine" / "metrics.jsonl").read_text().splitlines()[0])
+    assert found["ar"]["generation_s"] == pytest.approx(measured * metrics["stages"]["generation"], rel=0.2)
+    assert "`paceline advise` replays its real drafts" in done.output
+    assert found["stages"]["training"] == pytest.approx(20.0, rel=0.3)  # proportional to the drawn lengths
+    done = run(app, ["simulate", str(tmp_path / "mine"), "batch=16", "method=eagle3", "acceptance=2", "k=2"])
+    assert done.exit_code == 0 and "16 requests" in done.output
+    assert "The run has no draft times of eagle3: assumed to be 0." in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["hardware=h100"], "hardware = 'h100': the step times are those of the run"),
+        (["pipeline.gpus=8"], "pipeline: the simulation of a run has one engine"),
+        (["engine.tp=2"], "engine: the simulation of a run has engine.max_rows only"),
+        (["--fit", "steps.json"], "with a run: its step times are fitted already"),
+    ],
+)
+def test_settings_that_a_run_does_not_have(tmp_path, arguments, message):
+    write_run(tmp_path / "mine")
+    done = run(app, ["simulate", str(tmp_path / "mine"), *arguments])
+    assert done.exit_code == 2 and message in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["nvidia-9b"], "is not a preset"),
+        ([], "no preset; give a name of `paceline simulate --list`"),
+        (["--list", "nvidia-8b-zero"], "--list: takes no other arguments"),
+        (["."], "is not the folder of a run"),
         (["nvidia-8b-zero", "engine.tp=5"], "does not divide"),
-        (["nvidia-8b-zero", "gpus=32"], "ambiguous; give one of pipeline.gpus, engine.gpus"),
+        (
+            ["nvidia-8b-zero", "gpus=32"],
+            "ambiguous; give one of pipeline.gpus (all devices of the RL step), engine",
+        ),
         (["nvidia-8b-zero", "k"], "is not of the form"),
         (["nvidia-8b-zero", "--sweep", "k=a:b"], "a range is FROM:TO"),
         (["nvidia-8b-zero", "--sweep", "k"], "write KEY=FROM:TO"),

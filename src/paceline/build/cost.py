@@ -93,6 +93,15 @@ def identity_of(paged: PagedDecoder, config: Config) -> dict[str, Any]:
     }
 
 
+def hardware_name(device: str) -> str:
+    """The GPU's name, or the CPU's with the number of threads. Only the device itself if this process does not use the
+    GPU: asking for the name would take memory there."""
+    if torch.device(device).type != "cpu":
+        return torch.cuda.get_device_name(device) if torch.cuda.is_initialized() else device
+    num_threads = torch.get_num_threads()
+    return f"{cpu_name()}, {num_threads} thread{'s' if num_threads > 1 else ''}"
+
+
 def cpu_name() -> str:
     """The CPU's name in /proc/cpuinfo; on ARM its identification numbers."""
     try:

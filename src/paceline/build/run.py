@@ -12,6 +12,7 @@ import torch
 
 from paceline import __version__
 from paceline.build.config import load_config, with_absolute_paths
+from paceline.build.cost import hardware_name
 from paceline.build.defaults import describe_speculation
 from paceline.build.drafter import build_drafter, build_head, drafting_head, recorded_acceptance
 from paceline.build.engine import build_engine
@@ -213,6 +214,7 @@ def describe_run(config: Config, name: str, task: str) -> dict[str, Any]:
         "paceline": __version__,
         "torch": torch.__version__,
         "device": config.model.device,
+        "hardware": hardware_name(config.model.device),
         "seed": config.train.seed,
     }
 

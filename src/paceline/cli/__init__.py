@@ -10,35 +10,25 @@ from typing import Annotated
 import typer
 
 from paceline import __version__
-from paceline.cli import (
+
+# Each module adds its commands.
+from paceline.cli import (  # noqa: F401
     bench,
     config,
     doctor,
     draft,
     generate,
     replay,
+    replay_advice,
     simulate,
     sweep,
     train,
     verify,
-)  # each adds its commands
+)
 from paceline.cli.app import app, command, err, out
 from paceline.console import guard_stderr, show_traceback
 
-__all__ = [
-    "app",
-    "bench",
-    "config",
-    "doctor",
-    "draft",
-    "generate",
-    "main",
-    "replay",
-    "simulate",
-    "sweep",
-    "train",
-    "verify",
-]
+__all__ = ["app", "main"]
 
 
 @app.callback(invoke_without_command=True)

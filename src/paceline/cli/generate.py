@@ -1,10 +1,11 @@
-"""`paceline generate`: generate completions and colour their tokens by provenance."""
+"""`paceline generate`: generate completions, and compare decoding with drafts and without."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,13 +21,20 @@ from paceline.cli.app import (
     err,
     out,
     print_figures,
+    print_note,
     settings,
     split_settings,
+    warn,
 )
-from paceline.report.table import check_writable, write_json
+from paceline.cli.completions import CompletionPrinter
+from paceline.report.table import check_writable, render, write_json
 from paceline.types import Completion, Provenance, Request, noise_key
 
 if TYPE_CHECKING:
+    from paceline.config import Config
+    from paceline.engine.engine import LocalEngine
+    from paceline.engine.interface import SpeculationState
+    from paceline.speculation.batch import Drafter
     from paceline.tasks.task import Prompt
 
 
@@ -58,14 +66,21 @@ def generate(
     max_tokens: Annotated[int | None, typer.Option(help="Maximum tokens per completion.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Temperature; 0 is greedy.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed; it gives the same tokens with any drafter.")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also measure the same requests without drafts, and compare the tokens.")
+    ] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Generate completions, and show which draft tokens were accepted.
+
+    On a terminal, a single completion is printed while it is generated, and accepted draft tokens are coloured (not
+    with NO_COLOR).
 
     Examples:
 
     - `paceline generate "Why is the sky blue?"`
     - `paceline generate -n 4 --method suffix --k 6 --temperature 0.8 "Write a haiku."`
+    - `paceline generate --method ngram --compare --max-tokens 256 "Repeat this list three times: red, green, blue"`
     """
     from paceline.speculation.metrics import summarise
     from paceline.tasks.prompt import encode
@@ -83,6 +98,8 @@ def generate(
         sampling__seed=seed,
     )
     check_writable(json_file)
+    if compare:
+        check_compare(cfg)
     all_prompts = read_prompt_arguments(prompts, prompts_file)
     from paceline.build.engine import build_engine
 
@@ -93,18 +110,29 @@ def generate(
         for i, ids in enumerate(encode(engine.tokenizer, prompt, chat=not raw) for prompt in all_prompts)
         for j in range(num_samples)
     ]
+    state = engine.state_dict()
     start = time.perf_counter()
-    with err.status("generating") as status:
-        completions = engine.generate(
-            requests, lambda done, total: status.update(f"generating: {done} of {total} done")
-        )
-    seconds = time.perf_counter() - start
+    printer = CompletionPrinter(out, engine.tokenizer)
+    if len(requests) == 1 and out.is_terminal:
+        completions = stream_completion(engine, all_prompts[0], requests[0], printer)
+        seconds = time.perf_counter() - start
+    else:
+        with err.status("generating") as status:
+            completions = engine.generate(
+                requests, lambda done, total: status.update(f"generating: {done} of {total} done")
+            )
+        seconds = time.perf_counter() - start
+        for i, completion in enumerate(completions):
+            if i % num_samples == 0:
+                show_prompt(all_prompts[i // num_samples])
+            printer.show(completion)
+    printer.show_legend(completions)
     metrics = summarise(completions, engine.drain_trace())
-    show_completions(engine.tokenizer, all_prompts, completions, num_samples)
     num_tokens = sum(len(c.token_ids) for c in completions)
     shown = {name: value for name, value in metrics.items() if name in SHOWN_METRICS}
     figures = {"completions": len(completions), "tokens": num_tokens, "tokens_per_s": num_tokens / seconds}
     print_figures(figures | shown)
+    comparison = show_comparison(cfg, engine, requests, state) if compare else None
     if json_file is not None:
         write_json(
             json_file,
@@ -114,6 +142,7 @@ def generate(
                 "seconds": seconds,
                 "tokens_per_s": num_tokens / seconds,
                 "metrics": metrics,
+                "comparison": comparison,
                 "completions": [
                     completion_record(engine.tokenizer, all_prompts[i // num_samples], i // num_samples, c)
                     for i, c in enumerate(completions)
@@ -121,8 +150,11 @@ def generate(
             },
         )
     engine.close()
+    if comparison is not None and comparison["must_be_identical"] and not comparison["identical"]:
+        raise typer.Exit(1)
 
 
+MIN_COMPARED_TOKENS = 500
 SHOWN_METRICS = (
     "num_drafts",
     "num_draft_tokens",
@@ -147,32 +179,79 @@ def read_prompt_arguments(arguments: Sequence[str], file: Path | None) -> list[P
     return prompts
 
 
-def show_completions(
-    tokenizer: Any, prompts: Sequence[Prompt], completions: Sequence[Completion], num_samples: int
-) -> None:
-    from paceline.model.text import Pieces
+def show_prompt(prompt: Prompt) -> None:
     from paceline.tasks.prompt import prompt_preview
 
-    styles = {
-        Provenance.SAMPLED: "",
-        Provenance.ACCEPTED: "bold green",
-        Provenance.CORRECTED: "yellow",
-        Provenance.BONUS: "cyan",
-    }
-    pieces = Pieces(tokenizer)
-    for i, completion in enumerate(completions):
-        if i % num_samples == 0:
-            out.print(Text(f"❯ {prompt_preview(prompts[i // num_samples])}", style="bold"), soft_wrap=True)
-        text = Text()
-        for piece, origin in zip(pieces(completion.token_ids.tolist()), completion.provenance.tolist(), strict=True):
-            text.append(piece, styles[Provenance(origin)])
-        text.append(f"  [{completion.finish_reason}, {len(completion.token_ids)} tokens]", "dim")
-        out.print(text, soft_wrap=True)
-        out.print()
-    if any(c.num_drafts for c in completions):
-        shown = {"accepted draft": Provenance.ACCEPTED, "corrected": Provenance.CORRECTED, "bonus": Provenance.BONUS}
-        named = [Text(name, styles[origin]) for name, origin in shown.items()]
-        out.print(Text("tokens: ") + Text(" · ").join([*named, Text("sampled without a draft")]))
+    out.print(Text(f"❯ {prompt_preview(prompt)}", style="bold"), soft_wrap=True)
+
+
+def stream_completion(
+    engine: LocalEngine, prompt: Prompt, request: Request, printer: CompletionPrinter
+) -> list[Completion]:
+    """Print the completion while it is generated."""
+    show_prompt(prompt)
+    stream = printer.stream()
+
+    def show(done: int, total: int) -> None:
+        for sequence in engine.sequences:
+            emitted = slice(sequence.num_prompt, sequence.num_tokens)
+            stream.update(sequence.emitted.tolist(), sequence.record.provenance[emitted].tolist())
+
+    completions = engine.generate([request], show)
+    stream.finish(completions[0])
+    return completions
+
+
+# ---- --compare ----
+
+
+def check_compare(config: Config) -> None:
+    speculation = config.speculation
+    if speculation.method == "none":
+        raise ValueError('--compare: speculation.method = "none" drafts nothing; choose a drafter with --method')
+    if speculation.rule != "coupled":
+        raise ValueError(
+            f'--compare: speculation.rule = "{speculation.rule}" samples other tokens with drafts than without, so '
+            'they can\'t be compared; use rule = "coupled"'
+        )
+
+
+def show_comparison(
+    config: Config, engine: LocalEngine, requests: Sequence[Request], state: SpeculationState
+) -> dict[str, Any]:
+    from paceline.bench.drafts import compare_drafts
+    from paceline.build.drafter import build_drafter, drafting_head
+
+    def make_drafter() -> Drafter | None:
+        head = drafting_head(config, engine.drafter)
+        return build_drafter(config, engine.paged.decoder, engine.tokenizer, head)
+
+    with err.status("comparing") as status:
+        found = compare_drafts(engine, requests, make_drafter, state, lambda text: status.update(f"comparing: {text}"))
+    name = f"{config.speculation.method}, {config.speculation.policy}"
+    rows = [
+        {"decoding": decoding, "tokens_per_s": found.num_tokens / seconds, "seconds": seconds}
+        for decoding, seconds in (("plain", found.plain_s), (name, found.speculative_s))
+    ]
+    out.print(render(rows, {"decoding": "decoding", "tokens_per_s": "tokens/s", "seconds": "s"}))
+    out.print(
+        f"{found.speedup:.2f}x with drafts, measured on {found.num_tokens} tokens: median of {found.num_rounds} rounds "
+        "in turn, after a warm-up.",
+        style="bold",
+        soft_wrap=True,
+    )
+    if found.identical:
+        out.print("The tokens are identical with drafts and without.", style="green", soft_wrap=True)
+    elif found.must_be_identical:
+        err.print("The tokens DIFFER with drafts. This is a bug; run: paceline verify", style="bold red")
+    else:
+        warn(
+            "The tokens differ: these kernels are not batch-invariant, so near-ties may be decided otherwise; "
+            "`paceline verify` checks that nothing else differs"
+        )
+    if found.num_tokens < MIN_COMPARED_TOKENS:
+        print_note(f"Less than {MIN_COMPARED_TOKENS} tokens: raise --max-tokens or -n for a reliable ratio.")
+    return {**asdict(found), "speedup": found.speedup}
 
 
 def completion_record(tokenizer: Any, prompt: Prompt, index: int, completion: Completion) -> dict[str, Any]:

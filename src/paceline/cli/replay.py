@@ -1,12 +1,10 @@
-"""`paceline replay` and `paceline advise`: compare drafters and policies on recorded rollouts, without a model."""
+"""`paceline replay`: compare drafters and policies on recorded rollouts, without a model."""
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -38,12 +36,21 @@ COLUMNS = {
     "draft_acceptance_rate": "rate", "tokens_per_row_step": "per row", "makespan_s": "s", "plain_makespan_s": "plain s",
     "speedup": "speed-up", "draft_share": "drafting",
 }  # fmt: skip
+LEGEND = {
+    "epoch": "cold is a problem's first epoch, warm are the later ones",
+    "num_tokens": "tokens of the completions",
+    "num_steps": "engine steps",
+    "mean_acceptance_length": "acceptance length, the tokens per draft: accepted ones and one more",
+    "draft_acceptance_rate": "share of the draft tokens that is accepted",
+    "tokens_per_row_step": "tokens per sequence and engine step",
+    "makespan_s": "seconds of generation with drafts",
+    "plain_makespan_s": "seconds without drafts",
+    "speedup": "plain s / s",
+    "draft_share": "share of s in which the drafter works",
+}
 MIN_FULL_WIDTH = 100  # characters; a narrower terminal does not show WIDE_ONLY
 WIDE_ONLY = ("num_steps", "draft_acceptance_rate", "draft_share")
-POLICY_GRID = ("static:1", "static:3", "static:5", "static:7", "auto:7")
-MAX_TOKENS_READ = 4_000_000  # tokens that `advise` reads without --all
-MIN_PARALLEL_TOKENS = 20_000  # `advise` starts processes for as many tokens; for fewer it would not save time
-MAX_PROCESSES = 16
+MAX_NUM_BATCHED_TOKENS = 8192
 INT32_MAX = 2**31 - 1
 
 Rollouts = Annotated[
@@ -53,9 +60,15 @@ Rollouts = Annotated[
         help="Jsonl files (also .gz, .xz), a folder of them, or a run; `-`: stdin. And settings.",
     ),
 ]
-Cost = Annotated[str | None, typer.Option(metavar="FILE", help="JSON file with a cost table.")]
+Cost = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="JSON file with a cost table.", show_default="of the run, if it is one"),
+]
 Hardware = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Name of a shipped cost table.", show_default="vllm-h200-qwen3-8b")
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Name of a shipped cost table.", show_default="vllm-h200-qwen3-8b, except for a run"
+    ),
 ]
 Tokenizer = Annotated[
     str | None,
@@ -71,7 +84,9 @@ Prefill = Annotated[
     bool, typer.Option("--prefill", help="Count the time of prompts; needs a cost table measured with them.")
 ]
 Order = Annotated[str, typer.Option(help="Which requests start first: arrival or longest.")]
-Budget = Annotated[int, typer.Option(min=1, max=INT32_MAX, help="Maximum query tokens in a step.")]
+Budget = Annotated[
+    int | None, typer.Option(min=1, max=INT32_MAX, help="Maximum query tokens in a step.", show_default="8192")
+]
 SkipBroken = Annotated[bool, typer.Option("--skip-broken", help="Skip and count broken lines.")]
 
 
@@ -84,7 +99,7 @@ def replay(
     policy: Annotated[str, typer.Option(help="Policies: static:K, das, auto, das:K, auto:K.")] = "static:3,auto",
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,64",
     max_tokens: MaxTokens = None,
-    max_num_batched_tokens: Budget = 8192,
+    max_num_batched_tokens: Budget = None,
     prefill: Prefill = False,
     order: Order = "arrival",
     tokenizer: Tokenizer = None,
@@ -108,7 +123,8 @@ def replay(
     - `paceline replay verl/rollouts --tokenizer Qwen/Qwen3-8B`
     """
     from paceline.bench.common import check_choices, check_given, check_numbers
-    from paceline.build.replay import build_replay, check_names, check_overrides, frozen_costs
+    from paceline.build.replay import build_replay, check_names, check_overrides
+    from paceline.build.replay_costs import choose_costs, recorded_run
     from paceline.replay.run import Cell, RoundSource
     from paceline.replay.run import replay as run
 
@@ -120,115 +136,31 @@ def replay(
     check_names(drafters, policies)
     rollouts, given = split_settings(rollouts, overrides)
     check_overrides(tuple(given))
-    costs = frozen_costs(cost, hardware)
-    reader = _reader(rollouts, tokenizer, skip_broken)
+    costs = choose_costs(cost, hardware, recorded_run(rollouts))
+    reader = open_reader(rollouts, tokenizer, skip_broken)
     make = functools.partial(
-        build_replay, costs=costs, overrides=tuple(given), max_num_batched_tokens=max_num_batched_tokens,
-        prefill=prefill, order=order,
+        build_replay, costs=costs.table, overrides=tuple(given),
+        max_num_batched_tokens=max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS, prefill=prefill, order=order,
     )  # fmt: skip
     cells = [Cell(d, p, b) for b in batches for d in drafters for p in policies]
     for cell in cells:
         make(cell)  # raises errors in the settings before the work
+    out.print(costs.describe(), soft_wrap=True)
     with _progress(reader, len(cells) + len(batches)) as progress:
         results = run(_with_heads(RoundSource(reader, max_tokens), drafters), reader.is_pipe, cells, make, progress)
     columns = {key: head for key, head in COLUMNS.items() if out.width >= MIN_FULL_WIDTH or key not in WIDE_ONLY}
     for size in batches:
-        rows = [row for result in results if result.cell.batch == size for row in _rows(result, epochs)]
+        rows = [row for result in results if result.cell.batch == size for row in epoch_rows(result, epochs)]
         named = [{**row, "setting": f"{row['drafter']} {row['policy']}"} for row in rows]
-        out.print(render(named, columns, f"{', '.join(rollouts)}: batch {size}, {costs.name}"))
-    _notes(reader, costs, results)
-    rows = [row for result in results for row in _rows(result, True)]
-    save_json(json_file, {"rollouts": rollouts, "cost": costs.name, "num_broken": reader.num_broken, "rows": rows})
-
-
-@command()
-def advise(
-    rollouts: Rollouts,
-    cost: Cost = None,
-    hardware: Hardware = None,
-    batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,32,128",
-    generation_share: Annotated[
-        float | None,
-        typer.Option(
-            min=0, max=1, help="Share of generation in an RL step's time.", show_default="from metrics.jsonl, or 0.65"
-        ),
-    ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Replay all problems, not a sample.")] = False,
-    max_tokens: MaxTokens = None,
-    max_num_batched_tokens: Budget = 8192,
-    tokenizer: Tokenizer = None,
-    skip_broken: SkipBroken = False,
-    overrides: Overrides = None,
-    json_file: JsonFile = None,
-) -> None:
-    """Recommend a drafter and a draft length for recorded rollouts, or no speculation. Replays a small grid.
-
-    Examples:
-
-    - `paceline advise runs/mine`
-    - `paceline advise rollouts.jsonl --hardware vllm-h200-qwen3-8b --batch 16,64,256 --generation-share 0.7`
-    """
-    from paceline.bench.common import check_numbers
-    from paceline.build.replay import MODEL_FREE, build_replay, check_overrides, frozen_costs
-    from paceline.replay import advice
-    from paceline.replay.run import Cell, RoundSource
-    from paceline.replay.run import replay as run
-
-    check_writable(json_file)
-    batches = comma_numbers("--batch", batch)
-    check_numbers(1, batch=batches)
-    rollouts, given = split_settings(rollouts, overrides)
-    check_overrides(tuple(given))
-    costs = frozen_costs(cost, hardware)
-    reader = _reader(rollouts, tokenizer, skip_broken)
-    rounds, whole = advice.take_rounds(RoundSource(reader, max_tokens), None if everything else MAX_TOKENS_READ)
-    has_head_accepted = any(recorded.head_accepted is not None for recorded in rounds)
-    drafters = (*MODEL_FREE, *(HEAD_METHODS if has_head_accepted else ()))
-    make = functools.partial(
-        build_replay, costs=costs, overrides=tuple(given), max_num_batched_tokens=max_num_batched_tokens
+        out.print(render(named, columns, f"{', '.join(rollouts)}: batch {size}"))
+    for key, meaning in LEGEND.items():
+        if key in columns:
+            print_note(f"{columns[key]}: {meaning}")
+    print_replay_notes(reader, costs.table, results)
+    rows = [row for result in results for row in epoch_rows(result, True)]
+    save_json(
+        json_file, {"rollouts": rollouts, "cost": costs.table.name, "num_broken": reader.num_broken, "rows": rows}
     )
-    results: list[Result] = []
-    parallel = sum(recorded.num_emitted for recorded in rounds) >= MIN_PARALLEL_TOKENS
-    num_processes = min(os.cpu_count() or 1, MAX_PROCESSES) if parallel else 1
-    notes = [] if whole else [f"Only the file's first {MAX_TOKENS_READ:,} tokens were read; --all reads all."]
-    with _bar(len(batches) * (1 + len(drafters) * len(POLICY_GRID)), "replays") as step:
-        for size in batches:
-            some = advice.sample(rounds, None if everything else advice.default_sample_tokens(size))
-            if some.num_problems < some.num_problems_recorded:
-                notes.append(
-                    f"batch {size}: {some.num_problems} of {some.num_problems_recorded} problems were replayed, "
-                    f"{some.num_tokens:,} of {some.num_tokens_recorded:,} tokens; --all replays all."
-                )
-            if (max_requests := max(map(len, some.rounds))) < size:
-                notes.append(f"batch {size}: rounds have at most {max_requests} requests, so it was never full.")
-            done: set[Cell] = set()
-
-            def progress(cell: Cell, num_bytes: int, done: set[Cell] = done) -> None:
-                if cell not in done:
-                    done.add(cell)
-                    step(f"{cell.drafter} {cell.policy}, batch {cell.batch}", 1)
-
-            cells = [Cell(drafter, policy, size) for drafter in drafters for policy in POLICY_GRID]
-            results += run(some.rounds, False, cells, make, progress, num_processes)
-    share = generation_share if generation_share is not None else _recorded_share(rollouts)
-    advised = advice.advise(results, 0.65 if share is None else share)
-    if (small_sample_warning := advice.small_sample_warning(rounds)) is not None:
-        advised["text"].append(small_sample_warning)
-    for line in advised["text"]:
-        out.print(f"• {line}", soft_wrap=True)
-    out.print()
-    if advised["settings"] == {"speculation.method": "none"}:
-        out.print("Do not speculate: no batch size becomes faster.", style="bold")
-    else:
-        settings = "  ".join(f"{key}={value}" for key, value in advised["settings"].items())
-        out.print(f"Best setting for all batch sizes:  {settings}", style="bold", soft_wrap=True)
-    if share is None:
-        notes.append("Generation is assumed to take 65% of a step; set --generation-share.")
-    for note in notes:
-        print_note(note)
-    _notes(reader, costs, results)
-    grid = [row for result in results for row in _rows(result, True)]
-    save_json(json_file, {**advised, "cost": costs.name, "notes": notes, "rows": grid})
 
 
 def _with_heads(rounds: Iterable[Round], drafters: Sequence[str]) -> Iterable[Round]:
@@ -252,7 +184,7 @@ class _CheckedRounds:
             yield recorded
 
 
-def _reader(rollouts: list[str], tokenizer: str | None, skip_broken: bool) -> Reader:
+def open_reader(rollouts: list[str], tokenizer: str | None, skip_broken: bool) -> Reader:
     from paceline.build.replay import load_any_tokenizer
     from paceline.replay.formats import Formats
     from paceline.replay.reader import Reader
@@ -262,16 +194,7 @@ def _reader(rollouts: list[str], tokenizer: str | None, skip_broken: bool) -> Re
     return Reader(rollouts, Formats(load_any_tokenizer(tokenizer) if tokenizer is not None else None), skip_broken)
 
 
-def _recorded_share(rollouts: Sequence[str]) -> float | None:
-    from paceline.replay.advice import generation_share
-
-    if len(rollouts) != 1 or rollouts[0] == "-":
-        return None
-    path = Path(rollouts[0])
-    return generation_share((path if path.is_dir() else path.parent) / "metrics.jsonl")
-
-
-def _rows(result: Result, every_epoch: bool) -> list[dict[str, Any]]:
+def epoch_rows(result: Result, every_epoch: bool) -> list[dict[str, Any]]:
     """A row per epoch, or for cold and warm epochs, then a row for all."""
     num_epochs = result.stats.num_epochs
     parts: dict[str, slice] = {}
@@ -285,8 +208,7 @@ def _rows(result: Result, every_epoch: bool) -> list[dict[str, Any]]:
     return [{**head, "epoch": name, **result.summary(epochs)} for name, epochs in parts.items()]
 
 
-def _notes(reader: Reader, costs: CostTable, results: Sequence[Result]) -> None:
-    print_note(f"Costs: {costs.source or costs.name}")
+def print_replay_notes(reader: Reader, costs: CostTable, results: Sequence[Result]) -> None:
     free = sorted({r.cell.drafter for r in results if r.cell.drafter != "hybrid"} - costs.drafts.keys())
     if free:
         print_note(f"The cost table has no draft times of {', '.join(free)}: assumed to be 0.")
@@ -295,7 +217,7 @@ def _notes(reader: Reader, costs: CostTable, results: Sequence[Result]) -> None:
 
 
 @contextmanager
-def _bar(total: int | None, unit: str) -> Iterator[Callable[[str, int], None]]:
+def progress_bar(total: int | None, unit: str) -> Iterator[Callable[[str, int], None]]:
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
@@ -308,5 +230,5 @@ def _bar(total: int | None, unit: str) -> Iterator[Callable[[str, int], None]]:
 def _progress(reader: Reader, num_cells: int) -> Iterator[Callable[[Cell, int], None]]:
     """Progress in bytes of the file."""
     size = reader.num_bytes
-    with _bar(size * num_cells if size is not None else None, "reading") as step:
+    with progress_bar(size * num_cells if size is not None else None, "reading") as step:
         yield lambda cell, num_bytes: step(f"{cell.drafter} {cell.policy}, batch {cell.batch}", num_bytes)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.app import JsonFile, Overrides, command, err, out, save_json, warn
+from paceline.cli.app import JsonFile, Overrides, command, err, out, print_note, save_json, warn
 from paceline.report.table import check_writable, render
 
 if TYPE_CHECKING:
@@ -19,13 +19,15 @@ STAGES = {"stage": "", "ar": "plain, s", "spec": "speculative, s", "speedup": "s
 SWEEP = {"generation_s": "generation, s", "step_s": "step, s", "rollout_speedup": "rollout", "step_speedup": "step",
          "step_cost": "cost", "mean_acceptance_length": "accept"}  # fmt: skip
 MAX_CELLS = 10_000
+MIN_SHARE = 1e-4  # of a step; shorter stages are not printed
 
 
 @command()
 def simulate(
     preset: Annotated[
-        str, typer.Argument(metavar="PRESET", help="Name of a preset, or a .toml file; `list` prints all names.")
-    ],
+        str | None,
+        typer.Argument(metavar="PRESET", help="Name of a preset, a .toml file, or the folder of a run of yours."),
+    ] = None,
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[A.B=C]…", help="Settings; the section is optional: `k=5`.")
     ] = None,
@@ -36,15 +38,20 @@ def simulate(
     plot_file: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Write a plot of the sweep to a .png file.")
     ] = None,
+    show_list: Annotated[bool, typer.Option("--list", help="Print the presets.")] = False,
     timeline: Annotated[bool, typer.Option("--timeline", help="Print when each device works on which stage.")] = False,
     overrides: Overrides = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Simulate decode steps, rollouts and RL steps, with and without speculation, from hardware and model specs.
+    """Simulate decode steps, rollouts and RL steps, with and without speculation: from hardware and model specs, or
+    from the step times and lengths of a run of yours.
 
     docs/how-to/simulator.md explains presets, settings and accuracy.
 
     Examples:
+
+    - `paceline simulate --list`
+    - `paceline simulate runs/mine method=eagle3 acceptance=2.5 k=3`
 
     - `paceline simulate nvidia-8b-zero`
     - `paceline simulate nvidia-235b-512 k=5 acceptance=4 --json out.json`
@@ -60,13 +67,16 @@ def simulate(
         raise ValueError(f"--sweep {sweep} with --fit {fit}: give one of them")
     if timeline and (sweep is not None or fit is not None):
         raise ValueError(f"--timeline with {'--sweep' if fit is None else '--fit'}: leave out one of them")
-    arguments = [*(arguments or ()), *(overrides or ())]
-    if preset == "list":
-        if arguments or sweep is not None or fit is not None or json_file is not None or timeline:
-            raise ValueError("list: takes no other arguments; to simulate a preset, give its name")
-        for name in simulator.presets():
-            out.print(f"{name:20} {simulator.load_simulation_config(name).about}", soft_wrap=True)
+    if show_list:
+        if preset is not None or overrides or sweep is not None or fit is not None or json_file is not None or timeline:
+            raise ValueError("--list: takes no other arguments; to simulate a preset, give its name")
+        _list_presets()
         return
+    if preset is None:
+        raise ValueError(
+            "no preset; give a name of `paceline simulate --list`, a .toml file, or the folder of a run of yours"
+        )
+    arguments = [*(arguments or ()), *(overrides or ())]
     if sweep is not None:
         axes = [argument for argument in arguments if _is_axis(argument)]
         rows = _sweep(preset, [argument for argument in arguments if argument not in axes], [sweep, *axes], plot_file)
@@ -76,33 +86,55 @@ def simulate(
     else:
         result = simulator.simulate(simulator.load_simulation_config(preset, arguments))
         content = {"preset": preset, **result.summary()}
-        _show(preset, result, timeline)
+        _show(" ".join([preset, *arguments]), result, timeline)
     save_json(json_file, content)
 
 
-def _show(preset: str, result: Result, timeline: bool) -> None:
+def _list_presets() -> None:
+    from paceline.sim import simulator
+
+    rows = [{"preset": name, "about": simulator.load_simulation_config(name).about} for name in simulator.presets()]
+    out.print(render(rows, {"preset": "preset", "about": "about"}))
+    print_note("Or the folder of a run of yours: its lengths, step times and stages replace the specs.")
+
+
+def _show(name: str, result: Result, timeline: bool) -> None:
     summary, ar = result.summary(), result.summary()["ar"]
     lag = result.config.pipeline.lag
     rows = [
         {"stage": stage, "ar": ar["stages"][stage], "spec": seconds}
         for stage, seconds in summary["stages"].items()
-        if seconds or ar["stages"][stage]
+        if max(seconds, ar["stages"][stage]) >= MIN_SHARE * ar["step_s"]
     ]
     if lag:
-        exposed = {"ar": ar["exposed_generation_s"], "spec": summary["exposed_generation_s"]}
+        exposed = {"ar": round(ar["exposed_generation_s"], 6), "spec": round(summary["exposed_generation_s"], 6)}
         rows.append({"stage": "exposed generation", **exposed})
     rows.append({"stage": "step", "ar": ar["step_s"], "spec": summary["step_s"]})
     for row in rows:
         if row["stage"] in ("generation", "step"):
             row["speedup"] = row["ar"] / row["spec"]
-    out.print(render(rows, STAGES, f"{preset}: {result.config.about}"))
+    out.print(f"{name}: {result.title}", style="italic", soft_wrap=True)
+    out.print(render(rows, STAGES))
+    cost = (
+        f"; {ar['gpu_hours_per_step']:.2g} → {summary['gpu_hours_per_step']:.2g} GPU hours per step"
+        if result.config.run is None
+        else ""
+    )
     out.print(
         f"engine step {ar['engine_step_ms']:.2f} → {summary['engine_step_ms']:.2f} ms (x {summary['step_cost']:.2f}), "
-        f"{summary['mean_acceptance_length']:.2f} tokens per row and step, {ar['mean_rows']:.1f} rows on average; "
-        f"{ar['gpu_hours_per_step']:.2f} → {summary['gpu_hours_per_step']:.2f} GPU hours per step"
-        + (f", ${ar['usd_per_step']:.0f} → ${summary['usd_per_step']:.0f}" if ar["usd_per_step"] else ""),
+        f"{summary['mean_acceptance_length']:.2f} tokens per row and step, {ar['mean_rows']:.1f} rows on average"
+        + cost
+        + (f", ${ar['usd_per_step']:.2g} → ${summary['usd_per_step']:.2g}" if ar["usd_per_step"] else ""),
         soft_wrap=True,
     )
+    if result.config.run is None and result.config.about:
+        print_note(f"Preset: {result.config.about}.")
+    if result.config.run is not None and result.config.speculation.method == "free":
+        print_note(
+            "Every sequence drafts k tokens here. History often has fewer: `paceline advise` replays its real drafts."
+        )
+    if result.free_drafter is not None:
+        print_note(f"The run has no draft times of {result.free_drafter}: assumed to be 0.")
     if timeline:
         spans = [span for span in result.run.step.timeline if 8 <= span.step < 11 and span.end_s > span.start_s]
         begin = min(span.start_s for span in spans)
@@ -170,6 +202,8 @@ def _fit(chosen: Any, path: Path) -> dict[str, Any]:
     from paceline.sim.simulator import Simulator
     from paceline.sim.trace import calibrate, read_trace
 
+    if chosen.run is not None:
+        raise ValueError(f"--fit {path} with a run: its step times are fitted already; leave out --fit")
     simulator = Simulator(chosen)
     measured = read_trace(path)
     found = calibrate(measured, simulator.hardware, simulator.model, simulator.efficiency, chosen.engine)

@@ -94,11 +94,13 @@ def best_of(results: Sequence[Result]) -> Result:
     return max(auto, key=lambda result: result.speedup, default=best)
 
 
-def advise(results: Sequence[Result], share: float) -> dict[str, Any]:
-    """The best setting for every batch size (`batches`, as text in `text`), and one for all of them (`settings`)."""
+def advise(results: Sequence[Result], share: float, own_batch: int | None = None) -> dict[str, Any]:
+    """The best setting for every batch size (`batches`, as text in `text`), and one for all of them, or only for
+    `own_batch` (`settings`)."""
     batches = list(dict.fromkeys(result.cell.batch for result in results))
     rows = [_at_batch([r for r in results if r.cell.batch == batch], share) for batch in batches]
-    return {"generation_share": share, "batches": rows, "settings": _settings(results, batches), "text": _text(rows)}
+    chosen = [r for r in results if own_batch in (None, r.cell.batch)]
+    return {"generation_share": share, "batches": rows, "settings": _settings(chosen), "text": _text(rows)}
 
 
 def _at_batch(results: Sequence[Result], share: float) -> dict[str, Any]:
@@ -142,8 +144,9 @@ def _text(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _settings(results: Sequence[Result], batches: Sequence[int]) -> dict[str, Any]:
+def _settings(results: Sequence[Result]) -> dict[str, Any]:
     """One setting for all batch sizes: the one with the largest product of speed-ups."""
+    num_batches = len({result.cell.batch for result in results})
 
     def product(cell: tuple[str, str]) -> float:
         total = 1.0
@@ -154,7 +157,7 @@ def _settings(results: Sequence[Result], batches: Sequence[int]) -> dict[str, An
 
     cells = list(dict.fromkeys((r.cell.drafter, r.cell.policy) for r in results))
     drafter, policy = max(cells, key=product)
-    floor = AUTO_SHARE ** len(batches) * product((drafter, policy))
+    floor = AUTO_SHARE**num_batches * product((drafter, policy))
     auto = [cell for cell in cells if cell[1].startswith("auto") and product(cell) >= floor]
     if auto:
         drafter, policy = max(auto, key=product)

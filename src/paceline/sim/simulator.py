@@ -15,6 +15,7 @@ import numpy as np
 from paceline.config_io import ConfigError, apply_override, read_toml
 from paceline.sim.pipeline import Pipeline, Stages, Step, stage_times, steady_step
 from paceline.sim.rollout import Rollout, make_schedules, rollout
+from paceline.sim.run_simulation import PLACEHOLDER, RunStepModel, run_simulation
 from paceline.sim.schedule import Schedule
 from paceline.sim.settings import parse_settings
 from paceline.sim.specs import SPEC_FILES, Efficiency, Hardware, Model, Software, load_spec
@@ -25,6 +26,8 @@ from paceline.sim.workload import Workload, sample_lengths
 from paceline.speculation.cost_files import cost_table_of
 
 PRESETS = SPEC_FILES / "presets"
+# Keys that several sections have.
+AMBIGUOUS = {"pipeline.gpus": "all devices of the RL step", "engine.gpus": "devices of one engine"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class SimulationConfig:
     about: str = ""
     software: str = "device"
     efficiency: str = "published"
+    run: str | None = None  # the folder of a run whose step times and stages are used instead of specs
     engine: Engine = field(default_factory=Engine)
     speculation: Speculation = field(default_factory=lambda: NO_SPECULATION)
 
@@ -45,16 +49,18 @@ def presets() -> tuple[str, ...]:
 
 
 def load_simulation_config(name: str, overrides: Sequence[str] = ()) -> SimulationConfig:
-    """Load a preset by name, or a config file by path, and apply overrides `a.b=c`.
+    """Load a preset by name, a config file by path, or what a run's folder gives, and apply overrides `a.b=c`.
 
     The section can be left out when only one section has the key: `k=5` is `speculation.k=5`. Overriding k alone keeps
     the acceptance probability of each position. Overriding `acceptance` removes
     `acceptance_probabilities`, and the other way round.
     """
     path = PRESETS / f"{name}.toml" if name in presets() else Path(name).expanduser()
-    if path.suffix != ".toml":
-        raise ConfigError(f"{name!r} is not a preset; choose one of {', '.join(presets())}, or give a .toml file")
-    tree = read_toml(path)
+    if path.suffix != ".toml" and not path.is_dir():
+        raise ConfigError(
+            f"{name!r} is not a preset; choose one of {', '.join(presets())}, or give a .toml file or a run's folder"
+        )
+    tree = run_simulation(str(path)).tree() if path.is_dir() else read_toml(path)
     keys = [full_key(override.partition("=")[0].strip()) for override in overrides]
     section = tree.get("speculation", {})
     if isinstance(section, dict):  # else parse_settings raises an error
@@ -77,7 +83,8 @@ def full_key(key: str) -> str:
     sections = {"workload": Workload, "pipeline": Pipeline, "engine": Engine, "speculation": Speculation}
     found = [f"{name}.{key}" for name, kind in sections.items() if key in {f.name for f in dataclasses.fields(kind)}]
     if len(found) > 1:
-        raise ConfigError(f"{key}: ambiguous; give one of {', '.join(found)}")
+        meanings = (f"{each} ({AMBIGUOUS[each]})" for each in found)
+        raise ConfigError(f"{key}: ambiguous; give one of {', '.join(meanings)}")
     if found:
         return found[0]
     known = {each.name: f"{name}.{each.name}" for name, kind in sections.items() for each in dataclasses.fields(kind)}
@@ -101,6 +108,26 @@ class Result:
     run: Run
     ar: Run  # autoregressive: without speculation
     hardware: Hardware
+    model: Model
+    free_drafter: str | None = None  # a drafter whose drafts take no time, because the run has no times of it
+
+    @property
+    def title(self) -> str:
+        """Hardware, model, workload and speculation, after all overrides."""
+        c, s = self.config, self.config.speculation
+        where = self.hardware.name if c.run is not None else f"{c.pipeline.gpus} × {self.hardware.name}"
+        if c.pipeline.layout == "disaggregated":
+            where += f" ({c.pipeline.generation_gpus} generate, lag {c.pipeline.lag})"
+        mean_tokens = self.run.rollout.num_tokens / c.workload.batch
+        per_gpu = f" ({c.workload.batch / num:.3g} per GPU)" if (num := c.pipeline.rollout_gpus) > 1 else ""
+        workload = f"{c.workload.batch} requests per RL step{per_gpu}, {mean_tokens:.0f} tokens on average"
+        if s.method == "none":
+            return f"{self.model.name} on {where}; {workload}; no drafts"
+        length = s.length(s.k)
+        return (
+            f"{self.model.name} on {where}; {workload}; drafts: {s.method}, policy {s.policy}, k = {s.k}, "
+            f"acceptance length {length:.2f} if all k are verified"
+        )
 
     @property
     def rollout_speedup(self) -> float:
@@ -114,6 +141,7 @@ class Result:
         """Metrics of the run with speculation, and of the run without it under `ar`."""
         return {
             "about": self.config.about,
+            "title": self.title,
             **self._run_summary(self.run),
             "rollout_speedup": self.rollout_speedup,
             "step_speedup": self.step_speedup,
@@ -149,8 +177,13 @@ class Simulator:
     def __init__(self, config: SimulationConfig) -> None:
         s = config
         self.config = s
-        self.hardware = load_spec(Hardware, s.hardware, "hardware")
-        self.model = load_spec(Model, s.model, "model")
+        self.recorded = run_simulation(s.run) if s.run is not None else None
+        if self.recorded is not None:
+            _check_run_settings(s)
+            self.hardware, self.model = self.recorded.hardware, self.recorded.model
+        else:
+            self.hardware = load_spec(Hardware, s.hardware, "hardware")
+            self.model = load_spec(Model, s.model, "model")
         self.software = load_spec(Software, s.software, "software")
         self.efficiency = load_spec(Efficiency, s.efficiency, "efficiency")
         if s.pipeline.rollout_gpus % s.engine.gpus:
@@ -179,6 +212,8 @@ class Simulator:
 
     def step_model(self, speculation: Speculation) -> StepModel:
         s = speculation
+        if self.recorded is not None:
+            return RunStepModel(self.recorded.costs, self.config.engine.max_rows, s.method)
         draft_model = load_spec(Model, s.draft_model, "speculation.draft_model") if s.draft_model else None
         table = self.config.engine.table
         model = (StepModel if table is None else CostTableStepModel)(
@@ -194,13 +229,33 @@ class Simulator:
         simulated = rollout(
             self.step_model(speculation), speculation, s.workload, self.num_engines, s.pipeline.lag, self.schedules
         )
-        stages = stage_times(
-            s.pipeline, self.hardware, self.model, self.software, self.efficiency, simulated.seconds, *self.lengths
-        )
+        if self.recorded is not None:
+            stages = self.recorded.stages(simulated.seconds, simulated.num_tokens)
+        else:
+            stages = stage_times(
+                s.pipeline, self.hardware, self.model, self.software, self.efficiency, simulated.seconds, *self.lengths
+            )
         return Run(simulated, stages, steady_step(s.pipeline, stages))
 
     def result(self) -> Result:
-        return Result(self.config, self.run(self.config.speculation), self.run(NO_SPECULATION), self.hardware)
+        s = self.config.speculation
+        step_model = self.step_model(s)
+        free_drafter = step_model.free_drafter if isinstance(step_model, RunStepModel) else None
+        return Result(self.config, self.run(s), self.run(NO_SPECULATION), self.hardware, self.model, free_drafter)
+
+
+def _check_run_settings(config: SimulationConfig) -> None:
+    """Raise an error for settings that the simulation of a run does not have."""
+    for key in ("hardware", "model"):
+        if getattr(config, key) != PLACEHOLDER:
+            raise ConfigError(
+                f"{key} = {getattr(config, key)!r}: the step times are those of the run; leave it out, or simulate a "
+                "preset"
+            )
+    if config.pipeline != Pipeline(gpus=1):
+        raise ConfigError("pipeline: the simulation of a run has one engine and no overlap; leave out pipeline keys")
+    if config.engine != Engine(max_rows=config.engine.max_rows):
+        raise ConfigError("engine: the simulation of a run has engine.max_rows only; leave out other engine keys")
 
 
 def simulate(config: SimulationConfig) -> Result:

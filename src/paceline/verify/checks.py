@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,14 +21,16 @@ from paceline.model.weights import assign, hf_state
 from paceline.rl.trainer import torch_threads
 from paceline.types import Completion, Request, SamplingParams, noise_key
 from paceline.verify import chi_square, identity, known, updates
+from paceline.verify.estimate import Estimate, Observer, estimate
 from paceline.verify.identity import LogprobPairs, compare_logprobs, wrong_draws
 from paceline.verify.model import ALWAYS_DRAFT, CheckedModel, Size
-from paceline.verify.result import CheckResult, Progress, acceptance, needs_drafts, no_accepted_drafts, num_drafted
+from paceline.verify.result import CheckResult, acceptance, needs_drafts, no_accepted_drafts, num_drafted
 from paceline.verify.ties import compare_tokens
 
 # Level 5's sampling. Truncation before temperature, which is wrong, would keep different tokens.
 TRUNCATED = SamplingParams(temperature=0.7, top_p=0.9, min_p=0.02, ignore_eos=True)
 NUM_TABLE_THREADS = 1  # tables are tiny: more threads only wait for each other, ten times as long on a busy machine
+GREEDY_SHARE = 0.5  # of level 4: transformers' part
 LARGE_BATCH = 512  # sequences, on a GPU with batch-invariant kernels
 MAX_TRUNCATED = 0.02  # share of tokens that rounding to 16 bits may move out of the truncated distribution
 FULL = Size(
@@ -45,33 +48,57 @@ def run_checks(
     prompts: Sequence[Sequence[int]],
     drafters: Sequence[str] = ("ngram", "suffix", "draft_model"),
     quick: bool = False,
-    progress: Progress = lambda message: None,
+    observer: Observer | None = None,
     levels: str = "12345",
 ) -> dict[str, Any]:
-    """Run the checks of these levels. Returns the report: {"passed": bool, "checks": [{"name", "passed", "seconds",
-    "problems", …figures}], "alarms": [str], …}. Alarms are about speed, not exactness; they fail no check."""
-    model = CheckedModel(config, prompts, drafters, QUICK if quick else FULL, progress)
+    """Run the checks of these levels. Returns `make_report` of their results."""
+    observer = observer or _NoObserver()
+    model = CheckedModel(config, prompts, drafters, QUICK if quick else FULL)
     for drafter in drafters:
         model.engine(drafter)  # report an error in the settings before minutes of work
+    names = [name for name in CHECKS if name[0] in levels]
+    observer.begin(lambda: estimate(model, names, quick))
     results = []
-    for name, check in CHECKS.items():
-        if name[0] not in levels:
-            continue
-        progress(name)
+    for name in names:
+        model.progress = partial(observer.progress, name)
+        model.progress("", 0.0)
         started = time.perf_counter()
-        result = check(model)
+        result = CHECKS[name](model)
         seconds = time.perf_counter() - started
         results.append({"name": name, "passed": not result["problems"], "seconds": seconds, **result})
+        observer.end(results[-1])
+    return make_report(config, drafters, quick, results, [], model.alarms())
+
+
+def make_report(
+    config: Config,
+    drafters: Sequence[str],
+    quick: bool,
+    results: Sequence[dict[str, Any]],
+    not_run: Sequence[str],
+    alarms: Sequence[str] = (),
+) -> dict[str, Any]:
+    """{"passed": bool, "partial": bool, "checks": [{"name", "passed", "seconds", "problems", …figures}], "alarms":
+    [str], …}. Alarms are about speed, not exactness; they fail no check. A partial report has not `passed`, even if no
+    check failed; `not_run` names the checks that are missing."""
     return {
-        "passed": all(r["passed"] for r in results),
+        "passed": not not_run and all(r["passed"] for r in results),
+        "partial": bool(not_run),
+        "not_run": list(not_run),
         "model": config.model.name,
         "dtype": config.model.dtype,
         "device": config.model.device,
         "drafters": list(drafters),
         "quick": quick,
-        "checks": results,
-        "alarms": model.alarms(),
+        "checks": list(results),
+        "alarms": list(alarms),
     }
+
+
+class _NoObserver:
+    def begin(self, make_estimate: Callable[[], Estimate]) -> None: ...
+    def progress(self, check: str, detail: str, share: float) -> None: ...
+    def end(self, result: CheckResult) -> None: ...
 
 
 def check_enumeration(model: CheckedModel) -> CheckResult:
@@ -94,7 +121,7 @@ def check_model_samples(model: CheckedModel) -> CheckResult:
     arms += [(r, d) for r in ("rejection", "block") for d in model.sampling_drafters]
     bins, problems = [], []
     for arm, (rule, drafter) in enumerate(arms):
-        model.progress(f"2 chi-square, this model: {arm + 1}/{len(arms)}")
+        model.progress(f"{arm} of {len(arms)}", arm / len(arms))
         engine = model.engine(drafter, rule, max_num_seqs=64)
         requests = [Request(i, prompt, sampling, noise_key("chi", arm, i), "chi") for i in range(num)]
         found = engine.generate(requests)
@@ -130,8 +157,9 @@ def check_seeded_identity(model: CheckedModel) -> CheckResult:
     speculation: dict[str, Any] = {}
     by_policy = {"das": [0, 0], "auto": [0, 0]}
     preemptions = 0
-    for drafter in model.drafters:
-        model.progress(f"3 seeded identity: {drafter}")
+    num_arms = len(model.drafters) * (2 if model.has_gpu_invariance else 1) + 1
+    for i, drafter in enumerate(model.drafters):
+        model.progress(drafter, i / num_arms)
         found = model.coupled(drafter)
         compare(drafter, found)
         speculation[drafter] = acceptance(found)
@@ -149,8 +177,8 @@ def check_seeded_identity(model: CheckedModel) -> CheckResult:
         preemptions += sum(c.num_preemptions for c in [*preempted, *others])
         problems += needs_drafts(drafter, [*found, *again, *preempted, *others])
     if model.has_gpu_invariance:
-        for name in ("none", *model.drafters):
-            model.progress(f"3 seeded identity: {name}, {LARGE_BATCH} sequences")
+        for i, name in enumerate(("none", *model.drafters), len(model.drafters)):
+            model.progress(f"{name}, {LARGE_BATCH} sequences", i / num_arms)
             compare(f"{name}, {LARGE_BATCH} sequences", generate_in_large_batch(model, name, requests))
     compared = compare_tokens(model.own_tie_scorer(), requests, expected, runs)
     if model.always_drafting:
@@ -215,7 +243,7 @@ def check_weight_update(model: CheckedModel) -> CheckResult:
     try:
         for i, drafter in enumerate((None, *model.drafters)):
             run = drafter or "none"
-            model.progress(f"3 weight update: {run}")
+            model.progress(run, i / (1 + len(model.drafters)))
             engine = model.engine(drafter)
             found[run], wrong = updates.generate_through_update(engine, requests, both[(i + 1) % 2])
             problems += [f"{run}: {problem}" for problem in wrong]
@@ -249,7 +277,7 @@ def check_greedy_identity(model: CheckedModel) -> CheckResult:
         model.directory,
         model.prompts,
         model.size.max_tokens,
-        lambda done: model.progress(f"4 greedy identity with transformers: {done}/{total}"),
+        lambda done: model.progress(f"transformers, {done} of {total}", GREEDY_SHARE * done / total),
         model.decoder.device,
     )
     differences = identity.first_differences(expected, found)
@@ -257,8 +285,8 @@ def check_greedy_identity(model: CheckedModel) -> CheckResult:
     some = requests if model.has_gpu_invariance else requests[: model.size.num_scored]
     own: dict[str, list[identity.Difference]] = {}
     other_logprobs: list[str] = []
-    for drafter in model.drafters:
-        model.progress(f"4 greedy identity: {drafter}")
+    for i, drafter in enumerate(model.drafters):
+        model.progress(drafter, GREEDY_SHARE + (1 - GREEDY_SHARE) * i / len(model.drafters))
         drafted = model.engine(drafter).generate(some)
         own[drafter] = identity.first_differences(found[: len(some)], identity.tokens_of(drafted))
         if model.has_gpu_invariance and (num := identity.num_other_logprobs(plain[: len(some)], drafted)):
@@ -304,9 +332,9 @@ def check_parity(model: CheckedModel) -> CheckResult:
     num_excluded = num_tokens = 0
     arms: list[tuple[str, str | None]] = [("coupled", None), *(("coupled", d) for d in model.drafters)]
     arms += [(r, d) for r in ("rejection", "block") for d in (model.sampling_drafters or model.drafters[:1])]
-    for rule, drafter in arms:
+    for i, (rule, drafter) in enumerate(arms):
         run = f"{rule}_{drafter}" if drafter is not None else "decode"
-        model.progress(f"5 logprob parity: {run}")
+        model.progress(run, i / len(arms))
         found = model.engine(drafter, rule).generate(model.scored_requests(TRUNCATED))
         drafted.setdefault(rule, []).extend(found)
         scored = learner_scores(found)

@@ -96,7 +96,7 @@ def check_enumeration(cases: Sequence[Case], progress: Progress) -> CheckResult:
     problems: list[str] = []
     for i, case in enumerate(cases):
         if i % 10 == 0:
-            progress(f"1 enumeration: {i}/{len(cases)}")
+            progress(f"{i} of {len(cases)}", i / len(cases))
         found, distance = case.enumerate()
         name = f"{case.rule}, {case.policy}, {case.drafter}, {settings(case.sampling)}"
         if not distance <= ENUMERATION_TOLERANCE:
@@ -131,9 +131,10 @@ def check_samples(num_samples: int, num_samplings: int, native: bool, progress: 
     arms: list[tuple[str, str, str | None]] = [("coupled", "static", None)]
     arms += [(r, p, d) for r in RULES for p in POLICIES[r] for d in DRAFTERS]
     for i, sampling in enumerate(SAMPLINGS[:num_samplings]):
-        progress(f"2 chi-square, known distribution: {i + 1}/{num_samplings}")
         exact = brute_force(case.decoder(), Request(0, PROMPT, sampling, 0))
         for j, (rule, policy, drafter) in enumerate(arms):
+            done = len(arms) * i + j
+            progress(f"{done} of {num_samplings * len(arms)}", done / (num_samplings * len(arms)))
             engine = case.engine(rule, drafter, sampler, 64, policy)
             sample = case.sample(engine, sampling, num_samples, first_key=(1 + len(arms) * i + j) << 32)
             drafts = summarise([], engine.drain_trace())

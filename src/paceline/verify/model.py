@@ -45,10 +45,9 @@ class Size:
 
 
 class CheckedModel:
-    def __init__(
-        self, config: Config, prompts: Sequence[Sequence[int]], drafters: Sequence[str], size: Size, progress: Progress
-    ) -> None:
-        self.config, self.drafters, self.size, self.progress = config, tuple(drafters), size, progress
+    def __init__(self, config: Config, prompts: Sequence[Sequence[int]], drafters: Sequence[str], size: Size) -> None:
+        self.config, self.drafters, self.size = config, tuple(drafters), size
+        self.progress: Progress = lambda detail, share: None  # of the check that runs
         self.directory: Path = resolve(config.model.name)
         self.tokenizer = load_tokenizer(self.directory)
         self.decoder = build_decoder(config, self.directory)

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.types import Completion
 
-Progress = Callable[[str], None]
+Progress = Callable[[str, float], None]  # what is checked now, and the share of this check that is done
 # Figures by name. `problems` is a list of sentences; the check passes if it is empty.
 CheckResult = dict[str, Any]
 

@@ -130,7 +130,7 @@ def test_missing_keys_and_missing_specs(tmp_path):
             ],
             "pipeline.gpus = 32: no link between the devices; set network_gb_s",
         ),
-        ("nvidia-8b-one", [], "is not a preset; choose one of 8b-8xh200, nvidia-235b-2048"),
+        ("nvidia-8b-one", [], "is not a preset; choose one of 1.5b-1xh200, 8b-8xh100, 8b-8xh200, nvidia-235b-2048"),
     ],
 )
 def test_invalid_configs_are_errors(preset, overrides, message):

@@ -26,7 +26,7 @@ from paceline.model.sampling_arrays import SamplingArrays
 from paceline.model.weights import checksum, hf_state
 from paceline.speculation.policy import StaticPolicy
 from paceline.types import Receipt, Request, SamplingParams
-from paceline.verify import cases, checks, identity, known, reference, updates
+from paceline.verify import cases, checks, estimate, identity, known, reference, updates
 from paceline.verify import model as model_module
 
 Run = Callable[..., dict[str, Any]]
@@ -50,10 +50,12 @@ def run_levels(model: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     quick = replace(checks.QUICK, num_prompts=4, cases=few, num_table_samples=40, num_model_samples=32)
     monkeypatch.setattr(checks, "QUICK", quick)
 
-    def run(levels: str, native: bool = True, drafters: tuple[str, ...] = DRAFTERS) -> dict[str, Any]:
+    def run(
+        levels: str, native: bool = True, drafters: tuple[str, ...] = DRAFTERS, observer: Any = None
+    ) -> dict[str, Any]:
         settings = (f"model.name={str(model / 'model')!r}", f"speculation.head={str(model / 'head')!r}")
         config = load_config(None, [*settings, f"engine.native={str(native).lower()}"])
-        report = checks.run_checks(config, PROMPTS, drafters, quick=True, levels=levels)
+        report = checks.run_checks(config, PROMPTS, drafters, quick=True, levels=levels, observer=observer)
         return {result["name"]: result for result in report["checks"]}
 
     return run
@@ -70,6 +72,41 @@ def test_a_correct_engine_passes(run_levels: Run, native: bool, levels: str) -> 
     assert len(results) == len(levels) + 1  # level 3 has two checks
     assert results["3 weight update"]["accepted_since"]["eagle3"] > 0
     assert results["5 logprob parity"]["max_abs"]["processed_vs_block_draft_model"] < 1e-4
+
+
+class Recorder:
+    """Observes the share of all checks that is done."""
+
+    def __init__(self) -> None:
+        self.shares: list[float] = []
+        self.ended: list[str] = []
+
+    def begin(self, make_estimate: Callable[[], estimate.Estimate]) -> None:
+        self.estimate = make_estimate()
+
+    def progress(self, check: str, detail: str, share: float) -> None:
+        self.shares.append(self.estimate.share(check, share))
+
+    def end(self, result: dict[str, Any]) -> None:
+        self.ended.append(result["name"])
+
+
+def test_progress_grows_and_never_says_that_all_is_done(run_levels: Run) -> None:
+    recorder = Recorder()
+    results = run_levels("145", observer=recorder)
+    assert recorder.ended == recorder.estimate.names == list(results)
+    assert recorder.estimate.total_s > 0
+    assert recorder.shares == sorted(recorder.shares) and recorder.shares[0] == 0 and recorder.shares[-1] < 1
+    assert len(set(recorder.shares)) > 8  # not only one message per check
+
+
+def test_estimate_of_the_time_that_is_left() -> None:
+    found = estimate.Estimate(("a", "b"), (10.0, 30.0))
+    assert found.share("a", 0.5) == 0.125 and found.share("b", 0.5) == 0.625
+    assert found.left_s(0.0, 0.0) == pytest.approx(40)
+    assert found.left_s(0.05, 20.0) == pytest.approx(38 * (1 + 0.15 * 9))  # ten times as slow, but it is early
+    assert found.left_s(0.5, 100.0) == pytest.approx(100)
+    assert set(estimate.REFERENCE_S) == set(checks.CHECKS)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -265,7 +302,9 @@ def test_the_reference_equals_transformers(sampling: dict[str, float]) -> None:
 def test_problems_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = {"name": "3 weight update", "passed": False, "seconds": 1.0, "problems": ["x is not the tensor [sent]"]}
     monkeypatch.setattr(
-        checks, "run_checks", lambda *args: {"passed": False, "checks": [result], "alarms": ["the head is slow [x]"]}
+        checks,
+        "run_checks",
+        lambda config, *args: checks.make_report(config, (), False, [result], [], ["the head is slow [x]"]),
     )
     write_model(tmp_path / "model")
     shown = CliRunner().invoke(app, ["verify", "--model", str(tmp_path / "model")], env={"COLUMNS": "200"})

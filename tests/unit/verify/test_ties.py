@@ -30,6 +30,7 @@ from paceline.model.paged import PagedDecoder
 from paceline.model.sample import PhiloxNoise, Sampler
 from paceline.types import Completion, Request, SamplingParams
 from paceline.verify import checks, identity, model
+from paceline.verify.estimate import Estimate
 from paceline.verify.ties import NEAR_TIE_FACTOR, ReferenceScorer, ScoredDifference, score
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without native bfloat16
@@ -227,7 +228,7 @@ def test_the_widest_ties_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ties = [tie | {"gap_float32": -(i + 1) / 1000, "gap": 0.0} for i in range(num)]
     result = {"name": "3 seeded identity", "passed": True, "seconds": 1.0, "near_ties": ties, "not_near_ties": 0,
               "problems": []}  # fmt: skip
-    monkeypatch.setattr(checks, "run_checks", lambda *args: {"passed": True, "checks": [result], "alarms": []})
+    monkeypatch.setattr(checks, "run_checks", lambda config, *args: checks.make_report(config, (), False, [result], []))
     write_model(tmp_path / "model")
     arguments = ["verify", "--model", str(tmp_path / "model"), "--json", str(tmp_path / "all.json")]
     shown = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"}).stdout
@@ -239,11 +240,39 @@ def test_the_widest_ties_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_log_shows_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: Any) -> dict[str, Any]:
-        args[-1]("1 enumeration")
-        args[-1]("4 greedy identity with transformers: 3/6")
-        raise ValueError("interrupted")
+        progress = args[-1]
+        progress.begin(lambda: Estimate(("1 enumeration", "4 greedy identity with transformers"), (60.0, 180.0)))
+        progress.progress("1 enumeration", "", 0.5)
+        progress.progress("1 enumeration", "60 of 100", 0.6)  # too little more for another line
+        progress.progress("4 greedy identity with transformers", "3 of 6", 0.5)
+        raise ValueError("broken")
 
     monkeypatch.setattr(checks, "run_checks", interrupted)
     write_model(tmp_path / "model")
     log = CliRunner().invoke(app, ["verify", "--model", str(tmp_path / "model")]).stderr
-    assert log.splitlines()[:2] == ["check 1 enumeration", "check 4 greedy identity with transformers: 3/6"]
+    assert log.splitlines()[:3] == [
+        "2 checks, about 4 minutes; Ctrl-C shows the results so far",
+        "check 1 enumeration (12% of all)",
+        "check 4 greedy identity with transformers: 3 of 6 (62% of all)",
+    ]
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_ctrl_c_shows_the_checks_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: bool) -> None:
+    result = {"name": "1 enumeration", "passed": passed, "seconds": 1.0, "problems": [] if passed else ["it is off"]}
+
+    def interrupted(*args: Any) -> dict[str, Any]:
+        args[-1].end(result)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checks, "run_checks", interrupted)
+    write_model(tmp_path / "model")
+    arguments = ["verify", "--model", str(tmp_path / "model"), "--json", str(tmp_path / "part.json")]
+    shown = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert shown.exit_code == 130
+    assert shown.stdout.count("not run") == len(checks.CHECKS) - 1 and "exact in every check" not in shown.output
+    assert ("1 of 7 checks were run, none failed" in shown.stderr) == passed
+    assert ("NOT exact" in shown.stderr) != passed
+    report = json.loads((tmp_path / "part.json").read_text())
+    assert report["partial"] and not report["passed"] and report["not_run"] == list(checks.CHECKS)[1:]
+    assert [check["name"] for check in report["checks"]] == ["1 enumeration"]
