@@ -186,8 +186,8 @@ def step_speedups(steps: list[Row]) -> list[str]:
 
 
 def heads(results: Results) -> str | None:
-    rows, notes = [], []
-    for head in {row["name"]: row for row in results.rows("heads", "head")}.values():
+    rows, notes, found = [], [], results.rows("heads", "head")
+    for head in {row["name"]: row for row in found}.values():
         coupled = head["acceptance_after"]["coupled"]
         positions = " ".join(f"{share:.2f}" for share in coupled["acceptance_per_position"])
         rows.append([
@@ -198,6 +198,8 @@ def heads(results: Results) -> str | None:
         ])  # fmt: skip
         depths = ", ".join(f"{at}: {x:.2f}" for at, x in coupled["acceptance_length_per_depth"].items())
         notes.append(f"- {head['name']}, acceptance length by tokens in the completion: {depths}")
+        if num := len({row["checksum"] for row in found if row["name"] == head["name"]}) - 1:
+            notes.append(f"- {head['name']} was trained again {num} times with other bits; audits use all of them")
     heading = [
         "head", "sequences", "trained tokens", "tokens/s", "training, s", "generation, s", "acceptance length",
         "accepted up to position 1, 2, …",

@@ -77,7 +77,8 @@ def train_head(study: Study, name: str) -> None:
     if not summary["finished"]:
         raise LimitReached
     row = describe(folder, summary) | watch.generation(folder)
-    study.append("head", {"name": name, "num_prompts": num, **row})
+    checksum = checkpoint_checksum(folder / "head")
+    study.append("head", {"name": name, "num_prompts": num, "checksum": checksum, **row})
     after = row["acceptance_after"]["coupled"]
     print(f"head {name}: acceptance length {after['mean_acceptance_length']:.2f}, {row['tokens_per_s']:.0f} tokens/s")
 
