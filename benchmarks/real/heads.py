@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shipped_head"))
 
-from settings import LimitReached, Study
+from settings import LimitReached, Study, free_memory
 from topics import TEMPLATES, TOPICS
 
 from paceline.bench.prompts import read_prompts
@@ -50,6 +50,7 @@ def train_heads(study: Study) -> None:
             make_useless(study)
         else:
             train_head(study, name)
+        free_memory()
 
 
 def train_head(study: Study, name: str) -> None:

@@ -9,7 +9,6 @@ Runs with the same settings must be identical, whether they draft or not, and wh
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
@@ -20,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from results import Row
-from settings import LimitReached, Study
+from settings import LimitReached, Study, free_memory
 
 from paceline.build.config import load_config
 from paceline.build.run import build_trainer
@@ -154,10 +152,7 @@ def train(study: Study, run: Run) -> None:
         trainer.close()
         callback.trainer = None
     del trainer
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    free_memory()
     if not is_finished:
         raise LimitReached
     study.append("finished", {"run": run.name, "tokens": token_digests(folder)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from paceline.build.config import load_config
 from paceline.config import Config
 
 CONFIG = Path(__file__).with_name("run.toml")
+OPTIONS = ("problems", "num_steps", "steps", "rounds", "requests")  # recorded with the results
 
 
 class LimitReached(Exception):
@@ -73,4 +75,9 @@ class Study:
         }
 
 
-OPTIONS = ("problems", "num_steps", "steps", "rounds", "requests")
+def free_memory() -> None:
+    """Of a run that has ended, before the next one in this process."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
