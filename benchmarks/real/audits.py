@@ -337,6 +337,7 @@ def measure(study: Study, bench: Bench, work: Work, variants: list[Variant], don
         states = {
             variant: warm_up(study, bench, work, variant, history if drafter in WITH_HISTORY else None)
             for variant in dict.fromkeys(variant for _, variant in missing)
+            if variant != PLAIN
         }
         with gc_frozen():
             for number in range(num_rounds(study)):
@@ -379,7 +380,7 @@ def warm_up(
     setup_s = time.perf_counter() - started - found.seconds  # to load a head, and to measure a cost table
     row = {"drafter": variant.drafter, "length": variant.length, "seconds": found.seconds, "setup_s": setup_s}
     study.append("cold", work.key | row | {"num_captured": found.num_captured})
-    return {} if variant == PLAIN else {**bench.engine.state_dict(), **before}
+    return {**bench.engine.state_dict(), **before}
 
 
 def audit_round(
