@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import reasoning_gym
 from records import Record, write
+from topics import TEMPLATES, TOPICS
 
 from paceline.model import store
 from paceline.tasks.prompt import encode
@@ -57,75 +58,6 @@ TASKS = [
 QUICKSTART = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 SYSTEM = "Answer with a number."
 STEPS = ("Think step by step.", "Let's think step by step.", "Give the final answer after ####.")
-TEMPLATES = (
-    "Write a short story about {}.",
-    "Explain {} to a child.",
-    "What is {}?",
-    "Give me five facts about {}.",
-    "Write a poem about {}.",
-    "What are the advantages and disadvantages of {}?",
-    "Write an email to a colleague about {}.",
-    "How did {} change over the last century?",
-    "Summarize what is known about {} in one paragraph.",
-    "Make a list of questions about {}.",
-    "Give me three tips about {}.",
-    "Write a Python function that has to do with {}.",
-)
-TOPICS = [
-    "the sea",
-    "friendship",
-    "machine learning",
-    "bread",
-    "the French revolution",
-    "black holes",
-    "public transport",
-    "chess",
-    "cats",
-    "dogs",
-    "time management",
-    "photosynthesis",
-    "volcanoes",
-    "gardening",
-    "jazz",
-    "football",
-    "the human heart",
-    "electric cars",
-    "recycling",
-    "coffee",
-    "castles",
-    "the internet",
-    "sorting numbers",
-    "statistics",
-    "fractions",
-    "prime numbers",
-    "a lost key",
-    "winter",
-    "the moon",
-    "mountains",
-    "healthy food",
-    "job interviews",
-    "a robot that learns",
-    "trees",
-    "bees",
-    "languages",
-    "maps",
-    "money",
-    "sleep",
-    "music theory",
-    "rivers",
-    "trains",
-    "museums",
-    "democracy",
-    "vaccines",
-    "the brain",
-    "insects",
-    "weather",
-    "ancient Rome",
-    "space travel",
-    "painting",
-    "cooking",
-    "the stock market",
-]
 LONGEST = 320  # tokens of a prompt
 
 
