@@ -1,4 +1,5 @@
-"""The commands of `paceline`. A command parses its options, builds objects, runs them and prints results. Heavy
+"""The commands of `paceline`; each module adds its own. A command parses its options, builds objects, runs them and
+prints results. Heavy
 libraries are imported in functions, so that `--help` and errors in the settings appear at once."""
 
 from __future__ import annotations
@@ -10,11 +11,21 @@ from typing import Annotated
 import typer
 
 from paceline import __version__
-from paceline.cli import bench, draft, generate, replay, simulate, sweep, train, verify  # each adds its commands
+from paceline.cli import (
+    bench,
+    draft,
+    generate,
+    replay,
+    report,
+    simulate,
+    sweep,
+    train,
+    verify,
+)  # each adds its commands
 from paceline.cli.app import app, command, err, out
 from paceline.console import guard_stderr, show_traceback
 
-__all__ = ["app", "bench", "draft", "generate", "main", "replay", "simulate", "sweep", "train", "verify"]
+__all__ = ["app", "bench", "draft", "generate", "main", "replay", "report", "simulate", "sweep", "train", "verify"]
 
 
 @app.callback(invoke_without_command=True)

@@ -1,4 +1,4 @@
-"""`paceline train`, `report`, `eval` and `export`."""
+"""`paceline train`, `eval` and `export`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from paceline.cli.app import (
     JsonFile,
     check_resumable,
     command,
-    command_of,
     err,
     out,
     print_figures,
@@ -227,26 +226,6 @@ def score_reference_answer(config: Config, problem: Problem, tokenizer: Any) -> 
     if score.failure is not None:
         raise ValueError(score.failure)
     return score.reward
-
-
-@command()
-def report(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
-    output: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", help="Output file.", show_default="report.html in the run's folder"),
-    ] = None,
-) -> None:
-    """Write the report of a run as one self-contained HTML file.
-
-    Example: `paceline report runs/chain_sum-20260101-120000`
-    """
-    from paceline.report.html import write_report
-
-    check_writable(output)
-    if command_of(run) == "train-draft":
-        raise ValueError(f"{run}: a train-draft run has no report; its figures are in {run / 'summary.json'}")
-    out.print(str(write_report(run, output)), soft_wrap=True)
 
 
 @command("eval")
