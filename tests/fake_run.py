@@ -98,6 +98,7 @@ def make_run(
     plain, speculative = (sum(audit[key] for audit in audits) for key in ("plain_s", "speculative_s"))
     stages = {name: sum(step["stages"][name] for step in steps) for name in steps[0]["stages"]}
     summary = {
+        "finished": True,
         "reward_before": steps[0]["eval_before"]["reward"],
         "reward_after": [step["eval"]["reward"] for step in steps if "eval" in step][-1],
         "generation_speedup": plain / speculative,

@@ -143,7 +143,7 @@ def lines(
     legend = [(f"{s.style} c{s.colour}", s.name) for s in averaged]
     if averaged[0].band:
         legend.insert(1, (f"band c{averaged[0].colour}", "± one standard deviation"))
-    note = f"thick: running mean of {max(windows)} steps" if any(windows) else ""
+    note = f"thick: mean of {max(windows)} steps" if any(windows) else ""
     return _figure(title, unit, legend, frame, body, note)
 
 
@@ -403,7 +403,7 @@ def _text(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> str
 
 
 def _caption(title: str, unit: str) -> str:
-    return f'<b>{escape(title)}</b> <span class="unit">{escape(unit)}</span>'
+    return f"<b>{escape(title)}</b>" + (f' <span class="unit">{escape(unit)}</span>' if unit else "")
 
 
 def _figure(

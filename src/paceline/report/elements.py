@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from paceline.report.chart import show
 from paceline.report.markup import escape
 
+LONG_TABLE = 25  # rows; a longer table scrolls in itself
+
 
 def section(name: str, title: str, *parts: str) -> str:
     content = "".join(parts)
@@ -29,15 +31,17 @@ def paragraph(text: str) -> str:
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], num_text: int = 1, caption: str = "") -> str:
     """Cells are HTML. The first `num_text` columns are text, the others are numbers, aligned right."""
     kinds = ["text" if i < num_text else "num" for i in range(len(head))]
-    title = f"<caption>{escape(caption)}</caption>" if caption else ""
+    title = f'<h3 class="caption">{escape(caption)}</h3>' if caption else ""  # not in the table, which may scroll
     top = "".join(f'<th class="{kind}" scope="col">{escape(name)}</th>' for kind, name in zip(kinds, head, strict=True))
+    rows = list(rows)
     body = "".join(
         "<tr>" + "".join(f'<td class="{kind}">{cell}</td>' for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
         for row in rows
     )
+    kind = "scroll tall" if len(rows) > LONG_TABLE else "scroll"
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption or head[0])}">'
-        f"<table{' class=wrap' if num_text > 1 else ''}>{title}"
+        f'{title}<div class="{kind}" tabindex="0" role="region" aria-label="{escape(caption or head[0])}">'
+        f"<table{' class=wrap' if num_text > 1 else ''}>"
         f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
         if body
         else ""

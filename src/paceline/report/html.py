@@ -22,8 +22,8 @@ from paceline.report.table import check_writable, write_bytes
 from paceline.report.tiles import key_figures
 
 SMOOTHING = (
-    '<p class="view" id="view"><label><input type="checkbox" id="smooth" checked> running mean over the curves</label>'
-    "</p>"
+    '<p class="view" id="view"><label><input type="checkbox" id="smooth" checked> '
+    "running means, thick, over the curves</label></p>"
 )
 
 

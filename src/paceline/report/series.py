@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,15 +58,14 @@ def constant(values: Values) -> float | None:
 
 
 def smoothing_window(values: Values) -> int:
-    """Number of steps in the running mean; 0 if it would show nothing new: few values, or a smooth series."""
+    """Number of steps in the running mean; 0 if it would show nothing new: few values, or a series that rarely changes
+    its direction, such as a learning rate."""
     present = [value for value in values if value is not None]
     if len(present) < MIN_SMOOTHED:
         return 0
-    window = max(5, len(present) // 15 | 1)
-    span = max(present) - min(present)
-    smooth = running_mean(values, window)
-    distances = [abs(a - b) for a, b in zip(values, smooth, strict=True) if a is not None and b is not None]
-    return window if sum(distances) > 0.01 * span * len(distances) else 0
+    is_rise = [b > a for a, b in itertools.pairwise(present) if a != b]
+    num_turns = sum(a != b for a, b in itertools.pairwise(is_rise))
+    return max(5, len(present) // 15 | 1) if num_turns > len(present) // 6 else 0
 
 
 def running_mean(values: Values, window: int) -> list[float | None]:

@@ -2,7 +2,7 @@
 // `paceline watch`: loads the page again when the run has changed, and replaces the parts that differ. The scroll
 // position, opened parts and the shown rollout stay.
 (() => {
-  const INTERVAL_MS = 2000;
+  const INTERVAL_MS = 1000;
   const byId = (id) => document.getElementById(id);
   let version = "";
 
