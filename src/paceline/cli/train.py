@@ -100,6 +100,7 @@ def run_in_process(
 
     worker_group = build_worker_group(config)
     trainer = build_trainer(config, callback, run=run, resume=resume, worker_group=worker_group)
+    note_folder(callback, trainer.folder.path)
     with contextlib.closing(trainer), stop_with_note(trainer.producer.stop):
         return trainer.folder.path, trainer.run()
 
@@ -120,8 +121,13 @@ def run_on_cluster(
     from paceline.build.cluster import ClusterRun
 
     cluster = ClusterRun(config, callback, run=run, resume=resume)
+    note_folder(callback, cluster.folder)
     with contextlib.closing(cluster), stop_with_note(cluster.stop):
         return cluster.folder, cluster.run()
+
+
+def note_folder(callback: ProgressCallback, folder: Path) -> None:
+    callback.note(f"to watch it in a browser: paceline watch {folder}")
 
 
 def stop_with_note(stop: Callable[[], None]) -> contextlib.AbstractContextManager[None]:

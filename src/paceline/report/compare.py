@@ -75,7 +75,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 def render_comparison(runs: Sequence[Run]) -> str:
     names = labels([run.folder for run in runs])
-    settings = [[escape(name), *map(escape, cells)] for name, *cells in differing_settings(runs)]
+    settings = [[breakable(name), *map(escape, cells)] for name, *cells in differing_settings(runs)]
     figure_rows = [[escape(name), *map(escape, cells)] for name, *cells in end_figures(runs)]
     parts = {
         "runs": ("Runs", section("runs", "Runs", _overview(runs, names))),
@@ -93,6 +93,11 @@ def render_comparison(runs: Sequence[Run]) -> str:
     title = f"{len(runs)} runs"
     header = f'<header><p class="kind">Paceline comparison</p><h1>{title}</h1></header>'
     return document(title, header, "", parts)
+
+
+def breakable(name: str) -> str:
+    """The name of a setting, which may be broken into lines between its words."""
+    return escape(name).replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 
 def labels(folders: Sequence[Path]) -> list[str]:

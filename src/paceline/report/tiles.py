@@ -58,7 +58,9 @@ def _speculation_tiles(run: Run) -> Iterator[Tile]:
 def _training_tiles(run: Run) -> Iterator[Tile]:
     if (mismatch := mean(run.series("mismatch_mean"))) is not None:
         largest = max((value for value in run.series("mismatch_max") if value is not None), default=None)
-        note = "mean |Δ logprob| of the same tokens" + (f"; largest {show(largest)}" if largest is not None else "")
+        note = "mean |Δ logprob| of the same tokens" + (
+            f"; largest {unbroken(show(largest))}" if largest is not None else ""
+        )
         yield "engine and learner", show(mismatch), note
     if not run.steps:
         return
@@ -73,6 +75,11 @@ def _training_tiles(run: Run) -> Iterator[Tile]:
     rates = [rate for rate in run.series("tokens_per_s") if rate is not None]
     note = f"{show(mean(rates))} per second; {between(rates, '', show)} by step" if rates else ""
     yield "tokens generated", f"{num_tokens:,.0f}", note
+
+
+def unbroken(figure: str) -> str:
+    """With a hyphen that does not end a line: 8.0e-5 stays whole."""
+    return figure.replace("-", "\N{NON-BREAKING HYPHEN}")
 
 
 def _of_audits(ratios: Sequence[float], together: float, what: str) -> tuple[str, str]:
