@@ -69,7 +69,9 @@ def make_run(
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     config = CONFIG.format(num_steps=num_steps, max_staleness=max_staleness)
-    (folder / "config.toml").write_text(config + (f"[task]\nname = {json.dumps(hostile)}\n" if hostile else ""), encoding="utf-8")
+    (folder / "config.toml").write_text(
+        config + (f"[task]\nname = {json.dumps(hostile)}\n" if hostile else ""), encoding="utf-8"
+    )
     info = {
         "format": RUN_FORMAT,
         "name": hostile or "chain_sum-grpo",

@@ -112,9 +112,13 @@ def test_the_first_step_appears(browser: Browser, run: GrowingRun, server: Watch
     assert browser.complaints == []
 
 
-def test_the_reader_loses_nothing_by_an_update(browser: Browser, run: GrowingRun, server: WatchServer) -> None:
+@pytest.mark.parametrize("anchoring", ["auto", "none"])  # Chromium keeps the position too, Safari does not
+def test_the_reader_loses_nothing_by_an_update(
+    browser: Browser, run: GrowingRun, server: WatchServer, anchoring: str
+) -> None:
     run.write(5)
     open_page(browser, server)
+    browser.run(f"document.documentElement.style.overflowAnchor = '{anchoring}'")
     browser.run("""
       document.querySelector('#steps details').open = true;
       step.value = '2'; step.dispatchEvent(new Event('change'));

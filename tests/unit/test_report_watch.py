@@ -127,6 +127,11 @@ def test_head_has_no_content(server: WatchServer) -> None:
     assert (status, content) == (200, b"")
     assert int(headers["content-length"]) > 1000
     assert ask(server, "/", method="HEAD")[0] == 403
+    request = f"HEAD /{server.token}/ HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n\r\n"
+    with socket.create_connection(server.server_address, timeout=10) as connection:  # type: ignore[arg-type]
+        connection.sendall(request.encode())
+        received = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert received.startswith(b"HTTP/1.0 200") and received.endswith(b"\r\n\r\n") and len(received) < 2000
 
 
 @pytest.mark.parametrize("request_line", ["\r\n\r\n", "GET\r\n\r\n", "GET / HTTP/9.9\r\n\r\n", f"GET /{'x' * 70_000}"])

@@ -51,7 +51,8 @@ def report(
 def watch(
     run: Annotated[Path, typer.Argument(help="Folder of a run.")],
     port: Annotated[
-        int | None, typer.Option("--port", metavar="N", min=1, max=65535, help="Port.", show_default="a free one")
+        int | None,
+        typer.Option("--port", metavar="N", min=1, max=65535, help="Port on 127.0.0.1.", show_default="a free one"),
     ] = None,
 ) -> None:
     """Show the report of a run in a browser while the run trains.

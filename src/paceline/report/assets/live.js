@@ -39,9 +39,7 @@
     let last = null; // the part before the next one
     for (const part of parts) {
       const old = byId(part.id);
-      if (part.id === "view" && old) { // keeps its switch
-        last = old;
-      } else if (part.id === "rollouts" && old?.querySelector("#browser") && part.querySelector("#browser")) {
+      if (part.id === "rollouts" && old?.querySelector("#browser") && part.querySelector("#browser")) {
         old.querySelector("p").replaceWith(part.querySelector("p")); // only its note: the browser stays
         last = old;
       } else {
