@@ -180,6 +180,17 @@ def test_a_line_that_is_being_written_is_no_damage(changing: tuple[Path, WatchSe
     assert b"cut off or damaged" in ask(server)[2], "a damaged line in the middle is still reported"
 
 
+def test_a_file_that_is_still_to_be_written_is_not_missing(changing: tuple[Path, WatchServer]) -> None:
+    folder, server = changing
+    for name in ("metrics.jsonl", "rollouts.jsonl", "trace.jsonl"):
+        (folder / name).unlink()
+    content = ask(server)[2]
+    assert b"The run has not finished." in content and b"is missing" not in content
+    (folder / "run.json").unlink()
+    (folder / "metrics.jsonl").touch()
+    assert b"run.json is missing" in ask(server)[2]
+
+
 def test_the_last_page_stays_if_the_run_is_removed(changing: tuple[Path, WatchServer]) -> None:
     folder, server = changing
     before = ask(server)[2]

@@ -110,17 +110,20 @@ def read_run(folder: Path, growing: bool = False, only_metrics: bool = False) ->
     if os.path.lexists(folder / "summary.json"):
         run.summary = _read_json(folder / "summary.json", run.notes)
     else:
-        run.notes.append("summary.json is missing: the run has not finished. Figures are of the steps so far.")
+        reason = "The" if growing else "summary.json is missing: the"
+        run.notes.append(f"{reason} run has not finished. Figures are of the steps so far.")
     return run
 
 
 @contextmanager
-def _noting(path: Path, notes: list[str]) -> Iterator[None]:
-    """A file that is missing or can't be read becomes a note. The note has no folder, as the page already shows it."""
+def _noting(path: Path, notes: list[str], growing: bool = False) -> Iterator[None]:
+    """A file that can't be read becomes a note; a missing one too, unless it is still to be written. The note has no
+    folder, as the page already shows it."""
     try:
         yield
     except FileNotFoundError:
-        notes.append(f"{path.name} is missing.")
+        if not growing:
+            notes.append(f"{path.name} is missing.")
     except ValueError as error:
         notes.append(f"{path.name} is left out: {str(error).removeprefix(f'{path}: ')}.")
 
@@ -150,7 +153,7 @@ def read_lines(path: Path, notes: list[str], growing: bool = False) -> Iterator[
     """(offset, record) of each valid line. Other lines are left out, with a note; if the file is growing, without one
     for a last line that has no end yet."""
     offset, broken = 0, []
-    with _noting(path, notes), open_run_file(path) as file:
+    with _noting(path, notes, growing), open_run_file(path) as file:
         # A line that is longer than MAX_LINE is read as several invalid lines.
         for count, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), 1):
             try:
