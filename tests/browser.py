@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
@@ -23,6 +25,16 @@ FLAGS = (
 
 def find_browser() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+def require_browser() -> str:
+    """The browser's path. Without one, skips the test, or fails it if CI is set: there nothing may be left out."""
+    if (path := find_browser()) is not None:
+        return path
+    message = f"no {', '.join(NAMES)} on PATH; `make setup-browser` installs one"
+    if os.environ.get("CI", "") not in ("", "0", "false"):
+        pytest.fail(message)
+    pytest.skip(message)
 
 
 class Browser:
@@ -86,7 +98,7 @@ class Browser:
                 self.complaints.append(f"dialog: {params['message']}")
         return message
 
-    def open(self, page: Path, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
+    def open(self, page: Path | str, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
         self.complaints.clear()
         self.requests.clear()
         self.call(
@@ -94,9 +106,16 @@ class Browser:
         )
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self._loaded = False
-        self.call("Page.navigate", url=page.resolve().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while not self._loaded:
             self._next()
+
+    def wait_for(self, expression: str, timeout_s: float = 20.0) -> None:
+        """Waits until a JavaScript expression is true."""
+        end = time.monotonic() + timeout_s
+        while not self.run(expression):
+            assert time.monotonic() < end, f"never true: {expression}"
+            time.sleep(0.02)
 
     def run(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page, if JSON can represent it."""
@@ -117,6 +136,16 @@ class Browser:
 
     def move_to(self, x: float, y: float) -> None:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    @property
+    def overflow(self) -> int:
+        """By how many pixels the page is wider than the window."""
+        return self.run("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+
+    def keep(self, name: str) -> None:
+        """Writes a screenshot if PACELINE_SCREENSHOTS names a folder."""
+        if folder := os.environ.get("PACELINE_SCREENSHOTS"):
+            self.screenshot(Path(folder) / f"{name}.png")
 
     def screenshot(self, path: Path) -> None:
         """The whole page."""

@@ -69,7 +69,9 @@ def make_run(
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     config = CONFIG.format(num_steps=num_steps, max_staleness=max_staleness)
-    (folder / "config.toml").write_text(config + (f"# {hostile}\n" if hostile else ""), encoding="utf-8")
+    (folder / "config.toml").write_text(
+        config + (f"[task]\nname = {json.dumps(hostile)}\n" if hostile else ""), encoding="utf-8"
+    )
     info = {
         "format": RUN_FORMAT,
         "name": hostile or "chain_sum-grpo",
@@ -98,6 +100,7 @@ def make_run(
     plain, speculative = (sum(audit[key] for audit in audits) for key in ("plain_s", "speculative_s"))
     stages = {name: sum(step["stages"][name] for step in steps) for name in steps[0]["stages"]}
     summary = {
+        "finished": True,
         "reward_before": steps[0]["eval_before"]["reward"],
         "reward_after": [step["eval"]["reward"] for step in steps if "eval" in step][-1],
         "generation_speedup": plain / speculative,

@@ -11,17 +11,20 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import browser
 import pytest
 from fake_run import make_run, write_lines
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paceline.report import chart, figures, rollouts
+from paceline.console import escape_controls
+from paceline.report import chart, figures, rollouts, series, tiles
 from paceline.report.html import render_page, write_report
 from paceline.report.run import OUTCOMES, number, read_run
+from paceline.report.series import Series
 from paceline.report.table import finite
 
-HOSTILE = "</script><script>alert(1)</script><!-- \u2028 ' \" <img src=x onerror=alert(1)> &lt;"
+HOSTILE = "</script><script>alert(1)</script><!-- \u2028 \x1b[31m \u202e ' \" <img src=x onerror=alert(1)> &lt;"
 INVALID = (None, "x", [], {}, math.nan, math.inf, -1e300, True, [None, "x"], {"reward": "x", "1": None})
 
 
@@ -295,9 +298,12 @@ numbers = st.none() | st.floats(-1e90, 1e90, allow_subnormal=False) | st.sampled
 @settings(max_examples=60)
 @given(st.lists(numbers, min_size=1, max_size=8), st.booleans(), st.booleans())
 def test_lines_stay_inside_their_frame(values, from_zero, small):
-    svg = chart.lines("t", "u", range(len(values)), [chart.Series("s", values)], from_zero=from_zero, small=small)
+    svg = chart.lines("t", "u", range(len(values)), [Series("s", values)], from_zero=from_zero, small=small)
     if all(value is None for value in values):
         assert svg == ""
+        return
+    if series.constant(values) is not None:
+        assert "<svg" not in svg and svg.startswith('<p class="constant">')
         return
     width, height = map(int, re.findall(r'viewBox="0 0 (320|460) (\d+)"', svg)[0])
     assert "nan" not in svg
@@ -306,14 +312,14 @@ def test_lines_stay_inside_their_frame(values, from_zero, small):
 
 
 def test_lines_have_gaps_at_missing_values():
-    svg = chart.lines("t", "u", range(5), [chart.Series("s", [1.0, 2.0, None, 3.0, 4.0])])
+    svg = chart.lines("t", "u", range(5), [Series("s", [1.0, 2.0, None, 3.0, 4.0])])
     assert svg.count("<polyline") == 2
-    joined = chart.lines("t", "u", range(5), [chart.Series("s", [1.0, 2.0, None, 3.0, 4.0], style="points")])
+    joined = chart.lines("t", "u", range(5), [Series("s", [1.0, 2.0, None, 3.0, 4.0], style="points")])
     assert joined.count("<polyline") == 1
 
 
 def test_a_band_is_centred_on_its_line():
-    svg = chart.lines("t", "u", range(3), [chart.Series("s", [1.0, 2.0, 3.0], band=[0.5, 0.25, 0.5])])
+    svg = chart.lines("t", "u", range(3), [Series("s", [1.0, 2.0, 3.0], band=[0.5, 0.25, 0.5])])
     (edge,) = re.findall(r'<polygon[^>]*points="([^"]*)"', svg)
     (line,) = re.findall(r'<polyline[^>]*points="([^"]*)"', svg)
     ys = [float(pair.split(",")[1]) for pair in edge.split()]
@@ -324,8 +330,104 @@ def test_a_band_is_centred_on_its_line():
     assert upper[0] < middle[0] < lower[0]
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({"a": [0.0, 0.0, 0.0]}, "a 0 at every step"),
+        ({"a": [2.8e-17, -1e-17, 3e-17]}, "a 0 at every step"),  # rounding errors
+        ({"a": [6.0, 6.0], "b": [0.5, 0.5]}, "a 6, b 0.500 at every step"),
+        ({"a": [None, 1.0, 1.0]}, "a 1 at every step with a value"),
+        ({"a": [None, 1.5]}, "a 1.50 at the only step with a value"),
+        ({"Title": [3.0, 3.0]}, ": 3 at every step"),  # not named twice
+    ],
+)
+def test_a_constant_is_a_line_of_text(given, shown):
+    steps = range(len(next(iter(given.values()))))
+    text = chart.lines("title", "u", steps, [Series(name, values) for name, values in given.items()])
+    assert "<svg" not in text and Page(text).text.endswith(shown)
+
+
+def test_what_changes_is_a_chart():
+    assert "<svg" in chart.lines("t", "u", range(2), [Series("a", [1.0, 1.0]), Series("b", [1.0, 1.00001])])
+    assert "<svg" in chart.lines("t", "u", range(2), [Series("a", [1.0, 1.0], band=[0.1, 0.2])])
+
+
+def test_the_page_draws_no_constants(tmp_path):
+    page = render_page(read_run(make_run(tmp_path, 12)))
+    assert "Staleness versions behind the learner : mean 0, largest 0 at every step" in Page(page).text
+    assert 'aria-label="Staleness' not in page and 'aria-label="Groups' in page
+
+
+def test_running_mean():
+    assert series.running_mean([1.0, 2.0, 6.0, None, 4.0], 3) == [1.5, 3.0, 4.0, None, 4.0]
+    noise = [float(i % 2) for i in range(40)]
+    assert series.smoothing_window(noise) == 5
+    assert series.smoothing_window(noise * 10) == 27
+    assert series.smoothing_window(noise[:9]) == 0, "too few values"
+    assert series.smoothing_window([float(min(i, 10)) - i / 10 for i in range(40)]) == 0, "a learning rate is not noisy"
+
+
+def test_a_noisy_curve_has_its_running_mean():
+    svg = chart.lines("t", "u", range(40), [Series("s", [float(i % 2) for i in range(40)], style="dashed")])
+    assert [f'<polyline class="line dashed c0 {role}"' in svg for role in ("raw", "mean")] == [True, True]
+    assert "thick: mean of 5 steps" in svg
+    (mean,) = re.findall(r'c0 mean" points="([^"]*)"', svg)
+    assert len({float(pair.split(",")[1]) for pair in mean.split()[3:-3]}) == 2, "2/5 and 3/5 alternate"
+    marks = chart.lines("t", "u", range(40), [Series("s", [float(i % 2) for i in range(40)], style="points")])
+    assert "mean" not in marks
+
+
+def test_looks_of_many_series_differ():
+    assert len({series.look(i) for i in range(18)}) == 18
+
+
+def test_reward_functions_have_curves(tmp_path):
+    folder = make_run(tmp_path, 12)
+    assert {"gym", "format"} <= set(re.findall(r"<span>(\w+)</span>", render_page(read_run(folder))))
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    write_lines(folder / "metrics.jsonl", [step | {"rewards": {"gym": step["reward_mean"]}} for step in steps])
+    assert "Reward by function" not in render_page(read_run(folder)), "it would repeat the reward"
+    write_lines(folder / "metrics.jsonl", [step | {"rewards": {"gym": step["reward_mean"] / 2}} for step in steps])
+    assert "Reward by function" in render_page(read_run(folder))
+
+
+def test_cards_show_ranges(tmp_path):
+    folder = make_run(tmp_path, 16)
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    ratios = iter((0.49, 1.68, 1.2, 0.9))
+    for step in steps:
+        if "audit" in step:
+            step["audit"] |= {"speedup": (ratio := next(ratios)), "tail_speedup": {"1": ratio + 1}}
+    write_lines(folder / "metrics.jsonl", steps)
+    summary = json.loads((folder / "summary.json").read_text()) | {
+        "generation_speedup": 1.06,
+        "tail_speedup": {"1": 2.1},
+    }
+    (folder / "summary.json").write_text(json.dumps(summary))
+    text = Page(tiles.key_figures(read_run(folder))).text
+    assert (
+        "audited speed-up 1.05× plain ÷ speculative time: median of 4 audits, 0.49× to 1.68×. All together 1.06×"
+        in text
+    )
+    assert "2.05× with 1 running sequence: median of 4 audits, 1.49× to 2.68×. All together 2.10×" in text
+    lengths = [step["mean_acceptance_length"] for step in steps]
+    assert f"{min(lengths):.2f} to {max(lengths):.2f} by step" in text
+    write_lines(folder / "metrics.jsonl", steps[:1])
+    assert "speculative time, one audited step" in Page(tiles.key_figures(read_run(folder))).text
+
+
+def test_a_missing_browser_fails_only_in_ci(monkeypatch):
+    monkeypatch.setattr(browser, "find_browser", lambda: None)
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="make setup-browser"):
+        browser.require_browser()
+    monkeypatch.delenv("CI")
+    with pytest.raises(pytest.skip.Exception, match="make setup-browser"):
+        browser.require_browser()
+
+
 def test_many_steps_are_averaged():
-    svg = chart.lines("t", "u", range(1000), [chart.Series("s", [float(i % 2) for i in range(1000)])])
+    svg = chart.lines("t", "u", range(1000), [Series("s", [float(i % 2) for i in range(1000)])])
     strips = re.findall(r'data-tip="([^"]*)"', svg)
     assert len(strips) <= chart.MAX_POINTS
     assert strips[0].startswith("steps 0–6, mean\n")
@@ -433,7 +535,8 @@ def test_hostile_text_adds_no_elements(tmp_path):
     harmless = Page(render_page(read_run(make_run(tmp_path / "harmless", 8, hostile="text"))))
     hostile = Page(render_page(read_run(make_run(tmp_path / "hostile", 8, hostile=HOSTILE))))
     assert [tag for tag, _ in hostile.tags] == [tag for tag, _ in harmless.tags]
-    assert HOSTILE in hostile.texts
+    assert escape_controls(HOSTILE) in hostile.texts
+    assert not set("\x1b\u202e") & set(hostile.text)
     assert json.loads(hostile.data)["prompts"] == [HOSTILE]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,7 @@ def test_output_and_files_of_a_run(trained: Path, folder: Path) -> None:
     for figure in ("held-out reward before", "held-out reward after", "mean acceptance length", "audited speed-up"):
         assert figure in output
     assert str(trained / "report.html") in output.replace("\n", "")
+    assert f"paceline watch {trained}" in " ".join(output.split())
     summary = json.loads((trained / "summary.json").read_text())
     assert summary["finished"] and summary["num_steps"] == 4 and summary["identical"] is True
     for key in ("reward_before", "reward_after", "generation_speedup", "mean_acceptance_length"):
@@ -217,6 +219,15 @@ def test_report(trained: Path, command: Any, tmp_path: Path) -> None:
     command("report", trained, "--out", tmp_path / "page.html")
     assert (tmp_path / "page.html").exists()
     assert "nowhere" in command("report", tmp_path / "nowhere", code=2).stderr
+
+
+def test_report_of_several_runs(trained: Path, command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained, tmp_path / "other")
+    assert command("report", trained, "other").stdout.strip() == "comparison.html"
+    assert "All settings are the same." in (tmp_path / "comparison.html").read_text()
+    assert "nowhere" in command("report", trained, "nowhere", code=2).stderr
+    assert "is given twice" in command("report", trained, trained, code=2).stderr
 
 
 # ---- eval ----

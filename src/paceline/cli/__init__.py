@@ -1,5 +1,6 @@
-"""The commands of `paceline`. A command parses its options, builds objects, runs them and prints results. Heavy
-libraries are imported in functions, so that `--help` and errors in the settings appear at once."""
+"""The commands of `paceline`; each module adds its own. A command parses its options, builds objects, runs them and
+prints results. Heavy libraries are imported in functions, so that `--help` and errors in the settings appear at
+once."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from paceline.cli import (  # noqa: F401
     generate,
     replay,
     replay_advice,
+    report,
     simulate,
     sweep,
     train,

@@ -1,4 +1,4 @@
-"""`paceline train`, `report`, `eval` and `export`."""
+"""`paceline train`, `eval` and `export`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from paceline.cli.app import (
     Overrides,
     check_resumable,
     command,
-    command_of,
     err,
     out,
     print_figures,
@@ -96,6 +95,7 @@ def run_in_process(
 
     worker_group = build_worker_group(config)
     trainer = build_trainer(config, callback, run=run, resume=resume, worker_group=worker_group)
+    note_folder(callback, trainer.folder.path)
     with contextlib.closing(trainer), stop_with_note(trainer.producer.stop):
         return trainer.folder.path, trainer.run()
 
@@ -116,8 +116,13 @@ def run_on_cluster(
     from paceline.build.cluster import ClusterRun
 
     cluster = ClusterRun(config, callback, run=run, resume=resume)
+    note_folder(callback, cluster.folder)
     with contextlib.closing(cluster), stop_with_note(cluster.stop):
         return cluster.folder, cluster.run()
+
+
+def note_folder(callback: ProgressCallback, folder: Path) -> None:
+    callback.note(f"to watch it in a browser: paceline watch {folder}")
 
 
 def stop_with_note(stop: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
@@ -193,26 +198,6 @@ def show_memory(plan: MemoryPlan) -> None:
     rows = plan_rows(plan) | ({} if plan.total_bytes is None else {"GPU": plan.total_bytes})
     cells = [{"what": name, "size": f"{size / 2**30:6.1f}"} for name, size in rows.items()]
     out.print(render(cells, {"what": "memory", "size": "GiB"}))
-
-
-@command()
-def report(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
-    output: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", help="Output file.", show_default="report.html in the run's folder"),
-    ] = None,
-) -> None:
-    """Write the report of a run as one self-contained HTML file.
-
-    Example: `paceline report runs/chain_sum-20260101-120000`
-    """
-    from paceline.report.html import write_report
-
-    check_writable(output)
-    if command_of(run) == "train-draft":
-        raise ValueError(f"{run}: a train-draft run has no report; its figures are in {run / 'summary.json'}")
-    out.print(str(write_report(run, output)), soft_wrap=True)
 
 
 @command("eval")

@@ -10,23 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 
-from paceline.report.run import mean
+from paceline.report.markup import escape
+from paceline.report.series import Series, Values, buckets, constant, means, running_mean, smoothing_window
 
-Values = Sequence[float | None]
 MAX_POINTS = 160  # with more steps than this, adjacent steps are averaged
 MAX_BARS = 56
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 12, 38
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    name: str
-    values: Values
-    colour: int = 0
-    style: str = "solid"  # solid | dashed | dotted | points (joined by a thin line, also across missing values)
-    band: Values | None = None  # half the height of a band around the line
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +90,6 @@ def _decimals(step: float) -> int:
     )
 
 
-def buckets(num: int, limit: int) -> list[range]:
-    """Splits 0 … num-1 into at most `limit` ranges of equal length; the last one may be shorter."""
-    length = max(1, math.ceil(num / limit))
-    return [range(start, min(start + length, num)) for start in range(0, num, length)]
-
-
-def _means(values: Values, parts: Sequence[range]) -> list[float | None]:
-    return [mean([values[i] for i in part]) for part in parts]
-
-
 # Charts
 
 
@@ -124,14 +104,17 @@ def lines(
     reference: tuple[float, str] | None = None,
     small: bool = False,
 ) -> str:
-    """A line chart over the steps; "" if no series has a value."""
+    """A line chart over the steps, noisy series with their running mean. If no series changes over the run, a line of
+    text; "" if no series has a value."""
     series = [s for s in series if any(value is not None for value in s.values)]
     if not series:
         return ""
+    if all(_is_constant(s) for s in series):
+        return _constants(title, unit, series)
     parts = buckets(len(steps), MAX_POINTS)
     centres = [(steps[part[0]] + steps[part[-1]]) / 2 for part in parts]
     averaged = [
-        replace(s, values=_means(s.values, parts), band=_means(s.band, parts) if s.band else None) for s in series
+        replace(s, values=means(s.values, parts), band=means(s.band, parts) if s.band else None) for s in series
     ]
     spans = [span for s in averaged for span in _spans(s)]
     if reference:
@@ -141,7 +124,12 @@ def lines(
     if reference:
         body.append(_reference(frame, *reference))
     body += [_band(frame, centres, s) for s in averaged if s.band]
-    body += [_line(frame, centres, s) for s in averaged]
+    windows = [0 if s.has_marks else smoothing_window(s.values) for s in series]
+    for s, drawn, window in zip(series, averaged, windows, strict=True):
+        body.append(_line(frame, centres, drawn, "raw" if window else ""))
+        if window:
+            smooth = replace(drawn, values=means(running_mean(s.values, window), parts), band=None)
+            body.append(_line(frame, centres, smooth, "mean", has_circles=False))
 
     def tip(i: int) -> str:
         rows = [_name_steps(steps, parts[i])]
@@ -152,11 +140,11 @@ def lines(
         return "\n".join(rows)
 
     body.append(_strips(frame, [frame.x(centre) for centre in centres], tip))
-    has_legend = len(averaged) > 1 or averaged[0].band
-    legend = [(f"{s.style} c{s.colour}", s.name) for s in averaged] if has_legend else []
-    if legend and averaged[0].band:
+    legend = [(f"{s.style} c{s.colour}", s.name) for s in averaged]
+    if averaged[0].band:
         legend.insert(1, (f"band c{averaged[0].colour}", "± one standard deviation"))
-    return _figure(title, unit, legend, frame, body)
+    note = f"thick: mean of {max(windows)} steps" if any(windows) else ""
+    return _figure(title, unit, legend, frame, body, note)
 
 
 def stacked(title: str, unit: str, steps: Sequence[int], layers: Mapping[str, tuple[int, Values]]) -> str:
@@ -166,7 +154,7 @@ def stacked(title: str, unit: str, steps: Sequence[int], layers: Mapping[str, tu
         return ""
     parts = buckets(len(steps), MAX_BARS)
     averaged = {
-        name: (colour, [value or 0.0 for value in _means(values, parts)]) for name, (colour, values) in layers.items()
+        name: (colour, [value or 0.0 for value in means(values, parts)]) for name, (colour, values) in layers.items()
     }
     totals = [sum(values[i] for _, values in averaged.values()) for i in range(len(parts))]
     frame, marks = _frame([(0, max(totals))], -0.5, len(parts) - 0.5, False, True, None)
@@ -253,6 +241,26 @@ def shares(title: str, unit: str, parts: Mapping[str, tuple[int, float]]) -> str
 # Parts of a chart
 
 
+def _is_constant(series: Series) -> bool:
+    return constant(series.values) is not None and (series.band is None or constant(series.band) is not None)
+
+
+def _constants(title: str, unit: str, series: Sequence[Series]) -> str:
+    """Instead of a chart of horizontal lines. The page's grid puts it below the charts."""
+
+    def named(s: Series) -> str:
+        spread = f" ± {show(constant(s.band))}" if s.band else ""
+        name = "" if s.name.lower() == title.lower() else f"{s.name} "
+        return f"{name}{show(constant(s.values))}{spread}"
+
+    num_values = min(sum(value is not None for value in s.values) for s in series)
+    when = "at every step" if num_values == len(series[0].values) else "at every step with a value"
+    if num_values == 1:
+        when = "at the only step with a value"
+    text = f"{', '.join(map(named, series))} {when}"
+    return f'<p class="constant">{_caption(title, unit)}: {escape(text)}</p>'
+
+
 def _spans(series: Series) -> list[tuple[float, float]]:
     """The range of y values of each point, with its band."""
     band = series.band or [None] * len(series.values)
@@ -336,11 +344,12 @@ def _band(frame: Frame, centres: Sequence[float], series: Series) -> str:
     return "".join(out)
 
 
-def _line(frame: Frame, centres: Sequence[float], series: Series) -> str:
+def _line(frame: Frame, centres: Sequence[float], series: Series, role: str = "", has_circles: bool = True) -> str:
+    """`role`: "raw" below a running mean, "mean" for the running mean itself."""
     points = [(frame.x(x), frame.y(v)) if v is not None else None for x, v in zip(centres, series.values, strict=True)]
-    kind = f"{series.style} c{series.colour}"
+    kind = f"{series.style} c{series.colour}" + (f" {role}" if role else "")
     present = [i for i, point in enumerate(points) if point]
-    runs = [present] if series.style == "points" else _runs(series.values)
+    runs = [present] if series.has_marks else _runs(series.values)
     size = 5.0 if len(present) <= 40 else 2.2
     out = []
     for run in runs:
@@ -348,11 +357,11 @@ def _line(frame: Frame, centres: Sequence[float], series: Series) -> str:
         out.append(f'<polyline class="line {kind}" points="{path}"/>')
     for i in present:
         x, y = points[i] or (0.0, 0.0)
-        if series.style == "points":
+        if series.has_marks:
             out.append(
                 f'<path class="mark {kind}" d="M{x:.1f} {y - size:.1f}l{size} {size}l-{size} {size}l-{size}-{size}z"/>'
             )
-        elif len(present) <= 30:
+        elif has_circles and len(present) <= 30:
             radius = 4 if len(present) <= 3 else 2.2
             out.append(f'<circle class="mark {kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>')
     return "".join(out)
@@ -394,11 +403,15 @@ def _text(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> str
 
 
 def _caption(title: str, unit: str) -> str:
-    return f'<b>{escape(title)}</b> <span class="unit">{escape(unit)}</span>'
+    return f"<b>{escape(title)}</b>" + (f' <span class="unit">{escape(unit)}</span>' if unit else "")
 
 
-def _figure(title: str, unit: str, legend: Sequence[tuple[str, str]], frame: Frame, body: Sequence[str]) -> str:
-    keys = "".join(f"<li>{key(kind)}{escape(name)}</li>" for kind, name in legend)
+def _figure(
+    title: str, unit: str, legend: Sequence[tuple[str, str]], frame: Frame, body: Sequence[str], note: str = ""
+) -> str:
+    """`note`: of the legend, about running means."""
+    keys = "".join(f"<li>{key(kind)}<span>{escape(name)}</span></li>" for kind, name in legend)
+    keys += f'<li class="mean-note">{escape(note)}</li>' if note else ""
     keys = f'<ul class="legend">{keys}</ul>' if keys else ""
     size = "small" if frame.width < 400 else "large"
     return (

@@ -41,6 +41,21 @@ def speedup(run: Run) -> float | None:
     return plain / speculative if speculative else None
 
 
+def identical_audits(run: Run) -> str:
+    audited = audits(run)
+    return f"{sum(audit.get('identical') is True for _, audit in audited)} of {len(audited)}"
+
+
+def audited_speedups(run: Run) -> list[float]:
+    """Of each audited step."""
+    return [ratio for _, audit in audits(run) if (ratio := number(audit, "speedup")) is not None]
+
+
+def audited_tails(run: Run, name: str) -> list[float]:
+    """The speed-up with `name` running sequences, of each audited step."""
+    return [ratio for _, audit in audits(run) if (ratio := number(audit, "tail_speedup", name)) is not None]
+
+
 def tail_speedup(run: Run) -> dict[str, float | None]:
     """By number of running sequences."""
     found = run.summary.get("tail_speedup")

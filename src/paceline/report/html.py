@@ -8,22 +8,30 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from html import escape
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
 from paceline.files import replace_file
 from paceline.report import sections
+from paceline.report.markup import escape
+from paceline.report.rollout_browser import rollout_browser
 from paceline.report.rollouts import encode
 from paceline.report.run import Run, read_run
 from paceline.report.table import check_writable, write_bytes
+from paceline.report.tiles import key_figures
+
+SMOOTHING = (
+    '<p class="view" id="view"><label><input type="checkbox" id="smooth" checked> '
+    "running means, thick, over the curves</label></p>"
+)
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
     """Writes the page of a run, finished or not, to report.html in its folder or to `out`."""
     if out is not None:
         check_writable(out)
-    page = render_page(read_run(run)).encode("utf-8", errors="replace")
+    page = to_bytes(render_page(read_run(run)))
     if out is not None:
         write_bytes(out, page)
         return out
@@ -31,12 +39,12 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     return run / "report.html"
 
 
-def render_page(run: Run) -> str:
-    style, script = _asset("report.css"), _asset("report.js")
-    policy = (
-        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
+def to_bytes(page: str) -> bytes:
+    return page.encode("utf-8", errors="replace")
+
+
+def render_page(run: Run, live: bool = False) -> str:
+    """`live`: for `paceline watch`; the page loads itself again when the run has changed."""
     parts = {
         "reward": ("Reward", sections.reward(run)),
         "time": ("Time", sections.time(run)),
@@ -44,29 +52,55 @@ def render_page(run: Run) -> str:
         "exactness": ("Exactness", sections.exactness(run)),
         "staleness": ("Staleness", sections.staleness(run)),
         "learning": ("Learning", sections.learning(run)),
-        "rollouts": ("Rollouts", sections.rollout_browser(run)),
+        "rollouts": ("Rollouts", rollout_browser(run)),
         "engine": ("Engine", sections.engine(run)),
         "engines": ("Engines", sections.engines(run)),
         "steps": ("Steps", sections.every_step(run)),
         "config": ("Configuration", sections.config(run)),
     }
     if not run.steps:
-        parts = {"empty": ("", "<section><p>No step has finished yet.</p></section>"), **parts}
+        parts = {"empty": ("", '<section id="empty"><p>No step has finished yet.</p></section>'), **parts}
         parts.pop("steps")
-    links = "".join(f'<a href="#{name}">{title}</a>' for name, (title, text) in parts.items() if title and text)
     data = encode({"rollouts": run.rollouts.records, "prompts": run.rollouts.prompts})
+    top = sections.messages(run) + key_figures(run)
+    return document(run.name, sections.heading(run), top, parts, data, live=live)
+
+
+def document(
+    title: str, header: str, top: str, parts: Mapping[str, tuple[str, str]], data: str = "", live: bool = False
+) -> str:
+    """A whole page. `parts`: id -> (name in the navigation, section or ""). `data`: JSON for the scripts."""
+    style, script = assets(live)
+    links = "".join(f'<a href="#{name}">{text}</a>' for name, (text, content) in parts.items() if text and content)
+    content = "\n".join(content for _, content in parts.values())
+    switch = SMOOTHING if 'class="mean-note"' in content else ""
+    status = '<p class="live" id="live" role="status"></p>' if live else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{page_policy(live)}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>{escape(run.name)} · Paceline</title><style>{style}</style></head>\n<body>"
-        f"{sections.heading(run)}<nav>{links}</nav>\n<main>"
-        f"{sections.messages(run)}{sections.key_figures(run)}\n"
-        + "\n".join(text for _, text in parts.values())
-        + '</main>\n<div id="tip" aria-hidden="true" hidden></div>'
-        f'<script type="application/json" id="data">{data}</script>\n<script>{script}</script></body></html>\n'
+        f"<title>{escape(title)} · Paceline</title><style>{style}</style></head>\n<body>"
+        f"{status}{header}<nav>{links}</nav>\n<main>{top}{switch}\n{content}</main>\n"
+        '<div id="tip" aria-hidden="true" hidden></div>'
+        + (f'<script type="application/json" id="data">{data}</script>\n' if data else "")
+        + f"<script>{script}</script></body></html>\n"
     )
+
+
+def page_policy(live: bool = False) -> str:
+    """The Content-Security-Policy: only the page's own script and style."""
+    style, script = assets(live)
+    connect = "connect-src 'self'; " if live else ""
+    return (
+        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; {connect}"
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def assets(live: bool) -> tuple[str, str]:
+    """The page's style and script."""
+    return _asset("report.css"), _asset("report.js") + (_asset("live.js") if live else "")
 
 
 def _asset(name: str) -> str:

@@ -81,7 +81,7 @@ def number(record: Any, *path: str) -> float | None:
     return None
 
 
-def read_run(folder: Path) -> Run:
+def check_run(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give the folder of a run, the one with metrics.jsonl in it")
     if not (folder / "run.json").exists() and not (folder / "metrics.jsonl").exists():
@@ -89,30 +89,41 @@ def read_run(folder: Path) -> Run:
             f"{folder} is not the folder of a run: run.json and metrics.jsonl are missing; "
             "`paceline train` prints the folder it writes"
         )
+
+
+def read_run(folder: Path, growing: bool = False, only_metrics: bool = False) -> Run:
+    """`growing`: the run is being written, so a last line without its end is no error. `only_metrics`: leave out the
+    two large files, rollouts.jsonl and trace.jsonl."""
+    check_run(folder)
     run = Run(folder)
     run.info = _read_json(folder / "run.json", run.notes)
     check_run_format(folder, run.info)
     run.config, run.settings = _read_config(folder / "config.toml", run.notes)
-    lines = [line for _, line in read_lines(folder / "metrics.jsonl", run.notes) if isinstance(line.get("step"), int)]
+    lines = [line for _, line in read_lines(folder / "metrics.jsonl", run.notes, growing)]
+    lines = [line for line in lines if isinstance(line.get("step"), int)]
     by_step = {line["step"]: line for line in lines if abs(line["step"]) < 2**53}
     run.steps = [by_step[step] for step in sorted(by_step)]  # if a step was written twice, the later line counts
-    run.engine = _read_trace(folder / "trace.jsonl", run.notes)
-    offsets = list(_rollout_offsets(folder / "rollouts.jsonl", run.notes))
-    run.rollouts = choose(folder / "rollouts.jsonl", offsets)
+    if not only_metrics:
+        run.engine = _read_trace(folder / "trace.jsonl", run.notes, growing)
+        offsets = list(_rollout_offsets(folder / "rollouts.jsonl", run.notes, growing))
+        run.rollouts = choose(folder / "rollouts.jsonl", offsets)
     if os.path.lexists(folder / "summary.json"):
         run.summary = _read_json(folder / "summary.json", run.notes)
     else:
-        run.notes.append("summary.json is missing: the run has not finished. Figures are of the steps so far.")
+        reason = "The" if growing else "summary.json is missing: the"
+        run.notes.append(f"{reason} run has not finished. Figures are of the steps so far.")
     return run
 
 
 @contextmanager
-def _noting(path: Path, notes: list[str]) -> Iterator[None]:
-    """A file that is missing or can't be read becomes a note. The note has no folder, as the page already shows it."""
+def _noting(path: Path, notes: list[str], growing: bool = False) -> Iterator[None]:
+    """A file that can't be read becomes a note; a missing one too, unless it is still to be written. The note has no
+    folder, as the page already shows it."""
     try:
         yield
     except FileNotFoundError:
-        notes.append(f"{path.name} is missing.")
+        if not growing:
+            notes.append(f"{path.name} is missing.")
     except ValueError as error:
         notes.append(f"{path.name} is left out: {str(error).removeprefix(f'{path}: ')}.")
 
@@ -138,10 +149,11 @@ def _read_config(path: Path, notes: list[str]) -> tuple[str, Record]:
         return text, {}
 
 
-def read_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, Record]]:
-    """(offset, record) of each valid line. Other lines are left out, with a note."""
+def read_lines(path: Path, notes: list[str], growing: bool = False) -> Iterator[tuple[int, Record]]:
+    """(offset, record) of each valid line. Other lines are left out, with a note; if the file is growing, without one
+    for a last line that has no end yet."""
     offset, broken = 0, []
-    with _noting(path, notes), open_run_file(path) as file:
+    with _noting(path, notes, growing), open_run_file(path) as file:
         # A line that is longer than MAX_LINE is read as several invalid lines.
         for count, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), 1):
             try:
@@ -150,7 +162,7 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, Record]]:
                 record = None
             if isinstance(record, dict):
                 yield offset, record
-            elif line.strip():
+            elif line.strip() and not (growing and not line.endswith(b"\n")):
                 broken.append(count)
             offset += len(line)
     if broken:
@@ -159,17 +171,17 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, Record]]:
         notes.append(f"{path.name}: {lines} {which} can't be read (cut off or damaged); left out.")
 
 
-def _rollout_offsets(path: Path, notes: list[str]) -> Iterator[tuple[tuple[int, int, int], int]]:
+def _rollout_offsets(path: Path, notes: list[str], growing: bool) -> Iterator[tuple[tuple[int, int, int], int]]:
     """((step, group, sample), offset) of each rollout."""
-    for offset, record in read_lines(path, notes):
+    for offset, record in read_lines(path, notes, growing):
         key = (record.get("step"), record.get("group"), record.get("sample"))
         if all(isinstance(part, int) for part in key):
             yield key, offset  # type: ignore[misc]
 
 
-def _read_trace(path: Path, notes: list[str]) -> dict[int, Counter[str]]:
+def _read_trace(path: Path, notes: list[str], growing: bool) -> dict[int, Counter[str]]:
     totals: defaultdict[int, Counter[str]] = defaultdict(Counter)
-    for _, record in read_lines(path, notes):
+    for _, record in read_lines(path, notes, growing):
         rows = number(record, "num_rows")
         if rows is None:
             continue

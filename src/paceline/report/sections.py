@@ -5,26 +5,17 @@ All text from the run goes through `escape`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.report.chart import Series, bars, key, lines, shares, show, stacked
-from paceline.report.figures import (
-    acceptance_length,
-    audits,
-    latest,
-    reward_after,
-    reward_before,
-    speedup,
-    stage_seconds,
-    tail_speedup,
-    warnings,
-)
+from paceline.report.chart import bars, key, lines, shares, show, stacked
+from paceline.report.elements import charts, definitions, factor, folded, paragraph, seconds, section, table
+from paceline.report.figures import audits, identical_audits, speedup, stage_seconds, tail_speedup, warnings
+from paceline.report.markup import escape
 from paceline.report.run import OUTCOMES, ROW_BOUNDS, Run, mean, number
+from paceline.report.series import STYLES, Series, look
 from paceline.report.table import cell
 
-STYLES = ("solid", "dashed", "dotted")
 # Stage -> (name on the page, colour), from bottom to top. Together the stages are the whole time of a step.
 STAGES = {
     "generation": ("generation", 0),
@@ -49,18 +40,10 @@ RULES = {
 }
 
 
-def section(name: str, title: str, *parts: str) -> str:
-    content = "".join(parts)
-    return f'<section id="{name}"><h2>{escape(title)}</h2>{content}</section>' if content else ""
-
-
-def folded(name: str, title: str, content: str) -> str:
-    return f'<section id="{name}"><details><summary>{title}</summary>{content}</details></section>'
-
-
-def charts(*figures: str, small: bool = False) -> str:
-    present = "".join(figures)
-    return f'<div class="charts{" small" if small else ""}">{present}</div>' if present else ""
+def by_index(rows: Sequence[Any]) -> list[list[float | None]]:
+    """For each index of a metric that is a list: its values over the steps."""
+    lists = [row if isinstance(row, list) else [] for row in rows]
+    return [[number(row[i]) if i < len(row) else None for row in lists] for i in range(max(map(len, lists), default=0))]
 
 
 def metric_lines(
@@ -75,53 +58,6 @@ def metric_lines(
     return lines(title, unit, run.numbers, series, **options)
 
 
-def by_index(rows: Sequence[Any]) -> list[list[float | None]]:
-    """For each index of a metric that is a list: its values over the steps."""
-    lists = [row if isinstance(row, list) else [] for row in rows]
-    return [[number(row[i]) if i < len(row) else None for row in lists] for i in range(max(map(len, lists), default=0))]
-
-
-def paragraph(text: str) -> str:
-    return f"<p>{escape(text)}</p>"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], num_text: int = 1, caption: str = "") -> str:
-    """Cells are HTML. The first `num_text` columns are text, the others are numbers, aligned right."""
-    kinds = ["text" if i < num_text else "num" for i in range(len(head))]
-    title = f"<caption>{escape(caption)}</caption>" if caption else ""
-    top = "".join(f'<th class="{kind}" scope="col">{escape(name)}</th>' for kind, name in zip(kinds, head, strict=True))
-    body = "".join(
-        "<tr>" + "".join(f'<td class="{kind}">{cell}</td>' for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
-        for row in rows
-    )
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption or head[0])}">'
-        f"<table{' class=wrap' if num_text > 1 else ''}>{title}"
-        f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
-        if body
-        else ""
-    )
-
-
-def definitions(kind: str, items: Iterable[tuple[str, str]]) -> str:
-    """(name, HTML) of each item."""
-    content = "".join(f"<div><dt>{escape(name)}</dt><dd>{value}</dd></div>" for name, value in items)
-    return f'<dl class="{kind}">{content}</dl>'
-
-
-def factor(value: float | None) -> str:
-    return f"{value:.2f}×" if value is not None else "–"
-
-
-def seconds(value: float | None) -> str:
-    if value is None:
-        return "–"
-    if value < 90:
-        return f"{show(value)} s"
-    minutes, remainder = divmod(round(value), 60)
-    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min {remainder:02} s"
-
-
 # The sections, from top to bottom
 
 
@@ -134,49 +70,9 @@ def heading(run: Run) -> str:
 def messages(run: Run) -> str:
     def box(kind: str, title: str, texts: Sequence[str]) -> str:
         items = "".join(f"<li>{escape(text)}</li>" for text in texts)
-        return f'<aside class="{kind}"><b>{title}</b><ul>{items}</ul></aside>' if items else ""
+        return f'<aside class="{kind}" id="{kind}s"><b>{title}</b><ul>{items}</ul></aside>' if items else ""
 
     return box("warning", "Warnings", warnings(run)) + box("note", "About this report", run.notes)
-
-
-def key_figures(run: Run) -> str:
-    tiles: list[tuple[str, str, str]] = []  # name, figure, note
-    before, after = reward_before(run), reward_after(run)
-    if before is not None or after is not None:
-        change = f"{after - before:+.3f} " if before is not None and after is not None else ""
-        tiles.append(("held-out reward", f"{show(before)} → {show(after)}", f"{change}on held-out problems"))
-    elif (last := latest(run, "reward_mean")) is not None:
-        tiles.append(("training reward", show(last), "mean of the last step; no evaluation"))
-    if (length := acceptance_length(run)) is not None:
-        tiles.append(("acceptance length", f"{length:.2f}", "tokens per verified draft, 1 + accepted ÷ drafts"))
-    if (ratio := speedup(run)) is not None:
-        tiles.append(("audited speed-up", factor(ratio), "generation time of the same tokens, plain ÷ speculative"))
-    if tail := {name: value for name, value in tail_speedup(run).items() if value is not None}:
-        first, value = next(iter(tail.items()))
-        sequences = "sequence" if first == "1" else "sequences"
-        tiles.append(("speed-up in the tail", factor(value), f"with {first} running {sequences}, audited"))
-    if audits(run):
-        tiles.append(("identical audits", identical_audits(run), "the same tokens with and without drafts"))
-    if (mismatch := mean(run.series("mismatch_mean"))) is not None:
-        tiles.append(("engine and learner", show(mismatch), "mean |Δ logprob| of the same tokens"))
-    if run.steps:
-        planned = run.setting("train", "num_steps")
-        of_planned = f"of {planned} planned, " if isinstance(planned, int) else ""
-        wall = number(run.summary, "wall_s") or run.total("stages", "total")
-        tiles.append(("steps", str(len(run.steps)), f"{of_planned}in {seconds(wall)}"))
-        if (memory := latest(run, "memory_gib")) is not None:
-            of = "of the GPU" if str(run.setting("model", "device")).startswith("cuda") else "of the process"
-            tiles.append(("memory", f"{memory:.1f} GiB", f"{of}, maximum"))
-        num_tokens = number(run.summary, "num_tokens") or run.total("num_tokens")
-        rate = mean(run.series("tokens_per_s"))
-        tiles.append(("tokens generated", f"{num_tokens:,.0f}", f"{show(rate)} per second" if rate else ""))
-    shown = [(name, f"{escape(figure)}<small>{escape(note)}</small>") for name, figure, note in tiles]
-    return definitions("tiles", shown) if shown else ""
-
-
-def identical_audits(run: Run) -> str:
-    audited = audits(run)
-    return f"{sum(audit.get('identical') is True for _, audit in audited)} of {len(audited)}"
 
 
 def reward(run: Run) -> str:
@@ -184,7 +80,8 @@ def reward(run: Run) -> str:
     if run.steps and held_out[0] is None:
         held_out[0] = number(run.steps[0], "eval_before", "reward")
     names = list(dict.fromkeys(name for r in run.steps if isinstance(r.get("rewards"), dict) for name in r["rewards"]))
-    by_function = [Series(name, run.series("rewards", name), i % 6, STYLES[i % 3]) for i, name in enumerate(names)]
+    by_function = [Series(name, run.series("rewards", name), *look(i)) for i, name in enumerate(names)]
+    is_reward = len(names) == 1 and by_function[0].values == run.series("reward_mean")
     evals = [(f"{r['step']} (before)", r["eval_before"]) for r in run.steps if isinstance(r.get("eval_before"), dict)]
     evals += [(str(r["step"]), r["eval"]) for r in run.steps if isinstance(r.get("eval"), dict)]
     columns = {"reward": "mean reward", "avg_at_n": "avg@n", "pass_at_k": "pass@k", "n": "n", "k": "k"}
@@ -199,7 +96,7 @@ def reward(run: Run) -> str:
             lines("Reward", "mean over a step's samples", run.numbers,
                   [mean_reward, Series("held out", held_out, 1, "points")]),
             metric_lines(run, "Completion length", "tokens", lengths, from_zero=True),
-            lines("Reward by function", "mean, without weights", run.numbers, by_function if len(names) > 1 else []),
+            lines("Reward by function", "mean, without weights", run.numbers, [] if is_reward else by_function),
             metric_lines(run, "Truncated", "share of a step's samples", {"truncated": "truncated_ratio"}, colour=1,
                          from_zero=True),
         ),
@@ -417,7 +314,7 @@ def engines(run: Run) -> str:
         paragraph("Shares of the time in which rollouts are generated. Idle engines wait for the longest rollout."),
         charts(
             lines("Busy", "share of generation time", run.numbers,
-                  [Series(f"engine {i}", values, i % 6, STYLES[i // 6 % 3]) for i, values in enumerate(each)],
+                  [Series(f"engine {i}", values, *look(i)) for i, values in enumerate(each)],
                   from_zero=True, limits=(0.0, 1.0)),
             metric_lines(run, "Weight sync", "seconds per step", {"weight sync": "stages.sync"}, colour=3,
                          from_zero=True),
@@ -442,43 +339,3 @@ def config(run: Run) -> str:
     if not run.config:
         return ""
     return folded("config", "Configuration", f'<pre class="config" tabindex="0">{escape(run.config)}</pre>')
-
-
-def rollout_browser(run: Run) -> str:
-    """Only the controls; report.js fills them from the embedded data."""
-    num_embedded, total = len(run.rollouts.records), run.rollouts.num_total
-    if not total:
-        return ""
-    note = f"All {total:,} samples are in this page."
-    if num_embedded < total:
-        note = (
-            f"This page contains {num_embedded:,} of {total:,} samples: whole groups, spread evenly over the steps, "
-            "to keep the file small. rollouts.jsonl has all of them."
-        )
-    if not num_embedded:
-        return section("rollouts", "Rollouts", paragraph(note))
-    orders = ("in order", "highest reward first", "lowest reward first", "failed", "truncated")
-    options = "".join(f"<option>{name}</option>" for name in orders)
-    return section(
-        "rollouts",
-        "Rollouts",
-        paragraph(note),
-        f"""<div class="browser" id="browser">
-<div class="controls">
-<label>show <select id="order">{options}</select></label>
-<label>step <select id="step"></select></label>
-<label>group <select id="group"></select></label>
-<span class="buttons"><button id="previous" type="button">← previous</button>
-<button id="next" type="button">next →</button></span>
-<output id="place"></output>
-</div>
-<p class="keys">Keys: <kbd>←</kbd> <kbd>→</kbd> sample, <kbd>[</kbd> <kbd>]</kbd> group,
-<kbd>Shift</kbd> with <kbd>←</kbd> <kbd>→</kbd> step.</p>
-<div class="samples" id="samples" role="group" aria-label="samples of this group, with their rewards"></div>
-<dl class="facts" id="sample-facts"></dl>
-<h3>Prompt</h3><pre class="prompt" id="prompt" tabindex="0"></pre>
-<h3>Completion</h3><ul class="legend tokens-legend" id="legend"></ul>
-<pre class="tokens" id="tokens" tabindex="0"></pre>
-<output class="token-facts" id="token-facts">Point at a token, or tap it, for its figures.</output>
-</div><noscript><p>Only the rollout browser needs JavaScript.</p></noscript>""",
-    )
