@@ -33,7 +33,7 @@ def test_contradicting_options_are_errors(arguments, message):
 
 
 def test_list_takes_no_other_options(tmp_path):
-    done = run(app, ["simulate", "list", "--json", str(tmp_path / "out.json")])
+    done = run(app, ["simulate", "--list", "--json", str(tmp_path / "out.json")])
     assert done.exit_code == 2 and "takes no other arguments" in done.output and not (tmp_path / "out.json").exists()
 
 
