@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -117,16 +117,27 @@ def rollout_metrics(batch: Batch) -> dict[str, Any]:
 
 
 def plain_estimate(traces: Iterable[StepTrace]) -> dict[str, float]:
-    """`estimated_plain_s`: time of plain decoding for the tokens of `decoding_s`, the time of the steps without prompt
-    tokens for which the policy has estimated a plain step's time. A step with several tokens per row counts as so many
-    plain steps."""
+    """Sums for `estimated_speedup`, over the steps without prompt tokens for which the policy has estimated a plain
+    step's time. A step with several tokens per row counts as so many plain steps."""
     steps = [
         t for t in traces if t.plain_s and t.num_query_tokens == t.num_rows + t.num_draft_tokens and not t.num_captured
     ]
+    plain = [t for t in steps if not t.num_planned]
     return {
-        "estimated_plain_s": sum(t.plain_s * t.num_emitted / t.num_rows for t in steps),
         "decoding_s": sum(t.total_s for t in steps),
+        "estimated_plain_s": sum(t.plain_s * t.num_emitted / t.num_rows for t in steps),
+        "plain_steps_s": sum(t.total_s for t in plain),
+        "estimated_plain_steps_s": sum(t.plain_s for t in plain),
     }
+
+
+def estimated_speedup(sums: Mapping[str, float]) -> float | None:
+    """Of decoding with drafts over plain decoding. The estimates are corrected by what the plain steps took: a machine
+    may have become slower since its step times were measured."""
+    if not sums["decoding_s"] or not sums["estimated_plain_steps_s"]:
+        return None
+    slower = sums["plain_steps_s"] / sums["estimated_plain_steps_s"]
+    return slower * sums["estimated_plain_s"] / sums["decoding_s"]
 
 
 def engine_metrics(batch: Batch, num_engines: int) -> dict[str, Any]:

@@ -11,11 +11,12 @@ from paceline.rl.audit import overall
 from paceline.rl.callback import ProgressCallback
 from paceline.rl.folder import RunFolder
 from paceline.rl.logs import Sink
+from paceline.rl.metrics import estimated_speedup, plain_estimate
 from paceline.rl.produce import Batch
 from paceline.rl.records import rollout_record
 
 MAX_FAILURES_SHOWN = 3  # per step
-TOTALS = ("num_tokens", "num_drafts", "num_accepted_tokens", "estimated_plain_s", "decoding_s")
+TOTALS = ("num_tokens", "num_drafts", "num_accepted_tokens", *plain_estimate([]))
 
 
 class Recorder:
@@ -54,7 +55,7 @@ class Recorder:
             "reward_after": last["reward"] if last else None,
             "best": evaluation["best"],
             **overall(self.audits),
-            "estimated_speedup": self._estimated_speedup(),
+            "estimated_speedup": estimated_speedup(self.totals) if num_drafts else None,
             "mean_acceptance_length": 1 + self.totals["num_accepted_tokens"] / num_drafts if num_drafts else 1.0,
             "num_tokens": int(self.totals["num_tokens"]),
             "wall_s": self.totals["wall_s"],
@@ -66,12 +67,6 @@ class Recorder:
         }
         self.folder.write_json("summary.json", summary)
         return summary
-
-    def _estimated_speedup(self) -> float | None:
-        """Of decoding, by the policy's estimates (`metrics.plain_estimate`)."""
-        if not self.totals["num_drafts"] or not self.totals["decoding_s"]:
-            return None
-        return self.totals["estimated_plain_s"] / self.totals["decoding_s"]
 
     def state_dict(self) -> dict[str, Any]:
         return {"audits": self.audits, "totals": self.totals, "stages": self.stages}
