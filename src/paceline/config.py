@@ -123,7 +123,7 @@ class SpeculationSection(Section):
     # `static`: end a draft before a token whose survival probability is below this.
     min_confidence: Annotated[float, Field(ge=0, le=1)] = 0.0
     # `train`: generate every n-th RL step again, with drafts and without, to compare tokens and time. 0: never. Not
-    # set: where audits are possible, as often as they take at most 3% of the run's time.
+    # set: where audits are possible, they take at most 3% of the run's time.
     audit_every: Count | None = None
     suffix_min_match: Positive = 1  # `suffix`: minimum match length in tokens
     suffix_max_bytes: Annotated[int, Field(ge=1 << 16)] = 1 << 30  # `suffix`: maximum size of the history
@@ -160,6 +160,10 @@ class SpeculationSection(Section):
     @property
     def uses_head(self) -> bool:
         return self.method in HEAD_METHODS
+
+    @property
+    def uses_drafter_settings(self) -> bool:
+        return self.head is not None or self.draft_model is not None
 
 
 class SamplingSection(Section):

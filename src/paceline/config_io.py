@@ -149,7 +149,8 @@ def _key_path(root: SectionType, location: tuple[int | str, ...]) -> list[str]:
 def _unknown(root: SectionType, path: list[str], value: Any, hints: Mapping[str, str]) -> list[str]:
     """One line for an unknown key, or for every key of an unknown section that there is a hint for."""
     keys = [".".join(path) + inner for inner in _leaves(value)]
-    hinted = [f"unknown key {key}: {hint}" for key in keys if (hint := _hint(key, hints)) is not None]
+    is_known_section = path[0] in root.model_fields
+    hinted = [f"unknown key {key}: {hint}" for key in keys if (hint := _hint(key, hints, is_known_section)) is not None]
     return hinted or [f"unknown key {'.'.join(path)}: {_nearest(root, path)}"]
 
 
@@ -160,10 +161,16 @@ def _leaves(value: Any) -> list[str]:
     return [f".{name}{inner}" for name, content in value.items() for inner in _leaves(content)]
 
 
-def _hint(key: str, hints: Mapping[str, str]) -> str | None:
-    """The hint for the longest end of a dotted key."""
+def _hint(key: str, hints: Mapping[str, str], is_known_section: bool) -> str | None:
+    """The hint for the longest end of a dotted key. In a known section a hint must name a key of this section: `lr` is
+    learner.learning_rate for `learner.lr`, but not for `draft.lr`."""
     parts = key.split(".")
-    return next((hints[name] for i in range(len(parts)) if (name := ".".join(parts[i:])) in hints), None)
+    names = [".".join(parts[i:]) for i in range(len(parts))]
+    found = next((name for name in names if name in hints), None)
+    if found is None:
+        return None
+    is_elsewhere = is_known_section and "." not in found and f"{parts[0]}." not in hints[found]
+    return None if is_elsewhere else hints[found]
 
 
 def _nearest(root: SectionType, path: list[str]) -> str:

@@ -49,7 +49,6 @@ def test_the_table_has_no_other_rows() -> None:
         (["speculation.min_confidence=0.1"], ("suffix", "static", "coupled")),
         (["speculation.rule=rejection", "speculation.head=dir"], ("hybrid", "static", "rejection")),
         (["engine.kind=vllm", "speculation.method=suffix"], ("suffix", "static", "rejection")),
-        (["engine.kind=vllm", "speculation.head=dir"], ("none", "static", "rejection")),
         (["speculation.method=ngram", "speculation.head=dir"], ("ngram", "auto", "coupled")),
         (["speculation.method=none"], ("none", "static", "coupled")),
         (["speculation.policy=das"], ("suffix", "das", "coupled")),
@@ -70,10 +69,11 @@ def test_defaults_of_a_command_are_below_the_settings() -> None:
 @pytest.mark.parametrize(
     ("settings", "pattern"),
     [
-        ([], r"suffix drafts from .*; policy auto: up to 4 tokens, only where"),
+        ([], r"suffix drafts from .*; policy auto: up to 4 tokens, only if"),
         (["speculation.policy=static"], r"policy static: 4 tokens, in every step$"),
         (["speculation.rule=block"], r'\(auto is not possible with rule = "block"\)$'),
-        (["speculation.num_speculative_tokens={8 = 2}"], r"\(auto is not possible with a table of draft lengths\)$"),
+        (["speculation.num_speculative_tokens={8 = 2}"], r"sequences: 2 up to 8, else none \(auto .* a table"),
+        (["speculation.method=ngram", "speculation.num_speculative_tokens=0"], r"^no speculation: .*_tokens = 0$"),
         (["speculation.method=none"], r'^no speculation: speculation\.method = "none"$'),
         (["engine.kind=vllm"], r'^no speculation: with engine\.kind = "vllm"'),
     ],
@@ -85,3 +85,16 @@ def test_a_run_says_how_it_drafts(settings: list[str], pattern: str) -> None:
 def test_a_section_that_is_a_value_is_reported() -> None:
     with pytest.raises(ValueError, match="speculation = 3: expected a section"):
         load_config(None, ["speculation=3"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["engine.kind=vllm", "speculation.head=dir"], 'with engine.kind = "vllm" .* set speculation.method'),
+        (["speculation.head=dir", "speculation.draft_model=layers:2"], "both set; set speculation.method"),
+    ],
+)
+def test_a_drafter_is_not_ignored(settings: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config(None, settings)
+    load_config(None, [*settings, "speculation.method=eagle3"])

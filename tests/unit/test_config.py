@@ -60,6 +60,7 @@ def test_unknown_key_error_names_the_nearest_key(override, suggestion):
     ("override", "message"),
     [
         ("learner.lr=1", "unknown key learner.lr: Paceline's name is learner.learning_rate"),
+        ("draft.lr=1", "unknown key draft.lr: did you mean draft.learning_rate?"),
         ("lr=1", "unknown key lr: Paceline's name is learner.learning_rate"),
         ("learning_rate=1", "unknown key learning_rate: Paceline's name is learner.learning_rate"),
         ("temperature=1", "unknown key temperature: Paceline's name is sampling.temperature"),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.config import GPU_DEFAULTS, Config, SpeculationSection
+from paceline.config_io import ConfigError
 
 Settings = Mapping[str, Any]  # by section and key; values are not validated
 DRAFTERS = {
@@ -17,7 +18,7 @@ DRAFTERS = {
     "hybrid": "drafts from earlier completions and with an EAGLE-3 head",
 }
 POLICIES = {
-    "auto": "only where the measured step times say that it saves time",
+    "auto": "only if that should save time",
     "das": "more for sequences that are expected to be long",
     "static": "in every step",
 }
@@ -25,24 +26,50 @@ POLICIES = {
 
 def with_defaults(settings: Settings) -> Settings:
     """The settings, with each default that differs from the one in `config`."""
+    check_method(settings)
     return _with_speculation_defaults(_with_device_defaults(settings))
+
+
+def check_method(settings: Settings) -> None:
+    """Raise ConfigError for settings of drafters that would be ignored, as speculation.method is not set."""
+    given = _section(settings, "speculation")
+    if "method" in given:
+        return
+    drafters = [name for name in ("head", "draft_model") if given.get(name) is not None]
+    is_vllm = _section(settings, "engine").get("kind") == "vllm"
+    if drafters and is_vllm:
+        raise ConfigError(
+            f'speculation.{drafters[0]} = {given[drafters[0]]!r}: with engine.kind = "vllm" nothing is drafted by '
+            "default; set speculation.method"
+        )
+    if len(drafters) > 1:
+        raise ConfigError(
+            "speculation.head and speculation.draft_model are both set; set speculation.method to the drafter to use"
+        )
 
 
 def describe_speculation(config: Config) -> str:
     """One line about how a run drafts, and why if that is not what it does by default."""
     s = config.speculation
+    if s.method == "none" and config.engine.kind == "vllm":
+        return 'no speculation: with engine.kind = "vllm", set speculation.method'
     if s.method == "none":
-        if config.engine.kind == "vllm":
-            return 'no speculation: with engine.kind = "vllm", speculation.method is "none" unless it is set'
         return 'no speculation: speculation.method = "none"'
+    if s.num_speculative_tokens == 0:
+        return "no speculation: speculation.num_speculative_tokens = 0"
     return f"speculation: {s.method} {DRAFTERS[s.method]}; policy {describe_policy(config)}"
 
 
 def describe_policy(config: Config) -> str:
     """The policy of a run that drafts, what it does, and why it is not `auto` where that can't be used."""
     s = config.speculation
-    limit = f"{s.num_speculative_tokens} tokens"
-    text = f"{s.policy}: {limit if s.policy == 'static' else f'up to {limit}'}, {POLICIES[s.policy]}"
+    length = s.num_speculative_tokens
+    if isinstance(length, int):
+        amount = f"{'up to ' if s.policy != 'static' else ''}{length} tokens, {POLICIES[s.policy]}"
+    else:
+        table = ", ".join(f"{k} up to {rows}" for rows, k in sorted(length.items()))
+        amount = f"tokens by number of running sequences: {table}, else none"
+    text = f"{s.policy}: {amount}"
     reason = _no_auto(s.model_dump(), config.engine.kind)
     return text if s.policy == "auto" or reason is None else f"{text} (auto is not possible with {reason})"
 

@@ -33,7 +33,7 @@ from paceline.model.weights import ModelError
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.audit import Auditor
 from paceline.rl.callback import ProgressCallback
-from paceline.rl.check_settings import audit_obstacles
+from paceline.rl.check_settings import audits_are_possible
 from paceline.rl.checkpoint import Checkpoints
 from paceline.rl.collect import Collector
 from paceline.rl.folder import RunFolder
@@ -87,7 +87,7 @@ def build_rollout_engine(config: Config) -> Engine:
 def build_auditor(config: Config, engine: Engine) -> Auditor | None:
     """None if audits are not possible: they need the rule `coupled`, and an engine in this process to time. None also
     if nothing is drafted, unless audits are asked for."""
-    if not isinstance(engine, LocalEngine) or any(audit_obstacles(config)):
+    if not isinstance(engine, LocalEngine) or not audits_are_possible(config):
         return None
     if config.speculation.method == "none" and not config.speculation.audit_every:
         return None

@@ -86,13 +86,13 @@ def _report_errors(function: Command) -> Command:
 def split_arguments(
     arguments: Sequence[str] | None, overrides: Sequence[str] | None = None, file: Path | None = None
 ) -> tuple[Path | None, list[str]]:
-    """The config file and the settings of a command without other arguments: a file has no `=`. `overrides` are those
-    of --set, and win; `file` is that of --config."""
+    """The config file and the settings of a command without other arguments. `overrides` are those of --set, and win;
+    `file` is that of --config."""
     given = list(arguments or ())
-    files = [str(file)] * (file is not None) + [argument for argument in given if "=" not in argument]
+    files = [str(file)] * (file is not None) + [argument for argument in given if not KEY.match(argument)]
     if len(files) > 1:
         raise ValueError(f"two config files, {files[0]} and {files[1]}; give one, and settings as a.b=c")
-    return Path(files[0]) if files else None, [a for a in given if "=" in a] + list(overrides or ())
+    return Path(files[0]) if files else None, [a for a in given if KEY.match(a)] + list(overrides or ())
 
 
 def split_settings(
@@ -105,6 +105,7 @@ def split_settings(
     return [argument for argument in given if argument not in found], found + list(overrides or ())
 
 
+KEY = re.compile(r"[^/=]*=")  # a setting, or a mistaken one; the path of a file may have `=` too
 SETTING = re.compile(rf"({'|'.join(Config.model_fields)})(\.\w+)+=")
 
 

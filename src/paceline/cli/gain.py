@@ -33,8 +33,8 @@ def _gain(summary: Mapping[str, Any], share: float) -> str:
         )
     text = f"Speculation made generation {ratio:.2f}x as fast as without drafts, measured on the same tokens"
     if tail := summary["tail_speedup"]:
-        rows, best = max(tail.items(), key=lambda item: float(item[1]))
-        text += f", and {best:.2f}x with {rows} {'sequence' if rows == '1' else 'sequences'} at a time"
+        rows = min(tail, key=int)
+        text += f", and {tail[rows]:.2f}x with {rows} {'sequence' if rows == '1' else 'sequences'} at a time"
     saved = share * (ratio - 1) / (1 + share * (ratio - 1))
     verb = "shorter" if saved >= 0 else "longer"
     return f"{text}. Generation took {share:.0%} of the time, so the steps were {abs(saved):.1%} {verb}."
@@ -42,10 +42,13 @@ def _gain(summary: Mapping[str, Any], share: float) -> str:
 
 def _head(share: float, has_shipped_head: bool) -> str:
     saved = share * (1 - 1 / EXAMPLE_SPEEDUP)
-    how = "it is shipped for this model" if has_shipped_head else "`paceline train-draft` with this config trains one"
+    if has_shipped_head:
+        how = "To use the one that is shipped for this model, set speculation.method=hybrid."
+    else:
+        how = "`paceline train-draft` with this config trains one; then set speculation.head=DIR."
     return (
-        "An EAGLE-3 head also drafts what earlier completions do not have. One that makes generation "
-        f"{EXAMPLE_SPEEDUP:g}x as fast would shorten a step by {saved:.0%}; {how}: then set speculation.method=hybrid."
+        f"An EAGLE-3 head may draft more: if it made generation {EXAMPLE_SPEEDUP:g}x as fast, a step would be "
+        f"{saved:.0%} shorter. {how}"
     )
 
 

@@ -26,7 +26,7 @@ from paceline.model.hf_shape import read_shape
 from paceline.model.store import load_tokenizer, resolve
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.audit_schedule import SHARE
-from paceline.rl.check_settings import audit_obstacles
+from paceline.rl.check_settings import audits_are_possible
 from paceline.speculation.batch import Load
 from paceline.speculation.cost_files import cost_table_of
 from paceline.tasks.prompt import encode, prompt_preview
@@ -132,9 +132,8 @@ def described(config: Config) -> dict[str, str]:
 def described_audits(config: Config) -> str:
     every = config.speculation.audit_every
     if every:
-        return f"every {every} steps: their rollouts are generated twice more, {200 / every:.3g}% more generation"
-    is_possible = config.engine.kind == "local" and config.cluster.kind == "none" and not any(audit_obstacles(config))
-    if every == 0 or not is_possible or config.speculation.method == "none":
+        return f"every {every} steps: audits generate the rollouts twice again, {200 / every:.3g}% more generation"
+    if every == 0 or not audits_are_possible(config) or config.speculation.method == "none":
         return "none"
     return f"at most {SHARE:.0%} of the run's time; none in a short run"
 

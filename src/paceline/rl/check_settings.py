@@ -33,6 +33,12 @@ def audit_obstacles(config: Config) -> Iterator[str]:
         )
 
 
+def audits_are_possible(config: Config) -> bool:
+    """Audits need an engine in the learner's process."""
+    is_in_process = config.engine.kind == "local" and config.cluster.kind == "none"
+    return is_in_process and not any(audit_obstacles(config))
+
+
 def training_problems(config: Config) -> Iterator[str]:
     """Settings of model, sampling and algorithm that the learner can't follow."""
     if config.learner.model == "transformers" and config.model.yarn_factor is not None:

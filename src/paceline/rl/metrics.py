@@ -118,7 +118,7 @@ def rollout_metrics(batch: Batch) -> dict[str, Any]:
 
 def plain_estimate(traces: Iterable[StepTrace]) -> dict[str, float]:
     """Sums for `estimated_speedup`, over the steps without prompt tokens for which the policy has estimated a plain
-    step's time. A step with several tokens per row counts as so many plain steps."""
+    step's time. A step that emits m tokens per row replaces m plain steps."""
     steps = [
         t for t in traces if t.plain_s and t.num_query_tokens == t.num_rows + t.num_draft_tokens and not t.num_captured
     ]

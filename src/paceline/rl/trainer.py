@@ -177,7 +177,8 @@ class Trainer:
         is_best = False
         try:
             generation_s = metrics["stages"]["generation"] + metrics["stages"]["draft"]
-            if self.auditor is not None and self.audit_schedule.is_due(step, total_s, generation_s):
+            self.audit_schedule.observe_step(total_s)
+            if self.auditor is not None and self.audit_schedule.is_due(step, generation_s):
                 metrics |= self._audit(batch, state_before, generation_s)
             if train.eval_every and (self.step % train.eval_every == 0 or self.step == train.num_steps):
                 is_best = self.evaluator.evaluate(self.step)
@@ -263,7 +264,7 @@ class Trainer:
         assert self.auditor is not None and not self.overlaps, "audits need generation without overlap"
         started = time.perf_counter()
         audit = self.auditor.audit(batch.rounds, state_before)
-        self.audit_schedule.audited(time.perf_counter() - started, generation_s)
+        self.audit_schedule.observe_audit(time.perf_counter() - started, generation_s)
         if audit is None:
             return {}
         self.recorder.audits.append(audit)
