@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import date, time
@@ -148,10 +149,23 @@ def _key_path(root: SectionType, location: tuple[int | str, ...]) -> list[str]:
 
 def _unknown(root: SectionType, path: list[str], value: Any, hints: Mapping[str, str]) -> list[str]:
     """One line for an unknown key, or for every key of an unknown section that there is a hint for."""
+    if path[0] in root.model_fields:
+        return [f"unknown key {'.'.join(path)}: {_hint_in_section(root, path, hints) or _nearest(root, path)}"]
     keys = [".".join(path) + inner for inner in _leaves(value)]
-    is_known_section = path[0] in root.model_fields
-    hinted = [f"unknown key {key}: {hint}" for key in keys if (hint := _hint(key, hints, is_known_section)) is not None]
+    hinted = [f"unknown key {key}: {hint}" for key in keys if (hint := _hint(key, hints)) is not None]
     return hinted or [f"unknown key {'.'.join(path)}: {_nearest(root, path)}"]
+
+
+def _hint_in_section(root: SectionType, path: list[str], hints: Mapping[str, str]) -> str | None:
+    """For an unknown key of a known section: a hint for the dotted key, or one that names a key of this section. `lr`
+    is learner.learning_rate, but `draft.lr` is draft.learning_rate."""
+    *parents, leaf = path
+    section, key = ".".join(parents), ".".join(path)
+    hint = hints.get(key) or hints.get(leaf)
+    if hint is None or key in hints or f"{section}." in hint:
+        return hint
+    names = [name for name in _section_at(root, parents).model_fields if re.search(rf"\.{name}\b", hint)]
+    return f"did you mean {section}.{names[0]}?" if names else None
 
 
 def _leaves(value: Any) -> list[str]:
@@ -161,16 +175,10 @@ def _leaves(value: Any) -> list[str]:
     return [f".{name}{inner}" for name, content in value.items() for inner in _leaves(content)]
 
 
-def _hint(key: str, hints: Mapping[str, str], is_known_section: bool) -> str | None:
-    """The hint for the longest end of a dotted key. In a known section a hint must name a key of this section: `lr` is
-    learner.learning_rate for `learner.lr`, but not for `draft.lr`."""
+def _hint(key: str, hints: Mapping[str, str]) -> str | None:
+    """The hint for the longest end of a dotted key."""
     parts = key.split(".")
-    names = [".".join(parts[i:]) for i in range(len(parts))]
-    found = next((name for name in names if name in hints), None)
-    if found is None:
-        return None
-    is_elsewhere = is_known_section and "." not in found and f"{parts[0]}." not in hints[found]
-    return None if is_elsewhere else hints[found]
+    return next((hints[name] for i in range(len(parts)) if (name := ".".join(parts[i:])) in hints), None)
 
 
 def _nearest(root: SectionType, path: list[str]) -> str:
