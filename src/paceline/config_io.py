@@ -236,7 +236,12 @@ def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is dict:
         return f"a table from {_describe(args[0])} to {_describe(args[1])}"
     if origin is list:
-        return f"a list of {_describe(args[0]).removeprefix('a ').removeprefix('an ')}s"
+        item = _describe(args[0])
+        return (
+            f"a list of {item.partition(' ')[2]}s" if re.fullmatch(r"an? \w+", item) else f"a list; an item is {item}"
+        )
+    if annotation is Any:
+        return "any value"
     type_names = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
     text = type_names.get(annotation, str(annotation))
     bounds = [
