@@ -1,12 +1,13 @@
 """Audits: the same samples generated without drafts and with them, by one engine with the same kernels and weights.
 
-A cell is an RL step's weights and samples, a number of samples in flight, a drafter and a draft length or policy.
+A cell is an RL step's weights and samples, a batch size, a drafter and a draft length or policy.
 Before a cell is measured, other samples of the same prompts are generated with it. That compiles kernels and captures
 CUDA graphs (its time is recorded as a cold start), and gives the acceptance statistics that every audit starts from. A
 run in which a CUDA graph is captured is repeated. In a round, every generation with drafts has one without next to it,
 and the order alternates. The drafter `plain` is plain decoding against plain decoding: the noise.
 
-Every generation must have the same tokens, in `audit` those of the recorded run, or the part fails.
+With batch-invariant kernels every generation must have the same tokens, in `audit` those of the recorded run. Otherwise
+the part fails: the audit is recorded with `failed`, and measured again at the next start.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from results import Row
+from results import Row, measured_rows
 from runs import rows_of, weights_file
 from safetensors.torch import load_file
-from settings import Study
+from settings import NUM_AUDITS, Study
 
 from paceline.build.config import load_config
 from paceline.build.cost import measured_costs
@@ -33,6 +34,7 @@ from paceline.build.engine import build_engine
 from paceline.build.policy import build_policy
 from paceline.build.task import build_task
 from paceline.config import Config
+from paceline.engine.captures import without_captures
 from paceline.rl.folder import read_stream
 from paceline.rl.trainer import gc_frozen
 from paceline.speculation.auto import MODELS
@@ -46,18 +48,16 @@ from paceline.types import Completion, Request, StepTrace, noise_key
 DRAFTERS: dict[str, tuple[str, str | None]] = {
     "plain": ("none", None),
     "ngram": ("ngram", None),
-    "history": ("suffix", None),
+    "suffix": ("suffix", None),
     "eagle3-general": ("eagle3", "general"),
     "eagle3-in-domain": ("eagle3", "in-domain"),
     "hybrid": ("hybrid", "in-domain"),
-    "useless": ("eagle3", "useless"),
+    "eagle3-random": ("eagle3", "random"),
 }
-WITH_HISTORY = ("history", "hybrid")
+WITH_HISTORY = ("suffix", "hybrid")
 LENGTHS = ("auto", "1", "3", "5", "7")
 LONGEST = 7  # draft tokens of the policies that choose
-IN_FLIGHT = (8, 16, 64, 128, 512)
-NUM_ROUNDS = 5
-MAX_TRIES = 4  # to get a run without captures
+BATCH_SIZES = (8, 16, 64, 128, 512)
 RESERVE_S = 20  # on a GPU: for the first round
 LONG_TEMPLATE = (
     "{prompt}\nWrite a detailed solution. First restate what is given and what is asked. Then solve the problem step "
@@ -65,9 +65,9 @@ LONG_TEMPLATE = (
     "and compare both results. End with the final number in \\boxed{}."
 )
 LONG_TOKENS = 4  # times sampling.max_tokens: 2048
-LONG_IN_FLIGHT = 64
+LONG_BATCH = 64
 LONG_REQUESTS = 4  # times --requests: 128
-LONG_LENGTHS = {"history": ("auto", "das", "3"), "eagle3-in-domain": ("auto", "3"), "hybrid": ("auto",)}
+LONG_LENGTHS = {"suffix": ("auto", "das", "3"), "eagle3-in-domain": ("auto", "3"), "hybrid": ("auto",)}
 QUANTILES = (0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1)
 
 Key = dict[str, Any]  # what a cell's rows have in common, besides drafter and length
@@ -96,7 +96,7 @@ class Work:
     """What is generated in a cell. `warm_up`: other samples of the same prompts."""
 
     key: Key
-    in_flight: int
+    batch_size: int
     batches: list[list[Request]]
     warm_up: list[list[Request]]
     expected: list[np.ndarray] | None = None  # tokens; None: those of the first plain generation
@@ -117,17 +117,18 @@ class Generated:
 
 def audit(study: Study) -> None:
     run = study.folder("runs-record", "plain")
-    in_flight = study.args.in_flight or list(IN_FLIGHT)
+    batch_sizes = study.args.batch or list(BATCH_SIZES)
     variants = chosen_variants(study, dict.fromkeys(DRAFTERS, LENGTHS) | {"plain": ("0",)})
-    samples = read_samples(study, max(study.args.steps))
+    samples = read_samples(study, study.args.steps)
+    check_batch_sizes(batch_sizes, {step: len(samples[step]) for step in study.args.steps})
     done = measured(study)
     cells = [
-        (step, n) for step in study.args.steps for n in in_flight
-        if n <= len(samples.get(step, [])) and missing_rounds(study, done, {"step": step, "in_flight": n}, variants)
+        (step, n) for step in study.args.steps for n in batch_sizes
+        if missing_rounds(study, done, {"step": step, "batch_size": n}, variants)
     ]  # fmt: skip
     if not cells:
         return
-    settings = ["speculation.method=none", f"engine.max_num_seqs={max(in_flight)}"]
+    settings = ["speculation.method=none", f"engine.max_num_seqs={max(batch_sizes)}"]
     bench = Bench(study, lambda *more: load_config(run / "config.toml", [*settings, *more]))
     steps = rows_of(study.results.rows("record", "step"), "plain")
     checksums = {row["step"] + 1: row["weights_checksum"] for row in steps}  # by version
@@ -138,18 +139,31 @@ def audit(study: Study) -> None:
             measure(study, bench, audit_work(study, bench, step, n, samples[step], before), variants, done)
 
 
+def check_batch_sizes(batch_sizes: Sequence[int], num_samples: Mapping[int, int]) -> None:
+    """`num_samples`: of the recorded steps that are audited."""
+    for step, num in num_samples.items():
+        if wrong := [n for n in batch_sizes if not 0 < n <= num]:
+            raise ValueError(
+                f"--batch {', '.join(map(str, wrong))}: step {step} was recorded with {num} samples; give sizes from "
+                f"1 to {num}"
+            )
+
+
 def long(study: Study) -> None:
     """Long solutions of held-out problems, by the model that the runs start with."""
-    in_flight = (study.args.in_flight or [LONG_IN_FLIGHT])[0]
+    batch_sizes = study.args.batch or [LONG_BATCH]
+    if len(batch_sizes) != 1:
+        raise ValueError(f"--batch {','.join(map(str, batch_sizes))}: the part `long` measures one size; give only one")
+    batch_size = batch_sizes[0]
     variants, done = chosen_variants(study, LONG_LENGTHS | {"plain": ("0",)}), measured(study)
-    if not missing_rounds(study, done, {"step": 1, "in_flight": in_flight}, variants):
+    if not missing_rounds(study, done, {"step": 1, "batch_size": batch_size}, variants):
         return
     settings = [
-        "speculation.method=none", f"engine.max_num_seqs={in_flight}", f"task.template={json.dumps(LONG_TEMPLATE)}",
+        "speculation.method=none", f"engine.max_num_seqs={batch_size}", f"task.template={json.dumps(LONG_TEMPLATE)}",
         f"sampling.max_tokens={LONG_TOKENS * study.config().sampling.max_tokens}",
     ]  # fmt: skip
     bench = Bench(study, lambda *more: study.config(*settings, *more))
-    work = long_work(study, bench, in_flight)
+    work = long_work(study, bench, batch_size)
     measure(study, bench, work, variants, done)
 
 
@@ -165,15 +179,18 @@ def chosen_variants(study: Study, default: Mapping[str, Sequence[str]]) -> list[
     ]  # fmt: skip
 
 
-def read_samples(study: Study, last_step: int) -> dict[int, list[Sample]]:
-    """Of the recorded run, by RL step, counted from 1."""
+def read_samples(study: Study, steps: Sequence[int]) -> dict[int, list[Sample]]:
+    """Of the recorded run up to the last of these, by RL step, counted from 1."""
     found: dict[int, list[Sample]] = {}
     for record in read_stream(study.folder("runs-record", "plain"), "rollouts"):
-        if record["step"] >= last_step:
+        if record["step"] >= max(steps):
             break
         found.setdefault(record["step"] + 1, []).append(Sample.of(record))
-    if last_step not in found:
-        raise ValueError(f"--steps {last_step}: the recorded run has not got so far; run `record` with the same --work")
+    if missing := sorted(set(steps) - set(found)):
+        raise ValueError(
+            f"--steps {', '.join(map(str, missing))}: the recorded run has {len(found)} steps; run `record` with the "
+            "same --work, or choose others"
+        )
     return found
 
 
@@ -194,9 +211,9 @@ class Sample:
 
 
 def audit_work(
-    study: Study, bench: Bench, step: int, in_flight: int, samples: list[Sample], before: list[Sample]
+    study: Study, bench: Bench, step: int, batch_size: int, samples: list[Sample], before: list[Sample]
 ) -> Work:
-    num = min(-(-study.args.requests // in_flight) * in_flight or in_flight, len(samples) // in_flight * in_flight)
+    num = min(-(-study.args.requests // batch_size) * batch_size or batch_size, len(samples) // batch_size * batch_size)
     chosen, config = samples[:num], bench.config
 
     def requests(*seed: object) -> list[list[Request]]:
@@ -204,19 +221,19 @@ def audit_work(
             Request(i, s.prompt_ids, config.sampling.params(), noise_key(*seed, s.group, s.number, 0), s.problem)
             for i, s in enumerate(chosen)
         ]
-        return [found[i : i + in_flight] for i in range(0, num, in_flight)]
+        return [found[i : i + batch_size] for i in range(0, num, batch_size)]
 
     problems = {sample.problem for sample in chosen}
     related = [sample for sample in before if sample.problem in problems]
     return Work(
-        {"step": step, "in_flight": in_flight}, in_flight, requests(config.train.seed), requests("warm-up", step),
+        {"step": step, "batch_size": batch_size}, batch_size, requests(config.train.seed), requests("warm-up", step),
         [sample.tokens for sample in chosen], lambda: history_of(bench, related),
     )  # fmt: skip
 
 
 def history_of(bench: Bench, samples: Sequence[Sample]) -> Mapping[str, np.ndarray]:
-    """The state of a history drafter that has observed these samples."""
-    drafter, none = bench.drafter(Variant("history", "auto")), np.zeros(1, np.int32)
+    """The state of a suffix drafter that has observed these samples."""
+    drafter, none = bench.drafter(Variant("suffix", "auto")), np.zeros(1, np.int32)
     assert drafter is not None
     for i, sample in enumerate(samples):
         drafter.begin(Request(i, sample.prompt_ids, bench.config.sampling.params(), 0, sample.problem), sample.version)
@@ -226,7 +243,7 @@ def history_of(bench: Bench, samples: Sequence[Sample]) -> Mapping[str, np.ndarr
     return drafter.state_dict()
 
 
-def long_work(study: Study, bench: Bench, in_flight: int) -> Work:
+def long_work(study: Study, bench: Bench, batch_size: int) -> Work:
     config, tokenizer = bench.config, bench.engine.tokenizer
     num = config.algorithm.num_generations
     problems = build_task(config).held_out[: max(1, LONG_REQUESTS * study.args.requests // num)]
@@ -238,7 +255,7 @@ def long_work(study: Study, bench: Bench, in_flight: int) -> Work:
             for i, (name, ids) in enumerate(prompts) for j in range(num)
         ]]  # fmt: skip
 
-    return Work({"step": 1, "in_flight": in_flight}, in_flight, requests(1), requests(0))
+    return Work({"step": 1, "batch_size": batch_size}, batch_size, requests(1), requests(0))
 
 
 # ---- measuring ----
@@ -285,14 +302,14 @@ class Bench:
         draft_costs = {MODELS.get(method, method): cost} if cost or runner.drafts_on_device else {}
         return build_policy(config.speculation, lambda: measured_costs(paged, runner, config, draft_costs))
 
-    def generate(self, variant: Variant, batches: list[list[Request]], in_flight: int, state: State) -> Generated:
-        """One batch after another, with at most `in_flight` samples at a time."""
+    def generate(self, variant: Variant, batches: list[list[Request]], batch_size: int, state: State) -> Generated:
+        """One batch after another, with at most `batch_size` samples at a time."""
         engine, max_num_seqs = self.engine, self.engine.scheduler.max_num_seqs
         self.use(variant)
         engine.load_state_dict(state)
         engine.reset_prefix_cache()
         engine.drain_trace()
-        engine.scheduler.max_num_seqs = in_flight
+        engine.scheduler.max_num_seqs = batch_size
         before = engine.runner.num_captured
         try:
             self._synchronize()
@@ -306,10 +323,9 @@ class Bench:
 
     def timed(self, variant: Variant, work: Work, state: State) -> Generated:
         """Without captures, if possible."""
-        for _ in range(MAX_TRIES):
-            found = self.generate(variant, work.batches, work.in_flight, state)
-            if not found.num_captured:
-                break
+        found, _ = without_captures(
+            self.engine.runner, lambda: self.generate(variant, work.batches, work.batch_size, state)
+        )
         return found
 
     def _synchronize(self) -> None:
@@ -352,11 +368,11 @@ def measure(study: Study, bench: Bench, work: Work, variants: list[Variant], don
 
 
 def measured(study: Study) -> set[tuple]:
-    return {identity(row) for row in study.results.rows(study.part, "audit")}
+    return {identity(row) for row in measured_rows(study.results, study.part)}
 
 
 def identity(row: Mapping[str, Any]) -> tuple:
-    return tuple(row[key] for key in ("step", "in_flight", "drafter", "length", "round"))
+    return tuple(row[key] for key in ("step", "batch_size", "drafter", "length", "round"))
 
 
 def missing_rounds(study: Study, done: set[tuple], key: Key, variants: Sequence[Variant]) -> list[tuple[int, Variant]]:
@@ -367,7 +383,7 @@ def missing_rounds(study: Study, done: set[tuple], key: Key, variants: Sequence[
 
 
 def num_rounds(study: Study) -> int:
-    return study.args.rounds or NUM_ROUNDS
+    return study.args.rounds or NUM_AUDITS
 
 
 def warm_up(
@@ -376,7 +392,7 @@ def warm_up(
     """Returns the speculation state that audits start from."""
     before = {} if history is None else {"drafter": history}
     started = time.perf_counter()
-    found = bench.generate(variant, work.warm_up, work.in_flight, before)
+    found = bench.generate(variant, work.warm_up, work.batch_size, before)
     setup_s = time.perf_counter() - started - found.seconds  # to load a head, and to measure a cost table
     row = {"drafter": variant.drafter, "length": variant.length, "seconds": found.seconds, "setup_s": setup_s}
     study.append("cold", work.key | row | {"num_captured": found.num_captured})
@@ -454,21 +470,22 @@ def digest(tokens: Sequence[np.ndarray]) -> str:
 
 
 def save(study: Study, bench: Bench, row: Row) -> None:
-    study.append("audit", row)
+    failed = bench.must_be_identical and not row["identical"]
+    study.append("audit", row | {"failed": failed})
     print(
-        f"step {row['step']}, {row['in_flight']} in flight, {row['drafter']} {row['length']}: {row['speedup']:.2f}x, "
+        f"step {row['step']}, batch size {row['batch_size']}, {row['drafter']} {row['length']}: {row['speedup']:.2f}x, "
         f"acceptance length {row['mean_acceptance_length']:.2f}, identical {row['identical']}",
         flush=True,
     )
-    if bench.must_be_identical and not row["identical"]:
+    if failed:
         raise ValueError(
             f"{row['drafter']} {row['length']}: other tokens than expected, though the kernels are batch-invariant. "
             "This is a bug, or the device is faulty"
         )
-    other = {each["tokens"] for each in study.results.rows(study.part, "audit") if same_work(each, row)}
+    other = {each["tokens"] for each in measured_rows(study.results, study.part) if same_work(each, row)}
     if len(other) > 1:
         raise ValueError(f"step {row['step']}: other samples than in earlier audits of this cell; choose another --out")
 
 
 def same_work(a: Row, b: Row) -> bool:
-    return all(a[key] == b[key] for key in ("step", "in_flight", "num_samples"))
+    return all(a[key] == b[key] for key in ("step", "batch_size", "num_samples"))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from results import Results, Row
+from results import Results, Row, measured_rows
 from runs import difference, rows_of
-from settings import Study
+from settings import NUM_AUDITS, Study
 
 NUM_WARM_UP = 4  # steps of a run whose times do not count: most CUDA graphs are captured in them
 WINDOW = 10  # RL steps
@@ -211,26 +212,46 @@ def heads(results: Results) -> str | None:
 
 
 def audits(results: Results) -> str | None:
-    rows = results.rows("audit", "audit")
+    rows = measured_rows(results, "audit")
     if not rows:
         return None
     captured = f"{sum(row['num_captured'] > 0 for row in rows)} of {len(rows)} audits captured a CUDA graph."
-    return "\n\n".join([*speedups(rows), captured, auto_check(rows), lengths_by_rows(rows), cold(results)])
+    auto = auto_check(rows, chosen_rounds(results))
+    notes = [captured, *about_rounds(results, "audit")]
+    return "\n\n".join([*speedups(rows), *notes, auto, lengths_by_rows(rows), cold(results)])
+
+
+def about_rounds(results: Results, part: str) -> list[str]:
+    """What a reader of the speed-ups must know: few rounds, and audits that failed."""
+    rows, found = measured_rows(results, part), []
+    counts = Counter((row["step"], row["batch_size"], row["drafter"], row["length"]) for row in rows)
+    if few := sum(num < NUM_AUDITS for num in counts.values()):
+        found.append(f"{few} of {len(counts)} cells were measured in fewer than {NUM_AUDITS} rounds.")
+    if num_failed := len(results.rows(part, "audit")) - len(rows):
+        found.append(f"{num_failed} audits emitted other tokens than they must. They are in no table.")
+    return found
+
+
+def chosen_rounds(results: Results) -> int:
+    """Of the last start of `audit`: --rounds."""
+    starts = results.rows("audit", "machine")
+    given = starts[-1]["options"].get("rounds", "None") if starts else "None"
+    return NUM_AUDITS if given in ("None", "0") else int(given)
 
 
 def speedups(rows: list[Row]) -> list[str]:
-    """A table per RL step: drafters by samples in flight."""
+    """A table per RL step: drafters by batch size."""
     tables = []
     for step in sorted({row["step"] for row in rows}):
         own = [row for row in rows if row["step"] == step]
-        in_flight = sorted({row["in_flight"] for row in own})
+        batch_sizes = sorted({row["batch_size"] for row in own})
         lines = []
         for drafter, length in dict.fromkeys((row["drafter"], row["length"]) for row in own):
             of = [row for row in own if (row["drafter"], row["length"]) == (drafter, length)]
-            cells = [spread([row["speedup"] for row in of if row["in_flight"] == n]) for n in in_flight]
+            cells = [spread([row["speedup"] for row in of if row["batch_size"] == n]) for n in batch_sizes]
             same = sum(row["identical"] for row in of)
             lines.append([f"{drafter} {length}", *cells, accepted(of), f"{same} of {len(of)}"])
-        heading = [f"step {step}", *(f"{n} in flight" for n in in_flight), "acceptance length", "identical"]
+        heading = [f"step {step}", *(f"batch size {n}" for n in batch_sizes), "acceptance length", "identical"]
         tables.append(markdown(heading, lines))
     return tables
 
@@ -241,17 +262,19 @@ def accepted(rows: list[Row]) -> str:
     return f"{statistics.median(lengths):.2f}" if lengths else "–"
 
 
-def auto_check(rows: list[Row]) -> str:
+def auto_check(rows: list[Row], num_rounds: int) -> str:
     """For each cell with `auto`: its median, and its lowest audit relative to the lowest of plain against plain."""
     found, num_held = [], 0
-    cells = dict.fromkeys((row["step"], row["in_flight"], row["drafter"]) for row in rows if row["length"] == "auto")
+    cells = dict.fromkeys((row["step"], row["batch_size"], row["drafter"]) for row in rows if row["length"] == "auto")
     for step, n, drafter in cells:
-        here = [row for row in rows if (row["step"], row["in_flight"]) == (step, n)]
+        here = [row for row in rows if (row["step"], row["batch_size"]) == (step, n)]
         own = [row["speedup"] for row in here if row["drafter"] == drafter and row["length"] == "auto"]
         noise = [row["speedup"] for row in here if row["drafter"] == "plain"]
-        where = f"step {step}, {n} in flight, {drafter}"
-        if len(own) < 5 or len(noise) < 5:
-            found.append(f"- {where}: {len(own)} audits and {len(noise)} of plain against plain; 5 of each are needed")
+        where = f"step {step}, batch size {n}, {drafter}"
+        if min(len(own), len(noise)) < num_rounds:
+            found.append(
+                f"- {where}: {len(own)} audits and {len(noise)} of plain against plain; {num_rounds} of each are needed"
+            )
         elif median(own) >= LEAST_MEDIAN and min(own) >= min(noise) - LEAST_ROUND:
             num_held += 1
         else:
@@ -292,7 +315,7 @@ def cold(results: Results) -> str:
 
 
 def long(results: Results) -> str | None:
-    rows = results.rows("long", "audit")
+    rows = measured_rows(results, "long")
     if not rows:
         return None
     first, lines = rows[0], []
@@ -305,18 +328,18 @@ def long(results: Results) -> str | None:
         ])  # fmt: skip
     heading = ["drafter", "plain, s", "with drafts, s", "speed-up", "acceptance length", "identical"]
     about = (
-        f"{first['num_samples']} samples, {first['in_flight']} in flight, {first['num_tokens']} tokens. Lengths at 0, "
-        f"10, 25, 50, 75, 90, 99, 100%: {', '.join(map(str, first['lengths']))}; {first['truncated']:.0%} reach "
+        f"{first['num_samples']} samples, batch size {first['batch_size']}, {first['num_tokens']} tokens. Lengths at "
+        f"0, 10, 25, 50, 75, 90, 99, 100%: {', '.join(map(str, first['lengths']))}; {first['truncated']:.0%} reach "
         "the limit."
     )
-    return f"{about}\n\n{markdown(heading, lines)}"
+    return "\n\n".join([about, markdown(heading, lines), *about_rounds(results, "long")])
 
 
 # ---- the figure ----
 
 
 def plot(results: Results, path: Path) -> None:
-    """Speed-up of `auto` by samples in flight; acceptance length and reward by RL step."""
+    """Speed-up of `auto` by batch size; acceptance length and reward by RL step."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -324,13 +347,13 @@ def plot(results: Results, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 3.8), layout="constrained")
-    rows = [row for row in results.rows("audit", "audit") if row["length"] in ("auto", "0")]
+    rows = [row for row in measured_rows(results, "audit") if row["length"] in ("auto", "0")]
     for drafter in dict.fromkeys(row["drafter"] for row in rows):
         own = [row for row in rows if row["drafter"] == drafter]
-        in_flight = sorted({row["in_flight"] for row in own})
-        values = [median(row["speedup"] for row in own if row["in_flight"] == n) for n in in_flight]
-        left.plot(in_flight, values, marker="o", label=drafter)
-    left.set(xscale="log", xlabel="samples in flight", ylabel="speed-up of generation, `auto`")
+        batch_sizes = sorted({row["batch_size"] for row in own})
+        values = [median(row["speedup"] for row in own if row["batch_size"] == n) for n in batch_sizes]
+        left.plot(batch_sizes, values, marker="o", label=drafter)
+    left.set(xscale="log", xlabel="batch size", ylabel="speed-up of generation, `auto`")
     for part, name in RL_RUNS:
         steps = rows_of(results.rows(part, "step"), name)
         if drafted := [step for step in steps if step["num_drafts"]]:
@@ -356,6 +379,6 @@ PARTS: dict[str, Callable[[Results], str | None]] = {
     "Heads": heads,
     "Audits": audits,
     "Long completions": long,
-    "Whole steps with few samples in flight": short_runs("step"),
+    "Whole steps with small batches": short_runs("step"),
     "Synchronous and one version behind": short_runs("stale"),
 }

@@ -1,5 +1,5 @@
 """Trains the EAGLE-3 heads of the study with the code of `paceline train-draft`, on the model's own samples: a general
-one, an in-domain one, and a useless one with random weights.
+one, an in-domain one, and one with random weights.
 
 The in-domain head is trained on problems that no RL run of the study trains on or evaluates.
 """
@@ -33,10 +33,10 @@ from paceline.model.store import resolve
 from paceline.model.weights import checkpoint_checksum, read_config
 from paceline.rl.folder import read_stream
 
-HEADS = ("general", "in-domain", "useless")
+HEADS = ("general", "in-domain", "random")
 RESERVE_S = 20  # for a checkpoint
 NUM_WARM_UP = 3  # optimizer steps that are not timed
-USELESS_SEED = 1
+RANDOM_SEED = 1
 
 
 def train_heads(study: Study) -> None:
@@ -46,8 +46,8 @@ def train_heads(study: Study) -> None:
             raise ValueError(f"--only {name}: not one of {', '.join(HEADS)}")
         if (study.folder("heads", name) / "head" / "config.json").exists():
             continue
-        if name == "useless":
-            make_useless(study)
+        if name == "random":
+            make_random(study)
         else:
             train_head(study, name)
         free_memory()
@@ -111,16 +111,14 @@ def describe(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
     return kept | {"tokens_per_s": statistics.median(m["num_tokens"] / m["seconds"] for m in updates)}
 
 
-def make_useless(study: Study) -> None:
+def make_random(study: Study) -> None:
     """Random weights, and the shape and vocabulary of the general head."""
     directory = resolve(study.args.model)
     general = load_head(study.head("general"), read_config(directory), any_target=True)
-    head = init_head(general.config, general.draft_ids, seed=USELESS_SEED)
-    provenance = Provenance(
-        study.args.model, checkpoint_checksum(directory), "none: random weights", USELESS_SEED, 0, 0
-    )
-    save_head(head, study.folder("heads", "useless") / "head", provenance, dtype=torch.float32)
-    print("head useless: random weights")
+    head = init_head(general.config, general.draft_ids, seed=RANDOM_SEED)
+    provenance = Provenance(study.args.model, checkpoint_checksum(directory), "none: random weights", RANDOM_SEED, 0, 0)
+    save_head(head, study.folder("heads", "random") / "head", provenance, dtype=torch.float32)
+    print("head random: random weights")
 
 
 class Watch:

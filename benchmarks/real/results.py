@@ -41,3 +41,8 @@ class Results:
 
     def _path(self, part: str) -> Path:
         return self.folder / f"{part}.jsonl"
+
+
+def measured_rows(results: Results, part: str) -> list[Row]:
+    """The audits of a part, without those that emitted other tokens than they must: they are measured again."""
+    return [row for row in results.rows(part, "audit") if not row.get("failed")]

@@ -1,5 +1,5 @@
-"""The RL runs of the study: with and without speculation, with online training of the head, with few samples in flight,
-with generation that overlaps with training.
+"""The RL runs of the study: with and without speculation, with online training of the head, with small batches, with
+generation that overlaps with training.
 
 Each step's metrics are a row of the results. A long run continues from its last checkpoint; a short one that was not
 finished starts again. Neither saves a checkpoint of its last step, which takes 18 GB with a 1.5B model.
@@ -42,6 +42,10 @@ NUM_ROUNDS = 2  # of short runs, in alternating order
 START_S = 90  # on a GPU: for a short run, before the first one is timed
 
 
+class OtherWeights(ValueError):
+    """A repeated step has other weights than in an earlier attempt."""
+
+
 @dataclass(frozen=True)
 class Run:
     name: str
@@ -72,17 +76,17 @@ def curves(study: Study) -> None:
 
 
 def step(study: Study) -> None:
-    """With as many samples in a step as are in flight."""
+    """With one batch of samples in a step."""
     runs = []
-    for in_flight in study.args.in_flight or (16, 64):
-        groups = in_flight // study.config().algorithm.num_generations
+    for batch_size in study.args.batch or (16, 64):
+        groups = batch_size // study.config().algorithm.num_generations
         if not groups:
-            raise ValueError(f"--in-flight {in_flight}: give at least algorithm.num_generations")
-        sizes = (f"engine.max_num_seqs={in_flight}", f"train.groups_per_step={groups}")
+            raise ValueError(f"--batch {batch_size}: give at least algorithm.num_generations")
+        sizes = (f"engine.max_num_seqs={batch_size}", f"train.groups_per_step={groups}")
         for i in range(study.args.rounds or NUM_ROUNDS):
             modes = {"plain": PLAIN, "eagle3": eagle3(study, "in-domain")}
             for mode in modes if i % 2 == 0 else reversed(modes):
-                name = f"{mode}-{in_flight}-{i}"
+                name = f"{mode}-{batch_size}-{i}"
                 runs.append(Run(name, (*sizes, *modes[mode]), study.args.short_steps, is_long=False))
     train_all(study, runs)
 
@@ -148,6 +152,9 @@ def train(study: Study, run: Run) -> None:
         callback.begin(trainer)
         trainer.run()
         is_finished = trainer.step == run.num_steps
+    except OtherWeights:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # the last one may have these weights
+        raise
     finally:
         trainer.close()
         callback.trainer = None
@@ -208,10 +215,10 @@ class Steps:
         print(f"{self.run.name}: {text}", flush=True)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
+        self.check_same(metrics)  # before anything of an earlier attempt is replaced
         row = {"run": self.run.name} | {key: metrics[key] for key in KEPT if key in metrics}
         self.study.append("step", row)
         self.keep_weights()
-        self.check_same(metrics)
         stages = metrics["stages"]
         print(
             f"{self.run.name} step {metrics['step'] + 1}: reward {metrics['reward_mean']:.3f}, generation "
@@ -237,7 +244,7 @@ class Steps:
     def check_same(self, metrics: Mapping[str, Any]) -> None:
         before = self.before.get(metrics["step"])
         if before is not None and before["weights_checksum"] != metrics["weights_checksum"]:
-            raise ValueError(
+            raise OtherWeights(
                 f"{self.run.name}, step {metrics['step'] + 1}: other weights than in an earlier attempt. Was --model, "
                 "--data or a setting changed? Then choose another --out. Otherwise the runs are not deterministic"
             )

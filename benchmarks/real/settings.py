@@ -16,6 +16,7 @@ from paceline.build.config import load_config
 from paceline.config import Config
 
 CONFIG = Path(__file__).with_name("run.toml")
+NUM_AUDITS = 5  # of a cell, if --rounds is not given
 OPTIONS = ("problems", "num_steps", "steps", "rounds", "requests")  # recorded with the results
 
 

@@ -18,7 +18,7 @@ import figures
 import heads
 import runs
 from results import Results
-from settings import LimitReached, Study
+from settings import NUM_AUDITS, LimitReached, Study
 
 PARTS = {
     "record": runs.record, "heads": heads.train_heads, "audit": audits.audit, "online": runs.online,
@@ -56,10 +56,14 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--problems", type=int, default=1280, help="training problems of a run: one epoch")
     found.add_argument("--steps", type=numbers, default=[1, 20, 40, 60], help="RL steps that are audited")
     found.add_argument("--short-steps", type=int, default=24, help="step, stale: RL steps")
-    found.add_argument("--in-flight", type=numbers, help="audit, long, step: samples in flight")
+    found.add_argument("--batch", type=numbers, help="audit, step: batch sizes; long: one")
     found.add_argument("--drafters", help=f"audit, long: of {', '.join(audits.DRAFTERS)}")
     found.add_argument("--lengths", help="audit: of auto,1,3,5,7; long: of auto,das,1,3,5,7")
-    found.add_argument("--rounds", type=int, help="audit, long: audits of a cell (5); step: runs of a mode (2)")
+    found.add_argument(
+        "--rounds",
+        type=int,
+        help=f"audit, long: audits of a cell ({NUM_AUDITS}); step: runs of a mode ({runs.NUM_ROUNDS})",
+    )
     found.add_argument("--requests", type=int, default=32, help="audit: at least so many samples in one; long: 4 times")
     return found
 

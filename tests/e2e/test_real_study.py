@@ -47,9 +47,9 @@ SETTINGS = (
 )
 # With few drafters, sizes and rounds.
 SMALL = {
-    "audit": ("--steps=1,4", "--in-flight=4", "--drafters=plain,history,eagle3-in-domain,hybrid", "--lengths=auto,1"),
-    "long": ("--in-flight=2", "--drafters=plain,history", "--lengths=auto,das"),
-    "step": ("--in-flight=4",),
+    "audit": ("--steps=1,4", "--batch=4", "--drafters=plain,suffix,eagle3-in-domain,hybrid", "--lengths=auto,1"),
+    "long": ("--batch=2", "--drafters=plain,suffix", "--lengths=auto,das"),
+    "step": ("--batch=4",),
 }
 
 Call = Callable[..., int]
@@ -97,8 +97,11 @@ def kill(argv: list[str], results: Path, num_steps: int) -> None:
 
 
 def rows(folder: Path, part: str, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "out" / f"{part}.jsonl").read_text().splitlines()]
-    return [row for row in found if row["kind"] == kind]
+    return rows_in(folder / "out" / f"{part}.jsonl", kind)
+
+
+def rows_in(path: Path, kind: str) -> list[dict[str, Any]]:
+    return [row for row in jsonl(path) if row["kind"] == kind]
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +137,33 @@ def test_a_killed_run_continues(recorded: Path, study: Call) -> None:
     assert more.count(b"\n") == 1 and b'"kind": "machine"' in more, "a finished run is not repeated"
 
 
+def test_a_run_with_other_weights_fails_again(
+    recorded: Path, study: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first attempt recorded and kept is not replaced."""
+    import runs
+
+    from paceline.rl.publisher import Publisher
+
+    measured = rows(recorded, "record", "step")
+    (tmp_path / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in measured))
+    kept = tmp_path / "work" / "weights" / "version-3.safetensors"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(b"of the first attempt")
+    publish = Publisher.publish
+
+    def publish_other(publisher: Publisher) -> str:
+        return publish(publisher) + ("x" if publisher.learner.version == 3 else "")
+
+    monkeypatch.setattr(Publisher, "publish", publish_other)
+    for attempt in (1, 2):
+        with pytest.raises(runs.OtherWeights, match="plain, step 3: other weights"):
+            study("record", "--out", str(tmp_path))
+        more = [row["step"] for row in rows_in(tmp_path / "record.jsonl", "step")[len(measured) :]]
+        assert more == [0, 1] * attempt, "the wrong step is recorded, or the run continues after it"
+    assert kept.read_bytes() == b"of the first attempt"
+
+
 def test_heads(trained: Path, study: Call) -> None:
     assert study("heads") == 0, "heads that exist are not trained again"
     heads = rows(trained, "heads", "head")
@@ -165,7 +195,7 @@ def test_audits(trained: Path, study: Call, monkeypatch: pytest.MonkeyPatch) -> 
     assert study("audit") == 0
     found = rows(trained, "audit", "audit")
     cells = [(row["step"], row["drafter"], row["length"]) for row in found]
-    lengths = {"plain": ["0"], "history": ["auto", "1"], "eagle3-in-domain": ["auto", "1"], "hybrid": ["auto", "1"]}
+    lengths = {"plain": ["0"], "suffix": ["auto", "1"], "eagle3-in-domain": ["auto", "1"], "hybrid": ["auto", "1"]}
     wanted = {(step, drafter, length) for step in (1, 4) for drafter in lengths for length in lengths[drafter]}
     assert 0 < len(before) < len(found) == len(cells) == len(wanted) and set(cells) == wanted
     assert found[: len(before)] == before
@@ -183,7 +213,7 @@ def test_history_has_the_earlier_steps(trained: Path, study: Call, monkeypatch: 
     import audits
 
     def num_drafted(name: str) -> int:
-        assert study("audit", *copied(trained, name), "--drafters=history", "--lengths=3", "--steps=4") == 0
+        assert study("audit", *copied(trained, name), "--drafters=suffix", "--lengths=3", "--steps=4") == 0
         (row,) = [row for row in jsonl(trained / name / "audit.jsonl") if row["kind"] == "audit"]
         return row["num_draft_tokens"]
 
@@ -204,7 +234,7 @@ def test_other_tokens_and_other_weights_are_noticed(
 ) -> None:
     import audits
 
-    given, out = (*copied(trained, "other"), "--drafters=history", "--lengths=1", "--steps=4"), trained / "other"
+    given, out = (*copied(trained, "other"), "--drafters=suffix", "--lengths=1", "--steps=4"), trained / "other"
     read = audits.read_samples
 
     def read_wrong(*args: Any) -> Any:
@@ -214,15 +244,24 @@ def test_other_tokens_and_other_weights_are_noticed(
 
     monkeypatch.setattr(audits.Bench, "must_be_identical", True)
     monkeypatch.setattr(audits, "read_samples", read_wrong)
-    with pytest.raises(ValueError, match="history 1: other tokens than expected"):
+    with pytest.raises(ValueError, match="suffix 1: other tokens than expected"):
         study("audit", *given)
-    assert [row["identical"] for row in jsonl(out / "audit.jsonl") if row["kind"] == "audit"] == [False]
     monkeypatch.setattr(audits, "read_samples", read)
+    assert study("audit", *given) == 0
+    found = rows_in(out / "audit.jsonl", "audit")
+    assert [(row["identical"], row["failed"]) for row in found] == [(False, True), (True, False)], "not measured again"
     steps = [json.dumps(row | {"weights_checksum": "other"}) + "\n" for row in jsonl(out / "record.jsonl")]
     (out / "record.jsonl").write_text("".join(steps))
     (out / "audit.jsonl").unlink()
     with pytest.raises(ValueError, match="the kept weights of version 3 are not those of the recorded run"):
         study("audit", *given)
+
+
+def test_sizes_that_can_not_be_measured(recorded: Path, study: Call) -> None:
+    with pytest.raises(ValueError, match="--batch 5, 8: step 1 was recorded with 4 samples; give sizes from 1 to 4"):
+        study("audit", "--batch=4,5,8")
+    with pytest.raises(ValueError, match="--batch 2,4: the part `long` measures one size"):
+        study("long", "--batch=2,4")
 
 
 def test_all_parts_and_the_tables(trained: Path, study: Call, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,7 +276,7 @@ def test_all_parts_and_the_tables(trained: Path, study: Call, capsys: pytest.Cap
     for run in ("curves: eagle3", "online: general", "online: in-domain"):
         assert f"{run} and plain: identical in {NUM_STEPS} steps" in text
     assert "eagle3-4-0 against plain-4-0: generation and whole step" in text and "differ in" not in text
-    assert "eagle3-1 against plain-1" in text and "| history das |" in text and "reach the limit" in text
+    assert "eagle3-1 against plain-1" in text and "| suffix das |" in text and "reach the limit" in text
     assert (trained / "out" / "study.svg").read_bytes().startswith(b"<?xml")
     trained_online = rows(trained, "online", "step")
     assert {row["drafter_version"] for row in trained_online if row["run"] == "general"} > {0}, "not trained online"
@@ -247,7 +286,7 @@ def test_all_parts_and_the_tables(trained: Path, study: Call, capsys: pytest.Cap
 
 
 def audit_rows(auto: list[float], noise: list[float]) -> list[dict[str, Any]]:
-    cell = {"step": 1, "in_flight": 8}
+    cell = {"step": 1, "batch_size": 8}
     return [
         *(cell | {"drafter": "ngram", "length": "auto", "speedup": x} for x in auto),
         *(cell | {"drafter": "plain", "length": "0", "speedup": x} for x in noise),
@@ -266,7 +305,25 @@ def audit_rows(auto: list[float], noise: list[float]) -> list[dict[str, Any]]:
 def test_what_auto_must_reach(study: Call, auto: list[float], expected: str) -> None:
     import figures
 
-    assert expected in figures.auto_check(audit_rows(auto, [0.97, 1.0, 1.0, 1.02, 1.01]))
+    assert expected in figures.auto_check(audit_rows(auto, [0.97, 1.0, 1.0, 1.02, 1.01]), num_rounds=5)
+
+
+def test_with_fewer_rounds(study: Call, tmp_path: Path) -> None:
+    """The chosen rounds suffice, and the tables say that they are few. Failed audits are in no table."""
+    import figures
+    from results import Results
+
+    results = Results(tmp_path)
+    results.append("audit", "machine", {"options": {"rounds": "3"}})
+    rows = audit_rows([1.1, 1.1, 1.1], [1.0, 1.0, 1.0])
+    for row in [*rows, rows[0] | {"failed": True}]:
+        results.append("audit", "audit", row)
+    assert figures.chosen_rounds(results) == 3
+    assert "holds in 1 of 1 cells" in figures.auto_check(rows, figures.chosen_rounds(results))
+    few, failed = figures.about_rounds(results, "audit")
+    assert few.startswith("2 of 2 cells were measured in fewer than 5 rounds") and failed.startswith("1 audits emitted")
+    results.append("audit", "machine", {"options": {"rounds": "None"}})
+    assert figures.chosen_rounds(results) == 5
 
 
 def test_interval_of_a_share(study: Call) -> None:

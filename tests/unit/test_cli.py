@@ -23,6 +23,7 @@ from paceline.cli.app import comma_numbers, exit_if, results_so_far, stop_on_sig
 from paceline.cli.completions import CompletionPrinter
 from paceline.console import SafeConsole, escape_controls
 from paceline.engine.engine import LocalEngine
+from paceline.engine.runner import Runner
 from paceline.model.text import Pieces
 from paceline.types import Request, SamplingParams
 
@@ -158,6 +159,21 @@ def test_compare(run, tiny, tmp_path):
     assert found["speedup"] == pytest.approx(found["plain_s"] / found["speculative_s"])
     assert f"{found['speedup']:.2f}x with drafts, measured on 24 tokens: median of 3 rounds" in result.stdout
     assert "The tokens are identical" in result.stdout and "Less than 500 tokens" in result.stdout
+    assert found["num_captured"] == 0 and "CUDA graphs" not in result.stdout
+
+
+def test_compare_says_if_graphs_were_captured_in_every_try(run, tiny, monkeypatch):
+    """A runner that captures a graph in every generation with drafts."""
+    original, runners = LocalEngine.generate, []
+
+    def generate_and_capture(engine, requests, progress=None):
+        runners.extend([engine.runner] if engine.drafter is not None else [])
+        return original(engine, requests, progress)
+
+    monkeypatch.setattr(LocalEngine, "generate", generate_and_capture)
+    monkeypatch.setattr(Runner, "num_captured", property(runners.count))
+    result = run("generate", "abc", "--model", tiny, "--max-tokens", 4, "--method", "ngram", "--compare")
+    assert "3 CUDA graphs were captured in the measured rounds" in result.stdout
 
 
 def test_compare_fails_if_drafts_change_tokens(run, tiny, monkeypatch):

@@ -10,9 +10,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
+from paceline.engine.captures import without_captures
 from paceline.engine.engine import LocalEngine
 from paceline.engine.interface import SpeculationState
 from paceline.speculation.batch import Drafter
@@ -20,7 +22,6 @@ from paceline.types import Completion, Request
 
 NUM_ROUNDS = 3
 WARMUP_TOKENS = 32
-MAX_TRIES = 4  # to get a round without captures of CUDA graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class DraftComparison:
     speculative_s: float
     num_tokens: int
     num_rounds: int
+    num_captured: int  # CUDA graphs, in rounds that were repeated in vain
     identical: bool  # both emitted the same tokens in all rounds
     must_be_identical: bool  # the kernels are batch-invariant
 
@@ -49,31 +51,27 @@ def compare_drafts(
     own_drafter = engine.drafter
 
     def generate(drafting: bool, some: Sequence[Request]) -> tuple[float, list[Completion]]:
-        for _ in range(MAX_TRIES):
-            num_captured = engine.runner.num_captured
-            engine.set_drafter(make_drafter() if drafting else None)
-            engine.load_state_dict(state)
-            engine.reset_prefix_cache()
-            started = time.perf_counter()
-            completions = engine.generate(some)
-            seconds = time.perf_counter() - started
-            if engine.runner.num_captured == num_captured:
-                break
-        return seconds, completions
+        engine.set_drafter(make_drafter() if drafting else None)
+        engine.load_state_dict(state)
+        engine.reset_prefix_cache()
+        started = time.perf_counter()
+        completions = engine.generate(some)
+        return time.perf_counter() - started, completions
 
     seconds: dict[bool, list[float]] = {True: [], False: []}
     expected: list[Completion] | None = None
-    identical = True
+    identical, num_captured = True, 0
     try:
         short = [replace(r, sampling=replace(r.sampling, max_tokens=min(WARMUP_TOKENS, r.sampling.max_tokens)))
                  for r in requests]  # fmt: skip
         progress("warm-up")
         for drafting in (False, True):
-            generate(drafting, short)
+            without_captures(engine.runner, partial(generate, drafting, short))
         for i in range(num_rounds):
             for drafting in (False, True) if i % 2 == 0 else (True, False):
                 progress(f"round {i + 1} of {num_rounds}, {'with' if drafting else 'without'} drafts")
-                took_s, found = generate(drafting, requests)
+                (took_s, found), captured = without_captures(engine.runner, partial(generate, drafting, requests))
+                num_captured += captured
                 seconds[drafting].append(took_s)
                 expected = expected or found
                 identical &= all(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(expected, found, strict=True))
@@ -85,6 +83,7 @@ def compare_drafts(
         speculative_s=statistics.median(seconds[True]),
         num_tokens=sum(len(c.token_ids) for c in expected or ()),
         num_rounds=num_rounds,
+        num_captured=num_captured,
         identical=identical,
         must_be_identical=engine.paged.decoder.ops.is_batch_invariant,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -18,12 +18,10 @@ LOG_SHARE = 0.05  # of all checks, between two lines of a log
 
 
 class CheckProgress:
-    """An observer of checks (verify/estimate.py). Without a terminal it prints a line per check, and whenever
-    LOG_SHARE more is done. `results`: of the checks that ended."""
+    """A `CheckObserver`. Without a terminal it prints a line per check, and whenever LOG_SHARE more is done."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.results: list[dict[str, Any]] = []
         self._estimate: Estimate | None = None
         self._logged = "", 0.0  # check and total share of the last line
         self._started = time.perf_counter()
@@ -68,9 +66,6 @@ class CheckProgress:
         left_s = self._estimate.left_s(total, time.perf_counter() - self._started)
         left = f"about {format_duration(left_s)} left"
         self._bars.update(self._task, description=f"{name}, {share:.0%}", completed=total, left=left)
-
-    def end(self, result: dict[str, Any]) -> None:
-        self.results.append(result)
 
 
 def format_minutes(seconds: float) -> str:

@@ -251,6 +251,11 @@ def show_comparison(
             "The tokens differ: these kernels are not batch-invariant, so near-ties may be decided otherwise; "
             "`paceline verify` checks that nothing else differs"
         )
+    if found.num_captured:
+        print_note(
+            f"{found.num_captured} CUDA graphs were captured in the measured rounds. Capturing takes time, so the "
+            "ratio is not reliable."
+        )
     if found.num_tokens < MIN_COMPARED_TOKENS:
         print_note(f"Less than {MIN_COMPARED_TOKENS} tokens: raise --max-tokens or -n for a reliable ratio.")
     return {**asdict(found), "speedup": found.speedup}

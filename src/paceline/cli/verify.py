@@ -76,11 +76,12 @@ def verify(
     names = tuple(
         dict.fromkeys((*available_drafters(cfg), "draft_model")) if drafters is None else comma_list(drafters)
     )
+    results: list[dict[str, Any]] = []
     with CheckProgress(err) as progress, results_so_far("interrupted; the checks so far:") as interrupted:
-        report = run_checks(cfg, ids, names, quick, progress)
+        report = run_checks(cfg, ids, names, quick, progress, results=results)
     if interrupted.is_set():
-        done = [result["name"] for result in progress.results]
-        report = make_report(cfg, names, quick, progress.results, [name for name in CHECKS if name not in done])
+        done = [result["name"] for result in results]
+        report = make_report(cfg, names, quick, results, [name for name in CHECKS if name not in done])
     save_json(json_file, report)
     show_report(report, f"{cfg.model.dtype} on {cfg.model.device}")
     exit_if(interrupted)

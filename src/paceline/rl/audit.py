@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.engine.captures import without_captures
 from paceline.engine.engine import LocalEngine
 from paceline.engine.interface import SpeculationState
 from paceline.model.ops import Ops
@@ -30,7 +31,6 @@ from paceline.speculation.batch import Drafter
 from paceline.types import Completion, Request
 
 TAIL_REQUESTS = {1: 4, 2: 6, 4: 8}  # by number of sequences at a time: number of requests
-MAX_TRIES = 4  # to get a run without captures
 
 
 class Auditor:
@@ -100,13 +100,8 @@ class Auditor:
     def _time(
         self, batches: Sequence[Sequence[Request]], drafting: bool, rows: int | None = None
     ) -> tuple[float, list[Completion]]:
-        """Seconds and completions of these batches, one after the other. Repeated if CUDA graphs were captured: a run
-        captures each step size once, and an audit measures the steps after that."""
-        for _ in range(MAX_TRIES):
-            num_captured = self.engine.runner.num_captured
-            result = self._generate(batches, drafting, rows)
-            if self.engine.runner.num_captured == num_captured:
-                break
+        """Seconds and completions of these batches, one after the other."""
+        result, _ = without_captures(self.engine.runner, lambda: self._generate(batches, drafting, rows))
         return result
 
     def _generate(

@@ -21,7 +21,7 @@ from paceline.model.weights import assign, hf_state
 from paceline.rl.trainer import torch_threads
 from paceline.types import Completion, Request, SamplingParams, noise_key
 from paceline.verify import chi_square, identity, known, updates
-from paceline.verify.estimate import Estimate, Observer, estimate
+from paceline.verify.estimate import CheckObserver, Estimate, estimate
 from paceline.verify.identity import LogprobPairs, compare_logprobs, wrong_draws
 from paceline.verify.model import ALWAYS_DRAFT, CheckedModel, Size
 from paceline.verify.result import CheckResult, acceptance, needs_drafts, no_accepted_drafts, num_drafted
@@ -48,17 +48,19 @@ def run_checks(
     prompts: Sequence[Sequence[int]],
     drafters: Sequence[str] = ("ngram", "suffix", "draft_model"),
     quick: bool = False,
-    observer: Observer | None = None,
+    observer: CheckObserver | None = None,
     levels: str = "12345",
+    results: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Run the checks of these levels. Returns `make_report` of their results."""
+    """Run the checks of these levels. Returns `make_report` of their results. `results`: a list to which the result of
+    each check is appended when it ends; after an interrupt it has those so far."""
     observer = observer or _NoObserver()
     model = CheckedModel(config, prompts, drafters, QUICK if quick else FULL)
     for drafter in drafters:
         model.engine(drafter)  # report an error in the settings before minutes of work
     names = [name for name in CHECKS if name[0] in levels]
     observer.begin(lambda: estimate(model, names, quick))
-    results = []
+    results = results if results is not None else []
     for name in names:
         model.progress = partial(observer.progress, name)
         model.progress("", 0.0)
@@ -66,7 +68,6 @@ def run_checks(
         result = CHECKS[name](model)
         seconds = time.perf_counter() - started
         results.append({"name": name, "passed": not result["problems"], "seconds": seconds, **result})
-        observer.end(results[-1])
     return make_report(config, drafters, quick, results, [], model.alarms())
 
 
@@ -98,7 +99,6 @@ def make_report(
 class _NoObserver:
     def begin(self, make_estimate: Callable[[], Estimate]) -> None: ...
     def progress(self, check: str, detail: str, share: float) -> None: ...
-    def end(self, result: CheckResult) -> None: ...
 
 
 def check_enumeration(model: CheckedModel) -> CheckResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from paceline.types import SamplingParams
 from paceline.verify.model import CheckedModel
@@ -48,12 +48,11 @@ class Estimate:
         return (1 - share) * self.total_s * (1 + weight * (wrong - 1))
 
 
-class Observer(Protocol):
-    """Is told how far the checks are."""
+class CheckObserver(Protocol):
+    """Receives the progress of checks."""
 
     def begin(self, make_estimate: Callable[[], Estimate]) -> None: ...  # making the estimate takes a moment
     def progress(self, check: str, detail: str, share: float) -> None: ...  # `share` of this check is done
-    def end(self, result: dict[str, Any]) -> None: ...
 
 
 def estimate(model: CheckedModel, names: Sequence[str], quick: bool) -> Estimate:

@@ -50,12 +50,10 @@ def run_levels(model: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     quick = replace(checks.QUICK, num_prompts=4, cases=few, num_table_samples=40, num_model_samples=32)
     monkeypatch.setattr(checks, "QUICK", quick)
 
-    def run(
-        levels: str, native: bool = True, drafters: tuple[str, ...] = DRAFTERS, observer: Any = None
-    ) -> dict[str, Any]:
+    def run(levels: str, native: bool = True, drafters: tuple[str, ...] = DRAFTERS, **given: Any) -> dict[str, Any]:
         settings = (f"model.name={str(model / 'model')!r}", f"speculation.head={str(model / 'head')!r}")
         config = load_config(None, [*settings, f"engine.native={str(native).lower()}"])
-        report = checks.run_checks(config, PROMPTS, drafters, quick=True, levels=levels, observer=observer)
+        report = checks.run_checks(config, PROMPTS, drafters, quick=True, levels=levels, **given)
         return {result["name"]: result for result in report["checks"]}
 
     return run
@@ -79,7 +77,6 @@ class Recorder:
 
     def __init__(self) -> None:
         self.shares: list[float] = []
-        self.ended: list[str] = []
 
     def begin(self, make_estimate: Callable[[], estimate.Estimate]) -> None:
         self.estimate = make_estimate()
@@ -87,14 +84,12 @@ class Recorder:
     def progress(self, check: str, detail: str, share: float) -> None:
         self.shares.append(self.estimate.share(check, share))
 
-    def end(self, result: dict[str, Any]) -> None:
-        self.ended.append(result["name"])
-
 
 def test_progress_grows_and_never_says_that_all_is_done(run_levels: Run) -> None:
     recorder = Recorder()
-    results = run_levels("145", observer=recorder)
-    assert recorder.ended == recorder.estimate.names == list(results)
+    ended: list[dict[str, Any]] = []
+    results = run_levels("145", observer=recorder, results=ended)
+    assert [result["name"] for result in ended] == recorder.estimate.names == list(results)
     assert recorder.estimate.total_s > 0
     assert recorder.shares == sorted(recorder.shares) and recorder.shares[0] == 0 and recorder.shares[-1] < 1
     assert len(set(recorder.shares)) > 8  # not only one message per check

@@ -228,7 +228,9 @@ def test_the_widest_ties_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ties = [tie | {"gap_float32": -(i + 1) / 1000, "gap": 0.0} for i in range(num)]
     result = {"name": "3 seeded identity", "passed": True, "seconds": 1.0, "near_ties": ties, "not_near_ties": 0,
               "problems": []}  # fmt: skip
-    monkeypatch.setattr(checks, "run_checks", lambda config, *args: checks.make_report(config, (), False, [result], []))
+    monkeypatch.setattr(
+        checks, "run_checks", lambda config, *args, **given: checks.make_report(config, (), False, [result], [])
+    )
     write_model(tmp_path / "model")
     arguments = ["verify", "--model", str(tmp_path / "model"), "--json", str(tmp_path / "all.json")]
     shown = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"}).stdout
@@ -239,7 +241,7 @@ def test_the_widest_ties_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_log_shows_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: Any) -> dict[str, Any]:
+    def interrupted(*args: Any, **given: Any) -> dict[str, Any]:
         progress = args[-1]
         progress.begin(lambda: Estimate(("1 enumeration", "4 greedy identity with transformers"), (60.0, 180.0)))
         progress.progress("1 enumeration", "", 0.5)
@@ -261,8 +263,8 @@ def test_a_log_shows_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_ctrl_c_shows_the_checks_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: bool) -> None:
     result = {"name": "1 enumeration", "passed": passed, "seconds": 1.0, "problems": [] if passed else ["it is off"]}
 
-    def interrupted(*args: Any) -> dict[str, Any]:
-        args[-1].end(result)
+    def interrupted(*args: Any, results: list[dict[str, Any]]) -> dict[str, Any]:
+        results.append(result)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(checks, "run_checks", interrupted)
