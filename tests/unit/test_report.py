@@ -18,9 +18,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.console import escape_controls
+from paceline.files import number
 from paceline.report import chart, figures, rollouts, series, tiles
 from paceline.report.html import render_page, write_report
-from paceline.report.run import OUTCOMES, number, read_run
+from paceline.report.run import OUTCOMES, read_run
 from paceline.report.series import Series
 from paceline.report.table import finite
 
@@ -378,7 +379,7 @@ def test_a_noisy_curve_has_its_running_mean():
 
 
 def test_looks_of_many_series_differ():
-    assert len({series.look(i) for i in range(18)}) == 18
+    assert len({series.color_and_style(i) for i in range(18)}) == 18
 
 
 def test_reward_functions_have_curves(tmp_path):
