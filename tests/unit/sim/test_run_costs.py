@@ -55,8 +55,7 @@ def test_unusable_steps_are_left_out(tmp_path: Path) -> None:
     bad = [
         json.dumps(step(2, 0, 9.0, num_captured=1)), json.dumps(step(0, 0, 9.0)), json.dumps({"num_rows": 2}), "[1]",
         json.dumps(step(2, 0, math.inf)), json.dumps(step(2, 0, math.nan)), json.dumps(step(2, 0, 10**400)), few_rows,
-        json.dumps(step(2, 2, 9.0, accepted_per_position=None)), json.dumps(step(2, 2, 9.0, accepted_per_position=["x"])),
-        json.dumps(step(2, 2, 9.0, accepted_per_position=[-1])), json.dumps(step(2, 2, 9.0, accepted_per_position=3)),
+        *(json.dumps(step(2, 2, 9.0, accepted_per_position=invalid)) for invalid in (None, ["x"], [-1], 3)),
         json.dumps(step(2, 0, 9.0, draft_s=9.5)), json.dumps(step(2, 0, 9.0, total_s="9")), '{"num_rows": 2, "num_que',
     ]  # fmt: skip
     (tmp_path / "trace.jsonl").write_text("\n".join([good, *bad, good, good[:40]]))
