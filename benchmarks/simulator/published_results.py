@@ -136,7 +136,7 @@ class PublishedResults:
             if (baseline, speculation) not in self._runs:
                 self._runs[baseline, speculation] = simulator.run(speculation)
         run, ar = self._runs[baseline, config.speculation], self._runs[baseline, NO_SPECULATION]
-        return Result(config, run, ar, simulator.hardware, simulator.model)
+        return Result(config, run, ar, simulator.hardware.name, simulator.model.name, simulator.hardware.usd_per_hour)
 
     # -- rows -------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 import lzma
 import os
@@ -128,6 +129,58 @@ def _open_unlinked(path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
         file.close()
         raise ValueError(f"{path}: not a plain file")
     return file
+
+
+def read_run_lines(
+    path: Path, damaged: list[int] | None = None, growing: bool = False
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(offset, JSON object) of each line of a jsonl file in a run's folder. Left out are lines that are cut off,
+    damaged, or longer than MAX_LINE; their numbers are added to `damaged`, but not that of a last line that a `growing`
+    file has no end of yet. Raises FileNotFoundError if there is no such file, ValueError if it can't be opened."""
+    with open_run_file(path) as file:
+        start = 0
+        for number in itertools.count(1):
+            line = part = file.readline(MAX_LINE)
+            size = len(line)
+            while part and not part.endswith(b"\n"):  # a longer line, or the last one
+                part = file.readline(MAX_LINE)
+                size += len(part)
+            if not size:
+                return
+            is_whole, is_unfinished = size == len(line), not part
+            record = _object_or_none(line) if is_whole else None
+            if record is not None:
+                yield start, record
+            elif damaged is not None and not (is_whole and line.isspace()) and not (growing and is_unfinished):
+                damaged.append(number)
+            start += size
+
+
+def _object_or_none(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = parse_json(line.decode("utf-8", errors="replace"))
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def read_metrics(path: Path, damaged: list[int] | None = None, growing: bool = False) -> list[dict[str, Any]]:
+    """The RL steps in a metrics.jsonl, ascending. If a step was written twice, the later line counts. Errors and the
+    other arguments are those of `read_run_lines`."""
+    lines = [line for _, line in read_run_lines(path, damaged, growing) if type(line.get("step")) is int]
+    by_step = {line["step"]: line for line in lines if abs(line["step"]) < 2**53}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def number(record: Any, *path: str) -> float | None:
+    """A number inside nested records. None if it is missing, not finite, or too large for a chart (1e100)."""
+    for key in path:
+        if not isinstance(record, Mapping):
+            return None
+        record = record.get(key)
+    if isinstance(record, int | float) and not isinstance(record, bool) and abs(record) < 1e100:
+        return float(record)
+    return None
 
 
 def open_maybe_packed(file: BinaryIO, name: str) -> IO[bytes]:

@@ -12,8 +12,9 @@ from browser import Browser, require_browser
 from fake_run import make_run
 
 from paceline.report import watch
-from paceline.report.watch import LivePage, WatchServer
+from paceline.report.watch import REFUSED, LivePage, WatchServer
 
+STATUS = "document.getElementById('live').textContent"
 FILES = ("metrics.jsonl", "rollouts.jsonl", "trace.jsonl")
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=2>\u2028\x1b[31m\u202e<!--"
 
@@ -161,8 +162,24 @@ def test_it_says_when_the_server_stops(browser: Browser, run: GrowingRun) -> Non
     run.write(2)
     for server in serve(run):
         open_page(browser, server)
-    browser.wait_for("document.getElementById('live').textContent.startsWith('no answer')")
+    browser.wait_for(f"{STATUS}.startsWith('paceline watch does not answer since ')")
     assert steps_shown(browser) == 2, "the page stays"
+
+
+def test_it_says_why_the_server_refuses(browser: Browser, run: GrowingRun, server: WatchServer) -> None:
+    run.write(2)
+    open_page(browser, server)
+    server.hosts = {"localhost:1"}  # as if the port was forwarded to another number
+    browser.wait_for(f"{STATUS} === {json.dumps(REFUSED)}")
+
+
+def test_an_error_in_an_update_is_no_stopped_server(browser: Browser, run: GrowingRun, server: WatchServer) -> None:
+    run.write(2)
+    open_page(browser, server)
+    browser.run("DOMParser.prototype.parseFromString = () => { window.calls = (window.calls ?? 0) + 1; throw 'x'; }")
+    run.write(3)
+    browser.wait_for("window.calls > 1")
+    assert browser.run("document.getElementById('live').className") == "live", browser.run(STATUS)
 
 
 def test_hostile_texts_of_an_update_are_inert(browser: Browser, tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.console import escape_controls
-from paceline.report import chart, figures, rollouts, series, tiles
+from paceline.files import number
+from paceline.report import chart, figures, key_figures, rollouts, series
 from paceline.report.html import render_page, write_report
-from paceline.report.run import OUTCOMES, number, read_run
+from paceline.report.run import OUTCOMES, read_run
 from paceline.report.series import Series
 from paceline.report.table import finite
 
@@ -170,6 +171,16 @@ def test_figures_of_an_unfinished_run_come_from_its_steps(folder):
     assert figures.acceptance_length(running) == 1 + accepted / drafts
 
 
+def test_held_out_rewards_begin_before_the_first_step(folder):
+    run = read_run(folder)
+    run.steps = [{"step": 0, "eval_before": {"reward": 0.25}}, {"step": 1}, {"step": 2, "eval": {"reward": 0.5}}]
+    assert figures.held_out_rewards(run) == [0.25, None, 0.5]
+    run.steps[0]["eval"] = {"reward": 0.75}
+    assert figures.held_out_rewards(run) == [0.75, None, 0.5]
+    run.steps = []
+    assert figures.held_out_rewards(run) == []
+
+
 def test_zero_in_the_summary_is_a_value(folder):
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps(summary | {"reward_before": 0.0}))
@@ -196,9 +207,11 @@ def test_warnings(folder):
     records[3]["num_failures"] = 2
     records[0]["audit"]["identical"] = False
     records[4]["staleness_max"] = 1
+    records[5]["zero_advantages_alarm"] = True
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    alarm, failures, audit, lag = figures.warnings(read_run(folder))
+    alarm, advantages, failures, audit, lag = figures.warnings(read_run(folder))
     assert "step 2" in alarm
+    assert advantages == "All advantages were zero, so rewards did not change the policy, at step 5."
     assert "2 samples" in failures
     assert "step 3" in failures
     assert "step 0" in audit
@@ -377,8 +390,8 @@ def test_a_noisy_curve_has_its_running_mean():
     assert "mean" not in marks
 
 
-def test_looks_of_many_series_differ():
-    assert len({series.look(i) for i in range(18)}) == 18
+def test_colors_and_styles_of_many_series_differ():
+    assert len({series.color_and_style(i) for i in range(18)}) == 18
 
 
 def test_reward_functions_have_curves(tmp_path):
@@ -391,7 +404,7 @@ def test_reward_functions_have_curves(tmp_path):
     assert "Reward by function" in render_page(read_run(folder))
 
 
-def test_cards_show_ranges(tmp_path):
+def test_key_figures_show_ranges(tmp_path):
     folder = make_run(tmp_path, 16)
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     ratios = iter((0.49, 1.68, 1.2, 0.9))
@@ -404,7 +417,7 @@ def test_cards_show_ranges(tmp_path):
         "tail_speedup": {"1": 2.1},
     }
     (folder / "summary.json").write_text(json.dumps(summary))
-    text = Page(tiles.key_figures(read_run(folder))).text
+    text = Page(key_figures.key_figures(read_run(folder))).text
     assert (
         "audited speed-up 1.05× plain ÷ speculative time: median of 4 audits, 0.49× to 1.68×. All together 1.06×"
         in text
@@ -413,7 +426,7 @@ def test_cards_show_ranges(tmp_path):
     lengths = [step["mean_acceptance_length"] for step in steps]
     assert f"{min(lengths):.2f} to {max(lengths):.2f} by step" in text
     write_lines(folder / "metrics.jsonl", steps[:1])
-    assert "speculative time, one audited step" in Page(tiles.key_figures(read_run(folder))).text
+    assert "speculative time, one audited step" in Page(key_figures.key_figures(read_run(folder))).text
 
 
 def test_a_missing_browser_fails_only_in_ci(monkeypatch):

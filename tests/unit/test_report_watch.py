@@ -104,7 +104,11 @@ def test_there_is_no_other_path(server: WatchServer, rest: str) -> None:
                                   "localhost:{port}.evil.example", "0.0.0.0:{port}"])  # fmt: skip
 def test_another_host_is_refused(server: WatchServer, host: str) -> None:
     status, _, content = ask(server, host=host.format(port=server.server_port))
-    assert (status, content) == (403, b"403 Forbidden\n")
+    assert status == 403
+    assert content == (
+        b"Refused (403). Open the address that `paceline watch` printed; if you forward the port, use the same number "
+        b"on both sides\n"
+    )
 
 
 def test_no_host_or_two_are_refused(server: WatchServer) -> None:
@@ -216,6 +220,29 @@ def test_a_run_is_read_at_most_for_a_share_of_the_time(folder: Path, monkeypatch
         page.current()
         now[0] += 1.0
     assert num_renders == 1 + 2, "3 s of reading, then 30 s without"
+
+
+def test_a_failed_reading_is_repeated_after_the_interval(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, error = [100.0], [False]
+    num_renders = 0
+
+    def render(*_: object, **__: object) -> str:
+        nonlocal num_renders
+        num_renders += 1
+        if error[0]:
+            raise OSError("too many open files")
+        return f"page {num_renders}"
+
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(watch, "render_page", render)
+    page = LivePage(folder)
+    os.utime(folder / "metrics.jsonl", ns=(1, 1))
+    now[0], error[0] = 110.0, True
+    for _ in range(5):
+        assert page.current()[1] == b"page 1"
+    assert num_renders == 2, "not again within the interval"
+    now[0], error[0] = 120.0, False
+    assert page.current()[1] == b"page 3", "although no file has changed since the failed reading"
 
 
 def test_watching_writes_nothing(tmp_path: Path) -> None:

@@ -74,14 +74,15 @@ def test_the_title_has_the_final_values():
     assert "H200" not in title and "no drafts" in run(app, ["simulate", "8b-8xh200", "method=none"]).output
 
 
-def test_a_run_of_ones_own(tmp_path):
+def test_a_recorded_run(tmp_path):
     """Generation time without drafts must be that of the run's step times, and training that of its metrics."""
     measured = write_run(tmp_path / "mine")
     out = tmp_path / "o.json"
     done = run(app, ["simulate", str(tmp_path / "mine"), "--json", str(out)])
     assert done.exit_code == 0, done.output
     assert "smollm2-135m, float32 on Abacus 3000, 2 threads; 8 requests per RL step" in done.output.splitlines()[0]
-    assert "GPU hours" not in done.output
+    assert "GPU hours" not in done.output and "smollm2-135m, float32 on Abacus" in json.loads(out.read_text())["title"]
+    assert json.loads(out.read_text())["about"] == "mine, a recorded run"
     found = json.loads(out.read_text())
     metrics = json.loads((tmp_path / "mine" / "metrics.jsonl").read_text().splitlines()[0])
     assert found["ar"]["generation_s"] == pytest.approx(measured * metrics["stages"]["generation"], rel=0.2)

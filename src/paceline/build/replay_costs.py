@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.build.replay import MODEL_FREE, frozen_costs
-from paceline.files import open_run_file, parse_json
+from paceline.files import number, read_metrics
 from paceline.replay.run import Cell
 from paceline.sim.recorded_run import RecordedRun
 from paceline.sim.run_costs import RunCosts
@@ -42,16 +42,12 @@ def own_cell(run: RecordedRun) -> Cell | None:
 
 def audited_s(run: RecordedRun) -> list[tuple[float, float]]:
     """(seconds without drafts, with drafts) of each audit. Empty if the metrics can't be read."""
-    found = []
     try:
-        with open_run_file(run.folder / "metrics.jsonl") as file:
-            for line in file:
-                audit = parse_json(line).get("audit")
-                if audit is not None:
-                    found.append((float(audit["plain_s"]), float(audit["speculative_s"])))
-    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+        steps = read_metrics(run.folder / "metrics.jsonl")
+    except (OSError, ValueError):
         return []
-    return found
+    times = [(number(step, "audit", "plain_s"), number(step, "audit", "speculative_s")) for step in steps]
+    return [(plain_s, speculative_s) for plain_s, speculative_s in times if plain_s and speculative_s]
 
 
 def recorded_run(rollouts: Sequence[str]) -> RecordedRun | None:

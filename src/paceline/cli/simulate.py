@@ -26,7 +26,7 @@ MIN_SHARE = 1e-4  # of a step; shorter stages are not printed
 def simulate(
     preset: Annotated[
         str | None,
-        typer.Argument(metavar="PRESET", help="Name of a preset, a .toml file, or the folder of a run of yours."),
+        typer.Argument(metavar="PRESET", help="Name of a preset, a .toml file, or the folder of a recorded run."),
     ] = None,
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[A.B=C]…", help="Settings; the section is optional: `k=5`.")
@@ -44,7 +44,7 @@ def simulate(
     json_file: JsonFile = None,
 ) -> None:
     """Simulate decode steps, rollouts and RL steps, with and without speculation: from hardware and model specs, or
-    from the step times and lengths of a run of yours.
+    from the step times and lengths of a recorded run.
 
     docs/how-to/simulator.md explains presets, settings and accuracy.
 
@@ -74,7 +74,7 @@ def simulate(
         return
     if preset is None:
         raise ValueError(
-            "no preset; give a name of `paceline simulate --list`, a .toml file, or the folder of a run of yours"
+            "no preset; give a name of `paceline simulate --list`, a .toml file, or the folder of a recorded run"
         )
     arguments = [*(arguments or ()), *(overrides or ())]
     if sweep is not None:
@@ -95,7 +95,7 @@ def _list_presets() -> None:
 
     rows = [{"preset": name, "about": simulator.load_simulation_config(name).about} for name in simulator.presets()]
     out.print(render(rows, {"preset": "preset", "about": "about"}))
-    print_note("Or the folder of a run of yours: its lengths, step times and stages replace the specs.")
+    print_note("Or the folder of a recorded run: its lengths, step times and stages replace the specs.")
 
 
 def _show(name: str, result: Result, timeline: bool) -> None:

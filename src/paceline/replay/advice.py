@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.files import open_run_file, parse_json
+from paceline.files import number, read_metrics
 from paceline.replay.rounds import Round
 from paceline.replay.run import Result
 
@@ -75,15 +75,12 @@ def small_sample_warning(rounds: Sequence[Round]) -> str | None:
 
 def generation_share(metrics: Path) -> float | None:
     """Share of a run's time that generation takes, from its metrics.jsonl; None if it is not recorded there."""
-    generation_s = total_s = 0.0
     try:
-        with open_run_file(metrics) as file:
-            for line in file:
-                stages = parse_json(line).get("stages", {})
-                generation_s += stages.get("generation", 0.0)
-                total_s += stages.get("total", 0.0)
-    except (OSError, ValueError, AttributeError, TypeError):
+        steps = read_metrics(metrics)
+    except (OSError, ValueError):
         return None
+    generation_s = sum(number(step, "stages", "generation") or 0.0 for step in steps)
+    total_s = sum(number(step, "stages", "total") or 0.0 for step in steps)
     return generation_s / total_s if 0 < generation_s <= total_s else None
 
 

@@ -10,48 +10,28 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from paceline.files import number
 from paceline.report import figures
 from paceline.report.chart import key, lines, show
+from paceline.report.curves import CURVES
 from paceline.report.elements import charts, factor, paragraph, seconds, section, table
 from paceline.report.html import document, to_bytes
+from paceline.report.key_figures import between
 from paceline.report.markup import escape
-from paceline.report.run import Run, mean, number, read_run
-from paceline.report.series import Series, look
+from paceline.report.run import Run, mean, read_run
+from paceline.report.series import Series, color_and_style
 from paceline.report.table import check_writable, write_bytes
-from paceline.report.tiles import between
 
 MAX_RUNS = 12
 DEFAULT_NAME = "comparison.html"
-# Section -> (title, unit, path in metrics.jsonl, options of the chart).
-CURVES: dict[str, list[tuple[str, str, str, dict[str, Any]]]] = {
-    "Reward and length": [
-        ("Reward", "mean over a step's samples", "reward_mean", {}),
-        ("Held-out reward", "mean over the held-out problems", "eval.reward", {"is_rare": True}),
-        ("Completion length", "tokens, mean", "length_mean", {"from_zero": True}),
-        ("Truncated", "share of a step's samples", "truncated_ratio", {"from_zero": True}),
-    ],
-    "Time": [
-        ("Time per step", "seconds", "stages.total", {"from_zero": True}),
-        ("Generation", "seconds per step", "stages.generation", {"from_zero": True}),
-        ("Training", "seconds per step", "stages.training", {"from_zero": True}),
-        ("Rate", "tokens per second of the whole step", "tokens_per_s", {"from_zero": True}),
-    ],
-    "Speculation": [
-        ("Acceptance length", "tokens per verified draft", "mean_acceptance_length", {}),
-        ("Draft tokens accepted", "share of those verified", "draft_acceptance_rate", {"from_zero": True}),
-        ("Audited speed-up", "plain time ÷ speculative time", "audit.speedup",
-         {"is_rare": True, "reference": (1.0, "no gain")}),
-    ],
-    "Learning": [
-        ("Loss", "", "loss", {}),
-        ("Gradient norm", "before clipping", "grad_norm", {"from_zero": True}),
-        ("KL to the reference", "nats", "kl", {}),
-        ("Entropy", "nats per token", "entropy", {"from_zero": True}),
-        ("Clipped", "share of tokens", "clip_ratio", {"from_zero": True}),
-        ("Learning rate", "", "learning_rate", {"from_zero": True}),
-        ("Staleness", "versions behind the learner, mean", "staleness_mean", {"from_zero": True}),
-        ("Mismatch", "mean |Δ logprob|, engine and learner", "mismatch_mean", {"from_zero": True}),
-    ],
+# Section -> paths of its curves
+SECTIONS = {
+    "Reward and length": ("reward_mean", "eval.reward", "length_mean", "truncated_ratio"),
+    "Time": ("stages.total", "stages.generation", "stages.training", "tokens_per_s"),
+    "Speculation": ("mean_acceptance_length", "draft_acceptance_rate", "audit.speedup"),
+    "Learning": (
+        "loss", "grad_norm", "kl", "entropy", "clip_ratio", "learning_rate", "staleness_mean", "mismatch_mean",
+    ),
 }  # fmt: skip
 ABSENT = "–"
 
@@ -86,9 +66,9 @@ def render_comparison(runs: Sequence[Run]) -> str:
         ),
         "figures": ("Figures", section("figures", "Figures", table(["figure", *names], figure_rows))),
     }  # fmt: skip
-    for title, curves in CURVES.items():
+    for title, paths in SECTIONS.items():
         name = title.split()[0].lower()
-        drawn = [_curve(runs, names, *curve) for curve in curves]
+        drawn = [_curve(runs, names, path) for path in paths]
         parts[name] = (title, section(name, title, charts(*drawn)))
     title = f"{len(runs)} runs"
     header = f'<header><p class="kind">Paceline comparison</p><h1>{title}</h1></header>'
@@ -185,9 +165,9 @@ def _overview(runs: Sequence[Run], names: Sequence[str]) -> str:
     present = [fact for fact in facts if any(fact in run.info for run in runs)]
     rows = []
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
-        colour, style = look(i)
+        color, style = color_and_style(i)
         cells = (escape(str(run.info.get(fact, ABSENT))) for fact in present)
-        rows.append([key(f"{style} c{colour}") + escape(name), *cells])
+        rows.append([key(f"{style} c{color}") + escape(name), *cells])
     messages = [
         f"{name}: {text}"
         for run, name in zip(runs, names, strict=True)
@@ -198,17 +178,16 @@ def _overview(runs: Sequence[Run], names: Sequence[str]) -> str:
     return table(["run", *present], rows, num_text=len(present) + 1) + notes
 
 
-def _curve(
-    runs: Sequence[Run], names: Sequence[str], title: str, unit: str, path: str, options: Mapping[str, Any]
-) -> str:
+def _curve(runs: Sequence[Run], names: Sequence[str], path: str) -> str:
     """One line for each run that has the metric, over the steps of all runs."""
+    curve = CURVES[path]
     steps = sorted({step for run in runs for step in run.numbers})
     series = []
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
-        by_step = dict(zip(run.numbers, run.series(*path.split(".")), strict=True))
-        if path == "eval.reward" and run.steps and by_step[run.numbers[0]] is None:
-            by_step[run.numbers[0]] = number(run.steps[0], "eval_before", "reward")
-        colour, style = look(i)
-        kind = f"points {style}" if options.get("is_rare") else style
-        series.append(Series(name, [by_step.get(step) for step in steps], colour, kind))
-    return lines(title, unit, steps, series, **{name: value for name, value in options.items() if name != "is_rare"})
+        values = figures.held_out_rewards(run) if path == "eval.reward" else run.series(*path.split("."))
+        by_step = dict(zip(run.numbers, values, strict=True))
+        color, style = color_and_style(i)
+        kind = f"points {style}" if curve.is_rare else style
+        series.append(Series(name, [by_step.get(step) for step in steps], color, kind))
+    unit = f"{curve.unit}, {curve.line}" if curve.line else curve.unit
+    return lines(curve.title, unit, steps, series, **curve.options)

@@ -1,10 +1,11 @@
-"""The key figures of a run: from its summary if it has finished, else from its steps."""
+"""Figures of a run: from its summary if it has finished, else from its steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from paceline.report.run import Record, Run, mean, number
+from paceline.files import number
+from paceline.report.run import Record, Run, mean
 
 
 def latest(run: Run, *path: str) -> float | None:
@@ -19,6 +20,14 @@ def reward_before(run: Run) -> float | None:
 def reward_after(run: Run) -> float | None:
     found = number(run.summary, "reward_after")
     return found if found is not None else latest(run, "eval", "reward")
+
+
+def held_out_rewards(run: Run) -> list[float | None]:
+    """Of every step; the evaluation before the first step stands in for a missing one after it."""
+    values = run.series("eval", "reward")
+    if values and values[0] is None:
+        values[0] = number(run.steps[0], "eval_before", "reward")
+    return values
 
 
 def acceptance_length(run: Run) -> float | None:
@@ -79,6 +88,7 @@ def warnings(run: Run) -> list[str]:
         f"{message} {_steps(raised)}."
         for alarm, message in (
             ("mismatch_alarm", "Engine and learner logprobs differed by more than train.mismatch_alarm at"),
+            ("zero_advantages_alarm", "All advantages were zero, so rewards did not change the policy, at"),
             ("acceptance_drop_alarm", "Acceptance fell at the weight sync before"),
             ("acceptance_floor_alarm", "Almost no draft tokens were accepted at"),
             ("acceptance_record_alarm", "Acceptance was far below the head's provenance file at"),

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from paceline.files import replace_file
 from paceline.report import sections
+from paceline.report.key_figures import key_figures
 from paceline.report.markup import escape
 from paceline.report.rollout_browser import rollout_browser
 from paceline.report.rollouts import encode
 from paceline.report.run import Run, read_run
 from paceline.report.table import check_writable, write_bytes
-from paceline.report.tiles import key_figures
 
 SMOOTHING = (
     '<p class="view" id="view"><label><input type="checkbox" id="smooth" checked> '

@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.files import MAX_LINE, check_run_format, open_run_file, parse_json, read_run_json
+from paceline.files import check_run_format, number, open_run_file, read_metrics, read_run_json, read_run_lines
 from paceline.report.rollouts import Rollouts, choose
 
 Record = dict[str, Any]
@@ -70,17 +70,6 @@ class Run:
         return int(max((value for value in self.series("staleness_max") if value is not None), default=0))
 
 
-def number(record: Any, *path: str) -> float | None:
-    """A number inside nested records. None if it is missing, not finite, or too large for a chart (1e100)."""
-    for key in path:
-        if not isinstance(record, Mapping):
-            return None
-        record = record.get(key)
-    if isinstance(record, int | float) and not isinstance(record, bool) and abs(record) < 1e100:
-        return float(record)
-    return None
-
-
 def check_run(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give the folder of a run, the one with metrics.jsonl in it")
@@ -99,10 +88,7 @@ def read_run(folder: Path, growing: bool = False, only_metrics: bool = False) ->
     run.info = _read_json(folder / "run.json", run.notes)
     check_run_format(folder, run.info)
     run.config, run.settings = _read_config(folder / "config.toml", run.notes)
-    lines = [line for _, line in read_lines(folder / "metrics.jsonl", run.notes, growing)]
-    lines = [line for line in lines if isinstance(line.get("step"), int)]
-    by_step = {line["step"]: line for line in lines if abs(line["step"]) < 2**53}
-    run.steps = [by_step[step] for step in sorted(by_step)]  # if a step was written twice, the later line counts
+    run.steps = _read_metrics(folder / "metrics.jsonl", run.notes, growing)
     if not only_metrics:
         run.engine = _read_trace(folder / "trace.jsonl", run.notes, growing)
         offsets = list(_rollout_offsets(folder / "rollouts.jsonl", run.notes, growing))
@@ -149,25 +135,27 @@ def _read_config(path: Path, notes: list[str]) -> tuple[str, Record]:
         return text, {}
 
 
+def _read_metrics(path: Path, notes: list[str], growing: bool) -> list[Record]:
+    damaged: list[int] = []
+    steps: list[Record] = []
+    with _noting(path, notes, growing):
+        steps = read_metrics(path, damaged, growing)
+    _note_damage(path, damaged, notes)
+    return steps
+
+
 def read_lines(path: Path, notes: list[str], growing: bool = False) -> Iterator[tuple[int, Record]]:
-    """(offset, record) of each valid line. Other lines are left out, with a note; if the file is growing, without one
-    for a last line that has no end yet."""
-    offset, broken = 0, []
-    with _noting(path, notes, growing), open_run_file(path) as file:
-        # A line that is longer than MAX_LINE is read as several invalid lines.
-        for count, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), 1):
-            try:
-                record = parse_json(line.decode("utf-8", errors="replace"))
-            except ValueError:
-                record = None
-            if isinstance(record, dict):
-                yield offset, record
-            elif line.strip() and not (growing and not line.endswith(b"\n")):
-                broken.append(count)
-            offset += len(line)
-    if broken:
-        which = ", ".join(map(str, broken[:5])) + (" …" if len(broken) > 5 else "")
-        lines = "line" if len(broken) == 1 else "lines"
+    """(offset, record) of each valid line; the others become a note."""
+    damaged: list[int] = []
+    with _noting(path, notes, growing):
+        yield from read_run_lines(path, damaged, growing)
+    _note_damage(path, damaged, notes)
+
+
+def _note_damage(path: Path, damaged: Sequence[int], notes: list[str]) -> None:
+    if damaged:
+        which = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
+        lines = "line" if len(damaged) == 1 else "lines"
         notes.append(f"{path.name}: {lines} {which} can't be read (cut off or damaged); left out.")
 
 

@@ -8,12 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paceline.files import number
 from paceline.report.chart import bars, key, lines, shares, show, stacked
+from paceline.report.curves import CURVES
 from paceline.report.elements import charts, definitions, factor, folded, paragraph, seconds, section, table
-from paceline.report.figures import audits, identical_audits, speedup, stage_seconds, tail_speedup, warnings
+from paceline.report.figures import (
+    audits,
+    held_out_rewards,
+    identical_audits,
+    speedup,
+    stage_seconds,
+    tail_speedup,
+    warnings,
+)
 from paceline.report.markup import escape
-from paceline.report.run import OUTCOMES, ROW_BOUNDS, Run, mean, number
-from paceline.report.series import STYLES, Series, look
+from paceline.report.run import OUTCOMES, ROW_BOUNDS, Run, mean
+from paceline.report.series import STYLES, Series, color_and_style
 from paceline.report.table import cell
 
 # Stage -> (name on the page, colour), from bottom to top. Together the stages are the whole time of a step.
@@ -58,6 +68,13 @@ def metric_lines(
     return lines(title, unit, run.numbers, series, **options)
 
 
+def curve(run: Run, path: str, name: str = "", more: Mapping[str, str] | None = None, **options: Any) -> str:
+    """The chart of a metric in CURVES. `name`: of its line; `more`: name -> path of other metrics in the same chart."""
+    shown = CURVES[path]
+    paths = {name or shown.line or shown.title.lower(): path, **(more or {})}
+    return metric_lines(run, shown.title, shown.unit, paths, **{**shown.options, **options})
+
+
 # The sections, from top to bottom
 
 
@@ -76,11 +93,8 @@ def messages(run: Run) -> str:
 
 
 def reward(run: Run) -> str:
-    held_out = run.series("eval", "reward")
-    if run.steps and held_out[0] is None:
-        held_out[0] = number(run.steps[0], "eval_before", "reward")
     names = list(dict.fromkeys(name for r in run.steps if isinstance(r.get("rewards"), dict) for name in r["rewards"]))
-    by_function = [Series(name, run.series("rewards", name), *look(i)) for i, name in enumerate(names)]
+    by_function = [Series(name, run.series("rewards", name), *color_and_style(i)) for i, name in enumerate(names)]
     is_reward = len(names) == 1 and by_function[0].values == run.series("reward_mean")
     evals = [(f"{r['step']} (before)", r["eval_before"]) for r in run.steps if isinstance(r.get("eval_before"), dict)]
     evals += [(str(r["step"]), r["eval"]) for r in run.steps if isinstance(r.get("eval"), dict)]
@@ -88,17 +102,15 @@ def reward(run: Run) -> str:
     columns["length_mean"] = "mean length (tokens)"
     rows = [[step, *(show(number(result, name)) for name in columns)] for step, result in evals]
     mean_reward = Series("training, mean", run.series("reward_mean"), 0, band=run.series("reward_std"))
-    lengths = {"mean": "length_mean", "longest": "length_max"}
     return section(
         "reward",
         "Reward and length",
         charts(
-            lines("Reward", "mean over a step's samples", run.numbers,
-                  [mean_reward, Series("held out", held_out, 1, "points")]),
-            metric_lines(run, "Completion length", "tokens", lengths, from_zero=True),
+            lines(CURVES["reward_mean"].title, CURVES["reward_mean"].unit, run.numbers,
+                  [mean_reward, Series("held out", held_out_rewards(run), 1, "points")]),
+            curve(run, "length_mean", more={"longest": "length_max"}),
             lines("Reward by function", "mean, without weights", run.numbers, [] if is_reward else by_function),
-            metric_lines(run, "Truncated", "share of a step's samples", {"truncated": "truncated_ratio"}, colour=1,
-                         from_zero=True),
+            curve(run, "truncated_ratio", colour=1),
         ),
         table(["step", *columns.values()], rows, caption="Held-out problems"),
     )  # fmt: skip
@@ -128,10 +140,9 @@ def time(run: Run) -> str:
         "Time",
         note,
         charts(
-            stacked("Time per step", "seconds", run.numbers,
+            stacked(CURVES["stages.total"].title, CURVES["stages.total"].unit, run.numbers,
                     {names[name]: (colours[name], per_step[name]) for name in STAGES}),
-            metric_lines(run, "Rate", "tokens per second of the whole step", {"tokens per second": "tokens_per_s"},
-                         from_zero=True),
+            curve(run, "tokens_per_s", "tokens per second"),
         ),
         shares("Shares", "of the whole run's time",
                {names[name]: (colours[name], totals[name] / whole) for name in present}),
@@ -156,7 +167,6 @@ def speculation(run: Run) -> str:
         str(j + 1): sum((rate or 0.0) * n for rate, n in zip(at[j], drafts, strict=True)) / whole for j in range(depth)
     }
     audited = audits(run)
-    ratio = {step: number(audit, "speedup") for step, audit in audited}
     tails = list(tail_speedup(run))
     rows = [
         [
@@ -170,27 +180,24 @@ def speculation(run: Run) -> str:
         for step, audit in audited
     ]
     running = [f"at {n} running" for n in tails]
-    up_to, of_times, no_gain = "share of drafts accepted up to it", "plain time ÷ speculative time", (1.0, "no gain")
+    up_to, audited_speedup = "share of drafts accepted up to it", CURVES["audit.speedup"]
     return section(
         "speculation",
         "Speculation",
         charts(
-            metric_lines(run, "Acceptance length", "tokens per verified draft",
-                         {"acceptance length": "mean_acceptance_length"}),
+            curve(run, "mean_acceptance_length"),
             bars("Acceptance by position", up_to, "position in the draft", by_position, limits=(0.0, 1.0)),
             lines("By position over time", up_to, run.numbers,
                   [Series(f"position {j + 1}", at[j], j, STYLES[j % 3]) for j in range(depth)[:4]],
                   from_zero=True, limits=(0.0, 1.0)),
-            metric_lines(run, "Draft tokens accepted", "share of those verified", {"accepted": "draft_acceptance_rate"},
-                         colour=2, from_zero=True, limits=(0.0, 1.0)),
+            curve(run, "draft_acceptance_rate", "accepted", colour=2),
         ),
         head_training(run),
         f"<h3>Measured speed-up</h3>{paragraph(METHOD)}" if audited or speedup(run) is not None else "",
         charts(
-            lines("Audited speed-up", of_times, run.numbers,
-                  [Series("audited step", [ratio.get(step) for step in run.numbers], 1, "points")], reference=no_gain),
-            bars("Speed-up by running sequences", of_times, "running sequences", tail_speedup(run), colour=1,
-                 reference=no_gain, suffix="×"),
+            curve(run, "audit.speedup", "audited step", colour=1, style="points"),
+            bars("Speed-up by running sequences", audited_speedup.unit, "running sequences", tail_speedup(run),
+                 colour=1, suffix="×", **audited_speedup.options),
         ),
         table(["step", "tokens", "plain, s", "speculative, s", "speed-up", *running, "identical"], rows,
               caption="Audits"),
@@ -249,27 +256,15 @@ def staleness(run: Run) -> str:
         "staleness",
         "Staleness and groups",
         charts(
-            metric_lines(run, "Staleness", "versions behind the learner",
-                         {"mean": "staleness_mean", "largest": "staleness_max"}, from_zero=True, reference=limit),
+            curve(run, "staleness_mean", more={"largest": "staleness_max"}, reference=limit),
             metric_lines(run, "Groups", "per step", groups, from_zero=True),
         ),
     )  # fmt: skip
 
 
 def learning(run: Run) -> str:
-    figures = (
-        ("Loss", "", "loss", False),
-        ("Gradient norm", "before clipping", "grad_norm", True),
-        ("KL to the reference", "nats", "kl", False),
-        ("Entropy", "nats per token", "entropy", True),
-        ("Clipped", "share of tokens", "clip_ratio", True),
-        ("Learning rate", "", "learning_rate", True),
-    )
-    drawn = [
-        metric_lines(run, title, unit, {title.lower(): path}, from_zero=from_zero, small=True)
-        for title, unit, path, from_zero in figures
-    ]
-    return section("learning", "Learning", charts(*drawn, small=True))
+    paths = ("loss", "grad_norm", "kl", "entropy", "clip_ratio", "learning_rate")
+    return section("learning", "Learning", charts(*(curve(run, path, small=True) for path in paths), small=True))
 
 
 def engine(run: Run) -> str:
@@ -314,7 +309,7 @@ def engines(run: Run) -> str:
         paragraph("Shares of the time in which rollouts are generated. Idle engines wait for the longest rollout."),
         charts(
             lines("Busy", "share of generation time", run.numbers,
-                  [Series(f"engine {i}", values, *look(i)) for i, values in enumerate(each)],
+                  [Series(f"engine {i}", values, *color_and_style(i)) for i, values in enumerate(each)],
                   from_zero=True, limits=(0.0, 1.0)),
             metric_lines(run, "Weight sync", "seconds per step", {"weight sync": "stages.sync"}, colour=3,
                          from_zero=True),

@@ -30,7 +30,7 @@ class Series:
         return self.style.startswith("points")
 
 
-def look(index: int) -> tuple[int, str]:
+def color_and_style(index: int) -> tuple[int, str]:
     """(colour, style) of the series with this index; the first 18 differ."""
     return index % NUM_COLOURS, STYLES[(index + index // NUM_COLOURS) % len(STYLES)]
 

@@ -29,6 +29,10 @@ ADDRESS = "127.0.0.1"
 FILES = ("run.json", "config.toml", "metrics.jsonl", "rollouts.jsonl", "trace.jsonl", "summary.json")
 MIN_INTERVAL_S = 1.0  # between two readings of the run
 MAX_SHARE = 0.1  # of the time spent on reading the run: training needs the cores
+REFUSED = (  # the body of a 403; live.js says the same
+    "Refused (403). Open the address that `paceline watch` printed; if you forward the port, use the same number on "
+    "both sides"
+)
 
 
 class LivePage:
@@ -43,18 +47,22 @@ class LivePage:
         """(ETag, content)"""
         with self._lock:
             if time.monotonic() >= self._next_s and self._stamps() != self._rendered:
-                # A run that resumes truncates its files; one that is removed has none. Then the last page stays.
+                # A run that resumes truncates its files; one that is removed has none. Then the last page stays, and
+                # the next reading is after the usual interval.
                 with contextlib.suppress(ValueError, OSError):
                     self._render()
             return self._tag, self._content
 
     def _render(self) -> None:
         started_s = time.monotonic()
-        self._rendered = self._stamps()  # before reading: what is written meanwhile is a change
-        self._content = to_bytes(render_page(read_run(self._folder, growing=True), live=True))
-        self._tag = f'"{hashlib.sha256(self._content).hexdigest()[:32]}"'
-        now_s = time.monotonic()
-        self._next_s = now_s + max(MIN_INTERVAL_S, (now_s - started_s) / MAX_SHARE)
+        stamps = self._stamps()  # before reading: what is written meanwhile is a change
+        try:
+            content = to_bytes(render_page(read_run(self._folder, growing=True), live=True))
+        finally:  # a failed reading takes time too
+            now_s = time.monotonic()
+            self._next_s = now_s + max(MIN_INTERVAL_S, (now_s - started_s) / MAX_SHARE)
+        self._rendered, self._content = stamps, content
+        self._tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
     def _stamps(self) -> list[tuple[int, int, int] | None]:
         """Changes if a file changes."""
@@ -130,7 +138,8 @@ class Handler(BaseHTTPRequestHandler):
         return has_token and len(hosts) == 1 and hosts[0] in self.server.hosts
 
     def _refuse(self, status: HTTPStatus) -> None:
-        self._reply(status, f"{status.value} {status.phrase}\n".encode(), "text/plain; charset=utf-8")
+        text = REFUSED if status == HTTPStatus.FORBIDDEN else f"{status.value} {status.phrase}"
+        self._reply(status, f"{text}\n".encode(), "text/plain; charset=utf-8")
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """For what BaseHTTPRequestHandler refuses: other methods, and requests that it can't read."""

@@ -1,9 +1,13 @@
-"""Alarms: a drafter that no longer fits the policy costs speed, steps without advantages train nothing, and the user
-should know.
+"""The alarms of a step, by their key in metrics.jsonl. A message tells the user what to do.
 
-Two alarms for every drafter: acceptance drops at a weight sync, or hardly any draft token is accepted. A third one for
-EAGLE-3 heads: the head accepts far less than its provenance file records; this also finds heads that fit badly from the
-first step on. An alarm is reported when it starts, and not again while it lasts. Batches with few drafts are ignored.
+- acceptance_drop_alarm: acceptance drops at a weight sync. Each drop is reported.
+- acceptance_floor_alarm: hardly any draft token is accepted. Reported when it starts, and not again while it lasts.
+- acceptance_record_alarm: an EAGLE-3 head accepts far less than its provenance file records; this also finds heads that
+  fit badly from the first step on. Reported when it starts, too.
+- zero_advantages_alarm: all advantages are zero, so rewards do not change the policy. Reported the first, the tenth,
+  the hundredth … time.
+
+The first three ignore batches with few drafts. The trainer has one more, mismatch_alarm.
 """
 
 from __future__ import annotations
@@ -142,14 +146,15 @@ class AdvantageAlarm:
         self.num_generations = config.algorithm.num_generations
         self.num_steps = 0  # with only zero advantages, since the run was started or resumed
 
-    def check(self, step: int, groups: Sequence[Group]) -> list[str]:
-        """Messages about a step whose rewards give no advantage; `groups` are all that were generated for it."""
+    def check(self, step: int, groups: Sequence[Group]) -> tuple[bool, list[str]]:
+        """The flag of a step without advantages, and messages; `groups` are all that were generated for it. False if no
+        sample could be scored."""
         rewards = [[r.reward for r in group.scored] for group in groups]
         if not any(rewards):  # failures, which are reported by themselves
-            return []
+            return False, []
         self.num_steps += 1
-        if str(self.num_steps).strip("0") != "1":
-            return []
+        if str(self.num_steps).strip("0") != "1":  # powers of ten
+            return True, []
         values = {reward for group in rewards for reward in group}
         found = (
             f"all rewards are {values.pop():g}"
@@ -157,9 +162,10 @@ class AdvantageAlarm:
             else "the samples of each problem have equal rewards"
         )
         so_far = f" in {self.num_steps} steps so far" if self.num_steps > 1 else ""
-        return [
+        message = (
             f"ALARM: step {step + 1}: all advantages are zero{so_far}, so rewards do not change the policy: {found}. "
             "Likely reasons: the reward function returns a constant or never finds the answer (read rollouts.jsonl); "
             "the problems are too hard or too easy for the model; or too few samples per problem "
             f"(algorithm.num_generations = {self.num_generations})"
-        ]
+        )
+        return True, [message]

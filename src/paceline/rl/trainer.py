@@ -233,10 +233,10 @@ class Trainer:
         return {"loss": 0.0} | self._check_advantages(batch, bool(batch.groups))
 
     def _check_advantages(self, batch: Batch, has_any: bool) -> dict[str, bool]:
-        messages = [] if has_any else self.advantage_alarm.check(batch.step, batch.all_groups)
+        flag, messages = (False, []) if has_any else self.advantage_alarm.check(batch.step, batch.all_groups)
         for message in messages:
             self.callback.note(message)
-        return {"zero_advantages_alarm": not has_any}
+        return {"zero_advantages_alarm": flag}
 
     def _check_acceptance(self, batch: Batch, length: float | None, version: int | None) -> dict[str, bool]:
         flags, messages = self.alarms.check(length, version)

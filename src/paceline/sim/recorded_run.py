@@ -1,4 +1,4 @@
-"""A run of yours: its folder, settings and measured step times."""
+"""A recorded run: its folder, settings and measured step times."""
 
 from __future__ import annotations
 

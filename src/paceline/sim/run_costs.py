@@ -3,28 +3,30 @@
     T(r, q, c) = fixed + row · r + tokens(q) + context · c        r rows, q query tokens, c context tokens
 
 `tokens` is piecewise linear between powers of two and does not decrease. All terms are positive and are fitted to the
-medians of similar steps (sim/fit.py), prompts included: a prompt token counts like any other query token. Draft times
-are medians by rows and draft length.
+25% quantiles of similar steps (sim/fit.py), because other processes only make a step longer. Prompts are included: a
+prompt token counts like any other query token. Draft times are medians by rows and draft length.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paceline.files import MAX_LINE, open_run_file, parse_json
+from paceline.files import number, read_run_lines
 from paceline.sim.fit import fit
 from paceline.speculation.cost import CostTable, Point, row_bucket
 
 MIN_STEPS = 32  # usable ones; a fit to fewer would be noise
 MAX_STEPS = 200_000  # that are read: enough for every kind of step
-QUANTILE = 0.25  # of similar steps: other processes only make a step longer
+QUANTILE = 0.25  # of similar steps
 PRIOR = 0.1  # weight of the start values (sim/fit.py): one slow step must not become a jump of the table
 MAX_WEIGHT_STEPS = 16  # steps of one kind from which on more of them do not weigh more
 MIN_GAIN_S = 1e-9  # replaces a start value of zero, which has no logarithm
@@ -62,39 +64,34 @@ def costs_of_run(folder: Path, name: str, source: str) -> RunCosts:
 
 def read_steps(path: Path) -> Iterator[RecordedStep]:
     """The first MAX_STEPS usable steps. A last line that is cut off is left out: the run may still write."""
-    try:
-        file = open_run_file(path)
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    num = 0
-    with file:
-        while num < MAX_STEPS and (line := file.readline(MAX_LINE)):
-            try:
-                record = parse_json(line)
-            except ValueError:
-                continue
-            if isinstance(record, Mapping) and (step := _step_of(record)) is not None:
-                num += 1
-                yield step
+    if not os.path.lexists(path):
+        raise ValueError(f"{path}: no such file")
+    steps = (_step_of(record) for _, record in read_run_lines(path))
+    return islice((step for step in steps if step is not None), MAX_STEPS)
 
 
 def _step_of(record: Mapping[str, Any]) -> RecordedStep | None:
     """None for a step whose time says nothing: it captured CUDA graphs, or a figure is missing."""
-    values: list[Any] = [record.get(key) for key in KEYS]
-    if record.get("num_captured") or not all(type(value) in (int, float) for value in values):
+    values = [value for key in KEYS if (value := number(record, key)) is not None]
+    accepted = record.get("accepted_per_position", [])
+    if record.get("num_captured") or len(values) < len(KEYS) or not _are_counts(accepted):
         return None
     rows, query, context, drafted, total_s, draft_s = values
-    if not (0 < rows <= query <= context and drafted >= 0 and 0 <= draft_s < total_s):
+    if not (1 <= rows <= query <= context and drafted >= 0 and 0 <= draft_s < total_s):
         return None
     drafted_per_position = record.get("drafted_per_position")
-    planned = record.get("num_planned")
     length = len(drafted_per_position) if isinstance(drafted_per_position, list) else 0
-    if not length and isinstance(planned, int) and planned > 0:
-        length = -(-planned // int(rows))  # drafts of which none was verified take time too
+    if not length:  # drafts of which none was verified take time too
+        length = math.ceil(max(0.0, number(record, "num_planned") or 0.0) / int(rows))
     return RecordedStep(
         int(rows), int(query), int(context), int(drafted), total_s - draft_s, draft_s, length,
-        str(record.get("drafter", "none")), tuple(map(int, record.get("accepted_per_position", ()))),
+        str(record.get("drafter", "none")), tuple(map(int, accepted)),
     )  # fmt: skip
+
+
+def _are_counts(values: Any) -> bool:
+    """Whether this is a list of numbers that are not negative."""
+    return isinstance(values, list) and all((found := number(value)) is not None and found >= 0 for value in values)
 
 
 def fit_costs(steps: Sequence[RecordedStep], name: str, source: str) -> RunCosts:

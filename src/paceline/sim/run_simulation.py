@@ -1,4 +1,4 @@
-"""The simulation of a run of yours: workload and step times from the run's folder instead of specs.
+"""The simulation of a recorded run: workload and step times from the run's folder instead of specs.
 
 Completion and prompt lengths are drawn from its rollouts, step times are those of its trace (run_costs.py), and the
 times of all other stages are means of its metrics; logprob and training time are proportional to tokens. So the
@@ -17,12 +17,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from paceline.config_io import ConfigError
-from paceline.files import open_run_file, parse_json
+from paceline.files import number, read_metrics
 from paceline.replay.reader import Reader
 from paceline.sim.pipeline import Stages
 from paceline.sim.recorded_run import RecordedRun
 from paceline.sim.run_costs import RunCosts
-from paceline.sim.specs import Hardware, Model
 from paceline.sim.step import DRAFTER_NAMES, Engine
 from paceline.sim.table import CostTableStepModel
 from paceline.speculation.cost import CostTable
@@ -79,17 +78,6 @@ class RunSimulation:
             raise ConfigError(f"{run.folder}: its step times can't be used: {error}") from None
         self.means = _means(run.folder / "metrics.jsonl")
 
-    @property
-    def hardware(self) -> Hardware:
-        return Hardware(self.run.hardware, "recorded", memory_gb=1, memory_tb_s=1)
-
-    @property
-    def model(self) -> Model:
-        """Only its name is used."""
-        return Model(
-            self.run.model, "recorded", layers=1, hidden=1, heads=1, kv_heads=1, head_dim=1, vocab=1, intermediate=1
-        )
-
     def tree(self) -> dict[str, Any]:
         """The settings of the simulation."""
         c = self.run.config
@@ -99,7 +87,7 @@ class RunSimulation:
         num_prompt = round(self._mean_prompt())
         shared = num_prompt * (group - 1) // group if c.engine.prefix_sharing else 0
         tree: dict[str, Any] = {
-            "about": f"{self.run.name}, a run of yours",
+            "about": f"{self.run.name}, a recorded run",
             "run": str(self.run.folder),
             "hardware": PLACEHOLDER,
             "model": PLACEHOLDER,
@@ -142,18 +130,15 @@ def run_simulation(folder: str) -> RunSimulation:
 
 
 def _means(path: Path) -> RecordedMeans:
-    totals, num_tokens, num = dict.fromkeys(MEASURED_STAGES, 0.0), 0.0, 0
     try:
-        with open_run_file(path) as file:
-            for line in file:
-                record = parse_json(line)
-                stages: Mapping[str, Any] = record["stages"]
-                for name in totals:
-                    totals[name] += float(stages.get(name, 0.0))
-                num_tokens += float(record["num_tokens"])
-                num += 1
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: can't be read ({error!r}); give a run of `paceline train`") from None
-    if not num or not num_tokens:
+        steps = read_metrics(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: can't be read ({error}); give a run of `paceline train`") from None
+    usable = [step for step in steps if isinstance(step.get("stages"), Mapping) and number(step, "num_tokens")]
+    if not usable:
         raise ConfigError(f"{path}: has no RL step yet")
-    return RecordedMeans({name: total / num for name, total in totals.items()}, num_tokens / num)
+
+    def mean(*keys: str) -> float:
+        return sum(number(step, *keys) or 0.0 for step in usable) / len(usable)
+
+    return RecordedMeans({name: mean("stages", name) for name in MEASURED_STAGES}, mean("num_tokens"))

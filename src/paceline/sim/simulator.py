@@ -107,25 +107,26 @@ class Result:
     config: SimulationConfig
     run: Run
     ar: Run  # autoregressive: without speculation
-    hardware: Hardware
-    model: Model
+    hardware_name: str
+    model_name: str
+    usd_per_hour: float = 0.0  # of one device; 0 if unknown
     free_drafter: str | None = None  # a drafter whose drafts take no time, because the run has no times of it
 
     @property
     def title(self) -> str:
         """Hardware, model, workload and speculation, after all overrides."""
         c, s = self.config, self.config.speculation
-        where = self.hardware.name if c.run is not None else f"{c.pipeline.gpus} × {self.hardware.name}"
+        where = self.hardware_name if c.run is not None else f"{c.pipeline.gpus} × {self.hardware_name}"
         if c.pipeline.layout == "disaggregated":
             where += f" ({c.pipeline.generation_gpus} generate, lag {c.pipeline.lag})"
         mean_tokens = self.run.rollout.num_tokens / c.workload.batch
         per_gpu = f" ({c.workload.batch / num:.3g} per GPU)" if (num := c.pipeline.rollout_gpus) > 1 else ""
         workload = f"{c.workload.batch} requests per RL step{per_gpu}, {mean_tokens:.0f} tokens on average"
         if s.method == "none":
-            return f"{self.model.name} on {where}; {workload}; no drafts"
+            return f"{self.model_name} on {where}; {workload}; no drafts"
         length = s.length(s.k)
         return (
-            f"{self.model.name} on {where}; {workload}; drafts: {s.method}, policy {s.policy}, k = {s.k}, "
+            f"{self.model_name} on {where}; {workload}; drafts: {s.method}, policy {s.policy}, k = {s.k}, "
             f"acceptance length {length:.2f} if all k are verified"
         )
 
@@ -161,7 +162,7 @@ class Result:
             "generation_idle": run.step.generation_idle,
             "training_idle": run.step.training_idle,
             "gpu_hours_per_step": gpu_hours,
-            "usd_per_step": gpu_hours * self.hardware.usd_per_hour,
+            "usd_per_step": gpu_hours * self.usd_per_hour,
             "num_tokens": run.rollout.num_tokens,
             "tokens_per_s": run.rollout.num_tokens / run.rollout.seconds,
             "num_engine_steps": run.rollout.num_steps,
@@ -180,10 +181,8 @@ class Simulator:
         self.recorded = run_simulation(s.run) if s.run is not None else None
         if self.recorded is not None:
             _check_run_settings(s)
-            self.hardware, self.model = self.recorded.hardware, self.recorded.model
         else:
-            self.hardware = load_spec(Hardware, s.hardware, "hardware")
-            self.model = load_spec(Model, s.model, "model")
+            _check_positions(s.workload, self.model)
         self.software = load_spec(Software, s.software, "software")
         self.efficiency = load_spec(Efficiency, s.efficiency, "efficiency")
         if s.pipeline.rollout_gpus % s.engine.gpus:
@@ -191,13 +190,16 @@ class Simulator:
                 f"engine.gpus = {s.engine.gpus}: does not divide the {s.pipeline.rollout_gpus} devices that generate"
             )
         self.num_engines = s.pipeline.rollout_gpus // s.engine.gpus
-        longest = s.workload.max_tokens + s.workload.prompt_tokens
-        if longest > self.model.max_positions:
-            raise ConfigError(
-                f"workload.max_tokens = {s.workload.max_tokens} with workload.prompt_tokens = "
-                f"{s.workload.prompt_tokens}: the sum exceeds the {self.model.max_positions} positions of "
-                f"{self.model.name}"
-            )
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        """A recorded run has no spec of it."""
+        return load_spec(Hardware, self.config.hardware, "hardware")
+
+    @cached_property
+    def model(self) -> Model:
+        """A recorded run has no spec of it."""
+        return load_spec(Model, self.config.model, "model")
 
     @cached_property
     def schedules(self) -> list[Schedule]:
@@ -240,8 +242,20 @@ class Simulator:
     def result(self) -> Result:
         s = self.config.speculation
         step_model = self.step_model(s)
-        free_drafter = step_model.free_drafter if isinstance(step_model, RunStepModel) else None
-        return Result(self.config, self.run(s), self.run(NO_SPECULATION), self.hardware, self.model, free_drafter)
+        run, ar = self.run(s), self.run(NO_SPECULATION)
+        if self.recorded is not None:
+            names = self.recorded.run.hardware, self.recorded.run.model
+            free_drafter = step_model.free_drafter if isinstance(step_model, RunStepModel) else None
+            return Result(self.config, run, ar, *names, free_drafter=free_drafter)
+        return Result(self.config, run, ar, self.hardware.name, self.model.name, self.hardware.usd_per_hour)
+
+
+def _check_positions(workload: Workload, model: Model) -> None:
+    if workload.max_tokens + workload.prompt_tokens > model.max_positions:
+        raise ConfigError(
+            f"workload.max_tokens = {workload.max_tokens} with workload.prompt_tokens = {workload.prompt_tokens}: the "
+            f"sum exceeds the {model.max_positions} positions of {model.name}"
+        )
 
 
 def _check_run_settings(config: SimulationConfig) -> None:

@@ -93,10 +93,11 @@ def test_one_setting_for_all_batch_sizes() -> None:
 def test_generation_share_from_a_runs_metrics(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert advice.generation_share(path) is None
-    lines = [{"stages": {"generation": 3.0, "total": 5.0}}, {"stages": {"generation": 5.0, "total": 5.0}}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert advice.generation_share(path) == 0.8
-    for invalid in ("{", "[1]", '{"stages": 3}', '{"stages": {"generation": "a"}}', ""):
+    stages = [{"generation": 3.0, "total": 5.0}, {"generation": 5.0, "total": 5.0}]
+    lines = [json.dumps({"step": step, "stages": each}) for step, each in enumerate(stages)]
+    path.write_text("\n".join(lines) + '\n{"step": 2, "sta')
+    assert advice.generation_share(path) == 0.8, "a line that is cut off is left out"
+    for invalid in ("{", "[1]", '{"step": 0, "stages": 3}', '{"step": 0, "stages": {"generation": "a"}}', ""):
         path.write_text(invalid + "\n")
         assert advice.generation_share(path) is None
 

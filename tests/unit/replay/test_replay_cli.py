@@ -111,7 +111,9 @@ def test_advice(rollouts: Path, table: str, tmp_path: Path) -> None:
 
 def test_advice_reads_the_runs_own_metrics(rollouts: Path, table: str, tmp_path: Path) -> None:
     (tmp_path / "rollouts.jsonl").write_bytes(rollouts.read_bytes())
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"stages": {"generation": 9.0, "total": 10.0}}) + "\n")
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps({"step": 0, "stages": {"generation": 9.0, "total": 10.0}}) + "\n"
+    )
     code, output = run("advise", tmp_path, "--cost", table, "--batch", "1", "--json", tmp_path / "out.json")
     assert code == 0 and json.loads((tmp_path / "out.json").read_text())["generation_share"] == 0.9, output
     assert "assumed to take 65%" not in output

@@ -85,7 +85,9 @@ def groups(*rewards: list[float]) -> Any:
 
 def test_zero_advantages_are_reported_at_first_and_then_rarely() -> None:
     alarm = AdvantageAlarm(load_config(None, ["algorithm.num_generations=4"]))
-    messages = [alarm.check(step, groups([0.0, 0.0], [0.0])) for step in range(120)]
+    checks = [alarm.check(step, groups([0.0, 0.0], [0.0])) for step in range(120)]
+    assert all(flag for flag, _ in checks)
+    messages = [found for _, found in checks]
     assert [step for step, found in enumerate(messages) if found] == [0, 9, 99]
     assert "step 1: all advantages are zero, so rewards do not change the policy: all rewards are 0." in messages[0][0]
     assert "returns a constant" in messages[0][0] and "algorithm.num_generations = 4" in messages[0][0]
@@ -94,8 +96,18 @@ def test_zero_advantages_are_reported_at_first_and_then_rarely() -> None:
 
 def test_zero_advantages_by_equal_rewards_in_each_group() -> None:
     alarm = AdvantageAlarm(load_config(None))
-    assert "the samples of each problem have equal rewards" in alarm.check(3, groups([1.0, 1.0], [0.0, 0.0]))[0]
-    assert AdvantageAlarm(load_config(None)).check(3, groups([], [])) == [], "failures have their own messages"
+    assert "the samples of each problem have equal rewards" in alarm.check(3, groups([1.0, 1.0], [0.0, 0.0]))[1][0]
+
+
+def test_failures_raise_no_alarm_about_advantages(tmp_path: Path) -> None:
+    """They have their own messages."""
+    assert AdvantageAlarm(load_config(None)).check(3, groups([], [])) == (False, [])
+    trainer = make(tmp_path, "run")
+    batch: Any = SimpleNamespace(step=3, all_groups=groups([], []))
+    assert trainer._check_advantages(batch, has_any=False) == {"zero_advantages_alarm": False}
+    batch.all_groups = groups([1.0, 1.0], [])
+    assert trainer._check_advantages(batch, has_any=False) == {"zero_advantages_alarm": True}
+    trainer.close()
 
 
 @pytest.mark.parametrize("dynamic_sampling", ["false", "true"])

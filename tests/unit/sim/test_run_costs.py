@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,11 @@ def test_slow_steps_do_not_count_and_prompts_do(tmp_path: Path) -> None:
 
 def test_unusable_steps_are_left_out(tmp_path: Path) -> None:
     good = json.dumps(step(2, 0, 0.1))
+    few_rows = json.dumps(step(2, 0, 9.0) | {"num_rows": 0.5})
     bad = [
         json.dumps(step(2, 0, 9.0, num_captured=1)), json.dumps(step(0, 0, 9.0)), json.dumps({"num_rows": 2}), "[1]",
+        json.dumps(step(2, 0, math.inf)), json.dumps(step(2, 0, math.nan)), json.dumps(step(2, 0, 10**400)), few_rows,
+        *(json.dumps(step(2, 2, 9.0, accepted_per_position=invalid)) for invalid in (None, ["x"], [-1], 3)),
         json.dumps(step(2, 0, 9.0, draft_s=9.5)), json.dumps(step(2, 0, 9.0, total_s="9")), '{"num_rows": 2, "num_que',
     ]  # fmt: skip
     (tmp_path / "trace.jsonl").write_text("\n".join([good, *bad, good, good[:40]]))

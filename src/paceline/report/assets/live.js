@@ -4,11 +4,28 @@
 (() => {
   const INTERVAL_MS = 1000;
   const byId = (id) => document.getElementById(id);
+  const REFUSED = "Refused (403). Open the address that `paceline watch` printed; if you forward the port, use the " +
+    "same number on both sides"; // as the server says it
   let version = "";
+  let problem = 0; // the status code of the last answer if it was an error, NO_ANSWER, or 0
+  const NO_ANSWER = -1;
 
   function say(text, isError = false) {
-    byId("live").textContent = `${text} ${new Date().toLocaleTimeString()}`;
+    byId("live").textContent = text;
     byId("live").classList.toggle("error", isError);
+  }
+
+  function sayLive(text) {
+    problem = 0;
+    say(`live, ${text} ${new Date().toLocaleTimeString()}`);
+  }
+
+  function sayProblem(found) {
+    if (found === problem) return; // the time is that of the first one
+    problem = found;
+    const since = new Date().toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+    if (found === NO_ANSWER) say(`paceline watch does not answer since ${since}`, true);
+    else say(found === 403 ? REFUSED : `paceline watch answers ${found} since ${since}`, true);
   }
 
   // The first part that is visible below the navigation, and where it is.
@@ -62,20 +79,24 @@
     if (after) scrollBy({ top: after.getBoundingClientRect().top - before.top, behavior: "instant" });
   }
 
-  async function poll() {
+  async function load() {
     try {
       const answer = await fetch(location.pathname, { headers: { "If-None-Match": version }, cache: "no-store" });
-      if (answer.status === 200) {
-        update(new DOMParser().parseFromString(await answer.text(), "text/html"));
-        version = answer.headers.get("ETag");
-        say("live, updated");
-      } else if (answer.status !== 304) {
-        say(`paceline watch answers ${answer.status}, open the address that it printed: since`, true);
-      } else if (byId("live").classList.contains("error")) say("live, unchanged");
+      return { status: answer.status, tag: answer.headers.get("ETag"), text: await answer.text() };
     } catch {
-      if (!byId("live").classList.contains("error")) say("no answer, paceline watch has stopped: since", true);
+      return { status: NO_ANSWER };
     }
-    setTimeout(poll, INTERVAL_MS);
+  }
+
+  async function poll() {
+    const { status, tag, text } = await load();
+    setTimeout(poll, INTERVAL_MS); // before `update`: an error in it is shown in the console, and does not end this
+    if (status === 200) {
+      update(new DOMParser().parseFromString(text, "text/html"));
+      version = tag;
+      sayLive("updated");
+    } else if (status !== 304) sayProblem(status);
+    else if (problem) sayLive("unchanged");
   }
   poll();
 })();

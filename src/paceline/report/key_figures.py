@@ -1,10 +1,11 @@
-"""The cards at the top of a run's page: its key figures, with their range."""
+"""The key figures at the top of a run's page, with their range."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
+from paceline.files import number
 from paceline.report.chart import show
 from paceline.report.elements import definitions, factor, seconds
 from paceline.report.figures import (
@@ -20,18 +21,18 @@ from paceline.report.figures import (
     tail_speedup,
 )
 from paceline.report.markup import escape
-from paceline.report.run import Run, mean, number
+from paceline.report.run import Run, mean
 
-Tile = tuple[str, str, str]  # name, figure, note
+KeyFigure = tuple[str, str, str]  # name, figure, note
 
 
 def key_figures(run: Run) -> str:
-    tiles = [*_reward_tiles(run), *_speculation_tiles(run), *_training_tiles(run)]
-    shown = [(name, f"{escape(figure)}<small>{escape(note)}</small>") for name, figure, note in tiles]
-    return definitions("tiles", shown, "key-figures") if shown else ""
+    figures = [*_of_reward(run), *_of_speculation(run), *_of_training(run)]
+    shown = [(name, f"{escape(figure)}<small>{escape(note)}</small>") for name, figure, note in figures]
+    return definitions("key-figures", shown, "key-figures") if shown else ""
 
 
-def _reward_tiles(run: Run) -> Iterator[Tile]:
+def _of_reward(run: Run) -> Iterator[KeyFigure]:
     before, after = reward_before(run), reward_after(run)
     if before is not None or after is not None:
         change = f"{after - before:+.3f} " if before is not None and after is not None else ""
@@ -40,7 +41,7 @@ def _reward_tiles(run: Run) -> Iterator[Tile]:
         yield "training reward", show(last), "mean of the last step; no evaluation"
 
 
-def _speculation_tiles(run: Run) -> Iterator[Tile]:
+def _of_speculation(run: Run) -> Iterator[KeyFigure]:
     if (length := acceptance_length(run)) is not None:
         of_steps = zip(run.series("mean_acceptance_length"), run.series("num_drafts"), strict=True)
         steps = between([value for value, num_drafts in of_steps if value is not None and num_drafts], "")
@@ -55,7 +56,7 @@ def _speculation_tiles(run: Run) -> Iterator[Tile]:
         yield "identical audits", identical_audits(run), "the same tokens with and without drafts"
 
 
-def _training_tiles(run: Run) -> Iterator[Tile]:
+def _of_training(run: Run) -> Iterator[KeyFigure]:
     if (mismatch := mean(run.series("mismatch_mean"))) is not None:
         largest = max((value for value in run.series("mismatch_max") if value is not None), default=None)
         note = "mean |Δ logprob| of the same tokens" + (
