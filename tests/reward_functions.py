@@ -48,6 +48,14 @@ def scalar(completions: list[str], **columns: Any) -> Any:
     return 1.0
 
 
+def by_index(completions: list[str], **columns: Any) -> dict[int, float]:
+    return {i: 1.0 + i for i in range(len(completions))}
+
+
+def all_different(completions: list[str], **columns: Any) -> set[float]:
+    return {1.0 + i for i in range(len(completions))}
+
+
 def one_for_all(completions: list[str], **columns: Any) -> list[float]:
     """Wrong on purpose: one value, for any number of completions."""
     if "raise" in completions:

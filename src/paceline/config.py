@@ -139,12 +139,12 @@ class SpeculationSection(Section):
         if self.policy in ("das", "auto") and not isinstance(self.num_speculative_tokens, int):
             raise ValueError(
                 f'speculation.num_speculative_tokens: policy = "{self.policy}" chooses the draft length for every '
-                "batch size itself; give one number, the maximum draft length"
+                'batch size itself; give one number, the maximum draft length, or set policy = "static"'
             )
         if self.policy in ("das", "auto") and self.min_confidence:
             raise ValueError(
                 f'speculation.min_confidence = {self.min_confidence}: policy = "{self.policy}" chooses draft lengths '
-                "itself; set it to 0"
+                'itself; set it to 0, or policy = "static"'
             )
         if self.policy == "auto" and self.rule != "coupled":
             raise ValueError(

@@ -25,7 +25,7 @@ MAX_LINE = 64 << 20  # bytes of one line of jsonl
 # that were read. For real jsonl the ratio is 5 to 50.
 BOMB_BYTES, BOMB_RATIO = 4 << 20, 200
 ENDINGS = (".gz", ".xz")
-RUN_FORMAT = 2  # of the files in a run's folder; increased when a key of them changes
+RUN_FORMAT = 3  # of the files in a run's folder; increased when a key of them changes
 BAD_ARCHIVE = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 
 

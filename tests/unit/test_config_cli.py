@@ -90,3 +90,11 @@ def test_unknown_keys(command: Any) -> None:
     assert "did you mean train.num_steps?" in command("--explain", "train.num_step", code=2)
     assert "Paceline's name is algorithm.num_generations" in command("--explain", "group_size", code=2)
     assert command("--explain", "engine.vllm.max_model_len").startswith("engine.vllm\n")
+
+
+def test_the_output_is_toml_whatever_the_arguments(tmp_path: Path) -> None:
+    argument = 'task.system="""a\n[train]\nnum_steps = 1"""'
+    result = CliRunner().invoke(app, ["config", argument])
+    assert result.exit_code == 0, result.output
+    written = tomllib.loads(result.stdout)
+    assert written["task"]["system"] == "a\n[train]\nnum_steps = 1" and written["train"]["num_steps"] == 100

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from paceline.build.config import load_config
 from paceline.config import Config, SpeculationSection, TaskSection
 from paceline.config_io import dump_config
+from paceline.files import RUN_FORMAT
 from paceline.rl.folder import RunFolder, read_stream
 from paceline.rl.logs import TensorBoardSink, WandbSink, scalars
 
@@ -29,7 +30,11 @@ def test_a_new_run(tmp_path: Path) -> None:
     config = dump_config(Config())
     with closing(RunFolder.create(tmp_path / "a" / "b", config, {"machine": "ours", "reward": math.nan})) as run:
         assert load_config(run.path / "config.toml") == Config()
-        assert json.loads((run.path / "run.json").read_text()) == {"format": 2, "machine": "ours", "reward": None}
+        assert json.loads((run.path / "run.json").read_text()) == {
+            "format": RUN_FORMAT,
+            "machine": "ours",
+            "reward": None,
+        }
     with pytest.raises(ValueError, match=f"already holds a run.*--resume {run.path}"):
         RunFolder.create(run.path, config, {})
     with closing(RunFolder.open(run.path)) as again:

@@ -16,7 +16,7 @@ NOT_MEASURED = NOT_AUDITED | {"estimated_speedup": None}
 
 def gain(summary: dict[str, Any], *settings: str, share: float = 0.4, shipped: bool = False) -> str:
     stages = {"exposed_generation": {"seconds": 4.0, "share": share}}
-    return "\n".join(describe_gain(load_config(None, settings), summary | {"stages": stages}, shipped))
+    return "\n".join(describe_gain(load_config(None, settings), {"num_steps": 3, "stages": stages} | summary, shipped))
 
 
 def test_audited() -> None:
@@ -33,7 +33,8 @@ def test_a_loss_is_not_called_a_gain() -> None:
 
 def test_an_estimate_is_called_one() -> None:
     text = gain(NOT_AUDITED)
-    assert "By estimate, speculation made decoding 1.25x" in text and "speculation.audit_every=5" in text
+    assert "By estimate, speculation made generation 1.25x" in text and "speculation.audit_every=5" in text
+    assert "so the steps were 9.1% shorter" in text
 
 
 def test_not_measured() -> None:
@@ -44,7 +45,7 @@ def test_not_measured() -> None:
 def test_what_a_head_would_add(shipped: bool, how: str) -> None:
     """Two thirds of a generation of 0.3 remain."""
     text = gain(AUDITED, share=0.3, shipped=shipped)
-    assert "if it made generation 1.5x as fast, a step would be 10% shorter" in text
+    assert "with generation 1.5x as fast, a step would be 10% shorter" in text
     assert how in text and ("paceline train-draft" in text) == (not shipped)
 
 
@@ -54,3 +55,11 @@ def test_no_head_is_recommended_to_a_run_that_has_one() -> None:
 
 def test_without_speculation() -> None:
     assert gain(NOT_MEASURED, "speculation.method=none") == "Nothing was drafted. Generation took 40% of the time."
+
+
+def test_resumed_without_speculation() -> None:
+    assert "generation 1.50x as fast" in gain(AUDITED, "speculation.method=none")
+
+
+def test_nothing_is_said_about_no_steps() -> None:
+    assert gain(AUDITED | {"num_steps": 0}) == ""

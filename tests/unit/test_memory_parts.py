@@ -129,10 +129,13 @@ def test_draft_model_is_counted() -> None:
     assert plain.kv_tokens is not None
     for name, num_weights in (("x", 1_720_574_976), ("layers:28", 0)):  # layers of the target share its weights
         given = ["speculation.method=draft_model", f"speculation.draft_model={name}"]
-        with_draft = plan(SMALL, 141e9, *given, draft=SMALL)
+        with_draft = plan(SMALL, 141e9, *given, "speculation.audit_every=0", draft=SMALL)
         assert with_draft.drafter == 2 * num_weights + plain.kv_tokens * 2 * 2 * 28 * 8 * 128
-        audited = plan(SMALL, 141e9, *given, "speculation.audit_every=10", draft=SMALL)
-        assert audited.drafter == 2 * with_draft.drafter, "an audit builds another one"
+        for audits in ([], ["speculation.audit_every=10"]):
+            audited = plan(SMALL, 141e9, *given, *audits, draft=SMALL)
+            assert audited.drafter == 2 * with_draft.drafter, "an audit builds another one"
+        stale = plan(SMALL, 141e9, *given, "train.max_staleness=1", draft=SMALL)
+        assert stale.drafter == with_draft.drafter, "no audit is possible"
 
 
 def test_the_head_that_is_used_is_counted() -> None:
@@ -175,7 +178,7 @@ def test_shape_of_the_draft_model(tmp_path: Path) -> None:
     given = ["speculation.method=draft_model", "speculation.draft_model=layers:2"]
     draft = memory.read_draft_model(load_config(None, given), SMALL)
     assert draft == replace(SMALL, num_layers=2)
-    assert memory.read_draft_model(load_config(None, given[1:]), SMALL) is None, "it is not used"
+    assert memory.read_draft_model(load_config(None, ["speculation.method=suffix", given[1]]), SMALL) is None
     settings(tmp_path)
     named = memory.read_draft_model(
         load_config(None, [given[0], f"speculation.draft_model={tmp_path / 'model'}"]), SMALL

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from paceline.cli import app
 from paceline.cluster import ray_probe, vllm_probe
 from paceline.config_io import dump_config
 from paceline.doctor import plan, run
+from paceline.files import RUN_FORMAT
 from paceline.speculation.cost_files import shipped_tables
 
 VLLM = ("engine.kind=vllm", "model.dtype=float32")
@@ -240,3 +242,28 @@ def test_a_head_for_other_layers(dry_run: Any, folder: Path) -> None:
     assert "head" in dry_run(*write_head(folder))
     (error,) = errors(dry_run("speculation.method=eagle3", "speculation.head=./nowhere", code=2))
     assert "nowhere" in error
+
+
+# ---- what the run would refuse ----
+
+
+def test_a_setting_that_cannot_change_on_resume(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    (run_folder / "config.toml").write_text(dump_config(settings(folder)))
+    (run_folder / "run.json").write_text(json.dumps({"format": RUN_FORMAT, "command": "train"}))
+    result = CliRunner().invoke(app, ["train", "--resume", str(run_folder), "task.held_out=1", "--dry-run"])
+    assert result.exit_code == 2 and "task.held_out = 1: this run started with 2" in result.output
+
+
+def test_a_folder_that_already_holds_a_run(dry_run: Any, tmp_path: Path) -> None:
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "config.toml").write_text("")
+    (error,) = errors(dry_run("--run", str(tmp_path / "used"), code=2))
+    assert "already holds a run" in error
+
+
+def test_a_missing_cost_table_hides_no_other_problem(dry_run: Any) -> None:
+    found = errors(dry_run("speculation.cost_table=none", 'reward.functions=["reward_functions:one_for_all"]', code=2))
+    assert any("speculation.cost_table" in error for error in found)
+    assert any("reward_functions:one_for_all" in error for error in found)

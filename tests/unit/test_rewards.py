@@ -479,6 +479,8 @@ def test_the_pool_gives_up_if_every_call_hangs(monkeypatch: pytest.MonkeyPatch) 
         ("one_for_all", ["a", "b", "c", "d"], "returned 1 value for 4 completions"),
         ("one_for_all", ["raise", "b", "c"], None),  # fails as a batch; a sample alone has the right number of values
         ("scalar", ["a", "b"], "returned 1.0 for 2 completions, not a list"),
+        ("by_index", ["a", "b"], "returned {0: 1.0, 1: 2.0} for 2 completions, not a list"),
+        ("all_different", ["a"], "returned {1.0} for 1 completion, not a list"),
     ],
 )
 def test_a_wrong_number_of_values_is_an_error(function: str, completions: list[str], message: str | None) -> None:

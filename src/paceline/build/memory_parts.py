@@ -12,6 +12,7 @@ from paceline.build.model import itemsize, kernel_obstacle
 from paceline.config import Config, DraftSection
 from paceline.model.config import ModelConfig, num_matrix_weights
 from paceline.model.eagle3 import HeadConfig
+from paceline.rl.check_settings import may_audit
 from paceline.rl.logprobs import CHUNK, CUDA_CHUNK_BYTES, CUDA_KEEP_BYTES, KEEP_BYTES
 from paceline.rl.packing import KEYS_PER_TOKEN
 
@@ -182,7 +183,7 @@ def drafter_bytes(config: Config, draft: ModelConfig | None, heads: Sequence[Hea
     num = 2 * draft.num_layers * draft.num_kv_heads * draft.head_dim * kv_tokens
     if not (speculation.draft_model or "").startswith("layers:"):  # else it has the target's weights
         num += num_weights(draft)
-    return max(head, num * size * (1 if speculation.audit_every == 0 else 2))  # an audit builds another one
+    return max(head, num * size * (2 if may_audit(config) else 1))  # an audit builds another one
 
 
 def head_training_bytes(config: Config, section: DraftSection, head: HeadConfig) -> int:

@@ -47,7 +47,7 @@ def audited_s(run: RecordedRun) -> list[tuple[float, float]]:
     except (OSError, ValueError):
         return []
     times = [(number(step, "audit", "plain_s"), number(step, "audit", "speculative_s")) for step in steps]
-    return [(plain_s, speculative_s) for plain_s, speculative_s in times if plain_s and speculative_s]
+    return [(a, b) for a, b in times if a is not None and b is not None and a > 0 and b > 0]
 
 
 def recorded_run(rollouts: Sequence[str]) -> RecordedRun | None:

@@ -12,6 +12,7 @@ import torch
 
 from paceline import __version__
 from paceline.build.config import load_config, with_absolute_paths
+from paceline.build.context import check_context, longest_prompt
 from paceline.build.cost import hardware_name
 from paceline.build.defaults import describe_speculation
 from paceline.build.drafter import build_drafter, build_head, drafting_head, recorded_acceptance
@@ -28,12 +29,12 @@ from paceline.engine.engine import LocalEngine
 from paceline.engine.interface import Engine
 from paceline.files import read_run_json
 from paceline.model.decoder import Decoder
-from paceline.model.store import resolve
+from paceline.model.store import load_tokenizer, resolve
 from paceline.model.weights import ModelError
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.audit import Auditor
 from paceline.rl.callback import ProgressCallback
-from paceline.rl.check_settings import audits_are_possible
+from paceline.rl.check_settings import may_audit
 from paceline.rl.checkpoint import Checkpoints
 from paceline.rl.collect import Collector
 from paceline.rl.folder import RunFolder
@@ -87,9 +88,7 @@ def build_rollout_engine(config: Config) -> Engine:
 def build_auditor(config: Config, engine: Engine) -> Auditor | None:
     """None if audits are not possible: they need the rule `coupled`, and an engine in this process to time. None also
     if nothing is drafted, unless audits are asked for."""
-    if not isinstance(engine, LocalEngine) or not audits_are_possible(config):
-        return None
-    if config.speculation.method == "none" and not config.speculation.audit_every:
+    if not isinstance(engine, LocalEngine) or not may_audit(config):
         return None
     target = engine.paged.decoder
 
@@ -129,12 +128,15 @@ def build_trainer(
     if rewarder.sandbox is not None:
         callback.note(f"programs run in sandbox: {rewarder.sandbox}")
     directory = resolve(config.model.name)
+    tokenizer = load_tokenizer(directory)
+    check_prompts(config, task, tokenizer)
+    if resume is None:
+        check_context(config, directory, longest_prompt(config, task, tokenizer))
     engine = engine or build_rollout_engine(config)
     if resume is not None and (warning := other_kernels_note(resume, engine)) is not None:
         callback.note(warning)
     learner = build_learner(config, directory, worker_group)
     head_trainer = build_online_head_trainer(config, learner) if config.draft.online != "off" else None
-    check_prompts(config, task, engine.tokenizer)
     if resume is None:
         folder = RunFolder.create(
             run,

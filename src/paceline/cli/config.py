@@ -76,7 +76,7 @@ class Resolved:
         name, value = key.partition(".")[2], get(self.config, key)
         text = f"{name} = {toml_value(value)}" if value is not None else f"# {name} is not set"
         return (
-            f"{text}  # from {self.source(key)}; default: {shown(get(self.default, key))}"
+            f"{text}  # from {one_line(self.source(key))}; default: {shown(get(self.default, key))}"
             if self.is_changed(key)
             else text
         )
@@ -108,6 +108,11 @@ class Resolved:
 def get(config: Config, key: str) -> Any:
     section, _, name = key.partition(".")
     return getattr(getattr(config, section), name)
+
+
+def one_line(text: str) -> str:
+    """For a TOML comment: without line breaks and control characters."""
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def shown(value: Any) -> str:

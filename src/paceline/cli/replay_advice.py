@@ -49,6 +49,7 @@ BATCHES = (1, 8, 32, 128)
 MAX_TOKENS_READ = 4_000_000  # tokens that are read without --all
 MIN_PARALLEL_TOKENS = 20_000  # with fewer tokens, starting processes would not save time
 MAX_PROCESSES = 16
+CLEARLY_BETTER = 1.05  # how much faster another setting must be to replace a run's own
 DEFAULT_SHARE = 0.65  # of generation in an RL step
 
 
@@ -128,6 +129,8 @@ def advise(
         and advised["settings"].get("speculation.policy") == "auto"
     ):
         advised["settings"]["speculation.min_confidence"] = 0.0
+    if own_setting is not None and own_batch is not None:
+        _keep_setting(advised, own_setting, results)
     measured = _measured(own, own_setting, results) if own is not None else None
     if measured is not None:
         out.print(measured["text"], soft_wrap=True)
@@ -144,6 +147,23 @@ def advise(
         {**advised, "cost": costs.table.name, "costs": costs.describe(), "measured": measured, "notes": notes,
          "rows": grid},
     )  # fmt: skip
+
+
+def _keep_setting(advised: dict[str, Any], setting: Cell, results: Sequence[Result]) -> None:
+    """Recommend the run's own setting if no other is clearly better: the costs are estimates."""
+    speedups = {result.cell: result.speedup for result in results if result.cell.batch == setting.batch}
+    own = speedups.get(setting, 0.0)
+    if own < 1 or max(speedups.values()) > CLEARLY_BETTER * own:
+        return
+    kind, _, k = setting.policy.partition(":")
+    advised["settings"] = {
+        "speculation.method": setting.drafter,
+        "speculation.policy": kind,
+        "speculation.num_speculative_tokens": int(k),
+    }
+    advised["text"].append(
+        f"The run's present setting gives {own:.2f}x; no other is more than {CLEARLY_BETTER - 1:.0%} faster."
+    )
 
 
 def _replay_grid(

@@ -74,7 +74,7 @@ def train(
             run_other_rank(config)
         return
     if dry_run:
-        show_plan(config, run)
+        show_plan(config, run, resume)
         return
     callback = TerminalProgress(err, config)
     with callback:
@@ -127,7 +127,7 @@ def note_folder(callback: ProgressCallback, folder: Path) -> None:
 
 def stop_with_note(stop: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     def stop_and_print() -> None:
-        warn("stopping: this step is discarded, the last complete step is kept")
+        warn("stopping: a step that is still generating is discarded, complete steps are kept")
         stop()
 
     return stop_on_signal(stop_and_print)
@@ -165,7 +165,7 @@ def summary_figures(summary: dict[str, Any], overlaps: bool) -> dict[str, Any]:
             summary["identical"] if same else "no: near-ties, as the kernels are not batch-invariant"
         )
     elif summary["estimated_speedup"] is not None:
-        figures["estimated speed-up of decoding, not audited"] = f"{summary['estimated_speedup']:.2f}x"
+        figures["estimated speed-up of generation, not audited"] = f"{summary['estimated_speedup']:.2f}x"
     hidden = () if overlaps else ("exposed_generation",)  # without overlap it equals generation
     for name, stage in summary["stages"].items():
         if stage["seconds"] >= 0.05 and name not in hidden:
@@ -173,12 +173,12 @@ def summary_figures(summary: dict[str, Any], overlaps: bool) -> dict[str, Any]:
     return {name: value for name, value in figures.items() if value is not None}
 
 
-def show_plan(config: Config, run: Path | None = None) -> None:
+def show_plan(config: Config, run: Path | None = None, resume: Path | None = None) -> None:
     """Print what a run will do. Raises ValueError with everything that would stop it."""
     from paceline.doctor.plan import plan_run
 
     with progress_of("checking") as progress:
-        plan = plan_run(config, run, progress, err)
+        plan = plan_run(config, run, resume, progress, err)
     out.print(render([{"what": k, "is": v} for k, v in plan.rows.items()], {"what": "plan", "is": ""}))
     if plan.memory is not None:
         show_memory(plan.memory)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.build import memory_parts
 from paceline.build.cluster import build_plan
+from paceline.build.config import load_config
+from paceline.build.context import check_context, longest_prompt
 from paceline.build.defaults import describe_policy
 from paceline.build.memory import cpu_plan, read_head, read_model, resolve_memory
 from paceline.build.run import check_evaluation, check_libraries
@@ -22,11 +24,12 @@ from paceline.build.task import build_rewarder, build_task, check_prompts
 from paceline.config import Config
 from paceline.doctor.finding import MISSING, Finding, Progress, no_progress
 from paceline.doctor.run import check_run, problem
-from paceline.model.hf_shape import read_shape
 from paceline.model.store import load_tokenizer, resolve
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.audit_schedule import SHARE
-from paceline.rl.check_settings import audits_are_possible
+from paceline.rl.check_settings import may_audit
+from paceline.rl.folder import check_unused
+from paceline.rl.resume import changed_settings
 from paceline.speculation.batch import Load
 from paceline.speculation.cost_files import cost_table_of
 from paceline.tasks.prompt import encode, prompt_preview
@@ -36,7 +39,6 @@ from paceline.tasks.task import Problem, Task
 if TYPE_CHECKING:
     from paceline.build.memory_plan import MemoryPlan
 
-NUM_LONGEST = 64  # prompts with the most characters, which are tokenized to find the longest one
 OTHER_TEXT = "I do not know."  # what reward functions get besides the first problem's answer
 Found = TypeVar("Found")
 
@@ -61,9 +63,19 @@ class RunPlan:
             return None
 
 
-def plan_run(config: Config, run: Path | None = None, progress: Progress = no_progress, console: Any = None) -> RunPlan:
-    """`console` shows the download of a model."""
+def plan_run(
+    config: Config,
+    run: Path | None = None,
+    resume: Path | None = None,
+    progress: Progress = no_progress,
+    console: Any = None,
+) -> RunPlan:
+    """Of a new run in folder `run`, or of a run to `resume`. `console` shows the download of a model."""
     plan = RunPlan(rows=described(config))
+    if resume is not None:
+        plan.attempt("resume", lambda: list(changed_settings(load_config(resume / "config.toml"), config)))
+    elif run is not None and run.is_dir():
+        plan.attempt("folder", lambda: check_unused(run))
     progress("model")
     directory = plan.attempt("model", lambda: resolve(config.model.name, console))
     found = check_run(config, progress, only_required=True)
@@ -88,7 +100,8 @@ def plan_run(config: Config, run: Path | None = None, progress: Progress = no_pr
         length = plan.attempt("prompts", lambda: longest_prompt(config, task, tokenizer))
         if length is not None:
             plan.rows["prompts"] = f"up to {length} tokens"
-            plan.findings += check_context(config, directory, length)
+            longest = length
+            plan.attempt("context", lambda: check_context(config, directory, longest))
         plan.first_prompt = plan.attempt("prompts", lambda: first_prompt(config, task.train[0], tokenizer))
         progress("reward functions")
         rewards = plan.attempt("reward", lambda: check_rewards(config, task.train[0], tokenizer))
@@ -96,8 +109,9 @@ def plan_run(config: Config, run: Path | None = None, progress: Progress = no_pr
             plan.rows["rewards"] = rewards
     progress("disk")
     plan.rows["checkpoints"] = described_checkpoints(config)
-    plan.attempt("disk", lambda: plan.rows.update(check_disk(config, run or Path("runs"))))
-    plan.rows["time"] = estimated_time(config, length or 0)
+    plan.attempt("disk", lambda: plan.rows.update(check_disk(config, resume or run or Path("runs"))))
+    time = plan.attempt("time", lambda: estimated_time(config, length or 0))
+    plan.rows["time"] = time or "unknown"
     return plan
 
 
@@ -133,7 +147,7 @@ def described_audits(config: Config) -> str:
     every = config.speculation.audit_every
     if every:
         return f"every {every} steps: audits generate the rollouts twice again, {200 / every:.3g}% more generation"
-    if every == 0 or not audits_are_possible(config) or config.speculation.method == "none":
+    if not may_audit(config):
         return "none"
     return f"at most {SHARE:.0%} of the run's time; none in a short run"
 
@@ -196,42 +210,8 @@ def estimated_time(config: Config, prompt_tokens: int) -> str:
 # ---- prompts ----
 
 
-def longest_prompt(config: Config, task: Task, tokenizer: Any) -> int:
-    """In tokens, of the prompts with the most characters. Environments make theirs in the run."""
-    problems = sorted([*task.train, *task.held_out], key=lambda problem: -len(str(problem.prompt)))
-    return max(len(encode(tokenizer, each.prompt, config.task.chat)) for each in problems[:NUM_LONGEST])
-
-
 def first_prompt(config: Config, first: Problem, tokenizer: Any) -> str:
     return str(tokenizer.decode(list(encode(tokenizer, first.prompt, config.task.chat))))
-
-
-def check_context(config: Config, directory: Path, prompt_tokens: int) -> Iterator[Finding]:
-    """A completion would end early where the model's context is full, and fail where the KV cache is."""
-    max_tokens, needed = config.sampling.max_tokens, prompt_tokens + config.sampling.max_tokens
-    is_local = config.engine.kind == "local"
-    context = read_model(config).max_positions if is_local else read_shape(directory).max_positions
-    limits = {
-        "the model's context": (
-            context,
-            "set model.yarn_factor, or use another model" if is_local else "use another model",
-        ),
-        "engine.kv_tokens": (config.engine.kv_tokens, "raise it"),
-        "engine.vllm.max_model_len": (config.engine.vllm.get("max_model_len"), "raise it"),
-    }
-    for name, (limit, remedy) in limits.items():
-        if isinstance(limit, int) and needed > limit:
-            lower = (
-                f"lower sampling.max_tokens to {limit - prompt_tokens}"
-                if limit > prompt_tokens
-                else "shorten the prompts"
-            )
-            detail = (
-                f"sampling.max_tokens = {max_tokens}: the longest prompt has {prompt_tokens} tokens, together "
-                f"{needed}, but {name} is {limit}"
-            )
-            yield problem("context", detail, f"{lower}, or {remedy}")
-            return
 
 
 # ---- rewards ----

@@ -33,8 +33,14 @@ def audit_obstacles(config: Config) -> Iterator[str]:
         )
 
 
+def may_audit(config: Config) -> bool:
+    """Whether a run has audits if it is long enough. They need an engine in the learner's process. Without drafts there
+    are none unless they are asked for."""
+    every, drafts = config.speculation.audit_every, config.speculation.method != "none"
+    return every != 0 and (drafts or every is not None) and audits_are_possible(config)
+
+
 def audits_are_possible(config: Config) -> bool:
-    """Audits need an engine in the learner's process."""
     is_in_process = config.engine.kind == "local" and config.cluster.kind == "none"
     return is_in_process and not any(audit_obstacles(config))
 

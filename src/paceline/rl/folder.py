@@ -56,10 +56,10 @@ class RunFolder:
         if path.exists() and not path.is_dir():
             raise ValueError(f"{path} is a file; choose a folder for the run")
         path.mkdir(parents=True, exist_ok=True)
-        _check_unused(path)
+        check_unused(path)
         run = RunFolder(path)
         try:
-            _check_unused(path)  # again, under the lock: another process may have created a run here
+            check_unused(path)  # again, under the lock: another process may have created a run here
             run.write_config(config_toml)
             run.write_json(INFO, {"format": RUN_FORMAT, **info})
         except BaseException:
@@ -207,7 +207,7 @@ def _lock(path: Path) -> IO[bytes]:
     return file
 
 
-def _check_unused(path: Path) -> None:
+def check_unused(path: Path) -> None:
     if (path / CONFIG).exists():
         raise ValueError(f"{path} already holds a run; continue it with --resume {path}, or choose another folder")
     if others := sorted(entry.name for entry in path.iterdir() if not entry.name.startswith(".")):

@@ -301,7 +301,8 @@ class Producer:
         if len(failures) > max_failures * total:
             raise ValueError(
                 f"step {step + 1}: {len(failures)} of {total} samples could not be scored, more than "
-                f"reward.max_failures = {max_failures:g} of them; the first: {failures[0]}"
+                f"reward.max_failures = {max_failures:g} of them; the first: {failures[0]}. Finished steps are "
+                "kept: `paceline train --resume RUN` continues"
             )
 
 

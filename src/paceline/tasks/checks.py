@@ -19,7 +19,7 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -215,9 +215,12 @@ def user_check(path: str) -> Callable[[dict[str, list[Any]]], list[float | str |
         if inspect.isawaitable(values):
             values = asyncio.run(_wait_for(values))
         try:
-            values = list(values)
+            iterator = iter(values)
         except TypeError:
+            iterator = None
+        if iterator is None or isinstance(values, Mapping | Set | str | bytes):  # these have no order of samples
             return f"returned {_short(values)} for {_plural(num_samples, 'completion')}, not a list"
+        values = list(iterator)  # errors of a generator are those of the function
         if len(values) != num_samples:
             return f"returned {_plural(len(values), 'value')} for {_plural(num_samples, 'completion')}"
         return [_number_or_error(value) for value in values]

@@ -1,0 +1,47 @@
+"""Checks that prompts and completions fit the model's context, the KV cache and vLLM's limit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paceline.build.memory import read_model
+from paceline.config import Config
+from paceline.model.hf_shape import read_shape
+from paceline.tasks.prompt import encode
+from paceline.tasks.task import Task
+
+NUM_LONGEST = 64  # prompts with the most characters, which are tokenized to find the longest one
+
+
+def longest_prompt(config: Config, task: Task, tokenizer: Any) -> int:
+    """In tokens, of the prompts with the most characters. Environments make theirs in the run."""
+    problems = sorted([*task.train, *task.held_out], key=lambda problem: -len(str(problem.prompt)))
+    return max(len(encode(tokenizer, each.prompt, config.task.chat)) for each in problems[:NUM_LONGEST])
+
+
+def check_context(config: Config, directory: Path, prompt_tokens: int) -> None:
+    """Raise ValueError if a completion would end early where the model's context is full, or fail where the KV cache
+    is."""
+    max_tokens, needed = config.sampling.max_tokens, prompt_tokens + config.sampling.max_tokens
+    is_local = config.engine.kind == "local"
+    context = read_model(config).max_positions if is_local else read_shape(directory).max_positions
+    limits = {
+        "the model's context": (
+            context,
+            "set model.yarn_factor, or use another model" if is_local else "use another model",
+        ),
+        "engine.kv_tokens": (config.engine.kv_tokens, "raise it"),
+        "engine.vllm.max_model_len": (config.engine.vllm.get("max_model_len"), "raise it"),
+    }
+    for name, (limit, remedy) in limits.items():
+        if isinstance(limit, int) and needed > limit:
+            lower = (
+                f"lower sampling.max_tokens to {limit - prompt_tokens}"
+                if limit > prompt_tokens
+                else "shorten the prompts"
+            )
+            raise ValueError(
+                f"sampling.max_tokens = {max_tokens}: the longest prompt has {prompt_tokens} tokens, together "
+                f"{needed}, but {name} is {limit}; {lower}, or {remedy}"
+            )
