@@ -132,7 +132,9 @@ def generate(
     metrics = summarise(completions, engine.drain_trace())
     num_tokens = sum(len(c.token_ids) for c in completions)
     shown = {name: value for name, value in metrics.items() if name in SHOWN_METRICS}
-    figures = {"completions": len(completions), "tokens": num_tokens, "tokens_per_s": num_tokens / seconds}
+    figures: dict[str, Any] = {"completions": len(completions), "tokens": num_tokens}
+    if not compare:  # the comparison measures it better, after a warm-up
+        figures["tokens_per_s"] = num_tokens / seconds
     print_figures(figures | shown)
     comparison = show_comparison(cfg, engine, requests, state) if compare else None
     if json_file is not None:
