@@ -15,9 +15,9 @@ SMALL, LARGE = SHAPES["qwen3-1.7b"], SHAPES["qwen3-8b"]
 
 
 def on_gpu(*overrides: str) -> Config:
-    """256 sequences of 480 tokens, and 128 for each one's share of the prompt."""
+    """Without drafts: 256 sequences of 480 tokens, and 128 for each one's share of the prompt."""
     base = ["model.device=cuda", "model.dtype=bfloat16", "engine.max_num_seqs=256", "sampling.max_tokens=480"]
-    return load_config(None, [*base, *overrides])
+    return load_config(None, [*base, "speculation.method=none", *overrides])
 
 
 def plan(model: ModelConfig, total: float, *overrides: str, **rest: Any) -> MemoryPlan:

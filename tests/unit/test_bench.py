@@ -230,11 +230,11 @@ def test_modes_are_methods_with_or_without_a_policy(monkeypatch, checkpoint, tmp
     bench = Bench(settings, ["a", "b"])
     bench.run()
     assert Scripted.loaded == [
-        ("none", None, str(head)),
-        ("suffix", None, str(head)),
+        ("none", "auto", str(head)),
+        ("suffix", "auto", str(head)),
         ("suffix", "auto", str(head)),
         ("hybrid", "das", str(head)),
-        ("eagle3", None, str(head)),
+        ("eagle3", "auto", str(head)),
     ]
     assert {params["mode"] for _, params in Scripted.log} == {"plain", "suffix", "hybrid", "eagle3"}
     rows = {(row["engine"], row["mode"]): row for row in bench.rows()}

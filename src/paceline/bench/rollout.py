@@ -35,7 +35,7 @@ ENGINES = ("paceline", "hf", "vllm")
 METHODS = tuple(
     "plain" if name == "none" else name for name in get_args(SpeculationSection.model_fields["method"].annotation)
 )
-POLICIES: tuple[str, ...] = get_args(get_args(SpeculationSection.model_fields["policy"].annotation)[0])
+POLICIES: tuple[str, ...] = get_args(SpeculationSection.model_fields["policy"].annotation)
 COLUMNS = {
     "model": "model",
     "engine": "engine",

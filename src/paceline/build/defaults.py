@@ -31,20 +31,13 @@ def with_defaults(settings: Settings) -> Settings:
 
 
 def check_method(settings: Settings) -> None:
-    """Raise ConfigError for settings of drafters that would be ignored, as speculation.method is not set."""
+    """Raise ConfigError for a drafter that would be ignored, as speculation.method is not set."""
     given = _section(settings, "speculation")
-    if "method" in given:
-        return
     drafters = [name for name in ("head", "draft_model") if given.get(name) is not None]
-    is_vllm = _section(settings, "engine").get("kind") == "vllm"
-    if drafters and is_vllm:
+    if drafters and "method" not in given and _section(settings, "engine").get("kind") == "vllm":
         raise ConfigError(
             f'speculation.{drafters[0]} = {given[drafters[0]]!r}: with engine.kind = "vllm" nothing is drafted by '
             "default; set speculation.method"
-        )
-    if len(drafters) > 1:
-        raise ConfigError(
-            "speculation.head and speculation.draft_model are both set; set speculation.method to the drafter to use"
         )
 
 

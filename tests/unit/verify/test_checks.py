@@ -299,7 +299,7 @@ def test_problems_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         checks,
         "run_checks",
-        lambda config, *args: checks.make_report(config, (), False, [result], [], ["the head is slow [x]"]),
+        lambda config, *args, **kwargs: checks.make_report(config, (), False, [result], [], ["the head is slow [x]"]),
     )
     write_model(tmp_path / "model")
     shown = CliRunner().invoke(app, ["verify", "--model", str(tmp_path / "model")], env={"COLUMNS": "200"})
