@@ -103,7 +103,7 @@ def test_errors_are_one_line(given: list[str], message: str) -> None:
 
 def test_a_run_of_another_command(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("")
-    (tmp_path / "run.json").write_text('{"format": 2, "name": "grpo on chain_sum"}')
+    (tmp_path / "run.json").write_text('{"format": 3, "name": "grpo on chain_sum"}')
     assert "paceline train --resume" in call("train-draft", "--resume", tmp_path, code=2).stderr
 
 

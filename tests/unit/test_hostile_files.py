@@ -301,7 +301,7 @@ def test_a_run_json_that_is_not_an_object(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(("found", "message"), [
-    (None, "an older version of Paceline (format 1; this one reads 2)"), (3, "a newer version of Paceline (format 3;")
+    (None, "an older version of Paceline (format 1; this one reads 3)"), (4, "a newer version of Paceline (format 4;")
 ])  # fmt: skip
 def test_a_run_of_another_format(tmp_path: Path, found: int | None, message: str) -> None:
     run = make_run(tmp_path / "run", 2)

@@ -29,7 +29,7 @@ from paceline.engine.engine import LocalEngine
 from paceline.engine.interface import Engine
 from paceline.files import read_run_json
 from paceline.model.decoder import Decoder
-from paceline.model.store import load_tokenizer, resolve
+from paceline.model.store import resolve
 from paceline.model.weights import ModelError
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.audit import Auditor
@@ -128,11 +128,10 @@ def build_trainer(
     if rewarder.sandbox is not None:
         callback.note(f"programs run in sandbox: {rewarder.sandbox}")
     directory = resolve(config.model.name)
-    tokenizer = load_tokenizer(directory)
-    check_prompts(config, task, tokenizer)
-    if resume is None:
-        check_context(config, directory, longest_prompt(config, task, tokenizer))
     engine = engine or build_rollout_engine(config)
+    check_prompts(config, task, engine.tokenizer)
+    if resume is None:
+        check_context(config, directory, longest_prompt(config, task, engine.tokenizer))
     if resume is not None and (warning := other_kernels_note(resume, engine)) is not None:
         callback.note(warning)
     learner = build_learner(config, directory, worker_group)
