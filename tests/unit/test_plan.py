@@ -40,7 +40,7 @@ def dry_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
     def call(*overrides: str, code: int = 0) -> str:
         (folder / "c.toml").write_text(dump_config(settings(folder)))
         result = CliRunner().invoke(
-            app, ["train", str(folder / "c.toml"), *overrides, "--dry-run"], env={"COLUMNS": "200"}
+            app, ["train", str(folder / "c.toml"), *overrides, "--dry-run"], env={"COLUMNS": "500"}
         )
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception

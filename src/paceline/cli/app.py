@@ -106,7 +106,7 @@ def split_settings(
 
 
 KEY = re.compile(r"[^/=]*=")  # a setting, or a mistaken one; the path of a file may have `=` too
-SETTING = re.compile(rf"({'|'.join(Config.model_fields)})(\.[\w-]+)+\s*=")
+SETTING = re.compile(rf"({'|'.join(Config.model_fields)})(\.[\w-]+)+=")
 
 
 def settings(
