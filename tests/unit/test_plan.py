@@ -71,7 +71,7 @@ def test_the_plan(dry_run: Any) -> None:
     assert rows["engine"] == "local, up to 16 sequences in a step" and rows["cluster"].startswith("none: ")
     assert rows["audits"] == "every 4 steps: 50% more generation"
     assert rows["prompts"] == "up to 5 tokens"
-    assert rows["checkpoints"] == "every 10 steps; the last 2 are kept" and "GB free" in rows["disk"]
+    assert rows["checkpoints"] == "every 10 steps; the last 2 are kept" and "checkpoints of" in rows["disk"]
     assert rows["time"] == "unknown until the first step"
     assert "nothing was trained" in output and "weights of the learner" in output
 
