@@ -99,7 +99,9 @@ def generate(
     )
     check_writable(json_file)
     if method is None and cfg.speculation.method == "none" and (k or cfg.speculation.uses_drafter_settings):
-        raise ValueError("`generate` drafts only if speculation.method is set; give --method, for example --method suffix")
+        raise ValueError(
+            "`generate` drafts only if speculation.method is set; give --method, for example --method suffix"
+        )
     if compare:
         check_compare(cfg)
     all_prompts = read_prompt_arguments(prompts, prompts_file)
