@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import Browser, require_browser
+from browser import Browser
 from fake_run import make_run
 
 from paceline.console import escape_controls
@@ -17,13 +16,6 @@ HOSTILE = (
     "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=2>\u2028\x1b[31m\u202e"
     "</td></table><svg onload=window.hacked=3></style>"
 )
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    running = Browser(require_browser(), tmp_path_factory.mktemp("profile"))
-    yield running
-    running.close()
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,11 @@ works. Set PACELINE_SCREENSHOTS to a folder to keep screenshots."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser, require_browser
+from browser import Browser
 from fake_run import make_run
 
 from paceline.console import escape_controls
@@ -20,13 +19,6 @@ HOSTILE = (
     "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=2><!--<script>\u2028\x1b[31m\u202e"
     "\"'><svg onload=window.hacked=3> javascript:alert(1) </pre></option></style><style>*{display:none}</style>"
 )
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    running = Browser(require_browser(), tmp_path_factory.mktemp("profile"))
-    yield running
-    running.close()
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import Browser, require_browser
+from browser import Browser
 from fake_run import make_run
 
 from paceline.report import watch
@@ -17,13 +17,6 @@ from paceline.report.watch import REFUSED, LivePage, WatchServer
 STATUS = "document.getElementById('live').textContent"
 FILES = ("metrics.jsonl", "rollouts.jsonl", "trace.jsonl")
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=2>\u2028\x1b[31m\u202e<!--"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    running = Browser(require_browser(), tmp_path_factory.mktemp("profile"))
-    yield running
-    running.close()
 
 
 class GrowingRun:

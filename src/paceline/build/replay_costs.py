@@ -14,24 +14,24 @@ from paceline.sim.run_costs import RunCosts
 from paceline.speculation.cost import CostTable
 
 # Settings of a replay that do not choose the drafter or the policy, so that the run's own values hold for any of them.
-TAKEN_SETTINGS = (
+SHARED_SETTINGS = (
     "engine.prefix_sharing", "speculation.prompt_lookup_max", "speculation.prompt_lookup_min",
     "speculation.suffix_max_bytes", "speculation.suffix_max_versions", "speculation.suffix_min_match",
     "speculation.suffix_recency",
 )  # fmt: skip
 
 
-def taken_settings(run: RecordedRun) -> tuple[str, ...]:
-    """The run's values of TAKEN_SETTINGS, as overrides."""
+def shared_settings(run: RecordedRun) -> tuple[str, ...]:
+    """The run's values of SHARED_SETTINGS, as overrides."""
     found = []
-    for setting in TAKEN_SETTINGS:
+    for setting in SHARED_SETTINGS:
         section, _, key = setting.partition(".")
         value = getattr(getattr(run.config, section), key)
         found.append(f"{setting}={str(value).lower() if isinstance(value, bool) else value}")
     return tuple(found)
 
 
-def own_cell(run: RecordedRun) -> Cell | None:
+def cell_of_run(run: RecordedRun) -> Cell | None:
     """The run's own drafter and policy; None if a replay can't have them."""
     speculation = run.config.speculation
     k = speculation.num_speculative_tokens

@@ -87,7 +87,7 @@ def advise(
     """
     from paceline.bench.common import check_numbers
     from paceline.build.replay import MODEL_FREE, build_replay, check_overrides
-    from paceline.build.replay_costs import choose_costs, own_cell, recorded_run, taken_settings
+    from paceline.build.replay_costs import cell_of_run, choose_costs, recorded_run, shared_settings
     from paceline.replay import advice
     from paceline.replay.run import RoundSource
 
@@ -100,7 +100,7 @@ def advise(
     with err.status("reading the run"):
         costs = choose_costs(cost, hardware, run)
     own = run if costs.run is not None else None  # its settings go with its step times
-    own_setting = own_cell(own) if own is not None else None
+    run_cell = cell_of_run(own) if own is not None else None
     if own is not None and batch is None:
         sizes = (*(size for size in BATCHES if size < own.max_num_seqs), own.max_num_seqs)
     out.print(costs.describe(), soft_wrap=True)
@@ -113,13 +113,13 @@ def advise(
     make = functools.partial(
         build_replay,
         costs=costs.table,
-        overrides=(*(taken_settings(own) if own is not None else ()), *given),
+        overrides=(*(shared_settings(own) if own is not None else ()), *given),
         max_num_batched_tokens=max_num_batched_tokens
         or (own.config.engine.max_num_batched_tokens if own else MAX_NUM_BATCHED_TOKENS),
         prefill=costs.run is not None,
         order=own.config.engine.order if own is not None else "arrival",
     )
-    results = _replay_grid(rounds, sizes, drafters, own_setting, make, everything, notes)
+    results = _replay_grid(rounds, sizes, drafters, run_cell, make, everything, notes)
     share = generation_share if generation_share is not None else _recorded_share(rollouts)
     own_batch = own.max_num_seqs if own is not None and own.max_num_seqs in sizes else None
     advised = advice.advise(results, DEFAULT_SHARE if share is None else share, own_batch)
@@ -129,9 +129,9 @@ def advise(
         and advised["settings"].get("speculation.policy") == "auto"
     ):
         advised["settings"]["speculation.min_confidence"] = 0.0
-    if own_setting is not None and own_batch is not None:
-        _keep_setting(advised, own_setting, results)
-    measured = _measured(own, own_setting, results) if own is not None else None
+    if run_cell is not None and own_batch is not None:
+        _keep_setting(advised, run_cell, results)
+    measured = _measured(own, run_cell, results) if own is not None else None
     if measured is not None:
         out.print(measured["text"], soft_wrap=True)
     _show(advised, own_batch, advice.small_sample_warning(rounds))
@@ -170,7 +170,7 @@ def _replay_grid(
     rounds: Sequence[Round],
     sizes: Sequence[int],
     drafters: Sequence[str],
-    own_setting: Cell | None,
+    run_cell: Cell | None,
     make: Any,
     everything: bool,
     notes: list[str],
@@ -180,8 +180,8 @@ def _replay_grid(
     from paceline.replay.run import Cell, replay
 
     cells = {size: [Cell(drafter, policy, size) for drafter in drafters for policy in POLICY_GRID] for size in sizes}
-    if own_setting is not None and own_setting.batch in cells:
-        cells[own_setting.batch] = list(dict.fromkeys([*cells[own_setting.batch], own_setting]))
+    if run_cell is not None and run_cell.batch in cells:
+        cells[run_cell.batch] = list(dict.fromkeys([*cells[run_cell.batch], run_cell]))
     parallel = sum(recorded.num_emitted for recorded in rounds) >= MIN_PARALLEL_TOKENS
     num_processes = min(os.cpu_count() or 1, MAX_PROCESSES) if parallel else 1
     results: list[Result] = []

@@ -187,8 +187,8 @@ def show_plan(config: Config, run: Path | None = None, resume: Path | None = Non
     for found in plan.findings:
         if found.status == "degraded":
             warn(f"{found.detail}; {found.remedy}")
-    if plan.problems:
-        raise ValueError("\n".join(f"{found.detail}; {found.remedy}" for found in plan.problems))
+    if plan.errors:
+        raise ValueError("\n".join(f"{found.detail}; {found.remedy}" for found in plan.errors))
     err.print("dry run: nothing was trained", style="dim")
 
 

@@ -51,7 +51,7 @@ class RunPlan:
     findings: list[Finding] = field(default_factory=list)
 
     @property
-    def problems(self) -> list[Finding]:
+    def errors(self) -> list[Finding]:
         return [found for found in self.findings if found.status == MISSING and found.required]
 
     def attempt(self, name: str, check: Callable[[], Found]) -> Found | None:
@@ -87,7 +87,7 @@ def plan_run(
     if task is not None:
         plan.rows |= described_task(config, task)
         plan.attempt("evaluation", lambda: check_evaluation(config, task))
-    if directory is None or any(each.name in ("run: model", "run: device") for each in plan.problems):
+    if directory is None or any(each.name in ("run: model", "run: device") for each in plan.errors):
         return plan
     tokenizer = load_tokenizer(directory)
     sizes = plan.attempt("memory", lambda: resolve_memory(config))
