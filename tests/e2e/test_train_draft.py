@@ -81,8 +81,11 @@ def test_the_printed_settings_use_the_head(folder: Path, trained: Any) -> None:
     overrides = [*given, *(line.replace(" = ", "=") for line in use)]
     assert config.speculation.method == "eagle3"
     sets = [part for arg in overrides for part in ("--set", arg)]
-    call("generate", "say a", "--raw", "--max-tokens", "12", *sets, "--json", folder / "generated.json")
-    assert json.loads((folder / "generated.json").read_text())["metrics"]["num_drafts"] > 0
+    arguments = ("--raw", "--max-tokens", "12", *sets, "--json", folder / "generated.json")
+    call("generate", "say a", *arguments, "--compare")
+    generated = json.loads((folder / "generated.json").read_text())
+    assert generated["metrics"]["num_drafts"] > 0
+    assert generated["comparison"]["identical"]
 
 
 @pytest.mark.parametrize(

@@ -228,8 +228,9 @@ def show_comparison(
     from paceline.bench.drafts import compare_drafts
     from paceline.build.drafter import build_drafter, drafting_head
 
+    head = drafting_head(config, engine.drafter)  # while the engine has a drafter: plain decoding has none
+
     def make_drafter() -> Drafter | None:
-        head = drafting_head(config, engine.drafter)
         return build_drafter(config, engine.paged.decoder, engine.tokenizer, head)
 
     with err.status("comparing") as status:
