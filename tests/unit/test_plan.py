@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,20 @@ def test_reward_functions_get_a_whole_group(dry_run: Any) -> None:
     output = dry_run('reward.functions=["reward_functions:relative"]')
     assert "0 for '0'" in output or "0 for '" in output
     assert "0.25 for 'I do not know.'" in output, "one of four completions is shorter"
+
+
+def test_a_reward_function_gives_the_reference_answer_no_more_than_other_text(dry_run: Any, tmp_path: Path) -> None:
+    output = dry_run('reward.functions=["reward_functions:always_zero"]')
+    (warning,) = [line for line in output.splitlines() if line.startswith("warning: ")]
+    assert re.match(r"warning: the reference answer '\d' gets the same reward \(0\) as other text\. If all", warning)
+    assert "check reward.functions = ['reward_functions:always_zero'] (the column `answer` is a string)" in warning
+    assert "answer_pattern" not in warning
+    output = dry_run('reward.functions=["exact"]', "reward.answer_pattern=<answer>(.*)</answer>")
+    assert "whether reward.answer_pattern = '<answer>(.*)</answer>' matches an answer" in output
+    assert "warning: " not in dry_run('reward.functions=["exact"]')
+    without = tmp_path / "no_answers.jsonl"
+    without.write_text("".join(f'{{"prompt": "say {letter}"}}\n' for letter in "abcd"))
+    assert "warning: " not in dry_run('reward.functions=["reward_functions:always_zero"]', f"task.name={without}")
 
 
 def test_there_is_not_enough_disk(dry_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

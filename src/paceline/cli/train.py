@@ -186,7 +186,7 @@ def show_plan(config: Config, run: Path | None = None, resume: Path | None = Non
         out.print(Text(plan.first_prompt), soft_wrap=True)
     for found in plan.findings:
         if found.status == "degraded":
-            warn(f"{found.detail}; {found.remedy}")
+            warn(f"warning: {found.detail}; {found.remedy}")
     if plan.errors:
         raise ValueError("\n".join(f"{found.detail}; {found.remedy}" for found in plan.errors))
     err.print("dry run: nothing was trained", style="dim")

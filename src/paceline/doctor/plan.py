@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +22,7 @@ from paceline.build.memory import cpu_plan, read_head, read_model, resolve_memor
 from paceline.build.run import check_evaluation, check_libraries
 from paceline.build.task import build_rewarder, build_task, check_prompts
 from paceline.config import Config
-from paceline.doctor.finding import MISSING, Finding, Progress, no_progress
+from paceline.doctor.finding import DEGRADED, MISSING, Finding, Progress, no_progress
 from paceline.doctor.run import check_run, problem
 from paceline.model.store import load_tokenizer, resolve
 from paceline.rl.algorithms import make_algorithm
@@ -106,7 +106,8 @@ def plan_run(
         progress("reward functions")
         rewards = plan.attempt("reward", lambda: check_rewards(config, task.train[0], tokenizer))
         if rewards:
-            plan.rows["rewards"] = rewards
+            plan.rows["rewards"] = rewards.described()
+            plan.findings += equal_rewards(config, task.train[0], rewards)
     progress("disk")
     plan.rows["checkpoints"] = described_checkpoints(config)
     plan.attempt("disk", lambda: plan.rows.update(check_disk(config, resume or run or Path("runs"))))
@@ -217,7 +218,17 @@ def first_prompt(config: Config, first: Problem, tokenizer: Any) -> str:
 # ---- rewards ----
 
 
-def check_rewards(config: Config, first: Problem, tokenizer: Any) -> str | None:
+@dataclass(frozen=True)
+class Rewards:
+    by_text: dict[str, float]
+    sandbox: str | None
+
+    def described(self) -> str:
+        shown = [f"{reward:.3g} for {prompt_preview(text)[:40]!r}" for text, reward in self.by_text.items()]
+        return ", ".join(shown) + (f"; programs run in sandbox: {self.sandbox}" if self.sandbox is not None else "")
+
+
+def check_rewards(config: Config, first: Problem, tokenizer: Any) -> Rewards | None:
     """Scores one group as the run does: the first problem's own answer, and other text, in place of completions. Raises
     ValueError if a reward function is wrong or fails. An environment's rewards need its turns: then the functions are
     only loaded, and the result is None."""
@@ -240,9 +251,25 @@ def check_rewards(config: Config, first: Problem, tokenizer: Any) -> str | None:
             f"first: {failures[0]}; correct the function, or the task's columns "
             f"({', '.join(first.columns) or 'it has none'})"
         )
-    by_text = {text: score.reward for text, score in zip(texts, scores, strict=True)}
-    shown = [f"{reward:.3g} for {prompt_preview(text)[:40]!r}" for text, reward in by_text.items()]
-    return ", ".join(shown) + (f"; programs run in sandbox: {sandbox}" if sandbox is not None else "")
+    return Rewards({text: score.reward for text, score in zip(texts, scores, strict=True)}, sandbox)
+
+
+def equal_rewards(config: Config, first: Problem, rewards: Rewards) -> Iterator[Finding]:
+    """A warning if the first problem's own answer gets the same reward as other text."""
+    values = list(rewards.by_text.values())
+    if len(values) < 2 or len(set(values)) > 1:
+        return
+    answer = first.columns["answer"]
+    pattern = config.reward.answer_pattern
+    yield Finding(
+        "run: reward",
+        DEGRADED,
+        f"the reference answer {prompt_preview(str(answer))[:40]!r} gets the same reward ({values[0]:.3g}) as other "
+        "text. If all samples of a problem do, nothing can be learned",
+        f"check reward.functions = {config.reward.functions}"
+        + (" (the column `answer` is a string)" if isinstance(answer, str) else "")
+        + (f", and whether reward.answer_pattern = {pattern!r} matches an answer" if pattern is not None else ""),
+    )
 
 
 # ---- checkpoints ----
