@@ -17,6 +17,7 @@ from paceline.build.config import load_config
 from paceline.build.memory import read_model
 from paceline.build.memory_parts import checkpoint_bytes
 from paceline.cli import app
+from paceline.cli.train import CORRECT
 from paceline.cluster import ray_probe, vllm_probe
 from paceline.config_io import dump_config
 from paceline.doctor import plan, run
@@ -58,7 +59,11 @@ def with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def errors(output: str) -> list[str]:
-    return output.partition("error: ")[2].splitlines()
+    """The errors, without the plan: none is printed."""
+    assert "algorithm" not in output.partition("error: ")[0] and "weights of the learner" not in output
+    *found, last = output.partition("error: ")[2].splitlines()
+    assert last == CORRECT
+    return found
 
 
 def test_the_plan(dry_run: Any) -> None:
@@ -255,8 +260,11 @@ def test_all_problems_are_reported_at_once(dry_run: Any, with_vllm: None, tmp_pa
 
 def test_a_head_for_other_layers(dry_run: Any, folder: Path) -> None:
     assert "head" in dry_run(*write_head(folder))
-    (error,) = errors(dry_run("speculation.method=eagle3", "speculation.head=./nowhere", code=2))
+    nowhere = ("speculation.method=eagle3", "speculation.head=./nowhere")
+    (error,) = errors(dry_run(*nowhere, code=2))
     assert "nowhere" in error
+    found = errors(dry_run(*nowhere, 'reward.functions=["reward_functions:one_for_all"]', code=2))
+    assert len(found) == 2 and "one_for_all" in found[1], "it hides no other problem"
 
 
 # ---- what the run would refuse ----

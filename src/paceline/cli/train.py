@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from paceline.build.memory_plan import MemoryPlan
     from paceline.rl.callback import ProgressCallback
 
+CORRECT = "correct this and run --dry-run again to see the plan"
+
 
 @command()
 def train(
@@ -174,11 +176,15 @@ def summary_figures(summary: dict[str, Any], overlaps: bool) -> dict[str, Any]:
 
 
 def show_plan(config: Config, run: Path | None = None, resume: Path | None = None) -> None:
-    """Print what a run will do. Raises ValueError with everything that would stop it."""
+    """Print what a run will do. Raises ValueError with everything that would stop it; then there is no plan, so that the
+    errors are seen."""
     from paceline.doctor.plan import plan_run
 
     with progress_of("checking") as progress:
         plan = plan_run(config, run, resume, progress, err)
+    if plan.errors:
+        errors = [f"{found.detail}; {found.remedy}" for found in plan.errors]
+        raise ValueError("\n".join([*errors, CORRECT]))
     out.print(render([{"what": k, "is": v} for k, v in plan.rows.items()], {"what": "plan", "is": ""}))
     if plan.memory is not None:
         show_memory(plan.memory)
@@ -187,8 +193,6 @@ def show_plan(config: Config, run: Path | None = None, resume: Path | None = Non
     for found in plan.findings:
         if found.status == "degraded":
             warn(f"warning: {found.detail}; {found.remedy}")
-    if plan.errors:
-        raise ValueError("\n".join(f"{found.detail}; {found.remedy}" for found in plan.errors))
     err.print("dry run: nothing was trained", style="dim")
 
 

@@ -55,11 +55,14 @@ class RunPlan:
         return [found for found in self.findings if found.status == MISSING and found.required]
 
     def attempt(self, name: str, check: Callable[[], Found]) -> Found | None:
-        """The result of a check; None if it raises a user's error, which becomes a finding."""
+        """The result of a check; None if it raises a user's error, which becomes a finding, unless an earlier check found
+        the same."""
         try:
             return check()
         except (ValueError, OSError, MemoryError) as error:
-            self.findings.append(problem(name, error))
+            found = problem(name, error)
+            if found.detail not in [each.detail for each in self.findings]:
+                self.findings.append(found)
             return None
 
 
@@ -92,7 +95,8 @@ def plan_run(
     tokenizer = load_tokenizer(directory)
     sizes = plan.attempt("memory", lambda: resolve_memory(config))
     if sizes is not None:
-        config, plan.memory = sizes[0], sizes[1] or cpu_plan(sizes[0])
+        config, memory = sizes
+        plan.memory = memory or plan.attempt("memory", lambda: cpu_plan(config))
     length = None
     if task is not None:
         progress("prompts")
