@@ -270,13 +270,46 @@ def test_a_head_for_other_layers(dry_run: Any, folder: Path) -> None:
 # ---- what the run would refuse ----
 
 
-def test_a_setting_that_cannot_change_on_resume(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_folder = tmp_path / "run"
-    run_folder.mkdir()
-    (run_folder / "config.toml").write_text(dump_config(settings(folder)))
-    (run_folder / "run.json").write_text(json.dumps({"format": RUN_FORMAT, "command": "train"}))
-    result = CliRunner().invoke(app, ["train", "--resume", str(run_folder), "task.held_out=1", "--dry-run"])
-    assert result.exit_code == 2 and "task.held_out = 1: this run started with 2" in result.output
+@pytest.fixture
+def dry_resume(folder: Path, tmp_path: Path) -> Any:
+    """dry_resume(overrides…) -> output, of a run of 4 steps with a checkpoint after `done`."""
+
+    def call(*overrides: str, done: int | None = 2, code: int = 0) -> str:
+        run_folder = tmp_path / "run"
+        run_folder.mkdir(exist_ok=True)
+        (run_folder / "config.toml").write_text(dump_config(settings(folder)))
+        (run_folder / "run.json").write_text(json.dumps({"format": RUN_FORMAT, "command": "train"}))
+        if done is not None:
+            (run_folder / "checkpoint.json").write_text(json.dumps({"step": done}))
+            steps = [{"step": step, "stages": {"total": 30.0 + step}} for step in range(done)]
+            (run_folder / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
+        given = ["train", "--resume", str(run_folder), *overrides, "--dry-run"]
+        result = CliRunner().invoke(app, given, env={"COLUMNS": "500"})
+        assert result.exit_code == code, result.output
+        return result.output
+
+    return call
+
+
+def test_a_setting_that_cannot_change_on_resume(dry_resume: Any) -> None:
+    assert "task.held_out = 1: this run started with 2" in dry_resume("task.held_out=1", done=None, code=2)
+
+
+def test_the_plan_of_a_resume(dry_resume: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = dry_resume("train.checkpoint_every=7")
+    assert "changed on resume: train.checkpoint_every = 7, was 10" in output and "2 of 4 steps are done" in output
+    assert "about 0:01:01 for the 2 steps that are left" in output and "last steps took 30.5 s" in output
+    output = dry_resume(done=4)
+    assert "is finished: 4 of 4 steps are done; to continue, raise train.num_steps" in output
+    assert "changed on resume" not in output and "none: all steps are done" in output
+    monkeypatch.chdir(folder)
+    assert "changed on resume" not in dry_resume("task.name=task.jsonl"), "the run has the absolute path"
+
+
+def test_the_plan_of_a_resume_without_checkpoint(dry_resume: Any, folder: Path) -> None:
+    output = dry_resume(done=None)
+    assert "was interrupted before its first checkpoint: it starts again" in output
+    assert "unknown until the first step" in output
 
 
 def test_a_folder_that_already_holds_a_run(dry_run: Any, tmp_path: Path) -> None:

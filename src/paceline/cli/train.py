@@ -190,6 +190,8 @@ def show_plan(config: Config, run: Path | None = None, resume: Path | None = Non
         show_memory(plan.memory)
     if plan.first_prompt is not None:
         out.print(Text(plan.first_prompt), soft_wrap=True)
+    for note in plan.notes:
+        warn(note)
     for found in plan.findings:
         if found.status == "degraded":
             warn(f"warning: {found.detail}; {found.remedy}")

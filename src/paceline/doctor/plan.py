@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.build import memory_parts
 from paceline.build.cluster import build_plan
-from paceline.build.config import load_config
+from paceline.build.config import load_config, with_absolute_paths
 from paceline.build.context import check_context, longest_prompt
 from paceline.build.defaults import describe_policy
 from paceline.build.memory import cpu_plan, read_head, read_model, resolve_memory
@@ -24,11 +26,12 @@ from paceline.build.task import build_rewarder, build_task, check_prompts
 from paceline.config import Config
 from paceline.doctor.finding import DEGRADED, MISSING, Finding, Progress, no_progress
 from paceline.doctor.run import check_run, problem
+from paceline.files import number, read_metrics
 from paceline.model.store import load_tokenizer, resolve
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.audit_schedule import SHARE
 from paceline.rl.check_settings import may_audit
-from paceline.rl.folder import check_unused
+from paceline.rl.folder import check_unused, last_checkpoint
 from paceline.rl.resume import changed_settings
 from paceline.speculation.batch import Load
 from paceline.speculation.cost_files import cost_table_of
@@ -39,6 +42,7 @@ from paceline.tasks.task import Problem, Task
 if TYPE_CHECKING:
     from paceline.build.memory_plan import MemoryPlan
 
+NUM_RECENT = 10  # steps of a run to resume, from which the time of the next ones is estimated
 OTHER_TEXT = "I do not know."  # what reward functions get besides the first problem's answer
 Found = TypeVar("Found")
 
@@ -46,6 +50,7 @@ Found = TypeVar("Found")
 @dataclass
 class RunPlan:
     rows: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # as the run itself prints them
     memory: MemoryPlan | None = None
     first_prompt: str | None = None
     findings: list[Finding] = field(default_factory=list)
@@ -76,7 +81,7 @@ def plan_run(
     """Of a new run in folder `run`, or of a run to `resume`. `console` shows the download of a model."""
     plan = RunPlan(rows=described(config))
     if resume is not None:
-        plan.attempt("resume", lambda: list(changed_settings(load_config(resume / "config.toml"), config)))
+        plan.notes = plan.attempt("resume", lambda: resume_notes(config, resume)) or []
     elif run is not None and run.is_dir():
         plan.attempt("folder", lambda: check_unused(run))
     progress("model")
@@ -115,7 +120,8 @@ def plan_run(
     progress("disk")
     plan.rows["checkpoints"] = described_checkpoints(config)
     plan.attempt("disk", lambda: plan.rows.update(check_disk(config, resume or run or Path("runs"))))
-    time = plan.attempt("time", lambda: estimated_time(config, length or 0))
+    time = plan.attempt("time", lambda: remaining_time(config, resume) if resume is not None else None)
+    time = time or plan.attempt("time", lambda: estimated_time(config, length or 0))
     plan.rows["time"] = time or "unknown"
     return plan
 
@@ -195,6 +201,41 @@ def described_task(config: Config, task: Task) -> dict[str, str]:
         "problems": f"{len(task.train)} to train on, {len(task.held_out)} held out",
         "steps": f"{train.num_steps} ({train.num_steps * train.groups_per_step / len(task.train):.2g} epochs)",
     }
+
+
+# ---- resuming ----
+
+
+def resume_notes(config: Config, run: Path) -> list[str]:
+    """What resuming a run prints: the settings that change, and whether there is something to do. ValueError for a
+    setting that must not change."""
+    notes = list(changed_settings(load_config(run / "config.toml"), with_absolute_paths(config)))
+    done, num_steps = last_checkpoint(run), config.train.num_steps
+    if done is None:
+        return [*notes, f"{run} was interrupted before its first checkpoint: it starts again"]
+    if done >= num_steps:
+        return [*notes, f"{run} is finished: {done} of {num_steps} steps are done; to continue, raise train.num_steps"]
+    return [*notes, f"{done} of {num_steps} steps are done"]
+
+
+def remaining_time(config: Config, run: Path) -> str | None:
+    """By the last steps of the run. None if it has finished none."""
+    left = max(0, config.train.num_steps - (last_checkpoint(run) or 0))
+    if not left:
+        return "none: all steps are done"
+    path = run / "metrics.jsonl"
+    steps = read_metrics(path, damaged=[]) if path.exists() else []
+    recent = [total for step in steps[-NUM_RECENT:] if (total := number(step, "stages", "total")) is not None]
+    if not recent:
+        return None
+    step_s = statistics.mean(recent)
+    return (
+        f"about {timedelta(seconds=round(left * step_s))} for the {left} steps that are left, without evaluation and "
+        f"audits: the run's last steps took {step_s:.3g} s"
+    )
+
+
+# ---- time ----
 
 
 def estimated_time(config: Config, prompt_tokens: int) -> str:
