@@ -105,6 +105,10 @@ def test_a_head_and_a_cluster_are_described() -> None:
     assert plan.described_drafter(head).startswith("eagle3, head x, num_") and "online: every" in (
         plan.described_drafter(head)
     )
+    shipped = plan.described_drafter(load_config(None, ["speculation.method=eagle3", "model.name=smollm2-135m"]))
+    assert shipped.startswith("eagle3, head shipped for the model, num_")
+    none = plan.described_drafter(load_config(None, ["speculation.method=eagle3", "model.name=Qwen/Qwen3-0.6B"]))
+    assert none.startswith("eagle3, head missing: none ships for the model, num_")
     cluster = load_config(None, ["cluster.kind=ray", "cluster.num_engines=3"])
     assert plan.described_cluster(cluster).startswith("Ray on this machine, disaggregated: 3 engines, 1 learner ranks")
     assert "5 CPUs" in plan.described_cluster(cluster)
@@ -265,6 +269,21 @@ def test_a_head_for_other_layers(dry_run: Any, folder: Path) -> None:
     assert "nowhere" in error
     found = errors(dry_run(*nowhere, 'reward.functions=["reward_functions:one_for_all"]', code=2))
     assert len(found) == 2 and "one_for_all" in found[1], "it hides no other problem"
+
+
+def test_a_missing_model_hides_no_missing_head(dry_run: Any) -> None:
+    found = errors(dry_run("model.name=./nowhere", "speculation.method=eagle3", code=2))
+    assert len(found) == 2 and "./nowhere" in found[0] and "no EAGLE-3 head ships with Paceline for" in found[1]
+
+
+def test_a_model_directory_without_config(dry_run: Any, tmp_path: Path) -> None:
+    """`paceline eval` and the dry run give the same error."""
+    (tmp_path / "empty").mkdir()
+    message = "empty: config.json is missing; expected a directory with config.json and model.safetensors"
+    (error,) = errors(dry_run("model.name=./empty", code=2))
+    assert error == message
+    result = CliRunner().invoke(app, ["eval", "./empty", "chain_sum"], env={"COLUMNS": "500"})
+    assert message in result.output
 
 
 # ---- what the run would refuse ----

@@ -27,6 +27,7 @@ from paceline.config import Config
 from paceline.doctor.finding import DEGRADED, MISSING, Finding, Progress, no_progress
 from paceline.doctor.run import check_run, problem
 from paceline.files import number, read_metrics
+from paceline.model.head_files import resolve_head, ships_head
 from paceline.model.store import load_tokenizer, resolve
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.audit_schedule import SHARE
@@ -86,6 +87,8 @@ def plan_run(
         plan.attempt("folder", lambda: check_unused(run))
     progress("model")
     directory = plan.attempt("model", lambda: resolve(config.model.name, console))
+    if directory is None and config.speculation.uses_head:  # otherwise `check_run` reads the head
+        plan.attempt("head", lambda: resolve_head(config.speculation.head, config.model.name))
     found = check_run(config, progress, only_required=True)
     plan.findings += [each for each in found if directory is not None or each.name != "run: model"]
     plan.attempt("algorithm", lambda: make_algorithm(config.algorithm, config.sampling.max_tokens))
@@ -190,7 +193,8 @@ def described_drafter(config: Config) -> str:
     if speculation.method == "draft_model":
         details.insert(0, str(speculation.draft_model))
     if speculation.uses_head:
-        details.insert(0, f"head {speculation.head or 'shipped for the model'}")
+        shipped = "shipped for the model" if ships_head(config.model.name) else "missing: none ships for the model"
+        details.insert(0, f"head {speculation.head or shipped}")
         details += [f"trained online: {config.draft.online}"] if config.draft.online != "off" else []
     return f"{speculation.method}, {', '.join(details)}"
 
