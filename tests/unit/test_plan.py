@@ -271,6 +271,11 @@ def test_a_head_for_other_layers(dry_run: Any, folder: Path) -> None:
     assert len(found) == 2 and "one_for_all" in found[1], "it hides no other problem"
 
 
+def test_an_error_without_a_remedy(dry_run: Any) -> None:
+    (error,) = errors(dry_run("model.name=gpt-2", code=2))
+    assert error.endswith("not a hub id (org/name)")
+
+
 def test_a_missing_model_hides_no_missing_head(dry_run: Any) -> None:
     found = errors(dry_run("model.name=./nowhere", "speculation.method=eagle3", code=2))
     assert len(found) == 2 and "./nowhere" in found[0] and "no EAGLE-3 head ships with Paceline for" in found[1]

@@ -6,6 +6,7 @@ import builtins
 import gzip
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +225,7 @@ def test_a_table_without_answers_can_be_resumed(tmp_path):
     assert len(TableTask(load_config(tmp_path / "config.toml").task).train) == 1
 
 
-def test_invalid_files_and_settings(tmp_path):
+def test_invalid_files_and_settings(tmp_path, monkeypatch):
     (tmp_path / "b.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
     with pytest.raises(ValueError, match=r"b\.jsonl, line 2: not UTF-8"):
         TableTask(TaskSection(kind="jsonl", name=str(tmp_path / "b.jsonl")))
@@ -235,6 +236,9 @@ def test_invalid_files_and_settings(tmp_path):
     for name in ("absent.jsonl", "."):
         with pytest.raises(ValueError, match=r"task\.name = "):
             TableTask(TaskSection(kind="jsonl", name=str(tmp_path / name)))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(f"'absent.jsonl': {tmp_path / 'absent.jsonl'} can't be read: No such")):
+        TableTask(TaskSection(kind="jsonl", name="absent.jsonl"))
     rows = [GOOD, {"prompt": "x", "answer": "1"}]
     for settings, message in (
         ({"held_out": 2}, r"task\.held_out = 2.*only 2 different.*at most 1"),

@@ -183,8 +183,7 @@ def show_plan(config: Config, run: Path | None = None, resume: Path | None = Non
     with progress_of("checking") as progress:
         plan = plan_run(config, run, resume, progress, err)
     if plan.errors:
-        errors = [f"{found.detail}; {found.remedy}" for found in plan.errors]
-        raise ValueError("\n".join([*errors, CORRECT]))
+        raise ValueError("\n".join([*(found.text for found in plan.errors), CORRECT]))
     out.print(render([{"what": k, "is": v} for k, v in plan.rows.items()], {"what": "plan", "is": ""}))
     if plan.memory is not None:
         show_memory(plan.memory)
@@ -194,7 +193,7 @@ def show_plan(config: Config, run: Path | None = None, resume: Path | None = Non
         warn(note)
     for found in plan.findings:
         if found.status == "degraded":
-            warn(f"warning: {found.detail}; {found.remedy}")
+            warn(f"warning: {found.text}")
     err.print("dry run: nothing was trained", style="dim")
 
 
