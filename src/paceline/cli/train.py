@@ -14,6 +14,7 @@ from paceline.build.config import load_config
 from paceline.build.defaults import describe_speculation
 from paceline.cli.app import (
     ConfigArguments,
+    ConfigFile,
     JsonFile,
     Overrides,
     check_resumable,
@@ -48,6 +49,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the settings and print the plan; do not train.")
     ] = False,
+    config_file: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Post-train a model with RL. Rollouts are speculative by default.
@@ -62,7 +64,7 @@ def train(
     """
     from paceline.cli.progress import TerminalProgress
 
-    path, given = split_arguments(arguments, overrides)
+    path, given = split_arguments(arguments, overrides, config_file)
     if resume is not None and (path is not None or run is not None):
         raise ValueError("--resume takes the run's own config.toml; give settings to change as a.b=c")
     if resume is not None:
