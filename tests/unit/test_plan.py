@@ -210,6 +210,13 @@ def test_a_reward_function_gives_the_reference_answer_no_more_than_other_text(dr
     assert "warning: " not in dry_run('reward.functions=["reward_functions:always_zero"]', f"task.name={without}")
 
 
+def test_a_step_repeats_problems(dry_run: Any) -> None:
+    assert "warning: train.groups_per_step = 7: a step has 7 problems, but there are only 6 to train on" in dry_run(
+        "train.groups_per_step=7"
+    )
+    assert "train.groups_per_step" not in dry_run("train.groups_per_step=6")
+
+
 def test_there_is_not_enough_disk(dry_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = collections.namedtuple("usage", "total used free")
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: usage(10**6, 10**6, 1000))

@@ -199,7 +199,9 @@ GOOD = {"prompt": "1+1?", "answer": "2"}
     ("row", "message"),
     [
         ('{"prompt": "x"', "not valid JSON"),
-        ("[1]", "must be an object"),
+        ("1", r"must be an object like .*; fix or remove the line$"),
+        ('[{"prompt": "x"}]', r"must be an object like .*; write one object per line, not an array$"),
+        ("[", "write one object per line, not an array$"),
         ({"text": "x", "answer": "1"}, "needs `prompt` or `question`.*`text`.*task.prompt_column"),
         ({"prompt": " ", "answer": "1"}, "non-empty string"),
         ({"prompt": 3, "answer": "1"}, "non-empty string"),

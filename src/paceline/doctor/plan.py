@@ -97,6 +97,7 @@ def plan_run(
     task = plan.attempt("task", lambda: build_task(config))
     if task is not None:
         plan.rows |= described_task(config, task)
+        plan.findings += repeated_problems(config, task)
         plan.attempt("evaluation", lambda: check_evaluation(config, task))
     if directory is None or any(each.name in ("run: model", "run: device") for each in plan.errors):
         return plan
@@ -205,6 +206,15 @@ def described_task(config: Config, task: Task) -> dict[str, str]:
         "problems": f"{len(task.train)} to train on, {len(task.held_out)} held out",
         "steps": f"{train.num_steps} ({train.num_steps * train.groups_per_step / len(task.train):.2g} epochs)",
     }
+
+
+def repeated_problems(config: Config, task: Task) -> Iterator[Finding]:
+    """A warning if a step has more problems than the task."""
+    num, step = len(task.train), config.train.groups_per_step
+    if step > num:
+        detail = f"a step has {step} problems, but there are only {num} to train on, so every step repeats problems"
+        remedy = f"lower it to at most {num}, or add problems"
+        yield Finding("run: task", DEGRADED, f"train.groups_per_step = {step}: {detail}", remedy)
 
 
 # ---- resuming ----
