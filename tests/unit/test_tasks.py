@@ -239,7 +239,9 @@ def test_invalid_files_and_settings(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=r"task\.name = "):
             TableTask(TaskSection(kind="jsonl", name=str(tmp_path / name)))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=re.escape(f"'absent.jsonl': {tmp_path / 'absent.jsonl'} can't be read: No such")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"'absent.jsonl': {tmp_path / 'absent.jsonl'} can't be read: No such")
+    ):
         TableTask(TaskSection(kind="jsonl", name="absent.jsonl"))
     rows = [GOOD, {"prompt": "x", "answer": "1"}]
     for settings, message in (

@@ -178,8 +178,8 @@ def summary_figures(summary: dict[str, Any], overlaps: bool) -> dict[str, Any]:
 
 
 def show_plan(config: Config, run: Path | None = None, resume: Path | None = None) -> None:
-    """Print what a run will do. Raises ValueError with everything that would stop it; then there is no plan, so that the
-    errors are seen."""
+    """Print what a run will do. If something would stop it, print no plan, so that the errors are seen: raises
+    ValueError with all of them."""
     from paceline.doctor.plan import plan_run
 
     with progress_of("checking") as progress:
@@ -200,10 +200,15 @@ def show_plan(config: Config, run: Path | None = None, resume: Path | None = Non
 
 
 def show_memory(plan: MemoryPlan) -> None:
+    """Print the parts that are not 0.0 GiB, and their sum."""
     from paceline.build.memory_text import plan_rows
 
     rows = plan_rows(plan) | ({} if plan.total_bytes is None else {"GPU": plan.total_bytes})
-    cells = [{"what": name, "size": f"{size / 2**30:6.1f}"} for name, size in rows.items()]
+    cells = [
+        {"what": name, "size": f"{size / 2**30:6.1f}"}
+        for name, size in rows.items()
+        if size >= 0.05 * 2**30 or name == "sum"
+    ]
     out.print(render(cells, {"what": "memory", "size": "GiB"}))
 
 

@@ -61,8 +61,8 @@ class RunPlan:
         return [found for found in self.findings if found.status == MISSING and found.required]
 
     def attempt(self, name: str, check: Callable[[], Found]) -> Found | None:
-        """The result of a check; None if it raises a user's error, which becomes a finding, unless an earlier check found
-        the same."""
+        """The result of a check. None if it raises a user's error, which becomes a finding, unless an earlier check
+        found the same."""
         try:
             return check()
         except (ValueError, OSError, MemoryError) as error:

@@ -140,7 +140,9 @@ class LocalRewarder:
         _check_module(name)
         loaded = self._pool.map(checks.import_only, (name,), [()], section.timeout_s)[0]
         if isinstance(loaded, Failed):
-            raise ValueError(f"reward.functions has {name!r}, which {loaded.reason}{_where_to_look(name, loaded.reason)}")
+            raise ValueError(
+                f"reward.functions has {name!r}, which {loaded.reason}{_where_to_look(name, loaded.reason)}"
+            )
         return lambda samples: self._score_with_function(name, samples)
 
     def _score_each(self, factory: Factory, setup: tuple[Any, ...], timeout_s: float | None = None) -> Scorer:

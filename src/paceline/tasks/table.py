@@ -113,7 +113,9 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                 raise ValueError(f'{where}: must be an object like {{"prompt": "…"}}; fix or remove the line')
             yield number - 1, where, row
     except OSError as error:
-        raise ValueError(f"task.name = {str(path)!r}: {path.absolute()} can't be read: {error.strerror or error}") from None
+        raise ValueError(
+            f"task.name = {str(path)!r}: {path.absolute()} can't be read: {error.strerror or error}"
+        ) from None
 
 
 def _dataset_rows(section: TaskSection) -> Iterator[Row]:
