@@ -149,6 +149,7 @@ class RunFolder:
         self.write_json(LAST, {"step": step})
 
     def last_checkpoint(self) -> int | None:
+        """The step of the last checkpoint; None if none was saved yet."""
         return last_checkpoint(self.path)
 
     def write_config(self, config_toml: str) -> None:
@@ -164,9 +165,9 @@ class RunFolder:
         self._lock.close()
 
 
-def last_checkpoint(folder: Path) -> int | None:
+def last_checkpoint(run: Path) -> int | None:
     """The step of a run's last checkpoint; None if none was saved yet."""
-    path = folder / LAST
+    path = run / LAST
     try:
         return int(read_run_json(path)["step"])
     except FileNotFoundError:
