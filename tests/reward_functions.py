@@ -17,6 +17,10 @@ def length(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) 
     return [float(len(ids)) for ids in completion_ids]
 
 
+def always_zero(completions: list[str], **columns: Any) -> list[float]:
+    return [0.0 for _ in completions]
+
+
 def relative(completions: list[str], **columns: Any) -> list[float]:
     """The share of completions in the batch that are shorter. Raises on "bad"."""
     if "bad" in completions:

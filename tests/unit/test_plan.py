@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from paceline.build.config import load_config
 from paceline.build.memory import read_model
 from paceline.build.memory_parts import checkpoint_bytes
 from paceline.cli import app
+from paceline.cli.train import CORRECT
 from paceline.cluster import ray_probe, vllm_probe
 from paceline.config_io import dump_config
 from paceline.doctor import plan, run
@@ -57,7 +59,11 @@ def with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def errors(output: str) -> list[str]:
-    return output.partition("error: ")[2].splitlines()
+    """The errors, without the plan: none is printed."""
+    assert not re.search(r"^ (plan|memory)\b", output, re.MULTILINE), output
+    *found, last = output.partition("error: ")[2].splitlines()
+    assert last == CORRECT
+    return found
 
 
 def test_the_plan(dry_run: Any) -> None:
@@ -73,7 +79,7 @@ def test_the_plan(dry_run: Any) -> None:
     assert rows["prompts"] == "up to 5 tokens"
     assert rows["checkpoints"] == "every 10 steps; the last 2 are kept" and "checkpoints of" in rows["disk"]
     assert rows["time"] == "unknown until the first step"
-    assert "nothing was trained" in output and "weights of the learner" in output
+    assert "nothing was trained" in output and re.search(r"^ memory +GiB *$", output, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +105,10 @@ def test_a_head_and_a_cluster_are_described() -> None:
     assert plan.described_drafter(head).startswith("eagle3, head x, num_") and "online: every" in (
         plan.described_drafter(head)
     )
+    shipped = plan.described_drafter(load_config(None, ["speculation.method=eagle3", "model.name=smollm2-135m"]))
+    assert shipped.startswith("eagle3, head shipped for the model, num_")
+    none = plan.described_drafter(load_config(None, ["speculation.method=eagle3", "model.name=Qwen/Qwen3-0.6B"]))
+    assert none.startswith("eagle3, head missing: none ships for the model, num_")
     cluster = load_config(None, ["cluster.kind=ray", "cluster.num_engines=3"])
     assert plan.described_cluster(cluster).startswith("Ray on this machine, disaggregated: 3 engines, 1 learner ranks")
     assert "5 CPUs" in plan.described_cluster(cluster)
@@ -186,6 +196,27 @@ def test_reward_functions_get_a_whole_group(dry_run: Any) -> None:
     assert "0.25 for 'I do not know.'" in output, "one of four completions is shorter"
 
 
+def test_a_reward_function_gives_the_reference_answer_no_more_than_other_text(dry_run: Any, tmp_path: Path) -> None:
+    output = dry_run('reward.functions=["reward_functions:always_zero"]')
+    (warning,) = [line for line in output.splitlines() if line.startswith("warning: ")]
+    assert re.match(r"warning: the reference answer '\d' gets the same reward \(0\) as other text\. If all", warning)
+    assert "check reward.functions = ['reward_functions:always_zero'] (the column `answer` is a string)" in warning
+    assert "answer_pattern" not in warning
+    output = dry_run('reward.functions=["exact"]', "reward.answer_pattern=<answer>(.*)</answer>")
+    assert "whether reward.answer_pattern = '<answer>(.*)</answer>' matches an answer" in output
+    assert "warning: " not in dry_run('reward.functions=["exact"]')
+    without = tmp_path / "no_answers.jsonl"
+    without.write_text("".join(f'{{"prompt": "say {letter}"}}\n' for letter in "abcd"))
+    assert "warning: " not in dry_run('reward.functions=["reward_functions:always_zero"]', f"task.name={without}")
+
+
+def test_a_step_repeats_problems(dry_run: Any) -> None:
+    assert "warning: train.groups_per_step = 7: a step has 7 problems, but there are only 6 to train on" in dry_run(
+        "train.groups_per_step=7"
+    )
+    assert "train.groups_per_step" not in dry_run("train.groups_per_step=6")
+
+
 def test_there_is_not_enough_disk(dry_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = collections.namedtuple("usage", "total used free")
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: usage(10**6, 10**6, 1000))
@@ -240,20 +271,76 @@ def test_all_problems_are_reported_at_once(dry_run: Any, with_vllm: None, tmp_pa
 
 def test_a_head_for_other_layers(dry_run: Any, folder: Path) -> None:
     assert "head" in dry_run(*write_head(folder))
-    (error,) = errors(dry_run("speculation.method=eagle3", "speculation.head=./nowhere", code=2))
+    nowhere = ("speculation.method=eagle3", "speculation.head=./nowhere")
+    (error,) = errors(dry_run(*nowhere, code=2))
     assert "nowhere" in error
+    found = errors(dry_run(*nowhere, 'reward.functions=["reward_functions:one_for_all"]', code=2))
+    assert len(found) == 2 and "one_for_all" in found[1], "it hides no other problem"
+
+
+def test_an_error_without_a_remedy(dry_run: Any) -> None:
+    (error,) = errors(dry_run("model.name=gpt-2", code=2))
+    assert error.endswith("not a hub id (org/name)")
+
+
+def test_a_missing_model_hides_no_missing_head(dry_run: Any) -> None:
+    found = errors(dry_run("model.name=./nowhere", "speculation.method=eagle3", code=2))
+    assert len(found) == 2 and "./nowhere" in found[0] and "no EAGLE-3 head ships with Paceline for" in found[1]
+
+
+def test_a_model_directory_without_config(dry_run: Any, tmp_path: Path) -> None:
+    """`paceline eval` and the dry run give the same error."""
+    (tmp_path / "empty").mkdir()
+    message = "empty: config.json is missing; expected a directory with config.json and model.safetensors"
+    (error,) = errors(dry_run("model.name=./empty", code=2))
+    assert error == message
+    result = CliRunner().invoke(app, ["eval", "./empty", "chain_sum"], env={"COLUMNS": "500"})
+    assert message in result.output
 
 
 # ---- what the run would refuse ----
 
 
-def test_a_setting_that_cannot_change_on_resume(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_folder = tmp_path / "run"
-    run_folder.mkdir()
-    (run_folder / "config.toml").write_text(dump_config(settings(folder)))
-    (run_folder / "run.json").write_text(json.dumps({"format": RUN_FORMAT, "command": "train"}))
-    result = CliRunner().invoke(app, ["train", "--resume", str(run_folder), "task.held_out=1", "--dry-run"])
-    assert result.exit_code == 2 and "task.held_out = 1: this run started with 2" in result.output
+@pytest.fixture
+def dry_resume(folder: Path, tmp_path: Path) -> Any:
+    """dry_resume(overrides…) -> output, of a run of 4 steps with a checkpoint after `done`."""
+
+    def call(*overrides: str, done: int | None = 2, code: int = 0) -> str:
+        run_folder = tmp_path / "run"
+        run_folder.mkdir(exist_ok=True)
+        (run_folder / "config.toml").write_text(dump_config(settings(folder)))
+        (run_folder / "run.json").write_text(json.dumps({"format": RUN_FORMAT, "command": "train"}))
+        if done is not None:
+            (run_folder / "checkpoint.json").write_text(json.dumps({"step": done}))
+            steps = [{"step": step, "stages": {"total": 30.0 + step}} for step in range(done)]
+            (run_folder / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
+        given = ["train", "--resume", str(run_folder), *overrides, "--dry-run"]
+        result = CliRunner().invoke(app, given, env={"COLUMNS": "500"})
+        assert result.exit_code == code, result.output
+        return result.output
+
+    return call
+
+
+def test_a_setting_that_cannot_change_on_resume(dry_resume: Any) -> None:
+    assert "task.held_out = 1: this run started with 2" in dry_resume("task.held_out=1", done=None, code=2)
+
+
+def test_the_plan_of_a_resume(dry_resume: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = dry_resume("train.checkpoint_every=7")
+    assert "changed on resume: train.checkpoint_every = 7, was 10" in output and "2 of 4 steps are done" in output
+    assert "about 0:01:01 for the 2 steps that are left" in output and "last steps took 30.5 s" in output
+    output = dry_resume(done=4)
+    assert "is finished: 4 of 4 steps are done; to continue, raise train.num_steps" in output
+    assert "changed on resume" not in output and "none: all steps are done" in output
+    monkeypatch.chdir(folder)
+    assert "changed on resume" not in dry_resume("task.name=task.jsonl"), "the run has the absolute path"
+
+
+def test_the_plan_of_a_resume_without_checkpoint(dry_resume: Any, folder: Path) -> None:
+    output = dry_resume(done=None)
+    assert "was interrupted before its first checkpoint: it starts again" in output
+    assert "unknown until the first step" in output
 
 
 def test_a_folder_that_already_holds_a_run(dry_run: Any, tmp_path: Path) -> None:

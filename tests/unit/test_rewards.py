@@ -495,7 +495,10 @@ def test_a_wrong_number_of_values_is_an_error(function: str, completions: list[s
     ("function", "message"),
     [
         ("exakt", "exact, format, math"),
-        ("no_such_module:f", "No module named"),
+        ("no_such_module:f", "No module named .*; modules are looked for in the current folder, /"),
+        ("my_reward.py:larger", r"'my_reward.py:larger': a file, not a module; write my_reward:larger, without .py$"),
+        ("./rewards/sums.py:f", "write rewards.sums:f, without .py$"),
+        ("/home/me/sums.py:f", "write sums:f, without .py, and change to the file's folder$"),
         ("reward_functions:nothing", "nothing"),
         ("reward_functions:NOT_A_FUNCTION", "is not a function"),
         ("reward_functions:narrow", r"\*\*columns"),

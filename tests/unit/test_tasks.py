@@ -6,6 +6,7 @@ import builtins
 import gzip
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,9 @@ GOOD = {"prompt": "1+1?", "answer": "2"}
     ("row", "message"),
     [
         ('{"prompt": "x"', "not valid JSON"),
-        ("[1]", "must be an object"),
+        ("1", r"must be an object like .*; fix or remove the line$"),
+        ('[{"prompt": "x"}]', r"must be an object like .*; write one object per line, not an array$"),
+        ("[", "write one object per line, not an array$"),
         ({"text": "x", "answer": "1"}, "needs `prompt` or `question`.*`text`.*task.prompt_column"),
         ({"prompt": " ", "answer": "1"}, "non-empty string"),
         ({"prompt": 3, "answer": "1"}, "non-empty string"),
@@ -224,7 +227,7 @@ def test_a_table_without_answers_can_be_resumed(tmp_path):
     assert len(TableTask(load_config(tmp_path / "config.toml").task).train) == 1
 
 
-def test_invalid_files_and_settings(tmp_path):
+def test_invalid_files_and_settings(tmp_path, monkeypatch):
     (tmp_path / "b.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
     with pytest.raises(ValueError, match=r"b\.jsonl, line 2: not UTF-8"):
         TableTask(TaskSection(kind="jsonl", name=str(tmp_path / "b.jsonl")))
@@ -235,6 +238,11 @@ def test_invalid_files_and_settings(tmp_path):
     for name in ("absent.jsonl", "."):
         with pytest.raises(ValueError, match=r"task\.name = "):
             TableTask(TaskSection(kind="jsonl", name=str(tmp_path / name)))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ValueError, match=re.escape(f"'absent.jsonl': {tmp_path / 'absent.jsonl'} can't be read: No such")
+    ):
+        TableTask(TaskSection(kind="jsonl", name="absent.jsonl"))
     rows = [GOOD, {"prompt": "x", "answer": "1"}]
     for settings, message in (
         ({"held_out": 2}, r"task\.held_out = 2.*only 2 different.*at most 1"),

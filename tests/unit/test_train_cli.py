@@ -110,6 +110,15 @@ def test_every_command_takes_settings_as_arguments_and_by_set(
     assert "unknown key sampling" in error
 
 
+@pytest.mark.parametrize("name", ["train", "train-draft", "sweep", "verify", "doctor", "config"])
+def test_commands_take_the_config_file_as_argument_or_by_config(command: Any, name: str, tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("[sampling]\ntemprature = 1\n")
+    for given in ([tmp_path / "c.toml"], ["--config", tmp_path / "c.toml"]):
+        assert "unknown key sampling.temprature" in command(name, *given, code=2).stderr
+    error = command(name, tmp_path / "c.toml", "--config", "other.toml", code=2).stderr
+    assert "two config files, other.toml and " in error
+
+
 def test_a_prompt_may_have_an_equals_sign(command: Any) -> None:
     assert "no-such-model" in command("generate", "a.b=c", "--model", "no-such-model", code=2).stderr
     assert "no prompt" in command("generate", "sampling.seed=1", code=2).stderr

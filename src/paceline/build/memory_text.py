@@ -33,7 +33,7 @@ def plan_rows(plan: MemoryPlan) -> dict[str, int]:
     }
     kv = "KV cache of vLLM" if plan.kv_tokens is None else f"KV cache, {plan.kv_tokens} tokens"
     return {name: size for name, size in weights.items() if size} | {
-        "moments": plan.moments,
+        "optimizer moments": plan.moments,
         "gradients": plan.gradients,
         kv + (", freed in training" if plan.sleeps else ""): plan.kv,
         f"activations, {plan.packed_tokens} tokens": plan.activations,

@@ -12,6 +12,7 @@ from rich.text import Text
 from paceline.build.config import load_config
 from paceline.cli.app import (
     ConfigArguments,
+    ConfigFile,
     JsonFile,
     Overrides,
     command,
@@ -30,7 +31,12 @@ STATUS_COLOURS = {"ok": "green", "degraded": "yellow", "missing": "red"}
 
 
 @command()
-def doctor(arguments: ConfigArguments = None, overrides: Overrides = None, json_file: JsonFile = None) -> None:
+def doctor(
+    arguments: ConfigArguments = None,
+    config_file: ConfigFile = None,
+    overrides: Overrides = None,
+    json_file: JsonFile = None,
+) -> None:
     """Check what this machine can run. With settings, also check that a run finds its model, head, vLLM, Ray nodes and
     a way to transfer weights.
 
@@ -41,7 +47,7 @@ def doctor(arguments: ConfigArguments = None, overrides: Overrides = None, json_
     - `paceline doctor`
     - `paceline doctor configs/gsm8k.toml cluster.kind=ray cluster.num_engines=4 speculation.audit_every=0`
     """
-    path, given = split_arguments(arguments, overrides)
+    path, given = split_arguments(arguments, overrides, config_file)
     config = load_config(path, given) if path is not None or given else None
     check_writable(json_file)
     from paceline import doctor as checks

@@ -16,6 +16,7 @@ from rich.text import Text
 from paceline.build.config import load_config
 from paceline.cli.app import (
     ConfigArguments,
+    ConfigFile,
     JsonFile,
     Overrides,
     check_resumable,
@@ -38,6 +39,7 @@ def train_draft(
     arguments: ConfigArguments = None,
     resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Resume a run.")] = None,
     run: Annotated[Path | None, typer.Option("--run", metavar="DIR", help="Folder for the new run.")] = None,
+    config_file: ConfigFile = None,
     overrides: Overrides = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -52,10 +54,10 @@ def train_draft(
     - `paceline train-draft draft.data=chats.jsonl draft.num_sequences=20000 model.device=cuda`
     - `paceline train-draft --resume runs/draft-chain_sum-20260101-120000`
     """
-    path, given = split_arguments(arguments, overrides)
+    path, given = split_arguments(arguments, overrides, config_file)
     check_writable(json_file)
     if resume is not None:
-        if arguments or overrides or run is not None:
+        if path is not None or given or run is not None:
             raise ValueError("--resume uses the run's own settings; give no others")
         check_resumable(resume, "train-draft")
         path = resume / "config.toml"

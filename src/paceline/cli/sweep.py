@@ -11,6 +11,7 @@ import typer
 from paceline.build.config import load_config
 from paceline.cli.app import (
     ConfigArguments,
+    ConfigFile,
     JsonFile,
     Overrides,
     PlotFile,
@@ -50,6 +51,7 @@ def sweep(
     max_tokens: Annotated[int, typer.Option(help="Maximum tokens per completion.")] = 64,
     repeats: Annotated[int, typer.Option(help="Rounds per configuration, after one warm-up round.")] = 3,
     prompts_file: PromptsFile = None,
+    config_file: ConfigFile = None,
     overrides: Overrides = None,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
@@ -71,7 +73,7 @@ def sweep(
     from paceline.report import plot
 
     check_outputs(json_file, plot_file)
-    config = load_config(*split_arguments(arguments, overrides))
+    config = load_config(*split_arguments(arguments, overrides, config_file))
     settings = sweeps.Settings(
         drafters=available_drafters(config) if drafters is None else comma_list(drafters),
         draft_lengths=comma_numbers("--k", k),

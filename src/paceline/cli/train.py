@@ -14,6 +14,7 @@ from paceline.build.config import load_config
 from paceline.build.defaults import describe_speculation
 from paceline.cli.app import (
     ConfigArguments,
+    ConfigFile,
     JsonFile,
     Overrides,
     check_resumable,
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from paceline.build.memory_plan import MemoryPlan
     from paceline.rl.callback import ProgressCallback
 
+CORRECT = "correct this and run --dry-run again to see the plan"
+
 
 @command()
 def train(
@@ -46,6 +49,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the settings and print the plan; do not train.")
     ] = False,
+    config_file: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Post-train a model with RL. Rollouts are speculative by default.
@@ -60,7 +64,7 @@ def train(
     """
     from paceline.cli.progress import TerminalProgress
 
-    path, given = split_arguments(arguments, overrides)
+    path, given = split_arguments(arguments, overrides, config_file)
     if resume is not None and (path is not None or run is not None):
         raise ValueError("--resume takes the run's own config.toml; give settings to change as a.b=c")
     if resume is not None:
@@ -174,29 +178,37 @@ def summary_figures(summary: dict[str, Any], overlaps: bool) -> dict[str, Any]:
 
 
 def show_plan(config: Config, run: Path | None = None, resume: Path | None = None) -> None:
-    """Print what a run will do. Raises ValueError with everything that would stop it."""
+    """Print what a run will do. If something would stop it, print no plan, so that the errors are seen: raises
+    ValueError with all of them."""
     from paceline.doctor.plan import plan_run
 
     with progress_of("checking") as progress:
         plan = plan_run(config, run, resume, progress, err)
+    if plan.errors:
+        raise ValueError("\n".join([*(found.text for found in plan.errors), CORRECT]))
     out.print(render([{"what": k, "is": v} for k, v in plan.rows.items()], {"what": "plan", "is": ""}))
     if plan.memory is not None:
         show_memory(plan.memory)
     if plan.first_prompt is not None:
         out.print(Text(plan.first_prompt), soft_wrap=True)
+    for note in plan.notes:
+        warn(note)
     for found in plan.findings:
         if found.status == "degraded":
-            warn(f"{found.detail}; {found.remedy}")
-    if plan.errors:
-        raise ValueError("\n".join(f"{found.detail}; {found.remedy}" for found in plan.errors))
+            warn(f"warning: {found.text}")
     err.print("dry run: nothing was trained", style="dim")
 
 
 def show_memory(plan: MemoryPlan) -> None:
+    """Print the parts that are not 0.0 GiB, and their sum."""
     from paceline.build.memory_text import plan_rows
 
     rows = plan_rows(plan) | ({} if plan.total_bytes is None else {"GPU": plan.total_bytes})
-    cells = [{"what": name, "size": f"{size / 2**30:6.1f}"} for name, size in rows.items()]
+    cells = [
+        {"what": name, "size": f"{size / 2**30:6.1f}"}
+        for name, size in rows.items()
+        if size >= 0.05 * 2**30 or name == "sum"
+    ]
     out.print(render(cells, {"what": "memory", "size": "GiB"}))
 
 

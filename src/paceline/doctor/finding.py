@@ -18,6 +18,10 @@ class Finding:
     remedy: str = ""
     required: bool = False
 
+    @property
+    def text(self) -> str:
+        return f"{self.detail}; {self.remedy}" if self.remedy else self.detail
+
 
 def no_progress(what: str) -> None:
     """The default `Progress`."""

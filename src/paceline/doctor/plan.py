@@ -8,27 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.build import memory_parts
 from paceline.build.cluster import build_plan
-from paceline.build.config import load_config
+from paceline.build.config import load_config, with_absolute_paths
 from paceline.build.context import check_context, longest_prompt
 from paceline.build.defaults import describe_policy
 from paceline.build.memory import cpu_plan, read_head, read_model, resolve_memory
 from paceline.build.run import check_evaluation, check_libraries
 from paceline.build.task import build_rewarder, build_task, check_prompts
 from paceline.config import Config
-from paceline.doctor.finding import MISSING, Finding, Progress, no_progress
+from paceline.doctor.finding import DEGRADED, MISSING, Finding, Progress, no_progress
 from paceline.doctor.run import check_run, problem
+from paceline.files import number, read_metrics
+from paceline.model.head_files import resolve_head, ships_head
 from paceline.model.store import load_tokenizer, resolve
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.audit_schedule import SHARE
 from paceline.rl.check_settings import may_audit
-from paceline.rl.folder import check_unused
+from paceline.rl.folder import check_unused, last_checkpoint
 from paceline.rl.resume import changed_settings
 from paceline.speculation.batch import Load
 from paceline.speculation.cost_files import cost_table_of
@@ -39,6 +43,7 @@ from paceline.tasks.task import Problem, Task
 if TYPE_CHECKING:
     from paceline.build.memory_plan import MemoryPlan
 
+NUM_RECENT = 10  # steps of a run to resume, from which the time of the next ones is estimated
 OTHER_TEXT = "I do not know."  # what reward functions get besides the first problem's answer
 Found = TypeVar("Found")
 
@@ -46,6 +51,7 @@ Found = TypeVar("Found")
 @dataclass
 class RunPlan:
     rows: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # as the run itself prints them
     memory: MemoryPlan | None = None
     first_prompt: str | None = None
     findings: list[Finding] = field(default_factory=list)
@@ -55,11 +61,14 @@ class RunPlan:
         return [found for found in self.findings if found.status == MISSING and found.required]
 
     def attempt(self, name: str, check: Callable[[], Found]) -> Found | None:
-        """The result of a check; None if it raises a user's error, which becomes a finding."""
+        """The result of a check. None if it raises a user's error, which becomes a finding, unless an earlier check
+        found the same."""
         try:
             return check()
         except (ValueError, OSError, MemoryError) as error:
-            self.findings.append(problem(name, error))
+            found = problem(name, error)
+            if found.detail not in [each.detail for each in self.findings]:
+                self.findings.append(found)
             return None
 
 
@@ -73,11 +82,13 @@ def plan_run(
     """Of a new run in folder `run`, or of a run to `resume`. `console` shows the download of a model."""
     plan = RunPlan(rows=described(config))
     if resume is not None:
-        plan.attempt("resume", lambda: list(changed_settings(load_config(resume / "config.toml"), config)))
+        plan.notes = plan.attempt("resume", lambda: resume_notes(config, resume)) or []
     elif run is not None and run.is_dir():
         plan.attempt("folder", lambda: check_unused(run))
     progress("model")
     directory = plan.attempt("model", lambda: resolve(config.model.name, console))
+    if directory is None and config.speculation.uses_head:  # otherwise `check_run` reads the head
+        plan.attempt("head", lambda: resolve_head(config.speculation.head, config.model.name))
     found = check_run(config, progress, only_required=True)
     plan.findings += [each for each in found if directory is not None or each.name != "run: model"]
     plan.attempt("algorithm", lambda: make_algorithm(config.algorithm, config.sampling.max_tokens))
@@ -86,13 +97,15 @@ def plan_run(
     task = plan.attempt("task", lambda: build_task(config))
     if task is not None:
         plan.rows |= described_task(config, task)
+        plan.findings += repeated_problems(config, task)
         plan.attempt("evaluation", lambda: check_evaluation(config, task))
     if directory is None or any(each.name in ("run: model", "run: device") for each in plan.errors):
         return plan
     tokenizer = load_tokenizer(directory)
     sizes = plan.attempt("memory", lambda: resolve_memory(config))
     if sizes is not None:
-        config, plan.memory = sizes[0], sizes[1] or cpu_plan(sizes[0])
+        config, memory = sizes
+        plan.memory = memory or plan.attempt("memory", lambda: cpu_plan(config))
     length = None
     if task is not None:
         progress("prompts")
@@ -106,11 +119,13 @@ def plan_run(
         progress("reward functions")
         rewards = plan.attempt("reward", lambda: check_rewards(config, task.train[0], tokenizer))
         if rewards:
-            plan.rows["rewards"] = rewards
+            plan.rows["rewards"] = rewards.described()
+            plan.findings += equal_rewards(config, task.train[0], rewards)
     progress("disk")
     plan.rows["checkpoints"] = described_checkpoints(config)
     plan.attempt("disk", lambda: plan.rows.update(check_disk(config, resume or run or Path("runs"))))
-    time = plan.attempt("time", lambda: estimated_time(config, length or 0))
+    time = plan.attempt("time", lambda: remaining_time(config, resume) if resume is not None else None)
+    time = time or plan.attempt("time", lambda: estimated_time(config, length or 0))
     plan.rows["time"] = time or "unknown"
     return plan
 
@@ -179,7 +194,8 @@ def described_drafter(config: Config) -> str:
     if speculation.method == "draft_model":
         details.insert(0, str(speculation.draft_model))
     if speculation.uses_head:
-        details.insert(0, f"head {speculation.head or 'shipped for the model'}")
+        shipped = "shipped for the model" if ships_head(config.model.name) else "missing: none ships for the model"
+        details.insert(0, f"head {speculation.head or shipped}")
         details += [f"trained online: {config.draft.online}"] if config.draft.online != "off" else []
     return f"{speculation.method}, {', '.join(details)}"
 
@@ -190,6 +206,50 @@ def described_task(config: Config, task: Task) -> dict[str, str]:
         "problems": f"{len(task.train)} to train on, {len(task.held_out)} held out",
         "steps": f"{train.num_steps} ({train.num_steps * train.groups_per_step / len(task.train):.2g} epochs)",
     }
+
+
+def repeated_problems(config: Config, task: Task) -> Iterator[Finding]:
+    """A warning if a step has more problems than the task."""
+    num, step = len(task.train), config.train.groups_per_step
+    if step > num:
+        detail = f"a step has {step} problems, but there are only {num} to train on, so every step repeats problems"
+        remedy = f"lower it to at most {num}, or add problems"
+        yield Finding("run: task", DEGRADED, f"train.groups_per_step = {step}: {detail}", remedy)
+
+
+# ---- resuming ----
+
+
+def resume_notes(config: Config, run: Path) -> list[str]:
+    """What resuming a run prints: the settings that change, and whether there is something to do. ValueError for a
+    setting that must not change."""
+    notes = list(changed_settings(load_config(run / "config.toml"), with_absolute_paths(config)))
+    done, num_steps = last_checkpoint(run), config.train.num_steps
+    if done is None:
+        return [*notes, f"{run} was interrupted before its first checkpoint: it starts again"]
+    if done >= num_steps:
+        return [*notes, f"{run} is finished: {done} of {num_steps} steps are done; to continue, raise train.num_steps"]
+    return [*notes, f"{done} of {num_steps} steps are done"]
+
+
+def remaining_time(config: Config, run: Path) -> str | None:
+    """By the last steps of the run. None if it has finished none."""
+    left = max(0, config.train.num_steps - (last_checkpoint(run) or 0))
+    if not left:
+        return "none: all steps are done"
+    path = run / "metrics.jsonl"
+    steps = read_metrics(path, damaged=[]) if path.exists() else []
+    recent = [total for step in steps[-NUM_RECENT:] if (total := number(step, "stages", "total")) is not None]
+    if not recent:
+        return None
+    step_s = statistics.mean(recent)
+    return (
+        f"about {timedelta(seconds=round(left * step_s))} for the {left} steps that are left, without evaluation and "
+        f"audits: the run's last steps took {step_s:.3g} s"
+    )
+
+
+# ---- time ----
 
 
 def estimated_time(config: Config, prompt_tokens: int) -> str:
@@ -217,7 +277,17 @@ def first_prompt(config: Config, first: Problem, tokenizer: Any) -> str:
 # ---- rewards ----
 
 
-def check_rewards(config: Config, first: Problem, tokenizer: Any) -> str | None:
+@dataclass(frozen=True)
+class Rewards:
+    by_text: dict[str, float]
+    sandbox: str | None
+
+    def described(self) -> str:
+        shown = [f"{reward:.3g} for {prompt_preview(text)[:40]!r}" for text, reward in self.by_text.items()]
+        return ", ".join(shown) + (f"; programs run in sandbox: {self.sandbox}" if self.sandbox is not None else "")
+
+
+def check_rewards(config: Config, first: Problem, tokenizer: Any) -> Rewards | None:
     """Scores one group as the run does: the first problem's own answer, and other text, in place of completions. Raises
     ValueError if a reward function is wrong or fails. An environment's rewards need its turns: then the functions are
     only loaded, and the result is None."""
@@ -240,9 +310,25 @@ def check_rewards(config: Config, first: Problem, tokenizer: Any) -> str | None:
             f"first: {failures[0]}; correct the function, or the task's columns "
             f"({', '.join(first.columns) or 'it has none'})"
         )
-    by_text = {text: score.reward for text, score in zip(texts, scores, strict=True)}
-    shown = [f"{reward:.3g} for {prompt_preview(text)[:40]!r}" for text, reward in by_text.items()]
-    return ", ".join(shown) + (f"; programs run in sandbox: {sandbox}" if sandbox is not None else "")
+    return Rewards({text: score.reward for text, score in zip(texts, scores, strict=True)}, sandbox)
+
+
+def equal_rewards(config: Config, first: Problem, rewards: Rewards) -> Iterator[Finding]:
+    """A warning if the first problem's own answer gets the same reward as other text."""
+    values = list(rewards.by_text.values())
+    if len(values) < 2 or len(set(values)) > 1:
+        return
+    answer = first.columns["answer"]
+    pattern = config.reward.answer_pattern
+    yield Finding(
+        "run: reward",
+        DEGRADED,
+        f"the reference answer {prompt_preview(str(answer))[:40]!r} gets the same reward ({values[0]:.3g}) as other "
+        "text. If all samples of a problem do, nothing can be learned",
+        f"check reward.functions = {config.reward.functions}"
+        + (" (the column `answer` is a string)" if isinstance(answer, str) else "")
+        + (f", and whether reward.answer_pattern = {pattern!r} matches an answer" if pattern is not None else ""),
+    )
 
 
 # ---- checkpoints ----

@@ -50,9 +50,10 @@ def check_run(config: Config, progress: Progress = no_progress, only_required: b
 
 
 def problem(name: str, detail: object, remedy: str = "") -> Finding:
-    """A missing requirement. Without `remedy`, the text after the semicolon of our error messages is the remedy."""
+    """A missing requirement. Without `remedy`, the text after the semicolon of our error messages is the remedy. Some
+    messages have none: there, the cause says what to do."""
     text, _, rest = str(detail).partition("; ")
-    return Finding(f"run: {name}", MISSING, text, remedy or rest or "correct the setting", required=True)
+    return Finding(f"run: {name}", MISSING, text, remedy or rest, required=True)
 
 
 def ok(name: str, detail: str) -> Finding:

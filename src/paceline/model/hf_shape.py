@@ -32,6 +32,7 @@ def load_hf_config(directory: Path) -> tuple[Any, Any]:
 
 def read_shape(directory: Path) -> Shape:
     """From a Hugging Face directory."""
+    hf = read_config_json(directory)  # first: its errors are better than those of transformers
     try:
         _, text = load_hf_config(directory)
         heads = text.num_attention_heads
@@ -40,7 +41,7 @@ def read_shape(directory: Path) -> Shape:
             num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
             max_positions=text.max_position_embeddings,
-            eos_token_ids=token_ids(read_config_json(directory), "eos_token_id"),
+            eos_token_ids=token_ids(hf, "eos_token_id"),
         )
     except Exception as error:  # transformers and its validators raise many types
         raise ModelError(f"{directory}: its config.json can't be used: {error}") from None

@@ -7,6 +7,7 @@ interrupt the cache has the complete model or nothing. Code in a model's directo
 
 from __future__ import annotations
 
+import difflib
 import errno
 import hashlib
 import os
@@ -71,8 +72,10 @@ def resolve(model: str | Path, console: Console | None = None) -> Path:
         raise ModelError(f"model {str(model)!r}: a GGUF file must be imported first; run: paceline pull {model}")
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(model)):
         return _from_hub(str(model))
+    close = difflib.get_close_matches(str(model), KNOWN, n=1)
     raise ModelError(
         f"model {str(model)!r}: not a directory, not a known name ({', '.join(KNOWN)}) and not a hub id (org/name)"
+        + (f"; did you mean {close[0]}?" if close else "")
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.config import RewardSection, TaskSection
@@ -136,9 +137,12 @@ class LocalRewarder:
             raise ValueError(
                 f"reward.functions has {name!r}: not one of {', '.join(BUILT_IN)}; write your own as module:function"
             )
+        _check_module(name)
         loaded = self._pool.map(checks.import_only, (name,), [()], section.timeout_s)[0]
         if isinstance(loaded, Failed):
-            raise ValueError(f"reward.functions has {name!r}, which {loaded.reason}")
+            raise ValueError(
+                f"reward.functions has {name!r}, which {loaded.reason}{_where_to_look(name, loaded.reason)}"
+            )
         return lambda samples: self._score_with_function(name, samples)
 
     def _score_each(self, factory: Factory, setup: tuple[Any, ...], timeout_s: float | None = None) -> Scorer:
@@ -186,6 +190,28 @@ class LocalRewarder:
                     "**columns) -> list[float | None]"
                 )
         return [_values(reply, len(batch)) for reply, batch in zip(replies, batches, strict=True)]
+
+
+def _check_module(name: str) -> None:
+    """Raise ValueError if module:function has a file in place of the module."""
+    module, _, function = name.partition(":")
+    if not module.endswith(".py") and "/" not in module:
+        return
+    path = Path(module.removesuffix(".py"))
+    is_below = not path.is_absolute() and ".." not in path.parts
+    right = f"{'.'.join(path.parts) if is_below else path.name}:{function}"
+    raise ValueError(
+        f"reward.functions has {name!r}: a file, not a module; write {right}, without .py"
+        + ("" if is_below else ", and change to the file's folder")
+    )
+
+
+def _where_to_look(name: str, reason: str) -> str:
+    """What to add to the reason why module:function could not be imported: "" if the module was found."""
+    module = name.partition(":")[0]
+    if not any(f"No module named {part!r}" in reason for part in (module, module.partition(".")[0])):
+        return ""
+    return f"; modules are looked for in the current folder, {Path.cwd()}, and among the installed packages"
 
 
 def _value(reply: Any) -> Value:

@@ -19,6 +19,7 @@ from paceline.types import noise_key
 
 Row = tuple[int, str, dict[str, Any]]  # index, location for error messages, columns
 RESERVED = ("prompts", "completions", "completion_ids")  # arguments of every reward function besides the columns
+NOT_AN_ARRAY = 'must be an object like {"prompt": "…"}; write one object per line, not an array'
 FINAL_ANSWER_MARK = "####"
 
 
@@ -103,12 +104,18 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             try:
                 row = parse_json(line)
             except ValueError as error:
+                if line.lstrip().startswith(b"["):  # the first line of a JSON array
+                    raise ValueError(f"{where}: {NOT_AN_ARRAY}") from None
                 raise ValueError(f"{where}: {error}; fix or remove the line") from None
+            if isinstance(row, list):
+                raise ValueError(f"{where}: {NOT_AN_ARRAY}")
             if not isinstance(row, dict):
                 raise ValueError(f'{where}: must be an object like {{"prompt": "…"}}; fix or remove the line')
             yield number - 1, where, row
     except OSError as error:
-        raise ValueError(f"task.name = {str(path)!r}: can't be read: {error.strerror or error}") from None
+        raise ValueError(
+            f"task.name = {str(path)!r}: {path.absolute()} can't be read: {error.strerror or error}"
+        ) from None
 
 
 def _dataset_rows(section: TaskSection) -> Iterator[Row]:

@@ -237,6 +237,13 @@ def test_unresolvable_names_raise(name: str, tmp_path: Path, monkeypatch: pytest
         store.resolve(name)
 
 
+def test_a_similar_name_is_suggested() -> None:
+    with pytest.raises(ModelError, match=r"\(org/name\); did you mean smollm2-135m\?$"):
+        store.resolve("smollm-135")
+    with pytest.raises(ModelError, match=r"\(org/name\)$"):
+        store.resolve("gpt-2")
+
+
 def test_an_unreachable_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
