@@ -183,6 +183,9 @@ def test_output_and_files_of_a_run(trained: Path, folder: Path) -> None:
     assert [f"step {n}/4" in output for n in (1, 2, 3, 4, 5)] == [True] * 4 + [False]
     for figure in ("held-out reward before", "held-out reward after", "mean acceptance length", "audited speed-up"):
         assert figure in output
+    assert "no config file: defaults (" in output and "task.jsonl, 4 steps)" in " ".join(output.split())
+    assert re.search(r"time of the RL steps +\d+\.\d s, without evaluation and audits", output)
+    assert re.search(r"time in generation +\d+\.\d s +\d+\.\d% of the RL steps", output)
     assert str(trained / "report.html") in output.replace("\n", "")
     assert f"paceline watch {trained}" in " ".join(output.split())
     summary = json.loads((trained / "summary.json").read_text())
@@ -325,11 +328,24 @@ def test_progress_on_a_terminal(trained: Path, max_staleness: int) -> None:
             callback._live.refresh()
         callback.note("ALARM: [bold]not markup[/bold]")
     seen = screen.getvalue()
-    for text in ("generation", "3/8", "step 3/4", "2 not scored", "staleness 1", "held out", "speed-up", " left"):
+    for text in ("generation", "3/8", "step 3/4", "tokens/s in generation", " in the whole step", "2 not scored", "staleness 1", "held out", "speed-up", " left"):
         assert text in seen
     assert "ALARM: [bold]not markup[/bold]" in seen
     stages = {"exposed_generation"} if max_staleness else {"generation"}
     assert all(re.search(rf"━ *.*{name} \d+%", seen) for name in stages)
+
+
+def test_the_rate_of_generation_and_of_the_step(trained: Path) -> None:
+    """A step whose groups are the surplus of earlier steps generates nothing."""
+    log = io.StringIO()
+    first, *_ = lines(trained, "metrics")
+    assert first["generation_tokens_per_s"] > first["tokens_per_s"] > 0
+    callback = TerminalProgress(Console(file=log, width=200), load_config(None, []))
+    callback.step(first | {"tokens_per_s": 110.2, "generation_tokens_per_s": 579.8})
+    callback.step(first | {"tokens_per_s": 110.2, "generation_tokens_per_s": None})
+    both, whole = log.getvalue().splitlines()
+    assert "  580 tokens/s in generation, 110 in the whole step  " in both
+    assert "  110 tokens/s in the whole step  " in whole
 
 
 def test_progress_without_a_terminal(trained: Path) -> None:

@@ -78,6 +78,8 @@ def train(
         return
     callback = TerminalProgress(err, config)
     with callback:
+        if path is None and resume is None:
+            callback.note(f"no config file: defaults ({config.task.name}, {config.train.num_steps} steps)")
         callback.note(f"{config.algorithm.name} on {config.task.name} with {config.model.name}")
         callback.note(describe_speculation(config))
         run_training = run_on_cluster if config.cluster.kind == "ray" else run_in_process
@@ -166,10 +168,12 @@ def summary_figures(summary: dict[str, Any], overlaps: bool) -> dict[str, Any]:
         )
     elif summary["estimated_speedup"] is not None:
         figures["estimated speed-up of generation, not audited"] = f"{summary['estimated_speedup']:.2f}x"
+    if summary["num_steps"]:
+        figures["time of the RL steps"] = f"{summary['wall_s']:.1f} s, without evaluation and audits"
     hidden = () if overlaps else ("exposed_generation",)  # without overlap it equals generation
     for name, stage in summary["stages"].items():
         if stage["seconds"] >= 0.05 and name not in hidden:
-            figures[f"time in {name}"] = f"{stage['seconds']:.1f} s  {stage['share']:6.1%}"
+            figures[f"time in {name}"] = f"{stage['seconds']:.1f} s  {stage['share']:6.1%} of the RL steps"
     return {name: value for name, value in figures.items() if value is not None}
 
 
