@@ -13,13 +13,14 @@ import pytest
 import torch
 import typer
 from rich.console import Console
-from tiny_run import SETTINGS, lines, settings
+from tiny_run import SETTINGS, lines, make, settings
 from typer.testing import CliRunner
 
 from paceline.build.config import load_config
 from paceline.cli import app
 from paceline.cli.app import split_arguments, split_settings
 from paceline.cli.progress import TerminalProgress, format_duration
+from paceline.cli.train import summary_figures
 from paceline.rl.checkpoint import Checkpoints
 
 
@@ -199,6 +200,31 @@ def test_output_and_files_of_a_run(trained: Path, folder: Path) -> None:
     assert list((trained / "tensorboard").iterdir())
     metrics = lines(trained, "metrics")
     assert all("eval" in m for m in metrics) and sum("audit" in m for m in metrics) == 2
+
+
+@pytest.mark.parametrize(("num_steps", "label"), [(1, None), (2, "after"), (3, "at step 2")])
+def test_reward_after_is_of_the_last_step(tmp_path: Path, num_steps: int, label: str | None) -> None:
+    """A run that is stopped is not evaluated again: its newest evaluation may be of an earlier step."""
+    trainer = make(tmp_path, "run", "train.eval_every=2")
+    record = trainer.callback.step
+
+    def step(metrics: Any) -> None:
+        record(metrics)
+        if len(trainer.callback.metrics) == num_steps:
+            trainer.producer.stop()
+
+    trainer.callback.step = step
+    summary = trainer.run()
+    trainer.close()
+    assert summary["num_steps"] == num_steps and not summary["finished"]
+    before = trainer.callback.metrics[0]["eval_before"]["reward"]
+    newest = trainer.callback.metrics[1]["eval"]["reward"] if num_steps > 1 else before
+    assert summary["reward_before"] == before
+    assert summary["reward_after"] == (newest if num_steps == 2 else None)
+    assert summary["last_eval"] == {"step": num_steps // 2 * 2, "reward": newest}
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["last_eval"] == summary["last_eval"]
+    shown = {k: v for k, v in summary_figures(summary, False).items() if k.startswith("held-out reward")}
+    assert shown == {"held-out reward before": before} | ({f"held-out reward {label}": newest} if label else {})
 
 
 def test_resume_of_a_finished_run(trained: Path, command: Any) -> None:

@@ -151,9 +151,12 @@ def print_result(folder: Path, config: Config, summary: dict[str, Any], report: 
 
 
 def summary_figures(summary: dict[str, Any], overlaps: bool) -> dict[str, Any]:
+    last, after, reward = summary["last_eval"], "after", summary["reward_after"]
+    if last is not None and 0 < (last["step"] or 0) < summary["num_steps"]:
+        after, reward = f"at step {last['step']}", last["reward"]
     figures: dict[str, Any] = {
         "held-out reward before": summary["reward_before"],
-        "held-out reward after": summary["reward_after"],
+        f"held-out reward {after}": reward,
         "steps": summary["num_steps"],
         "tokens generated": summary["num_tokens"],
         "mean acceptance length": summary["mean_acceptance_length"],
