@@ -234,6 +234,38 @@ def test_resume_of_a_finished_run(trained: Path, command: Any) -> None:
     assert len(lines(trained, "metrics")) == 4
 
 
+@pytest.mark.parametrize(("broken_from", "saved"), [(0, None), (1, "step 1 is"), (2, "steps 1 to 2 are")])
+def test_an_error_in_a_step_says_what_is_saved(
+    command: Any,
+    overrides: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    broken_from: int,
+    saved: str | None,
+) -> None:
+    """The reward function then returns too few values. After it is corrected, the run continues."""
+    run, steps = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
+    monkeypatch.syspath_prepend(tmp_path)
+    module = f"flaky_reward_{broken_from}"
+    (tmp_path / f"{module}.py").write_text(f"""
+from pathlib import Path
+
+def reward(completions, **columns):
+    steps, broken = Path({str(steps)!r}), not Path({str(tmp_path / "corrected")!r}).exists()
+    num_steps = len(steps.read_text().splitlines()) if steps.exists() else 0
+    values = [float(i) for i in range(len(completions))]
+    return values[1:] if broken and num_steps >= {broken_from} else values
+""")
+    given = [*overrides, f'reward.functions=["{module}:reward"]']
+    result = command("train", "--run", run, *given, code=2)
+    assert "error: " in result.stderr
+    advice = f"{saved} saved; fix this, then: paceline train --resume {run}"
+    assert (advice in result.stderr) == (saved is not None) and ("saved" in result.stderr) == (saved is not None)
+    (tmp_path / "corrected").touch()
+    command("train", "--resume", run)
+    assert len(lines(run, "metrics")) == 4
+
+
 # ---- report ----
 
 

@@ -32,7 +32,7 @@ from paceline.config import Config
 from paceline.report.table import check_writable, render
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from paceline.build.memory_plan import MemoryPlan
     from paceline.rl.callback import ProgressCallback
@@ -98,7 +98,7 @@ def run_in_process(
     worker_group = build_worker_group(config)
     trainer = build_trainer(config, callback, run=run, resume=resume, worker_group=worker_group)
     note_folder(callback, trainer.folder.path)
-    with contextlib.closing(trainer), stop_with_note(trainer.producer.stop):
+    with saved_steps_in_errors(trainer.folder.path), contextlib.closing(trainer), stop_with_note(trainer.producer.stop):
         return trainer.folder.path, trainer.run()
 
 
@@ -119,7 +119,7 @@ def run_on_cluster(
 
     cluster = ClusterRun(config, callback, run=run, resume=resume)
     note_folder(callback, cluster.folder)
-    with contextlib.closing(cluster), stop_with_note(cluster.stop):
+    with saved_steps_in_errors(cluster.folder), contextlib.closing(cluster), stop_with_note(cluster.stop):
         return cluster.folder, cluster.run()
 
 
@@ -133,6 +133,23 @@ def stop_with_note(stop: Callable[[], None]) -> contextlib.AbstractContextManage
         stop()
 
     return stop_on_signal(stop_and_print)
+
+
+@contextlib.contextmanager
+def saved_steps_in_errors(folder: Path) -> Iterator[None]:
+    """Add to an error that ends a run which steps are saved, and how to continue."""
+    from paceline.rl.folder import last_checkpoint
+
+    try:
+        yield
+    except Exception as error:
+        last = None
+        with contextlib.suppress(ValueError, OSError):  # it must not hide the error
+            last = last_checkpoint(folder)
+        if last:
+            saved = "step 1 is saved" if last == 1 else f"steps 1 to {last} are saved"
+            error.add_note(f"{saved}; fix this, then: paceline train --resume {folder}")
+        raise
 
 
 def print_result(folder: Path, config: Config, summary: dict[str, Any], report: Path) -> None:

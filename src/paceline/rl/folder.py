@@ -150,13 +150,7 @@ class RunFolder:
 
     def last_checkpoint(self) -> int | None:
         """The step of the last checkpoint; None if none was saved yet."""
-        path = self.path / LAST
-        try:
-            return int(read_run_json(path)["step"])
-        except FileNotFoundError:
-            return None
-        except (ValueError, TypeError, KeyError, OverflowError):
-            raise ValueError(f'{path} is damaged; write the last checkpoint\'s step to it, as {{"step": 10}}') from None
+        return last_checkpoint(self.path)
 
     def write_config(self, config_toml: str) -> None:
         replace_file(self.path / CONFIG, config_toml.encode())
@@ -169,6 +163,17 @@ class RunFolder:
             stream.close()
         self._streams.clear()
         self._lock.close()
+
+
+def last_checkpoint(run: Path) -> int | None:
+    """The step of a run's last checkpoint; None if none was saved yet."""
+    path = run / LAST
+    try:
+        return int(read_run_json(path)["step"])
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, OverflowError):
+        raise ValueError(f'{path} is damaged; write the last checkpoint\'s step to it, as {{"step": 10}}') from None
 
 
 def read_stream(path: Path, name: str) -> Iterator[dict[str, Any]]:
