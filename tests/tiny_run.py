@@ -127,7 +127,7 @@ def lines(run: Path, stream: str) -> list[dict[str, Any]]:
 
 # ---- the result of a run ----
 
-TIMES = ("stages", "tokens_per_s", "draft_s", "memory_gib")
+TIMES = ("stages", "tokens_per_s", "generation_tokens_per_s", "draft_s", "memory_gib")
 
 
 def outcome(run: Path) -> dict[str, Any]:

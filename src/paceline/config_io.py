@@ -157,15 +157,15 @@ def _unknown(root: SectionType, path: list[str], value: Any, hints: Mapping[str,
 
 
 def _hint_in_section(root: SectionType, path: list[str], hints: Mapping[str, str]) -> str | None:
-    """For an unknown key of a known section: a hint for the dotted key, or one that names a key of this section. `lr`
-    is learner.learning_rate, but `draft.lr` is draft.learning_rate."""
+    """For an unknown key of a known section: the hint for the dotted key or its last part. `train.lr` is
+    learner.learning_rate, but `draft.lr` is draft.learning_rate, because that section has the key too."""
     *parents, leaf = path
     section, key = ".".join(parents), ".".join(path)
     hint = hints.get(key) or hints.get(leaf)
     if hint is None or key in hints or f"{section}." in hint:
         return hint
     names = [name for name in _section_at(root, parents).model_fields if re.search(rf"\.{name}\b", hint)]
-    return f"did you mean {section}.{names[0]}?" if names else None
+    return f"did you mean {section}.{names[0]}?" if names else hint
 
 
 def _leaves(value: Any) -> list[str]:

@@ -33,7 +33,7 @@ TESTS = Path(__file__).parents[1]
 EVERY = ("draft.online=every", "draft.online_learning_rate=0.02")
 SHORT = ("train.num_steps=4", "train.checkpoint_every=2")
 SAME = ("step", "problem", "sample", "token_ids", "reward", "advantage")
-TIMES = ("stages", "tokens_per_s", "draft_s", "memory_gib")
+TIMES = ("stages", "tokens_per_s", "generation_tokens_per_s", "draft_s", "memory_gib")
 
 
 @pytest.fixture(scope="module")

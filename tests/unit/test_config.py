@@ -123,6 +123,9 @@ def test_known_keys(key):
         ("modl", r"unknown key modl: did you mean model\?"),
         ("model.nam", r"unknown key model\.nam: did you mean model\.name\?"),
         ("lr", r"unknown key lr: Paceline's name is learner\.learning_rate"),
+        ("train.lr", r"unknown key train\.lr: Paceline's name is learner\.learning_rate"),
+        ("draft.lr", r"unknown key draft\.lr: did you mean draft\.learning_rate\?"),
+        ("learner.deepspeed", r"unknown key learner\.deepspeed: Paceline does not use DeepSpeed; remove the key"),
         ("actor.optim.lr", r"unknown key actor\.optim\.lr: Paceline's name is learner\.learning_rate"),
     ],
 )

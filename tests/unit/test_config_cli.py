@@ -88,6 +88,7 @@ def test_every_key_has_an_explanation(command: Any) -> None:
 
 def test_unknown_keys(command: Any) -> None:
     assert "did you mean train.num_steps?" in command("--explain", "train.num_step", code=2)
+    assert "Paceline's name is learner.learning_rate" in command("--explain", "train.lr", code=2)
     assert "Paceline's name is algorithm.num_generations" in command("--explain", "group_size", code=2)
     assert command("--explain", "engine.vllm.max_model_len").startswith("engine.vllm\n")
 

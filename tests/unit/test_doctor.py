@@ -56,6 +56,15 @@ def test_missing_requirement_gives_exit_code_1(monkeypatch, tmp_path):
     result = CliRunner().invoke(app, ["doctor", "--json", str(path)])
     assert result.exit_code == 1
     assert json.loads(path.read_text())["ok"] is False
+    assert "torch  missing  gone" in result.stdout
+
+
+def test_an_absent_optional_part_is_not_shown_as_missing(monkeypatch):
+    findings = [doctor.Finding("extra: wandb", doctor.MISSING, "not installed", "only for train.wandb")]
+    monkeypatch.setattr(doctor, "check_machine", lambda progress: findings)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0
+    assert "extra: wandb  optional  not installed" in result.stdout and "missing" not in result.stdout
 
 
 def test_models_and_vllm_are_optional(monkeypatch, tmp_path):

@@ -31,6 +31,12 @@ def test_a_loss_is_not_called_a_gain() -> None:
     assert "steps were 8.7% longer" in gain(AUDITED | {"generation_speedup": 0.8})
 
 
+@pytest.mark.parametrize("ratio", [0.99, 1.0, 1.01])
+def test_noise_is_not_a_difference(ratio: float) -> None:
+    text = gain(AUDITED | {"generation_speedup": ratio})
+    assert "no measurable difference" in text and "the steps were" not in text
+
+
 def test_an_estimate_is_called_one() -> None:
     text = gain(NOT_AUDITED)
     assert "By estimate, speculation made generation 1.25x" in text and "speculation.audit_every=5" in text
@@ -45,7 +51,7 @@ def test_not_measured() -> None:
 def test_what_a_head_would_add(shipped: bool, how: str) -> None:
     """Two thirds of a generation of 0.3 remain."""
     text = gain(AUDITED, share=0.3, shipped=shipped)
-    assert "with generation 1.5x as fast, a step would be 10% shorter" in text
+    assert "If it made generation 1.5x as fast (not measured here), a step would be 10% shorter" in text
     assert how in text and ("paceline train-draft" in text) == (not shipped)
 
 

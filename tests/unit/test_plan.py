@@ -75,7 +75,7 @@ def test_the_plan(dry_run: Any) -> None:
     assert rows["policy"].startswith("auto: up to 4 tokens, only if ")
     assert rows["staleness"].startswith("0: ")
     assert rows["engine"] == "local, up to 16 sequences in a step" and rows["cluster"].startswith("none: ")
-    assert rows["audits"] == "every 4 steps: 50% more generation"
+    assert rows["audits"] == "every 4 steps; on average 1.5 times the generation time"
     assert rows["prompts"] == "up to 5 tokens"
     assert rows["checkpoints"] == "every 10 steps; the last 2 are kept" and "checkpoints of" in rows["disk"]
     assert rows["time"] == "unknown until the first step"
@@ -88,7 +88,7 @@ def test_the_plan(dry_run: Any) -> None:
         ([], "at most 3% of the run's time; none in a short run"),
         (
             ["speculation.audit_every=4"],
-            "every 4 steps: 50% more generation",
+            "every 4 steps; on average 1.5 times the generation time",
         ),
         (["speculation.audit_every=0"], "none"),
         (["speculation.method=none"], "none"),

@@ -243,7 +243,7 @@ def test_a_rank_that_dies_ends_the_others(drive: Drive) -> None:
 
 # ---- runs ----
 
-TIMES = ("stages", "tokens_per_s", "draft_s", "memory_gib")
+TIMES = ("stages", "tokens_per_s", "generation_tokens_per_s", "draft_s", "memory_gib")
 
 
 @pytest.fixture(scope="module")

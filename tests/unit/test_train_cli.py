@@ -13,13 +13,14 @@ import pytest
 import torch
 import typer
 from rich.console import Console
-from tiny_run import SETTINGS, lines, settings
+from tiny_run import SETTINGS, lines, make, settings
 from typer.testing import CliRunner
 
 from paceline.build.config import load_config
 from paceline.cli import app
 from paceline.cli.app import split_arguments, split_settings
 from paceline.cli.progress import TerminalProgress, format_duration
+from paceline.cli.train import summary_figures
 from paceline.rl.checkpoint import Checkpoints
 
 
@@ -192,6 +193,9 @@ def test_output_and_files_of_a_run(trained: Path, folder: Path) -> None:
     assert [f"step {n}/4" in output for n in (1, 2, 3, 4, 5)] == [True] * 4 + [False]
     for figure in ("held-out reward before", "held-out reward after", "mean acceptance length", "audited speed-up"):
         assert figure in output
+    assert "no config file: defaults (" in output and "task.jsonl, 4 steps)" in " ".join(output.split())
+    assert re.search(r"time of the RL steps +\d+\.\d s, without evaluation and audits", output)
+    assert re.search(r"time in generation +\d+\.\d s +\d+\.\d% of the RL steps", output)
     assert str(trained / "report.html") in output.replace("\n", "")
     assert f"paceline watch {trained}" in " ".join(output.split())
     summary = json.loads((trained / "summary.json").read_text())
@@ -207,11 +211,68 @@ def test_output_and_files_of_a_run(trained: Path, folder: Path) -> None:
     assert all("eval" in m for m in metrics) and sum("audit" in m for m in metrics) == 2
 
 
+@pytest.mark.parametrize(("num_steps", "label"), [(1, None), (2, "after"), (3, "at step 2")])
+def test_reward_after_is_of_the_last_step(tmp_path: Path, num_steps: int, label: str | None) -> None:
+    """A run that is stopped is not evaluated again: its newest evaluation may be of an earlier step."""
+    trainer = make(tmp_path, "run", "train.eval_every=2")
+    record = trainer.callback.step
+
+    def step(metrics: Any) -> None:
+        record(metrics)
+        if len(trainer.callback.metrics) == num_steps:
+            trainer.producer.stop()
+
+    trainer.callback.step = step
+    summary = trainer.run()
+    trainer.close()
+    assert summary["num_steps"] == num_steps and not summary["finished"]
+    before = trainer.callback.metrics[0]["eval_before"]["reward"]
+    newest = trainer.callback.metrics[1]["eval"]["reward"] if num_steps > 1 else before
+    assert summary["reward_before"] == before
+    assert summary["reward_after"] == (newest if num_steps == 2 else None)
+    assert summary["last_eval"] == {"step": num_steps // 2 * 2, "reward": newest}
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["last_eval"] == summary["last_eval"]
+    shown = {k: v for k, v in summary_figures(summary, False).items() if k.startswith("held-out reward")}
+    assert shown == {"held-out reward before": before} | ({f"held-out reward {label}": newest} if label else {})
+
+
 def test_resume_of_a_finished_run(trained: Path, command: Any) -> None:
     before = json.loads((trained / "summary.json").read_text())
     command("train", "--resume", trained)
     assert json.loads((trained / "summary.json").read_text()) == before
     assert len(lines(trained, "metrics")) == 4
+
+
+@pytest.mark.parametrize(("broken_from", "saved"), [(0, None), (1, "step 1 is"), (2, "steps 1 to 2 are")])
+def test_an_error_in_a_step_says_what_is_saved(
+    command: Any,
+    overrides: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    broken_from: int,
+    saved: str | None,
+) -> None:
+    """The reward function then returns too few values. After it is corrected, the run continues."""
+    run, steps = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
+    monkeypatch.syspath_prepend(tmp_path)
+    module = f"flaky_reward_{broken_from}"
+    (tmp_path / f"{module}.py").write_text(f"""
+from pathlib import Path
+
+def reward(completions, **columns):
+    steps, broken = Path({str(steps)!r}), not Path({str(tmp_path / "corrected")!r}).exists()
+    num_steps = len(steps.read_text().splitlines()) if steps.exists() else 0
+    values = [float(i) for i in range(len(completions))]
+    return values[1:] if broken and num_steps >= {broken_from} else values
+""")
+    given = [*overrides, f'reward.functions=["{module}:reward"]']
+    result = command("train", "--run", run, *given, code=2)
+    assert "error: " in result.stderr
+    advice = f"{saved} saved; fix this, then: paceline train --resume {run}"
+    assert (advice in result.stderr) == (saved is not None) and ("saved" in result.stderr) == (saved is not None)
+    (tmp_path / "corrected").touch()
+    command("train", "--resume", run)
+    assert len(lines(run, "metrics")) == 4
 
 
 # ---- report ----
@@ -339,6 +400,19 @@ def test_progress_on_a_terminal(trained: Path, max_staleness: int) -> None:
     assert "ALARM: [bold]not markup[/bold]" in seen
     stages = {"exposed_generation"} if max_staleness else {"generation"}
     assert all(re.search(rf"━ *.*{name} \d+%", seen) for name in stages)
+
+
+def test_the_rate_of_generation_and_of_the_step(trained: Path) -> None:
+    """A step whose groups are the surplus of earlier steps generates nothing."""
+    log = io.StringIO()
+    first, *_ = lines(trained, "metrics")
+    assert first["generation_tokens_per_s"] > first["tokens_per_s"] > 0
+    callback = TerminalProgress(Console(file=log, width=200), load_config(None, []))
+    callback.step(first | {"tokens_per_s": 110.2, "generation_tokens_per_s": 579.8})
+    callback.step(first | {"tokens_per_s": 110.2, "generation_tokens_per_s": None})
+    both, whole = log.getvalue().splitlines()
+    assert "  580 tokens/s in generation, 110 in the whole step  " in both
+    assert "  110 tokens/s in the whole step  " in whole
 
 
 def test_progress_without_a_terminal(trained: Path) -> None:

@@ -75,6 +75,8 @@ def _report_errors(function: Command) -> Command:
             err.print(
                 Text.assemble(("error: ", "bold red"), (str(error) or "not enough memory", "red")), soft_wrap=True
             )
+            for note in getattr(error, "__notes__", ()):
+                warn(note)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             warn("interrupted")

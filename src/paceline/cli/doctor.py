@@ -27,7 +27,7 @@ from paceline.report.table import check_writable
 if TYPE_CHECKING:
     from paceline.doctor import Finding
 
-STATUS_COLOURS = {"ok": "green", "degraded": "yellow", "missing": "red"}
+STATUS_COLOURS = {"ok": "green", "degraded": "yellow", "missing": "red", "optional": "dim"}
 
 
 @command()
@@ -63,15 +63,16 @@ def doctor(
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
-    """A row per check, with the remedy below what was found. It fits into 80 columns."""
+    """A row per check, with the remedy below what was found. What is missing but not required is called optional. It
+    fits into 80 columns."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for found in findings:
-        colour = STATUS_COLOURS[found.status] if found.status != "missing" or found.required else "dim"
+        status = "optional" if found.status == "missing" and not found.required else found.status
         text = Text(found.detail)
         if found.remedy:
             text.append(f"\n→ {found.remedy}", "dim")
-        table.add_row(Text(found.name), Text(found.status, colour), text)
+        table.add_row(Text(found.name), Text(status, STATUS_COLOURS[status]), text)
     return table

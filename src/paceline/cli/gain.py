@@ -8,6 +8,7 @@ from typing import Any
 from paceline.config import Config
 
 EXAMPLE_SPEEDUP = 1.5  # of generation, for the example of a head
+MEASURABLE = 0.005  # of a step's time; smaller differences are noise
 
 
 def describe_gain(config: Config, summary: Mapping[str, Any], has_shipped_head: bool) -> list[str]:
@@ -44,6 +45,8 @@ def _gain(summary: Mapping[str, Any], share: float) -> str:
 def _steps(ratio: float, share: float) -> str:
     """How much shorter steps were, if generation takes this share of them now."""
     saved = share * (ratio - 1) / (1 + share * (ratio - 1))
+    if abs(saved) < MEASURABLE:
+        return f"Generation took {share:.0%} of the time. The length of the steps shows no measurable difference."
     verb = "shorter" if saved >= 0 else "longer"
     return f"Generation took {share:.0%} of the time, so the steps were {abs(saved):.1%} {verb}."
 
@@ -55,8 +58,8 @@ def _head(share: float, has_shipped_head: bool) -> str:
     else:
         how = "`paceline train-draft` with this config trains one; then set speculation.head=DIR."
     return (
-        "An EAGLE-3 head may draft more tokens. An example of what that would change: with generation "
-        f"{EXAMPLE_SPEEDUP:g}x as fast, a step would be {saved:.0%} shorter. {how}"
+        f"An EAGLE-3 head may draft more tokens. If it made generation {EXAMPLE_SPEEDUP:g}x as fast (not measured "
+        f"here), a step would be {saved:.0%} shorter. {how}"
     )
 
 

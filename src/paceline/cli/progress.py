@@ -72,7 +72,10 @@ class TerminalProgress:
         text.append(f"  reward {m['reward_mean']:.3f}")
         text.append(f"  length {m['length_mean']:.0f}")
         text.append("  acceptance length " + (f"{m['mean_acceptance_length']:.2f}" if m["num_drafts"] else "–"))
-        text.append(f"  {m['tokens_per_s']:.0f} tokens/s overall")
+        if (rate := m["generation_tokens_per_s"]) is not None:
+            text.append(f"  {rate:.0f} tokens/s in generation, {m['tokens_per_s']:.0f} in the whole step")
+        else:
+            text.append(f"  {m['tokens_per_s']:.0f} tokens/s in the whole step")
         text.append(f"  {m['stages']['total']:.1f} s")
         if m["staleness_max"]:
             text.append(f"  staleness {m['staleness_max']}")

@@ -103,10 +103,10 @@ def advise(
     run_cell = cell_of_run(own) if own is not None else None
     if own is not None and batch is None:
         sizes = (*(size for size in BATCHES if size < own.max_num_seqs), own.max_num_seqs)
-    out.print(costs.describe(), soft_wrap=True)
     reader = open_reader(rollouts, tokenizer, skip_broken)
     with err.status("reading rollouts"):
         rounds, whole = advice.take_rounds(RoundSource(reader, max_tokens), None if everything else MAX_TOKENS_READ)
+    out.print(costs.describe(), soft_wrap=True)
     notes = [] if whole else [f"Only the file's first {MAX_TOKENS_READ:,} tokens were read; --all reads all."]
     has_head_accepted = any(recorded.head_accepted is not None for recorded in rounds)
     drafters = (*MODEL_FREE, *(HEAD_METHODS if has_head_accepted else ()))
@@ -120,9 +120,11 @@ def advise(
         order=own.config.engine.order if own is not None else "arrival",
     )
     results = _replay_grid(rounds, sizes, drafters, run_cell, make, everything, notes)
+    untimed = advice.without_draft_times(drafters, costs.table.drafts) if costs.run is not None else []
+    candidates = [result for result in results if result.cell.drafter not in untimed] or results
     share = generation_share if generation_share is not None else _recorded_share(rollouts)
     own_batch = own.max_num_seqs if own is not None and own.max_num_seqs in sizes else None
-    advised = advice.advise(results, DEFAULT_SHARE if share is None else share, own_batch)
+    advised = advice.advise(candidates, DEFAULT_SHARE if share is None else share, own_batch, untimed)
     if (
         own is not None
         and own.config.speculation.min_confidence
@@ -130,7 +132,9 @@ def advise(
     ):
         advised["settings"]["speculation.min_confidence"] = 0.0
     if run_cell is not None and own_batch is not None:
-        _keep_setting(advised, run_cell, results)
+        _keep_setting(advised, run_cell, candidates)
+    if len(candidates) < len(results):
+        advised["text"] += advice.untimed_text(results, untimed)
     measured = _measured(own, run_cell, results) if own is not None else None
     if measured is not None:
         out.print(measured["text"], soft_wrap=True)

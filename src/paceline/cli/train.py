@@ -33,7 +33,7 @@ from paceline.config import Config
 from paceline.report.table import check_writable, render
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from paceline.build.memory_plan import MemoryPlan
     from paceline.rl.callback import ProgressCallback
@@ -82,6 +82,8 @@ def train(
         return
     callback = TerminalProgress(err, config)
     with callback:
+        if path is None and resume is None:
+            callback.note(f"no config file: defaults ({config.task.name}, {config.train.num_steps} steps)")
         callback.note(f"{config.algorithm.name} on {config.task.name} with {config.model.name}")
         callback.note(describe_speculation(config))
         run_training = run_on_cluster if config.cluster.kind == "ray" else run_in_process
@@ -100,7 +102,7 @@ def run_in_process(
     worker_group = build_worker_group(config)
     trainer = build_trainer(config, callback, run=run, resume=resume, worker_group=worker_group)
     note_folder(callback, trainer.folder.path)
-    with contextlib.closing(trainer), stop_with_note(trainer.producer.stop):
+    with saved_steps_in_errors(trainer.folder.path), contextlib.closing(trainer), stop_with_note(trainer.producer.stop):
         return trainer.folder.path, trainer.run()
 
 
@@ -121,7 +123,7 @@ def run_on_cluster(
 
     cluster = ClusterRun(config, callback, run=run, resume=resume)
     note_folder(callback, cluster.folder)
-    with contextlib.closing(cluster), stop_with_note(cluster.stop):
+    with saved_steps_in_errors(cluster.folder), contextlib.closing(cluster), stop_with_note(cluster.stop):
         return cluster.folder, cluster.run()
 
 
@@ -135,6 +137,23 @@ def stop_with_note(stop: Callable[[], None]) -> contextlib.AbstractContextManage
         stop()
 
     return stop_on_signal(stop_and_print)
+
+
+@contextlib.contextmanager
+def saved_steps_in_errors(folder: Path) -> Iterator[None]:
+    """Add to an error that ends a run which steps are saved, and how to continue."""
+    from paceline.rl.folder import last_checkpoint
+
+    try:
+        yield
+    except Exception as error:
+        last = None
+        with contextlib.suppress(ValueError, OSError):  # it must not hide the error
+            last = last_checkpoint(folder)
+        if last:
+            saved = "step 1 is saved" if last == 1 else f"steps 1 to {last} are saved"
+            error.add_note(f"{saved}; fix this, then: paceline train --resume {folder}")
+        raise
 
 
 def print_result(folder: Path, config: Config, summary: dict[str, Any], report: Path) -> None:
@@ -153,9 +172,12 @@ def print_result(folder: Path, config: Config, summary: dict[str, Any], report: 
 
 
 def summary_figures(summary: dict[str, Any], overlaps: bool) -> dict[str, Any]:
+    last, after, reward = summary["last_eval"], "after", summary["reward_after"]
+    if last is not None and 0 < (last["step"] or 0) < summary["num_steps"]:
+        after, reward = f"at step {last['step']}", last["reward"]
     figures: dict[str, Any] = {
         "held-out reward before": summary["reward_before"],
-        "held-out reward after": summary["reward_after"],
+        f"held-out reward {after}": reward,
         "steps": summary["num_steps"],
         "tokens generated": summary["num_tokens"],
         "mean acceptance length": summary["mean_acceptance_length"],
@@ -170,10 +192,12 @@ def summary_figures(summary: dict[str, Any], overlaps: bool) -> dict[str, Any]:
         )
     elif summary["estimated_speedup"] is not None:
         figures["estimated speed-up of generation, not audited"] = f"{summary['estimated_speedup']:.2f}x"
+    if summary["num_steps"]:
+        figures["time of the RL steps"] = f"{summary['wall_s']:.1f} s, without evaluation and audits"
     hidden = () if overlaps else ("exposed_generation",)  # without overlap it equals generation
     for name, stage in summary["stages"].items():
         if stage["seconds"] >= 0.05 and name not in hidden:
-            figures[f"time in {name}"] = f"{stage['seconds']:.1f} s  {stage['share']:6.1%}"
+            figures[f"time in {name}"] = f"{stage['seconds']:.1f} s  {stage['share']:6.1%} of the RL steps"
     return {name: value for name, value in figures.items() if value is not None}
 
 

@@ -161,7 +161,7 @@ def described(config: Config) -> dict[str, str]:
 def described_audits(config: Config) -> str:
     every = config.speculation.audit_every
     if every:
-        return f"every {every} steps: {200 / every:.3g}% more generation"
+        return f"every {every} steps; on average {1 + 2 / every:.3g} times the generation time"
     if not may_audit(config):
         return "none"
     return f"at most {SHARE:.0%} of the run's time; none in a short run"

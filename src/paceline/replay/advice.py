@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,29 @@ def generation_share(metrics: Path) -> float | None:
     return generation_s / total_s if 0 < generation_s <= total_s else None
 
 
+def without_draft_times(drafters: Sequence[str], timed: Collection[str]) -> list[str]:
+    """The drafters whose time is not among the measured ones. Replays assume 0 for it, so they favour these drafters.
+    The time of `hybrid` is that of its parts."""
+    parts = {"hybrid": ("suffix", "eagle3")}
+    return [drafter for drafter in drafters if not all(part in timed for part in parts.get(drafter, (drafter,)))]
+
+
+def untimed_text(results: Sequence[Result], untimed: Sequence[str]) -> list[str]:
+    """A sentence for each drafter that can't be recommended because its draft time is unknown."""
+    lines = []
+    for drafter in untimed:
+        own = [result for result in results if result.cell.drafter == drafter]
+        speedups = [
+            f"{max(r.speedup for r in own if r.cell.batch == batch):.2f}x at batch {batch}"
+            for batch in dict.fromkeys(result.cell.batch for result in own)
+        ]
+        lines.append(
+            f"{drafter} is not recommended: its draft time is unknown, because the run never drafted with it. Without "
+            f"that time its best setting gives {', '.join(speedups)}."
+        )
+    return lines
+
+
 def best_of(results: Sequence[Result]) -> Result:
     """The fastest setting; `auto` if it is almost as fast, because it stops drafting when drafts do not pay."""
     best = max(results, key=lambda result: result.speedup)
@@ -91,16 +114,18 @@ def best_of(results: Sequence[Result]) -> Result:
     return max(auto, key=lambda result: result.speedup, default=best)
 
 
-def advise(results: Sequence[Result], share: float, own_batch: int | None = None) -> dict[str, Any]:
+def advise(
+    results: Sequence[Result], share: float, own_batch: int | None = None, untimed: Collection[str] = ()
+) -> dict[str, Any]:
     """The best setting for every batch size (`batches`, as text in `text`), and one for all of them, or only for
-    `own_batch` (`settings`)."""
+    `own_batch` (`settings`). The text says which drafters are `untimed`."""
     batches = list(dict.fromkeys(result.cell.batch for result in results))
-    rows = [_at_batch([r for r in results if r.cell.batch == batch], share) for batch in batches]
+    rows = [_at_batch([r for r in results if r.cell.batch == batch], share, untimed) for batch in batches]
     chosen = [r for r in results if own_batch in (None, r.cell.batch)]
     return {"generation_share": share, "batches": rows, "settings": _settings(chosen), "text": _text(rows)}
 
 
-def _at_batch(results: Sequence[Result], share: float) -> dict[str, Any]:
+def _at_batch(results: Sequence[Result], share: float, untimed: Collection[str]) -> dict[str, Any]:
     best = best_of(results)
     kind, _, k = best.cell.policy.partition(":")
     cold = best.summary(slice(0, 1))["speedup"]
@@ -110,7 +135,9 @@ def _at_batch(results: Sequence[Result], share: float) -> dict[str, Any]:
         "speculate": best.speedup > MIN_SPEEDUP,
         "drafter": best.cell.drafter,
         "policy": best.cell.policy,
-        "description": f"{best.cell.drafter}, " + (f"k = {k}" if kind == "static" else f'policy "{kind}"'),
+        "description": f"{best.cell.drafter}, "
+        + (f"k = {k}" if kind == "static" else f'policy "{kind}"')
+        + (" (draft time unknown)" if best.cell.drafter in untimed else ""),
         "mean_acceptance_length": best.summary()["mean_acceptance_length"],
         "generation_speedup": best.speedup,
         "cold": cold,
@@ -132,7 +159,9 @@ def _text(rows: Sequence[dict[str, Any]]) -> list[str]:
             lines.append(line + (f' Policy "auto" stops drafting ({auto:.2f}x).' if auto is not None else ""))
             continue
         epochs = (
-            f" (cold epoch {row['cold']:.2f}x, warm {row['warm']:.2f}x)" if row["warm"] else " (one epoch only, cold)"
+            f" (cold epoch {row['cold']:.2f}x, warm {row['warm']:.2f}x)"
+            if row["warm"]
+            else " (one epoch; the history was empty at the start)"
         )
         lines.append(
             f"batch {row['batch']}: {row['description']}. Generation {row['generation_speedup']:.2f}x{epochs}, "

@@ -34,14 +34,16 @@ class Evaluator:
         self.best: dict[str, Any] | None = None  # {"step", "reward"}
         self.first_eval: dict[str, Any] | None = None  # before the first step
         self.last_eval: dict[str, Any] | None = None
+        self.last_step: int | None = None  # how many steps came before `last_eval`
 
     def evaluate_first(self) -> None:
         """Before the first step. Raises Stopped if the producer is stopped."""
         self.first_eval = self.last_eval = self._evaluate(0, may_stop=True)
+        self.last_step = 0
 
     def evaluate(self, step: int) -> bool:
         """After `step` steps, to the end: the step's metrics need the result. Returns whether it is the best so far."""
-        self.last_eval = self._evaluate(step)
+        self.last_eval, self.last_step = self._evaluate(step), step
         reward = self.last_eval["reward"]
         if reward is None or (self.best is not None and reward <= self.best["reward"]):
             return False
@@ -71,10 +73,16 @@ class Evaluator:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "first_eval": self.first_eval, "last_eval": self.last_eval}
+        return {
+            "best": self.best,
+            "first_eval": self.first_eval,
+            "last_eval": self.last_eval,
+            "last_eval_step": self.last_step,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self.best, self.first_eval, self.last_eval = (state_dict[key] for key in ("best", "first_eval", "last_eval"))
+        self.last_step = state_dict.get("last_eval_step")  # checkpoints of earlier versions do not have it
 
 
 def evaluate(

@@ -44,15 +44,17 @@ class Recorder:
             self.stages[name] = self.stages.get(name, 0.0) + seconds
 
     def write_summary(self, evaluation: Mapping[str, Any], num_steps: int, finished: bool) -> dict[str, Any]:
-        """Write summary.json. `evaluation` is `Evaluator.state_dict`."""
-        first, last = evaluation["first_eval"], evaluation["last_eval"]
+        """Write summary.json. `evaluation` is `Evaluator.state_dict`. `reward_after` is of an evaluation after the last
+        step; `last_eval` is the newest one."""
+        first, last, last_step = (evaluation[key] for key in ("first_eval", "last_eval", "last_eval_step"))
         total_s = self.stages.get("total", 0.0)
         num_drafts = self.totals["num_drafts"]
         summary = {
             "finished": finished,
             "num_steps": num_steps,
             "reward_before": first["reward"] if first else None,
-            "reward_after": last["reward"] if last else None,
+            "reward_after": last["reward"] if last and last_step == num_steps > 0 else None,
+            "last_eval": {"step": last_step, "reward": last["reward"]} if last else None,
             "best": evaluation["best"],
             **overall(self.audits),
             "estimated_speedup": estimated_speedup(self.totals) if num_drafts else None,

@@ -271,8 +271,13 @@ class Trainer:
         return {"audit": audit}
 
     def _system_metrics(self, batch: Batch, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        stages = metrics["stages"]
+        generation_s = stages["generation"] + stages["draft"]
+        num_generated = sum(trace.num_emitted for trace in batch.traces)
         result: dict[str, Any] = {
-            "tokens_per_s": metrics["num_tokens"] / metrics["stages"]["total"],
+            "tokens_per_s": metrics["num_tokens"] / stages["total"],
+            # None if all groups are the surplus of earlier steps.
+            "generation_tokens_per_s": num_generated / generation_s if num_generated else None,
             "memory_gib": memory_gib(self.learner.decoder.device),
         }
         if (sandbox := self.collector.rewarder.sandbox) is not None:

@@ -61,6 +61,24 @@ def test_when_not_to_speculate() -> None:
     assert 'Policy "auto" stops drafting (1.00x)' in advised["text"][0]
 
 
+def test_a_drafter_without_draft_times_is_marked() -> None:
+    drafters, results = ("suffix", "ngram", "eagle3", "hybrid"), [result("ngram", "static:3", 8, 1.5, 1.5)]
+    assert advice.without_draft_times(drafters, {"suffix": []}) == ["ngram", "eagle3", "hybrid"]
+    assert advice.without_draft_times(drafters, {"suffix": [], "eagle3": []}) == ["ngram"]
+    (line,) = advice.advise(results, 0.5, untimed=["ngram"])["text"]
+    assert line.startswith("batch 8: ngram, k = 3 (draft time unknown). ")
+    assert "unknown" not in advice.advise(results, 0.5)["text"][0]
+    results.append(result("ngram", "static:1", 1, 1.25, 1.25))
+    (line,) = advice.untimed_text(results, ["ngram"])
+    assert line.startswith("ngram is not recommended: its draft time is unknown")
+    assert line.endswith("gives 1.50x at batch 8, 1.25x at batch 1.")
+
+
+def test_one_epoch_has_an_empty_history_at_the_start() -> None:
+    one = Result(Cell("suffix", "static:3", 8), stats(5.0), stats(10.0))
+    assert "Generation 2.00x (one epoch; the history was empty at the start), " in advice.advise([one], 1.0)["text"][0]
+
+
 def test_small_sample_warning() -> None:
     def warning(num_steps: int, num: int, problems: str = "a", **changes: int) -> str | None:
         one, two = np.ones(1, np.int32), np.ones(2, np.int32)

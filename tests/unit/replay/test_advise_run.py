@@ -63,6 +63,26 @@ def test_a_run_without_usable_steps_says_why(recorded: tuple[Path, float], tmp_p
     assert code == 0 and output.startswith("Costs: measured in this run"), output
 
 
+@pytest.mark.parametrize(("method", "other"), [("suffix", "ngram"), ("ngram", "suffix")])
+def test_only_the_drafter_that_the_run_timed_is_recommended(tmp_path: Path, method: str, other: str) -> None:
+    """Another one would be replayed as if drafting took no time."""
+    write_run(tmp_path / "mine", method=method)
+    code, output = run("advise", tmp_path / "mine", "--json", tmp_path / "out.json")
+    assert code == 0, output
+    advised = json.loads((tmp_path / "out.json").read_text())
+    assert {row["drafter"] for row in advised["batches"]} == {method}
+    assert advised["settings"]["speculation.method"] in (method, "none")
+    assert {row["drafter"] for row in advised["rows"]} == {"suffix", "ngram"}
+    assert f"{other} is not recommended: its draft time is unknown" in output
+
+
+def test_a_file_that_cannot_be_read_is_the_only_message(tmp_path: Path) -> None:
+    (tmp_path / "broken.jsonl").write_text("not json\n")
+    for path in (tmp_path / "broken.jsonl", tmp_path / "no-such.jsonl"):
+        code, output = run("advise", path)
+        assert code == 2 and output.startswith("error: ") and "Costs:" not in output, output
+
+
 def test_a_warning_for_batch_sizes_that_the_run_did_not_have(recorded: tuple[Path, float]) -> None:
     code, output = run("advise", recorded[0], "--batch", "8,16")
     assert "Best setting for this run's batch size, 8:" in output or "Do not speculate: batch 8" in output
