@@ -158,6 +158,12 @@ def test_values_that_number_reads_as_none():
 # Figures
 
 
+def test_a_run_that_was_not_evaluated_at_its_end_has_no_reward_after(folder):
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(summary | {"reward_after": None}))
+    assert figures.reward_after(read_run(folder)) is None
+
+
 def test_figures_of_an_unfinished_run_come_from_its_steps(folder):
     finished = read_run(folder)
     (folder / "summary.json").unlink()

@@ -30,8 +30,9 @@ from .test_learner import some_groups
 
 TESTS = Path(__file__).parents[1]
 # Losses and norms sum a few hundred float32 terms in another order. AdamW divides gradients by their size, so rounding
-# of the smallest gradients is visible in the weights.
-CLOSE = {"float32": {"rel": 1e-5, "abs": 1e-5}, "float64": {"rel": 1e-12, "abs": 1e-12}}
+# of the smallest gradients is visible in the weights. A gradient's norm differed by 1.2e-5 of itself on an AMD EPYC, by
+# less elsewhere.
+CLOSE = {"float32": {"rel": 5e-5, "abs": 1e-5}, "float64": {"rel": 1e-12, "abs": 1e-12}}
 WEIGHTS = {"float32": 2e-3, "float64": 1e-9}
 FIGURES = ("losses", "norms", "entropies", "stats", "logprobs")
 CISPO = {"name": "cispo"}  # on-policy, its loss depends on the logprobs; those of the others only on the advantages

@@ -33,7 +33,8 @@ def _gain(summary: Mapping[str, Any], share: float) -> str:
     if ratio is None:
         return (
             f"By estimate, speculation made generation {estimate:.2f}x as fast as without drafts. "
-            f"{_steps(estimate, share)} No audit ran; speculation.audit_every=5 measures the gain in every fifth step."
+            f"{_steps(estimate, share)} No audit ran, and one may differ from the estimate by 10%: "
+            "speculation.audit_every=5 measures the gain in every fifth step."
         )
     text = f"Speculation made generation {ratio:.2f}x as fast as without drafts, measured on the same tokens"
     if tail := summary["tail_speedup"]:

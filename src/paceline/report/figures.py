@@ -18,8 +18,10 @@ def reward_before(run: Run) -> float | None:
 
 
 def reward_after(run: Run) -> float | None:
-    found = number(run.summary, "reward_after")
-    return found if found is not None else latest(run, "eval", "reward")
+    """Of a run that has ended: only if it was evaluated after its last step. Before that: the newest one."""
+    if "reward_after" in run.summary:
+        return number(run.summary, "reward_after")
+    return latest(run, "eval", "reward")
 
 
 def held_out_rewards(run: Run) -> list[float | None]:
