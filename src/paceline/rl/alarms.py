@@ -5,7 +5,7 @@
 - acceptance_record_alarm: an EAGLE-3 head accepts far less than its provenance file records; this also finds heads that
   fit badly from the first step on. Reported when it starts, too.
 - zero_advantages_alarm: all advantages are zero, so rewards do not change the policy. Reported the first, the tenth,
-  the hundredth … time.
+  the hundredth … time; the first time only as a note, if problems differ in their rewards.
 
 The first three ignore batches with few drafts. The trainer has one more, mismatch_alarm.
 """
@@ -156,6 +156,12 @@ class AdvantageAlarm:
         if str(self.num_steps).strip("0") != "1":  # powers of ten
             return True, []
         values = {reward for group in rewards for reward in group}
+        if len(values) > 1 and self.num_steps == 1:
+            return True, [
+                f"step {step + 1}: the samples of each problem have equal rewards, so rewards do not change the policy in "
+                "this step. Single steps like this are normal. If there are many, choose other problems or raise "
+                f"algorithm.num_generations ({self.num_generations})"
+            ]
         found = (
             f"all rewards are {values.pop():g}"
             if len(values) == 1

@@ -95,8 +95,12 @@ def test_zero_advantages_are_reported_at_first_and_then_rarely() -> None:
 
 
 def test_zero_advantages_by_equal_rewards_in_each_group() -> None:
+    """A single step is no alarm: some problems are solved always, others never."""
     alarm = AdvantageAlarm(load_config(None))
-    assert "the samples of each problem have equal rewards" in alarm.check(3, groups([1.0, 1.0], [0.0, 0.0]))[1][0]
+    first, *others = [alarm.check(step, groups([1.0, 1.0], [0.0, 0.0]))[1] for step in range(10)]
+    assert first[0].startswith("step 1: the samples of each problem have equal rewards") and "normal" in first[0]
+    assert not any(others[:-1])
+    assert others[-1][0].startswith("ALARM: step 10") and "the samples of each problem have equal" in others[-1][0]
 
 
 def test_failures_raise_no_alarm_about_advantages(tmp_path: Path) -> None:
