@@ -158,8 +158,8 @@ class AdvantageAlarm:
         values = {reward for group in rewards for reward in group}
         if len(values) > 1 and self.num_steps == 1:
             return True, [
-                f"step {step + 1}: the samples of each problem have equal rewards, so rewards do not change the policy in "
-                "this step. Single steps like this are normal. If there are many, choose other problems or raise "
+                f"step {step + 1}: the samples of each problem have equal rewards, so rewards do not change the policy "
+                "in this step. Single steps like this are normal. If there are many, choose other problems or raise "
                 f"algorithm.num_generations ({self.num_generations})"
             ]
         found = (
