@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
@@ -22,8 +23,11 @@ def noise_key(*parts: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a request's tokens are sampled and when it ends. Logits are processed in Hugging Face's order: temperature,
-    top-k, top-p, min-p. Temperature 0 is greedy."""
+    """How a request's tokens are sampled and when it ends. Names and meanings are vLLM's.
+
+    Logits are changed in this order: allowed_token_ids, bad_words, min_tokens, logit_bias, penalties
+    (`engine.logits_processor`), then temperature, top-k, top-p, min-p (`model.sample`). Temperature 0 is greedy.
+    """
 
     temperature: float = 1.0
     top_k: int = 0  # 0: off
@@ -33,25 +37,76 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    n: int = 1  # samples per prompt; for `LLM`, because an engine's request is one sample
+    seed: int | None = None  # for a request without a noise key
+    logprobs: int = 0  # also report so many most probable tokens at each position
+    min_tokens: int = 0  # no stop token or stop string before so many tokens
+    repetition_penalty: float = 1.0  # divides logits of tokens in prompt or output if positive, else multiplies them
+    frequency_penalty: float = 0.0  # subtracted from a token's logit for each occurrence in the output
+    presence_penalty: float = 0.0  # subtracted once from the logits of tokens in the output
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit), or a dict
+    allowed_token_ids: tuple[int, ...] | None = None  # sample only these; None: all
+    bad_words: tuple[str | tuple[int, ...], ...] = ()  # strings, or sequences of token ids, that are never completed
 
     def __post_init__(self) -> None:
+        self._normalise()
+
         def need(ok: bool, name: str, rule: str) -> None:
             if not ok:
                 raise ValueError(f"sampling.{name} = {getattr(self, name)!r}: must be {rule}")
 
-        def finite(value: object) -> bool:
-            return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-        valid_temperature = finite(self.temperature) and (self.temperature == 0 or self.temperature >= 1e-5)
+        valid_temperature = _is_finite(self.temperature) and (self.temperature == 0 or self.temperature >= 1e-5)
         need(valid_temperature, "temperature", "0 (greedy) or a finite number >= 1e-5")
-        valid_top_k = isinstance(self.top_k, int) and 0 <= self.top_k < 2**31
+        valid_top_k = _is_integer(self.top_k) and 0 <= self.top_k < 2**31
         need(valid_top_k, "top_k", "an integer from 0 (which turns it off) to 2**31 - 1")
-        need(finite(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1] (1 turns it off)")
-        need(finite(self.min_p) and 0 <= self.min_p < 1, "min_p", "in [0, 1) (0 turns it off)")
-        need(isinstance(self.max_tokens, int) and self.max_tokens >= 1, "max_tokens", "an integer >= 1")
-        strings = not isinstance(self.stop, str) and all(isinstance(s, str) and s for s in self.stop)
-        need(strings, "stop", "a sequence of non-empty strings")
-        need(all(map(_is_integer, self.stop_token_ids)), "stop_token_ids", "a sequence of token ids")
+        need(_is_finite(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1] (1 turns it off)")
+        need(_is_finite(self.min_p) and 0 <= self.min_p < 1, "min_p", "in [0, 1) (0 turns it off)")
+        need(_is_integer(self.max_tokens) and self.max_tokens >= 1, "max_tokens", "an integer >= 1")
+        need(_are(str, self.stop) and all(self.stop), "stop", "a sequence of non-empty strings")
+        need(_are_ids(self.stop_token_ids), "stop_token_ids", "a sequence of token ids")
+        need(_is_integer(self.n) and self.n >= 1, "n", "an integer >= 1")
+        need(self.seed is None or _is_integer(self.seed), "seed", "an integer or None")
+        need(_is_integer(self.logprobs) and self.logprobs >= 0, "logprobs", "an integer >= 0")
+        valid_min_tokens = _is_integer(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens
+        need(valid_min_tokens, "min_tokens", f"an integer from 0 to max_tokens, which is {self.max_tokens}")
+        valid_repetition = _is_finite(self.repetition_penalty) and self.repetition_penalty > 0
+        need(valid_repetition, "repetition_penalty", "a finite number above 0 (1 turns it off)")
+        for name in ("frequency_penalty", "presence_penalty"):
+            need(
+                _is_finite(getattr(self, name)) and -2 <= getattr(self, name) <= 2, name, "in [-2, 2] (0 turns it off)"
+            )
+        valid_bias = all(
+            _is_integer(token) and _is_finite(bias) and -100 <= bias <= 100 for token, bias in self.logit_bias
+        )
+        need(valid_bias, "logit_bias", "a dict of token ids and numbers from -100 to 100")
+        allowed = self.allowed_token_ids
+        need(allowed is None or (len(allowed) > 0 and _are_ids(allowed)), "allowed_token_ids", "token ids, or None")
+        valid_words = all(bool(word) and (isinstance(word, str) or _are_ids(word)) for word in self.bad_words)
+        need(valid_words, "bad_words", "a sequence of non-empty strings or sequences of token ids")
+
+    def _normalise(self) -> None:
+        """Sequences become tuples, and a dict sorted pairs, so that params can be compared and hashed."""
+        values: dict[str, object] = {}
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias"):
+            value = getattr(self, name)
+            try:
+                if name == "logit_bias" and value:
+                    pairs = value.items() if isinstance(value, Mapping) else value  # the keys of JSON are strings
+                    bias = [(int(token) if isinstance(token, str) else token, bias) for token, bias in pairs]
+                    values[name] = tuple(sorted(bias))
+                elif isinstance(value, str):
+                    values[name] = (value,)
+                elif value is None and name != "allowed_token_ids":
+                    values[name] = ()
+                elif value is not None and not isinstance(value, tuple):
+                    values[name] = tuple(value)
+            except (TypeError, ValueError):
+                raise ValueError(f"sampling.{name} = {value!r}: has the wrong type") from None
+        words = values.get("bad_words", self.bad_words)
+        if isinstance(words, tuple):
+            values["bad_words"] = tuple(tuple(word) if isinstance(word, list) else word for word in words)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @property
     def is_greedy(self) -> bool:
@@ -59,8 +114,17 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether sampling may set the probability of some tokens to zero."""
+        """Whether sampling may set the probability of some tokens to zero, by top-k, top-p or min-p."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def logits_parameters(self) -> tuple[str, ...]:
+        """Names of the parameters that are set and change logits before the temperature does."""
+        defaults: dict[str, object] = {
+            "allowed_token_ids": None, "bad_words": (), "min_tokens": 0, "logit_bias": (),
+            "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+        }  # fmt: skip
+        return tuple(name for name, default in defaults.items() if getattr(self, name) != default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +161,32 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _are(kind: type, values: Iterable[object]) -> bool:
+    return all(isinstance(value, kind) for value in values)
+
+
+def _are_ids(values: Iterable[object]) -> bool:
+    return all(map(_is_integer, values))
+
+
 def with_noise_key(request: Request, seed: int, num_submitted: int) -> Request:
     """The request with its own noise key, or with one from an engine's seed and the number of requests that were
-    submitted to the engine before."""
+    submitted to the engine before. A request with a seed has the same noise key in every engine."""
     if request.noise_key is not None:
         return request
+    if request.sampling.seed is not None:
+        return replace(request, noise_key=seeded_noise_key(request.sampling.seed, 0))
     return replace(request, noise_key=noise_key(seed, "submitted", num_submitted))
+
+
+def seeded_noise_key(seed: int, sample: int) -> int:
+    """The noise key of one sample of a request with a seed. It does not depend on the prompt: as in vLLM, equal
+    requests with equal seeds have equal tokens."""
+    return noise_key("seed", seed, sample)
 
 
 def acceptance_probability(length: float, k: int) -> float:
@@ -125,13 +209,21 @@ class Provenance(IntEnum):
 
 
 @dataclass(slots=True)
+class TopLogprobs:
+    """The most probable tokens at each of N positions, best first, before any sampling parameter is applied."""
+
+    token_ids: np.ndarray  # int32 [N, sampling.logprobs]
+    logprobs: np.ndarray  # float64 [N, sampling.logprobs]
+
+
+@dataclass(slots=True)
 class Completion:
     """The result of a request. All arrays have one entry per emitted token."""
 
     request: Request
     token_ids: np.ndarray  # int32
-    logprobs: np.ndarray  # float64, of the target, after temperature and truncation
-    raw_logprobs: np.ndarray  # float64, of the target, before temperature and truncation
+    logprobs: np.ndarray  # float64, of the target, after all sampling parameters: of what was sampled from
+    raw_logprobs: np.ndarray  # float64, of the target, before any sampling parameter
     versions: np.ndarray  # int32, the policy version that emitted the token
     provenance: np.ndarray  # uint8, Provenance
     sources: np.ndarray  # uint8, index into `drafters` of the drafter at this position (255: none)
@@ -142,6 +234,7 @@ class Completion:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_preemptions: int = 0
+    top_logprobs: TopLogprobs | None = None  # if sampling.logprobs > 0
 
     @property
     def mean_acceptance_length(self) -> float:

@@ -31,6 +31,13 @@ def test_rollouts(tmp_path: Path) -> None:
     assert "version 2 is in place" in printed
 
 
+def test_generate(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    printed = run(tmp_path, "examples/generate.py", str(tmp_path / "model"))
+    assert printed.count("'The capital of France is' → ") == printed.count("'1, 2, 3, 4,' → ") == 2
+    assert printed.count(" of them drafted") == 4
+
+
 def test_train(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     settings = f"model.name={str(tmp_path / 'model')!r}", "model.dtype=float64", "train.tensorboard=false"

@@ -19,11 +19,11 @@ MODULES = {
 # A package (or top-level module) may import packages of lower levels.
 LEVELS: dict[str, int] = {
     "__init__": 0, "types": 0, "console": 0, "files": 0, "other_names": 0,
-    "config_io": 1, "native": 1, "config": 2,
+    "config_io": 1, "native": 1, "outputs": 1, "config": 2,
     "model": 3, "speculation": 3, "report": 3,
     "drafters": 4, "engine": 4, "tasks": 4,
     "replay": 5, "rl": 5, "draft": 6, "cluster": 6, "sim": 6,
-    "build": 7, "bench": 8, "verify": 8, "doctor": 9, "cli": 10, "__main__": 11,
+    "build": 7, "bench": 8, "llm": 8, "verify": 8, "doctor": 9, "cli": 10, "__main__": 11,
 }  # fmt: skip
 WITHOUT_TORCH = ("types", "config", "config_io", "other_names", "native", "speculation", "report", "replay", "sim")
 ONLY_IN_CLUSTER = ("vllm", "ray")
@@ -116,6 +116,7 @@ def test_no_modules_import_each_other():
     graph = {
         name: {module for module, _ in imports(path) if module in MODULES and module != name}
         for name, path in MODULES.items()
+        if name != "paceline"  # its names are imported when they are used
     }
     assert sum(map(len, graph.values())) > len(graph), "imports were found"
     assert find_circle(graph) == []
@@ -139,7 +140,16 @@ def test_library_installs_no_signal_handlers():
     assert [path for path in found if not path.startswith(WITH_SIGNALS)] == []
 
 
-LIGHT = ["types", "config", "config_io", "native", "speculation.batch", "speculation.policy", "speculation.metrics"]
+LIGHT = [
+    "types",
+    "outputs",
+    "config",
+    "config_io",
+    "native",
+    "speculation.batch",
+    "speculation.policy",
+    "speculation.metrics",
+]
 
 
 @pytest.mark.parametrize(

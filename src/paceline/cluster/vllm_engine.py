@@ -33,7 +33,7 @@ from paceline.cluster.vllm_names import BACKEND, EXTENSION, PROBLEM, VERSION
 from paceline.cluster.vllm_provenance import provenance
 from paceline.cluster.vllm_shared import MAX_BYTES, write_buckets
 from paceline.cluster.vllm_trace import StepStats, step_trace
-from paceline.engine.checks import check_request
+from paceline.engine.checks import check_request, check_sampling
 from paceline.engine.interface import Handle, SpeculationState, Weights
 from paceline.engine.sequence import NO_SOURCE, Record, Sequence
 from paceline.engine.trace_log import TraceLog
@@ -108,6 +108,7 @@ class VllmEngine:
             check_request(request, max_length, vocab_size, max_length, self.tokenizer is not None)
         else:  # then the KV cache limits `max_length`: a request must not end there silently
             check_request(request, sys.maxsize, vocab_size, self._kv_tokens, self.tokenizer is not None)
+        check_sampling(request, "the vLLM engine")
         request = with_noise_key(request, 0, self._num_submitted)
         assert request.noise_key is not None
         sampling = request.sampling

@@ -11,7 +11,7 @@ p is the target's distribution, q the drafter's. B rows; row i has 1 + num[i] po
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from paceline.model.sample import Sampler, Stream, process, with_round
 from paceline.model.sampling_arrays import SamplingArrays
+from paceline.types import TopLogprobs
 
 
 @dataclass(slots=True)
@@ -43,6 +44,7 @@ class VerificationResult:
     num_accepted: np.ndarray  # int32 [B]
     logprobs: np.ndarray  # float64 [B, W]
     raw_logprobs: np.ndarray  # float64 [B, W]
+    top_logprobs: dict[int, TopLogprobs] = field(default_factory=dict)  # by row, of rows that report them
 
     @staticmethod
     def empty(num_rows: int, width: int) -> VerificationResult:
@@ -57,8 +59,11 @@ class VerificationResult:
         return np.arange(self.tokens.shape[1]) <= self.num_accepted[:, None]
 
     def pick(self, which: np.ndarray) -> VerificationResult:
+        """The rows that a mask selects."""
+        kept = enumerate(np.flatnonzero(which).tolist())
+        top = {new: self.top_logprobs[old] for new, old in kept if old in self.top_logprobs}
         return VerificationResult(
-            self.tokens[which], self.num_accepted[which], self.logprobs[which], self.raw_logprobs[which]
+            self.tokens[which], self.num_accepted[which], self.logprobs[which], self.raw_logprobs[which], top
         )  # fmt: skip
 
     def put(self, row: int, tokens: np.ndarray, logprobs: np.ndarray, raw_logprobs: np.ndarray) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from paceline.engine.accept import RULES
-from paceline.engine.checks import check_finite, check_request
+from paceline.engine.checks import bad_word_ids, check_finite, check_request, check_tokens_left
 from paceline.engine.drafting import Drafting
 from paceline.engine.interface import Handle, SpeculationState, Weights
 from paceline.engine.runner import EagerRunner, Runner
@@ -102,8 +102,11 @@ class LocalEngine:
             raise ValueError(f"request {request.request_id}: a request with this id is still running")
         config, kv_tokens = self.model_config, self.paged.pool.num_blocks * BLOCK
         check_request(request, config.max_positions, config.vocab_size, kv_tokens, self.detokenize is not None)
+        self.runner.check(request)
         request = with_noise_key(request, self.seed, self._num_submitted)
-        sequence = Sequence(request, self._num_submitted, config.max_positions, config.eos_token_ids)
+        bad_words = bad_word_ids(request, self.tokenizer)
+        sequence = Sequence(request, self._num_submitted, config.max_positions, config.eos_token_ids, bad_words)
+        check_tokens_left(sequence, config.vocab_size)
         self._num_submitted += 1
         self.drafting.begin(request, self.version)
         handle = self._handles[request.request_id] = Handle(request)

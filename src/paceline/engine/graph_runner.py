@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.engine.accept import VerificationResult
+from paceline.engine.checks import check_sampling
 from paceline.engine.runner import EagerRunner, FinishedStep, Runner, StepOutput
 from paceline.engine.scheduled_batch import ScheduledBatch
 from paceline.engine.sequence import Sequence
@@ -30,6 +31,7 @@ from paceline.model.kv import BLOCK
 from paceline.model.paged import PagedDecoder, Span
 from paceline.speculation.batch import Drafter
 from paceline.speculation.device_drafter import DeviceDrafter
+from paceline.types import Request
 
 FEW_TOKENS = 256  # up to here one more token costs little: reading the weights takes most of the time
 NUM_BUFFERS = 3  # host buffers, for steps in flight and the one being prepared
@@ -137,6 +139,9 @@ class GraphRunner(Runner):
     @property
     def drafts_on_device(self) -> bool:
         return self.device_drafter is not None
+
+    def check(self, request: Request) -> None:
+        check_sampling(request, "this engine's CUDA graphs")
 
     def set_draft_length(self, num: int) -> None:
         if self.device_drafter is not None:

@@ -15,12 +15,14 @@ import numpy as np
 from torch import Tensor
 
 from paceline.engine.accept import Rule, VerificationInput, VerificationResult
+from paceline.engine.logits_processor import process_logits, report_logprobs
 from paceline.engine.scheduled_batch import ScheduledBatch
 from paceline.engine.sequence import Sequence
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
 from paceline.model.sampling_arrays import SamplingArrays
 from paceline.speculation.batch import Drafter
+from paceline.types import Request
 
 
 @dataclass(slots=True)
@@ -60,6 +62,9 @@ class Runner(ABC):
     def set_draft_length(self, num: int) -> None:
         """Draft so many tokens on the device from now on, for measuring step times. In the engine the drafter says how
         many."""
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError if this runner can't apply a sampling parameter of the request."""
 
     @abstractmethod
     def launch(self, batch: ScheduledBatch, q: dict[int, Tensor], draft_budget: int | None = None) -> PendingStep:
@@ -110,9 +115,9 @@ class EagerRunner(Runner):
     def verify(self, batch: ScheduledBatch, q: dict[int, Tensor], logits_PV: Tensor) -> VerificationResult:
         sequences, num_draft = batch.sequences, batch.num_draft.tolist()
         sizes = 1 + batch.num_draft.astype(np.int64)
-        return self.rule(
+        result = self.rule(
             VerificationInput(
-                logits_PV=logits_PV,
+                logits_PV=process_logits(logits_PV, batch),
                 drafts=[batch.draft(i) for i in range(len(batch))],
                 q=[
                     q[sequence.request.request_id][:num] if q and num else None
@@ -125,3 +130,5 @@ class EagerRunner(Runner):
             ),
             self.sampler,
         )
+        report_logprobs(result, batch, logits_PV)
+        return result

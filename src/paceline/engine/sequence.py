@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from paceline.model.kv import BlockTable
-from paceline.types import Completion, Request
+from paceline.types import Completion, Request, TopLogprobs
 
 NO_SOURCE = 255  # in `sources`: no drafter proposed a token at this position
 Detokenize = Callable[[Seq[int]], str]
@@ -78,7 +78,14 @@ class Sequence:
     num_drafts, num_draft_tokens = _count("num_drafts"), _count("num_draft_tokens")
     num_accepted_tokens = _count("num_accepted_tokens")
 
-    def __init__(self, request: Request, arrival: int, max_length: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        arrival: int,
+        max_length: int,
+        eos_token_ids: tuple[int, ...],
+        bad_words: tuple[tuple[int, ...], ...] = (),  # as token ids
+    ) -> None:
         sampling = request.sampling
         self.request = request
         self.arrival = arrival
@@ -91,6 +98,9 @@ class Sequence:
         self.drafters: list[str] = []  # names for the numbers in `sources`
         self.num_preemptions = 0
         self.truncates = sampling.truncates
+        self.bad_words = bad_words
+        self.changes_logits = bool(sampling.logits_parameters)
+        self.top_logprobs: list[TopLogprobs] = []  # of the emitted tokens, a part for each step
         self.stop_ids = frozenset(sampling.stop_token_ids) | (
             frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
         )
@@ -113,8 +123,8 @@ class Sequence:
 
     def find_stop(self, tokens: list[int], start: int, detokenize: Detokenize | None) -> tuple[int, int | str | None]:
         """How many of these tokens, from position `start` on, belong to the completion: all, or up to the first stop;
-        and the stop token or string."""
-        stops = self.request.sampling.stop
+        and the stop token or string. None of the first `min_tokens` tokens can end the completion."""
+        stops, min_tokens = self.request.sampling.stop, self.request.sampling.min_tokens
         if not stops and self.stop_ids.isdisjoint(tokens):
             return len(tokens), None
         # Every token is checked when it is emitted, so a new match ends in the newest token. A tail that can hold the
@@ -122,14 +132,19 @@ class Sequence:
         window = max((len(stop.encode()) for stop in stops), default=0) + 16
         tail = self.record.tokens[max(self.num_prompt, start - window) : start].tolist() if stops else []
         for i, token in enumerate(tokens):
-            if token in self.stop_ids:
+            may_stop = start + i - self.num_prompt >= min_tokens
+            if may_stop and token in self.stop_ids:
                 return i + 1, token
             if stops:
                 assert detokenize is not None
                 tail.append(token)
+                if not may_stop:
+                    continue
                 text = detokenize(tail[-window:])
+                # A match within the text of the first `min_tokens` tokens does not count later either.
+                before = len(detokenize(tail[-window:-1])) if min_tokens else 0
                 for stop in stops:
-                    if stop in text:
+                    if text.find(stop, max(0, before - len(stop) + 1)) >= 0:
                         return i + 1, stop
         return len(tokens), None
 
@@ -163,7 +178,23 @@ class Sequence:
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
             num_preemptions=self.num_preemptions,
+            top_logprobs=self._top_logprobs(),
         )
+
+    def add_top_logprobs(self, top: TopLogprobs, num: int) -> None:
+        """Of the next `num` tokens, before they are counted. A part that an interrupted step left is dropped."""
+        num_known = sum(len(part.token_ids) for part in self.top_logprobs)
+        while num_known > self.num_tokens - self.num_prompt:
+            num_known -= len(self.top_logprobs.pop().token_ids)
+        self.top_logprobs.append(TopLogprobs(top.token_ids[:num], top.logprobs[:num]))
+
+    def _top_logprobs(self) -> TopLogprobs | None:
+        if not (num := self.request.sampling.logprobs):
+            return None
+        ids = [np.empty((0, num), np.int32), *(part.token_ids for part in self.top_logprobs)]
+        logprobs = [np.empty((0, num)), *(part.logprobs for part in self.top_logprobs)]
+        end = self.num_tokens - self.num_prompt
+        return TopLogprobs(np.concatenate(ids)[:end], np.concatenate(logprobs)[:end])
 
     def _sources(self, sources: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
         """The sources renumbered by this sequence's own drafters in order of appearance, and their names."""

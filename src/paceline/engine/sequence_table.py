@@ -145,6 +145,8 @@ class SequenceTable:
         else:
             record.provenance.reshape(-1)[at] = SAMPLED
             record.sources.reshape(-1)[at] = NO_SOURCE
+        for i, top in result.top_logprobs.items():
+            self[slots[i]].add_top_logprobs(top, int(num[i]))
         end = self.num_tokens[slots] = start + num
         finished = end == limit
         if stopped or finished.any():

@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.engine.engine import LocalEngine
 from paceline.model.sample import Noise, Sampler, Stream
 from paceline.types import Request
-from paceline.verify.reference import processed_logprobs
+from paceline.verify.reference import changed_logits, processed_logprobs
 from paceline.verify.table import TableDecoder
 
 Distribution = dict[tuple[int, ...], float]
@@ -134,8 +134,9 @@ def brute_force(target: TableDecoder, request: Request) -> Distribution:
             found[emitted] = probability
             return
         tokens = np.array([*request.prompt_ids, *emitted], np.int32)
-        logits = torch.from_numpy(target.table.logits_after(tokens))
-        for token, p in enumerate(processed_logprobs(logits.unsqueeze(0), request.sampling)[0].exp().tolist()):
+        logits = changed_logits(target.table.logits_after(tokens), sampling, request.prompt_ids, emitted, stop_ids)
+        logprobs = processed_logprobs(torch.from_numpy(logits).unsqueeze(0), sampling)[0]
+        for token, p in enumerate(logprobs.exp().tolist()):
             if p > 0:
                 extend((*emitted, token), probability * p)
 

@@ -1,10 +1,13 @@
 """Reference implementation of the processed distribution, and of the token that the noise draws from it.
 
-It shares no code with `model.sample.process` and the kernels, so that it does not repeat their mistakes. Hugging
-Face's order: temperature, top-k, top-p, min-p. P positions, V vocabulary.
+It shares no code with `engine.logits_processor`, `model.sample.process` and the kernels, so that it does not repeat
+their mistakes. P positions, V vocabulary.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +21,31 @@ def processed_logprobs(logits_PV: Tensor, sampling: SamplingParams) -> Tensor:
     """Logprobs of the processed distribution, float64 [P, V] on the logits' device; -inf for truncated tokens."""
     rows = [_process(row, sampling) for row in logits_PV.double().cpu().numpy()]
     return torch.from_numpy(np.stack(rows)).to(logits_PV.device)
+
+
+def changed_logits(
+    logits_V: np.ndarray, sampling: SamplingParams, prompt_ids: Sequence[int], output_ids: Sequence[int],
+    stop_ids: Collection[int],
+) -> np.ndarray:  # fmt: skip
+    """Logits after the parameters that come before the temperature, token by token. Bad words are token ids."""
+    output = list(output_ids)
+    changed = []
+    for token, given in enumerate(logits_V.tolist()):
+        z = given
+        if sampling.allowed_token_ids is not None and token not in sampling.allowed_token_ids:
+            z = -math.inf
+        for word in sampling.bad_words:
+            if (*output, token)[-len(word) :] == word:
+                z = -math.inf
+        if token in stop_ids and len(output) < sampling.min_tokens:
+            z = -math.inf
+        z += dict(sampling.logit_bias).get(token, 0.0)
+        if token in prompt_ids or token in output:
+            z = z / sampling.repetition_penalty if z > 0 else z * sampling.repetition_penalty
+        z -= sampling.frequency_penalty * output.count(token)
+        z -= sampling.presence_penalty * (token in output)
+        changed.append(z)
+    return np.array(changed)
 
 
 def _process(logits_V: np.ndarray, sampling: SamplingParams) -> np.ndarray:

@@ -83,7 +83,8 @@ class Reference:
         columns = [list(column) for column in zip(*self.rows, strict=True)] or [[] for _ in range(6)]
         sources = [NO_SOURCE if name is None else names.index(name) for name in columns[5]]
         counts = self.num_drafts, self.num_drafted, self.num_accepted
-        return [*columns[:5], sources, tuple(names), self.finish_reason, self.stop_reason, *counts, 0]
+        ended = self.finish_reason, self.stop_reason
+        return [*columns[:5], sources, tuple(names), *ended, *counts, 0, None]  # no preemptions, no top logprobs
 
 
 def table_and_reference(seed: int, num: int = 12) -> tuple[list[list[object]], list[list[object]]]:

@@ -1,0 +1,164 @@
+"""`LLM`: generate text from Python, with the interface of vLLM's class of this name."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from paceline.build.config import make_config
+from paceline.build.engine import build_engine
+from paceline.config_io import ConfigError
+from paceline.console import SafeConsole
+from paceline.outputs import RequestOutput, completion_output
+from paceline.tasks.prompt import encode, is_unicode, render_chat
+from paceline.tasks.task import Message
+from paceline.types import Request, SamplingParams, seeded_noise_key
+
+TokenIds = Sequence[int]
+TextOrIds = str | TokenIds
+Params = SamplingParams | Sequence[SamplingParams]
+
+
+class LLM:
+    """A model with a speculative engine. The tokens do not depend on `speculation`.
+
+    model: a name that `paceline pull` knows, a Hugging Face directory, or a hub id.
+    speculation: "auto" drafts if it should save time, "none" never drafts; or the name of a drafter, or a dict of the
+        config's section [speculation], for example {"method": "eagle3", "head": "DIRECTORY"}.
+    device: "cpu" or "cuda"; None: a GPU if there is one.
+    settings: other sections of the config as dicts, for example engine={"max_num_seqs": 64}, model={"dtype": …}.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        speculation: str | Mapping[str, Any] = "auto",
+        device: str | None = None,
+        **settings: Mapping[str, Any],
+    ) -> None:
+        for name, section in settings.items():
+            if not isinstance(section, Mapping):
+                raise ConfigError(
+                    f"LLM({name}={section!r}): give sections of the config as dicts, for example "
+                    'engine={"max_num_seqs": 64}'
+                )
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if isinstance(speculation, str):
+            speculation = {} if speculation == "auto" else {"method": speculation}
+        given = {"device": device, **settings.get("model", {}), "name": str(model)}
+        self.config = make_config({**settings, "model": given, "speculation": speculation})
+        self.engine = build_engine(self.config)
+        self._num_requests = 0
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.engine.tokenizer
+
+    def generate(
+        self, prompts: TextOrIds | Sequence[TextOrIds], sampling_params: Params | None = None, progress: bool = True
+    ) -> list[RequestOutput]:
+        """Generate samples for each prompt: a string, which gets no chat template, or token ids. `sampling_params`: for
+        all prompts, or one for each. `progress`: show a progress bar on a terminal."""
+        return self._generate([self._encode(prompt) for prompt in _prompts(prompts)], sampling_params, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params | None = None,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """The same for conversations: lists of messages with `role` and `content`, in the model's chat template."""
+        encoded: list[tuple[str | None, tuple[int, ...]]] = []
+        for conversation in _conversations(messages):
+            ids = encode(self.tokenizer, conversation)
+            encoded.append((render_chat(self.tokenizer, conversation, add_generation_prompt=True), ids))
+        return self._generate(encoded, sampling_params, progress)
+
+    def _encode(self, prompt: TextOrIds) -> tuple[str | None, tuple[int, ...]]:
+        if not isinstance(prompt, str):
+            return None, tuple(prompt)
+        if not prompt or not is_unicode(prompt):
+            raise ValueError(f"prompt {ascii(prompt)[:60]}: must be Unicode text and not empty")
+        return prompt, encode(self.tokenizer, prompt, chat=False)
+
+    def _generate(
+        self, prompts: list[tuple[str | None, tuple[int, ...]]], params: Params | None, progress: bool
+    ) -> list[RequestOutput]:
+        requests: list[list[Request]] = []
+        for (_, ids), each in zip(prompts, _params(params, len(prompts)), strict=True):
+            requests.append([self._request(ids, each, sample) for sample in range(each.n)])
+        with _bar(progress) as show:
+            completions = iter(self.engine.generate([request for group in requests for request in group], show))
+        self.engine.drain_trace()
+        return [
+            RequestOutput(text, list(ids), [
+                completion_output(next(completions), index, self.tokenizer) for index in range(len(group))
+            ])
+            for (text, ids), group in zip(prompts, requests, strict=True)
+        ]  # fmt: skip
+
+    def _request(self, ids: tuple[int, ...], params: SamplingParams, sample: int) -> Request:
+        self._num_requests += 1
+        key = None if params.seed is None else seeded_noise_key(params.seed, sample)
+        # Samples of one prompt have the same history to draft from.
+        problem = hashlib.blake2b(np.array(ids, np.int64).tobytes(), digest_size=16).hexdigest()
+        return Request(self._num_requests, ids, replace(params, n=1), key, problem)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _prompts(prompts: Any) -> list[TextOrIds]:
+    """One prompt or several. A sequence of integers is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    found = list(prompts)
+    is_ids = bool(found) and all(isinstance(item, int | np.integer) for item in found)
+    return [found] if is_ids else found
+
+
+def _conversations(messages: Any) -> list[list[Message]]:
+    """One conversation or several."""
+    found = list(messages)
+    conversations = [found] if found and isinstance(found[0], Mapping) else found
+    for conversation in conversations:
+        if isinstance(conversation, str) or not all(isinstance(message, Mapping) for message in conversation):
+            raise ValueError("chat: messages must be dicts with `role` and `content`; for plain text use generate")
+        if not conversation:
+            raise ValueError("chat: a conversation has no messages")
+    return [list(conversation) for conversation in conversations]
+
+
+def _params(params: Params | None, num: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num
+    if len(params) != num:
+        raise ValueError(f"{len(params)} sampling_params for {num} prompts; give one for all, or one for each")
+    return list(params)
+
+
+@contextmanager
+def _bar(enabled: bool) -> Iterator[Callable[[int, int], None] | None]:
+    console = SafeConsole(stderr=True)
+    if not enabled or not console.is_terminal:
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("generating", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
