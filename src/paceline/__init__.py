@@ -6,17 +6,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.async_llm import AsyncLLM as AsyncLLM
     from paceline.llm import LLM as LLM
+    from paceline.outputs import CompletionChunk as CompletionChunk
     from paceline.outputs import CompletionOutput as CompletionOutput
     from paceline.outputs import RequestOutput as RequestOutput
     from paceline.types import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "CompletionChunk", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 # Imported when they are used: `import paceline` imports no torch.
 _MODULES = {
     "LLM": "paceline.llm",
+    "AsyncLLM": "paceline.async_llm",
+    "CompletionChunk": "paceline.outputs",
     "CompletionOutput": "paceline.outputs",
     "RequestOutput": "paceline.outputs",
     "SamplingParams": "paceline.types",

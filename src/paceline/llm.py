@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +23,7 @@ from paceline.types import Request, SamplingParams, seeded_noise_key
 
 TokenIds = Sequence[int]
 TextOrIds = str | TokenIds
+Encoded = tuple[str | None, tuple[int, ...]]  # a prompt's text, if it has one, and its token ids
 Params = SamplingParams | Sequence[SamplingParams]
 
 
@@ -55,7 +57,7 @@ class LLM:
         given = {"device": device, **settings.get("model", {}), "name": str(model)}
         self.config = make_config({**settings, "model": given, "speculation": speculation})
         self.engine = build_engine(self.config)
-        self._num_requests = 0
+        self._request_ids = itertools.count()
 
     @property
     def tokenizer(self) -> Any:
@@ -66,7 +68,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate samples for each prompt: a string, which gets no chat template, or token ids. `sampling_params`: for
         all prompts, or one for each. `progress`: show a progress bar on a terminal."""
-        return self._generate([self._encode(prompt) for prompt in _prompts(prompts)], sampling_params, progress)
+        return self._generate([self.encode(prompt) for prompt in _prompts(prompts)], sampling_params, progress)
 
     def chat(
         self,
@@ -75,25 +77,34 @@ class LLM:
         progress: bool = True,
     ) -> list[RequestOutput]:
         """The same for conversations: lists of messages with `role` and `content`, in the model's chat template."""
-        encoded: list[tuple[str | None, tuple[int, ...]]] = []
-        for conversation in _conversations(messages):
-            ids = encode(self.tokenizer, conversation)
-            encoded.append((render_chat(self.tokenizer, conversation, add_generation_prompt=True), ids))
+        encoded = [self.encode_chat(conversation) for conversation in _conversations(messages)]
         return self._generate(encoded, sampling_params, progress)
 
-    def _encode(self, prompt: TextOrIds) -> tuple[str | None, tuple[int, ...]]:
+    def encode(self, prompt: TextOrIds) -> Encoded:
+        """A prompt's text, if it has one, and its token ids."""
         if not isinstance(prompt, str):
             return None, tuple(prompt)
         if not prompt or not is_unicode(prompt):
             raise ValueError(f"prompt {ascii(prompt)[:60]}: must be Unicode text and not empty")
         return prompt, encode(self.tokenizer, prompt, chat=False)
 
-    def _generate(
-        self, prompts: list[tuple[str | None, tuple[int, ...]]], params: Params | None, progress: bool
-    ) -> list[RequestOutput]:
-        requests: list[list[Request]] = []
-        for (_, ids), each in zip(prompts, _params(params, len(prompts)), strict=True):
-            requests.append([self._request(ids, each, sample) for sample in range(each.n)])
+    def encode_chat(self, messages: Sequence[Message]) -> Encoded:
+        """A conversation in the chat template."""
+        ids = encode(self.tokenizer, list(messages))
+        return render_chat(self.tokenizer, messages, add_generation_prompt=True), ids
+
+    def requests(self, token_ids: tuple[int, ...], params: SamplingParams) -> list[Request]:
+        """One request for each of the `n` samples of a prompt."""
+        # Samples of one prompt have the same history to draft from.
+        problem = hashlib.blake2b(np.array(token_ids, np.int64).tobytes(), digest_size=16).hexdigest()
+        one = replace(params, n=1)
+        keys = [None if params.seed is None else seeded_noise_key(params.seed, i) for i in range(params.n)]
+        return [Request(next(self._request_ids), token_ids, one, key, problem) for key in keys]
+
+    def _generate(self, prompts: list[Encoded], params: Params | None, progress: bool) -> list[RequestOutput]:
+        requests = [
+            self.requests(ids, each) for (_, ids), each in zip(prompts, _params(params, len(prompts)), strict=True)
+        ]
         with _bar(progress) as show:
             completions = iter(self.engine.generate([request for group in requests for request in group], show))
         self.engine.drain_trace()
@@ -103,13 +114,6 @@ class LLM:
             ])
             for (text, ids), group in zip(prompts, requests, strict=True)
         ]  # fmt: skip
-
-    def _request(self, ids: tuple[int, ...], params: SamplingParams, sample: int) -> Request:
-        self._num_requests += 1
-        key = None if params.seed is None else seeded_noise_key(params.seed, sample)
-        # Samples of one prompt have the same history to draft from.
-        problem = hashlib.blake2b(np.array(ids, np.int64).tobytes(), digest_size=16).hexdigest()
-        return Request(self._num_requests, ids, replace(params, n=1), key, problem)
 
     def close(self) -> None:
         self.engine.close()

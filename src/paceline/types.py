@@ -242,6 +242,19 @@ class Completion:
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Tokens that a step emitted for a request, as in `Completion`. `completion`: all of it, if it has finished."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    raw_logprobs: np.ndarray
+    versions: np.ndarray
+    provenance: np.ndarray
+    top_logprobs: TopLogprobs | None
+    completion: Completion | None
+
+
 @dataclass(slots=True)
 class Rollout:
     """A completion with its reward. `token_ids` are all tokens after the prompt: the policy's (mask True) and, between

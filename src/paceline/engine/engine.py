@@ -296,6 +296,10 @@ class LocalEngine:
         """Submitted and not completed."""
         return list(self._sequences.values())
 
+    def sequence(self, request_id: int) -> Sequence:
+        """Of a request that has not completed."""
+        return self._sequences[request_id]
+
     def _drain(self) -> None:
         """Commit all steps in flight."""
         with self._recoverable():

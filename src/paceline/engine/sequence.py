@@ -178,7 +178,7 @@ class Sequence:
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
             num_preemptions=self.num_preemptions,
-            top_logprobs=self._top_logprobs(),
+            top_logprobs=self.emitted_top_logprobs(),
         )
 
     def add_top_logprobs(self, top: TopLogprobs, num: int) -> None:
@@ -188,7 +188,7 @@ class Sequence:
             num_known -= len(self.top_logprobs.pop().token_ids)
         self.top_logprobs.append(TopLogprobs(top.token_ids[:num], top.logprobs[:num]))
 
-    def _top_logprobs(self) -> TopLogprobs | None:
+    def emitted_top_logprobs(self) -> TopLogprobs | None:
         if not (num := self.request.sampling.logprobs):
             return None
         ids = [np.empty((0, num), np.int32), *(part.token_ids for part in self.top_logprobs)]

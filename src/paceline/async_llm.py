@@ -1,0 +1,124 @@
+"""`AsyncLLM`: generate from asyncio, for many callers at once, while the engine runs in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import Any, Self, TypeVar
+
+from paceline.engine.engine import LocalEngine
+from paceline.engine.engine_thread import EngineThread, Listener
+from paceline.llm import LLM, Encoded, TextOrIds
+from paceline.outputs import CompletionChunk, RequestOutput, TextStream, completion_chunk, completion_output
+from paceline.tasks.task import Message
+from paceline.types import Completion, NewTokens, SamplingParams, StepTrace
+
+Result = TypeVar("Result")
+
+
+class AsyncLLM:
+    """The arguments are those of `LLM`. Requests of all callers run in one batch. To cancel the task that waits for a
+    request, or to leave its stream, aborts the request.
+
+    `on_step` is called with the traces of every step, on the engine's thread.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        speculation: str | Mapping[str, Any] = "auto",
+        device: str | None = None,
+        on_step: Callable[[list[StepTrace]], None] | None = None,
+        **settings: Mapping[str, Any],
+    ) -> None:
+        self.llm = LLM(model, speculation=speculation, device=device, **settings)
+        self.thread = EngineThread(self.llm.engine, on_step)
+        # One thread: tokenizers are not safe to use from several. Long prompts must not block the event loop.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="paceline-tokenizer")
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.llm.tokenizer
+
+    async def generate(
+        self, prompt: TextOrIds | Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> RequestOutput:
+        """All samples of one prompt: a string, token ids, or the messages of a conversation."""
+        params = sampling_params or SamplingParams()
+        text, ids = await self.encode(prompt)
+        outputs: list[Completion | None] = [None] * params.n
+        async with aclosing(self._run(ids, params, streams=False)) as steps:
+            async for index, new in steps:
+                outputs[index] = new.completion
+        return RequestOutput(
+            text,
+            list(ids),
+            [completion_output(done, i, self.tokenizer) for i, done in enumerate(outputs) if done is not None],
+        )
+
+    async def stream(
+        self, prompt: TextOrIds | Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> AsyncGenerator[CompletionChunk]:
+        """What each step adds to a sample of the prompt. The chunks of a sample together are its `CompletionOutput`.
+        To leave the loop early, use `contextlib.aclosing`: then the request is aborted at once."""
+        params = sampling_params or SamplingParams()
+        _, ids = await self.encode(prompt)
+        texts = [TextStream(self.tokenizer, params.stop) for _ in range(params.n)]
+        async with aclosing(self._run(ids, params, streams=True)) as steps:
+            async for index, new in steps:
+                yield completion_chunk(new, index, texts[index])
+
+    async def encode(self, prompt: TextOrIds | Sequence[Message]) -> Encoded:
+        """A prompt's text, if it has one, and its token ids."""
+        items = [] if isinstance(prompt, str) else list(prompt)
+        is_chat = bool(items) and isinstance(items[0], Mapping)
+        run: Callable[[], Encoded]
+        run = (lambda: self.llm.encode_chat(items)) if is_chat else (lambda: self.llm.encode(prompt))  # type: ignore[arg-type]
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, run)
+
+    async def _run(
+        self, ids: tuple[int, ...], params: SamplingParams, streams: bool
+    ) -> AsyncGenerator[tuple[int, NewTokens]]:
+        """(index of the sample, tokens), until every sample has finished."""
+        loop = asyncio.get_running_loop()
+        received: asyncio.Queue[tuple[int, NewTokens | Exception]] = asyncio.Queue()
+
+        def listener(index: int) -> Listener:
+            def put(new: NewTokens | Exception) -> None:
+                loop.call_soon_threadsafe(received.put_nowait, (index, new))
+
+            return put
+
+        requests = self.llm.requests(ids, params)
+        left = len(requests)
+        submitted = self.thread.submit(requests, [listener(i) for i in range(left)], streams)
+        try:
+            await asyncio.wrap_future(submitted)
+            while left:
+                index, new = await received.get()
+                if isinstance(new, Exception):
+                    raise new
+                left -= new.completion is not None
+                yield index, new
+        finally:
+            if left:
+                self.thread.abort([request.request_id for request in requests])
+
+    async def call(self, function: Callable[[LocalEngine], Result]) -> Result:
+        """Call a function with the engine between two steps, for example to update weights."""
+        return await asyncio.wrap_future(self.thread.call(function))
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Finish running requests within `drain_s` seconds and abort the rest."""
+        await asyncio.to_thread(self.thread.close, drain_s)
+        self._tokenizing.shutdown()
+        self.llm.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
