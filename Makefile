@@ -54,7 +54,7 @@ setup-browser:
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet -e '.[dev,train]' "$(TORCH)"
+	$(BIN)/pip install --quiet -e '.[dev,serve,train]' "$(TORCH)"
 	@touch $@
 
 test: lint types unit

@@ -19,23 +19,15 @@ Result = TypeVar("Result")
 
 
 class AsyncLLM:
-    """The arguments are those of `LLM`. Requests of all callers run in one batch. To cancel the task that waits for a
-    request, or to leave its stream, aborts the request.
+    """Requests of all callers run in one batch. To cancel the task that waits for a request, or to leave its stream,
+    aborts the request. The `LLM` may not be used meanwhile, and is closed with this.
 
     `on_step` is called with the traces of every step, on the engine's thread.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        speculation: str | Mapping[str, Any] = "auto",
-        device: str | None = None,
-        on_step: Callable[[list[StepTrace]], None] | None = None,
-        **settings: Mapping[str, Any],
-    ) -> None:
-        self.llm = LLM(model, speculation=speculation, device=device, **settings)
-        self.thread = EngineThread(self.llm.engine, on_step)
+    def __init__(self, llm: LLM, on_step: Callable[[list[StepTrace]], None] | None = None) -> None:
+        self.llm = llm
+        self.thread = EngineThread(llm.engine, on_step)
         # One thread: tokenizers are not safe to use from several. Long prompts must not block the event loop.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="paceline-tokenizer")
 
@@ -73,11 +65,13 @@ class AsyncLLM:
 
     async def encode(self, prompt: TextOrIds | Sequence[Message]) -> Encoded:
         """A prompt's text, if it has one, and its token ids."""
-        items = [] if isinstance(prompt, str) else list(prompt)
-        is_chat = bool(items) and isinstance(items[0], Mapping)
-        run: Callable[[], Encoded]
-        run = (lambda: self.llm.encode_chat(items)) if is_chat else (lambda: self.llm.encode(prompt))  # type: ignore[arg-type]
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, run)
+        loop = asyncio.get_running_loop()
+        if isinstance(prompt, str):
+            return await loop.run_in_executor(self._tokenizing, self.llm.encode, prompt)
+        items: list[Any] = list(prompt)
+        if items and isinstance(items[0], Mapping):
+            return await loop.run_in_executor(self._tokenizing, self.llm.encode_chat, items)
+        return self.llm.encode(items)
 
     async def _run(
         self, ids: tuple[int, ...], params: SamplingParams, streams: bool

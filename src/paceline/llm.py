@@ -14,6 +14,7 @@ import torch
 
 from paceline.build.config import make_config
 from paceline.build.engine import build_engine
+from paceline.config import Config
 from paceline.config_io import ConfigError
 from paceline.console import SafeConsole
 from paceline.outputs import RequestOutput, completion_output
@@ -55,8 +56,16 @@ class LLM:
         if isinstance(speculation, str):
             speculation = {} if speculation == "auto" else {"method": speculation}
         given = {"device": device, **settings.get("model", {}), "name": str(model)}
-        self.config = make_config({**settings, "model": given, "speculation": speculation})
-        self.engine = build_engine(self.config)
+        self._build(make_config({**settings, "model": given, "speculation": speculation}))
+
+    @classmethod
+    def from_config(cls, config: Config) -> Self:
+        llm = cls.__new__(cls)
+        llm._build(config)
+        return llm
+
+    def _build(self, config: Config) -> None:
+        self.config, self.engine = config, build_engine(config)
         self._request_ids = itertools.count()
 
     @property

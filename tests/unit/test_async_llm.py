@@ -15,7 +15,7 @@ from tiny_run import write_model
 
 from paceline import LLM, AsyncLLM, CompletionChunk, CompletionOutput, SamplingParams
 from paceline.engine.engine import LocalEngine
-from paceline.engine.engine_thread import EngineThread
+from paceline.engine.engine_thread import EngineClosed, EngineError, EngineThread
 from paceline.model.weights import hf_state
 from paceline.outputs import TextStream, completion_text
 from paceline.types import Request
@@ -43,7 +43,7 @@ def llm(model: str) -> Iterator[LLM]:
 
 def run(model: str, function: Callable[[AsyncLLM], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with AsyncLLM(model, **SETTINGS) as llm:
+        async with AsyncLLM(LLM(model, **SETTINGS)) as llm:
             await asyncio.wait_for(function(llm), 120)
             assert not llm.llm.engine.has_work
             assert not any(llm.llm.engine.paged.pool.ref_counts), "KV blocks are free"
@@ -152,7 +152,7 @@ def test_an_error_in_a_step_ends_all_requests_and_the_engine_goes_on(
 
         await async_llm.call(lambda engine: setattr(engine.runner, "launch", broken))
         found = await asyncio.gather(*(async_llm.generate("abc", params(i)) for i in range(3)), return_exceptions=True)
-        assert any(isinstance(each, ValueError) and "out of memory" in str(each) for each in found)
+        assert any(isinstance(each, EngineError) and "out of memory" in str(each) for each in found)
         assert len((await async_llm.generate("abc", params(1))).outputs) == 2
 
     run(model, check)
@@ -188,7 +188,7 @@ def test_close_finishes_or_aborts() -> None:
         thread.submit(requests, listeners, streams=False).result()
         thread.close(drain_s)
         assert [new.completion.finish_reason for new in done] == [reason] * 3
-        with pytest.raises(RuntimeError, match="has ended"):
+        with pytest.raises(EngineClosed, match="has ended"):
             thread.submit(requests, listeners, streams=False)
         thread.close()
 

@@ -23,7 +23,7 @@ LEVELS: dict[str, int] = {
     "model": 3, "speculation": 3, "report": 3,
     "drafters": 4, "engine": 4, "tasks": 4,
     "replay": 5, "rl": 5, "draft": 6, "cluster": 6, "sim": 6,
-    "build": 7, "bench": 8, "llm": 8, "async_llm": 9, "verify": 8, "doctor": 9, "cli": 10, "__main__": 11,
+    "build": 7, "bench": 8, "llm": 8, "async_llm": 9, "verify": 8, "doctor": 9, "serve": 10, "cli": 11, "__main__": 12,
 }  # fmt: skip
 WITHOUT_TORCH = ("types", "config", "config_io", "other_names", "native", "speculation", "report", "replay", "sim")
 ONLY_IN_CLUSTER = ("vllm", "ray")

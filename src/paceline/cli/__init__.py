@@ -22,6 +22,7 @@ from paceline.cli import (  # noqa: F401
     replay,
     replay_advice,
     report,
+    serve,
     simulate,
     sweep,
     train,

@@ -22,6 +22,14 @@ from paceline.types import Completion, NewTokens, Request, StepTrace, TopLogprob
 Result = TypeVar("Result")
 
 
+class EngineError(RuntimeError):
+    """A step failed, which ends all requests."""
+
+
+class EngineClosed(RuntimeError):
+    """The thread ends or has ended: it takes no requests."""
+
+
 Listener = Callable[[NewTokens | Exception], None]  # gets the tokens, or why there will be none
 
 
@@ -77,7 +85,7 @@ class EngineThread:
 
         with self._lock:
             if self._has_ended:
-                raise RuntimeError("the engine's thread has ended; make a new one")
+                raise EngineClosed("the engine's thread has ended; make a new one")
             self._calls.put(run)
         return future
 
@@ -94,6 +102,10 @@ class EngineThread:
     @property
     def num_requests(self) -> int:
         return len(self._running)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
 
     def close(self, drain_s: float = 0.0) -> None:
         """Finish running requests within `drain_s` seconds, abort the rest, and end the thread. The engine stays open.
@@ -122,7 +134,7 @@ class EngineThread:
         self, engine: LocalEngine, requests: Sequence[Request], listeners: Sequence[Listener], streams: bool
     ) -> None:
         if self._is_closing:
-            raise RuntimeError("the engine is shutting down")
+            raise EngineClosed("the engine's thread is ending")
         handles: list[Handle] = []
         try:
             for request in requests:
@@ -165,11 +177,13 @@ class EngineThread:
                 running.listener(new)
 
     def _fail(self, error: Exception) -> None:
+        failed = EngineError(str(error) or type(error).__name__)
+        failed.__cause__ = error
         running, self._running = self._running, {}
         for each in running.values():
             if not each.handle.done:
                 self._engine.abort(each.handle.request.request_id)
-            each.listener(error)
+            each.listener(failed)
 
     def _begin_close(self, engine: Any) -> None:
         self._is_closing = True

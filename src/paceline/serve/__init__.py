@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: `paceline serve`. Needs the extra `paceline[serve]`."""

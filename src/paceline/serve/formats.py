@@ -1,0 +1,171 @@
+"""The responses of each route: OpenAI's, with vLLM's `token_ids` and `prompt_token_ids`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from typing import Any
+
+from paceline.outputs import CompletionChunk, CompletionOutput
+from paceline.serve.errors import ApiError
+
+Output = CompletionOutput | CompletionChunk
+
+
+class Format(ABC):
+    """Of one response. `index`: of the choice; `first`: nothing was sent for this choice before."""
+
+    prefix = "cmpl"
+    kind = chunk_kind = "text_completion"
+
+    def __init__(
+        self, model: str, tokenizer: Any, logprobs: bool, token_ids: bool, prompt_ids: list[list[int]]
+    ) -> None:
+        self.tokenizer, self.logprobs, self.token_ids, self.prompt_ids = tokenizer, logprobs, token_ids, prompt_ids
+        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._num_tokens = 0
+        self._versions: set[int] = set()
+
+    @abstractmethod
+    def choice(self, index: int, output: Output, prompt: int, first: bool) -> dict[str, Any]: ...
+    @abstractmethod
+    def chunk_choice(self, index: int, output: Output, prompt: int, first: bool) -> dict[str, Any]: ...
+
+    def response(self, outputs: list[list[CompletionOutput]]) -> dict[str, Any]:
+        """`outputs`: for each prompt."""
+        choices: list[dict[str, Any]] = []
+        for prompt, samples in enumerate(outputs):
+            for output in samples:
+                self._count(output)
+                choices.append(self.choice(len(choices), output, prompt, first=True))
+        return self._body(self.kind, choices) | {"usage": self.usage()} | self._extra()
+
+    def chunk(self, index: int, output: CompletionChunk, prompt: int, first: bool) -> dict[str, Any]:
+        self._count(output)
+        extra = self._extra() if first or output.finish_reason is not None else {}
+        return self._body(self.chunk_kind, [self.chunk_choice(index, output, prompt, first)]) | extra
+
+    def usage_chunk(self) -> dict[str, Any]:
+        return self._body(self.chunk_kind, []) | {"usage": self.usage()} | self._extra()
+
+    def usage(self) -> dict[str, int]:
+        num_prompt = sum(map(len, self.prompt_ids))
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": self._num_tokens,
+            "total_tokens": num_prompt + self._num_tokens,
+        }
+
+    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "object": kind, "choices": choices}
+
+    def _extra(self) -> dict[str, Any]:
+        """The newest policy version that emitted a token."""
+        return {"policy_version": max(self._versions)} if self._versions else {}
+
+    def _count(self, output: Output) -> None:
+        if output.finish_reason == "abort":
+            raise ApiError(503, "The server is shutting down")
+        self._num_tokens += len(output.token_ids)
+        self._versions.update(output.versions)
+
+    def _token(self, token_id: int) -> str:
+        text: str = self.tokenizer.decode([token_id])
+        return text
+
+
+class CompletionFormat(Format):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._offsets: dict[int, int] = {}  # by choice, of the next token's text
+
+    def choice(self, index: int, output: Output, prompt: int, first: bool) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": output.text,
+            "logprobs": self._logprobs(index, output) if self.logprobs else None,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+        if self.token_ids:
+            choice |= {"token_ids": output.token_ids, "versions": output.versions}
+            if first:
+                choice["prompt_token_ids"] = self.prompt_ids[prompt]
+        return choice
+
+    chunk_choice = choice
+
+    def _logprobs(self, index: int, output: Output) -> dict[str, Any]:
+        tokens = [self._token(token) for token in output.token_ids]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets.setdefault(index, 0))
+            self._offsets[index] += len(token)
+        tops = output.top_logprobs or [{} for _ in tokens]
+        return {
+            "tokens": tokens,
+            "token_logprobs": output.raw_logprobs,
+            "top_logprobs": [{self._token(token): value for token, value in top.items()} for top in tops],
+            "text_offset": offsets,
+        }
+
+
+class ChatFormat(Format):
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def choice(self, index: int, output: Output, prompt: int, first: bool) -> dict[str, Any]:
+        message = {"role": "assistant", "content": output.text, "refusal": None}
+        return {"index": index, "message": message, **self._rest(output)}
+
+    def chunk_choice(self, index: int, output: Output, prompt: int, first: bool) -> dict[str, Any]:
+        delta = {"role": "assistant"} if first else {}
+        return {"index": index, "delta": {**delta, "content": output.text}, **self._rest(output)}
+
+    def _rest(self, output: Output) -> dict[str, Any]:
+        rest: dict[str, Any] = {
+            "logprobs": {"content": self._content(output)} if self.logprobs else None,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+        return rest | ({"token_ids": output.token_ids, "versions": output.versions} if self.token_ids else {})
+
+    def _extra(self) -> dict[str, Any]:
+        return super()._extra() | ({"prompt_token_ids": self.prompt_ids[0]} if self.token_ids else {})
+
+    def _content(self, output: Output) -> list[dict[str, Any]]:
+        tops = output.top_logprobs or [{} for _ in output.token_ids]
+        return [
+            self._entry(token, value) | {"top_logprobs": [self._entry(*each) for each in top.items()]}
+            for token, value, top in zip(output.token_ids, output.raw_logprobs, tops, strict=True)
+        ]
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        token = self._token(token_id)
+        return {"token": token, "logprob": logprob, "bytes": list(token.encode("utf-8", "replace"))}
+
+
+class GenerateFormat(Format):
+    """vLLM's `/inference/v1/generate`: token ids and no text. `logprobs` are those of the sampling distribution, which
+    a trainer needs."""
+
+    prefix = "gen"
+
+    def choice(self, index: int, output: Output, prompt: int, first: bool) -> dict[str, Any]:
+        content = [
+            {"token": f"token_id:{token}", "logprob": logprob}
+            for token, logprob in zip(output.token_ids, output.logprobs, strict=True)
+        ]
+        return {
+            "index": index,
+            "token_ids": output.token_ids,
+            "versions": output.versions,
+            "logprobs": {"content": content} if self.logprobs else None,
+            "finish_reason": output.finish_reason,
+        }
+
+    chunk_choice = choice
+
+    def response(self, outputs: list[list[CompletionOutput]]) -> dict[str, Any]:
+        body = super().response(outputs)
+        return body | {"request_id": body["id"], "prompt_token_ids": self.prompt_ids[0]}

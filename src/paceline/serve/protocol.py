@@ -1,0 +1,196 @@
+"""The bodies of requests. Unknown keys are errors: nothing that a client asks for is ignored silently.
+
+Keys and meanings are OpenAI's; those that OpenAI does not have are vLLM's. `null` is the same as no value.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from paceline.serve.errors import ApiError
+from paceline.serve.limits import Limits
+from paceline.types import SamplingParams
+
+# Of OpenAI's keys, those that the server does not have. Each is an error that says so, unless it has no effect.
+NOT_SUPPORTED = {
+    "best_of": "use n",
+    "echo": "the prompt is not scored",
+    "suffix": "the model is not trained to insert text",
+    "prompt_logprobs": "the prompt is not scored",
+    "tools": "tool calls are not supported yet",
+    "tool_choice": "tool calls are not supported yet",
+    "functions": "tool calls are not supported yet",
+    "response_format": "structured output is not supported yet",
+    "structured_outputs": "structured output is not supported yet",
+    "audio": "the model has text only",
+    "modalities": "the model has text only",
+    "include_stop_str_in_output": "text ends before the stop string",
+    "truncate_prompt_tokens": "shorten the prompt",
+    "chat_template": "the model's own template is used",
+}
+NO_EFFECT = {"echo": False, "best_of": 1, "tool_choice": "none", "include_stop_str_in_output": False}
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class SamplingBody(Body):
+    """Sampling parameters. All may be `null`."""
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None  # 0 or -1: off
+    min_p: float | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
+
+    def params(self, limits: Limits, max_tokens: int, num_prompts: int, logprobs: int) -> SamplingParams:
+        """`max_tokens`: of each sample; `logprobs`: most probable tokens to report. Raises ApiError."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        sizes = {
+            "n": ((self.n or 1) * num_prompts, limits.max_samples, "samples in a request, prompts times n"),
+            "stop": (len(stop), limits.max_stop_strings, "stop strings"),
+            "max_tokens": (max_tokens, limits.max_tokens or max_tokens, "tokens in a completion"),
+            "logprobs": (logprobs, limits.max_logprobs, "logprobs of each token"),
+            **{
+                key: (len(getattr(self, key) or ()), limits.max_listed, "entries")
+                for key in ("logit_bias", "bad_words", "allowed_token_ids", "stop_token_ids")
+            },
+        }
+        for key, (size, limit, what) in sizes.items():
+            if size > limit:
+                raise ApiError(400, f"{key}: {size} {what}; this server allows {limit}", key)
+        if any(len(each) > limits.max_stop_chars for each in stop):
+            raise ApiError(400, f"stop: this server allows {limits.max_stop_chars} characters in a stop string", "stop")
+        given = {key: getattr(self, key) for key in SamplingBody.model_fields if getattr(self, key) is not None}
+        given.pop("skip_special_tokens", None)
+        given |= {"stop": tuple(stop), "max_tokens": max_tokens, "logprobs": logprobs}
+        if given.get("top_k") == -1:
+            given["top_k"] = 0
+        try:
+            return SamplingParams(**given)
+        except ValueError as error:
+            message = str(error).removeprefix("sampling.")
+            raise ApiError(400, message, message.partition(" ")[0]) from None
+
+
+class TextBody(SamplingBody):
+    """What completions and chat completions have in common."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    # Accepted and without effect, because they do not concern the completion.
+    user: Any = None
+    store: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+    @property
+    def includes_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class CompletionBody(TextBody):
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int | None = None
+    logprobs: int | None = None
+
+
+class ChatBody(TextBody):
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class GenerateSampling(SamplingBody):
+    max_tokens: int | None = None
+    logprobs: int | None = None
+
+
+class GenerateBody(Body):
+    """vLLM's token-level route, which the clients of RL environments use."""
+
+    model: str | None = None
+    token_ids: list[int]
+    sampling_params: GenerateSampling
+    request_id: str | None = None
+    cache_salt: Any = None  # without effect: the prefix cache is always shared
+    priority: int | None = None
+    stream: bool | None = None
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def parse_body(kind: type[AnyBody], content: bytes) -> AnyBody:
+    """Raises ApiError."""
+    try:
+        found = json.loads(content, parse_constant=_not_a_number)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(400, f"The body is not valid JSON: {reason}") from None
+    if not isinstance(found, dict):
+        raise ApiError(400, "The body must be a JSON object")
+    for name, reason in NOT_SUPPORTED.items():
+        if found.get(name) is not None and found[name] != NO_EFFECT.get(name):
+            raise ApiError(400, f"{name} is not supported: {reason}", name)
+        found.pop(name, None)
+    try:
+        return kind.model_validate(found)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        key = ".".join(str(part) for part in first["loc"][:2]) if first["loc"] else None
+        raise ApiError(400, f"{key}: {first['msg']}", key) from None
+
+
+def _not_a_number(text: str) -> float:
+    raise ValueError(f"{text} is not a number")
+
+
+def text_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with `role` and `content` as strings. Raises ApiError."""
+    if not messages:
+        raise ApiError(400, "messages: must not be empty", "messages")
+    found = []
+    for i, message in enumerate(messages):
+        where = f"messages.{i}"
+        role, content = message.get("role"), message.get("content")
+        if role not in ("system", "developer", "user", "assistant"):
+            raise ApiError(400, f"{where}.role: must be system, developer, user or assistant", f"{where}.role")
+        if unknown := message.keys() - {"role", "content", "name"}:
+            key = f"{where}.{sorted(unknown)[0]}"
+            raise ApiError(400, f"{key} is not supported", key)
+        if isinstance(content, list):
+            parts = [
+                part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+            ]
+            content = "".join(parts) if all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
+        if not isinstance(content, str):
+            raise ApiError(400, f"{where}.content: must be a string or parts of type text", f"{where}.content")
+        found.append({"role": "system" if role == "developer" else role, "content": content})
+    return found

@@ -1,0 +1,74 @@
+"""Runs the API in this process, until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import types
+from collections.abc import Callable
+
+import uvicorn
+
+from paceline.serve.api import Api
+from paceline.serve.limits import is_loopback
+
+
+class Server(uvicorn.Server):
+    """On SIGTERM or Ctrl-C it takes no more requests and finishes those in progress. A second signal ends it now."""
+
+    def __init__(self, api: Api, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._api = api
+
+    def handle_exit(self, sig: int, frame: types.FrameType | None) -> None:
+        # Not the base's, which raises the signal again at the end: a stop that was asked for is not an error.
+        self._api.is_draining = True
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def check_address(host: str, api_key: str | None) -> None:
+    """Raise ValueError for an address that others can reach, without an API key."""
+    if not is_loopback(host) and not api_key:
+        raise ValueError(
+            f"--host {host}: other machines can reach this address; give an API key, in the environment variable "
+            "PACELINE_API_KEY or with --api-key, or bind to 127.0.0.1"
+        )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Bind before the model is loaded: a port that is taken is an error at once. Port 0: any free port."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        reason = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+        raise ValueError(f"can't listen on {host}:{port}: {reason}; choose another --host or --port") from None
+    return bound
+
+
+def run(api: Api, bound: socket.socket, ready: Callable[[str], None]) -> None:
+    """`ready` is called with the URL when the server answers."""
+    host, port = bound.getsockname()[:2]
+    config = uvicorn.Config(
+        api.app,
+        log_config=None,
+        access_log=False,  # paths of clients must not get into logs
+        server_header=False,
+        lifespan="on",
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=max(1, round(api.drain_s)),
+        limit_concurrency=None,
+        backlog=2048,
+        ws="none",
+    )
+    server = Server(api, config)
+    ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+    server.run(sockets=[bound])
+
+
+def api_key_of(option: str | None) -> str | None:
+    return option or os.environ.get("PACELINE_API_KEY") or None
