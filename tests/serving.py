@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,9 +38,14 @@ class Served:
 
 
 @contextmanager
-def serving(model: Path | str, *options: str, environment: dict[str, str] | None = None) -> Iterator[Served]:
-    speculation = [f"speculation.{key}={value}" for key, value in SPECULATION.items()]
-    settings = [*speculation, "engine.max_num_seqs=16", "engine.kv_tokens=16384"]
+def serving(
+    model: Path | str,
+    *options: str,
+    speculation: Mapping[str, Any] = SPECULATION,
+    environment: dict[str, str] | None = None,
+) -> Iterator[Served]:
+    chosen = [f"speculation.{key}={value}" for key, value in speculation.items()]
+    settings = [*chosen, "engine.max_num_seqs=16", "engine.kv_tokens=16384"]
     command = [sys.executable, "-m", "paceline", "serve", str(model), *settings, "--port", "0", *options]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
