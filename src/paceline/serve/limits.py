@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -28,6 +29,7 @@ class Limits:
     max_stop_chars: int = 256  # of a stop string
     max_logprobs: int = 20
     max_listed: int = 1024  # entries of logit_bias, bad_words, allowed_token_ids and stop_token_ids
+    body_timeout_s: float = 30.0  # for the whole body to arrive
     send_timeout_s: float = 60.0  # a client that does not read for so long is disconnected
 
 
@@ -66,7 +68,10 @@ class Guard:
             return
         try:
             self._check(scope)
-            messages = await self._read_body(scope, receive)
+            messages = await asyncio.wait_for(self._read_body(scope, receive), self._limits.body_timeout_s)
+        except TimeoutError:
+            await ApiError(408, "The body did not arrive in time").response()(scope, receive, send)
+            return
         except ApiError as error:
             await error.response()(scope, receive, send)
             return

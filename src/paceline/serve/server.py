@@ -56,6 +56,7 @@ def run(api: Api, bound: socket.socket, ready: Callable[[str], None]) -> None:
     config = uvicorn.Config(
         api.app,
         log_config=None,
+        log_level="error",
         access_log=False,  # paths of clients must not get into logs
         server_header=False,
         lifespan="on",
