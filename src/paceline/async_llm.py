@@ -12,7 +12,7 @@ from paceline.engine.engine import LocalEngine
 from paceline.engine.engine_thread import EngineThread, Listener
 from paceline.llm import LLM, Encoded, TextOrIds
 from paceline.outputs import CompletionChunk, RequestOutput, TextStream, completion_chunk, completion_output
-from paceline.tasks.task import Message
+from paceline.tasks.task import Message, Tool
 from paceline.types import Completion, NewTokens, SamplingParams, StepTrace
 
 Result = TypeVar("Result")
@@ -63,14 +63,14 @@ class AsyncLLM:
             async for index, new in steps:
                 yield completion_chunk(new, index, texts[index])
 
-    async def encode(self, prompt: TextOrIds | Sequence[Message]) -> Encoded:
+    async def encode(self, prompt: TextOrIds | Sequence[Message], tools: Sequence[Tool] = ()) -> Encoded:
         """A prompt's text, if it has one, and its token ids."""
         loop = asyncio.get_running_loop()
         if isinstance(prompt, str):
             return await loop.run_in_executor(self._tokenizing, self.llm.encode, prompt)
         items: list[Any] = list(prompt)
         if items and isinstance(items[0], Mapping):
-            return await loop.run_in_executor(self._tokenizing, self.llm.encode_chat, items)
+            return await loop.run_in_executor(self._tokenizing, self.llm.encode_chat, items, tools)
         return self.llm.encode(items)
 
     async def _run(

@@ -18,8 +18,8 @@ from paceline.config import Config
 from paceline.config_io import ConfigError
 from paceline.console import SafeConsole
 from paceline.outputs import RequestOutput, completion_output
-from paceline.tasks.prompt import encode, is_unicode, render_chat
-from paceline.tasks.task import Message
+from paceline.tasks.prompt import encode, encode_rendered, is_unicode, render_chat
+from paceline.tasks.task import Message, Tool
 from paceline.types import Request, SamplingParams, seeded_noise_key
 
 TokenIds = Sequence[int]
@@ -84,9 +84,11 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: Params | None = None,
         progress: bool = True,
+        tools: Sequence[Tool] = (),
     ) -> list[RequestOutput]:
-        """The same for conversations: lists of messages with `role` and `content`, in the model's chat template."""
-        encoded = [self.encode_chat(conversation) for conversation in _conversations(messages)]
+        """The same for conversations: lists of messages with `role` and `content`, in the model's chat template.
+        `tools`: functions that the model may call, in OpenAI's format."""
+        encoded = [self.encode_chat(conversation, tools) for conversation in _conversations(messages)]
         return self._generate(encoded, sampling_params, progress)
 
     def encode(self, prompt: TextOrIds) -> Encoded:
@@ -97,10 +99,14 @@ class LLM:
             raise ValueError(f"prompt {ascii(prompt)[:60]}: must be Unicode text and not empty")
         return prompt, encode(self.tokenizer, prompt, chat=False)
 
-    def encode_chat(self, messages: Sequence[Message]) -> Encoded:
+    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Encoded:
         """A conversation in the chat template."""
-        ids = encode(self.tokenizer, list(messages))
-        return render_chat(self.tokenizer, messages, add_generation_prompt=True), ids
+        if not self.tokenizer.chat_template:
+            raise ValueError(f"{self.config.model.name} has no chat template; use generate")
+        if not is_unicode(messages) or not is_unicode(tools):
+            raise ValueError("the messages are not valid Unicode text")
+        text = render_chat(self.tokenizer, messages, add_generation_prompt=True, tools=tools)
+        return text, encode_rendered(self.tokenizer, text)
 
     def requests(self, token_ids: tuple[int, ...], params: SamplingParams) -> list[Request]:
         """One request for each of the `n` samples of a prompt."""

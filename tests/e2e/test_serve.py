@@ -20,6 +20,7 @@ from tiny_run import write_model
 from paceline import LLM, SamplingParams
 
 TEMPLATE = (
+    "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
 
@@ -108,6 +109,29 @@ def test_chat(client: OpenAI, llm: LLM) -> None:
         assert [entry.logprob for entry in choice.logprobs.content] == pytest.approx(output.raw_logprobs, abs=1e-9)
         assert all(len(entry.top_logprobs) == 3 for entry in choice.logprobs.content)
         assert all(bytes(entry.bytes or []).decode() == entry.token for entry in choice.logprobs.content)
+
+
+def test_tools_are_in_the_prompt(client: OpenAI, llm: LLM) -> None:
+    tools: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages: list[Any] = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+    answer = client.chat.completions.create(model="tiny", messages=messages, tools=tools, seed=1, max_tokens=8, **IDS)
+    plain = [{"role": message["role"], "content": message.get("content", "")} for message in messages]
+    (expected,) = llm.chat(plain, SamplingParams(seed=1, max_tokens=8), tools=tools)
+    assert expected.prompt is not None and '"add"' in expected.prompt
+    assert answer.prompt_token_ids == expected.prompt_token_ids  # type: ignore[attr-defined]
+    assert answer.choices[0].message.content == expected.outputs[0].text
+    without = client.chat.completions.create(
+        model="tiny", messages=messages, tools=tools, tool_choice="none", seed=1, max_tokens=8, **IDS
+    )
+    assert len(without.prompt_token_ids) < len(expected.prompt_token_ids)  # type: ignore[attr-defined]
+    for wrong in ({"tool_choice": "required"}, {"tools": [{"type": "function"}]}, {"parallel_tool_calls": False}):
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(**{"model": "tiny", "messages": messages, "tools": tools, **wrong})
 
 
 def test_chat_fills_the_context_by_default(client: OpenAI) -> None:
@@ -282,7 +306,8 @@ CHAT_BAD: list[tuple[Any, str]] = [
     ([{"role": "king", "content": "a"}], "messages.0.role"),
     ([{"role": "user"}], "messages.0.content"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages.0.content"),
-    ([{"role": "assistant", "content": "a", "tool_calls": []}], "messages.0.tool_calls"),
+    ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}], "messages.0.tool_calls"),
+    ([{"role": "user", "content": "a", "tool_calls": [1]}], "messages.0.tool_calls"),
 ]
 
 

@@ -15,6 +15,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -33,7 +34,8 @@ from paceline.serve.formats import ChatFormat, CompletionFormat, Format, Generat
 from paceline.serve.json_response import json_response
 from paceline.serve.limits import Guard, Limits, Receive, Send
 from paceline.serve.metrics import ServerMetrics
-from paceline.serve.protocol import ChatBody, CompletionBody, GenerateBody, TextBody, parse_body, text_messages
+from paceline.serve.protocol import ChatBody, CompletionBody, GenerateBody, TextBody, parse_body, template_messages
+from paceline.serve.tool_calls import parser_of
 from paceline.types import SamplingParams
 
 Ids = tuple[int, ...]
@@ -108,13 +110,16 @@ class Api:
         self._check_model(body.model)
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs = true", "top_logprobs")
-        messages = text_messages(body.messages)
+        messages, tools = template_messages(body.messages), body.offered_tools
+        parser = parser_of(self.llm.tokenizer.chat_template) if tools else None
+        if tools and parser is None:
+            raise ApiError(400, "tools: the model's chat template has no tools, or in an unknown format", "tools")
         with _as_api_errors("messages"):
-            _, ids = await self.llm.encode(messages)
+            _, ids = await self.llm.encode(messages, tools)
         given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         left = max(1, min(self._context - len(ids), self.limits.max_tokens or self._context))
         params = body.params(self.limits, left if given is None else given, 1, body.top_logprobs or 0)
-        return await self._answer(request, body, [ids], params, ChatFormat, bool(body.logprobs))
+        return await self._answer(request, body, [ids], params, partial(ChatFormat, parser), bool(body.logprobs))
 
     async def generate(self, request: Request) -> Response:
         body = parse_body(GenerateBody, await request.body())
@@ -155,7 +160,7 @@ class Api:
 
     async def _answer(
         self, request: Request, body: TextBody, prompts: list[Ids], params: SamplingParams,
-        form: type[Format], logprobs: bool,
+        form: Callable[..., Format], logprobs: bool,
     ) -> Response:  # fmt: skip
         if body.skip_special_tokens is False:
             raise ApiError(400, "skip_special_tokens: must be true; use return_token_ids", "skip_special_tokens")

@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.outputs import CompletionChunk, CompletionOutput
 from paceline.serve.errors import ApiError
+from paceline.serve.tool_calls import PARSERS, ToolCall, ToolParser, to_api
 
 Output = CompletionOutput | CompletionChunk
 
@@ -114,18 +115,45 @@ class CompletionFormat(Format):
 class ChatFormat(Format):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, tool_parser: str | None, *args: Any) -> None:
+        super().__init__(*args)
+        self._make_parser = PARSERS[tool_parser] if tool_parser is not None else None
+        self._parsers: dict[int, ToolParser] = {}  # by choice
+        self._num_calls: dict[int, int] = {}
+
     def choice(self, index: int, output: Output, prompt: int, first: bool) -> dict[str, Any]:
-        message = {"role": "assistant", "content": output.text, "refusal": None}
-        return {"index": index, "message": message, **self._rest(output)}
+        content, calls = self._parse(index, output)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content or None, "tool_calls": to_api(calls)}
+        return {"index": index, "message": message, **self._rest(index, output)}
 
     def chunk_choice(self, index: int, output: Output, prompt: int, first: bool) -> dict[str, Any]:
-        delta = {"role": "assistant"} if first else {}
-        return {"index": index, "delta": {**delta, "content": output.text}, **self._rest(output)}
+        num_before = self._num_calls.get(index, 0)
+        content, calls = self._parse(index, output)
+        delta: dict[str, Any] = {"role": "assistant"} if first else {}
+        delta |= {"content": content}
+        if calls:
+            delta |= {"content": content or None, "tool_calls": to_api(calls, num_before)}
+        return {"index": index, "delta": delta, **self._rest(index, output)}
 
-    def _rest(self, output: Output) -> dict[str, Any]:
+    def _parse(self, index: int, output: Output) -> tuple[str, list[ToolCall]]:
+        """The text that is no tool call, and the calls."""
+        if self._make_parser is None:
+            return output.text, []
+        parser = self._parsers.setdefault(index, self._make_parser())
+        content, calls = parser.add(output.text)
+        if output.finish_reason is not None:
+            rest, more = parser.finish()
+            content, calls = content + rest, calls + more
+        self._num_calls[index] = self._num_calls.get(index, 0) + len(calls)
+        return content, calls
+
+    def _rest(self, index: int, output: Output) -> dict[str, Any]:
+        has_calls = output.finish_reason == "stop" and self._num_calls.get(index)
         rest: dict[str, Any] = {
             "logprobs": {"content": self._content(output)} if self.logprobs else None,
-            "finish_reason": output.finish_reason,
+            "finish_reason": "tool_calls" if has_calls else output.finish_reason,
             "stop_reason": output.stop_reason,
         }
         return rest | ({"token_ids": output.token_ids, "versions": output.versions} if self.token_ids else {})

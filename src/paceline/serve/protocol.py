@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from paceline.serve.errors import ApiError
 from paceline.serve.limits import Limits
+from paceline.serve.tool_calls import for_template
+from paceline.tasks.task import Message, Tool
 from paceline.types import SamplingParams
 
 # Of OpenAI's keys, those that the server does not have. Each is an error that says so, unless it has no effect.
@@ -20,9 +22,8 @@ NOT_SUPPORTED = {
     "echo": "the prompt is not scored",
     "suffix": "the model is not trained to insert text",
     "prompt_logprobs": "the prompt is not scored",
-    "tools": "tool calls are not supported yet",
-    "tool_choice": "tool calls are not supported yet",
-    "functions": "tool calls are not supported yet",
+    "functions": "use tools",
+    "function_call": "use tools",
     "response_format": "structured output is not supported yet",
     "structured_outputs": "structured output is not supported yet",
     "audio": "the model has text only",
@@ -31,7 +32,7 @@ NOT_SUPPORTED = {
     "truncate_prompt_tokens": "shorten the prompt",
     "chat_template": "the model's own template is used",
 }
-NO_EFFECT = {"echo": False, "best_of": 1, "tool_choice": "none", "include_stop_str_in_output": False}
+NO_EFFECT = {"echo": False, "best_of": 1, "include_stop_str_in_output": False}
 
 
 class Body(BaseModel):
@@ -125,6 +126,22 @@ class ChatBody(TextBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model may call. Raises ApiError."""
+        for i, tool in enumerate(self.tools or []):
+            function = tool.get("function")
+            if tool.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
+                raise ApiError(400, f"tools.{i}: must be of type function, with a name", f"tools.{i}")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise ApiError(400, 'tool_choice: must be "auto" or "none"; calls can\'t be forced yet', "tool_choice")
+        if self.parallel_tool_calls is False:
+            raise ApiError(400, "parallel_tool_calls: calls can't be limited to one yet", "parallel_tool_calls")
+        return [] if self.tool_choice == "none" else self.tools or []
 
 
 class GenerateSampling(SamplingBody):
@@ -172,25 +189,39 @@ def _not_a_number(text: str) -> float:
     raise ValueError(f"{text} is not a number")
 
 
-def text_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with `role` and `content` as strings. Raises ApiError."""
+def template_messages(messages: list[Message]) -> list[Message]:
+    """The messages as chat templates expect them. Raises ApiError."""
     if not messages:
         raise ApiError(400, "messages: must not be empty", "messages")
-    found = []
-    for i, message in enumerate(messages):
-        where = f"messages.{i}"
-        role, content = message.get("role"), message.get("content")
-        if role not in ("system", "developer", "user", "assistant"):
-            raise ApiError(400, f"{where}.role: must be system, developer, user or assistant", f"{where}.role")
-        if unknown := message.keys() - {"role", "content", "name"}:
-            key = f"{where}.{sorted(unknown)[0]}"
-            raise ApiError(400, f"{key} is not supported", key)
-        if isinstance(content, list):
-            parts = [
-                part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-            ]
-            content = "".join(parts) if all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
-        if not isinstance(content, str):
-            raise ApiError(400, f"{where}.content: must be a string or parts of type text", f"{where}.content")
-        found.append({"role": "system" if role == "developer" else role, "content": content})
-    return found
+    return [_template_message(f"messages.{i}", message) for i, message in enumerate(messages)]
+
+
+KEYS = {
+    "assistant": {"tool_calls", "refusal", "audio", "function_call"},  # as the server's own answers have them
+    "tool": {"tool_call_id"},
+}
+
+
+def _template_message(where: str, message: Message) -> Message:
+    role, content = message.get("role"), message.get("content")
+    if role not in ("system", "developer", "user", "assistant", "tool"):
+        raise ApiError(400, f"{where}.role: must be system, developer, user, assistant or tool", f"{where}.role")
+    own = KEYS.get(role, set())
+    if unknown := {key for key, value in message.items() if value is not None} - {"role", "content", "name"} - own:
+        key = f"{where}.{sorted(unknown)[0]}"
+        raise ApiError(400, f"{key} is not supported", key)
+    found: Message = {"role": "system" if role == "developer" else role}
+    if message.get("tool_calls"):
+        found["tool_calls"] = for_template(message["tool_calls"])
+        if found["tool_calls"] is None:
+            key = f"{where}.tool_calls"
+            raise ApiError(400, f"{key}: must be functions with a name, and arguments as a JSON object", key)
+        content = content or ""
+    if isinstance(content, list):
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
+    if not isinstance(content, str):
+        raise ApiError(400, f"{where}.content: must be a string or parts of type text", f"{where}.content")
+    return found | {"content": content}

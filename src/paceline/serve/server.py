@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 import types
@@ -10,6 +11,7 @@ from collections.abc import Callable
 
 import uvicorn
 
+from paceline.console import escape_controls
 from paceline.serve.api import Api
 from paceline.serve.limits import is_loopback
 
@@ -26,6 +28,13 @@ class Server(uvicorn.Server):
         self._api.is_draining = True
         self.force_exit = self.should_exit
         self.should_exit = True
+
+
+class EscapedFormatter(logging.Formatter):
+    """Control characters become escapes: a traceback may hold text of a client."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escape_controls(super().format(record))
 
 
 def check_address(host: str, api_key: str | None) -> None:
@@ -66,6 +75,9 @@ def run(api: Api, bound: socket.socket, ready: Callable[[str], None]) -> None:
         backlog=2048,
         ws="none",
     )
+    handler = logging.StreamHandler()
+    handler.setFormatter(EscapedFormatter("%(levelname)s: %(message)s"))
+    logging.getLogger("uvicorn").addHandler(handler)
     server = Server(api, config)
     ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1")
     server.run(sockets=[bound])

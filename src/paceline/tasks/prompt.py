@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 from paceline.config import TaskSection
-from paceline.tasks.task import Message, Prompt, as_messages
+from paceline.tasks.task import Message, Prompt, Tool, as_messages
 
 PROMPT_FORMAT = "a non-empty string or a list of messages with `role` and `content`, both strings"
 PLACEHOLDER = "paceline-assistant-turn"  # the assistant's turn in a template; no template has a reason to change it
@@ -61,12 +61,17 @@ def apply_template(prompt: Prompt, section: TaskSection) -> Prompt:
     return as_messages(prompt, section.system)
 
 
+def encode_rendered(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Token ids of a text from `render_chat`, which has its special tokens."""
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
 def encode(tokenizer: Any, prompt: Prompt, chat: bool = True) -> tuple[int, ...]:
     """Token ids of a prompt. Uses the model's chat template, if it has one and `chat` is on, with generation prompt."""
     if not is_unicode(prompt):
         raise ValueError(f"prompt {ascii(prompt_preview(prompt))[:60]}: not valid Unicode text")
     if chat and tokenizer.chat_template:
-        return _ids(tokenizer, render_chat(tokenizer, as_messages(prompt), add_generation_prompt=True))
+        return encode_rendered(tokenizer, render_chat(tokenizer, as_messages(prompt), add_generation_prompt=True))
     if isinstance(prompt, str):
         return tuple(tokenizer.encode(prompt))
     reason = "this model has no chat template" if chat else "the chat template is turned off"
@@ -86,13 +91,15 @@ def continuation(
     if not is_unicode(list(observation)):
         raise ValueError(f"observation {ascii(prompt_preview(list(observation)))[:60]}: not valid Unicode text")
     if not (chat and tokenizer.chat_template):
-        return _ids(tokenizer, "".join(message["content"] for message in observation))
+        return encode_rendered(tokenizer, "".join(message["content"] for message in observation))
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PLACEHOLDER}]
     following = render_chat(tokenizer, [*turns, *observation], add_generation_prompt=True)
-    following_ids = _ids(tokenizer, _after_placeholder(following))
+    following_ids = encode_rendered(tokenizer, _after_placeholder(following))
     # What the template puts after every assistant turn, such as <|im_end|> and a newline. The policy may have emitted
     # the first of these itself (its end token). Ids are compared, so that none is repeated or tokenized again.
-    closing_ids = _ids(tokenizer, _after_placeholder(render_chat(tokenizer, turns, add_generation_prompt=False)))
+    closing_ids = encode_rendered(
+        tokenizer, _after_placeholder(render_chat(tokenizer, turns, add_generation_prompt=False))
+    )
     for num_closed in range(min(len(closing_ids), len(completion_ids)), 0, -1):
         if tuple(map(int, completion_ids[-num_closed:])) == closing_ids[:num_closed] == following_ids[:num_closed]:
             return following_ids[num_closed:]
@@ -104,11 +111,15 @@ def prompt_preview(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+def render_chat(
+    tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Tool] = ()
+) -> str:
     """The messages in the format of the model's chat template."""
     try:
         return str(
-            tokenizer.apply_chat_template(list(messages), add_generation_prompt=add_generation_prompt, tokenize=False)
+            tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, add_generation_prompt=add_generation_prompt, tokenize=False
+            )
         )
     except Exception as error:  # a template is a program of the model: it may raise any exception
         kind = "" if str(error) else type(error).__name__
@@ -123,7 +134,3 @@ def _after_placeholder(text: str) -> str:
     if not found:
         raise ValueError("the model's chat template leaves out the assistant's messages; set task.chat = false")
     return after
-
-
-def _ids(tokenizer: Any, text: str) -> tuple[int, ...]:
-    return tuple(tokenizer.encode(text, add_special_tokens=False))

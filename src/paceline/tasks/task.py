@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 Message = dict[str, Any]  # {"role": …, "content": …}
 Prompt = str | list[Message]
+Tool = dict[str, Any]  # {"type": "function", "function": {"name": …, "description": …, "parameters": JSON schema}}
 
 
 @dataclass(frozen=True, slots=True)

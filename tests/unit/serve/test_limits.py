@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 from paceline.serve.event_stream import EventStream
 from paceline.serve.limits import Guard, Limits, host_name, is_loopback
-from paceline.serve.server import bind, check_address
+from paceline.serve.server import EscapedFormatter, bind, check_address
 
 JSON = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
 
@@ -101,3 +103,12 @@ def test_a_port_in_use_is_an_error() -> None:
         bound.listen()
         with pytest.raises(ValueError, match="the port is in use"):
             bind("127.0.0.1", bound.getsockname()[1])
+
+
+def test_logs_are_escaped() -> None:
+    try:
+        raise ValueError("\x1b[2J")
+    except ValueError:
+        record = logging.LogRecord("uvicorn", logging.ERROR, "", 1, "failed: \x9b", (), sys.exc_info())
+    text = EscapedFormatter("%(message)s").format(record)
+    assert "failed: \\x9b" in text and "ValueError: \\x1b[2J" in text and "\x1b" not in text

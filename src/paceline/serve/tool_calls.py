@@ -1,0 +1,180 @@
+"""Tool calls in a model's text, in the formats of the common chat templates.
+
+- hermes (Qwen2.5, Qwen3, Hermes): `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number, also within text
+- llama3_json (Llama 3): the whole text is `{"name": …, "parameters": {…}}`, several of them separated by `;`
+- mistral: the whole text is `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`; the marker is a special token, which the
+  text may lack
+
+What is not a valid call stays text.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    name: str
+    arguments: str  # JSON
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+
+Found = tuple[str, list[ToolCall]]  # text that is no tool call, and the calls after it
+
+
+class ToolParser(ABC):
+    """Gets a sample's text in pieces. What may become a call is held back until it is known to be one."""
+
+    @abstractmethod
+    def add(self, text: str) -> Found: ...
+    @abstractmethod
+    def finish(self) -> Found:
+        """What is still held back."""
+        ...
+
+
+class HermesParser(ToolParser):
+    def __init__(self) -> None:
+        self._held = ""
+
+    def add(self, text: str) -> Found:
+        self._held += text
+        content, calls = "", list[ToolCall]()
+        while (start := self._held.find(OPEN)) >= 0:
+            end = self._held.find(CLOSE, start)
+            if end < 0:
+                break
+            call = _one_call(self._held[start + len(OPEN) : end])
+            end += len(CLOSE)
+            if call is None:
+                content += self._held[:end]
+            else:
+                content += self._held[:start]
+                calls.append(call)
+            self._held = self._held[end:]
+        keep = len(self._held) - start if start >= 0 else _overlap(self._held, OPEN)
+        content, self._held = content + self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return ("" if calls and not content.strip() else content), calls
+
+    def finish(self) -> Found:
+        held, self._held = self._held, ""
+        call = _one_call(held.removeprefix(OPEN)) if held.startswith(OPEN) else None  # the end token replaced the mark
+        return ("", [call]) if call is not None else (held, [])
+
+
+class WholeTextParser(ToolParser):
+    """For formats without a mark that the text keeps: it is known at the end whether all of it are calls."""
+
+    def __init__(self, first: str, mark: str) -> None:
+        self._first, self._mark = first, mark  # the first character of a call, and a mark that may come before it
+        self._held, self._is_text = "", False
+
+    def add(self, text: str) -> Found:
+        if self._is_text:
+            return text, []
+        self._held += text
+        begun = self._held.lstrip()
+        if not begun or begun.startswith((self._first, self._mark)) or self._mark.startswith(begun):
+            return "", []
+        self._is_text = True
+        held, self._held = self._held, ""
+        return held, []
+
+    def finish(self) -> Found:
+        held, self._held = self._held, ""
+        content = held.strip().removeprefix(self._mark).strip()
+        calls = self._calls(content) if content.startswith(self._first) else []
+        return ("", calls) if calls else (held, [])
+
+    def _calls(self, content: str) -> list[ToolCall]:
+        """Empty if anything in it is no call."""
+        values = _json(content) if self._first == "[" else _json_values(content)
+        calls = [_to_call(value) for value in values] if isinstance(values, list) else []
+        return [call for call in calls if call is not None] if None not in calls else []
+
+
+def _json_values(text: str) -> list[Any] | None:
+    """JSON values one after another, separated by semicolons."""
+    decoder, values = json.JSONDecoder(), list[Any]()
+    while text := text.lstrip("; \n"):
+        try:
+            value, end = decoder.raw_decode(text)
+        except (ValueError, RecursionError):
+            return None
+        values.append(value)
+        text = text[end:]
+    return values
+
+
+def _one_call(text: str) -> ToolCall | None:
+    return _to_call(_json(text))
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _to_call(value: Any) -> ToolCall | None:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # some models write them as JSON in a string
+        arguments = _json(arguments)
+    return ToolCall(value["name"], json.dumps(arguments)) if isinstance(arguments, dict) else None
+
+
+def _overlap(text: str, mark: str) -> int:
+    """The length of the longest end of the text that begins the mark."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
+
+
+PARSERS = {
+    "hermes": HermesParser,
+    "llama3_json": lambda: WholeTextParser("{", "<|python_tag|>"),
+    "mistral": lambda: WholeTextParser("[", "[TOOL_CALLS]"),
+}
+
+
+def parser_of(template: str | None) -> str | None:
+    """The format that a chat template asks the model for; None if it has no tools, or an unknown format."""
+    if not template or "tools" not in template:
+        return None
+    for mark, name in ((OPEN, "hermes"), ("[TOOL_CALLS]", "mistral"), ('"parameters"', "llama3_json")):
+        if mark in template:
+            return name
+    return None
+
+
+def to_api(calls: Sequence[ToolCall], first_index: int | None = None) -> list[dict[str, Any]]:
+    """OpenAI's format; with indices in a stream."""
+    return [
+        ({} if first_index is None else {"index": first_index + i})
+        | {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for i, call in enumerate(calls)
+    ]
+
+
+def for_template(calls: Any) -> list[dict[str, Any]] | None:
+    """A client's calls, as chat templates expect them: the arguments are an object. None if they are malformed."""
+    found = []
+    for call in calls if isinstance(calls, list) else [None]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            return None
+        arguments = function.get("arguments") or "{}"
+        arguments = _json(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(arguments, dict):
+            return None
+        found.append({"type": "function", "function": {"name": function["name"], "arguments": arguments}})
+    return found
