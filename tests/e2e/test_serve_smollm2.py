@@ -3,6 +3,8 @@ drafts."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,6 +49,13 @@ def ask(client: OpenAI, i: int) -> dict[str, Any]:
         "ids": [token for event in events for token in event.choices[0].token_ids],
         "reason": events[-1].choices[0].finish_reason,
     }
+
+
+def test_the_example(served: Served) -> None:
+    example = Path(__file__).parents[2] / "examples" / "openai_client.py"
+    done = subprocess.run([sys.executable, example, served.url], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) >= 4 and done.stdout.count("logprob -") == 2
 
 
 def test_clients_get_the_tokens_of_llm_without_drafts(served: Served, plain: LLM) -> None:
