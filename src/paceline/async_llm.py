@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
+from paceline.config import Config
 from paceline.engine.engine import LocalEngine
 from paceline.engine.engine_thread import EngineThread, Listener
 from paceline.llm import LLM, Encoded, TextOrIds
@@ -16,18 +17,31 @@ from paceline.tasks.task import Message, Tool
 from paceline.types import Completion, NewTokens, SamplingParams, StepTrace
 
 Result = TypeVar("Result")
+OnStep = Callable[[list[StepTrace]], None]
 
 
 class AsyncLLM:
-    """Requests of all callers run in one batch. To cancel the task that waits for a request, or to leave its stream,
-    aborts the request. The `LLM` may not be used meanwhile, and is closed with this.
+    """The arguments are those of `LLM`. Requests of all callers run in one batch. To cancel the task that waits for a
+    request, or to leave its stream, aborts the request.
 
     `on_step` is called with the traces of every step, on the engine's thread.
     """
 
-    def __init__(self, llm: LLM, on_step: Callable[[list[StepTrace]], None] | None = None) -> None:
-        self.llm = llm
-        self.thread = EngineThread(llm.engine, on_step)
+    def __init__(self, model: str, *, on_step: OnStep | None = None, **settings: Any) -> None:
+        self._start(lambda: LLM(model, **settings), on_step)
+
+    @classmethod
+    def from_config(cls, config: Config, on_step: OnStep | None = None) -> Self:
+        llm = cls.__new__(cls)
+        llm._start(lambda: LLM.from_config(config), on_step)
+        return llm
+
+    def _start(self, make: Callable[[], LLM], on_step: OnStep | None) -> None:
+        def make_engine() -> LocalEngine:
+            self.llm = make()
+            return self.llm.engine
+
+        self.thread = EngineThread(make_engine, on_step)
         # One thread: tokenizers are not safe to use from several. Long prompts must not block the event loop.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="paceline-tokenizer")
 

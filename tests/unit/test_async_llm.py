@@ -43,7 +43,7 @@ def llm(model: str) -> Iterator[LLM]:
 
 def run(model: str, function: Callable[[AsyncLLM], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with AsyncLLM(LLM(model, **SETTINGS)) as llm:
+        async with AsyncLLM(model, **SETTINGS) as llm:
             await asyncio.wait_for(function(llm), 120)
             assert not llm.llm.engine.has_work
             assert not any(llm.llm.engine.paged.pool.ref_counts), "KV blocks are free"
@@ -175,9 +175,10 @@ def test_weights_are_updated_between_two_steps(model: str) -> None:
 
 
 def thread_and_requests() -> tuple[EngineThread, list[Request]]:
-    engine = LocalEngine(TableDecoder(Table(6, 1), num_blocks=64))
     sampling = SamplingParams(max_tokens=200, ignore_eos=True)
-    return EngineThread(engine), [Request(i, (0, 1), sampling) for i in range(3)]
+    return EngineThread(lambda: LocalEngine(TableDecoder(Table(6, 1), num_blocks=64))), [
+        Request(i, (0, 1), sampling) for i in range(3)
+    ]
 
 
 def test_close_finishes_or_aborts() -> None:
@@ -202,6 +203,11 @@ def test_all_samples_are_submitted_or_none() -> None:
     assert thread.call(lambda engine: engine.has_work).result() is False
     thread.close()
     assert told == []
+
+
+def test_an_engine_that_can_not_be_made_is_an_error() -> None:
+    with pytest.raises(ValueError, match="not a known name"):
+        AsyncLLM("no-such-model", device="cpu")
 
 
 def test_an_idle_thread_uses_no_time() -> None:

@@ -64,14 +64,12 @@ def serve(
     key = api_key_of(api_key)
     check_address(host, key)
     with bind(host, port) as bound:
-        from paceline.llm import LLM
         from paceline.serve.api import Api
 
-        with err.status(f"loading {cfg.model.name}"):
-            llm = LLM.from_config(cfg)
         limits = Limits(
             max_body_bytes=max_body_mb << 20, max_requests=max_requests, max_samples=max_samples, max_tokens=max_tokens
         )
-        api = Api(llm, served_model_name or cfg.model.name, limits, key, drain_s)
+        with err.status(f"loading {cfg.model.name}"):
+            api = Api(cfg, served_model_name, limits, key, drain_s)
         run(api, bound, lambda url: out.print(f"serving {api.model_name} at {url}", soft_wrap=True))
     print_note("stopped")

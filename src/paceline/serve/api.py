@@ -25,8 +25,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from paceline.async_llm import AsyncLLM
+from paceline.config import Config
 from paceline.engine.engine_thread import EngineClosed, EngineError
-from paceline.llm import LLM
 from paceline.outputs import CompletionChunk
 from paceline.serve.errors import ApiError, handle_api_error
 from paceline.serve.event_stream import EventStream, disconnected
@@ -47,12 +47,13 @@ class Api:
     """Answers requests with one model. `drain_s`: how long requests may take to finish when the server stops."""
 
     def __init__(
-        self, llm: LLM, model_name: str, limits: Limits | None = None, api_key: str | None = None, drain_s: float = 30.0
-    ) -> None:
-        self.limits, self.model_name, self.drain_s = limits or Limits(), model_name, drain_s
+        self, config: Config, model_name: str | None = None, limits: Limits | None = None,
+        api_key: str | None = None, drain_s: float = 30.0,
+    ) -> None:  # fmt: skip
+        self.limits, self.model_name, self.drain_s = limits or Limits(), model_name or config.model.name, drain_s
         self.metrics = ServerMetrics()
-        self.metrics.watch(llm.engine)
-        self.llm = AsyncLLM(llm, self.metrics.add_traces)
+        self.llm = AsyncLLM.from_config(config, self.metrics.add_traces)
+        self.metrics.watch(self.llm.llm.engine)
         self.is_draining = False
         self._started = int(time.time())
         post, get = ["POST"], ["GET"]
