@@ -127,17 +127,20 @@ def main() -> None:
     command = [sys.executable, "-m", "paceline", "serve", arguments.model, *arguments.settings, "--port", "0"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
-        assert server.stdout is not None
-        url = server.stdout.readline().split()[-1]
-        root = url.removesuffix("/v1")
-        load = Load(url, arguments.model, arguments)
-        asyncio.run(Load(url, arguments.model, argparse.Namespace(clients=arguments.clients, minutes=0.2)).run())
-        time.sleep(2)
-        before = state(server.pid, root)
-        asyncio.run(load.run())
-        time.sleep(2)
-        after = state(server.pid, root)
-        server.terminate()
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().split()[-1]
+            root = url.removesuffix("/v1")
+            load = Load(url, arguments.model, arguments)
+            warm_up = argparse.Namespace(clients=arguments.clients, minutes=0.2)
+            asyncio.run(Load(url, arguments.model, warm_up).run())
+            time.sleep(2)
+            before = state(server.pid, root)
+            asyncio.run(load.run())
+            time.sleep(2)
+            after = state(server.pid, root)
+        finally:
+            server.terminate()
         exit_status = server.wait(60)
     print(f"outcomes: {dict(load.outcomes)}")
     print(f"time to first token: {percentiles(load.first_s)}; whole response: {percentiles(load.total_s)}")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, Self, TypeVar
 
 from paceline.config import Config
 from paceline.engine.engine import LocalEngine
-from paceline.engine.engine_thread import EngineThread, Listener
+from paceline.engine.engine_thread import EngineClosed, EngineThread, Listener
 from paceline.llm import LLM, Encoded, TextOrIds
 from paceline.outputs import CompletionChunk, RequestOutput, TextStream, completion_chunk, completion_output
 from paceline.tasks.task import Message, Tool
@@ -42,7 +42,7 @@ class AsyncLLM:
             return self.llm.engine
 
         self.thread = EngineThread(make_engine, on_step)
-        # One thread: tokenizers are not safe to use from several. Long prompts must not block the event loop.
+        # Long prompts must block neither the event loop nor the engine. One thread: the engine needs the cores.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="paceline-tokenizer")
 
     @property
@@ -55,14 +55,15 @@ class AsyncLLM:
         """All samples of one prompt: a string, token ids, or the messages of a conversation."""
         params = sampling_params or SamplingParams()
         text, ids = await self.encode(prompt)
-        outputs: list[Completion | None] = [None] * params.n
+        outputs: dict[int, Completion] = {}
         async with aclosing(self._run(ids, params, streams=False)) as steps:
             async for index, new in steps:
+                assert new.completion is not None
                 outputs[index] = new.completion
         return RequestOutput(
             text,
             list(ids),
-            [completion_output(done, i, self.tokenizer) for i, done in enumerate(outputs) if done is not None],
+            [completion_output(done, i, self.tokenizer) for i, done in sorted(outputs.items())],
         )
 
     async def stream(
@@ -96,10 +97,13 @@ class AsyncLLM:
 
         def listener(index: int) -> Listener:
             def put(new: NewTokens | Exception) -> None:
-                loop.call_soon_threadsafe(received.put_nowait, (index, new))
+                with suppress(RuntimeError):  # the event loop is closed: nobody waits
+                    loop.call_soon_threadsafe(received.put_nowait, (index, new))
 
             return put
 
+        if params.bad_words:
+            params = await loop.run_in_executor(self._tokenizing, self.llm.with_bad_word_ids, params)
         requests = self.llm.requests(ids, params)
         left = len(requests)
         submitted = self.thread.submit(requests, [listener(i) for i in range(left)], streams)
@@ -113,7 +117,8 @@ class AsyncLLM:
                 yield index, new
         finally:
             if left:
-                self.thread.abort([request.request_id for request in requests])
+                with suppress(EngineClosed):
+                    self.thread.abort([request.request_id for request in requests])
 
     async def call(self, function: Callable[[LocalEngine], Result]) -> Result:
         """Call a function with the engine between two steps, for example to update weights."""

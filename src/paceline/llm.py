@@ -17,6 +17,7 @@ from paceline.build.engine import build_engine
 from paceline.config import Config
 from paceline.config_io import ConfigError
 from paceline.console import SafeConsole
+from paceline.engine.checks import bad_word_ids
 from paceline.outputs import RequestOutput, completion_output
 from paceline.tasks.prompt import encode, encode_rendered, is_unicode, render_chat
 from paceline.tasks.task import Message, Tool
@@ -112,9 +113,13 @@ class LLM:
         """One request for each of the `n` samples of a prompt."""
         # Samples of one prompt have the same history to draft from.
         problem = hashlib.blake2b(np.array(token_ids, np.int64).tobytes(), digest_size=16).hexdigest()
-        one = replace(params, n=1)
+        one = replace(self.with_bad_word_ids(params), n=1)
         keys = [None if params.seed is None else seeded_noise_key(params.seed, i) for i in range(params.n)]
         return [Request(next(self._request_ids), token_ids, one, key, problem) for key in keys]
+
+    def with_bad_word_ids(self, params: SamplingParams) -> SamplingParams:
+        """Tokenize bad words once, not for each sample on the engine's thread."""
+        return replace(params, bad_words=bad_word_ids(params.bad_words, self.tokenizer)) if params.bad_words else params
 
     def _generate(self, prompts: list[Encoded], params: Params | None, progress: bool) -> list[RequestOutput]:
         requests = [

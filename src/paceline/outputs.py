@@ -90,6 +90,9 @@ def _columns(tokens: Completion | NewTokens) -> dict[str, Any]:
     }
 
 
+MAX_HELD = 8  # tokens without new text, before the window moves on
+
+
 class TextStream:
     """The text of a growing list of tokens, piece by piece. It holds back what may be part of a character of several
     tokens, or of a stop string. All pieces together are `completion_text`."""
@@ -116,11 +119,17 @@ class TextStream:
 
     def _extend(self) -> str:
         """Decode only the last tokens: a token's text may depend on the token before it, not on more."""
-        before = self._decode(self._first, self._next)
-        window = self._decode(self._first, len(self._token_ids))
+        before, end = self._decode(self._first, self._next), len(self._token_ids)
+        window = self._decode(self._first, end)
         if len(window) > len(before) and not window.endswith("\ufffd"):
             self._text += window[len(before) :]
-            self._first, self._next = self._next, len(self._token_ids)
+            self._first, self._next = self._next, end
+        elif end - self._next > MAX_HELD:  # tokens without text, or bytes that are no text
+            middle = end - MAX_HELD // 2  # no character has more tokens
+            head = self._decode(self._first, middle)
+            if head + self._decode(middle, end) == window:
+                self._text += head[len(before) :]
+                self._first = self._next = middle
         return self._text
 
     def _decode(self, start: int, end: int) -> str:
@@ -134,7 +143,7 @@ def completion_text(completion: Completion, tokenizer: Any) -> str:
     text: str = tokenizer.decode(token_ids, skip_special_tokens=True)
     stop = completion.stop_reason
     if isinstance(stop, str):  # it ends in the last token
-        before = len(tokenizer.decode(token_ids[:-1], skip_special_tokens=True))
+        before = len(tokenizer.decode(token_ids[:-1], skip_special_tokens=True).rstrip("\ufffd"))
         at = text.find(stop, max(0, before - len(stop) + 1))
         if at >= 0:  # not in the text if it contains a special token
             text = text[:at]

@@ -62,15 +62,15 @@ class SamplingParams:
         need(_is_finite(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1] (1 turns it off)")
         need(_is_finite(self.min_p) and 0 <= self.min_p < 1, "min_p", "in [0, 1) (0 turns it off)")
         need(_is_integer(self.max_tokens) and self.max_tokens >= 1, "max_tokens", "an integer >= 1")
-        need(_are(str, self.stop) and all(self.stop), "stop", "a sequence of non-empty strings")
+        need(all(map(_is_text, self.stop)), "stop", "a sequence of non-empty Unicode strings")
         need(_are_ids(self.stop_token_ids), "stop_token_ids", "a sequence of token ids")
         need(_is_integer(self.n) and self.n >= 1, "n", "an integer >= 1")
         need(self.seed is None or _is_integer(self.seed), "seed", "an integer or None")
         need(_is_integer(self.logprobs) and self.logprobs >= 0, "logprobs", "an integer >= 0")
         valid_min_tokens = _is_integer(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens
         need(valid_min_tokens, "min_tokens", f"an integer from 0 to max_tokens, which is {self.max_tokens}")
-        valid_repetition = _is_finite(self.repetition_penalty) and self.repetition_penalty > 0
-        need(valid_repetition, "repetition_penalty", "a finite number above 0 (1 turns it off)")
+        valid_repetition = _is_finite(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100
+        need(valid_repetition, "repetition_penalty", "from 0.01 to 100 (1 turns it off)")
         for name in ("frequency_penalty", "presence_penalty"):
             need(
                 _is_finite(getattr(self, name)) and -2 <= getattr(self, name) <= 2, name, "in [-2, 2] (0 turns it off)"
@@ -81,8 +81,10 @@ class SamplingParams:
         need(valid_bias, "logit_bias", "a dict of token ids and numbers from -100 to 100")
         allowed = self.allowed_token_ids
         need(allowed is None or (len(allowed) > 0 and _are_ids(allowed)), "allowed_token_ids", "token ids, or None")
-        valid_words = all(bool(word) and (isinstance(word, str) or _are_ids(word)) for word in self.bad_words)
-        need(valid_words, "bad_words", "a sequence of non-empty strings or sequences of token ids")
+        valid_words = all(
+            _is_text(word) or (isinstance(word, tuple) and word and _are_ids(word)) for word in self.bad_words
+        )
+        need(valid_words, "bad_words", "a sequence of non-empty Unicode strings or sequences of token ids")
 
     def _normalise(self) -> None:
         """Sequences become tuples, and a dict sorted pairs, so that params can be compared and hashed."""
@@ -165,8 +167,12 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _are(kind: type, values: Iterable[object]) -> bool:
-    return all(isinstance(value, kind) for value in values)
+def _is_text(value: object) -> bool:
+    """Not empty, and without lone surrogates, which tokenizers reject."""
+    try:
+        return isinstance(value, str) and bool(value.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _are_ids(values: Iterable[object]) -> bool:

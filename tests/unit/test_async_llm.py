@@ -160,13 +160,15 @@ def test_an_error_in_a_step_ends_all_requests_and_the_engine_goes_on(
 
 def test_weights_are_updated_between_two_steps(model: str) -> None:
     async def check(async_llm: AsyncLLM) -> None:
-        running = asyncio.create_task(async_llm.generate("abc", SamplingParams(max_tokens=100, ignore_eos=True)))
-        while not async_llm.thread.num_requests:
-            await asyncio.sleep(0.001)
         weights = [(name, tensor.clone()) for name, tensor in hf_state(async_llm.llm.engine.paged.decoder)]
-        receipt = await async_llm.call(lambda engine: engine.update_weights(weights, 1))
-        assert receipt.version == 1
-        assert (await running).outputs[0].versions[-1] == 1
+        versions: list[int] = []
+        async with aclosing(async_llm.stream("abc", SamplingParams(max_tokens=200, ignore_eos=True))) as chunks:
+            async for chunk in chunks:
+                if not versions:
+                    receipt = await async_llm.call(lambda engine: engine.update_weights(weights, 1))
+                    assert receipt.version == 1
+                versions += chunk.versions
+        assert versions[0] == 0 and versions[-1] == 1 and versions == sorted(versions)
 
     run(model, check)
 
@@ -210,11 +212,29 @@ def test_an_engine_that_can_not_be_made_is_an_error() -> None:
         AsyncLLM("no-such-model", device="cpu")
 
 
-def test_an_idle_thread_uses_no_time() -> None:
+def test_an_idle_thread_runs_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[None] = []
+    monkeypatch.setattr(LocalEngine, "step", lambda self: steps.append(None))
     thread, _ = thread_and_requests()
-    before = time.thread_time_ns(), time.process_time()
-    time.sleep(0.3)
-    assert time.process_time() - before[1] < 0.1
+    time.sleep(0.1)
+    thread.close()
+    assert not steps
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_outside_of_a_step_leaves_nobody_waiting() -> None:
+    """Broken on purpose: a listener that raises ends the thread."""
+    thread, requests = thread_and_requests()
+    told: list[Any] = []
+
+    def broken(new: Any) -> None:
+        raise RuntimeError("listener")
+
+    thread.submit(requests[:2], [told.append, broken], streams=True).result()
+    thread._thread.join(60)
+    assert isinstance(told[-1], EngineClosed)
+    with pytest.raises(EngineClosed):
+        thread.call(lambda engine: None)
     thread.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ def check_request(request: Request, max_positions: int, vocab_size: int, kv_toke
     for key, ids in (
         ("logit_bias", [token for token, _ in sampling.logit_bias]),
         ("allowed_token_ids", sampling.allowed_token_ids or ()),
+        ("stop_token_ids", sampling.stop_token_ids),
         ("bad_words", [token for word in sampling.bad_words if not isinstance(word, str) for token in word]),
     ):
         for token in ids:
@@ -57,31 +59,28 @@ def check_sampling(request: Request, engine: str) -> None:
         )
 
 
-def bad_word_ids(request: Request, tokenizer: Any) -> tuple[tuple[int, ...], ...]:
+def bad_word_ids(words: Seq[str | tuple[int, ...]], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
     """The bad words as token ids. A string has two forms: at the start of a text, and after a space."""
     found: list[tuple[int, ...]] = []
-    for word in request.sampling.bad_words:
+    for word in words:
         if not isinstance(word, str):
             found.append(tuple(map(int, word)))
         elif tokenizer is None:
             raise ValueError(
-                f"request {request.request_id}: sampling.bad_words with strings needs a tokenizer, and this engine has "
-                "none; give token ids"
+                "sampling.bad_words with strings needs a tokenizer, and this engine has none; give token ids"
             )
         else:
             forms = (word, " " + word.lstrip(" "))
             found += [tuple(tokenizer.encode(form, add_special_tokens=False)) for form in forms]
-    return tuple(dict.fromkeys(found))
+    return tuple(word for word in dict.fromkeys(found) if word)
 
 
 def check_tokens_left(sequence: Sequence, vocab_size: int) -> None:
     """Raise ValueError if sampling.allowed_token_ids, bad_words and min_tokens might leave no token to sample."""
     sampling = sequence.request.sampling
-    if not sampling.bad_words and not sampling.min_tokens:
-        return
-    allowed = set(range(vocab_size) if sampling.allowed_token_ids is None else sampling.allowed_token_ids)
     excluded = {word[-1] for word in sequence.bad_words} | (sequence.stop_ids if sampling.min_tokens else set())
-    if not allowed - excluded:
+    allowed = sampling.allowed_token_ids
+    if len(excluded) >= vocab_size if allowed is None else excluded.issuperset(allowed):
         raise ValueError(
             f"request {sequence.request.request_id}: sampling.allowed_token_ids, bad_words and min_tokens leave no "
             "token to sample; allow a token that ends no bad word and no sequence"

@@ -104,7 +104,7 @@ class LocalEngine:
         check_request(request, config.max_positions, config.vocab_size, kv_tokens, self.detokenize is not None)
         self.runner.check(request)
         request = with_noise_key(request, self.seed, self._num_submitted)
-        bad_words = bad_word_ids(request, self.tokenizer)
+        bad_words = bad_word_ids(request.sampling.bad_words, self.tokenizer)
         sequence = Sequence(request, self._num_submitted, config.max_positions, config.eos_token_ids, bad_words)
         check_tokens_left(sequence, config.vocab_size)
         self._num_submitted += 1

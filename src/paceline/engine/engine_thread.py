@@ -6,18 +6,20 @@ called on this thread, so they must return soon and not raise.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from paceline.engine.engine import LocalEngine
 from paceline.engine.interface import Handle
 from paceline.engine.sequence import Sequence as EngineSequence
-from paceline.types import Completion, NewTokens, Request, StepTrace, TopLogprobs
+from paceline.types import Completion, NewTokens, Request, StepTrace
 
 Result = TypeVar("Result")
 
@@ -36,14 +38,13 @@ Listener = Callable[[NewTokens | Exception], None]  # gets the tokens, or why th
 def new_tokens(sequence: EngineSequence, start: int, completion: Completion | None = None) -> NewTokens:
     """From emitted token `start` on."""
     record, new = sequence.record, slice(sequence.num_prompt + start, sequence.num_tokens)
-    top = sequence.emitted_top_logprobs()
     return NewTokens(
         token_ids=record.tokens[new].copy(),
         logprobs=record.logprobs[new].copy(),
         raw_logprobs=record.raw_logprobs[new].copy(),
         versions=record.versions[new].copy(),
         provenance=record.provenance[new].copy(),
-        top_logprobs=None if top is None else TopLogprobs(top.token_ids[start:], top.logprobs[start:]),
+        top_logprobs=sequence.emitted_top_logprobs(start),
         completion=completion,
     )
 
@@ -115,13 +116,12 @@ class EngineThread:
     def close(self, drain_s: float = 0.0) -> None:
         """Finish running requests within `drain_s` seconds, abort the rest, and end the thread. The engine stays open.
         Submitting meanwhile is an error."""
-        if self._has_ended:
-            return
-        self.call(self._begin_close).result()
-        deadline = time.monotonic() + drain_s
-        while self._running and time.monotonic() < deadline and self._thread.is_alive():
-            time.sleep(0.01)
-        self.call(lambda engine: self._end(engine)).result()
+        with suppress(EngineClosed):
+            self.call(self._begin_close).result()
+            deadline = time.monotonic() + drain_s
+            while self._running and time.monotonic() < deadline:
+                time.sleep(0.01)
+            self.call(self._end).result()
         self._thread.join()
 
     # ---- on this thread ----
@@ -133,13 +133,25 @@ class EngineThread:
             made.set_exception(error)
             return
         made.set_result(self._engine)
-        while not self._has_ended:
-            try:
-                call = self._calls.get(block=not self._engine.has_work)
-            except queue.Empty:
-                self._step()
-            else:
-                call()
+        try:
+            while not self._has_ended:
+                try:
+                    call = self._calls.get(block=not self._engine.has_work)
+                except queue.Empty:
+                    self._step()
+                else:
+                    call()
+        finally:  # after an error that is not a step's, nobody may wait for an answer
+            self._finish()
+
+    def _finish(self) -> None:
+        with self._lock:
+            self._has_ended = True
+        running, self._running = self._running, {}
+        for each in running.values():
+            each.listener(EngineClosed("the engine's thread has ended"))
+        while not self._calls.empty():  # calls that came before; they find no requests
+            self._calls.get()()
 
     def _submit(
         self, engine: LocalEngine, requests: Sequence[Request], listeners: Sequence[Listener], streams: bool
@@ -159,22 +171,23 @@ class EngineThread:
             self._running[request_id] = _Running(handle, engine.sequence(request_id), listener, streams)
 
     def _abort(self, engine: LocalEngine, request_ids: Sequence[int]) -> None:
-        for request_id in request_ids:
-            if request_id in self._running and not self._running[request_id].handle.done:
-                engine.abort(request_id)
+        try:
+            for request_id in request_ids:
+                if request_id in self._running and not self._running[request_id].handle.done:
+                    engine.abort(request_id)
+        except Exception as error:  # of a step in flight
+            self._fail(error)
         self._tell()
 
     def _step(self) -> None:
         try:
             self._engine.step()
-        except Exception as error:  # a step's error ends all requests; the engine goes on
+        except Exception as error:  # it ends all requests; the engine goes on
             self._fail(error)
-            return
         self._tell()
+        traces = self._engine.drain_trace()
         if self._on_step is not None:
-            self._on_step(self._engine.drain_trace())
-        else:
-            self._engine.drain_trace()
+            self._on_step(traces)
 
     def _tell(self) -> None:
         for request_id, running in list(self._running.items()):
@@ -188,20 +201,19 @@ class EngineThread:
                 running.listener(new)
 
     def _fail(self, error: Exception) -> None:
+        logging.getLogger("paceline").error("an engine step failed; all running requests end", exc_info=error)
         failed = EngineError(str(error) or type(error).__name__)
         failed.__cause__ = error
         running, self._running = self._running, {}
         for each in running.values():
+            each.listener(failed)
+        for each in running.values():
             if not each.handle.done:
                 self._engine.abort(each.handle.request.request_id)
-            each.listener(failed)
 
     def _begin_close(self, engine: Any) -> None:
         self._is_closing = True
 
     def _end(self, engine: LocalEngine) -> None:
         self._abort(engine, list(self._running))
-        with self._lock:
-            self._has_ended = True
-        while not self._calls.empty():  # calls that came before; they find no requests
-            self._calls.get()()
+        self._has_ended = True

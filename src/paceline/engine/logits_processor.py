@@ -47,7 +47,8 @@ def _process(logits_V: Tensor, sequence: Sequence, output_ids: np.ndarray) -> No
         tokens, bias = zip(*sampling.logit_bias, strict=True)
         logits_V[_index(logits_V, tokens)] += torch.tensor(bias, dtype=logits_V.dtype, device=logits_V.device)
     if sampling.repetition_penalty != 1:
-        seen = _index(logits_V, np.unique(np.concatenate([sequence.request.prompt_ids, output_ids])))
+        prompt_ids = sequence.record.tokens[: sequence.num_prompt]
+        seen = _index(logits_V, np.unique(np.concatenate([prompt_ids, output_ids])))
         values = logits_V[seen]
         penalty = sampling.repetition_penalty
         logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
@@ -59,7 +60,7 @@ def _process(logits_V: Tensor, sequence: Sequence, output_ids: np.ndarray) -> No
 
 def _excluded(sequence: Sequence, output_ids: np.ndarray) -> set[int]:
     """Tokens that would complete a bad word, or end the sequence before `min_tokens`."""
-    excluded = set(sequence.stop_ids) if len(output_ids) < sequence.request.sampling.min_tokens else set()
+    excluded = set(sequence.stop_ids) if len(output_ids) < sequence.request.sampling.min_tokens else set[int]()
     for word in sequence.bad_words:
         before = word[:-1]
         if not before or tuple(output_ids[-len(before) :].tolist()) == before:

@@ -100,7 +100,7 @@ class Sequence:
         self.truncates = sampling.truncates
         self.bad_words = bad_words
         self.changes_logits = bool(sampling.logits_parameters)
-        self.top_logprobs: list[TopLogprobs] = []  # of the emitted tokens, a part for each step
+        self.top_logprobs: list[tuple[int, TopLogprobs]] = []  # by step: its first emitted token, and its tokens'
         self.stop_ids = frozenset(sampling.stop_token_ids) | (
             frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
         )
@@ -142,7 +142,7 @@ class Sequence:
                     continue
                 text = detokenize(tail[-window:])
                 # A match within the text of the first `min_tokens` tokens does not count later either.
-                before = len(detokenize(tail[-window:-1])) if min_tokens else 0
+                before = len(detokenize(tail[-window:-1]).rstrip("\ufffd")) if min_tokens else 0
                 for stop in stops:
                     if text.find(stop, max(0, before - len(stop) + 1)) >= 0:
                         return i + 1, stop
@@ -182,19 +182,25 @@ class Sequence:
         )
 
     def add_top_logprobs(self, top: TopLogprobs, num: int) -> None:
-        """Of the next `num` tokens, before they are counted. A part that an interrupted step left is dropped."""
-        num_known = sum(len(part.token_ids) for part in self.top_logprobs)
-        while num_known > self.num_tokens - self.num_prompt:
-            num_known -= len(self.top_logprobs.pop().token_ids)
-        self.top_logprobs.append(TopLogprobs(top.token_ids[:num], top.logprobs[:num]))
+        """Of the next `num` tokens, before they are counted."""
+        emitted = self.num_tokens - self.num_prompt
+        while self.top_logprobs and self.top_logprobs[-1][0] >= emitted:  # an interrupted step left it
+            self.top_logprobs.pop()
+        self.top_logprobs.append((emitted, TopLogprobs(top.token_ids[:num], top.logprobs[:num])))
 
-    def emitted_top_logprobs(self) -> TopLogprobs | None:
+    def emitted_top_logprobs(self, start: int = 0) -> TopLogprobs | None:
+        """From emitted token `start` on, with which a step began; None if the request does not report them."""
         if not (num := self.request.sampling.logprobs):
             return None
-        ids = [np.empty((0, num), np.int32), *(part.token_ids for part in self.top_logprobs)]
-        logprobs = [np.empty((0, num)), *(part.logprobs for part in self.top_logprobs)]
-        end = self.num_tokens - self.num_prompt
-        return TopLogprobs(np.concatenate(ids)[:end], np.concatenate(logprobs)[:end])
+        parts, end = [TopLogprobs(np.empty((0, num), np.int32), np.empty((0, num)))], self.num_tokens - self.num_prompt
+        for first, part in reversed(self.top_logprobs):
+            if first < start:
+                break
+            if first < end:
+                parts.append(part)
+        parts.reverse()
+        ids, logprobs = ([getattr(part, name) for part in parts] for name in ("token_ids", "logprobs"))
+        return TopLogprobs(np.concatenate(ids), np.concatenate(logprobs))
 
     def _sources(self, sources: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
         """The sources renumbered by this sequence's own drafters in order of appearance, and their names."""

@@ -26,7 +26,7 @@ class SequenceTable:
     def __init__(self, num_slots: int) -> None:
         self.drafters: list[str] = []  # names for the numbers in `sources`
         self.sequences: list[Sequence | None] = []
-        self.stop_ids: frozenset[int] = frozenset()  # of all sequences that were ever added
+        self.stop_ids: frozenset[int] = frozenset()  # of all running sequences, and perhaps of some that have left
         self.num_removed = self._num_table_versions = 0
         self._ids = np.zeros(0, np.int64), np.zeros(0, np.int64)  # the last slots asked for, and their request ids
         self._resize(max(1, num_slots), STRIDE)
@@ -57,7 +57,8 @@ class SequenceTable:
         self._lengthen(max(sequence.num_tokens for sequence in new))
         while self.sequences.count(None) < len(new):
             self._resize(2 * len(self.sequences), self.length)
-        self.stop_ids = self.stop_ids.union(*(sequence.stop_ids for sequence in new))
+        running = [sequence for sequence in self.sequences if sequence is not None]
+        self.stop_ids = frozenset().union(*(sequence.stop_ids for sequence in (*running, *new)))
         free = (slot for slot, sequence in enumerate(self.sequences) if sequence is None)
         self._place(new, list(islice(free, len(new))))
 

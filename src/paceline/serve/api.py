@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import (
     AsyncGenerator,
-    AsyncIterator,
     Awaitable,
     Callable,
     Coroutine,
@@ -14,8 +13,8 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from contextlib import aclosing, asynccontextmanager, contextmanager
-from functools import partial
+from contextlib import aclosing, contextmanager
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -27,6 +26,7 @@ from starlette.routing import Route
 from paceline.async_llm import AsyncLLM
 from paceline.config import Config
 from paceline.engine.engine_thread import EngineClosed, EngineError
+from paceline.model.kv import BLOCK
 from paceline.outputs import CompletionChunk
 from paceline.serve.errors import ApiError, handle_api_error
 from paceline.serve.event_stream import EventStream, disconnected
@@ -53,30 +53,29 @@ class Api:
         self.limits, self.model_name, self.drain_s = limits or Limits(), model_name or config.model.name, drain_s
         self.metrics = ServerMetrics()
         self.llm = AsyncLLM.from_config(config, self.metrics.add_traces)
-        self.metrics.watch(self.llm.llm.engine)
+        self.engine = self.metrics.engine = self.llm.llm.engine
+        tokenizer = self.llm.tokenizer
+        self._token_text: Callable[[int], str] = lru_cache(1 << 18)(lambda token: tokenizer.decode([token]))
         self.is_draining = False
         self._started = int(time.time())
         post, get = ["POST"], ["GET"]
         self.app = Starlette(
             routes=[
                 Route("/v1/models", self.models, methods=get),
-                Route("/v1/completions", _Counted(self, self.completions), methods=post),
-                Route("/v1/chat/completions", _Counted(self, self.chat), methods=post),
-                Route("/inference/v1/generate", _Counted(self, self.generate), methods=post),
+                Route("/v1/completions", _Measured(self, self.completions), methods=post),
+                Route("/v1/chat/completions", _Measured(self, self.chat), methods=post),
+                Route("/inference/v1/generate", _Measured(self, self.generate), methods=post),
                 Route("/health", self.health, methods=get),
                 Route("/metrics", self.show_metrics, methods=get),
             ],
             middleware=[Middleware(Guard, limits=self.limits, api_key=api_key)],
             exception_handlers={ApiError: handle_api_error, 404: _not_found, 405: _not_found, Exception: _crashed},
-            lifespan=self._lifespan,
         )
 
-    @asynccontextmanager
-    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            await self.llm.close(self.drain_s)
+    async def close(self) -> None:
+        """Finish the requests in progress within `drain_s`; the rest gets status 503."""
+        self.is_draining = True
+        await self.llm.close(self.drain_s)
 
     # ---- routes ----
 
@@ -126,20 +125,31 @@ class Api:
         body = parse_body(GenerateBody, await request.body())
         if body.model is not None:
             self._check_model(body.model)
-        if body.stream:
-            raise ApiError(400, "stream is not supported on this route; use /v1/completions", "stream")
+        body.check()
         sampling = body.sampling_params
         max_tokens = DEFAULT_MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
         params = sampling.params(self.limits, max_tokens, 1, 0)
         ids = tuple(body.token_ids)
-        form = GenerateFormat(self.model_name, self.llm.tokenizer, sampling.logprobs is not None, True, [list(ids)])
+        self._check_length([ids])
+        form = GenerateFormat(
+            body.request_id, self.model_name, self._token_text, bool(sampling.logprobs), True, [body.token_ids]
+        )
         return json_response(await self._whole(request, [ids], params, form))
 
     # ---- steps of a request ----
 
     @property
     def _context(self) -> int:
-        return self.llm.llm.engine.model_config.max_positions
+        """Most tokens of prompt and completion."""
+        return min(self.engine.model_config.max_positions, self.engine.paged.pool.num_blocks * BLOCK)
+
+    def _check_length(self, prompts: Sequence[Ids]) -> None:
+        """Before requests are made for each sample."""
+        longest = max(map(len, prompts))
+        if longest >= self._context:
+            raise ApiError(
+                400, f"The prompt has {longest} tokens; the context is {self._context} and must hold at least one more"
+            )
 
     def _check_model(self, name: str) -> None:
         if name != self.model_name:
@@ -167,8 +177,9 @@ class Api:
             raise ApiError(400, "skip_special_tokens: must be true; use return_token_ids", "skip_special_tokens")
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options: needs stream = true", "stream_options")
+        self._check_length(prompts)
         prompt_ids = [list(ids) for ids in prompts]
-        made = form(self.model_name, self.llm.tokenizer, logprobs, bool(body.return_token_ids), prompt_ids)
+        made = form(self.model_name, self._token_text, logprobs, bool(body.return_token_ids), prompt_ids)
         if not body.stream:
             return json_response(await self._whole(request, prompts, params, made))
         events = self._events(prompts, params, made, body.includes_usage)
@@ -184,7 +195,8 @@ class Api:
         async def run() -> dict[str, Any]:
             with _as_api_errors():
                 found = await _gather([self.llm.generate(ids, params) for ids in prompts])
-            return form.response([each.outputs for each in found])
+            # In a thread: with many logprobs it takes long.
+            return await asyncio.to_thread(form.response, [each.outputs for each in found])
 
         return await _until_disconnect(request, run())
 
@@ -205,9 +217,8 @@ class Api:
             yield form.usage_chunk()
 
 
-class _Counted:
-    """A route that generates, as an ASGI app: it limits how many requests are in progress, streams included, and counts
-    them."""
+class _Measured:
+    """A route that generates, as an ASGI app. It measures requests up to the end of their response."""
 
     def __init__(self, api: Api, route: Callable[[Request], Awaitable[Response]]) -> None:
         self._api, self._route = api, route
@@ -215,9 +226,6 @@ class _Counted:
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         api, metrics = self._api, self._api.metrics
         request = Request(scope, receive, send)
-        if metrics.num_running >= api.limits.max_requests:
-            metrics.count(request.url.path, 429)
-            raise ApiError(429, "Too many requests are in progress; try again later")
         metrics.num_running += 1
         started, status = time.perf_counter(), 500
         try:
@@ -233,7 +241,7 @@ class _Counted:
             status = 499  # nobody reads the response
         finally:
             metrics.num_running -= 1
-            metrics.count(request.url.path, status)
+            metrics.count(scope["path"], status)
             metrics.latency_s.observe(time.perf_counter() - started)
 
 
@@ -318,8 +326,8 @@ def _as_api_errors(param: str | None = None) -> Iterator[None]:
         yield
     except EngineClosed:
         raise ApiError(503, "The server is shutting down") from None
-    except EngineError as error:
-        raise ApiError(500, f"The request failed: {error}") from None
+    except EngineError:
+        raise ApiError(500, "The engine failed; its log has the reason") from None
     except ValueError as error:
         raise ApiError(400, str(error), param) from None
 
@@ -327,7 +335,7 @@ def _as_api_errors(param: str | None = None) -> Iterator[None]:
 async def _not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     what = "has no such path" if status == 404 else "does not allow this method"
-    body = ApiError(status, f"The server {what}: {request.method} {request.url.path[:200]}").body()
+    body = ApiError(status, f"The server {what}: {request.method} {request.scope['path'][:200]}").body()
     body["error"]["code"] = "not_found" if status == 404 else "method_not_allowed"
     return json_response(body, status)
 

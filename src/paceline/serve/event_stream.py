@@ -38,14 +38,21 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         async with aclosing(self._items) as items:
-            try:
-                start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-                await asyncio.wait_for(send(start), self._timeout_s)
-                async for item in items:
-                    await asyncio.wait_for(send(_event(to_json(item), more=True)), self._timeout_s)
-                await asyncio.wait_for(send(_event(b"[DONE]", more=False)), self._timeout_s)
-            except (TimeoutError, OSError):  # nobody reads
+            start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            if not await self._is_read(send, start):
                 return
+            async for item in items:
+                if not await self._is_read(send, _event(to_json(item), more=True)):
+                    return
+            await self._is_read(send, _event(b"[DONE]", more=False))
+
+    async def _is_read(self, send: Send, message: dict[str, Any]) -> bool:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await send(message)
+        except (TimeoutError, OSError):
+            return False
+        return True
 
 
 def _event(data: bytes, more: bool) -> dict[str, Any]:

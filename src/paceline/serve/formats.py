@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from paceline.outputs import CompletionChunk, CompletionOutput
@@ -15,37 +16,38 @@ Output = CompletionOutput | CompletionChunk
 
 
 class Format(ABC):
-    """Of one response. `index`: of the choice; `first`: nothing was sent for this choice before."""
+    """Of one response. `token_text`: decodes one token. `index`: of the choice; `prompt_index`: of its prompt; `first`:
+    nothing was sent for this choice before."""
 
     prefix = "cmpl"
     kind = chunk_kind = "text_completion"
 
     def __init__(
-        self, model: str, tokenizer: Any, logprobs: bool, token_ids: bool, prompt_ids: list[list[int]]
+        self, model: str, token_text: Callable[[int], str], logprobs: bool, token_ids: bool, prompt_ids: list[list[int]]
     ) -> None:
-        self.tokenizer, self.logprobs, self.token_ids, self.prompt_ids = tokenizer, logprobs, token_ids, prompt_ids
+        self.token_text, self.logprobs, self.token_ids, self.prompt_ids = token_text, logprobs, token_ids, prompt_ids
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._num_tokens = 0
         self._versions: set[int] = set()
 
     @abstractmethod
-    def choice(self, index: int, output: Output, prompt: int, first: bool) -> dict[str, Any]: ...
-    @abstractmethod
-    def chunk_choice(self, index: int, output: Output, prompt: int, first: bool) -> dict[str, Any]: ...
+    def choice(self, index: int, output: Output, prompt_index: int, first: bool) -> dict[str, Any]: ...
+    def chunk_choice(self, index: int, output: Output, prompt_index: int, first: bool) -> dict[str, Any]:
+        return self.choice(index, output, prompt_index, first)
 
     def response(self, outputs: list[list[CompletionOutput]]) -> dict[str, Any]:
         """`outputs`: for each prompt."""
         choices: list[dict[str, Any]] = []
-        for prompt, samples in enumerate(outputs):
+        for prompt_index, samples in enumerate(outputs):
             for output in samples:
                 self._count(output)
-                choices.append(self.choice(len(choices), output, prompt, first=True))
+                choices.append(self.choice(len(choices), output, prompt_index, first=True))
         return self._body(self.kind, choices) | {"usage": self.usage()} | self._extra()
 
-    def chunk(self, index: int, output: CompletionChunk, prompt: int, first: bool) -> dict[str, Any]:
+    def chunk(self, index: int, output: CompletionChunk, prompt_index: int, first: bool) -> dict[str, Any]:
         self._count(output)
         extra = self._extra() if first or output.finish_reason is not None else {}
-        return self._body(self.chunk_kind, [self.chunk_choice(index, output, prompt, first)]) | extra
+        return self._body(self.chunk_kind, [self.chunk_choice(index, output, prompt_index, first)]) | extra
 
     def usage_chunk(self) -> dict[str, Any]:
         return self._body(self.chunk_kind, []) | {"usage": self.usage()} | self._extra()
@@ -71,17 +73,13 @@ class Format(ABC):
         self._num_tokens += len(output.token_ids)
         self._versions.update(output.versions)
 
-    def _token(self, token_id: int) -> str:
-        text: str = self.tokenizer.decode([token_id])
-        return text
-
 
 class CompletionFormat(Format):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._offsets: dict[int, int] = {}  # by choice, of the next token's text
 
-    def choice(self, index: int, output: Output, prompt: int, first: bool) -> dict[str, Any]:
+    def choice(self, index: int, output: Output, prompt_index: int, first: bool) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
             "text": output.text,
@@ -92,13 +90,11 @@ class CompletionFormat(Format):
         if self.token_ids:
             choice |= {"token_ids": output.token_ids, "versions": output.versions}
             if first:
-                choice["prompt_token_ids"] = self.prompt_ids[prompt]
+                choice["prompt_token_ids"] = self.prompt_ids[prompt_index]
         return choice
 
-    chunk_choice = choice
-
     def _logprobs(self, index: int, output: Output) -> dict[str, Any]:
-        tokens = [self._token(token) for token in output.token_ids]
+        tokens = [self.token_text(token) for token in output.token_ids]
         offsets = []
         for token in tokens:
             offsets.append(self._offsets.setdefault(index, 0))
@@ -107,9 +103,16 @@ class CompletionFormat(Format):
         return {
             "tokens": tokens,
             "token_logprobs": output.raw_logprobs,
-            "top_logprobs": [{self._token(token): value for token, value in top.items()} for top in tops],
+            "top_logprobs": [self._by_text(top) for top in tops],
             "text_offset": offsets,
         }
+
+    def _by_text(self, top: dict[int, float]) -> dict[str, float]:
+        """Of tokens with the same text, such as parts of characters, the most probable one."""
+        found: dict[str, float] = {}
+        for token, value in top.items():
+            found.setdefault(self.token_text(token), value)
+        return found
 
 
 class ChatFormat(Format):
@@ -121,14 +124,14 @@ class ChatFormat(Format):
         self._parsers: dict[int, ToolParser] = {}  # by choice
         self._num_calls: dict[int, int] = {}
 
-    def choice(self, index: int, output: Output, prompt: int, first: bool) -> dict[str, Any]:
+    def choice(self, index: int, output: Output, prompt_index: int, first: bool) -> dict[str, Any]:
         content, calls = self._parse(index, output)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message |= {"content": content or None, "tool_calls": to_api(calls)}
         return {"index": index, "message": message, **self._rest(index, output)}
 
-    def chunk_choice(self, index: int, output: Output, prompt: int, first: bool) -> dict[str, Any]:
+    def chunk_choice(self, index: int, output: Output, prompt_index: int, first: bool) -> dict[str, Any]:
         num_before = self._num_calls.get(index, 0)
         content, calls = self._parse(index, output)
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
@@ -169,8 +172,9 @@ class ChatFormat(Format):
         ]
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        token = self._token(token_id)
-        return {"token": token, "logprob": logprob, "bytes": list(token.encode("utf-8", "replace"))}
+        token = self.token_text(token_id)
+        is_part = "\ufffd" in token  # of a character: its bytes are not in the text
+        return {"token": token, "logprob": logprob, "bytes": None if is_part else list(token.encode())}
 
 
 class GenerateFormat(Format):
@@ -179,7 +183,11 @@ class GenerateFormat(Format):
 
     prefix = "gen"
 
-    def choice(self, index: int, output: Output, prompt: int, first: bool) -> dict[str, Any]:
+    def __init__(self, request_id: str | None, *args: Any) -> None:
+        super().__init__(*args)
+        self._request_id = request_id
+
+    def choice(self, index: int, output: Output, prompt_index: int, first: bool) -> dict[str, Any]:
         content = [
             {"token": f"token_id:{token}", "logprob": logprob}
             for token, logprob in zip(output.token_ids, output.logprobs, strict=True)
@@ -192,8 +200,6 @@ class GenerateFormat(Format):
             "finish_reason": output.finish_reason,
         }
 
-    chunk_choice = choice
-
     def response(self, outputs: list[list[CompletionOutput]]) -> dict[str, Any]:
         body = super().response(outputs)
-        return body | {"request_id": body["id"], "prompt_token_ids": self.prompt_ids[0]}
+        return body | {"request_id": self._request_id or body["id"], "prompt_token_ids": self.prompt_ids[0]}

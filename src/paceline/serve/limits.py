@@ -60,15 +60,31 @@ class Guard:
     """
 
     def __init__(self, app: App, limits: Limits, api_key: str | None) -> None:
-        self._app, self._limits, self._api_key = app, limits, api_key
+        self._app, self._limits, self._num_posts = app, limits, 0
+        self._api_key = api_key.strip().encode() if api_key is not None else None
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        is_post = scope["method"] == "POST"
         try:
             self._check(scope)
-            messages = await asyncio.wait_for(self._read_body(scope, receive), self._limits.body_timeout_s)
+            if not is_post:  # a body is not read
+                await self._app(scope, receive, send)
+                return
+            if self._num_posts >= self._limits.max_requests:
+                raise ApiError(429, "Too many requests are in progress; try again later")
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        self._num_posts += 1
+        try:
+            await self._post(scope, receive, send)
+        finally:
+            self._num_posts -= 1
+
+    async def _post(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._limits.body_timeout_s):
+                messages = await self._read_body(scope, receive)
         except TimeoutError:
             await ApiError(408, "The body did not arrive in time").response()(scope, receive, send)
             return
@@ -91,7 +107,7 @@ class Guard:
                 raise ApiError(403, "The Host header does not name this machine's loopback interface")
         elif scope["path"] != "/health":
             scheme, _, key = headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._api_key.encode()):
+            if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self._api_key):
                 raise ApiError(401, "Incorrect API key provided; send it as Authorization: Bearer KEY")
         if scope["method"] == "POST":
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()

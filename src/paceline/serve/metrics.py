@@ -25,7 +25,7 @@ class ServerMetrics:
         )
         self._seconds = dict.fromkeys(("draft_s", "forward_s", "sample_s", "total_s"), 0.0)
         self._num_steps = 0
-        self._engine: LocalEngine | None = None
+        self.engine: LocalEngine | None = None
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.latency_s, self.first_token_s = (
@@ -35,9 +35,6 @@ class ServerMetrics:
                 ("time_to_first_token", "Time to the first token of a stream."),
             )
         )
-
-    def watch(self, engine: LocalEngine) -> None:
-        self._engine = engine
 
     def add_traces(self, traces: list[StepTrace]) -> None:
         for trace in traces:
@@ -81,13 +78,13 @@ class ServerMetrics:
             ("requests_in_progress", "Requests of clients in progress.", self.num_running),
             ("mean_acceptance_length", "Tokens per verified draft, the target's own included.", acceptance_length),
         ]
-        if self._engine is not None:
-            scheduler, pool = self._engine.scheduler, self._engine.paged.pool
+        if self.engine is not None:
+            scheduler, pool = self.engine.scheduler, self.engine.paged.pool
             gauges += [
                 ("num_requests_running", "Sequences that run.", len(scheduler.running)),
                 ("num_requests_waiting", "Sequences that wait.", len(scheduler.waiting)),
                 ("kv_cache_usage", "Share of KV blocks in use.", 1 - pool.num_free / pool.num_blocks),
-                ("policy_version", "Version of the weights.", self._engine.version),
+                ("policy_version", "Version of the weights.", self.engine.version),
             ]
         for name, text, value in gauges:
             yield GaugeMetricFamily(f"paceline_{name}", text, value=value)

@@ -6,9 +6,9 @@ Keys and meanings are OpenAI's; those that OpenAI does not have are vLLM's. `nul
 from __future__ import annotations
 
 import json
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.serve.errors import ApiError
 from paceline.serve.limits import Limits
@@ -32,7 +32,15 @@ NOT_SUPPORTED = {
     "truncate_prompt_tokens": "shorten the prompt",
     "chat_template": "the model's own template is used",
 }
-NO_EFFECT = {"echo": False, "best_of": 1, "include_stop_str_in_output": False}
+NO_EFFECT = {
+    "echo": False, "best_of": 1, "include_stop_str_in_output": False, "response_format": {"type": "text"},
+    "modalities": ["text"],
+}  # fmt: skip
+
+
+# The error is of the first wrong element: a list may have millions.
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Strings = Annotated[list[str], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
@@ -53,15 +61,15 @@ class SamplingBody(Body):
     min_p: float | None = None
     min_tokens: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Strings | None = None
+    stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Ids | None = None
+    bad_words: Strings | None = None
     skip_special_tokens: bool | None = None
 
     def params(self, limits: Limits, max_tokens: int, num_prompts: int, logprobs: int) -> SamplingParams:
@@ -80,8 +88,9 @@ class SamplingBody(Body):
         for key, (size, limit, what) in sizes.items():
             if size > limit:
                 raise ApiError(400, f"{key}: {size} {what}; this server allows {limit}", key)
-        if any(len(each) > limits.max_stop_chars for each in stop):
-            raise ApiError(400, f"stop: this server allows {limits.max_stop_chars} characters in a stop string", "stop")
+        for key, strings in (("stop", stop), ("bad_words", self.bad_words or [])):
+            if any(len(each) > limits.max_stop_chars for each in strings):
+                raise ApiError(400, f"{key}: this server allows {limits.max_stop_chars} characters in a string", key)
         given = {key: getattr(self, key) for key in SamplingBody.model_fields if getattr(self, key) is not None}
         given.pop("skip_special_tokens", None)
         given |= {"stop": tuple(stop), "max_tokens": max_tokens, "logprobs": logprobs}
@@ -115,13 +124,13 @@ class TextBody(SamplingBody):
 
 
 class CompletionBody(TextBody):
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Ids | Strings | Annotated[list[Ids], Field(fail_fast=True)]
     max_tokens: int | None = None
     logprobs: int | None = None
 
 
 class ChatBody(TextBody):
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -153,12 +162,21 @@ class GenerateBody(Body):
     """vLLM's token-level route, which the clients of RL environments use."""
 
     model: str | None = None
-    token_ids: list[int]
+    token_ids: Ids
     sampling_params: GenerateSampling
-    request_id: str | None = None
-    cache_salt: Any = None  # without effect: the prefix cache is always shared
+    request_id: str | None = None  # of the response too
+    cache_salt: Any = None  # accepted, but the prefix cache is shared: one server has one user
     priority: int | None = None
     stream: bool | None = None
+
+    def check(self) -> None:
+        """Raises ApiError."""
+        if self.stream:
+            raise ApiError(400, "stream is not supported on this route; use /v1/completions", "stream")
+        if self.priority:
+            raise ApiError(400, "priority is not supported", "priority")
+        if (self.sampling_params.logprobs or 0) > 1:
+            raise ApiError(400, "logprobs: this route reports those of the sampled tokens only", "logprobs")
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -181,7 +199,10 @@ def parse_body(kind: type[AnyBody], content: bytes) -> AnyBody:
         return kind.model_validate(found)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        key = ".".join(str(part) for part in first["loc"][:2]) if first["loc"] else None
+        path = (
+            first["loc"][:1] if first["loc"][:1] in (("prompt",), ("stop",)) else first["loc"][:2]
+        )  # unions have tags
+        key = ".".join(map(str, path)) or None
         raise ApiError(400, f"{key}: {first['msg']}", key) from None
 
 
@@ -211,6 +232,7 @@ def _template_message(where: str, message: Message) -> Message:
         key = f"{where}.{sorted(unknown)[0]}"
         raise ApiError(400, f"{key} is not supported", key)
     found: Message = {"role": "system" if role == "developer" else role}
+    found |= {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
     if message.get("tool_calls"):
         found["tool_calls"] = for_template(message["tool_calls"])
         if found["tool_calls"] is None:

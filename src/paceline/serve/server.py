@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
@@ -23,6 +24,11 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._api = api
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        closing = asyncio.create_task(self._api.close())
+        await super().shutdown(sockets)
+        await closing
+
     def handle_exit(self, sig: int, frame: types.FrameType | None) -> None:
         # Not the base's, which raises the signal again at the end: a stop that was asked for is not an error.
         self._api.is_draining = True
@@ -31,10 +37,11 @@ class Server(uvicorn.Server):
 
 
 class EscapedFormatter(logging.Formatter):
-    """Control characters become escapes: a traceback may hold text of a client."""
+    """Control characters become escapes, and lines after the first are indented: a traceback may hold text of a client,
+    which must not look like another entry."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return escape_controls(super().format(record))
+        return escape_controls(super().format(record)).replace("\n", "\n    ")
 
 
 def check_address(host: str, api_key: str | None) -> None:
@@ -60,7 +67,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run(api: Api, bound: socket.socket, ready: Callable[[str], None]) -> None:
-    """`ready` is called with the URL when the server answers."""
+    """`ready` is called with the URL when clients can connect."""
     host, port = bound.getsockname()[:2]
     config = uvicorn.Config(
         api.app,
@@ -68,17 +75,19 @@ def run(api: Api, bound: socket.socket, ready: Callable[[str], None]) -> None:
         log_level="error",
         access_log=False,  # paths of clients must not get into logs
         server_header=False,
-        lifespan="on",
+        lifespan="off",
         timeout_keep_alive=30,
-        timeout_graceful_shutdown=max(1, round(api.drain_s)),
-        limit_concurrency=None,
-        backlog=2048,
+        timeout_graceful_shutdown=round(api.drain_s) + 5,  # requests end before, see `Api.close`
         ws="none",
     )
     handler = logging.StreamHandler()
     handler.setFormatter(EscapedFormatter("%(levelname)s: %(message)s"))
-    logging.getLogger("uvicorn").addHandler(handler)
+    for name in ("uvicorn", "asyncio", "paceline"):
+        logging.getLogger(name).addHandler(handler)
     server = Server(api, config)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # for clients that do not read: connections inherit it
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * api.limits.send_timeout_s))
+    bound.listen(2048)
     ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1")
     server.run(sockets=[bound])
 

@@ -24,7 +24,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 class ToolCall:
     name: str
     arguments: str  # JSON
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:9])  # Mistral's templates require nine characters
 
 
 Found = tuple[str, list[ToolCall]]  # text that is no tool call, and the calls after it
@@ -43,31 +43,41 @@ class ToolParser(ABC):
 
 class HermesParser(ToolParser):
     def __init__(self) -> None:
-        self._held = ""
+        self._held, self._has_calls = "", False
 
     def add(self, text: str) -> Found:
         self._held += text
         content, calls = "", list[ToolCall]()
-        while (start := self._held.find(OPEN)) >= 0:
-            end = self._held.find(CLOSE, start)
-            if end < 0:
-                break
-            call = _one_call(self._held[start + len(OPEN) : end])
-            end += len(CLOSE)
-            if call is None:
-                content += self._held[:end]
-            else:
-                content += self._held[:start]
-                calls.append(call)
+        while (start := self._held.find(OPEN)) >= 0 and (block := self._block(start)) is not None:
+            call, end = block
+            content += self._held[:end] if call is None else self._held[:start].rstrip()
+            calls += [] if call is None else [call]
             self._held = self._held[end:]
-        keep = len(self._held) - start if start >= 0 else _overlap(self._held, OPEN)
-        content, self._held = content + self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return ("" if calls and not content.strip() else content), calls
+        self._has_calls |= bool(calls)
+        known = start if start >= 0 else len(self._held) - _overlap(self._held, OPEN)
+        known = len(self._held[:known].rstrip())  # space before a call is not text
+        content, self._held = content + self._held[:known], self._held[known:]
+        return content, calls
+
+    def _block(self, start: int) -> tuple[ToolCall | None, int] | None:
+        """The call that begins at `start` and its end; no call and the end of what is none; or None: not known yet. The
+        arguments may contain the closing mark."""
+        begin = start + len(OPEN)
+        first = end = self._held.find(CLOSE, begin)
+        while end >= 0:
+            if (call := _one_call(self._held[begin:end])) is not None:
+                return call, end + len(CLOSE)
+            end = self._held.find(CLOSE, end + 1)
+        is_followed = first >= 0 and self._held.find(OPEN, first) >= 0
+        return (None, first + len(CLOSE)) if is_followed else None
 
     def finish(self) -> Found:
         held, self._held = self._held, ""
-        call = _one_call(held.removeprefix(OPEN)) if held.startswith(OPEN) else None  # the end token replaced the mark
-        return ("", [call]) if call is not None else (held, [])
+        block = held.lstrip()
+        call = _one_call(block.removeprefix(OPEN)) if block.startswith(OPEN) else None  # the end token was the mark
+        if call is not None:
+            return "", [call]
+        return ("" if self._has_calls and not block else held), []
 
 
 class WholeTextParser(ToolParser):
@@ -170,11 +180,12 @@ def for_template(calls: Any) -> list[dict[str, Any]] | None:
     found = []
     for call in calls if isinstance(calls, list) else [None]:
         function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        if call is None or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             return None
         arguments = function.get("arguments") or "{}"
         arguments = _json(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(arguments, dict):
             return None
-        found.append({"type": "function", "function": {"name": function["name"], "arguments": arguments}})
+        identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        found.append({**identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
     return found

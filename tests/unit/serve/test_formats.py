@@ -17,7 +17,7 @@ TEXT = f"Let me see. {CALL}{CALL}"
 
 
 def chat(parser: str | None) -> ChatFormat:
-    return ChatFormat(parser, "tiny", None, False, False, [[1, 2]])
+    return ChatFormat(parser, "tiny", str, False, False, [[1, 2]])
 
 
 def columns(num: int) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def output(text: str, reason: str = "stop") -> CompletionOutput:
 def test_a_response_with_calls() -> None:
     made = chat("hermes").response([[output(TEXT)]])
     choice = ChatCompletion.model_validate(made).choices[0]
-    assert choice.finish_reason == "tool_calls" and choice.message.content == "Let me see. "
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "Let me see."
     assert choice.message.tool_calls is not None and len(choice.message.tool_calls) == 2
     for call in choice.message.tool_calls:
         assert call.type == "function" and json.loads(call.function.arguments) == {"a": 1}
@@ -60,7 +60,7 @@ def test_a_stream_with_calls(size: int) -> None:
         content += choice.delta.content or ""
         calls += choice.delta.tool_calls or []
         reason = choice.finish_reason
-    assert (content, reason) == ("Let me see. ", "tool_calls")
+    assert (content, reason) == ("Let me see.", "tool_calls")
     assert [(call.index, call.function and call.function.name) for call in calls] == [(0, "add"), (1, "add")]
 
 

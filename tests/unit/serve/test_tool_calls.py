@@ -11,12 +11,17 @@ from paceline.serve.tool_calls import PARSERS, for_template, parser_of
 
 A = '{"name": "add", "arguments": {"a": 1, "b": [2, "<tool_call>"]}}'
 B = '{"name": "now", "arguments": {}}'
+C = '{"name": "say", "arguments": {"x": "</tool_call>"}}'
 ADD, NOW = ("add", {"a": 1, "b": [2, "<tool_call>"]}), ("now", {})
 
 CASES = [
     ("hermes", f"<tool_call>\n{A}\n</tool_call>", "", [ADD]),
     ("hermes", f"<tool_call>\n{A}\n</tool_call>\n<tool_call>{B}</tool_call>", "", [ADD, NOW]),
-    ("hermes", f"Let me see. <tool_call>{B}</tool_call>", "Let me see. ", [NOW]),
+    ("hermes", f"Let me see. <tool_call>{B}</tool_call>", "Let me see.", [NOW]),
+    ("hermes", f"<tool_call>{B}</tool_call>\n\n<tool_call>{B}</tool_call> \n", "", [NOW, NOW]),
+    ("hermes", f"<tool_call>{B}</tool_call> and then", " and then", [NOW]),
+    ("hermes", f"<tool_call>{{oops}}</tool_call> <tool_call>{B}</tool_call>", "<tool_call>{oops}</tool_call>", [NOW]),
+    ("hermes", f"<tool_call>{C}</tool_call>", "", [("say", {"x": "</tool_call>"})]),
     ("hermes", f"<tool_call>{B}", "", [NOW]),  # the end token came instead of the mark
     ("hermes", "no call", "no call", []),
     ("hermes", "a < b and <tool", "a < b and <tool", []),
@@ -51,15 +56,15 @@ def test_calls(name: str, text: str, content: str, calls: list[tuple[str, object
     piece, new = parser.finish()
     found_text, found = found_text + piece, found + new
     assert [(call.name, json.loads(call.arguments)) for call in found] == calls
-    assert found_text.strip() == content.strip()
+    assert found_text == content
     assert len({call.id for call in found}) == len(found)
 
 
 def test_text_is_not_held_back_without_need() -> None:
     parser = PARSERS["hermes"]()
     assert parser.add("2 < 3") == ("2 < 3", [])
-    assert parser.add(" <to") == (" ", [])
-    assert parser.add("ol> x") == ("<tool> x", [])
+    assert parser.add(" <to") == ("", [])
+    assert parser.add("ol> x") == (" <tool> x", [])
     parser = PARSERS["mistral"]()
     assert parser.add("  ") == ("", [])
     assert parser.add("Hi") == ("  Hi", [])
@@ -76,6 +81,6 @@ def test_the_format_of_a_template() -> None:
 
 def test_calls_of_a_client() -> None:
     good = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]
-    assert for_template(good) == [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+    assert for_template(good) == [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
     for bad in (3, [3], [{}], [{"function": {"name": 1}}], [{"function": {"name": "f", "arguments": "[1]"}}]):
         assert for_template(bad) is None
