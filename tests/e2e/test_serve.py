@@ -111,7 +111,7 @@ def test_chat(client: OpenAI, llm: LLM) -> None:
         assert [entry.logprob for entry in choice.logprobs.content] == pytest.approx(output.raw_logprobs, abs=1e-9)
         assert all(len(entry.top_logprobs) == 3 for entry in choice.logprobs.content)
         known = b"".join(bytes(entry.bytes or []) for entry in choice.logprobs.content).decode()
-        assert known == output.text.replace("\ufffd", "") != ""  # bytes that are no text have no bytes field
+        assert known == "".join(filter(str.isascii, output.text)) != ""  # parts of characters have no bytes
 
 
 def test_tools_are_in_the_prompt(client: OpenAI, llm: LLM) -> None:
