@@ -137,7 +137,7 @@ def check_stops_and_aborts(engine: VllmEngine, known: Completion) -> None:
     """`known` is the completion of request 3 without a stop."""
     emitted, prompt = known.token_ids.tolist(), PROMPTS[3]
     position = emitted.index(emitted[9])
-    stop = SamplingParams(max_tokens=16, stop_token_ids=(emitted[9], 10**6), ignore_eos=True)  # the second is no token
+    stop = SamplingParams(max_tokens=16, stop_token_ids=(emitted[9],), ignore_eos=True)
     text = engine.tokenizer.decode(emitted[:10])[-2:]
     num_emitted = next(i for i in range(1, 17) if text in engine.tokenizer.decode(emitted[:i]))
     stop_string = SamplingParams(max_tokens=16, stop=(text,), ignore_eos=True)
