@@ -4,7 +4,8 @@
 
 Every server gets the same requests, which generate all of --max-tokens (`ignore_eos`). Each round has seeds of its own:
 a history drafter must not see the same completions again. With --llm MODEL, the same requests are also run by
-`paceline.LLM` in this process, without HTTP. A round is --waves times as many requests as run at the same time.
+`paceline.LLM` in this process, without HTTP: give it the server's settings, for example with
+--set speculation.method=none. A round is --waves times as many requests as run at the same time.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def test_settings_among_prompts() -> None:
 # Every command that reads a config, with the other arguments that it needs.
 READS_CONFIG = {
     ("train",): (), ("eval",): ("model", "chain_sum"), ("train-draft",): (), ("sweep",): (), ("verify",): (),
-    ("doctor",): (), ("generate",): ("a prompt",), ("replay",): ("x.jsonl",), ("advise",): ("x.jsonl",),
+    ("doctor",): (), ("generate",): ("a prompt",), ("serve",): (), ("replay",): ("x.jsonl",), ("advise",): ("x.jsonl",),
     ("bench", "rollout"): (), ("bench", "learner"): (), ("simulate",): ("nvidia-8b-zero",), ("config",): (),
 }  # fmt: skip
 

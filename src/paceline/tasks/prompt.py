@@ -115,10 +115,11 @@ def render_chat(
     tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Tool] = ()
 ) -> str:
     """The messages in the format of the model's chat template."""
+    options = {"tools": list(tools)} if tools else {}
     try:
         return str(
             tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, add_generation_prompt=add_generation_prompt, tokenize=False
+                list(messages), add_generation_prompt=add_generation_prompt, tokenize=False, **options
             )
         )
     except Exception as error:  # a template is a program of the model: it may raise any exception
