@@ -10,6 +10,7 @@ from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -70,6 +71,18 @@ class LetterTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return "".join(chr(97 + i) for i in ids)
+
+
+def letter_tokenizer(vocab_size: int) -> Any:
+    """A tokenizer of transformers with one letter per token; the last token ends a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE({chr(97 + i): i for i in range(vocab_size - 1)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
 def naive_generate(

@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from paceline.outputs import CompletionChunk as CompletionChunk
     from paceline.outputs import CompletionOutput as CompletionOutput
     from paceline.outputs import RequestOutput as RequestOutput
+    from paceline.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
     from paceline.types import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "CompletionChunk", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "CompletionChunk", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
 
 # Imported when they are used: `import paceline` imports no torch.
 _MODULES = {
@@ -24,6 +25,7 @@ _MODULES = {
     "CompletionOutput": "paceline.outputs",
     "RequestOutput": "paceline.outputs",
     "SamplingParams": "paceline.types",
+    "StructuredOutputsParams": "paceline.structured_outputs",
 }
 
 

@@ -44,6 +44,7 @@ class AsyncLLM:
         self.thread = EngineThread(make_engine, on_step)
         # Long prompts must block neither the event loop nor the engine. One thread: the engine needs the cores.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="paceline-tokenizer")
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="paceline-grammar")  # may take seconds
 
     @property
     def tokenizer(self) -> Any:
@@ -88,6 +89,11 @@ class AsyncLLM:
             return await loop.run_in_executor(self._tokenizing, self.llm.encode_chat, items, tools)
         return self.llm.encode(items)
 
+    async def compile(self, params: SamplingParams) -> None:
+        """Compile a structured output. Raises ValueError."""
+        if params.structured_outputs is not None:
+            await asyncio.get_running_loop().run_in_executor(self._compiling, self.llm.compile, params)
+
     async def _run(
         self, ids: tuple[int, ...], params: SamplingParams, streams: bool
     ) -> AsyncGenerator[tuple[int, NewTokens]]:
@@ -104,6 +110,7 @@ class AsyncLLM:
 
         if params.bad_words:
             params = await loop.run_in_executor(self._tokenizing, self.llm.with_bad_word_ids, params)
+        await self.compile(params)
         requests = self.llm.requests(ids, params)
         left = len(requests)
         submitted = self.thread.submit(requests, [listener(i) for i in range(left)], streams)
@@ -128,6 +135,7 @@ class AsyncLLM:
         """Finish running requests within `drain_s` seconds and abort the rest."""
         await asyncio.to_thread(self.thread.close, drain_s)
         self._tokenizing.shutdown()
+        self._compiling.shutdown(cancel_futures=True)
         self.llm.close()
 
     async def __aenter__(self) -> Self:

@@ -121,6 +121,11 @@ class LLM:
         """Tokenize bad words once, not for each sample on the engine's thread."""
         return replace(params, bad_words=bad_word_ids(params.bad_words, self.tokenizer)) if params.bad_words else params
 
+    def compile(self, params: SamplingParams) -> None:
+        """Compile a structured output once, not on the engine's thread. Raises ValueError."""
+        if params.structured_outputs is not None:
+            self.engine.grammars.compile(params.structured_outputs)
+
     def _generate(self, prompts: list[Encoded], params: Params | None, progress: bool) -> list[RequestOutput]:
         requests = [
             self.requests(ids, each) for (_, ids), each in zip(prompts, _params(params, len(prompts)), strict=True)

@@ -21,8 +21,8 @@ class CompletionOutput:
     top_logprobs: list[dict[int, float]] | None  # token id -> raw logprob, best first, if sampling.logprobs > 0
     drafted: list[bool]  # whether the token is an accepted draft token
     versions: list[int]  # the policy version that emitted the token
-    finish_reason: str  # "stop" | "length" | "abort"
-    stop_reason: int | str | None  # the stop token or stop string
+    finish_reason: str  # "stop" | "length" | "abort" | "error": the sampling parameters left no token to sample
+    stop_reason: int | str | None  # the stop token or stop string; why there was an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def completion_text(completion: Completion, tokenizer: Any) -> str:
     token_ids = completion.token_ids.tolist()
     text: str = tokenizer.decode(token_ids, skip_special_tokens=True)
     stop = completion.stop_reason
-    if isinstance(stop, str):  # it ends in the last token
+    if isinstance(stop, str) and completion.finish_reason == "stop":  # it ends in the last token
         before = len(tokenizer.decode(token_ids[:-1], skip_special_tokens=True).rstrip("\ufffd"))
         at = text.find(stop, max(0, before - len(stop) + 1))
         if at >= 0:  # not in the text if it contains a special token

@@ -14,6 +14,8 @@ from enum import IntEnum
 
 import numpy as np
 
+from paceline.structured_outputs import StructuredOutputsParams
+
 
 def noise_key(*parts: object) -> int:
     """A 64-bit noise key: a hash of what identifies a request, for example (run seed, step, group, sample, turn)."""
@@ -25,8 +27,8 @@ def noise_key(*parts: object) -> int:
 class SamplingParams:
     """How a request's tokens are sampled and when it ends. Names and meanings are vLLM's.
 
-    Logits are changed in this order: allowed_token_ids, bad_words, min_tokens, logit_bias, penalties
-    (`engine.logits_processor`), then temperature, top-k, top-p, min-p (`model.sample`). Temperature 0 is greedy.
+    Logits are changed in this order: structured_outputs, allowed_token_ids, bad_words, min_tokens, logit_bias,
+    penalties (`engine.logits_processor`), then temperature, top-k, top-p, min-p (`model.sample`). Temperature 0 is greedy.
     """
 
     temperature: float = 1.0
@@ -47,6 +49,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit), or a dict
     allowed_token_ids: tuple[int, ...] | None = None  # sample only these; None: all
     bad_words: tuple[str | tuple[int, ...], ...] = ()  # strings, or sequences of token ids, that are never completed
+    structured_outputs: StructuredOutputsParams | None = None  # what the text must be
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -85,6 +88,12 @@ class SamplingParams:
             _is_text(word) or (isinstance(word, tuple) and word and _are_ids(word)) for word in self.bad_words
         )
         need(valid_words, "bad_words", "a sequence of non-empty Unicode strings or sequences of token ids")
+        valid_structure = self.structured_outputs is None or isinstance(
+            self.structured_outputs, StructuredOutputsParams
+        )
+        need(valid_structure, "structured_outputs", "a StructuredOutputsParams, or None")
+        ends = self.structured_outputs is None or not self.ignore_eos
+        need(ends, "ignore_eos", "False with structured_outputs, which an end-of-sequence token ends")
 
     def _normalise(self) -> None:
         """Sequences become tuples, and a dict sorted pairs, so that params can be compared and hashed."""
@@ -123,7 +132,7 @@ class SamplingParams:
     def logits_parameters(self) -> tuple[str, ...]:
         """Names of the parameters that are set and change logits before the temperature does."""
         defaults: dict[str, object] = {
-            "allowed_token_ids": None, "bad_words": (), "min_tokens": 0, "logit_bias": (),
+            "structured_outputs": None, "allowed_token_ids": None, "bad_words": (), "min_tokens": 0, "logit_bias": (),
             "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
         }  # fmt: skip
         return tuple(name for name, default in defaults.items() if getattr(self, name) != default)
@@ -234,8 +243,8 @@ class Completion:
     provenance: np.ndarray  # uint8, Provenance
     sources: np.ndarray  # uint8, index into `drafters` of the drafter at this position (255: none)
     drafters: tuple[str, ...]
-    finish_reason: str  # "stop" | "length" | "abort"
-    stop_reason: int | str | None = None  # the stop token or stop string
+    finish_reason: str  # "stop" | "length" | "abort" | "error": the sampling parameters left no token to sample
+    stop_reason: int | str | None = None  # the stop token or stop string; why there was an error
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0

@@ -5,13 +5,16 @@ Most of them depend on the tokens before a position, which at a drafted position
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support import tiny_decoder
+from support import letter_tokenizer, tiny_decoder
 
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.suffix import SuffixDrafter
@@ -23,6 +26,7 @@ from paceline.model.kernels import pack_for_inference
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
 from paceline.speculation.policy import StaticPolicy
+from paceline.structured_outputs import StructuredOutputsParams
 from paceline.types import Completion, Request, SamplingParams
 from paceline.verify.cases import DRAFTERS, RULES, SAMPLING_DRAFTERS, TableCase
 from paceline.verify.enumeration import Enumeration, brute_force, enumerate_engine, total_variation
@@ -39,14 +43,39 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "allowed_token_ids": {"allowed_token_ids": (0, 1)},
     "bad_words": {"bad_words": ((1, 1), (0, 1, 0))},
     "min_tokens": {"min_tokens": 2},
+    "structured_outputs": {"structured_outputs": StructuredOutputsParams(regex="a|b(ab|b)?|(ab)*")},
+    # After "b" only "b" is allowed, which is a bad word: the sequence ends there.
+    "dead_end": {"structured_outputs": StructuredOutputsParams(choice=("ab", "aa", "bb")), "bad_words": ((1, 1),)},
+    "early_end": {"structured_outputs": StructuredOutputsParams(choice=("a", "aab", "ba")), "min_tokens": 2},
     "all": {
         "repetition_penalty": 0.7, "frequency_penalty": 0.4, "presence_penalty": 0.5, "logit_bias": {1: 0.8},
         "bad_words": ((1, 2),), "min_tokens": 1, "temperature": 1.5, "min_p": 0.02,
+        "structured_outputs": StructuredOutputsParams(regex="a(a|b)*b?|b|ba+"),
     },
 }  # fmt: skip
 # A penalty of tokens in prompt or output depends on a draft only if the prompt lacks its tokens.
 PROMPTS = {"repetition_penalty": (0, 0, 0)}
-BY_OUTPUT = ("repetition_penalty", "frequency_penalty", "presence_penalty", "bad_words", "min_tokens", "all")
+BY_OUTPUT = (
+    "repetition_penalty", "frequency_penalty", "presence_penalty", "bad_words", "min_tokens", "structured_outputs",
+    "dead_end", "early_end", "all",
+)  # fmt: skip
+TOKENIZER = letter_tokenizer(3)
+
+
+def allows(structure: StructuredOutputsParams) -> Callable[[tuple[int, ...]], bool]:
+    """By trying all continuations with Python's own regular expressions."""
+    pattern = structure.regex or "|".join(structure.choice or ())
+
+    @cache
+    def check(token_ids: tuple[int, ...]) -> bool:
+        *before, last = token_ids
+        text = "".join("ab"[token] for token in before)
+        if last == 2:
+            return re.fullmatch(pattern, text) is not None
+        ends = ("".join(letters) for num in range(4) for letters in product("ab", repeat=num))
+        return any(re.fullmatch(pattern, f"{text}{'ab'[last]}{end}") for end in ends)
+
+    return check
 
 
 def enumerate_case(rule: str, drafter: str, name: str) -> tuple[Enumeration, float, float]:
@@ -55,8 +84,11 @@ def enumerate_case(rule: str, drafter: str, name: str) -> tuple[Enumeration, flo
     k = 1 if rule == "coupled" and drafter in SAMPLING_DRAFTERS else 2  # enumeration branches at its draws too
     case = TableCase(3, k)
     request = Request(0, prompt, SamplingParams(max_tokens=3, **values), 0)
-    found = enumerate_engine(lambda s: case.engine(rule, drafter, s, 4), request, (OTHER_REQUEST,))
-    exact = brute_force(case.decoder(), request)
+    found = enumerate_engine(
+        lambda s: case.engine(rule, drafter, s, 4, tokenizer=TOKENIZER), request, (OTHER_REQUEST,)
+    )
+    structure = request.sampling.structured_outputs
+    exact = brute_force(case.decoder(), request, None if structure is None else allows(structure))
     plain = brute_force(case.decoder(), Request(0, prompt, SamplingParams(max_tokens=3), 0))
     return found, total_variation(found.distribution, exact), total_variation(exact, plain)
 
@@ -75,11 +107,11 @@ def test_every_parameter_with_every_rule_and_drafter(name: str, rule: str, draft
         assert found.num_accepted_tokens > 0
 
 
-def without_draft(processor: Callable[..., None]) -> Callable[..., None]:
+def without_draft(processor: Callable[..., bool]) -> Callable[..., bool]:
     """Broken: the tokens before a drafted position lack the draft."""
 
-    def process(logits_V: torch.Tensor, sequence: Sequence, output_ids: np.ndarray) -> None:
-        processor(logits_V, sequence, sequence.emitted)
+    def process(logits_V: torch.Tensor, sequence: Sequence, output_ids: np.ndarray) -> bool:
+        return processor(logits_V, sequence, sequence.emitted)
 
     return process
 

@@ -45,6 +45,8 @@ class VerificationResult:
     logprobs: np.ndarray  # float64 [B, W]
     raw_logprobs: np.ndarray  # float64 [B, W]
     top_logprobs: dict[int, TopLogprobs] = field(default_factory=dict)  # by row, of rows that report them
+    # By row: it emits so many tokens and ends, because the sampling parameters leave none after them; and why.
+    dead_ends: dict[int, tuple[int, str]] = field(default_factory=dict)
 
     @staticmethod
     def empty(num_rows: int, width: int) -> VerificationResult:
@@ -60,10 +62,11 @@ class VerificationResult:
 
     def pick(self, which: np.ndarray) -> VerificationResult:
         """The rows that a mask selects."""
-        kept = enumerate(np.flatnonzero(which).tolist())
-        top = {new: self.top_logprobs[old] for new, old in kept if old in self.top_logprobs}
+        kept = list(enumerate(np.flatnonzero(which).tolist()))
         return VerificationResult(
-            self.tokens[which], self.num_accepted[which], self.logprobs[which], self.raw_logprobs[which], top
+            self.tokens[which], self.num_accepted[which], self.logprobs[which], self.raw_logprobs[which],
+            {new: self.top_logprobs[old] for new, old in kept if old in self.top_logprobs},
+            {new: self.dead_ends[old] for new, old in kept if old in self.dead_ends},
         )  # fmt: skip
 
     def put(self, row: int, tokens: np.ndarray, logprobs: np.ndarray, raw_logprobs: np.ndarray) -> None:

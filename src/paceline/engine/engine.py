@@ -19,6 +19,7 @@ import torch
 from paceline.engine.accept import RULES
 from paceline.engine.checks import bad_word_ids, check_finite, check_request, check_tokens_left
 from paceline.engine.drafting import Drafting
+from paceline.engine.grammar import GrammarCompiler
 from paceline.engine.interface import Handle, SpeculationState, Weights
 from paceline.engine.runner import EagerRunner, Runner
 from paceline.engine.scheduler import Scheduler
@@ -70,6 +71,7 @@ class LocalEngine:
         paged.set_aux_layers(drafter.aux_layers if drafter is not None else ())
         self.tokenizer = tokenizer
         self.detokenize: Detokenize | None = tokenizer.decode if tokenizer is not None else None
+        self.grammars = GrammarCompiler(tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids)
         self.version = version
         self._sequences: dict[int, Sequence] = {}  # submitted and not completed, by request id
         self._handles: dict[int, Handle] = {}
@@ -105,7 +107,11 @@ class LocalEngine:
         self.runner.check(request)
         request = with_noise_key(request, self.seed, self._num_submitted)
         bad_words = bad_word_ids(request.sampling.bad_words, self.tokenizer)
-        sequence = Sequence(request, self._num_submitted, config.max_positions, config.eos_token_ids, bad_words)
+        structure = request.sampling.structured_outputs
+        grammar = self.grammars.matcher(structure) if structure is not None else None
+        sequence = Sequence(
+            request, self._num_submitted, config.max_positions, config.eos_token_ids, bad_words, grammar
+        )
         check_tokens_left(sequence, config.vocab_size)
         self._num_submitted += 1
         self.drafting.begin(request, self.version)

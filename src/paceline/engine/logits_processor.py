@@ -1,8 +1,9 @@
 """Changes logits by the sampling parameters that depend on single tokens or on the tokens before a position.
 
-The order is vLLM's: allowed_token_ids, bad_words, min_tokens, logit_bias, repetition_penalty, frequency_penalty and
-presence_penalty. Temperature and truncation follow in `model.sample`. At a drafted position the tokens before it
-include the draft up to it, so that an accepted token has the distribution that it would have without drafts.
+The order is vLLM's: structured_outputs, allowed_token_ids, bad_words, min_tokens, logit_bias, repetition_penalty,
+frequency_penalty and presence_penalty. Temperature and truncation follow in `model.sample`. At a drafted position the
+tokens before it include the draft up to it, so that an accepted token has the distribution that it would have without
+drafts. A sequence ends where these parameters leave no token to sample.
 P positions, V vocabulary.
 """
 
@@ -17,6 +18,8 @@ from paceline.engine.scheduled_batch import ScheduledBatch
 from paceline.engine.sequence import Sequence
 from paceline.types import TopLogprobs
 
+NO_TOKEN_LEFT = "structured_outputs and the other sampling parameters leave no token to sample"
+
 
 def process_logits(logits_PV: Tensor, batch: ScheduledBatch) -> Tensor:
     """The logits of the batch's emitting rows with these parameters applied. The same tensor, if no row uses them."""
@@ -27,15 +30,26 @@ def process_logits(logits_PV: Tensor, batch: ScheduledBatch) -> Tensor:
             if processed_PV is logits_PV:
                 processed_PV = logits_PV.clone()
             output_ids = np.concatenate([sequence.emitted, draft])
+            sequence.dead_end = None
             for j in range(1 + len(draft)):
-                _process(processed_PV[start + j], sequence, output_ids[: len(output_ids) - len(draft) + j])
+                if not _process(processed_PV[start + j], sequence, output_ids[: len(output_ids) - len(draft) + j]):
+                    sequence.dead_end = j  # nothing after it is emitted, so the logits there don't matter
+                    break
         start += 1 + len(draft)
     return processed_PV
 
 
-def _process(logits_V: Tensor, sequence: Sequence, output_ids: np.ndarray) -> None:
-    """In place, for one position. `output_ids`: the request's tokens before it, without the prompt."""
+def _process(logits_V: Tensor, sequence: Sequence, output_ids: np.ndarray) -> bool:
+    """In place, for one position. `output_ids`: the request's tokens before it, without the prompt. False: no token is
+    left, and the logits are as they were."""
     sampling = sequence.request.sampling
+    if sequence.grammar is not None:
+        allowed_V = sequence.grammar.allowed(output_ids)
+        if allowed_V is None:
+            return True  # the draft before it is not allowed, so it is rejected and nothing is emitted here
+        if not _is_any_left(allowed_V, sequence, output_ids):
+            return False
+        logits_V.masked_fill_(torch.from_numpy(~allowed_V).to(logits_V.device), -torch.inf)
     if sampling.allowed_token_ids is not None:
         allowed = _index(logits_V, sampling.allowed_token_ids)
         kept = logits_V[allowed]
@@ -56,6 +70,17 @@ def _process(logits_V: Tensor, sequence: Sequence, output_ids: np.ndarray) -> No
         seen_output, counts = np.unique(output_ids, return_counts=True)
         amounts = torch.as_tensor(sampling.frequency_penalty * counts + sampling.presence_penalty)
         logits_V[_index(logits_V, seen_output)] -= amounts.to(logits_V.device, logits_V.dtype)
+    return True
+
+
+def _is_any_left(allowed_V: np.ndarray, sequence: Sequence, output_ids: np.ndarray) -> bool:
+    """Of the tokens that the grammar allows, after the other parameters."""
+    left_V = allowed_V.copy()
+    if (allowed := sequence.request.sampling.allowed_token_ids) is not None:
+        left_V[:] = False
+        left_V[list(allowed)] = allowed_V[list(allowed)]
+    left_V[list(_excluded(sequence, output_ids))] = False
+    return bool(left_V.any())
 
 
 def _excluded(sequence: Sequence, output_ids: np.ndarray) -> set[int]:
@@ -70,6 +95,15 @@ def _excluded(sequence: Sequence, output_ids: np.ndarray) -> set[int]:
 
 def _index(logits_V: Tensor, tokens: object) -> Tensor:
     return torch.as_tensor(np.asarray(tokens, np.int64), device=logits_V.device)
+
+
+def report_dead_ends(result: VerificationResult, batch: ScheduledBatch) -> None:
+    """Of rows whose draft is accepted up to where no token is left."""
+    for i, sequence in enumerate(batch.sequences):
+        if sequence.dead_end is not None and sequence.dead_end <= result.num_accepted[i]:
+            grammar = sequence.grammar
+            reason = grammar.error if grammar is not None and grammar.error else NO_TOKEN_LEFT
+            result.dead_ends[i] = sequence.dead_end, reason
 
 
 def report_logprobs(result: VerificationResult, batch: ScheduledBatch, logits_PV: Tensor) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from paceline.engine.accept import Rule, VerificationInput, VerificationResult
-from paceline.engine.logits_processor import process_logits, report_logprobs
+from paceline.engine.logits_processor import process_logits, report_dead_ends, report_logprobs
 from paceline.engine.scheduled_batch import ScheduledBatch
 from paceline.engine.sequence import Sequence
 from paceline.model.paged import PagedDecoder
@@ -131,4 +131,5 @@ class EagerRunner(Runner):
             self.sampler,
         )
         report_logprobs(result, batch, logits_PV)
+        report_dead_ends(result, batch)
         return result

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from paceline.engine.grammar import GrammarMatcher
 from paceline.model.kv import BlockTable
 from paceline.types import Completion, Request, TopLogprobs
 
@@ -85,6 +86,7 @@ class Sequence:
         max_length: int,
         eos_token_ids: tuple[int, ...],
         bad_words: tuple[tuple[int, ...], ...] = (),  # as token ids
+        grammar: GrammarMatcher | None = None,
     ) -> None:
         sampling = request.sampling
         self.request = request
@@ -98,7 +100,8 @@ class Sequence:
         self.drafters: list[str] = []  # names for the numbers in `sources`
         self.num_preemptions = 0
         self.truncates = sampling.truncates
-        self.bad_words = bad_words
+        self.bad_words, self.grammar = bad_words, grammar
+        self.dead_end: int | None = None  # in the last step: no token may come after so many tokens of its draft
         self.changes_logits = bool(sampling.logits_parameters)
         self.top_logprobs: list[tuple[int, TopLogprobs]] = []  # by step: its first emitted token, and its tokens'
         self.stop_ids = frozenset(sampling.stop_token_ids) | (

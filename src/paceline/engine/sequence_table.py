@@ -128,6 +128,8 @@ class SequenceTable:
         record, drafted = self.record, num_drafted > 0
         start, limit = self.num_tokens[slots], self.limit[slots]
         num = np.minimum(result.num_accepted + 1, limit - start)
+        for i, (most, _) in result.dead_ends.items():
+            num[i] = min(num[i], most)
         position = np.arange(result.tokens.shape[1])
         stopped = self._cut_at_stops(slots, result.tokens, num, detokenize)
         kept = np.flatnonzero(position < num[:, None])
@@ -150,9 +152,13 @@ class SequenceTable:
             self[slots[i]].add_top_logprobs(top, int(num[i]))
         end = self.num_tokens[slots] = start + num
         finished = end == limit
-        if stopped or finished.any():
+        if stopped or result.dead_ends or finished.any():
             for i in np.flatnonzero(finished).tolist():
                 self[slots[i]].finish_reason = "length"
+            for i, (most, why) in result.dead_ends.items():
+                if i not in stopped and not finished[i] and num[i] == most:
+                    sequence, finished[i] = self[slots[i]], True
+                    sequence.finish_reason, sequence.stop_reason = "error", why
             for i, reason in stopped.items():
                 sequence = self[slots[i]]
                 sequence.finish_reason, sequence.stop_reason = "stop", reason

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from paceline.drafters.draft_model import DraftModelDrafter
@@ -52,7 +54,13 @@ class TableCase:
         return TableDecoder(self.target, num_blocks, eos_token_ids=(self.vocab_size - 1,))
 
     def engine(
-        self, rule: str, drafter: str | None, sampler: Sampler, max_num_seqs: int = 32, policy: str = "static"
+        self,
+        rule: str,
+        drafter: str | None,
+        sampler: Sampler,
+        max_num_seqs: int = 32,
+        policy: str = "static",
+        tokenizer: Any = None,
     ) -> LocalEngine:
         num_blocks = 2 * max_num_seqs + 2
         return LocalEngine(
@@ -62,6 +70,7 @@ class TableCase:
             policy=make_policy(policy, self.k, drafter or "none"),
             rule=rule,
             max_num_seqs=max_num_seqs,
+            tokenizer=tokenizer,
         )
 
     def _drafter(self, name: str, rule: str, sampler: Sampler, num_blocks: int) -> Drafter:

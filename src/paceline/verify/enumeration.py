@@ -121,8 +121,11 @@ def enumerate_engine(
             return result
 
 
-def brute_force(target: TableDecoder, request: Request) -> Distribution:
-    """The same distribution from its definition: the product of the target's probabilities along each sequence."""
+def brute_force(
+    target: TableDecoder, request: Request, allows: Callable[[tuple[int, ...]], bool] | None = None
+) -> Distribution:
+    """The same distribution from its definition: the product of the target's probabilities along each sequence.
+    `allows`: whether a structured output may begin with these tokens. A sequence ends where no token is left."""
     found: Distribution = {}
     sampling, config = request.sampling, target.config
     assert not sampling.stop, "needs a tokenizer"
@@ -135,6 +138,11 @@ def brute_force(target: TableDecoder, request: Request) -> Distribution:
             return
         tokens = np.array([*request.prompt_ids, *emitted], np.int32)
         logits = changed_logits(target.table.logits_after(tokens), sampling, request.prompt_ids, emitted, stop_ids)
+        if allows is not None:
+            logits = np.where([allows((*emitted, token)) for token in range(len(logits))], logits, -np.inf)
+        if np.isneginf(logits).all():
+            found[emitted] = probability
+            return
         logprobs = processed_logprobs(torch.from_numpy(logits).unsqueeze(0), sampling)[0]
         for token, p in enumerate(logprobs.exp().tolist()):
             if p > 0:

@@ -1,0 +1,151 @@
+"""Structured outputs: which tokens a grammar allows after given tokens, by the package llguidance.
+
+Invariant: what `GrammarMatcher.allowed` returns depends only on the tokens that it is given, not on earlier calls. So
+rejected drafts, preemption and recovery need no special care: a matcher rolls back to what its tokens and the new ones
+have in common. V vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from paceline.structured_outputs import StructuredOutputsParams
+
+MAX_CACHED = 128  # compiled grammars
+# A mask takes a millisecond. These keep hostile grammars from taking more than a few seconds and some MB.
+LIMITS = {"max_lexer_states": 50_000, "max_grammar_size": 100_000, "step_max_items": 50_000, "verbose_errors": False}
+
+
+class GrammarError(ValueError):
+    """A structured output that can't be compiled, or that no text satisfies."""
+
+
+class GrammarMatcher:
+    """Of one sequence."""
+
+    def __init__(self, compiled: Any, eos_token_ids: frozenset[int], vocab_size: int) -> None:
+        self._compiled, self._matcher = compiled, compiled.deep_copy()
+        self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
+        self._tokens = np.zeros(0, np.int32)  # that the matcher has consumed
+        self.error = ""  # why it can't go on: it exceeds a limit
+
+    def allowed(self, token_ids: np.ndarray) -> np.ndarray | None:
+        """The tokens that may come after these: bool [V]. All are False if the matcher exceeds a limit. None: the
+        grammar does not allow `token_ids` themselves, or they have ended it."""
+        if not self._move_to(token_ids):
+            return None
+        mask = self._mask()
+        if mask is None:  # a limit was reached, perhaps because of earlier drafts
+            self._matcher, self._tokens = self._compiled.deep_copy(), token_ids[:0]
+            mask = self._mask() if self._move_to(token_ids) else None
+        if mask is None:
+            self.error = f"structured_outputs: {_reason(self._matcher)}"
+            return np.zeros(self._vocab_size, bool)
+        return mask
+
+    def _move_to(self, token_ids: np.ndarray) -> bool:
+        """Whether the matcher has consumed exactly these."""
+        num = min(len(self._tokens), len(token_ids))
+        different = np.flatnonzero(self._tokens[:num] != token_ids[:num])
+        num_common = int(different[0]) if len(different) else num
+        if num_common < len(self._tokens):
+            self._matcher.rollback(len(self._tokens) - num_common)
+        new = token_ids[num_common:].tolist()
+        is_ended = not self._eos_token_ids.isdisjoint(new)  # nothing comes after it: it is not consumed
+        num_consumed = 0 if is_ended else self._matcher.try_consume_tokens(new)
+        self._tokens = token_ids[: num_common + num_consumed].copy()
+        return len(self._tokens) == len(token_ids)
+
+    def _mask(self) -> np.ndarray | None:
+        """None: the matcher has an error."""
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            return None
+        return np.unpackbits(mask, count=self._vocab_size, bitorder="little").view(bool)
+
+
+class GrammarCompiler:
+    """Of one tokenizer. May be called from several threads."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
+        self._vocabulary: Any = None  # the tokenizer, for llguidance
+        self._compiled: OrderedDict[StructuredOutputsParams, Any] = OrderedDict()
+        self._lock = threading.Lock()  # of both
+
+    def matcher(self, params: StructuredOutputsParams) -> GrammarMatcher:
+        """Raises GrammarError."""
+        return GrammarMatcher(self.compile(params), frozenset(self._eos_token_ids), self._vocab_size)
+
+    def compile(self, params: StructuredOutputsParams) -> Any:
+        """A matcher to copy. It takes milliseconds for most grammars, and seconds for hostile ones and for the
+        tokenizer's first. Raises GrammarError."""
+        with self._lock:
+            if params in self._compiled:
+                self._compiled.move_to_end(params)
+                return self._compiled[params]
+            vocabulary = self._vocabulary = self._vocabulary or self._build_vocabulary()
+        compiled = _compile(params, vocabulary)
+        with self._lock:
+            self._compiled[params] = compiled
+            while len(self._compiled) > MAX_CACHED:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _build_vocabulary(self) -> Any:
+        if importlib.util.find_spec("llguidance") is None:
+            raise GrammarError("structured_outputs needs llguidance; run: pip install 'paceline[structured]'")
+        if self._tokenizer is None:
+            raise GrammarError("structured_outputs needs a tokenizer, and this engine has none")
+        if not self._eos_token_ids:
+            raise GrammarError("structured_outputs needs an end-of-sequence token, and this model has none")
+        from llguidance.hf import from_tokenizer
+
+        num = max(self._vocab_size, len(self._tokenizer))  # embeddings may be padded
+        try:
+            return from_tokenizer(self._tokenizer, n_vocab=num, eos_token=list(self._eos_token_ids))
+        except ValueError as error:
+            raise GrammarError(f"structured_outputs can't use this model's tokenizer: {error}") from None
+
+
+def _compile(params: StructuredOutputsParams, vocabulary: Any) -> Any:
+    from llguidance import LLMatcher, LLParserLimits
+
+    try:
+        compiled = LLMatcher(vocabulary, _grammar(params), log_level=0, limits=LLParserLimits(**LIMITS))
+    except ValueError as error:
+        raise GrammarError(f"structured_outputs.{params.kind}: {error}") from None
+    if not compiled.is_error():
+        compiled.compute_bitmask()  # finds grammars without any text; and the first mask takes longest
+    if compiled.is_error():
+        raise GrammarError(f"structured_outputs.{params.kind}: {_reason(compiled)}")
+    return compiled
+
+
+def _reason(matcher: Any) -> str:
+    """Why a matcher has an error, in one line."""
+    reason = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:300]
+    return {"NoExtensionBias": "no text satisfies it"}.get(reason, reason)
+
+
+def _grammar(params: StructuredOutputsParams) -> str:
+    from llguidance import LLMatcher
+
+    if params.regex is not None:
+        return LLMatcher.grammar_from_regex(params.regex)
+    if params.choice is not None:
+        return LLMatcher.grammar_from_lark(
+            "start: " + " | ".join(json.dumps(each, ensure_ascii=False) for each in params.choice)
+        )
+    if params.grammar is not None:
+        return LLMatcher.grammar_from_lark(params.grammar)
+    options: Any = {"whitespace_flexible": not params.disable_any_whitespace}
+    if params.whitespace_pattern is not None:
+        options["whitespace_pattern"] = params.whitespace_pattern
+    return LLMatcher.grammar_from_json_schema(params.json or '{"type": "object"}', overrides=options)
