@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
+from string import ascii_letters, digits
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -74,11 +75,12 @@ class LetterTokenizer:
 
 
 def letter_tokenizer(vocab_size: int) -> Any:
-    """A tokenizer of transformers with one letter per token; the last token ends a text."""
+    """A tokenizer of transformers with one letter or digit per token; the last token ends a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE({chr(97 + i): i for i in range(vocab_size - 1)}, []))
+    letters = (ascii_letters + digits)[: vocab_size - 1]
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<end>"])

@@ -45,8 +45,9 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "min_tokens": {"min_tokens": 2},
     "structured_outputs": {"structured_outputs": StructuredOutputsParams(regex="a|b(ab|b)?|(ab)*")},
     # After "b" only "b" is allowed, which is a bad word: the sequence ends there.
-    "dead_end": {"structured_outputs": StructuredOutputsParams(choice=("ab", "aa", "bb")), "bad_words": ((1, 1),)},
-    "early_end": {"structured_outputs": StructuredOutputsParams(choice=("a", "aab", "ba")), "min_tokens": 2},
+    "dead_end": {"structured_outputs": StructuredOutputsParams(regex="a(a|b)*|bb"), "bad_words": ((1, 1),)},
+    # "ab" is complete, but too short: the sequence ends there.
+    "early_end": {"structured_outputs": StructuredOutputsParams(choice=("ab", "aaa", "bba", "bab")), "min_tokens": 3},
     "all": {
         "repetition_penalty": 0.7, "frequency_penalty": 0.4, "presence_penalty": 0.5, "logit_bias": {1: 0.8},
         "bad_words": ((1, 2),), "min_tokens": 1, "temperature": 1.5, "min_p": 0.02,
@@ -144,6 +145,10 @@ SAMPLINGS = {
     "allowed_token_ids": {"allowed_token_ids": tuple(range(0, VOCAB, 2))},
     "bad_words": {"bad_words": [(token,) for token in range(0, VOCAB, 3)] + [(1, 1), (2, 4)]},
     "min_tokens": {"min_tokens": 30, "stop_token_ids": tuple(range(0, VOCAB, 5)), "ignore_eos": False},
+    "structured_outputs": {
+        "structured_outputs": StructuredOutputsParams(regex="([a-z]{1,3}[A-Z])*[0-7]"), "ignore_eos": False,
+        "bad_words": [(3,)],
+    },
     "greedy": {"repetition_penalty": 1.2, "temperature": 0.0},
     "truncated": {"frequency_penalty": 0.2, "top_k": 9, "min_p": 0.01, "allowed_token_ids": tuple(range(40))},
 }  # fmt: skip
@@ -154,11 +159,13 @@ def engines(native: bool) -> Iterator[LocalEngine]:
     decoder = tiny_decoder(torch.float32 if native else torch.float64)
     if native:
         pack_for_inference(decoder)
+    tokenizer = letter_tokenizer(VOCAB)
     draft = DraftModelDrafter(PagedDecoder(first_layers(decoder, 2), 200), Sampler(native=native))
     for drafter in (None, SuffixDrafter(), draft):
         yield LocalEngine(
-            PagedDecoder(decoder, 200), sampler=Sampler(native=native), drafter=drafter, policy=StaticPolicy(3)
-        )
+            PagedDecoder(decoder, 200), sampler=Sampler(native=native), drafter=drafter, policy=StaticPolicy(3),
+            tokenizer=tokenizer,
+        )  # fmt: skip
 
 
 def requests() -> list[Request]:
@@ -188,7 +195,7 @@ def test_the_same_tokens_with_drafts_and_without(native: bool) -> None:
         engine.generate(requests())  # so that there is a history to draft from
         found = engine.generate(requests())
         for a, b in zip(found, expected, strict=True):
-            assert a.num_accepted_tokens > 0
+            assert a.num_accepted_tokens > 0 or len(b.token_ids) < 5
             if native:
                 assert same(a, b)  # the kernels' bits do not depend on the batch
             else:
@@ -204,5 +211,5 @@ def test_a_parameter_computed_without_the_draft_changes_tokens(monkeypatch: pyte
     found = history.generate(requests())
     names = [*SAMPLINGS, "none"]
     different = {names[i % len(names)] for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not same(a, b)}
-    assert {"repetition_penalty", "frequency_penalty", "presence_penalty"} <= different
+    assert {"repetition_penalty", "frequency_penalty", "presence_penalty", "structured_outputs"} <= different
     assert not {"none", "logit_bias", "allowed_token_ids"} & different

@@ -26,6 +26,10 @@ class GrammarError(ValueError):
     """A structured output that can't be compiled, or that no text satisfies."""
 
 
+class _LimitExceeded(Exception):
+    """One of LIMITS, or of llguidance's own."""
+
+
 class GrammarMatcher:
     """Of one sequence."""
 
@@ -36,18 +40,29 @@ class GrammarMatcher:
         self.error = ""  # why it can't go on: it exceeds a limit
 
     def allowed(self, token_ids: np.ndarray) -> np.ndarray | None:
-        """The tokens that may come after these: bool [V]. All are False if the matcher exceeds a limit. None: the
-        grammar does not allow `token_ids` themselves, or they have ended it."""
-        if not self._move_to(token_ids):
-            return None
-        mask = self._mask()
-        if mask is None:  # a limit was reached, perhaps because of earlier drafts
-            self._matcher, self._tokens = self._compiled.deep_copy(), token_ids[:0]
-            mask = self._mask() if self._move_to(token_ids) else None
-        if mask is None:
-            self.error = f"structured_outputs: {_reason(self._matcher)}"
+        """The tokens that may come after these: bool [V]. All are False if a limit is exceeded. None: the grammar does
+        not allow `token_ids` themselves, or they have ended it."""
+        try:
+            return self._after(token_ids)
+        except _LimitExceeded:  # perhaps because of earlier drafts
+            self._restart()
+        try:
+            return self._after(token_ids)
+        except _LimitExceeded as error:
+            self._restart()
+            self.error = f"structured_outputs: {error}"
             return np.zeros(self._vocab_size, bool)
-        return mask
+
+    def _restart(self) -> None:
+        self._matcher, self._tokens = self._compiled.deep_copy(), np.zeros(0, np.int32)
+
+    def _after(self, token_ids: np.ndarray) -> np.ndarray | None:
+        if self._move_to(token_ids):
+            return self._mask()
+        num = len(self._tokens)
+        if not self._eos_token_ids.isdisjoint(token_ids[num:].tolist()) or not self._mask()[token_ids[num]]:
+            return None
+        raise _LimitExceeded("its limits are exceeded")  # an allowed token could not be consumed
 
     def _move_to(self, token_ids: np.ndarray) -> bool:
         """Whether the matcher has consumed exactly these."""
@@ -62,11 +77,10 @@ class GrammarMatcher:
         self._tokens = token_ids[: num_common + num_consumed].copy()
         return len(self._tokens) == len(token_ids)
 
-    def _mask(self) -> np.ndarray | None:
-        """None: the matcher has an error."""
+    def _mask(self) -> np.ndarray:
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            return None
+            raise _LimitExceeded(_reason(self._matcher))
         return np.unpackbits(mask, count=self._vocab_size, bitorder="little").view(bool)
 
 

@@ -45,8 +45,8 @@ def _process(logits_V: Tensor, sequence: Sequence, output_ids: np.ndarray) -> bo
     sampling = sequence.request.sampling
     if sequence.grammar is not None:
         allowed_V = sequence.grammar.allowed(output_ids)
-        if allowed_V is None:
-            return True  # the draft before it is not allowed, so it is rejected and nothing is emitted here
+        if allowed_V is None:  # the draft before it is not allowed, so it is rejected and nothing is emitted here
+            return len(output_ids) > len(sequence.emitted)
         if not _is_any_left(allowed_V, sequence, output_ids):
             return False
         logits_V.masked_fill_(torch.from_numpy(~allowed_V).to(logits_V.device), -torch.inf)
