@@ -1,8 +1,8 @@
 """Structured outputs: which tokens a grammar allows after given tokens, by the package llguidance.
 
-Invariant: what `GrammarMatcher.allowed` returns depends only on the tokens that it is given, not on earlier calls. So
-rejected drafts, preemption and recovery need no special care: a matcher rolls back to what its tokens and the new ones
-have in common. V vocabulary.
+Invariant: as long as no limit is exceeded, what `GrammarMatcher.allowed` returns depends only on the tokens that it is
+given, not on earlier calls. So rejected drafts, preemption and recovery need no special care: a matcher rolls back to
+what its tokens and the new ones have in common. V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import importlib.util
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from paceline.structured_outputs import StructuredOutputsParams
 
 MAX_CACHED = 128  # compiled grammars
 # A mask takes a millisecond. These keep hostile grammars from taking more than a few seconds and some MB.
-LIMITS = {"max_lexer_states": 50_000, "max_grammar_size": 100_000, "step_max_items": 50_000, "verbose_errors": False}
+LIMITS = {"max_lexer_states": 100_000, "max_grammar_size": 100_000, "step_max_items": 50_000, "verbose_errors": False}
 
 
 class GrammarError(ValueError):
@@ -33,28 +35,32 @@ class _LimitExceeded(Exception):
 class GrammarMatcher:
     """Of one sequence."""
 
-    def __init__(self, compiled: Any, eos_token_ids: frozenset[int], vocab_size: int) -> None:
-        self._compiled, self._matcher = compiled, compiled.deep_copy()
+    def __init__(
+        self, compiled: Any, renew: Callable[[Any], Any], eos_token_ids: frozenset[int], vocab_size: int
+    ) -> None:
+        self._compiled, self._renew = compiled, renew
         self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
-        self._tokens = np.zeros(0, np.int32)  # that the matcher has consumed
+        self._is_renewed = False
         self.error = ""  # why it can't go on: it exceeds a limit
+        self._start()
+
+    def _start(self) -> None:
+        self._matcher = self._compiled.deep_copy()
+        self._tokens = np.zeros(0, np.int32)  # that the matcher has consumed
 
     def allowed(self, token_ids: np.ndarray) -> np.ndarray | None:
         """The tokens that may come after these: bool [V]. All are False if a limit is exceeded. None: the grammar does
         not allow `token_ids` themselves, or they have ended it."""
         try:
             return self._after(token_ids)
-        except _LimitExceeded:  # perhaps because of earlier drafts
-            self._restart()
-        try:
-            return self._after(token_ids)
         except _LimitExceeded as error:
-            self._restart()
-            self.error = f"structured_outputs: {error}"
-            return np.zeros(self._vocab_size, bool)
-
-    def _restart(self) -> None:
-        self._matcher, self._tokens = self._compiled.deep_copy(), np.zeros(0, np.int32)
+            if self._is_renewed:
+                self.error = f"structured_outputs: {error}"
+                return np.zeros(self._vocab_size, bool)
+        # Copies share the states of their lexer, so the limit may have been used up by other sequences.
+        self._compiled, self._is_renewed = self._renew(self._compiled), True
+        self._start()
+        return self.allowed(token_ids)
 
     def _after(self, token_ids: np.ndarray) -> np.ndarray | None:
         if self._move_to(token_ids):
@@ -95,7 +101,8 @@ class GrammarCompiler:
 
     def matcher(self, params: StructuredOutputsParams) -> GrammarMatcher:
         """Raises GrammarError."""
-        return GrammarMatcher(self.compile(params), frozenset(self._eos_token_ids), self._vocab_size)
+        eos_token_ids = frozenset(self._eos_token_ids)
+        return GrammarMatcher(self.compile(params), partial(self._renew, params), eos_token_ids, self._vocab_size)
 
     def compile(self, params: StructuredOutputsParams) -> Any:
         """A matcher to copy. It takes milliseconds for most grammars, and seconds for hostile ones and for the
@@ -111,6 +118,12 @@ class GrammarCompiler:
             while len(self._compiled) > MAX_CACHED:
                 self._compiled.popitem(last=False)
         return compiled
+
+    def _renew(self, params: StructuredOutputsParams, used_up: Any) -> Any:
+        with self._lock:
+            if self._compiled.get(params) is used_up:
+                del self._compiled[params]
+        return self.compile(params)
 
     def _build_vocabulary(self) -> Any:
         if importlib.util.find_spec("llguidance") is None:
