@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from paceline.types import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "CompletionChunk", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionChunk",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 # Imported when they are used: `import paceline` imports no torch.
 _MODULES = {

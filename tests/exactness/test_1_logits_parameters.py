@@ -85,9 +85,7 @@ def enumerate_case(rule: str, drafter: str, name: str) -> tuple[Enumeration, flo
     k = 1 if rule == "coupled" and drafter in SAMPLING_DRAFTERS else 2  # enumeration branches at its draws too
     case = TableCase(3, k)
     request = Request(0, prompt, SamplingParams(max_tokens=3, **values), 0)
-    found = enumerate_engine(
-        lambda s: case.engine(rule, drafter, s, 4, tokenizer=TOKENIZER), request, (OTHER_REQUEST,)
-    )
+    found = enumerate_engine(lambda s: case.engine(rule, drafter, s, 4, tokenizer=TOKENIZER), request, (OTHER_REQUEST,))
     structure = request.sampling.structured_outputs
     exact = brute_force(case.decoder(), request, None if structure is None else allows(structure))
     plain = brute_force(case.decoder(), Request(0, prompt, SamplingParams(max_tokens=3), 0))

@@ -113,7 +113,8 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- masks ----
 
 
-def mask(matcher: GrammarMatcher, ids: list[int]) -> list[int] | None:
+def mask(matcher: GrammarMatcher | None, ids: list[int]) -> list[int] | None:
+    assert matcher is not None
     allowed = matcher.allowed(np.array(ids, np.int32))
     return None if allowed is None else np.flatnonzero(allowed).tolist()
 
@@ -186,14 +187,14 @@ def ids(completions: list[Completion]) -> list[tuple[list[int], str]]:
 
 
 def test_preemption_updates_and_an_exception_change_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    long = StructuredOutputsParams(regex="([a-z]{1,3}[A-Z]){8,}[0-7]")
+    long = StructuredOutputsParams(regex="([a-z]{1,3}[A-Z]){30}[0-7]")
 
     def requests(num: int = 12) -> list[Request]:
-        return [Request(i, (1, 2, 3), SamplingParams(max_tokens=36, structured_outputs=long), i) for i in range(num)]
+        return [Request(i, (1, 2, 3), SamplingParams(max_tokens=90, structured_outputs=long), i) for i in range(num)]
 
     expected = ids(engine().generate(requests()))
     assert {reason for _, reason in expected} == {"stop", "length"}
-    small = drafting(num_blocks=8, max_num_seqs=6)
+    small = drafting(num_blocks=9, max_num_seqs=6)
     found = small.generate(requests())
     assert ids(found) == expected and sum(c.num_preemptions for c in found) > 0
     assert sum(c.num_accepted_tokens for c in found) > 0

@@ -107,11 +107,8 @@ class LocalEngine:
         self.runner.check(request)
         request = with_noise_key(request, self.seed, self._num_submitted)
         bad_words = bad_word_ids(request.sampling.bad_words, self.tokenizer)
-        structure = request.sampling.structured_outputs
-        grammar = self.grammars.matcher(structure) if structure is not None else None
-        sequence = Sequence(
-            request, self._num_submitted, config.max_positions, config.eos_token_ids, bad_words, grammar
-        )
+        grammar, arrival = self.grammars.matcher(request.sampling.structured_outputs), self._num_submitted
+        sequence = Sequence(request, arrival, config.max_positions, config.eos_token_ids, bad_words, grammar)
         check_tokens_left(sequence, config.vocab_size)
         self._num_submitted += 1
         self.drafting.begin(request, self.version)

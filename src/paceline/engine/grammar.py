@@ -21,7 +21,12 @@ from paceline.structured_outputs import StructuredOutputsParams
 
 MAX_CACHED = 128  # compiled grammars
 # A mask takes a millisecond. These keep hostile grammars from taking more than a few seconds and some MB.
-LIMITS = {"max_lexer_states": 100_000, "max_grammar_size": 100_000, "step_max_items": 50_000, "verbose_errors": False}
+LIMITS: dict[str, Any] = {
+    "max_lexer_states": 100_000,
+    "max_grammar_size": 100_000,
+    "step_max_items": 50_000,
+    "verbose_errors": False,
+}
 
 
 class GrammarError(ValueError):
@@ -99,8 +104,10 @@ class GrammarCompiler:
         self._compiled: OrderedDict[StructuredOutputsParams, Any] = OrderedDict()
         self._lock = threading.Lock()  # of both
 
-    def matcher(self, params: StructuredOutputsParams) -> GrammarMatcher:
+    def matcher(self, params: StructuredOutputsParams | None) -> GrammarMatcher | None:
         """Raises GrammarError."""
+        if params is None:
+            return None
         eos_token_ids = frozenset(self._eos_token_ids)
         return GrammarMatcher(self.compile(params), partial(self._renew, params), eos_token_ids, self._vocab_size)
 
@@ -167,12 +174,13 @@ def _grammar(params: StructuredOutputsParams) -> str:
     if params.regex is not None:
         return LLMatcher.grammar_from_regex(params.regex)
     if params.choice is not None:
-        return LLMatcher.grammar_from_lark(
-            "start: " + " | ".join(json.dumps(each, ensure_ascii=False) for each in params.choice)
-        )
+        # One terminal: a rule could not have thousands of alternatives.
+        texts = " | ".join(json.dumps(each, ensure_ascii=False) for each in params.choice)
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
     if params.grammar is not None:
         return LLMatcher.grammar_from_lark(params.grammar)
     options: Any = {"whitespace_flexible": not params.disable_any_whitespace}
     if params.whitespace_pattern is not None:
         options["whitespace_pattern"] = params.whitespace_pattern
-    return LLMatcher.grammar_from_json_schema(params.json or '{"type": "object"}', overrides=options)
+    schema = '{"type": "object"}' if params.json is None else str(params.json)
+    return LLMatcher.grammar_from_json_schema(schema, overrides=options)

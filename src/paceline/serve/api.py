@@ -35,7 +35,9 @@ from paceline.serve.json_response import json_response
 from paceline.serve.limits import Guard, Limits, Receive, Send
 from paceline.serve.metrics import ServerMetrics
 from paceline.serve.protocol import ChatBody, CompletionBody, GenerateBody, TextBody, parse_body, template_messages
+from paceline.serve.structure import structured_outputs, with_structure
 from paceline.serve.tool_calls import parser_of
+from paceline.serve.tool_grammar import call_grammar
 from paceline.types import SamplingParams
 
 Ids = tuple[int, ...]
@@ -103,6 +105,7 @@ class Api:
         prompts = await self._encode_prompts(body.prompt)
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         params = body.params(self.limits, max_tokens, len(prompts), body.logprobs or 0)
+        await self._compile(params, body.structure_key)
         return await self._answer(request, body, prompts, params, CompletionFormat, body.logprobs is not None)
 
     async def chat(self, request: Request) -> Response:
@@ -117,9 +120,21 @@ class Api:
         with _as_api_errors("messages"):
             _, ids = await self.llm.encode(messages, tools)
         given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        forced = body.forced_tools
         left = max(1, min(self._context - len(ids), self.limits.max_tokens or self._context))
         params = body.params(self.limits, left if given is None else given, 1, body.top_logprobs or 0)
-        return await self._answer(request, body, [ids], params, partial(ChatFormat, parser), bool(body.logprobs))
+        if forced is not None:
+            assert parser is not None
+            several = body.tool_choice == "required" and body.parallel_tool_calls is not False
+            grammar = call_grammar(parser, forced, several, self.llm.tokenizer)
+            params = with_structure(params, structured_outputs("tools", self.limits, grammar=grammar))
+        elif parser is not None and params.structured_outputs is not None:
+            reason = 'with tools, set tool_choice to "none", "required" or a function'
+            raise ApiError(400, f"{body.structure_key}: {reason}", body.structure_key)
+        await self._compile(params, "tools" if forced is not None else body.structure_key)
+        # OpenAI's reason after a call of a named function is that of a text.
+        form = partial(ChatFormat, parser, not isinstance(body.tool_choice, dict))
+        return await self._answer(request, body, [ids], params, form, bool(body.logprobs))
 
     async def generate(self, request: Request) -> Response:
         body = parse_body(GenerateBody, await request.body())
@@ -129,6 +144,7 @@ class Api:
         sampling = body.sampling_params
         max_tokens = DEFAULT_MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
         params = sampling.params(self.limits, max_tokens, 1, 0)
+        await self._compile(params, "structured_outputs")
         ids = tuple(body.token_ids)
         self._check_length([ids])
         form = GenerateFormat(
@@ -168,6 +184,18 @@ class Api:
             raise ApiError(400, f"prompt: this server allows {self.limits.max_samples} in a request", "prompt")
         with _as_api_errors("prompt"):
             return [(await self.llm.encode(each))[1] for each in prompts]
+
+    async def _compile(self, params: SamplingParams, key: str) -> None:
+        """Compile a structured output. `key`: of the body, which an error names."""
+        try:
+            with _as_api_errors(key):
+                await asyncio.wait_for(self.llm.compile(params), self.limits.compile_timeout_s)
+        except TimeoutError:
+            raise ApiError(400, f"{key}: takes too long to compile", key) from None
+        except ApiError as error:
+            if error.param == key and not error.message.startswith(key):
+                error.message = f"{key}: {error.message}"
+            raise
 
     async def _answer(
         self, request: Request, body: TextBody, prompts: list[Ids], params: SamplingParams,

@@ -70,6 +70,8 @@ class Format(ABC):
     def _count(self, output: Output) -> None:
         if output.finish_reason == "abort":
             raise ApiError(503, "The server is shutting down")
+        if output.finish_reason == "error":
+            raise ApiError(400, f"A completion could not go on: {output.stop_reason}")
         self._num_tokens += len(output.token_ids)
         self._versions.update(output.versions)
 
@@ -118,8 +120,10 @@ class CompletionFormat(Format):
 class ChatFormat(Format):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, tool_parser: str | None, *args: Any) -> None:
+    def __init__(self, tool_parser: str | None, reports_calls: bool, *args: Any) -> None:
+        """`reports_calls`: the reason why a choice with calls finished is `tool_calls`."""
         super().__init__(*args)
+        self._reports_calls = reports_calls
         self._make_parser = PARSERS[tool_parser] if tool_parser is not None else None
         self._parsers: dict[int, ToolParser] = {}  # by choice
         self._num_calls: dict[int, int] = {}
@@ -153,7 +157,7 @@ class ChatFormat(Format):
         return content, calls
 
     def _rest(self, index: int, output: Output) -> dict[str, Any]:
-        has_calls = output.finish_reason == "stop" and self._num_calls.get(index)
+        has_calls = self._reports_calls and output.finish_reason == "stop" and self._num_calls.get(index)
         rest: dict[str, Any] = {
             "logprobs": {"content": self._content(output)} if self.logprobs else None,
             "finish_reason": "tool_calls" if has_calls else output.finish_reason,

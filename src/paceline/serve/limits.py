@@ -29,6 +29,8 @@ class Limits:
     max_stop_chars: int = 256  # of a stop string
     max_logprobs: int = 20
     max_listed: int = 1024  # entries of logit_bias, bad_words, allowed_token_ids and stop_token_ids
+    max_grammar_chars: int = 1 << 15  # of a schema, a regular expression or a grammar
+    compile_timeout_s: float = 10.0  # of these
     body_timeout_s: float = 30.0  # for the whole body to arrive
     send_timeout_s: float = 60.0  # a client that does not read for so long is disconnected
 

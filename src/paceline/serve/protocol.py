@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.serve.errors import ApiError
 from paceline.serve.limits import Limits
+from paceline.serve.structure import StructuredOutputs, response_structure, structured_outputs, with_structure
 from paceline.serve.tool_calls import for_template
 from paceline.tasks.task import Message, Tool
 from paceline.types import SamplingParams
@@ -24,8 +25,6 @@ NOT_SUPPORTED = {
     "prompt_logprobs": "the prompt is not scored",
     "functions": "use tools",
     "function_call": "use tools",
-    "response_format": "structured output is not supported yet",
-    "structured_outputs": "structured output is not supported yet",
     "audio": "the model has text only",
     "modalities": "the model has text only",
     "include_stop_str_in_output": "text ends before the stop string",
@@ -33,8 +32,7 @@ NOT_SUPPORTED = {
     "chat_template": "the model's own template is used",
 }
 NO_EFFECT = {
-    "echo": False, "best_of": 1, "include_stop_str_in_output": False, "response_format": {"type": "text"},
-    "modalities": ["text"],
+    "echo": False, "best_of": 1, "include_stop_str_in_output": False, "modalities": ["text"],
 }  # fmt: skip
 
 
@@ -70,6 +68,7 @@ class SamplingBody(Body):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: Ids | None = None
     bad_words: Strings | None = None
+    structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool | None = None
 
     def params(self, limits: Limits, max_tokens: int, num_prompts: int, logprobs: int) -> SamplingParams:
@@ -93,6 +92,9 @@ class SamplingBody(Body):
                 raise ApiError(400, f"{key}: this server allows {limits.max_stop_chars} characters in a string", key)
         given = {key: getattr(self, key) for key in SamplingBody.model_fields if getattr(self, key) is not None}
         given.pop("skip_special_tokens", None)
+        if self.structured_outputs is not None:
+            found = self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+            given["structured_outputs"] = structured_outputs("structured_outputs", limits, **found)
         given |= {"stop": tuple(stop), "max_tokens": max_tokens, "logprobs": logprobs}
         if given.get("top_k") == -1:
             given["top_k"] = 0
@@ -110,6 +112,7 @@ class TextBody(SamplingBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
     # Accepted and without effect, because they do not concern the completion.
     user: Any = None
     store: Any = None
@@ -121,6 +124,20 @@ class TextBody(SamplingBody):
     @property
     def includes_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def structure_key(self) -> str:
+        """Which key asks for a structured output."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
+
+    def params(self, limits: Limits, max_tokens: int, num_prompts: int, logprobs: int) -> SamplingParams:
+        params = super().params(limits, max_tokens, num_prompts, logprobs)
+        structure = response_structure(self.response_format, limits)
+        if structure is None:
+            return params
+        if params.structured_outputs is not None:
+            raise ApiError(400, "response_format: give it or structured_outputs, not both", "response_format")
+        return with_structure(params, structure)
 
 
 class CompletionBody(TextBody):
@@ -146,11 +163,32 @@ class ChatBody(TextBody):
             function = tool.get("function")
             if tool.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
                 raise ApiError(400, f"tools.{i}: must be of type function, with a name", f"tools.{i}")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise ApiError(400, 'tool_choice: must be "auto" or "none"; calls can\'t be forced yet', "tool_choice")
-        if self.parallel_tool_calls is False:
-            raise ApiError(400, "parallel_tool_calls: calls can't be limited to one yet", "parallel_tool_calls")
+        if self.forced_tools is None and self.parallel_tool_calls is False:
+            reason = 'calls can be limited to one only if tool_choice is "required" or a function'
+            raise ApiError(400, f"parallel_tool_calls: {reason}", "parallel_tool_calls")
         return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def forced_tools(self) -> list[Tool] | None:
+        """The tools of which the model must call one; None: it need not. Raises ApiError."""
+        choice, tools = self.tool_choice, self.tools or []
+        if choice is None or choice in ("none", "auto"):
+            return None
+        if not tools:
+            raise ApiError(400, "tool_choice: needs tools", "tool_choice")
+        if self.response_format not in (None, {"type": "text"}) or self.structured_outputs is not None:
+            reason = "a forced tool call has a format of its own; leave it out"
+            raise ApiError(400, f"{self.structure_key}: {reason}", self.structure_key)
+        if choice == "required":
+            return tools
+        function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+        if not isinstance(function, dict):
+            message = 'tool_choice: must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}'
+            raise ApiError(400, message, "tool_choice")
+        named = [tool for tool in tools if tool["function"]["name"] == function.get("name")]
+        if not named:
+            raise ApiError(400, f"tool_choice: no function of tools is named {function.get('name')!r}", "tool_choice")
+        return named[:1]
 
 
 class GenerateSampling(SamplingBody):
