@@ -27,8 +27,9 @@ def noise_key(*parts: object) -> int:
 class SamplingParams:
     """How a request's tokens are sampled and when it ends. Names and meanings are vLLM's.
 
-    Logits are changed in this order: structured_outputs, allowed_token_ids, bad_words, min_tokens, logit_bias, penalties
-    (`engine.logits_processor`), then temperature, top-k, top-p, min-p (`model.sample`). Temperature 0 is greedy.
+    Logits are changed in this order: structured_outputs, allowed_token_ids, bad_words, min_tokens, logit_bias and
+    penalties (`engine.logits_processor`), then temperature, top-k, top-p, min-p (`model.sample`).
+    Temperature 0 is greedy.
     """
 
     temperature: float = 1.0

@@ -24,6 +24,11 @@ VALID: dict[str, dict[str, Any]] = {
     ROUTES[1]: {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "logprobs": True},
     ROUTES[2]: {"model": "tiny", "token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 2, "seed": 4}},
 }
+STRUCTURED: list[dict[str, Any]] = [
+    {"structured_outputs": {"regex": "a|b"}}, {"structured_outputs": {"json": {"type": "object"}}},
+    {"structured_outputs": {"grammar": "start: /a*/"}}, {"structured_outputs": {"choice": ["a", "b"]}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [1, "x"]}}}},
+]  # fmt: skip
 VALUES: list[Any] = [
     None, True, False, 0, -1, 1, 2**31, 2**63, -(2**70), 10**400, 0.5, -0.0, 1e308, "", "x", "\x00", "\ud800", "日本😀",
     "{{7*7}}", "{% for x in range(10**9) %}x{% endfor %}", "../../etc/passwd", "x" * 5000, [], {}, [[]], [None],
@@ -35,6 +40,7 @@ KEYS = [
     "seed", "stop", "stop_token_ids", "logprobs", "top_logprobs", "stream", "stream_options", "logit_bias", "bad_words",
     "allowed_token_ids", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos",
     "token_ids", "sampling_params", "echo", "tools", "user", "nonsense", "__class__", "return_token_ids", "request_id",
+    "response_format", "structured_outputs", "tool_choice", "json", "regex", "choice", "grammar", "json_object", "schema",
 ]  # fmt: skip
 
 
@@ -60,6 +66,8 @@ def mutate(value: Any, dice: random.Random) -> Any:
 
 def body(route: str, dice: random.Random) -> bytes:
     value: Any = VALID[route]
+    if dice.random() < 0.2:
+        value = {**value, **dice.choice(STRUCTURED)}
     for _ in range(dice.randrange(4)):
         value = mutate(value, dice)
     content = json.dumps(value).encode()

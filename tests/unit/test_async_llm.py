@@ -256,7 +256,8 @@ def test_text_pieces_are_the_text(llm: LLM) -> None:
         if stop and trial % 3:  # up to the token that completes the stop string
             end = next(n for n in range(len(ids)) if stop[0] in llm.tokenizer.decode(ids[:n]))
             reason = stop[0]
-        completion: Any = type("C", (), {"token_ids": torch.tensor(ids[:end]), "stop_reason": reason})
+        columns = {"token_ids": torch.tensor(ids[:end]), "finish_reason": "stop", "stop_reason": reason}
+        completion: Any = type("C", (), columns)
         while at < end:
             step = min(int(torch.randint(1, 5, (), generator=dice)), end - at)
             pieces.append(stream.add(ids[at : at + step], completion if at + step == end else None))

@@ -16,8 +16,8 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 TEXT = f"Let me see. {CALL}{CALL}"
 
 
-def chat(parser: str | None) -> ChatFormat:
-    return ChatFormat(parser, "tiny", str, False, False, [[1, 2]])
+def chat(parser: str | None, reports_calls: bool = True) -> ChatFormat:
+    return ChatFormat(parser, reports_calls, "tiny", str, False, False, [[1, 2]])
 
 
 def columns(num: int) -> dict[str, Any]:
@@ -46,6 +46,18 @@ def test_a_response_without_calls() -> None:
         choice = ChatCompletion.model_validate(chat(parser).response([[output(text)]])).choices[0]
         assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", text, None)
     assert chat("hermes").response([[output(CALL, "length")]])["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_call_of_a_named_function_ends_with_stop() -> None:
+    (choice,) = ChatCompletion.model_validate(chat("hermes", False).response([[output(CALL)]])).choices
+    assert choice.finish_reason == "stop" and choice.message.content is None and choice.message.tool_calls is not None
+
+
+def test_a_completion_that_could_not_go_on_is_an_error() -> None:
+    failed = CompletionOutput(0, "", finish_reason="error", stop_reason="no token", **columns(0))
+    with pytest.raises(ApiError, match="no token") as error:
+        chat(None).response([[failed]])
+    assert error.value.status == 400
 
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
