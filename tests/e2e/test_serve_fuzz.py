@@ -40,7 +40,7 @@ KEYS = [
     "seed", "stop", "stop_token_ids", "logprobs", "top_logprobs", "stream", "stream_options", "logit_bias", "bad_words",
     "allowed_token_ids", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos",
     "token_ids", "sampling_params", "echo", "tools", "user", "nonsense", "__class__", "return_token_ids", "request_id",
-    "response_format", "structured_outputs", "tool_choice", "json", "regex", "choice", "grammar", "json_object", "schema",
+    "response_format", "structured_outputs", "tool_choice", "json", "regex", "choice", "grammar", "json_object",
 ]  # fmt: skip
 
 
