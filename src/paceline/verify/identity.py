@@ -20,9 +20,9 @@ from paceline.verify.reference import processed_logprobs, race_scores
 from paceline.verify.result import CheckResult
 
 LOGPROB_TOLERANCE = 1e-4  # float32, across kernels with different summation orders
-# In 16 bits the mean gap is limited, in units of the mean error that rounding causes in the learner's own logprobs: from
-# 0.001 to 0.02, by model. Engine and learner round independently (1.4 times), a temperature of 0.7 enlarges errors (1.4
-# times), and the error is measured on other tokens than those that are compared.
+# In 16 bits the mean gap is limited, in units of the mean error that rounding causes in the learner's own logprobs
+# (0.001 to 0.02, by model). Engine and learner round independently (1.4 times), a temperature of 0.7 enlarges errors
+# (1.4 times), and the error is measured on other tokens than those that are compared.
 ROUNDING_FACTOR = 3
 # How much lower than the reference's best race score that of an emitted token may be. Learner and engine logprobs
 # differ by LOGPROB_TOLERANCE at most, and a race score is a logprob divided by the temperature.
