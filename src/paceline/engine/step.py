@@ -38,7 +38,7 @@ class InFlightStep:
 @dataclass(slots=True)
 class CommittedStep:
     batch: ScheduledBatch  # without sequences that ended while it was in flight
-    num_computed_before: np.ndarray  # int64 [R]
+    num_computed_before: np.ndarray  # int64 [R], when it was committed
     emitting: ScheduledBatch
     commits: Commits
     drafts: StepDrafts

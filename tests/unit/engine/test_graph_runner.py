@@ -97,8 +97,9 @@ class Event:
         self.is_over = True
 
     def elapsed_time(self, done: Event) -> float:
-        assert done.is_over and self.num_runs + 1 == done.num_runs, "another step's"
-        return 1e6 * done.num_runs
+        num_runs = done.num_runs - self.num_runs  # none if only prompts were computed
+        assert done.is_over and num_runs in (0, 1), "another step's"
+        return 1e6 * done.num_runs * num_runs
 
 
 class HostBuffers:
@@ -109,7 +110,7 @@ class HostBuffers:
         self.input_words = self.inputs.numpy()
         for name in ("tokens", "logprobs", "scores", "sources"):
             setattr(self, name, getattr(self.outputs, name).numpy())
-        self.started, self.done = Event(graphs.simulated), Event(graphs.simulated)
+        self.launched, self.started, self.done = (Event(graphs.simulated) for _ in range(3))
 
 
 class SimulatedHead:
