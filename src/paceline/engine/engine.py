@@ -200,8 +200,7 @@ class LocalEngine:
         num_captured = self.runner.num_captured
         pending = self.runner.launch(batch, drafts.q, drafts.draft_budget)
         self.scheduler.launched(batch)
-        num_tokens = (1 + batch.num_draft) * batch.emits
-        step = InFlightStep(pending, batch, drafts, started, draft_s, len(preempted), num_tokens)
+        step = InFlightStep(pending, batch, drafts, started, draft_s, len(preempted))
         if self.drafter is not None and batch.emits.any():
             self.policy.launched(drafts.decision)
         step.count_in_flight(1)
@@ -230,8 +229,8 @@ class LocalEngine:
         emitting, seq_table = batch.emitting, batch.seq_table
         check_finite(emitting, result, self.version)
         num_computed_before = seq_table.num_computed[batch.slots]
-        num_query = batch.num_query + batch.num_draft
         verified = self.drafting.verified(emitting)
+        num_context_tokens = step.num_context_tokens(emitting)
         num, is_finished = seq_table.commit(
             emitting.slots, result, emitting.num_draft, emitting.drafters, self.version, self.detokenize
         )
@@ -254,8 +253,8 @@ class LocalEngine:
             "forward_s": forward_s,
             "sample_s": sample_s,
             "num_rows": len(batch),
-            "num_query_tokens": int(num_query.sum()),
-            "num_context_tokens": int((num_computed_before + batch.emits + batch.num_draft).sum()),
+            "num_query_tokens": int(batch.num_query.sum() + emitting.num_draft.sum()),
+            "num_context_tokens": num_context_tokens,
             "num_preempted": step.num_preempted,
             "num_free_blocks": self.paged.pool.num_free,
             "num_captured": step.num_captured,

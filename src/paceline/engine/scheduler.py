@@ -87,7 +87,7 @@ class Scheduler:
         wanted = np.where(num_tokens + seq_table.num_in_flight[slots] < seq_table.limit[slots], pending, 0)
         budget, limit = self.max_num_batched_tokens, self.max_num_prefill_tokens
         num_new = budget  # query tokens of new sequences, at most
-        if limit is not None and (wanted == 1).any():
+        if limit is not None and (pending == 1).any():
             prefills = wanted > 1
             wanted[prefills] = _in_order(wanted[prefills], limit)
             num_new = limit - int(wanted[prefills].sum())
