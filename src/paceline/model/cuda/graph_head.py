@@ -27,6 +27,7 @@ from paceline.model.cuda.ops import CudaOps
 from paceline.model.cuda.pdl import pdl_options, pdl_wait
 from paceline.model.cuda.sample import Draws, draw
 from paceline.model.cuda.truncate import truncate
+from paceline.model.device import to_device
 from paceline.model.eagle3 import Eagle3Head
 from paceline.model.kv import PagedKV
 from paceline.model.layer import Linear
@@ -67,7 +68,7 @@ class GraphHead:
         plan, device = make_plan(spans), self.head.device
         tables = [(span.table, span.start, span.start + len(span.tokens)) for span in spans]
         x = self.head.fuse(paged.aux_hidden_states(tables))
-        tokens_T, positions_T = (torch.as_tensor(a, device=device) for a in (plan.tokens, plan.positions))
+        tokens_T, positions_T = (to_device(a, device) for a in (plan.tokens, plan.positions))
         self.head(x, tokens_T, positions_T, self.head.ops.paged_attention(self.kv, plan), self.embed)
 
     def draft(self, step: DraftStep) -> None:
