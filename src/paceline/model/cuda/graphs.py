@@ -2,10 +2,11 @@
 next step.
 
 There is one graph per size of step, rounded up so that there are few sizes and little padding. A graph is captured when
-its size is first needed. If the device selects draft tokens, the sizes vary from step to step. Then the captured graph that suits
-the size best is used, until that has cost as much time as capturing a graph of the exact size (capturing takes as long
-as dozens of steps). A larger graph verifies more draft tokens than wanted, a smaller one the most probable of them. All
-graphs share one memory pool, because they run one after another. `enforce_eager` runs the same kernels without graphs.
+its size is first needed. If the device selects draft tokens, the sizes vary from step to step. Then the captured graph
+that suits the size best is used, until that has cost as much time as capturing a graph of the exact size (capturing
+takes as long as dozens of steps). A larger graph verifies more draft tokens than wanted, a smaller one only the most
+probable of them. All graphs share one memory pool, because they run one after another. `enforce_eager` runs the same
+kernels without graphs.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ MIN_STOP_ROWS = 32  # with fewer rows, the last threshold is a poor estimate of 
 MOST_PADDING = 2  # a graph may have so many times the tokens of a step, and SMALL_PADDING more
 SMALL_PADDING = 8
 LEAST_DRAFTS = 0.5  # share of the wanted draft tokens that a smaller graph verifies at least
-# Time lost if a share x of the wanted draft tokens is left out, in steps: LOSS x^2. The wanted number is the best one by
-# estimate, so a few less cost little: those left out are the ones that hardly pay.
+# If a share x of the wanted draft tokens is left out, LOSS x^2 of the step's time is lost. The wanted number is the
+# best one by estimate, so leaving out a few costs little: they are the ones that hardly pay.
 LOSS = 0.3
 
 
