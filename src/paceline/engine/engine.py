@@ -354,7 +354,9 @@ class LocalEngine:
     def update_drafter(self, weights: Weights, version: int) -> Receipt:
         if self.drafter is None:
             raise ValueError("update_drafter: this engine has no drafter (speculation.method = 'none')")
-        return self.drafter.update(weights, version)
+        receipt = self.drafter.update(weights, version)
+        self.policy.drafter_updated()
+        return receipt
 
     def set_drafter(self, drafter: Drafter | None, policy: SpeculationPolicy | None = None) -> None:
         """Use another drafter from now on, for running requests too. If it reads other layers' hidden states, running

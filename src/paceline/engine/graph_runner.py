@@ -150,9 +150,11 @@ class GraphRunner(Runner):
             self.device_drafter.draft_length = num
 
     def launch(self, batch: ScheduledBatch, q: dict[int, Tensor], draft_budget: int | None = None) -> _PendingGraphStep:
-        graphs, drafter = self._current_graphs(), self.device_drafter
+        graphs, drafter = self._current_graphs(), self._running_drafter
         in_graph = batch.emits & (batch.num_draft < MAX_QUERIES) & ~batch.seq_table.needs_logits[batch.slots]
-        if self.paged.aux_layers and drafter is None:  # a drafter on the host reads hidden states: not in graphs
+        if (
+            self.paged.aux_layers and self.device_drafter is None
+        ):  # a drafter on the host reads hidden states: not in graphs
             in_graph[:] = False
         is_in_graph = in_graph[batch.emits]
         buffers, stream = self._buffers.pop(0), graphs.stream  # asking torch for it takes as long as launching a graph
@@ -191,13 +193,19 @@ class GraphRunner(Runner):
     def _on_drafted(device_drafter: DeviceDrafter, ids: np.ndarray, k: int, buffers: _HostBuffers) -> None:
         device_drafter.drafted(ids, buffers.scores[: len(ids), :k].copy(), buffers.sources[: len(ids)].copy())
 
+    @property
+    def _running_drafter(self) -> DeviceDrafter | None:
+        drafter = self.device_drafter
+        return None if drafter is None or drafter.is_paused else drafter
+
     def _current_graphs(self) -> Graphs:
-        key = None if self.device_drafter is None else self.device_drafter.graph_key
+        device_drafter = self._running_drafter
+        key = None if device_drafter is None else device_drafter.graph_key
         if key not in self._graphs:
             kv, decoder = self.paged.kv, self.paged.decoder
             assert kv is not None, "asleep"
             context = DeviceContext(decoder, kv, self.paged.pool.num_blocks, self.state, self.max_num_seqs)
-            drafter = None if self.device_drafter is None else self.device_drafter.build(context)
+            drafter = None if device_drafter is None else device_drafter.build(context)
             if len(self._graphs) == MAX_DRAFTERS:
                 self._drop(next(iter(self._graphs)))
             self._graphs[key] = Graphs(
@@ -242,8 +250,8 @@ class GraphRunner(Runner):
         lengths = batch.num_draft.tolist()
         num_draft, selects_drafts = self._draft_room(graphs, batch, sum(lengths), draft_budget)
         draft_length, max_draft_length = 0, 0
-        if self.device_drafter is not None:
-            draft_length, max_draft_length = self.device_drafter.draft_length, self.device_drafter.max_draft_length
+        if (drafter := self._running_drafter) is not None:
+            draft_length, max_draft_length = drafter.draft_length, drafter.max_draft_length
         truncates = bool(batch.seq_table.truncates[batch.slots].any())
         size = _size(
             len(batch), len(batch) + num_draft, 1 + max(lengths), draft_length, truncates, selects_drafts,
@@ -324,9 +332,9 @@ class GraphRunner(Runner):
             table[: len(sequence.table.blocks)] = sequence.table.blocks
             self._sent_blocks[slot] = list(sequence.table.blocks)
         self.state.block_tables[at, : tables.shape[1]] = self._to_device(tables)
-        if self.device_drafter is not None:
+        if self._running_drafter is not None:
             drafter = self._current_graphs().drafter
-            self.device_drafter.add(drafter, slots.tolist(), [sequence.request for sequence in sequences])
+            self._running_drafter.add(drafter, slots.tolist(), [sequence.request for sequence in sequences])
 
     def _put(self, name: str, at: Tensor, values: np.ndarray) -> None:
         column: Tensor = getattr(self.state, name)
