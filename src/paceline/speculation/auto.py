@@ -41,7 +41,7 @@ NEGLIGIBLE = 0.002  # of a step: a drafter that takes less may always draft
 NUM_KEPT = MIN_OUTCOMES / 4  # outcomes of a history that still count when it has new entries
 PROBE_LENGTH = 2  # draft tokens of a model's probe
 # Gain below which a head is paused. A head that drafts nothing takes 4 to 6% of a step (1.5B model, H200).
-PAUSE_GAIN = 1.05
+PAUSE_GAIN, PAUSE_OUTCOMES = 1.05, 8  # and with how many outcomes at least
 MIN_AWAKE = 64  # steps before a head is paused (again), so that it is probed
 # Steps of the first and of the longest pause. A pause ends when a new round of requests begins: the head has not read
 # what ran meanwhile. If none begins, it lasts PAUSE_FACTOR times as long.
@@ -203,7 +203,7 @@ class AutoPolicy(SpeculationPolicy):
 
     def _best_gain(self, step: _Step) -> float:
         """Of drafting for a single row; infinite if the head's acceptance is not known yet."""
-        if step.acceptance.num_outcomes(self.cost_name) < MIN_OUTCOMES:
+        if step.acceptance.num_outcomes(self.cost_name) < PAUSE_OUTCOMES:
             return math.inf
         curves, load = self._curves[True], Load(1, 1, step.load.num_context_tokens // step.load.num_rows)
         draft_s = [self.costs.draft_s(self.cost_name, 1, k) for k in range(1, 1 + self.max_tokens)]

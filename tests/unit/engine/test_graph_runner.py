@@ -268,6 +268,27 @@ class RandomPolicy(StaticPolicy):
         return lengths if lengths.sum() <= self.budget else shorten_longest(lengths, self.budget)
 
 
+class PausingPolicy(RandomPolicy):
+    """Pauses the drafter for some steps, at any time."""
+
+    def plan(self, rows: Any) -> np.ndarray:
+        was_paused = self.pauses_drafter
+        self.pauses_drafter = (self.num_steps // 5) % 2 == 1
+        caps = super().plan(rows)
+        return np.zeros_like(caps) if was_paused else caps
+
+
+@pytest.mark.parametrize("num_blocks", [64, 12])
+def test_pauses_of_a_head_change_no_token(cuda: SimpleNamespace, num_blocks: int) -> None:
+    engine = make(cuda, "eagle3", num_blocks, PausingPolicy(4))
+    simulated = device(engine)
+    assert tokens(run(engine)) == naive()
+    drafter, graphs = engine.drafter, engine.runner._graphs
+    assert set(graphs) == {None, drafter.graph_key} and simulated.draft_lengths
+    traces = engine.drain_trace()
+    assert sum(t.num_accepted_tokens for t in traces) > 0
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "hybrid"])
 @pytest.mark.parametrize("num_blocks", [64, 12])
 def test_a_head_writes_only_into_blocks_of_its_row(
