@@ -112,9 +112,9 @@ class AutoPolicy(SpeculationPolicy):
         self._num_read: dict[int, int] = {}  # positions that the model has computed, by request
         self._num_live, self._is_new_round = 0, False  # requests; whether there was none before them
         # Of a head on the device: whether it is paused, for how many steps it should be, how often it was paused
-        # without paying in between, and for how many steps it has been paused or not.
+        # without paying in between, for how many steps it has been paused or not, and the probes before these.
         self.pauses_drafter = False
-        self._pause_steps, self._num_pauses, self._num_steps = 0, 0, 0
+        self._pause_steps, self._num_pauses, self._num_steps, self._probes_before = 0, 0, 0, 0
 
     def begin(self, request: Request) -> None:
         if not self._num_live:
@@ -144,7 +144,7 @@ class AutoPolicy(SpeculationPolicy):
             self._num_read.clear()  # KV of a head or a draft model is dropped when the policy changes
             self._version = rows.version
         num_rows, plain_s = len(rows), self.costs.step_s(rows.load)
-        credit_s = 0.0 if self.pauses_drafter else min(PROBES * plain_s, 10 * plain_s - self._credit_s)
+        credit_s = min(PROBES * plain_s, 10 * plain_s - self._credit_s)
         self._step = step = _Step(
             rows.load, rows.acceptance, rows.request_ids, rows.num_tokens, plain_s, rows.on_device, rows.draft_budget,
             credit_s, self._num_probes, self._probe_left, self._num_drafting.get(row_bucket(num_rows), 0),
@@ -170,10 +170,10 @@ class AutoPolicy(SpeculationPolicy):
 
     def launched(self, decision: Decision) -> None:
         step: _Step = decision.about
+        self._credit_s += step.credit_s
         self._update_pause(step)
         if self.pauses_drafter:
             return
-        self._credit_s += step.credit_s
         self._num_probes, self._probe_left = step.num_probes, step.probe_left
         self._num_read.update(step.num_read)
         # Also if the step will not be observed, so that it is not planned again and again.
@@ -191,15 +191,18 @@ class AutoPolicy(SpeculationPolicy):
         if self.pauses_drafter:
             if self._num_steps >= PAUSE_FACTOR * self._pause_steps:
                 self._set_paused(False)
-        elif step.draft_length and not step.is_probe:
+            return
+        if step.draft_length and not step.is_probe:
             self._num_pauses = 0
-        elif self._num_steps >= MIN_AWAKE and self._num_steps % MAX_AGE == 0 and self._best_gain(step) < PAUSE_GAIN:
+        was_probed = not self._num_pauses or self._num_probes > self._probes_before
+        is_due = self._num_steps >= MIN_AWAKE and not self._num_steps % MAX_AGE
+        if is_due and was_probed and not step.draft_length and self._best_gain(step) < PAUSE_GAIN:
             self._pause_steps = min(FIRST_PAUSE * 2**self._num_pauses, MAX_PAUSE)
             self._num_pauses += 1
             self._set_paused(True)
 
     def _set_paused(self, is_paused: bool) -> None:
-        self.pauses_drafter, self._num_steps = is_paused, 0
+        self.pauses_drafter, self._num_steps, self._probes_before = is_paused, 0, self._num_probes
 
     def _best_gain(self, step: _Step) -> float:
         """Of drafting for a single row; infinite if the head's acceptance is not known yet."""

@@ -573,9 +573,12 @@ def test_a_head_that_would_not_pay_for_a_single_row_is_paused() -> None:
     changes = np.flatnonzero(np.diff(paused))
     awake, pauses = np.diff(changes)[1::2], np.diff(changes)[::2]
     assert pauses.tolist()[:2] == [PAUSE_FACTOR * FIRST_PAUSE, 2 * PAUSE_FACTOR * FIRST_PAUSE]
-    assert changes[0] >= MIN_AWAKE - 1 and awake.min() >= MIN_AWAKE and np.mean(paused) > 0.9
+    assert changes[0] >= MIN_AWAKE - 2 and awake.min() >= MIN_AWAKE and np.mean(paused) > 0.9
     policy, request = engine.policy, Request(0, (1,), SamplingParams(), 0)
-    assert policy.pauses_drafter
+    while policy.pauses_drafter:
+        drafted, _ = step_on_device(engine, drafted, 0)
+    while not policy.pauses_drafter:
+        drafted, _ = step_on_device(engine, drafted, 0)
     policy.begin(request)
     assert policy.pauses_drafter, "a pause lasts for some steps"
     policy.end(0)
