@@ -152,10 +152,8 @@ class GraphRunner(Runner):
     def launch(self, batch: ScheduledBatch, q: dict[int, Tensor], draft_budget: int | None = None) -> _PendingGraphStep:
         graphs, drafter = self._current_graphs(), self._running_drafter
         in_graph = batch.emits & (batch.num_draft < MAX_QUERIES) & ~batch.seq_table.needs_logits[batch.slots]
-        if (
-            self.paged.aux_layers and self.device_drafter is None
-        ):  # a drafter on the host reads hidden states: not in graphs
-            in_graph[:] = False
+        if self.paged.aux_layers and self.device_drafter is None:
+            in_graph[:] = False  # a drafter on the host reads hidden states
         is_in_graph = in_graph[batch.emits]
         buffers, stream = self._buffers.pop(0), graphs.stream  # asking torch for it takes as long as launching a graph
         self._buffers.append(buffers)
