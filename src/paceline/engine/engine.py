@@ -67,8 +67,9 @@ class LocalEngine:
         self.lengths = lengths or LengthModel()
         by_length = self.lengths.expected if order == "longest" else None
         self.scheduler = Scheduler(
-            paged, max_num_seqs, max_num_batched_tokens, prefix_sharing, by_length, max_num_prefill_tokens
-        )
+            paged, max_num_seqs, max_num_batched_tokens, prefix_sharing, by_length, max_num_prefill_tokens,
+            self.runner.batches_prompts,
+        )  # fmt: skip
         self.drafting = Drafting(paged, self.scheduler, rule, self.lengths, drafter, policy or StaticPolicy(0))
         paged.set_aux_layers(drafter.aux_layers if drafter is not None else ())
         self.tokenizer = tokenizer

@@ -109,6 +109,8 @@ class GraphRunner(Runner):
     """For the rule `coupled`. `enforce_eager`: the same kernels without graphs. `imposed`: acceptance probabilities
     that replace the real ones, only for `bench step`."""
 
+    batches_prompts = True  # they are not in graphs
+
     def __init__(
         self,
         paged: PagedDecoder,

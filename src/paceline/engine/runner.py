@@ -45,6 +45,9 @@ class PendingStep(Protocol):
 class Runner(ABC):
     """Base of the runners; only `launch` must be overridden."""
 
+    # Whether a step with prompts takes as long as several others. Then several prompts should start together.
+    batches_prompts = False
+
     @property
     def num_captured(self) -> int:
         """CUDA graphs captured so far. Capturing takes as long as dozens of steps."""

@@ -25,6 +25,9 @@ from paceline.model.paged import PagedDecoder
 from paceline.types import Request
 
 
+PROMPT_SHARE = 32  # if prompts are batched, they start when one of so many places is free
+
+
 class Scheduler:
     """Continuous batching with chunked prefill: each step has all running sequences, within the token budget."""
 
@@ -36,6 +39,7 @@ class Scheduler:
         prefix_sharing: bool = True,
         order: Callable[[Request], float] | None = None,  # a request's expected length; None: order of arrival
         max_num_prefill_tokens: int | None = None,
+        batches_prompts: bool = False,  # see `Runner.batches_prompts`
     ) -> None:
         if max_num_batched_tokens < 1:
             raise ValueError(f"engine.max_num_batched_tokens = {max_num_batched_tokens}: must be >= 1 token a step")
@@ -48,6 +52,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_prefill_tokens = max_num_prefill_tokens  # while sequences decode; None: no limit
         self.prefix_sharing = prefix_sharing
+        self.batches_prompts = batches_prompts
         self.order = order
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -106,14 +111,17 @@ class Scheduler:
         """Start waiting sequences. Returns them, each with its number of query tokens."""
         if not self.waiting:
             self._in_front.clear()
-        if not (budget and self.waiting and len(self.running) < self.max_num_seqs):
+        num_free = self.max_num_seqs - len(self.running)
+        if not (budget and self.waiting and num_free > 0):
+            return []
+        enough = min(len(self.waiting), self.max_num_seqs // PROMPT_SHARE)
+        if self.batches_prompts and self.running and num_free < enough:
             return []
         # Sequences wait while their prompt is being computed for another one, then share it.
         seq_table, slots = self.seq_table, self.slots
         prefilling = slots[seq_table.num_computed[slots] < seq_table.num_prompt[slots] - 1]
         computing = {sequence.request.prompt_ids for sequence in seq_table.of(prefilling)}
         new, held_back, copies = list[tuple[Sequence, int]](), list[Sequence](), list[tuple[int, int]]()
-        num_free = self.max_num_seqs - len(self.running)
         while budget and self.waiting and len(new) < num_free:
             if self.order is not None and len(new) + len(held_back) >= num_free:
                 break  # the sequences held back keep their places, or their problem would not start together
