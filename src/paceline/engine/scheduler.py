@@ -24,7 +24,6 @@ from paceline.model.kv import BLOCK, BlockTable
 from paceline.model.paged import PagedDecoder
 from paceline.types import Request
 
-
 PROMPT_SHARE = 32  # if prompts are batched, they start when one of so many places is free
 
 
