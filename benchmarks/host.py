@@ -34,10 +34,10 @@ if find_spec("triton") is None:  # kernels are defined, but never run
         sys.modules[name] = MagicMock()
 
 from paceline.drafters.device import DeviceEagle3Drafter
-from paceline.engine.accept import RULES, VerificationResult
+from paceline.engine.accept import RULES
 from paceline.engine.engine import LocalEngine
 from paceline.engine.graph_runner import NUM_BUFFERS, GraphRunner
-from paceline.engine.runner import EagerRunner, FinishedStep, StepOutput
+from paceline.engine.runner import EagerRunner
 from paceline.engine.scheduled_batch import ScheduledBatch
 from paceline.model.config import ModelConfig
 from paceline.model.cuda.attention import MAX_QUERIES
@@ -136,7 +136,7 @@ class HostBuffers:
         self.outputs = outputs = OutputBuffers(len(graphs.outputs.tokens))
         self.tokens, self.logprobs = outputs.tokens.numpy(), outputs.logprobs.numpy()
         self.scores, self.sources = outputs.scores.numpy(), outputs.sources.numpy()
-        self.started, self.done = Event(), Event()
+        self.launched, self.started, self.done = Event(), Event(), Event()
 
 
 class SimulatedRunner(GraphRunner):
@@ -151,10 +151,10 @@ class SimulatedRunner(GraphRunner):
 
 
 class PromptRunner(EagerRunner):
-    """Computes nothing; each prompt emits token 0."""
+    """Computes nothing."""
 
-    def launch(self, batch: ScheduledBatch, q: Any, draft_budget: int | None = None) -> FinishedStep:
-        return FinishedStep(StepOutput(VerificationResult.empty(int(batch.emits.sum()), 1)), 0.0, 0.0)
+    def prefill(self, batch: ScheduledBatch) -> None:
+        pass
 
 
 def engine_of(kind: str, num_rows: int, length: int, clock: Clock) -> LocalEngine:

@@ -445,7 +445,7 @@ def compare(plain: Generated, other: Generated, expected: Sequence[np.ndarray]) 
 
 def by_rows(traces: Sequence[StepTrace]) -> dict[str, dict[str, float]]:
     """Of steps that only decode, by number of rows (the next power of two): draft tokens per row, emitted tokens per
-    row, median time."""
+    row, median time and the time of all, whose mean says whether some steps take much longer."""
     parts: dict[int, list[StepTrace]] = {}
     for trace in traces:
         if trace.num_query_tokens - trace.num_draft_tokens == trace.num_rows:
@@ -456,6 +456,7 @@ def by_rows(traces: Sequence[StepTrace]) -> dict[str, dict[str, float]]:
             "drafted": round(sum(t.num_draft_tokens for t in part) / sum(t.num_rows for t in part), 3),
             "emitted": round(sum(t.num_emitted for t in part) / sum(t.num_rows for t in part), 3),
             "step_ms": round(1e3 * statistics.median(t.total_s for t in part), 3),
+            "total_ms": round(1e3 * sum(t.total_s for t in part), 1),
         }
         for rows, part in sorted(parts.items())
     }

@@ -112,10 +112,10 @@ def describe(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_random(study: Study) -> None:
-    """Random weights, and the shape and vocabulary of the general head."""
+    """Random weights, and the shape and vocabulary of the in-domain head."""
     directory = resolve(study.args.model)
-    general = load_head(study.head("general"), read_config(directory), any_target=True)
-    head = init_head(general.config, general.draft_ids, seed=RANDOM_SEED)
+    trained = load_head(study.head("in-domain"), read_config(directory), any_target=True)
+    head = init_head(trained.config, trained.draft_ids, seed=RANDOM_SEED)
     provenance = Provenance(study.args.model, checkpoint_checksum(directory), "none: random weights", RANDOM_SEED, 0, 0)
     save_head(head, study.folder("heads", "random") / "head", provenance, dtype=torch.float32)
     print("head random: random weights")

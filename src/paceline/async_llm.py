@@ -18,6 +18,7 @@ from paceline.types import Completion, NewTokens, SamplingParams, StepTrace
 
 Result = TypeVar("Result")
 OnStep = Callable[[list[StepTrace]], None]
+GPU_PREFILL_TOKENS = 256  # in a step: their time is little more than that of reading the weights
 
 
 class AsyncLLM:
@@ -39,7 +40,10 @@ class AsyncLLM:
     def _start(self, make: Callable[[], LLM], on_step: OnStep | None) -> None:
         def make_engine() -> LocalEngine:
             self.llm = make()
-            return self.llm.engine
+            engine, config = self.llm.engine, self.llm.config
+            if config.engine.max_num_prefill_tokens is None and config.model.device.startswith("cuda"):
+                engine.scheduler.max_num_prefill_tokens = GPU_PREFILL_TOKENS
+            return engine
 
         self.thread = EngineThread(make_engine, on_step)
         # Long prompts must block neither the event loop nor the engine. One thread: the engine needs the cores.

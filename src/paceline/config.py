@@ -66,6 +66,9 @@ class EngineSection(Section):
     max_num_seqs: Positive = 32  # maximum sequences in a step; on a GPU 256 by default
     # Maximum query tokens in a step; longer prompts are chunked. On a GPU 16384 by default.
     max_num_batched_tokens: Positive = 512
+    # Maximum prompt tokens in a step while other sequences decode, so that these wait less for their next token. Not
+    # set: 256 with `serve` and AsyncLLM on a GPU; else only max_num_batched_tokens limits them, for throughput.
+    max_num_prefill_tokens: Positive | None = None
     # Size of the KV cache in tokens. Not set: `train` on one GPU plans it; else 4096 per sequence, within 2 GiB or a
     # third of the GPU's memory.
     kv_tokens: Positive | None = None

@@ -122,6 +122,7 @@ VLLM: Mapping[str, str] = {
     "max_model_len": "engine.vllm.max_model_len",
     "max_num_seqs": "engine.max_num_seqs",
     "max_num_batched_tokens": "engine.max_num_batched_tokens",
+    "long_prefill_token_threshold": "engine.max_num_prefill_tokens, for all prompts of a step together",
     "enable_prefix_caching": "engine.prefix_sharing",
     "enforce_eager": "engine.graphs, with the opposite meaning",
     "enable_sleep_mode": "engine.sleep",

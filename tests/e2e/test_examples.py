@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+from serving import serving
 from tiny_run import write_head, write_model
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +38,26 @@ def test_generate(tmp_path: Path) -> None:
     printed = run(tmp_path, "examples/generate.py", str(tmp_path / "model"))
     assert printed.count("'The capital of France is' → ") == printed.count("'1, 2, 3, 4,' → ") == 2
     assert printed.count(" of them drafted") == 4
+
+
+def test_the_notebook(tmp_path: Path) -> None:
+    """Its code, as a program. Its last cell but one shows a value."""
+    write_model(tmp_path / "model")
+    cells = json.loads((ROOT / "examples/generate.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    assert code.count('"smollm2-135m"') == 1
+    (tmp_path / "notebook.py").write_text(code.replace('"smollm2-135m"', repr(str(tmp_path / "model"))))
+    printed = run(tmp_path, "notebook.py")
+    assert printed.count("tokens were drafted") == 8 and "s without drafts" in printed
+
+
+def test_evaluate(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    problems = [{"prompt": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(3)]
+    (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    with serving(tmp_path / "model") as served:
+        printed = run(tmp_path, "examples/evaluate.py", "problems.jsonl", served.url)
+    assert printed.startswith("3 problems × 4 samples: accuracy 0.")
 
 
 def test_train(tmp_path: Path) -> None:

@@ -676,6 +676,46 @@ def test_drafting_stops_early_for_rows_below_the_threshold() -> None:
         assert (found[1, 2] == found[1, 1]) == stops_early and found[1, 1] < 0.1 < 0.9 < found[1, 0]
 
 
+def test_survival_is_calibrated() -> None:
+    """By position and by the head's probability; the reported scores are not calibrated."""
+    from paceline.model.confidence import BY_LOGPROB, BY_MARGIN, START
+    from paceline.model.cuda.attention import AttentionRows
+    from paceline.model.cuda.device_state import MAX_DRAFT, DeviceState
+    from paceline.model.cuda.graph_head import GraphHead
+    from paceline.model.cuda.sample import Draws
+    from paceline.speculation.acceptance import SCORE_EDGES, position_bucket
+
+    rng, num, k = np.random.default_rng(0), 40, 6
+    decoder = tiny_decoder(torch.float32, **SHAPE)
+    state, kv = DeviceState(num, 1, CUDA), PagedKV(decoder.config, 1, torch.float32, CUDA)
+    head = GraphHead(tiny_head(decoder).to(CUDA), decoder.embed, kv, state)
+    factors = rng.uniform(0.3, 1.3, head.calibration.shape).astype(np.float32)
+    head.calibration.copy_(torch.from_numpy(factors))
+    state.length.fill_(9)
+    state.limit.fill_(99)
+    slots = torch.arange(num, dtype=torch.int32, device=CUDA)
+    starts = torch.arange(num + 1, dtype=torch.int32, device=CUDA)
+    rows = AttentionRows(starts, slots, slots, state.block_tables)
+    inputs, found = head._inputs(rows, k), torch.zeros(num, MAX_DRAFT, dtype=torch.float64, device=CUDA)
+    step: Any = SimpleNamespace(
+        inputs=SimpleNamespace(rows=rows), stops_early=False, scores_out=found, imposed=None
+    )  # fmt: skip
+    joint = np.ones(num)
+    for i in range(k):
+        margins, logprobs = rng.normal(1, 2, num), -rng.exponential(1, num)
+        zeros = torch.zeros(num, dtype=torch.float64, device=CUDA)
+        draws = Draws(slots, zeros, *(torch.tensor(each, device=CUDA) for each in (logprobs, margins)))
+        head._store_draft(draws, step, inputs, i)
+        scores = 1 / (1 + np.exp(-(START + BY_MARGIN * margins + BY_LOGPROB * logprobs)))
+        away = (np.abs(scores[:, None] - SCORE_EDGES) > 1e-5).all(1)  # not at the edge of a bucket
+        bucket = SCORE_EDGES.searchsorted(scores, "right")
+        joint *= np.minimum(1, scores * factors[position_bucket(i), bucket])
+        joint[~away] = np.nan
+        ok = ~np.isnan(joint)
+        assert state.survival[:, i].cpu().numpy()[ok] == pytest.approx(joint[ok], rel=1e-4)
+        assert found[:, i].cpu().numpy() == pytest.approx(scores, rel=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["eager", "graph"])
 def test_selecting_drafts_on_the_device_changes_no_token(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of the draft tokens, and as many more as a larger graph can verify. The head stops early."""

@@ -265,3 +265,14 @@ def test_text_pieces_are_the_text(llm: LLM) -> None:
         assert "".join(pieces) == completion_text(completion, llm.tokenizer)
         num_pieces.append(len([piece for piece in pieces if piece]))
     assert sum(num_pieces) / 60 > 4, "in pieces"
+
+
+def test_on_a_gpu_prompts_are_limited_while_others_decode(model: str) -> None:
+    for given, device, limit in ((None, "cpu", None), (64, "cpu", 64), (None, "cuda", 256), (64, "cuda", 64)):
+        llm = LLM(model, **SETTINGS | {"engine": SETTINGS["engine"] | {"max_num_prefill_tokens": given}})
+        assert llm.engine.scheduler.max_num_prefill_tokens == given, "not for throughput"
+        llm.config = llm.config.changed(model={"device": device})
+        running = AsyncLLM.__new__(AsyncLLM)
+        running._start(lambda llm=llm: llm, None)
+        assert llm.engine.scheduler.max_num_prefill_tokens == limit
+        asyncio.run(running.close())

@@ -10,6 +10,7 @@ import torch
 
 from paceline.build.config import with_absolute_paths
 from paceline.build.engine import build_engine
+from paceline.build.learner import use_train_kernels
 from paceline.build.model import check_device, load_decoder
 from paceline.build.run import describe_run
 from paceline.build.task import build_task, check_prompts
@@ -93,9 +94,12 @@ def build_draft_trainer(
         eos_ids = (*head_init.target.eos_token_ids, *sampling.stop_token_ids)
         dtype = torch.float64 if config.model.dtype == "float64" else torch.float32
         head = head_init.head(examples.train, eos_ids, dtype, config.model.device)
+        decoder = load_decoder(config, directory)
+        if config.model.device.startswith("cuda"):
+            use_train_kernels(decoder)  # of the forward pass
         trainer = DraftTrainer(
             section,
-            decoder=load_decoder(config, directory),
+            decoder=decoder,
             learner=DraftLearner(head, section, num_steps=len(steps), temperature=sampling.temperature),
             examples=examples,
             steps=steps,

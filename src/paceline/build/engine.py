@@ -48,6 +48,7 @@ def build_engine(config: Config) -> LocalEngine:
         rule=config.speculation.rule,
         max_num_seqs=config.engine.max_num_seqs,
         max_num_batched_tokens=config.engine.max_num_batched_tokens,
+        max_num_prefill_tokens=config.engine.max_num_prefill_tokens,
         prefix_sharing=config.engine.prefix_sharing,
         order=config.engine.order,
         tokenizer=tokenizer,

@@ -7,11 +7,13 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from paceline.model.eagle3 import Eagle3Head
 from paceline.model.head_files import assign_head, head_state
 from paceline.model.paged import receipt_of
+from paceline.speculation.acceptance import AcceptanceModel
 from paceline.speculation.batch import Commits, Rows
 from paceline.speculation.device_drafter import DeviceDrafter
 from paceline.speculation.history_store import HistoryStore
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from paceline.model.cuda.graph_history import GraphHistory
 
 FACTOR_EVERY = 16  # steps
+MIN_CHANGE = 0.02  # of a factor that is sent to the device
 MIN_HISTORY_TOKENS, MAX_HISTORY_TOKENS = 1 << 24, 1 << 26  # on the device, 4 bytes each
 
 
@@ -33,6 +36,9 @@ class DeviceEagle3Drafter(DeviceDrafter):
         super().__init__()
         self.head, self.version = head, version
         self.aux_layers = head.config.aux_layers
+        self._num_steps = 0
+        self._device: GraphHead | None = None  # its part on the device
+        self._calibration: np.ndarray | None = None  # of the head's probabilities there
 
     @property
     def graph_key(self) -> Hashable:
@@ -46,6 +52,25 @@ class DeviceEagle3Drafter(DeviceDrafter):
         if kv is None or kv.config != layer or kv.k.dtype != head.dtype:
             kv = context.kv.draft_kv = PagedKV(layer, context.num_blocks, head.dtype, context.decoder.device)
         return GraphHead(head, context.decoder.embed, kv, context.state)
+
+    def add(self, drafter: Any, slots: Sequence[int], requests: Sequence[Request]) -> None:
+        if drafter is not self._device:
+            self._device, self._calibration = drafter, None
+
+    def set_draft_length(self, rows: Rows, caps: np.ndarray) -> None:
+        super().set_draft_length(rows, caps)
+        self._num_steps += 1
+        if self._num_steps % FACTOR_EVERY == 0:
+            self.calibrate(rows.acceptance)
+
+    def calibrate(self, acceptance: AcceptanceModel) -> None:
+        """Let the device rate its drafts by what is accepted, so that it selects those that the policy expects."""
+        if self._device is None:
+            return
+        factors = acceptance.calibration(self.name)
+        if self._calibration is None or np.abs(factors - self._calibration).max() > MIN_CHANGE:
+            self._calibration = factors
+            self._device.calibration.copy_(torch.from_numpy(factors), non_blocking=True)
 
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Receipt:
         started = time.perf_counter()
@@ -131,6 +156,7 @@ class DeviceHybridDrafter(DeviceHistoryDrafter):
 
     def add(self, drafter: Any, slots: Sequence[int], requests: Sequence[Request]) -> None:
         super().add(drafter.history, slots, requests)
+        self.head.add(drafter.head, slots, requests)
         self._device = drafter
         drafter.history_factor.fill_(self._factor)
 
@@ -138,8 +164,9 @@ class DeviceHybridDrafter(DeviceHistoryDrafter):
         super().set_draft_length(rows, caps)
         self._num_steps += 1
         if self._num_steps % FACTOR_EVERY == 0 and self._device is not None:
-            factor = min(1.0, rows.acceptance.trust("suffix") / rows.acceptance.trust("eagle3"))
-            if abs(factor - self._factor) > 0.02:
+            self.head.calibrate(rows.acceptance)
+            factor = min(1.0, rows.acceptance.trust("suffix"))  # the head's probabilities are calibrated
+            if abs(factor - self._factor) > MIN_CHANGE:
                 self._factor = factor
                 self._device.history_factor.fill_(factor)
 

@@ -143,6 +143,8 @@ class Drafting:
         the end of this one. So the policy's caps are used twice: they limit how many of the existing draft tokens are
         verified now, and the longest is how many this step drafts."""
         slots = batch.slots if batch.all_emit else batch.slots[batch.emits]
+        if self._device_drafter is not None:
+            self._device_drafter.is_paused = self.policy.pauses_drafter
         if self.drafter is None or not len(slots):
             return StepDrafts()
         rows = self._rows(batch, slots, version)

@@ -50,6 +50,7 @@ class LocalEngine:
         rule: str = "coupled",
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 512,
+        max_num_prefill_tokens: int | None = None,  # of these, while sequences decode
         prefix_sharing: bool = True,
         order: str = "arrival",
         tokenizer: Any = None,
@@ -66,7 +67,10 @@ class LocalEngine:
         self.runner.set_drafter(drafter)
         self.lengths = lengths or LengthModel()
         by_length = self.lengths.expected if order == "longest" else None
-        self.scheduler = Scheduler(paged, max_num_seqs, max_num_batched_tokens, prefix_sharing, by_length)
+        self.scheduler = Scheduler(
+            paged, max_num_seqs, max_num_batched_tokens, prefix_sharing, by_length, max_num_prefill_tokens,
+            self.runner.batches_prompts,
+        )  # fmt: skip
         self.drafting = Drafting(paged, self.scheduler, rule, self.lengths, drafter, policy or StaticPolicy(0))
         paged.set_aux_layers(drafter.aux_layers if drafter is not None else ())
         self.tokenizer = tokenizer
@@ -104,7 +108,6 @@ class LocalEngine:
             raise ValueError(f"request {request.request_id}: a request with this id is still running")
         config, kv_tokens = self.model_config, self.paged.pool.num_blocks * BLOCK
         check_request(request, config.max_positions, config.vocab_size, kv_tokens, self.detokenize is not None)
-        self.runner.check(request)
         request = with_noise_key(request, self.seed, self._num_submitted)
         bad_words = bad_word_ids(request.sampling.bad_words, self.tokenizer)
         grammar, arrival = self.grammars.matcher(request.sampling.structured_outputs), self._num_submitted
@@ -200,8 +203,8 @@ class LocalEngine:
             return False
         num_captured = self.runner.num_captured
         pending = self.runner.launch(batch, drafts.q, drafts.draft_budget)
-        num_tokens = (batch.num_query + batch.num_draft) * batch.emits
-        step = InFlightStep(pending, batch, drafts, started, draft_s, len(preempted), num_tokens)
+        self.scheduler.launched(batch)
+        step = InFlightStep(pending, batch, drafts, started, draft_s, len(preempted))
         if self.drafter is not None and batch.emits.any():
             self.policy.launched(drafts.decision)
         step.count_in_flight(1)
@@ -230,15 +233,13 @@ class LocalEngine:
         emitting, seq_table = batch.emitting, batch.seq_table
         check_finite(emitting, result, self.version)
         num_computed_before = seq_table.num_computed[batch.slots]
-        num_query = batch.num_query + batch.num_draft
         verified = self.drafting.verified(emitting)
+        num_context_tokens = step.num_context_tokens(emitting)
         num, is_finished = seq_table.commit(
             emitting.slots, result, emitting.num_draft, emitting.drafters, self.version, self.detokenize
         )
         # The KV of rejected tokens does not count, and that of the last token is not computed yet.
-        seq_table.num_computed[batch.slots] = np.minimum(
-            num_computed_before + num_query, seq_table.num_tokens[batch.slots] - 1
-        )
+        seq_table.num_computed[emitting.slots] = seq_table.num_tokens[emitting.slots] - 1
         commits = Commits(
             seq_table.request_ids(emitting.slots), result.tokens, num.astype(np.int32),
             emitting.num_draft.astype(np.int32, copy=False), np.minimum(num, result.num_accepted).astype(np.int32),
@@ -256,8 +257,8 @@ class LocalEngine:
             "forward_s": forward_s,
             "sample_s": sample_s,
             "num_rows": len(batch),
-            "num_query_tokens": int(num_query.sum()),
-            "num_context_tokens": int(num_computed_before.sum() + num_query.sum()),
+            "num_query_tokens": int(batch.num_query.sum() + emitting.num_draft.sum()),
+            "num_context_tokens": num_context_tokens,
             "num_preempted": step.num_preempted,
             "num_free_blocks": self.paged.pool.num_free,
             "num_captured": step.num_captured,
@@ -357,7 +358,9 @@ class LocalEngine:
     def update_drafter(self, weights: Weights, version: int) -> Receipt:
         if self.drafter is None:
             raise ValueError("update_drafter: this engine has no drafter (speculation.method = 'none')")
-        return self.drafter.update(weights, version)
+        receipt = self.drafter.update(weights, version)
+        self.policy.drafter_updated()
+        return receipt
 
     def set_drafter(self, drafter: Drafter | None, policy: SpeculationPolicy | None = None) -> None:
         """Use another drafter from now on, for running requests too. If it reads other layers' hidden states, running

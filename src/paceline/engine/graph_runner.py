@@ -1,7 +1,8 @@
-"""Runs decode steps on a CUDA device as graphs, one after another without waiting for the host.
+"""Runs steps on a CUDA device, one after another without waiting for the host.
 
-Rows that decode (the last token, and perhaps a draft) go into a graph. Their outputs are copied to the host and read
-when the step is waited for. All other rows (prompts) go to the eager runner after it.
+A step first computes prompts: all tokens before the one that emits, without logits. Then one graph computes each row's
+last token, and perhaps a draft. Its outputs are copied to the host and read when the step is waited for. Only rows that
+need their logits go to the eager runner, which waits for them.
 
 Invariant: the device's state of a sequence is right at every launch. If no step of a sequence is in flight, the host
 sends its last token and length; otherwise the device has newer ones.
@@ -12,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.engine.accept import VerificationResult
-from paceline.engine.checks import check_sampling
 from paceline.engine.runner import EagerRunner, FinishedStep, Runner, StepOutput
 from paceline.engine.scheduled_batch import ScheduledBatch
 from paceline.engine.sequence import Sequence
@@ -27,11 +28,11 @@ from paceline.model.cuda.attention import MAX_QUERIES
 from paceline.model.cuda.device_state import HEADER, MAX_DRAFT, MAX_SELECT_ROWS, ROW_WORDS, DeviceState
 from paceline.model.cuda.graph_drafter import DeviceContext
 from paceline.model.cuda.graphs import Graphs, GraphSize, OutputBuffers
+from paceline.model.device import to_device
 from paceline.model.kv import BLOCK
 from paceline.model.paged import PagedDecoder, Span
 from paceline.speculation.batch import Drafter
 from paceline.speculation.device_drafter import DeviceDrafter
-from paceline.types import Request
 
 FEW_TOKENS = 256  # up to here one more token costs little: reading the weights takes most of the time
 NUM_BUFFERS = 3  # host buffers, for steps in flight and the one being prepared
@@ -48,7 +49,8 @@ class _HostBuffers:
         self.outputs = outputs = OutputBuffers(len(graphs.outputs.tokens), pin_memory=True)
         self.tokens, self.logprobs = outputs.tokens.numpy(), outputs.logprobs.numpy()
         self.scores, self.sources = outputs.scores.numpy(), outputs.sources.numpy()
-        self.started, self.done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        # `launched`: before prompts; `started`: before the graph.
+        self.launched, self.started, self.done = (torch.cuda.Event(enable_timing=True) for _ in range(3))
 
 
 @dataclass(slots=True)
@@ -57,9 +59,10 @@ class _PendingGraphStep:
 
     graph_rows: np.ndarray
     eager_rows: np.ndarray
-    buffers: _HostBuffers | None = None
+    buffers: _HostBuffers
     eager_step: FinishedStep | None = None
-    size: GraphSize | None = None
+    size: GraphSize | None = None  # None: no row is in a graph
+    has_prefill: bool = False
     seconds: dict[GraphSize, float] = field(default_factory=dict)  # times by size, for `Graphs`
     on_drafted: Callable[[_HostBuffers], None] | None = None
 
@@ -68,14 +71,13 @@ class _PendingGraphStep:
         return self.eager_step is None
 
     def wait(self) -> StepOutput:
-        if self.buffers is None:
-            assert self.eager_step is not None
-            return self.eager_step.output
         buffers, num = self.buffers, len(self.graph_rows)
         buffers.done.synchronize()
+        if self.size is None:
+            return self.eager_step.output if self.eager_step is not None else StepOutput(VerificationResult.empty(0, 1))
         if self.on_drafted is not None:
             self.on_drafted(buffers)
-        draft_length = self.size.draft_length if self.size is not None else 0
+        draft_length = self.size.draft_length
         tokens = buffers.tokens[:num].copy()
         width = max(tokens[:, 0].tolist())
         logprobs = buffers.logprobs[:num, :, :width].copy()
@@ -88,14 +90,18 @@ class _PendingGraphStep:
             merged.num_accepted[rows] = part.num_accepted
             for name in ("tokens", "logprobs", "raw_logprobs"):
                 getattr(merged, name)[rows, : part.tokens.shape[1]] = getattr(part, name)
+        merged.top_logprobs = {int(self.eager_rows[i]): top for i, top in others.top_logprobs.items()}
+        merged.dead_ends = {int(self.eager_rows[i]): end for i, end in others.dead_ends.items()}
         num_verified = np.full(len(merged.tokens), ALL)
         num_verified[self.graph_rows] = tokens[:, 1]
         return StepOutput(merged, num_verified, draft_length)
 
     def times(self) -> tuple[float, float]:
-        device_s = 0.0
-        if self.buffers is not None and self.size is not None:
-            device_s = self.seconds[self.size] = self.buffers.started.elapsed_time(self.buffers.done) / 1e3
+        buffers, device_s = self.buffers, 0.0
+        if self.size is not None:
+            device_s = self.seconds[self.size] = buffers.started.elapsed_time(buffers.done) / 1e3
+        if self.has_prefill:
+            device_s = buffers.launched.elapsed_time(buffers.done) / 1e3
         forward_s, sample_s = self.eager_step.times() if self.eager_step is not None else (0.0, 0.0)
         return device_s + forward_s, sample_s
 
@@ -103,6 +109,8 @@ class _PendingGraphStep:
 class GraphRunner(Runner):
     """For the rule `coupled`. `enforce_eager`: the same kernels without graphs. `imposed`: acceptance probabilities
     that replace the real ones, only for `bench step`."""
+
+    batches_prompts = True  # they are not in graphs
 
     def __init__(
         self,
@@ -140,45 +148,65 @@ class GraphRunner(Runner):
     def drafts_on_device(self) -> bool:
         return self.device_drafter is not None
 
-    def check(self, request: Request) -> None:
-        check_sampling(request, "this engine's CUDA graphs")
-
     def set_draft_length(self, num: int) -> None:
         if self.device_drafter is not None:
             self.device_drafter.draft_length = num
 
     def launch(self, batch: ScheduledBatch, q: dict[int, Tensor], draft_budget: int | None = None) -> _PendingGraphStep:
-        graphs, drafter = self._current_graphs(), self.device_drafter
-        in_graph = (batch.num_query == 1) & batch.emits & (batch.num_draft < MAX_QUERIES)
-        if self.paged.aux_layers and drafter is None:  # a drafter on the host reads hidden states: not in graphs
-            in_graph[:] = False
-        graph_batch, eager_batch = (batch, None) if in_graph.all() else (batch.pick(in_graph), batch.pick(~in_graph))
+        graphs, drafter = self._current_graphs(), self._running_drafter
+        in_graph = batch.emits & (batch.num_draft < MAX_QUERIES) & ~batch.seq_table.needs_logits[batch.slots]
+        if self.paged.aux_layers and self.device_drafter is None:
+            in_graph[:] = False  # a drafter on the host reads hidden states
         is_in_graph = in_graph[batch.emits]
-        step = _PendingGraphStep(np.flatnonzero(is_in_graph), np.flatnonzero(~is_in_graph))
-        if len(graph_batch):
-            step.buffers, step.size = self._run(graphs, graph_batch, draft_budget)
-            step.seconds = graphs.seconds
+        buffers, stream = self._buffers.pop(0), graphs.stream  # asking torch for it takes as long as launching a graph
+        self._buffers.append(buffers)
+        step = _PendingGraphStep(np.flatnonzero(is_in_graph), np.flatnonzero(~is_in_graph), buffers)
+        prefills = (batch.num_prefill > 0) & (in_graph | ~batch.emits)
+        if prefills.any():
+            step.has_prefill = True
+            buffers.launched.record(stream)
+            self._prefill(graphs, batch.pick(prefills))
+        if in_graph.any():
+            graph_batch = batch if in_graph.all() else batch.pick(in_graph)
+            step.size, step.seconds = self._run(graphs, graph_batch, draft_budget, buffers, stream), graphs.seconds
             if drafter is not None:
                 ids, k = graph_batch.seq_table.request_ids(graph_batch.slots), drafter.draft_length
                 drafter.launched(ids, k)
                 step.on_drafted = partial(self._on_drafted, drafter, ids, k)
-        if eager_batch is not None:
-            step.eager_step = self.eager_runner.launch(eager_batch, q)
-            if graphs.drafter is not None:
-                graphs.drafter.prefill(_computed_spans(eager_batch, step.eager_step.output.result), self.paged)
+        buffers.done.record(stream)
+        if len(step.eager_rows):
+            step.eager_step = self._run_eagerly(graphs, batch.pick(batch.emits & ~in_graph), q)
+        return step
+
+    def _prefill(self, graphs: Graphs, batch: ScheduledBatch) -> None:
+        self.eager_runner.prefill(batch)
+        if graphs.drafter is not None:
+            graphs.drafter.prefill(batch.prefill_spans(shift=1), self.paged)
+
+    def _run_eagerly(self, graphs: Graphs, batch: ScheduledBatch, q: dict[int, Tensor]) -> FinishedStep:
+        step = self.eager_runner.launch(batch, q)
+        if graphs.drafter is not None:  # it does not draft for these rows, but other sequences may share their KV
+            graphs.drafter.prefill(_computed_spans(batch, step.output.result), self.paged)
+        self._sent_arrivals[batch.slots] = EMPTY_SLOT  # the device does not have what they emit
         return step
 
     @staticmethod
     def _on_drafted(device_drafter: DeviceDrafter, ids: np.ndarray, k: int, buffers: _HostBuffers) -> None:
         device_drafter.drafted(ids, buffers.scores[: len(ids), :k].copy(), buffers.sources[: len(ids)].copy())
 
+    @property
+    def _running_drafter(self) -> DeviceDrafter | None:
+        drafter = self.device_drafter
+        return None if drafter is None or drafter.is_paused else drafter
+
     def _current_graphs(self) -> Graphs:
-        key = None if self.device_drafter is None else self.device_drafter.graph_key
+        device_drafter = self._running_drafter
+        key = None if device_drafter is None else device_drafter.graph_key
         if key not in self._graphs:
             kv, decoder = self.paged.kv, self.paged.decoder
             assert kv is not None, "asleep"
             context = DeviceContext(decoder, kv, self.paged.pool.num_blocks, self.state, self.max_num_seqs)
-            drafter = None if self.device_drafter is None else self.device_drafter.build(context)
+            drafter = None if device_drafter is None else device_drafter.build(context)
             if len(self._graphs) == MAX_DRAFTERS:
                 self._drop(next(iter(self._graphs)))
             self._graphs[key] = Graphs(
@@ -213,9 +241,9 @@ class GraphRunner(Runner):
 
     # -- launching a graph ------------------------------------------------------------------------------------------
 
-    def _run(self, graphs: Graphs, batch: ScheduledBatch, draft_budget: int | None) -> tuple[_HostBuffers, GraphSize]:
-        buffers = self._buffers.pop(0)
-        self._buffers.append(buffers)
+    def _run(
+        self, graphs: Graphs, batch: ScheduledBatch, draft_budget: int | None, buffers: _HostBuffers, stream: Any
+    ) -> GraphSize:
         sizes_vary = draft_budget is not None  # from run to run: the budget depends on measured times
         if draft_budget is not None and len(batch) > MAX_SELECT_ROWS:
             _split_evenly(batch, draft_budget)
@@ -223,8 +251,8 @@ class GraphRunner(Runner):
         lengths = batch.num_draft.tolist()
         num_draft, selects_drafts = self._draft_room(graphs, batch, sum(lengths), draft_budget)
         draft_length, max_draft_length = 0, 0
-        if self.device_drafter is not None:
-            draft_length, max_draft_length = self.device_drafter.draft_length, self.device_drafter.max_draft_length
+        if (drafter := self._running_drafter) is not None:
+            draft_length, max_draft_length = drafter.draft_length, drafter.max_draft_length
         truncates = bool(batch.seq_table.truncates[batch.slots].any())
         size = _size(
             len(batch), len(batch) + num_draft, 1 + max(lengths), draft_length, truncates, selects_drafts,
@@ -237,12 +265,10 @@ class GraphRunner(Runner):
         self._write_inputs(batch, size, words)
         graphs.prepare(size)
         graphs.input_words[: size.num_words].copy_(buffers.inputs[: size.num_words], non_blocking=True)
-        stream = graphs.stream  # asking torch for it takes as long as launching a graph
         buffers.started.record(stream)
         graphs.run(size)
         buffers.outputs.whole.copy_(graphs.outputs.whole, non_blocking=True)
-        buffers.done.record(stream)
-        return buffers, size
+        return size
 
     def _draft_room(
         self, graphs: Graphs, batch: ScheduledBatch, num_draft: int, draft_budget: int | None
@@ -307,17 +333,16 @@ class GraphRunner(Runner):
             table[: len(sequence.table.blocks)] = sequence.table.blocks
             self._sent_blocks[slot] = list(sequence.table.blocks)
         self.state.block_tables[at, : tables.shape[1]] = self._to_device(tables)
-        if self.device_drafter is not None:
+        if self._running_drafter is not None:
             drafter = self._current_graphs().drafter
-            self.device_drafter.add(drafter, slots.tolist(), [sequence.request for sequence in sequences])
+            self._running_drafter.add(drafter, slots.tolist(), [sequence.request for sequence in sequences])
 
     def _put(self, name: str, at: Tensor, values: np.ndarray) -> None:
         column: Tensor = getattr(self.state, name)
         column[at] = self._to_device(values, column.dtype)
 
     def _to_device(self, values: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
-        """Normally without waiting for the steps in flight."""
-        return torch.as_tensor(values, dtype=dtype).to(self._device, non_blocking=True)
+        return to_device(values, self._device, dtype)
 
 
 @lru_cache(maxsize=4096)
@@ -340,16 +365,10 @@ def _split_evenly(batch: ScheduledBatch, draft_budget: int) -> None:
 
 
 def _computed_spans(batch: ScheduledBatch, result: VerificationResult) -> list[Span]:
-    """For each row, the tokens after the positions that the target has just computed. For an emitting row, these
-    include the accepted tokens of its draft."""
-    spans, emitting = [], iter(range(len(result.tokens)))
-    for i, (sequence, num) in enumerate(zip(batch.sequences, batch.num_query.tolist(), strict=True)):
+    """For each row, which emits, the tokens after the positions that the target has just computed and accepted."""
+    spans = []
+    for row, (sequence, num) in enumerate(zip(batch.sequences, result.num_accepted.tolist(), strict=True)):
         start = sequence.num_computed
-        end = start + num
-        after = sequence.tokens[end : end + 1]
-        if batch.emits[i]:
-            row = next(emitting)
-            after = result.tokens[row, : result.num_accepted[row] + 1]
-        tokens = np.concatenate([sequence.tokens[start + 1 : end], after]).astype(np.int32)
+        tokens = np.concatenate([sequence.tokens[start + 1 :], result.tokens[row, : num + 1]]).astype(np.int32)
         spans.append(Span(tokens, start, sequence.table, 1))
     return spans

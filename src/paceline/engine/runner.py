@@ -22,7 +22,6 @@ from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
 from paceline.model.sampling_arrays import SamplingArrays
 from paceline.speculation.batch import Drafter
-from paceline.types import Request
 
 
 @dataclass(slots=True)
@@ -46,6 +45,9 @@ class PendingStep(Protocol):
 class Runner(ABC):
     """Base of the runners; only `launch` must be overridden."""
 
+    # Whether a step with prompts takes as long as several others. Then several prompts should start together.
+    batches_prompts = False
+
     @property
     def num_captured(self) -> int:
         """CUDA graphs captured so far. Capturing takes as long as dozens of steps."""
@@ -62,9 +64,6 @@ class Runner(ABC):
     def set_draft_length(self, num: int) -> None:
         """Draft so many tokens on the device from now on, for measuring step times. In the engine the drafter says how
         many."""
-
-    def check(self, request: Request) -> None:
-        """Raise ValueError if this runner can't apply a sampling parameter of the request."""
 
     @abstractmethod
     def launch(self, batch: ScheduledBatch, q: dict[int, Tensor], draft_budget: int | None = None) -> PendingStep:
@@ -111,6 +110,10 @@ class EagerRunner(Runner):
         emitting = batch.emitting
         result = self.verify(emitting, q, logits_PV) if len(emitting) else VerificationResult.empty(0, 1)
         return FinishedStep(StepOutput(result), forwarded - started, time.perf_counter() - forwarded)
+
+    def prefill(self, batch: ScheduledBatch) -> None:
+        """Compute each row's tokens before the one that emits, without waiting for the device."""
+        self.paged.forward(batch.prefill_spans())
 
     def verify(self, batch: ScheduledBatch, q: dict[int, Tensor], logits_PV: Tensor) -> VerificationResult:
         sequences, num_draft = batch.sequences, batch.num_draft.tolist()

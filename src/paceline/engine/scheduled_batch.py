@@ -53,6 +53,11 @@ class ScheduledBatch:
         return self if self.all_emit else self.pick(self.emits)
 
     @property
+    def num_prefill(self) -> np.ndarray:
+        """Query tokens of each row before the one that emits, int64 [R]. Nothing that is emitted changes their KV."""
+        return self.num_query - self.emits
+
+    @property
     def sequences(self) -> list[Sequence]:
         return self.seq_table.of(self.slots)
 
@@ -68,6 +73,15 @@ class ScheduledBatch:
             if len(draft):
                 tokens = np.concatenate([tokens, draft])
             spans.append(Span(tokens, start, sequence.table, 1 + len(draft) if self.emits[i] else 0))
+        return spans
+
+    def prefill_spans(self, shift: int = 0) -> list[Span]:
+        """Each row's query tokens before the one that emits, without logits. `shift` 1: the token after each of them,
+        at its position, which is what a head reads."""
+        spans = []
+        for sequence, num in zip(self.sequences, self.num_prefill.tolist(), strict=True):
+            start = sequence.num_computed
+            spans.append(Span(sequence.tokens[start + shift : start + num + shift], start, sequence.table, 0))
         return spans
 
     def set_drafts(self, drafts: np.ndarray, num_draft: np.ndarray, drafters: np.ndarray | int) -> None:

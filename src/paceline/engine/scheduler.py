@@ -24,6 +24,8 @@ from paceline.model.kv import BLOCK, BlockTable
 from paceline.model.paged import PagedDecoder
 from paceline.types import Request
 
+PROMPT_SHARE = 32  # if prompts are batched, they start when one of so many places is free
+
 
 class Scheduler:
     """Continuous batching with chunked prefill: each step has all running sequences, within the token budget."""
@@ -35,15 +37,21 @@ class Scheduler:
         max_num_batched_tokens: int,
         prefix_sharing: bool = True,
         order: Callable[[Request], float] | None = None,  # a request's expected length; None: order of arrival
+        max_num_prefill_tokens: int | None = None,
+        batches_prompts: bool = False,  # see `Runner.batches_prompts`
     ) -> None:
         if max_num_batched_tokens < 1:
             raise ValueError(f"engine.max_num_batched_tokens = {max_num_batched_tokens}: must be >= 1 token a step")
         if max_num_seqs < 1:
             raise ValueError(f"engine.max_num_seqs = {max_num_seqs}: must be >= 1 sequence")
+        if max_num_prefill_tokens is not None and max_num_prefill_tokens < 1:
+            raise ValueError(f"engine.max_num_prefill_tokens = {max_num_prefill_tokens}: must be >= 1 token a step")
         self.paged, self.pool = paged, paged.pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_prefill_tokens = max_num_prefill_tokens  # while sequences decode; None: no limit
         self.prefix_sharing = prefix_sharing
+        self.batches_prompts = batches_prompts
         self.order = order
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -81,13 +89,17 @@ class Scheduler:
         pending = num_tokens - seq_table.num_computed[slots]
         # A sequence that may end with the steps in flight is not scheduled again.
         wanted = np.where(num_tokens + seq_table.num_in_flight[slots] < seq_table.limit[slots], pending, 0)
-        num_query, budget = wanted, self.max_num_batched_tokens
-        if wanted.sum() > budget:
-            num_query = np.minimum(wanted, np.maximum(0, budget - (np.cumsum(wanted) - wanted)))
+        budget, limit = self.max_num_batched_tokens, self.max_num_prefill_tokens
+        num_new = budget  # query tokens of new sequences, at most
+        if limit is not None and (pending == 1).any():
+            prefills = wanted > 1
+            wanted[prefills] = _in_order(wanted[prefills], limit)
+            num_new = limit - int(wanted[prefills].sum())
+        num_query = _in_order(wanted, budget)
         if not num_query.all():
             runs = num_query > 0
             slots, num_query, pending = slots[runs], num_query[runs], pending[runs]
-        new = self._admit(budget - int(num_query.sum()))
+        new = self._admit(min(num_new, budget - int(num_query.sum())))
         if new:
             added = np.array([sequence.slot for sequence, _ in new])
             slots, num_query = np.concatenate([slots, added]), np.concatenate([num_query, [num for _, num in new]])
@@ -98,14 +110,17 @@ class Scheduler:
         """Start waiting sequences. Returns them, each with its number of query tokens."""
         if not self.waiting:
             self._in_front.clear()
-        if not (budget and self.waiting and len(self.running) < self.max_num_seqs):
+        num_free = self.max_num_seqs - len(self.running)
+        if not (budget and self.waiting and num_free > 0):
+            return []
+        enough = min(len(self.waiting), self.max_num_seqs // PROMPT_SHARE)
+        if self.batches_prompts and self.running and num_free < enough:
             return []
         # Sequences wait while their prompt is being computed for another one, then share it.
         seq_table, slots = self.seq_table, self.slots
         prefilling = slots[seq_table.num_computed[slots] < seq_table.num_prompt[slots] - 1]
         computing = {sequence.request.prompt_ids for sequence in seq_table.of(prefilling)}
         new, held_back, copies = list[tuple[Sequence, int]](), list[Sequence](), list[tuple[int, int]]()
-        num_free = self.max_num_seqs - len(self.running)
         while budget and self.waiting and len(new) < num_free:
             if self.order is not None and len(new) + len(held_back) >= num_free:
                 break  # the sequences held back keep their places, or their problem would not start together
@@ -232,9 +247,17 @@ class Scheduler:
         self.pool.truncate(sequence.table, 0)
         sequence.num_computed = 0
 
+    def launched(self, batch: ScheduledBatch) -> None:
+        """Count the tokens that a launched step computes before those that emit. Steps run in the order of their
+        launch, so later steps can read this KV: other sequences may share it from now on."""
+        num_prefill = batch.num_prefill
+        if num_prefill.any():
+            before = self.seq_table.num_computed[batch.slots]
+            self.seq_table.num_computed[batch.slots] = before + num_prefill
+            self._cache_prompts(batch.slots, before)
+
     def release_unused(self, batch: ScheduledBatch, num_computed_before: np.ndarray) -> None:
-        """After a step: free blocks that hold only rejected tokens, except what steps in flight write. Add prompts to
-        the prefix cache as they fill blocks, and when they are complete."""
+        """After a step: free blocks that hold only rejected tokens, except what steps in flight write."""
         seq_table, slots = self.seq_table, batch.slots
         num_computed, num_in_flight = seq_table.num_computed[slots], seq_table.num_in_flight[slots]
         final = num_computed + np.where(num_in_flight > 0, num_in_flight + self.lookahead, 0)
@@ -244,9 +267,23 @@ class Scheduler:
             for sequence, num in zip(seq_table.of(slots[too_many]), final[too_many].tolist(), strict=True):
                 self.pool.truncate(sequence.table, num)
             seq_table.set_num_blocks(slots[too_many], num_blocks[too_many])
-        prefills = num_computed_before < seq_table.num_prompt[slots]
-        if self.prefix_sharing and prefills.any():
-            is_complete = seq_table.num_prompt[slots] <= num_computed
-            filled = prefills & ((num_computed // BLOCK > num_computed_before // BLOCK) | is_complete)
-            for sequence, num in zip(seq_table.of(slots[filled]), num_computed[filled].tolist(), strict=True):
-                self.pool.cache_blocks(sequence.table, sequence.tokens[:num])
+        self._cache_prompts(slots, num_computed_before)
+
+    def _cache_prompts(self, slots: np.ndarray, num_computed_before: np.ndarray) -> None:
+        """Add prompts to the prefix cache as they fill blocks, and when they can be shared: up to the last token."""
+        num_prompt, num_computed = self.seq_table.num_prompt[slots], self.seq_table.num_computed[slots]
+        prefills = (num_computed_before < num_prompt) & (num_computed > num_computed_before)
+        if not (self.prefix_sharing and prefills.any()):
+            return
+        is_complete = num_prompt - 1 <= num_computed
+        filled = prefills & ((num_computed // BLOCK > num_computed_before // BLOCK) | is_complete)
+        for sequence, num in zip(self.seq_table.of(slots[filled]), num_computed[filled].tolist(), strict=True):
+            self.pool.cache_blocks(sequence.table, sequence.tokens[:num])
+
+
+def _in_order(wanted: np.ndarray, budget: int) -> np.ndarray:
+    """As many tokens of each row as the budget allows, the first rows first."""
+    if wanted.sum() <= budget:
+        return wanted
+    allowed: np.ndarray = np.minimum(wanted, np.maximum(0, budget - (np.cumsum(wanted) - wanted)))
+    return allowed

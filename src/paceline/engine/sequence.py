@@ -71,8 +71,9 @@ def _count(name: str) -> property:
 
 
 class Sequence:
-    """Invariant while it runs: 0 <= num_computed < num_tokens; the KV of the last token is not computed yet. While it
-    runs, its record is a row of the `SequenceTable`; otherwise it has a record of its own."""
+    """Invariant while it runs: 0 <= num_computed < num_tokens; the KV of the last token is not computed yet. That of a
+    prompt counts as computed once a step with it is launched: later steps run after it. While the sequence runs, its
+    record is a row of the `SequenceTable`; otherwise it has a record of its own."""
 
     num_tokens, num_computed = _count("num_tokens"), _count("num_computed")
     num_in_flight = _count("num_in_flight")  # positions by which steps in flight extend it, at most
@@ -103,6 +104,7 @@ class Sequence:
         self.bad_words, self.grammar = bad_words, grammar
         self.dead_end: int | None = None  # in the last step: no token may come after so many tokens of its draft
         self.changes_logits = bool(sampling.logits_parameters)
+        self.needs_logits = self.changes_logits or sampling.logprobs > 0  # more than a sampled token and its logprobs
         self.top_logprobs: list[tuple[int, TopLogprobs]] = []  # by step: its first emitted token, and its tokens'
         self.stop_ids = frozenset(sampling.stop_token_ids) | (
             frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)

@@ -43,7 +43,7 @@ class SequenceTable:
         self.limit, self.num_prompt = np.zeros(num_slots, np.int64), np.zeros(num_slots, np.int64)
         self.num_blocks = np.zeros(num_slots, np.int64)  # of the block table
         self.block_table_versions = np.zeros(num_slots, np.int64)  # see `set_num_blocks`
-        self.truncates, self.has_stop_strings = np.zeros(num_slots, bool), np.zeros(num_slots, bool)
+        self.truncates, self.has_stop_strings, self.needs_logits = (np.zeros(num_slots, bool) for _ in range(3))
         sequences = [sequence for sequence in before if sequence is not None]
         self._place(sequences, [sequence.slot for sequence in sequences])
 
@@ -74,6 +74,7 @@ class SequenceTable:
         self.limit[at] = [sequence.limit for sequence in new]
         self.num_prompt[at] = [sequence.num_prompt for sequence in new]
         self.truncates[at] = [sequence.truncates for sequence in new]
+        self.needs_logits[at] = [sequence.needs_logits for sequence in new]
         self.has_stop_strings[at] = [bool(request.sampling.stop) for request in requests]
         self.set_num_blocks(at, np.array([len(sequence.table.blocks) for sequence in new], np.int64))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from paceline.types import StepTrace
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A step that was launched and is not committed yet."""
+    """A step that was launched and is not committed yet: made after `Scheduler.launched`."""
 
     pending: PendingStep
     batch: ScheduledBatch
@@ -25,8 +25,20 @@ class InFlightStep:
     started: float
     draft_s: float
     num_preempted: int
-    num_tokens: np.ndarray  # int64 [R], positions by which the step extends each emitting row, at most
     num_captured: int = 0  # CUDA graphs that were captured while it was launched or in flight
+    num_tokens: np.ndarray = field(init=False)  # int64 [R], positions by which it extends each emitting row, at most
+    _num_prompt_context: int = field(init=False)  # context tokens of the rows that do not emit
+
+    def __post_init__(self) -> None:
+        batch = self.batch
+        self.num_tokens = (1 + batch.num_draft) * batch.emits
+        self._num_prompt_context = int(batch.seq_table.num_computed[batch.slots[~batch.emits]].sum())
+
+    def num_context_tokens(self, emitting: ScheduledBatch) -> int:
+        """Of all rows, before the step is committed."""
+        return self._num_prompt_context + int(
+            (emitting.seq_table.num_tokens[emitting.slots] + emitting.num_draft).sum()
+        )
 
     def count_in_flight(self, sign: int) -> None:
         """Add (1) or subtract (-1) its tokens to its sequences' `num_in_flight`."""
@@ -38,7 +50,7 @@ class InFlightStep:
 @dataclass(slots=True)
 class CommittedStep:
     batch: ScheduledBatch  # without sequences that ended while it was in flight
-    num_computed_before: np.ndarray  # int64 [R]
+    num_computed_before: np.ndarray  # int64 [R], just before it was committed
     emitting: ScheduledBatch
     commits: Commits
     drafts: StepDrafts

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from paceline.model.device import to_device
 from paceline.model.flash import Segments, flash_attention
 from paceline.model.kv import BLOCK, BatchPlan, PagedKV
 
@@ -129,8 +130,9 @@ class PagedAttention:
 
     def __init__(self, kv: PagedKV, plan: BatchPlan) -> None:
         self.kv, self.plan = kv, plan
-        self.slots = torch.as_tensor(plan.slot_mapping(), device=kv.k.device)
-        self.tables = torch.as_tensor(plan.block_tables, device=kv.k.device).long()
+        self.slots, self.tables = (
+            to_device(array, kv.k.device, torch.int64) for array in (plan.slot_mapping(), plan.block_tables)
+        )
 
     def __call__(self, layer: int, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> Tensor:
         self.kv.write(layer, self.slots, k_TGE, v_TGE)
@@ -157,7 +159,7 @@ class GatheredAttention:
         positions = np.arange(len(rows)) - np.repeat(np.cumsum(context) - context, context)
         blocks = plan.block_tables[rows, positions // BLOCK].astype(np.int64)
         self.slots, self.blocks, self.offsets, cu_seqlens_q, cu_seqlens_k = (
-            torch.as_tensor(array, device=device)
+            to_device(array, device)
             for array in (
                 plan.slot_mapping(), blocks, positions % BLOCK, plan.query_start.astype(np.int32),
                 np.concatenate([[0], np.cumsum(context)]).astype(np.int32),

@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.model import weights as weights_io
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
+from paceline.model.device import to_device
 from paceline.model.kv import BatchPlan, BlockPool, BlockTable, PagedKV
 from paceline.types import Receipt
 
@@ -126,7 +127,7 @@ class PagedDecoder(PagedMemory):
         """Those of the tokens start … end-1 of each table, concatenated: [T, F]."""
         assert self.kv is not None and self.kv.aux_hidden_states is not None
         slots = np.concatenate([table.slot_mapping(start, end) for table, start, end in spans])
-        return self.kv.aux_hidden_states[torch.as_tensor(slots, device=self.kv.aux_hidden_states.device)]
+        return self.kv.aux_hidden_states[to_device(slots, self.kv.aux_hidden_states.device)]
 
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Receipt:
         """Load new weights (Hugging Face names) and reset the prefix cache. The receipt's checksum is computed from the
@@ -138,22 +139,24 @@ class PagedDecoder(PagedMemory):
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span]) -> Tensor:
-        """Logits [P, V] of the last `num_logits` tokens of each span, concatenated."""
+        """Logits [P, V] of the last `num_logits` tokens of each span, concatenated. The host does not wait."""
         assert self.kv is not None, "asleep"
         plan = make_plan(spans)
         device, ops, num = self.decoder.device, self.decoder.ops, len(plan.tokens)
         padding = np.zeros(ops.padded(num) - num, np.int64)
         tokens, positions = (
-            torch.as_tensor(np.concatenate([each, padding]), device=device) for each in (plan.tokens, plan.positions)
+            to_device(np.concatenate([each, padding]), device) for each in (plan.tokens, plan.positions)
         )
         out = self.decoder(tokens, positions, ops.paged_attention(self.kv, plan), self.aux_layers)
         if self.aux_layers:
             assert self.kv.aux_hidden_states is not None
-            slots = torch.as_tensor(plan.slot_mapping(), device=device)
+            slots = to_device(plan.slot_mapping(), device)
             self.kv.aux_hidden_states[slots] = torch.cat([out.aux_hidden_states[i][:num] for i in self.aux_layers], -1)
         hidden = out.hidden
+        if not len(plan.logits_at):
+            return hidden.new_empty(0, self.decoder.config.vocab_size)
         if len(plan.logits_at) < len(hidden):
-            hidden = hidden[torch.as_tensor(plan.logits_at, device=device)]
+            hidden = hidden[to_device(plan.logits_at, device)]
         return self.decoder.logits(hidden)
 
 

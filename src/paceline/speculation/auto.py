@@ -11,6 +11,9 @@ Drafts that only the device knows are selected there; the host decides how many,
 Invariants: a choice must be faster than plain decoding by a margin, by estimate. A small share of the time, and of the
 time that was saved, is spent on probes: draft tokens that are verified only to measure how a drafter does. Now and then
 a step runs without drafts though they would pay, so that the time of such steps is observed and not only estimated.
+
+A head on the device takes time even if it drafts nothing, because it reads every token. If its drafts would not even
+pay for a single row, it is paused for some hundred steps, the next time for twice as many.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from paceline.speculation.acceptance import MIN_OUTCOMES, AcceptanceModel
 from paceline.speculation.batch import HEAD_WINDOW, Commits, Load, Rows
 from paceline.speculation.cost import CostTable, is_representative, row_bucket
 from paceline.speculation.draft_batch import DraftBatch
-from paceline.speculation.draft_curves import DraftCurves
+from paceline.speculation.draft_curves import MAX_AGE, DraftCurves
 from paceline.speculation.policy import Decision, SpeculationPolicy
 from paceline.types import Request, StepTrace
 
@@ -37,6 +40,12 @@ REINVESTED = 0.02  # … and of the time that was saved
 NEGLIGIBLE = 0.002  # of a step: a drafter that takes less may always draft
 NUM_KEPT = MIN_OUTCOMES / 4  # outcomes of a history that still count when it has new entries
 PROBE_LENGTH = 2  # draft tokens of a model's probe
+# Gain below which a head is paused. A head that drafts nothing takes 4 to 6% of a step (1.5B model, H200).
+PAUSE_GAIN, PAUSE_OUTCOMES = 1.05, 8  # and with how many outcomes at least
+MIN_AWAKE = 64  # steps before a head is paused (again), so that it is probed
+# Steps of the first and of the longest pause. A pause ends when a new round of requests begins: the head has not read
+# what ran meanwhile. If none begins, it lasts PAUSE_FACTOR times as long.
+FIRST_PAUSE, MAX_PAUSE, PAUSE_FACTOR = 256, 8192, 4
 
 
 def margin(num_rows: int) -> float:
@@ -102,10 +111,20 @@ class AutoPolicy(SpeculationPolicy):
         self._num_drafting: dict[int, int] = {}  # steps with drafts since one without, by `row_bucket`
         self._num_read: dict[int, int] = {}  # positions that the model has computed, by request
         self._num_live, self._is_new_round = 0, False  # requests; whether there was none before them
+        # Of a head on the device: whether it is paused, for how many steps it should be, how often it was paused
+        # without paying in between, for how many steps it has been paused or not, and the probes before these.
+        self.pauses_drafter = False
+        self._pause_steps, self._num_pauses, self._num_steps, self._probes_before = 0, 0, 0, 0
 
     def begin(self, request: Request) -> None:
-        self._is_new_round = self._is_new_round or not self._num_live
+        if not self._num_live:
+            self._is_new_round = True
+            if self.pauses_drafter and self._num_steps >= self._pause_steps:
+                self._set_paused(False)
         self._num_live += 1
+
+    def drafter_updated(self) -> None:
+        self._pause_steps = self._num_pauses = 0
 
     def end(self, request_id: int) -> None:
         self._num_read.pop(request_id, None)
@@ -135,6 +154,9 @@ class AutoPolicy(SpeculationPolicy):
                 "no drafts: engine.max_num_batched_tokens is used up", 0.0, plain_s, plain_s, about=step
             )
             return np.zeros(num_rows, np.int32)
+        if self.pauses_drafter:
+            self.decision = Decision(f"{self.cost_name} is paused: it would not pay", 0.0, plain_s, plain_s, about=step)
+            return np.zeros(num_rows, np.int32)
         caps = self._draft_lengths(rows)
         if step.is_plain:
             self.decision = Decision("a step without drafts, to observe its time", 0.0, plain_s, plain_s, about=step)
@@ -149,6 +171,9 @@ class AutoPolicy(SpeculationPolicy):
     def launched(self, decision: Decision) -> None:
         step: _Step = decision.about
         self._credit_s += step.credit_s
+        self._update_pause(step)
+        if self.pauses_drafter:
+            return
         self._num_probes, self._probe_left = step.num_probes, step.probe_left
         self._num_read.update(step.num_read)
         # Also if the step will not be observed, so that it is not planned again and again.
@@ -157,6 +182,37 @@ class AutoPolicy(SpeculationPolicy):
         elif step.draft_length:
             self._num_drafting[row_bucket(step.load.num_rows)] = step.num_drafting + 1
         self._curves[step.on_device].step_launched()
+
+    def _update_pause(self, step: _Step) -> None:
+        """Pause a head on the device that would not pay even for a single row, the load at which drafts pay most."""
+        if not step.on_device or self.model != self.method:
+            return
+        self._num_steps += 1
+        if self.pauses_drafter:
+            if self._num_steps >= PAUSE_FACTOR * self._pause_steps:
+                self._set_paused(False)
+            return
+        if step.draft_length and not step.is_probe:
+            self._num_pauses = 0
+        was_probed = not self._num_pauses or self._num_probes > self._probes_before
+        is_due = self._num_steps >= MIN_AWAKE and not self._num_steps % MAX_AGE
+        if is_due and was_probed and not step.draft_length and self._best_gain(step) < PAUSE_GAIN:
+            self._pause_steps = min(FIRST_PAUSE * 2**self._num_pauses, MAX_PAUSE)
+            self._num_pauses += 1
+            self._set_paused(True)
+
+    def _set_paused(self, is_paused: bool) -> None:
+        self.pauses_drafter, self._num_steps, self._probes_before = is_paused, 0, self._num_probes
+
+    def _best_gain(self, step: _Step) -> float:
+        """Of drafting for a single row; infinite if the head's acceptance is not known yet."""
+        if step.acceptance.num_outcomes(self.cost_name) < PAUSE_OUTCOMES:
+            return math.inf
+        curves, load = self._curves[True], Load(1, 1, step.load.num_context_tokens // step.load.num_rows)
+        draft_s = [self.costs.draft_s(self.cost_name, 1, k) for k in range(1, 1 + self.max_tokens)]
+        steps_s = self.costs.steps_s(load, self.max_tokens)[np.minimum(curves.num_verified(1), self.max_tokens)]
+        rates = curves.tokens_per_row(step.acceptance) / (np.array(draft_s)[:, None] + steps_s)
+        return float(rates.max()) * self.costs.step_s(load)
 
     def _draft_lengths(self, rows: Rows) -> np.ndarray:
         """argmax_k max_n rows · curve_k(n) / (T_draft(k) + T(rows + n)) for all rows; a probe; or none. int32 [B]."""
@@ -357,7 +413,7 @@ class AutoPolicy(SpeculationPolicy):
         if commits.num_drafted.any() or step.draft_length:
             emitted = 1 + int(commits.num_accepted.sum()) / len(commits.num)
             self._credit_s += max(0.0, REINVESTED * (step.plain_s * emitted - decision.expected_s))
-        if not is_representative(trace):
+        if not is_representative(trace) or self.pauses_drafter:
             return
         if step.on_device:
             self._observe_on_device(step, trace)

@@ -56,6 +56,7 @@ class DeviceDrafter(Drafter):
     sources: tuple[str, ...] = ()  # names of the drafters that `DraftStep.sources_out` counts, if there are several
     reads_acceptance = False  # needs `Rows.acceptance`
     writes_kv = True  # has KV of its own, in the target's blocks
+    is_paused = False  # the next step runs without it; see `SpeculationPolicy.pauses_drafter`
 
     def __init__(self) -> None:
         self.draft_length = self.max_draft_length = 0  # tokens that the next step drafts, and the most so far

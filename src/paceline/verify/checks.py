@@ -259,7 +259,7 @@ def check_weight_update(model: CheckedModel) -> CheckResult:
     accepted = {run: updates.num_accepted_tokens_of(found[run], 1) for run in model.drafters}
     if model.always_drafting and not any(accepted.values()):
         problems.append("no draft of any drafter was accepted after the update")
-    compared = compare_logprobs(pairs, model.is_16_bit)
+    compared = compare_logprobs(pairs, model.rounding())
     return {
         "problems": problems + compared.pop("problems"),
         "num_tensors": len(old.weights),
@@ -353,7 +353,7 @@ def check_parity(model: CheckedModel) -> CheckResult:
         problems += [problem for rule, runs in drafted.items() for problem in needs_drafts(rule, runs)]
     if num_excluded > MAX_TRUNCATED * num_tokens:
         problems.append(f"{num_excluded} of {num_tokens} tokens are outside of the truncated distribution")
-    compared = compare_logprobs(pairs, model.is_16_bit)
+    compared = compare_logprobs(pairs, model.rounding())
     return {
         "problems": problems + compared.pop("problems"),
         "num_tokens": sum(len(c.token_ids) for c in decode),

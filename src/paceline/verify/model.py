@@ -22,6 +22,7 @@ from paceline.model.weights import load
 from paceline.rl.alarms import FirstPositions
 from paceline.types import Completion, Request, SamplingParams, noise_key
 from paceline.verify.cases import SAMPLING_DRAFTERS, make_policy
+from paceline.verify.identity import rounding_error
 from paceline.verify.known import Case
 from paceline.verify.result import Progress
 from paceline.verify.ties import ReferenceScorer
@@ -70,6 +71,7 @@ class CheckedModel:
         self._coupled: dict[str | None, list[Completion]] = {}
         self.coupled_with_history: dict[str, list[Completion]] = {}  # the same requests again, by history drafters
         self._scorer: ReferenceScorer | None = None
+        self._rounding: float | None = None
         self._head: Eagle3Head | None = None
 
     @property
@@ -154,6 +156,13 @@ class CheckedModel:
     def learner(self, dtype: torch.dtype) -> Decoder:
         """The model as a learner has it: plain torch, without packed matrices."""
         return load(self.directory, dtype, self.decoder.device, self.config.model.yarn_factor).requires_grad_(False)
+
+    def rounding(self) -> float | None:
+        """The mean rounding error of a logprob in 16 bits, measured once; None in higher precision."""
+        if self.is_16_bit and self._rounding is None:
+            some = self.coupled(None)[: self.size.num_scored]
+            self._rounding = rounding_error(self.learner(self.decoder.dtype), some)
+        return self._rounding
 
     def tie_scorer(self) -> ReferenceScorer | None:
         """None if there can be no near-ties."""

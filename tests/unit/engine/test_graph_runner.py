@@ -1,18 +1,11 @@
-"""The graph runner's host side, on a CPU: with a Python simulation of the device in place of CUDA graphs.
-
-The simulated device knows only what the runner sends: sequences, block tables and row inputs. Its model reads tokens
-back from their KV blocks, so that a block that was not sent, or of another sequence, gives other tokens than the naive
-engine's.
-"""
+"""The graph runner's host side, on a CPU: with a Python simulation of the device in place of CUDA graphs."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -21,296 +14,39 @@ import numpy as np
 import pytest
 import reference_engine
 import torch
-from support import check_blocks, kernel_modules, naive_generate, tiny_decoder, tiny_head
+from simulated_device import (
+    EOS,
+    TABLE,
+    Fails,
+    K,
+    SimulatedEagle3,
+    device,
+    make,
+    naive,
+    requests,
+    run,
+    run_with_failures,
+    tokens,
+)
+from support import naive_generate, tiny_decoder, tiny_head
 
 from paceline.build.config import load_config
 from paceline.build.cost import time_step
 from paceline.build.drafter import _build_device_drafter
-from paceline.drafters import device as device_drafters
-from paceline.drafters.device import DeviceEagle3Drafter, DeviceHistoryDrafter, DeviceHybridDrafter
-from paceline.drafters.suffix import SuffixDrafter
+from paceline.drafters.device import DeviceHistoryDrafter, DeviceHybridDrafter
 from paceline.engine.accept import RULES
-from paceline.engine.engine import LocalEngine
 from paceline.engine.runner import EagerRunner
 from paceline.engine.scheduled_batch import ScheduledBatch
 from paceline.engine.sequence import Sequence
 from paceline.engine.sequence_table import EMPTY_SLOT, SequenceTable
-from paceline.model.kv import BLOCK, BlockTable, PagedKV
-from paceline.model.paged import PagedDecoder, Span
+from paceline.model.kv import BLOCK, PagedKV
+from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
-from paceline.model.sampling_arrays import SamplingArrays
 from paceline.speculation.device_drafter import MAX_DRAFT
 from paceline.speculation.draft_batch import DraftBatch
 from paceline.speculation.history_store import HistoryStore
 from paceline.speculation.policy import StaticPolicy, shorten_longest
-from paceline.types import Completion, Provenance, Request, SamplingParams
-from paceline.verify.drafters import AdversarialDrafter
-from paceline.verify.table import Table, TableDecoder
-
-VOCAB, EOS, K, NUM_SEQS = 7, 6, 3, 6
-TABLE = Table(VOCAB, seed=5)
-HISTORY, HEAD = 0, 1  # sources of a hybrid's drafts
-MODULES = ("graphs", "device_state", "graph_history", "graph_hybrid", "graph_head")
-
-
-@pytest.fixture(scope="module")
-def cuda() -> Iterator[SimpleNamespace]:
-    """The modules with kernels, whether Triton is installed or not; and the simulation in place of CUDA."""
-    paths = {name: f"model.cuda.{name}" for name in MODULES}
-    with kernel_modules(runner="engine.graph_runner", **paths) as modules, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modules.runner, "Graphs", SimulatedGraphs)
-        patch.setattr(modules.runner, "_HostBuffers", HostBuffers)
-        patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-        patch.setattr(device_drafters, "MIN_HISTORY_TOKENS", 1 << 12)
-        patch.setattr(device_drafters, "MAX_HISTORY_TOKENS", 1 << 12)
-        yield modules
-
-
-class SimulatedDevice:
-    """What all graphs of an engine share."""
-
-    def __init__(self, cuda: SimpleNamespace) -> None:
-        self.cuda, self.rng = cuda, np.random.default_rng(0)
-        self.stream = 1
-        self.truth: dict[int, list[int]] = {}  # noise key -> prompt and the tokens that will be emitted
-        self.num_runs = self.num_sent_blocks = self.num_selections = self.num_fitted = 0
-        self.num_stopped = self.num_appended = self.num_not_found = 0
-        self.draft_lengths: list[int] = []  # of each row of each step
-
-
-class Decoder(TableDecoder):
-    device = torch.device("cpu")
-    simulated: SimulatedDevice
-
-
-class Event:
-    """Every launch takes a thousand seconds times its number, so that a time shows which step it belongs to."""
-
-    def __init__(self, device: SimulatedDevice) -> None:
-        self.device, self.num_runs, self.is_over = device, -1, False
-
-    def record(self, stream: int) -> None:
-        assert stream == self.device.stream, "not the stream that the step runs on"
-        self.num_runs, self.is_over = self.device.num_runs, False
-
-    def synchronize(self) -> None:
-        self.is_over = True
-
-    def elapsed_time(self, done: Event) -> float:
-        assert done.is_over and self.num_runs + 1 == done.num_runs, "another step's"
-        return 1e6 * done.num_runs
-
-
-class HostBuffers:
-    """In place of `_HostBuffers`, without pinned memory."""
-
-    def __init__(self, graphs: SimulatedGraphs) -> None:
-        self.inputs, self.outputs = torch.zeros_like(graphs.input_words), graphs.new_outputs()
-        self.input_words = self.inputs.numpy()
-        for name in ("tokens", "logprobs", "scores", "sources"):
-            setattr(self, name, getattr(self.outputs, name).numpy())
-        self.started, self.done = Event(graphs.simulated), Event(graphs.simulated)
-
-
-class SimulatedHead:
-    """In place of `GraphHead`. The simulation drafts for it."""
-
-    aux_layers, may_draft_less = (0,), False
-
-    def prefill(self, spans: list[Span], paged: PagedDecoder) -> None:
-        """Each position's hidden states are there: the logits after it, in this decoder."""
-        tables = [(span.table, span.start, span.start + len(span.tokens)) for span in spans]
-        assert (paged.aux_hidden_states(tables) != 0).any(1).all()
-
-
-class SimulatedEagle3(DeviceEagle3Drafter):
-    def build(self, context: Any) -> Any:
-        return SimulatedHead()
-
-
-class SimulatedGraphs:
-    """In place of `Graphs`. Drafts k tokens, most of them right: it looks them up."""
-
-    def __init__(self, decoder: Decoder, kv: Any, state: Any, max_rows: int, drafter: Any, *more: Any) -> None:
-        self.paged, self.state, self.drafter, self.simulated = decoder, state, drafter, decoder.simulated
-        self.cuda = self.simulated.cuda
-        self.input_words, self.outputs = torch.zeros(4096, dtype=torch.int32), self.new_outputs()
-        self.seconds: dict[Any, float] = {}
-        self.num_captured = 0
-
-    def new_outputs(self) -> Any:
-        return self.cuda.graphs.OutputBuffers(16)
-
-    @property
-    def stream(self) -> int:
-        return self.simulated.stream
-
-    def fit(self, size: Any, max_draft_length: int) -> Any:
-        self.simulated.num_fitted += 1
-        return replace(size, num_tokens=size.num_tokens + 3, draft_length=max_draft_length if size.draft_length else 0)
-
-    def prepare(self, size: Any) -> None:
-        pass
-
-    def run(self, size: Any) -> None:
-        self.simulated.num_runs += 1
-        words, state = self.input_words.numpy(), self.state
-        row_inputs = words[: size.num_row_words].reshape(-1, self.cuda.device_state.ROW_WORDS)
-        for slot, index, block in words[size.num_row_words : size.num_words - 1].reshape(-1, 3):
-            if slot >= 0:
-                state.block_tables[slot, index] = int(block)
-                self.simulated.num_sent_blocks += 1
-        if size.selects_drafts:
-            self._select_drafts(row_inputs, int(words[size.num_words - 1]))
-        spans, slots = [], []
-        for slot, num, last, length, *drafted in row_inputs.tolist():
-            if slot < 0:
-                continue
-            if last < 0:
-                last, length = int(state.last[slot]), int(state.length[slot])
-            own = [j for j, token in enumerate(drafted[:num]) if token < 0]
-            assert (state.survival[slot, own] > 0).all(), "verifies a token that was not drafted"
-            draft = [int(state.drafts[slot, j]) if token < 0 else token for j, token in enumerate(drafted[:num])]
-            state.length[slot] = length
-            table = BlockTable(state.block_tables[slot].tolist())
-            spans.append(Span(np.array([last, *draft], np.int32), length - 1, table, 1 + num))
-            slots.append(slot)
-        assert sum(span.num_logits for span in spans) <= size.num_tokens
-        self._commit(slots, spans)
-        for row, slot in enumerate(slots):
-            if self.drafter is not None:
-                self._draft(row, slot, size.draft_length)
-            if size.stops_early and self.simulated.rng.random() < 0.3:
-                state.survival[slot, 1:] = 0
-                self.simulated.num_stopped += 1
-
-    def _select_drafts(self, row_inputs: np.ndarray, budget: int) -> None:
-        self.simulated.num_selections += 1
-        survival = self.state.survival.numpy()
-        candidates = [(-survival[slot, j], r, j) for r, (slot, num) in enumerate(row_inputs[:, :2]) for j in range(num)]
-        selected = sorted(each for each in candidates if each[0] < 0)[:budget]
-        row_inputs[:, 1] = np.bincount([r for _, r, _ in selected], minlength=len(row_inputs))
-
-    def _commit(self, slots: list[int], spans: list[Span]) -> None:
-        state, outputs = self.state, self.outputs
-        of = np.repeat(slots, [span.num_logits for span in spans])
-        params = SamplingArrays(
-            *(getattr(state, name).numpy()[of] for name in ("temperature", "top_k", "top_p", "min_p"))
-        )
-        positions = np.concatenate([span.start + 1 + np.arange(span.num_logits) for span in spans])
-        keys = state.key.numpy()[of].view(np.uint64)
-        draws = Sampler().draw(self.paged.forward(spans), keys, positions, params)
-        end = 0
-        for row, (slot, span) in enumerate(zip(slots, spans, strict=True)):
-            begin, end = end, end + span.num_logits
-            sampled, draft = draws.tokens[begin:end], span.tokens[1:]
-            wrong = np.flatnonzero(sampled[:-1] != draft)
-            num = 1 + (int(wrong[0]) if len(wrong) else len(draft))
-            outputs.tokens[row, 0], outputs.tokens[row, 1] = num, len(draft)
-            outputs.tokens[row, 2 : 2 + num] = torch.from_numpy(sampled[:num])
-            outputs.logprobs[row, 0, :num] = torch.from_numpy(draws.logprobs[begin : begin + num])
-            outputs.logprobs[row, 1, :num] = torch.from_numpy(draws.raw_logprobs[begin : begin + num])
-            state.last[slot], state.length[slot] = int(sampled[num - 1]), span.start + 1 + num
-            history = getattr(self.drafter, "history", self.drafter)
-            if isinstance(history, self.cuda.graph_history.GraphHistory):
-                self._append(history, slot, sampled[:num])
-
-    def _append(self, history: Any, slot: int, emitted: np.ndarray) -> None:
-        """An entry must have what its sequence emitted."""
-        entry = int(history.entry_of[slot])
-        if entry < 0:
-            return
-        start, length = int(history.starts[entry]), int(history.lengths[entry]) + len(emitted)
-        assert start + length <= int(history.ends[entry])
-        history.tokens[start + length - len(emitted) : start + length] = torch.from_numpy(emitted)
-        history.lengths[entry] = length
-        whole = self.simulated.truth.get(int(self.state.key[slot]))
-        if whole is not None:  # the step may have run past the sequence's end
-            end = int(self.state.length[slot])
-            known = whole[max(0, end - length) : end]
-            assert history.tokens[start : start + len(known)].tolist() == known
-            self.simulated.num_appended += 1
-
-    def _draft(self, row: int, slot: int, k: int) -> None:
-        """History often finds nothing, or less than k tokens."""
-        simulated, state, outputs = self.simulated, self.state, self.outputs
-        simulated.draft_lengths.append(k)
-        source, num = HISTORY, int(simulated.rng.integers(k + 1))
-        is_hybrid = isinstance(self.drafter, self.cuda.graph_hybrid.GraphHybrid)
-        if isinstance(self.drafter, SimulatedHead) or (is_hybrid and (not num or simulated.rng.random() < 0.5)):
-            source, num = HEAD, k
-        simulated.num_not_found += k - num
-        whole, length = simulated.truth.get(int(state.key[slot]), []), int(state.length[slot])
-        for j in range(k):
-            right = whole[length + j] if length + j < len(whole) else 0
-            state.drafts[slot, j] = right if j < num and simulated.rng.random() < 0.7 else 0
-            probability = 0.7 if j < num else 0.0
-            outputs.scores[row, j] = probability
-            state.survival[slot, j] = probability * (1.0 if j == 0 else state.survival[slot, j - 1])
-        outputs.sources[row] = source
-
-
-def make(
-    cuda: SimpleNamespace, drafter: str, num_blocks: int = 64, policy: Any = None, runner_class: type | None = None
-) -> LocalEngine:
-    paged = Decoder(TABLE, num_blocks, max_positions=128, eos_token_ids=(EOS,))
-    paged.simulated = SimulatedDevice(cuda)
-    eager = EagerRunner(paged, Sampler(), RULES["coupled"])
-    runner = (runner_class or cuda.runner.GraphRunner)(paged, eager, NUM_SEQS)
-    head: Any = SimpleNamespace(config=SimpleNamespace(aux_layers=(0,)))
-    drafters: dict[str, Any] = {
-        "none": None, "random": AdversarialDrafter(VOCAB), "suffix": SuffixDrafter(), "eagle3": SimulatedEagle3(head),
-        "hybrid": DeviceHybridDrafter(HistoryStore(), SimulatedEagle3(head)),
-        "history": DeviceHistoryDrafter(HistoryStore()),
-    }  # fmt: skip
-    return LocalEngine(
-        paged, runner=runner, drafter=drafters[drafter], policy=policy or StaticPolicy(K), max_num_seqs=NUM_SEQS,
-        max_num_batched_tokens=64,
-    )  # fmt: skip
-
-
-def device(engine: LocalEngine) -> SimulatedDevice:
-    return engine.paged.simulated  # type: ignore[attr-defined]
-
-
-def requests() -> list[Request]:
-    rng = np.random.default_rng(2)
-    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_p": 0.8}]
-    return [
-        Request(
-            i,
-            tuple(rng.integers(0, EOS, rng.integers(1, 40)).tolist()),
-            SamplingParams(max_tokens=int(rng.integers(1, 60)), ignore_eos=i % 4 > 0, **kinds[i % 3]),
-            17 * i,
-            str(i % 3),
-        )
-        for i in range(20)
-    ]
-
-
-@cache
-def naive() -> list[list[int]]:
-    return naive_generate(TABLE, requests(), (EOS,), 128)
-
-
-def submit(engine: LocalEngine) -> list[Any]:
-    for request, emitted in zip(requests(), naive(), strict=True):
-        device(engine).truth[request.noise_key] = [*request.prompt_ids, *emitted]
-    return [engine.submit(request) for request in requests()]
-
-
-def run(engine: LocalEngine) -> list[Completion]:
-    handles = submit(engine)
-    while engine.has_work:
-        device(engine).stream += 1
-        engine.step()
-        check_blocks(engine)
-    assert not any(engine.paged.pool.ref_counts)
-    return [handle.completion for handle in handles]
-
-
-def tokens(completions: list[Completion]) -> list[list[int]]:
-    return [completion.token_ids.tolist() for completion in completions]
+from paceline.types import Provenance, Request, SamplingParams
 
 
 class Half(StaticPolicy):
@@ -434,7 +170,7 @@ def graphs(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
     made = object.__new__(cuda.graphs.Graphs)
     made.enforce_eager = made._out_of_memory = False
     made.num_captured = 0
-    made._padding_s, made._captured, made.seconds, made._capture_s = Counter(), OrderedDict(), {}, math.inf
+    made._lost_s, made._captured, made.seconds, made._capture_s = Counter(), OrderedDict(), {}, math.inf
     made._capture, now = (lambda size: lambda: None), count()
     monkeypatch.setattr(cuda.graphs, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     return made
@@ -452,38 +188,58 @@ def test_a_larger_graph_is_used_until_its_padding_has_cost_a_capture(graphs: Any
     for one in (*others.values(), *good):
         graphs.prepare(one)
     graphs.seconds[good[1]] = 0.11
-    # A third of its work (384 + 96 x 3, not 256 + 96 x 2) is padding: that has cost a second after 29 steps.
+    # A third of its work (468, not 320) is padding: that has cost a second after 29 steps.
     assert [graphs.fit(wanted, 3) for _ in range(40)] == [good[1]] * 28 + [wanted] * 12
     assert graphs.fit(replace(wanted, selects_drafts=True), 3) == good[0]
     assert graphs.fit(size(96, 96, 1), 3) == size(96, 96, 1), "without drafts there may be no blocks for them"
 
 
 def test_the_first_graph_for_a_number_of_rows_is_a_wide_one(graphs: Any, cuda: SimpleNamespace) -> None:
-    """So that one graph fits nearly all steps of 8 rows, whatever the policy decides."""
+    """So that one graph fits all steps of 8 rows that verify about as many tokens."""
     size, rng = cuda.graphs.GraphSize, np.random.default_rng(0)
     first = graphs.fit(size(8, 16, 2, 1), 3)
-    assert first == size(8, 32, 4, 3, False, True)
+    assert first == size(8, 16, 4, 3, False, True)
     graphs.prepare(first)
     for _ in range(100):
-        num_tokens, draft_length = int(rng.choice([12, 16, 24, 32])), int(rng.integers(1, 4))
+        num_tokens, draft_length = int(rng.choice([12, 16, 24])), int(rng.integers(1, 4))
         assert graphs.fit(size(8, num_tokens, 4, draft_length, selects_drafts=bool(rng.integers(2))), 3) == first
-    assert graphs.fit(size(8, 8, 1, 3), 3).num_tokens == 16, "not more than twice as many"
+    assert graphs.fit(size(8, 32, 4, 1), 3) == size(8, 32, 4, 3, False, True), "a third of the draft tokens"
+    assert graphs.fit(size(8, 8, 1, 3), 3).num_tokens == 16
     assert not graphs.fit(size(2048, 4096, 2, 1), 3).selects_drafts, "too many rows to select from"
+
+
+def test_a_smaller_graph_is_used_if_it_suits_a_step_better(graphs: Any, cuda: SimpleNamespace) -> None:
+    size = cuda.graphs.GraphSize
+    small, large = size(256, 896, 8, 7, selects_drafts=True), size(256, 2048, 8, 7, selects_drafts=True)
+    for one in (small, large):
+        graphs.prepare(one)
+        graphs.seconds[one] = 0.01
+    assert graphs.fit(size(256, 1024, 8, 7, selects_drafts=True), 7) == small
+    assert graphs.fit(size(256, 1792, 8, 7, selects_drafts=True), 7) == large
+    assert graphs.fit(size(256, 256, 1), 7) == size(256, 256, 1), "without drafts"
+    unselected = size(256, 896, 8, 7)
+    graphs.prepare(unselected)
+    graphs._captured.pop(small)
+    assert graphs.fit(size(256, 1024, 8, 7), 7) == large, "a graph that verifies all draft tokens has room for them"
+    # A third of the work of a graph of 2048 tokens would be padding, so in the end another one is captured.
+    wanted = size(256, 1152, 8, 7, selects_drafts=True)
+    assert graphs.fit(wanted, 7) == large
+    assert [graphs.fit(wanted, 7) for _ in range(400)][-1] == wanted
 
 
 def test_without_memory_for_a_wide_graph_an_exact_one_is_used(graphs: Any, cuda: SimpleNamespace) -> None:
     size, tried, prepare = cuda.graphs.GraphSize, [], graphs.prepare
 
     def prepare_small(wanted: Any) -> None:
-        tried.append(wanted.num_tokens)
-        if wanted.num_tokens > 16:
+        tried.append(wanted.draft_length)
+        if wanted.draft_length > 1:
             raise ValueError("no device memory")
         prepare(wanted)
 
     graphs.prepare = prepare_small
     for wanted in (size(8, 16, 2, 1), size(16, 32, 2, 1)):
         assert graphs.fit(wanted, 3) == wanted
-    assert tried == [32], "it is not tried again"
+    assert tried == [3], "it is not tried again"
 
 
 class RandomPolicy(StaticPolicy):
@@ -510,6 +266,27 @@ class RandomPolicy(StaticPolicy):
     def select(self, drafts: DraftBatch) -> np.ndarray:
         lengths = (drafts.num * self.rng.random()).astype(np.int32)
         return lengths if lengths.sum() <= self.budget else shorten_longest(lengths, self.budget)
+
+
+class PausingPolicy(RandomPolicy):
+    """Pauses the drafter for some steps, at any time."""
+
+    def plan(self, rows: Any) -> np.ndarray:
+        was_paused = self.pauses_drafter
+        self.pauses_drafter = (self.num_steps // 5) % 2 == 1
+        caps = super().plan(rows)
+        return np.zeros_like(caps) if was_paused else caps
+
+
+@pytest.mark.parametrize("num_blocks", [64, 12])
+def test_pauses_of_a_head_change_no_token(cuda: SimpleNamespace, num_blocks: int) -> None:
+    engine = make(cuda, "eagle3", num_blocks, PausingPolicy(4))
+    simulated = device(engine)
+    assert tokens(run(engine)) == naive()
+    drafter, graphs = engine.drafter, engine.runner._graphs
+    assert set(graphs) == {None, drafter.graph_key} and simulated.draft_lengths
+    traces = engine.drain_trace()
+    assert sum(t.num_accepted_tokens for t in traces) > 0
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "hybrid"])
@@ -628,34 +405,6 @@ def test_sequences_may_reach_the_end_of_the_context(cuda: SimpleNamespace, kind:
     assert tokens(found) == naive_generate(TABLE, wanted, (EOS,), 128) and {len(c.token_ids) for c in found} == {26}
 
 
-class Fails:
-    """Raises once: after the n-th launch, or in the n-th wait."""
-
-    def __init__(self, cuda: SimpleNamespace, patch: pytest.MonkeyPatch, call: str, n: int) -> None:
-        owner = cuda.runner.GraphRunner if call == "launch" else cuda.runner._PendingGraphStep
-        real, self.num_calls, self.num_failed = getattr(owner, call), 0, 0
-
-        def failing(*args: Any) -> Any:
-            found = real(*args)
-            self.num_calls += 1
-            if self.num_calls == n:
-                self.num_failed += 1
-                raise MemoryError
-            return found
-
-        patch.setattr(owner, call, failing)
-
-
-def run_with_failures(engine: LocalEngine) -> list[Completion]:
-    handles = submit(engine)
-    while engine.has_work:
-        try:
-            engine.step()
-        except MemoryError:
-            continue
-    return [handle.completion for handle in handles]
-
-
 @pytest.mark.parametrize("kind", ["none", "suffix", "eagle3", "history", "hybrid"])
 @pytest.mark.parametrize("call", ["launch", "wait"])
 @pytest.mark.parametrize("n", [2, 9, 20])
@@ -683,14 +432,11 @@ def test_after_an_exception_sequences_are_sent_to_the_device_again(
         assert not engine.drafter.store.live and device(engine).num_appended > 100
 
 
-@pytest.mark.parametrize("kind", ["none", "history"])
-def test_a_reset_that_forgets_nothing_is_caught(
-    cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_reset_that_forgets_nothing_is_caught(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: after an exception the runner relies on what it had sent before. Sometimes that is right by accident."""
 
     def is_right(n: int) -> bool:
-        engine = make(cuda, kind)
+        engine = make(cuda, "history")
         engine.runner.reset = lambda: None
         with monkeypatch.context() as patch:
             Fails(cuda, patch, "launch", n)
@@ -699,7 +445,7 @@ def test_a_reset_that_forgets_nothing_is_caught(
             except AssertionError:  # of the simulation
                 return False
 
-    assert not all(is_right(n) for n in (20, 9, 30, 40))
+    assert not all(is_right(n) for n in (49, 53, 57))
 
 
 def test_drafts_are_no_longer_than_the_device_allows(cuda: SimpleNamespace) -> None:

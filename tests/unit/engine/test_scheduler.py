@@ -10,6 +10,7 @@ from support import LetterTokenizer, check_blocks, naive_generate
 
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import LocalEngine
+from paceline.engine.runner import EagerRunner
 from paceline.model.kv import BlockPool, BlockTable
 from paceline.speculation.lengths import LengthModel
 from paceline.speculation.policy import StaticPolicy
@@ -237,6 +238,32 @@ def test_longest_first_ends_sooner_with_the_same_tokens() -> None:
     backwards = length_model({problem: 41 - n for problem, n in known.items()})
     assert run_of(ordered("longest", backwards), requests)[0] > longest + 20
     assert run_of(ordered("longest", LengthModel()), requests)[2][-1] == "long"
+
+
+@pytest.mark.parametrize("batches_prompts", [False, True])
+def test_prompts_start_several_at_a_time_where_they_are_costly(
+    batches_prompts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 96 places, as soon as three are free; the last one does not wait for others."""
+    monkeypatch.setattr(EagerRunner, "batches_prompts", batches_prompts)
+    rng, num = np.random.default_rng(0), 200
+    requests = [
+        Request(i, (1, 2, i % 4), SamplingParams(max_tokens=int(rng.integers(5, 60)), ignore_eos=True), i, None)
+        for i in range(num)
+    ]
+    engine = LocalEngine(TableDecoder(TABLE, 4000), max_num_seqs=96, max_num_batched_tokens=512)
+    started, admit = list[int](), engine.scheduler._admit
+
+    def counted(budget: int) -> list:
+        if new := admit(budget):
+            started.append(len(new))
+        return new
+
+    monkeypatch.setattr(engine.scheduler, "_admit", counted)
+    found = engine.generate(requests)
+    assert [c.token_ids.tolist() for c in found] == naive_generate(TABLE, requests, VOCAB - 1)
+    assert started[:2] == [4, 92] and sum(started) == num  # the first of each prompt, then those that share it
+    assert (min(started[2:-1]) >= 3) == batches_prompts
 
 
 def test_all_of_a_problem_begin_together() -> None:

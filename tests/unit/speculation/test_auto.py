@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from paceline.drafters.device import DeviceHistoryDrafter
 from paceline.speculation.acceptance import MIN_OUTCOMES, AcceptanceModel
-from paceline.speculation.auto import PROBE_LENGTH, PROBES, AutoPolicy, margin
+from paceline.speculation.auto import FIRST_PAUSE, MIN_AWAKE, PAUSE_FACTOR, PROBE_LENGTH, PROBES, AutoPolicy, margin
 from paceline.speculation.batch import Commits, Load, Rows
 from paceline.speculation.cost import CostTable, Point
 from paceline.speculation.draft_batch import DraftBatch
@@ -561,6 +561,43 @@ def test_a_head_that_drafts_for_the_next_step_is_probed_too() -> None:
             num_verified[accepted] += num
     assert 0 < num_verified[0] < 100  # found out, and probed now and then
     assert drafted.tolist() == [K, K] and num_verified[K] > 1000
+
+
+def test_a_head_that_would_not_pay_for_a_single_row_is_paused() -> None:
+    """For longer and longer, but it is probed in between. New weights, and a new round of requests, end a pause."""
+    engine, drafted, paused = Engine(LinearCosts(token=0.5, draft=0.5), "eagle3"), np.zeros(2, int), list[bool]()
+    for _ in range(6000):
+        drafted, num = step_on_device(engine, drafted, 0)
+        assert not (paused and paused[-1] and num)
+        paused.append(engine.policy.pauses_drafter)
+    changes = np.flatnonzero(np.diff(paused))
+    awake, pauses = np.diff(changes)[1::2], np.diff(changes)[::2]
+    assert pauses.tolist()[:2] == [PAUSE_FACTOR * FIRST_PAUSE, 2 * PAUSE_FACTOR * FIRST_PAUSE]
+    assert changes[0] >= MIN_AWAKE - 2 and awake.min() >= MIN_AWAKE and np.mean(paused) > 0.9
+    policy, request = engine.policy, Request(0, (1,), SamplingParams(), 0)
+    while policy.pauses_drafter:
+        drafted, _ = step_on_device(engine, drafted, 0)
+    while not policy.pauses_drafter:
+        drafted, _ = step_on_device(engine, drafted, 0)
+    policy.begin(request)
+    assert policy.pauses_drafter, "a pause lasts for some steps"
+    policy.end(0)
+    policy.drafter_updated()
+    policy.begin(request)
+    assert not policy.pauses_drafter
+
+
+@pytest.mark.parametrize("accepted", [2, K])
+def test_a_head_that_pays_for_few_rows_is_not_paused(accepted: int) -> None:
+    """With many rows it does not pay, and would have to read all their tokens again later."""
+    engine, drafted = Engine(LinearCosts(token=0.5, draft=0.5), "eagle3"), np.zeros(2, int)
+    for _ in range(200):  # its acceptance becomes known
+        drafted, _ = step_on_device(engine, drafted, accepted)
+    drafted = np.zeros(400, int)
+    for _ in range(400):
+        drafted, num = step_on_device(engine, drafted, accepted)
+        assert not engine.policy.pauses_drafter
+    assert num < 40
 
 
 @pytest.mark.parametrize(("token", "least", "most"), [(0.001, 1.0, 1.0), (0.06, 0.3, 0.8), (4.0, 0.0, 0.0)])

@@ -27,11 +27,13 @@ from paceline.model.cuda.ops import CudaOps
 from paceline.model.cuda.pdl import pdl_options, pdl_wait
 from paceline.model.cuda.sample import Draws, draw
 from paceline.model.cuda.truncate import truncate
+from paceline.model.device import to_device
 from paceline.model.eagle3 import Eagle3Head
 from paceline.model.kv import PagedKV
 from paceline.model.layer import Linear
 from paceline.model.paged import PagedDecoder, Span, make_plan
 from paceline.model.sample import Stream
+from paceline.speculation.acceptance import NUM_POSITIONS, NUM_SCORES, SCORE_EDGES, position_bucket
 
 ALIGNMENT = 16  # rows
 
@@ -61,13 +63,18 @@ class GraphHead:
         config = head.config
         self.aux_layers = config.aux_layers
         self.ids = head.draft_ids if config.draft_vocab_size < config.layer.vocab_size else None
+        device = state.survival.device
+        # Factors of the head's probabilities, by position and probability; see `AcceptanceModel.calibration`. The host
+        # sets them.
+        self.calibration = torch.ones(NUM_POSITIONS, NUM_SCORES, dtype=torch.float32, device=device)
+        self._edges = torch.as_tensor(SCORE_EDGES, device=device)
 
     @torch.inference_mode()
     def prefill(self, spans: list[Span], paged: PagedDecoder) -> None:
         plan, device = make_plan(spans), self.head.device
         tables = [(span.table, span.start, span.start + len(span.tokens)) for span in spans]
         x = self.head.fuse(paged.aux_hidden_states(tables))
-        tokens_T, positions_T = (torch.as_tensor(a, device=device) for a in (plan.tokens, plan.positions))
+        tokens_T, positions_T = (to_device(a, device) for a in (plan.tokens, plan.positions))
         self.head(x, tokens_T, positions_T, self.head.ops.paged_attention(self.kv, plan), self.embed)
 
     def draft(self, step: DraftStep) -> None:
@@ -117,10 +124,11 @@ class GraphHead:
         num, context = len(slots), inputs.context
         _store_draft[(1,)](
             draws.tokens, draws.raw_logprobs, draws.margins, slots, state.drafts, state.survival, state.length,
-            state.threshold, context, step.scores_out, state.survival if imposed is None else imposed, i, num,
-            len(context), context.stride(0), MAX_DRAFT=MAX_DRAFT, ROWS=triton.next_power_of_2(num),
-            STOPS_EARLY=step.stops_early, IMPOSED=0 if imposed is None else len(imposed), START=START,
-            BY_MARGIN=BY_MARGIN, BY_LOGPROB=BY_LOGPROB, num_warps=4, **pdl_options(slots.device),
+            state.threshold, context, step.scores_out, state.survival if imposed is None else imposed,
+            self.calibration[position_bucket(i)], self._edges, i, num, len(context), context.stride(0),
+            MAX_DRAFT=MAX_DRAFT, ROWS=triton.next_power_of_2(num), STOPS_EARLY=step.stops_early,
+            IMPOSED=0 if imposed is None else len(imposed), START=START, BY_MARGIN=BY_MARGIN, BY_LOGPROB=BY_LOGPROB,
+            NUM_EDGES=len(self._edges), num_warps=4, **pdl_options(slots.device),
         )  # fmt: skip
 
 
@@ -152,13 +160,14 @@ def _prepare_draft(
 
 @triton.jit(do_not_specialize=["i", "num_rows", "k"])
 def _store_draft(
-    tokens, raw_logprobs, margins, slots, drafts, survival, length, threshold, context, scores_out, imposed, i,
-    num_rows, k, width, MAX_DRAFT: tl.constexpr, ROWS: tl.constexpr, STOPS_EARLY: tl.constexpr, IMPOSED: tl.constexpr,
-    START: tl.constexpr, BY_MARGIN: tl.constexpr, BY_LOGPROB: tl.constexpr, PDL: tl.constexpr,
+    tokens, raw_logprobs, margins, slots, drafts, survival, length, threshold, context, scores_out, imposed,
+    calibration, edges, i, num_rows, k, width, MAX_DRAFT: tl.constexpr, ROWS: tl.constexpr, STOPS_EARLY: tl.constexpr,
+    IMPOSED: tl.constexpr, START: tl.constexpr, BY_MARGIN: tl.constexpr, BY_LOGPROB: tl.constexpr,
+    NUM_EDGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities: see `model/confidence.py`. A token of a skipped row has survival 0, and the probability of the
-    token before it. (Attention reads `context` before its `pdl_wait`. That is safe: kernels without PDL, such as that
-    of the embedding, run in between.)"""
+    """Probabilities: see `model/confidence.py`. Survival is the product of calibrated ones. A token of a skipped row
+    has survival 0, and the probability of the token before it. (Attention reads `context` before its `pdl_wait`. That
+    is safe: kernels without PDL, such as that of the embedding, run in between.)"""
     r = tl.arange(0, ROWS)
     in_range = r < num_rows
     slot = tl.load(slots + r, mask=in_range, other=-1)
@@ -168,11 +177,16 @@ def _store_draft(
     if IMPOSED:
         place = tl.maximum(slot, 0)
         probability = imposed_probability(imposed, place, tl.load(length + place) + i, IMPOSED)
+        calibrated = probability
     else:
         logprob = tl.load(raw_logprobs + r, mask=in_range, other=0.0).to(tl.float32)
         margin = tl.load(margins + r, mask=in_range, other=0.0)
         probability = tl.sigmoid(START + BY_MARGIN * margin + BY_LOGPROB * logprob)
-    joint = probability * tl.load(survival + slot * MAX_DRAFT + i - 1, mask=(slot >= 0) & (i > 0), other=1.0)
+        bucket = tl.zeros([ROWS], tl.int32)
+        for j in range(NUM_EDGES):
+            bucket += (probability >= tl.load(edges + j)).to(tl.int32)
+        calibrated = tl.minimum(probability * tl.load(calibration + bucket), 1.0)
+    joint = calibrated * tl.load(survival + slot * MAX_DRAFT + i - 1, mask=(slot >= 0) & (i > 0), other=1.0)
     if STOPS_EARLY:
         skipped = tl.load(context + i * width + r, mask=in_range, other=1) == 0
         before = tl.load(scores_out + r * MAX_DRAFT + i - 1, mask=in_range & (i > 0), other=0.0)

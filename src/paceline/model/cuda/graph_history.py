@@ -25,6 +25,7 @@ from torch import Tensor
 
 from paceline.model.cuda.device_state import MAX_DRAFT, DeviceState
 from paceline.model.cuda.graph_drafter import DraftStep
+from paceline.model.device import to_device
 from paceline.model.paged import PagedDecoder, Span
 
 MATCH = 8  # tokens of context that are compared
@@ -270,7 +271,7 @@ class GraphHistory:
             column[where] = self._to_device(np.array(each)).to(column.dtype)
 
     def _to_device(self, values: np.ndarray) -> Tensor:
-        return torch.as_tensor(values).to(self.tokens.device, non_blocking=True)
+        return to_device(values, self.tokens.device)
 
     # -- in a step --------------------------------------------------------------------------------------------------
 

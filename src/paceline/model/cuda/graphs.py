@@ -2,10 +2,11 @@
 next step.
 
 There is one graph per size of step, rounded up so that there are few sizes and little padding. A graph is captured when
-its size is first needed. If the device selects draft tokens, the sizes vary from step to step; then a larger graph is
-captured first and used for smaller sizes, until the padding has cost as much time as capturing a graph of the exact
-size (capturing takes as long as dozens of steps). All graphs share one memory pool, because they run one after another.
-`enforce_eager` runs the same kernels without graphs.
+its size is first needed. If the device selects draft tokens, the sizes vary from step to step. Then the captured graph
+that suits the size best is used, until that has cost as much time as capturing a graph of the exact size (capturing
+takes as long as dozens of steps). A larger graph verifies more draft tokens than wanted, a smaller one only the most
+probable of them. All graphs share one memory pool, because they run one after another. `enforce_eager` runs the same
+kernels without graphs.
 """
 
 from __future__ import annotations
@@ -41,6 +42,12 @@ QUERIES = (1, 2, 4, 8, MAX_QUERIES)
 NEW_BLOCKS = 2  # that a row gets in one step, at most: it extends by up to 1 + 15 tokens and drafts 15 more
 MAX_GRAPHS = 256  # the least recently used one is dropped first
 MIN_STOP_ROWS = 32  # with fewer rows, the last threshold is a poor estimate of the next one
+MOST_PADDING = 2  # a graph may have so many times the tokens of a step, and SMALL_PADDING more
+SMALL_PADDING = 8
+LEAST_DRAFTS = 0.5  # share of the wanted draft tokens that a smaller graph verifies at least
+# If a share x of the wanted draft tokens is left out, LOSS x^2 of the step's time is lost. The wanted number is the
+# best one by estimate, so leaving out a few costs little: they are the ones that hardly pay.
+LOSS = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +69,17 @@ class GraphSize:
         )  # fmt: skip
 
     def covers(self, other: GraphSize) -> bool:
-        """Whether a step of the other size can use this size's graph, without much padding. If the other size drafts
-        nothing, this one must not draft either: there may be no KV blocks for it."""
+        """Whether a step of the other size can use this size's graph, with not much padding, or with not many draft
+        tokens left out. If the other size drafts nothing, this one must not draft either: there may be no KV blocks
+        for it."""
+        num_drafts = other.num_tokens - other.num_rows
         return (
             self.num_rows == other.num_rows
-            and other.num_tokens <= self.num_tokens <= 2 * other.num_tokens + 8
+            and self.num_tokens <= MOST_PADDING * other.num_tokens + SMALL_PADDING
+            and (
+                self.num_tokens >= other.num_tokens
+                or (self.selects_drafts and self.num_tokens - self.num_rows >= LEAST_DRAFTS * num_drafts > 0)
+            )
             and self.max_queries >= other.max_queries
             and self.draft_length >= other.draft_length
             and bool(self.draft_length) == bool(other.draft_length)
@@ -74,14 +87,18 @@ class GraphSize:
             and self.selects_drafts >= other.selects_drafts
         )
 
+    def lost_share(self, other: GraphSize) -> float:
+        """Share of this graph's time that a step of the other size loses with it, about."""
+        if self.num_tokens >= other.num_tokens:
+            return 1 - other.work / self.work
+        return LOSS * ((other.num_tokens - self.num_tokens) / (other.num_tokens - other.num_rows)) ** 2
+
     def widened(self, max_draft_length: int) -> GraphSize:
-        """A size that most steps with as many rows fit in, if drafts have at most max_draft_length tokens."""
+        """A size for all steps with about as many rows and tokens, if drafts have at most max_draft_length tokens."""
         if not self.draft_length and self.num_tokens == self.num_rows:
             return self
-        most = self.num_rows * (1 + max_draft_length)
         return replace(
             self,
-            num_tokens=max(self.num_tokens, min(most, 2 * self.num_tokens)),
             max_queries=max(self.max_queries, 1 + max_draft_length),
             draft_length=max_draft_length if self.draft_length else 0,
             selects_drafts=self.num_rows <= MAX_SELECT_ROWS,
@@ -89,8 +106,9 @@ class GraphSize:
 
     @property
     def work(self) -> float:
-        """A measure of its time: tokens through the model and the head, and a little for more queries in attention."""
-        return self.num_tokens + self.num_rows * (self.draft_length + self.max_queries / 16)
+        """A measure of its time, in tokens of a large batch: a token of the head takes an eighth, but a pass of the
+        head takes as long as a few tokens; more queries in attention take a little."""
+        return self.num_tokens + 8 * self.draft_length + self.num_rows * (self.draft_length / 8 + self.max_queries / 16)
 
     @property
     def stops_early(self) -> bool:
@@ -158,9 +176,7 @@ class Graphs:
         self.num_captured = 0  # so far, dropped ones included
         self._capture_s = math.inf  # time to capture a graph
         self._out_of_memory = False  # for a larger graph
-        self._padding_s: defaultdict[GraphSize, float] = defaultdict(
-            float
-        )  # time lost to padding, by size not captured
+        self._lost_s: defaultdict[GraphSize, float] = defaultdict(float)  # with other graphs, by size not captured
         self._pool: Any = None  # torch's handle of the shared memory pool
 
     @property
@@ -169,16 +185,16 @@ class Graphs:
         return torch.cuda.current_stream(self.input_words.device)
 
     def fit(self, size: GraphSize, max_draft_length: int) -> GraphSize:
-        """The captured size to use for a step of this size. `max_draft_length`: the longest draft there are KV blocks
-        for."""
+        """The captured size to use for a step of this size, which may verify more or less draft tokens.
+        `max_draft_length`: the longest draft there are KV blocks for."""
         if size in self._captured or self.enforce_eager:
             return size
-        larger = [known for known in self._captured if known.covers(size) and known.draft_length <= max_draft_length]
-        if not larger:
+        others = [known for known in self._captured if known.covers(size) and known.draft_length <= max_draft_length]
+        if not others:
             return self._captured_wide(size, max_draft_length)
-        best = min(larger, key=lambda known: known.work)
-        self._padding_s[size] += self.seconds.get(best, 0.0) * (1 - size.work / best.work)
-        return size if self._padding_s[size] > self._capture_s else best
+        best = min(others, key=lambda known: known.lost_share(size))
+        self._lost_s[size] += self.seconds.get(best, 0.0) * best.lost_share(size)
+        return size if self._lost_s[size] > self._capture_s else best
 
     def _captured_wide(self, size: GraphSize, max_draft_length: int) -> GraphSize:
         if self._out_of_memory:

@@ -18,6 +18,7 @@ could decide differently for each variant of the kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from paceline.model.cuda.attention import AttentionRows, QKNormRope
 from paceline.model.cuda.pdl import pdl_options, pdl_wait
+from paceline.model.device import to_device
 from paceline.model.kv import BLOCK, BatchPlan, PagedKV
 
 CHUNK = tl.constexpr(64)  # tokens
@@ -67,20 +69,17 @@ class InvariantPagedAttention:
     @classmethod
     def of_plan(cls, kv: PagedKV, plan: BatchPlan, num_padding: int = 0) -> InvariantPagedAttention:
         """For rows with any number of queries. `num_padding`: tokens after those of the plan."""
-        device = kv.k.device
-
-        def to_device(array: np.ndarray) -> Tensor:
-            return torch.as_tensor(array.astype(np.int32), device=device)
+        send = partial(to_device, device=kv.k.device, dtype=torch.int32)
 
         sizes = np.diff(plan.query_start)
         rows = AttentionRows(
-            to_device(plan.query_start), to_device(plan.context), to_device(np.arange(plan.num_rows)),
-            to_device(plan.block_tables),
+            send(plan.query_start), send(plan.context), send(np.arange(plan.num_rows)),
+            send(plan.block_tables),
         )  # fmt: skip
         padding = np.full(num_padding, -1)
         slots = np.concatenate([np.repeat(np.arange(plan.num_rows), sizes), padding])
         positions = np.concatenate([plan.positions, padding * 0])
-        self = cls(kv, rows, to_device(positions), to_device(slots), int(sizes.max()))
+        self = cls(kv, rows, send(positions), send(slots), int(sizes.max()))
         self.size = min(self.size, PREFILL_SIZE if kv.k.shape[-1] <= 128 else WIDE_PREFILL_SIZE)
         per_tile = self.size // self.group
         if self.max_queries > per_tile:
@@ -89,7 +88,7 @@ class InvariantPagedAttention:
             first = (np.arange(len(tile_rows)) - np.repeat(np.cumsum(num) - num, num)) * per_tile
             # The longest contexts first, so that no long tile begins when the others end.
             longest_first = np.argsort(-(plan.context - sizes)[tile_rows] - first, kind="stable")
-            self.tiles = Tiles(to_device(tile_rows[longest_first]), to_device(first[longest_first]))
+            self.tiles = Tiles(send(tile_rows[longest_first]), send(first[longest_first]))
             self._set_tiles(len(tile_rows))
         return self
 
