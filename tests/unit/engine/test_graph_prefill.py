@@ -12,8 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 import simulated_device
-from simulated_device import EOS, NUM_SEQS, TABLE, Fails, device, make, naive, requests, run, run_with_failures, tokens
-from support import check_blocks, naive_generate
+from simulated_device import (
+    EOS,
+    NUM_SEQS,
+    TABLE,
+    VOCAB,
+    Fails,
+    device,
+    make,
+    naive,
+    requests,
+    run,
+    run_with_failures,
+    tokens,
+)  # fmt: skip
+from support import check_blocks, letter_tokenizer, naive_generate
 
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import LocalEngine
@@ -21,6 +34,7 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence_table import EMPTY_SLOT
 from paceline.model.paged import Span
 from paceline.speculation.policy import StaticPolicy
+from paceline.structured_outputs import StructuredOutputsParams
 from paceline.types import Completion, Request, SamplingParams
 from paceline.verify.table import TableDecoder
 
@@ -302,6 +316,25 @@ def test_requests_that_need_their_logits_run_beside_graphs(cuda: SimpleNamespace
         assert sum(c.num_draft_tokens for i, c in enumerate(found) if not i % 2) > 20
     elif kind == "suffix":
         assert isinstance(engine.drafter, SuffixDrafter) and sum(c.num_draft_tokens for c in with_logits) > 0
+    assert not any(engine.paged.pool.ref_counts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_structured_outputs_run_beside_graphs(cuda: SimpleNamespace, kind: str) -> None:
+    """Also those that end where no token is left."""
+    structures = [
+        {"structured_outputs": StructuredOutputsParams(regex="([a-c]{1,2}[d-f])*")},
+        {"structured_outputs": StructuredOutputsParams(choice=("ab", "cde")), "min_tokens": 3, "max_tokens": 9},
+    ]
+    wanted = [
+        replace(r, sampling=replace(r.sampling, ignore_eos=False, **structures[i // 2 % 2])) if i % 2 else r
+        for i, r in enumerate(requests())
+    ]
+    options: dict[str, Any] = {"tokenizer": letter_tokenizer(VOCAB)}
+    plain = LocalEngine(TableDecoder(TABLE, 64, 128, (EOS,)), max_num_seqs=NUM_SEQS, **options).generate(wanted)
+    engine = make(cuda, kind, max_num_prefill_tokens=16, **options)
+    assert outcome(engine.generate(wanted)) == outcome(plain)
+    assert {"error", "length"} <= {c.finish_reason for c in plain} and device(engine).num_runs > 10
     assert not any(engine.paged.pool.ref_counts)
 
 
