@@ -28,7 +28,8 @@ from paceline.model.kv import BlockTable
 from paceline.model.paged import PagedDecoder, Span
 from paceline.model.sample import Sampler
 from paceline.model.sampling_arrays import SamplingArrays
-from paceline.speculation.acceptance import NUM_POSITIONS, NUM_SCORES
+from paceline.speculation.acceptance import NUM_SCORES
+from paceline.speculation.device_drafter import MAX_DRAFT
 from paceline.speculation.history_store import HistoryStore
 from paceline.speculation.policy import StaticPolicy
 from paceline.types import Completion, Request, SamplingParams
@@ -106,7 +107,7 @@ class SimulatedHead:
     aux_layers, may_draft_less = (0,), False
 
     def __init__(self) -> None:
-        self.calibration = torch.ones(NUM_POSITIONS, NUM_SCORES)
+        self.calibration = torch.ones(MAX_DRAFT, NUM_SCORES)
 
     def prefill(self, spans: list[Span], paged: PagedDecoder) -> None:
         """Each position's hidden states are there: the logits after it, in this decoder."""

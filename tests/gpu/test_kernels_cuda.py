@@ -650,10 +650,11 @@ def test_drafting_stops_early_for_rows_below_the_threshold() -> None:
     from paceline.model.cuda.device_state import MAX_DRAFT, DeviceState
     from paceline.model.cuda.graph_head import GraphHead
     from paceline.model.cuda.sample import Draws
+    from paceline.speculation.acceptance import SCORE_EDGES
 
     decoder = tiny_decoder(torch.float32, **SHAPE)
     state, kv = DeviceState(8, 1, CUDA), PagedKV(decoder.config, 1, torch.float32, CUDA)
-    device_head = GraphHead(tiny_head(decoder).to(CUDA), decoder.embed, kv, state)
+    device_head = GraphHead(tiny_head(decoder).to(CUDA), decoder.embed, kv, state, SCORE_EDGES.tolist())
     slots = torch.tensor([5, 1, 3, -1], dtype=torch.int32, device=CUDA)
     state.length.fill_(9)
     state.limit.fill_(99)
@@ -683,12 +684,12 @@ def test_survival_is_calibrated() -> None:
     from paceline.model.cuda.device_state import MAX_DRAFT, DeviceState
     from paceline.model.cuda.graph_head import GraphHead
     from paceline.model.cuda.sample import Draws
-    from paceline.speculation.acceptance import SCORE_EDGES, position_bucket
+    from paceline.speculation.acceptance import SCORE_EDGES
 
     rng, num, k = np.random.default_rng(0), 40, 6
     decoder = tiny_decoder(torch.float32, **SHAPE)
     state, kv = DeviceState(num, 1, CUDA), PagedKV(decoder.config, 1, torch.float32, CUDA)
-    head = GraphHead(tiny_head(decoder).to(CUDA), decoder.embed, kv, state)
+    head = GraphHead(tiny_head(decoder).to(CUDA), decoder.embed, kv, state, SCORE_EDGES.tolist())
     factors = rng.uniform(0.3, 1.3, head.calibration.shape).astype(np.float32)
     head.calibration.copy_(torch.from_numpy(factors))
     state.length.fill_(9)
@@ -709,7 +710,7 @@ def test_survival_is_calibrated() -> None:
         scores = 1 / (1 + np.exp(-(START + BY_MARGIN * margins + BY_LOGPROB * logprobs)))
         away = (np.abs(scores[:, None] - SCORE_EDGES) > 1e-5).all(1)  # not at the edge of a bucket
         bucket = SCORE_EDGES.searchsorted(scores, "right")
-        joint *= np.minimum(1, scores * factors[position_bucket(i), bucket])
+        joint *= np.minimum(1, scores * factors[i, bucket])
         joint[~away] = np.nan
         ok = ~np.isnan(joint)
         assert state.survival[:, i].cpu().numpy()[ok] == pytest.approx(joint[ok], rel=1e-4)

@@ -13,9 +13,9 @@ from torch import Tensor
 from paceline.model.eagle3 import Eagle3Head
 from paceline.model.head_files import assign_head, head_state
 from paceline.model.paged import receipt_of
-from paceline.speculation.acceptance import AcceptanceModel
+from paceline.speculation.acceptance import SCORE_EDGES, AcceptanceModel
 from paceline.speculation.batch import Commits, Rows
-from paceline.speculation.device_drafter import DeviceDrafter
+from paceline.speculation.device_drafter import MAX_DRAFT, DeviceDrafter
 from paceline.speculation.history_store import HistoryStore
 from paceline.types import Receipt, Request
 
@@ -51,7 +51,7 @@ class DeviceEagle3Drafter(DeviceDrafter):
         head, layer, kv = self.head, self.head.config.layer, context.kv.draft_kv
         if kv is None or kv.config != layer or kv.k.dtype != head.dtype:
             kv = context.kv.draft_kv = PagedKV(layer, context.num_blocks, head.dtype, context.decoder.device)
-        return GraphHead(head, context.decoder.embed, kv, context.state)
+        return GraphHead(head, context.decoder.embed, kv, context.state, SCORE_EDGES.tolist())
 
     def add(self, drafter: Any, slots: Sequence[int], requests: Sequence[Request]) -> None:
         if drafter is not self._device:
@@ -67,7 +67,7 @@ class DeviceEagle3Drafter(DeviceDrafter):
         """Let the device rate its drafts by what is accepted, so that it selects those that the policy expects."""
         if self._device is None:
             return
-        factors = acceptance.calibration(self.name)
+        factors = acceptance.calibration(self.name, MAX_DRAFT)
         if self._calibration is None or np.abs(factors - self._calibration).max() > MIN_CHANGE:
             self._calibration = factors
             self._device.calibration.copy_(torch.from_numpy(factors), non_blocking=True)

@@ -39,10 +39,6 @@ PRIOR_SCORE = 6  # bucket of these
 NOT_DRAFTED, UNKNOWN = -1, -2  # instead of a cell: nothing was drafted there, although possible; not asked for
 
 
-def position_bucket(position: int) -> int:
-    return int(POSITION_BUCKETS[min(position, len(POSITION_BUCKETS) - 1)])
-
-
 class _Recent:
     """Cells of the latest drafts of a drafter."""
 
@@ -143,10 +139,11 @@ class AcceptanceModel:
             self._tables[min_outcomes] = np.append(by_cell.ravel(), 0.0)
         return self._tables[min_outcomes][cells]
 
-    def calibration(self, name: str) -> np.ndarray:
-        """Factors that make a drafter's scores probabilities, for drafts without a match: float32 [NUM_POSITIONS,
-        NUM_SCORES], by position bucket and score bucket."""
-        cells = self._first_cell(name) + np.arange(NUM_POSITIONS * NUM_SCORES).reshape(NUM_POSITIONS, NUM_SCORES)
+    def calibration(self, name: str, num: int) -> np.ndarray:
+        """Factors that make a drafter's scores probabilities, for drafts without a match: float32 [num, NUM_SCORES], by
+        position in the draft and by score bucket."""
+        positions = POSITION_BUCKETS[np.minimum(np.arange(num), len(POSITION_BUCKETS) - 1)]
+        cells = self._first_cell(name) + positions[:, None] * NUM_SCORES + np.arange(NUM_SCORES)
         return (self.probabilities(cells, MIN_OUTCOMES) / SCORES).astype(np.float32)
 
     def trust(self, name: str) -> float:

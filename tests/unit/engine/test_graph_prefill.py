@@ -136,6 +136,7 @@ class RecordingHead(simulated_device.SimulatedHead):
     """Which token the head read at each position, by block table. Tables are kept so that none has another's id."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.tables, self.read = list[Any](), defaultdict[int, Counter[tuple[int, int]]](Counter)
 
     def prefill(self, spans: list[Span], paged: Any) -> None:

@@ -10,13 +10,11 @@ from paceline.speculation.acceptance import (
     MEMORY,
     MIN_RECENT,
     NUM_CELLS,
-    NUM_POSITIONS,
     NUM_RECENT,
     NUM_SCORES,
     SCORE_PRIOR,
     SCORE_PRIOR_WITH_PROBES,
     AcceptanceModel,
-    position_bucket,
 )
 from paceline.speculation.draft_batch import DraftBatch
 
@@ -196,15 +194,15 @@ def test_before_any_draft_all_positions_are_like_the_prior() -> None:
 
 def test_calibration_makes_scores_probabilities() -> None:
     model = AcceptanceModel()
-    np.testing.assert_allclose(model.calibration("eagle3"), np.ones((NUM_POSITIONS, NUM_SCORES)))
+    np.testing.assert_allclose(model.calibration("eagle3", 9), np.ones((9, NUM_SCORES)))
     batch = drafts([[0.65, 0.65, 0.65, 0.65, 0.65, 0.65]] * 400)  # the middle of its bucket
     observe(model, batch, [1] * 200 + [6] * 200, [6] * 400, "eagle3")
-    factors, found = model.calibration("eagle3"), probabilities(model, drafts([[0.65] * 6]), "eagle3")[0]
+    factors, found = model.calibration("eagle3", 9), probabilities(model, drafts([[0.65] * 6]), "eagle3")[0]
     bucket = 6
     for position in range(6):
-        assert 0.65 * factors[position_bucket(position), bucket] == pytest.approx(found[position])
+        assert 0.65 * factors[position, bucket] == pytest.approx(found[position])
     assert found[0] > 0.9 and found[1] < 0.6, "the first token was always accepted"
-    np.testing.assert_allclose(model.calibration("suffix"), np.ones((NUM_POSITIONS, NUM_SCORES)))
+    np.testing.assert_allclose(model.calibration("suffix", 9), np.ones((9, NUM_SCORES)))
 
 
 def test_survival_is_that_of_the_latest_drafts() -> None:

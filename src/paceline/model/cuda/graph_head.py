@@ -12,6 +12,7 @@ for that row, which is nearly half of the time of a draft token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +34,6 @@ from paceline.model.kv import PagedKV
 from paceline.model.layer import Linear
 from paceline.model.paged import PagedDecoder, Span, make_plan
 from paceline.model.sample import Stream
-from paceline.speculation.acceptance import NUM_POSITIONS, NUM_SCORES, SCORE_EDGES, position_bucket
 
 ALIGNMENT = 16  # rows
 
@@ -52,11 +52,13 @@ class _DraftInputs:
 
 
 class GraphHead:
-    """`embed` is the target's; `kv` has the target's blocks."""
+    """`embed` is the target's; `kv` has the target's blocks. `edges`: of buckets of probabilities."""
 
     may_draft_less = False
 
-    def __init__(self, head: Eagle3Head, embed: Linear, kv: PagedKV, state: DeviceState) -> None:
+    def __init__(
+        self, head: Eagle3Head, embed: Linear, kv: PagedKV, state: DeviceState, edges: Sequence[float]
+    ) -> None:
         self.head, self.embed, self.kv, self.state = head, embed, kv, state
         if not isinstance(head.ops, CudaOps):
             head.ops = CudaOps()
@@ -64,10 +66,10 @@ class GraphHead:
         self.aux_layers = config.aux_layers
         self.ids = head.draft_ids if config.draft_vocab_size < config.layer.vocab_size else None
         device = state.survival.device
-        # Factors of the head's probabilities, by position and probability; see `AcceptanceModel.calibration`. The host
-        # sets them.
-        self.calibration = torch.ones(NUM_POSITIONS, NUM_SCORES, dtype=torch.float32, device=device)
-        self._edges = torch.as_tensor(SCORE_EDGES, device=device)
+        # Factors of the head's probabilities, by position in the draft and by the bucket between `edges`. The host sets
+        # them.
+        self.edges = torch.as_tensor(edges, dtype=torch.float32, device=device)
+        self.calibration = torch.ones(MAX_DRAFT, 1 + len(edges), dtype=torch.float32, device=device)
 
     @torch.inference_mode()
     def prefill(self, spans: list[Span], paged: PagedDecoder) -> None:
@@ -125,10 +127,10 @@ class GraphHead:
         _store_draft[(1,)](
             draws.tokens, draws.raw_logprobs, draws.margins, slots, state.drafts, state.survival, state.length,
             state.threshold, context, step.scores_out, state.survival if imposed is None else imposed,
-            self.calibration[position_bucket(i)], self._edges, i, num, len(context), context.stride(0),
+            self.calibration[i], self.edges, i, num, len(context), context.stride(0),
             MAX_DRAFT=MAX_DRAFT, ROWS=triton.next_power_of_2(num), STOPS_EARLY=step.stops_early,
             IMPOSED=0 if imposed is None else len(imposed), START=START, BY_MARGIN=BY_MARGIN, BY_LOGPROB=BY_LOGPROB,
-            NUM_EDGES=len(self._edges), num_warps=4, **pdl_options(slots.device),
+            NUM_EDGES=len(self.edges), num_warps=4, **pdl_options(slots.device),
         )  # fmt: skip
 
 
