@@ -355,6 +355,7 @@ class StepTrace:
     num_history_bytes: int = 0  # size of the drafter's history
     num_captured: int = 0  # CUDA graphs captured during the step; if any, the step's times are not representative
     num_drafted_on_device: int = 0  # draft tokens per row that the device proposed for the next step
+    num_outside_graph: int = 0  # rows that could not run in the step's CUDA graph; the host waits for them
     engine: int = 0  # index of the engine, if there are several
 
 

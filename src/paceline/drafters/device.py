@@ -7,9 +7,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from paceline.model.device import to_device
 from paceline.model.eagle3 import Eagle3Head
 from paceline.model.head_files import assign_head, head_state
 from paceline.model.paged import receipt_of
@@ -37,8 +37,10 @@ class DeviceEagle3Drafter(DeviceDrafter):
         self.head, self.version = head, version
         self.aux_layers = head.config.aux_layers
         self._num_steps = 0
-        self._device: GraphHead | None = None  # its part on the device
-        self._calibration: np.ndarray | None = None  # of the head's probabilities there
+        # Of the head's probabilities: on the device, and what it has there. Only this tensor is kept of the head's part
+        # on the device, which has KV memory.
+        self._on_device: Tensor | None = None
+        self._calibration: np.ndarray | None = None
 
     @property
     def graph_key(self) -> Hashable:
@@ -54,8 +56,8 @@ class DeviceEagle3Drafter(DeviceDrafter):
         return GraphHead(head, context.decoder.embed, kv, context.state, SCORE_EDGES.tolist())
 
     def add(self, drafter: Any, slots: Sequence[int], requests: Sequence[Request]) -> None:
-        if drafter is not self._device:
-            self._device, self._calibration = drafter, None
+        if drafter.calibration is not self._on_device:
+            self._on_device, self._calibration = drafter.calibration, None
 
     def set_draft_length(self, rows: Rows, caps: np.ndarray) -> None:
         super().set_draft_length(rows, caps)
@@ -65,12 +67,12 @@ class DeviceEagle3Drafter(DeviceDrafter):
 
     def calibrate(self, acceptance: AcceptanceModel) -> None:
         """Let the device rate its drafts by what is accepted, so that it selects those that the policy expects."""
-        if self._device is None:
+        if self._on_device is None:
             return
         factors = acceptance.calibration(self.name, MAX_DRAFT)
         if self._calibration is None or np.abs(factors - self._calibration).max() > MIN_CHANGE:
             self._calibration = factors
-            self._device.calibration.copy_(torch.from_numpy(factors), non_blocking=True)
+            self._on_device.copy_(to_device(factors, self._on_device.device))
 
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Receipt:
         started = time.perf_counter()
@@ -142,8 +144,8 @@ class DeviceHybridDrafter(DeviceHistoryDrafter):
         super().__init__(store, recency, min_match)
         self.head, self.version, self.aux_layers = head, head.version, head.aux_layers
         self._num_steps = 0
-        self._device: Any = None  # its part on the device
-        self._factor = 1.0  # of the history's probabilities there
+        self._factor = 1.0  # of the history's probabilities
+        self._factor_on_device: Tensor | None = None
 
     @property
     def graph_key(self) -> Hashable:
@@ -157,18 +159,18 @@ class DeviceHybridDrafter(DeviceHistoryDrafter):
     def add(self, drafter: Any, slots: Sequence[int], requests: Sequence[Request]) -> None:
         super().add(drafter.history, slots, requests)
         self.head.add(drafter.head, slots, requests)
-        self._device = drafter
+        self._factor_on_device = drafter.history_factor
         drafter.history_factor.fill_(self._factor)
 
     def set_draft_length(self, rows: Rows, caps: np.ndarray) -> None:
         super().set_draft_length(rows, caps)
         self._num_steps += 1
-        if self._num_steps % FACTOR_EVERY == 0 and self._device is not None:
+        if self._num_steps % FACTOR_EVERY == 0 and self._factor_on_device is not None:
             self.head.calibrate(rows.acceptance)
             factor = min(1.0, rows.acceptance.trust("suffix"))  # the head's probabilities are calibrated
             if abs(factor - self._factor) > MIN_CHANGE:
                 self._factor = factor
-                self._device.history_factor.fill_(factor)
+                self._factor_on_device.fill_(factor)
 
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Receipt:
         receipt = self.head.update(weights, version)

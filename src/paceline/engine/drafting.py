@@ -136,6 +136,15 @@ class Drafting:
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
+    def update_pause(self) -> None:
+        """Before a step is scheduled. After a pause no cached prompt is used: the drafter has not read those that were
+        computed meanwhile."""
+        drafter = self._device_drafter
+        if drafter is not None:
+            if drafter.is_paused and not self.policy.pauses_drafter:
+                self.paged.pool.reset_prefix_cache()
+            drafter.is_paused = self.policy.pauses_drafter
+
     def propose(self, batch: ScheduledBatch, version: int) -> StepDrafts:
         """Give the emitting rows drafts.
 
@@ -143,14 +152,13 @@ class Drafting:
         the end of this one. So the policy's caps are used twice: they limit how many of the existing draft tokens are
         verified now, and the longest is how many this step drafts."""
         slots = batch.slots if batch.all_emit else batch.slots[batch.emits]
-        if self._device_drafter is not None:
-            self._device_drafter.is_paused = self.policy.pauses_drafter
         if self.drafter is None or not len(slots):
             return StepDrafts()
         rows = self._rows(batch, slots, version)
         self.acceptance.set_version(version)
         caps = self.policy.plan(rows)
         if self._device_drafter is not None:
+            assert not (self._device_drafter.is_paused and caps.any())
             self._device_drafter.set_draft_length(rows, caps)
             self.scheduler.lookahead = self._device_drafter.kv_lookahead
         caps = rows.limited(caps)

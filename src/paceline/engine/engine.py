@@ -188,6 +188,7 @@ class LocalEngine:
         if self.paged.kv is None:
             raise ValueError("the engine sleeps: call wake() before it generates")
         started = time.perf_counter()
+        self.drafting.update_pause()
         batch = self.scheduler.schedule()
         scheduled = time.perf_counter()
         drafts = self.drafting.propose(batch, self.version)
@@ -263,6 +264,7 @@ class LocalEngine:
             "num_free_blocks": self.paged.pool.num_free,
             "num_captured": step.num_captured,
             "num_drafted_on_device": output.num_drafted_on_device,
+            "num_outside_graph": output.num_outside_graph,
         })  # fmt: skip
         for sequence in finished:
             self._remove(sequence)

@@ -49,8 +49,8 @@ class _HostBuffers:
         self.outputs = outputs = OutputBuffers(len(graphs.outputs.tokens), pin_memory=True)
         self.tokens, self.logprobs = outputs.tokens.numpy(), outputs.logprobs.numpy()
         self.scores, self.sources = outputs.scores.numpy(), outputs.sources.numpy()
-        # `launched`: before prompts; `started`: before the graph.
-        self.launched, self.started, self.done = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        # `prefill_started`: before prompts; `started`: before the graph.
+        self.prefill_started, self.started, self.done = (torch.cuda.Event(enable_timing=True) for _ in range(3))
 
 
 @dataclass(slots=True)
@@ -74,7 +74,8 @@ class _PendingGraphStep:
         buffers, num = self.buffers, len(self.graph_rows)
         buffers.done.synchronize()
         if self.size is None:
-            return self.eager_step.output if self.eager_step is not None else StepOutput(VerificationResult.empty(0, 1))
+            result = VerificationResult.empty(0, 1) if self.eager_step is None else self.eager_step.output.result
+            return StepOutput(result, num_outside_graph=len(self.eager_rows))
         if self.on_drafted is not None:
             self.on_drafted(buffers)
         draft_length = self.size.draft_length
@@ -94,14 +95,14 @@ class _PendingGraphStep:
         merged.dead_ends = {int(self.eager_rows[i]): end for i, end in others.dead_ends.items()}
         num_verified = np.full(len(merged.tokens), ALL)
         num_verified[self.graph_rows] = tokens[:, 1]
-        return StepOutput(merged, num_verified, draft_length)
+        return StepOutput(merged, num_verified, draft_length, len(self.eager_rows))
 
     def times(self) -> tuple[float, float]:
         buffers, device_s = self.buffers, 0.0
         if self.size is not None:
             device_s = self.seconds[self.size] = buffers.started.elapsed_time(buffers.done) / 1e3
         if self.has_prefill:
-            device_s = buffers.launched.elapsed_time(buffers.done) / 1e3
+            device_s = buffers.prefill_started.elapsed_time(buffers.done) / 1e3
         forward_s, sample_s = self.eager_step.times() if self.eager_step is not None else (0.0, 0.0)
         return device_s + forward_s, sample_s
 
@@ -153,7 +154,7 @@ class GraphRunner(Runner):
             self.device_drafter.draft_length = num
 
     def launch(self, batch: ScheduledBatch, q: dict[int, Tensor], draft_budget: int | None = None) -> _PendingGraphStep:
-        graphs, drafter = self._current_graphs(), self._running_drafter
+        graphs = self._current_graphs()
         in_graph = batch.emits & (batch.num_draft < MAX_QUERIES) & ~batch.seq_table.needs_logits[batch.slots]
         if self.paged.aux_layers and self.device_drafter is None:
             in_graph[:] = False  # a drafter on the host reads hidden states
@@ -164,12 +165,12 @@ class GraphRunner(Runner):
         prefills = (batch.num_prefill > 0) & (in_graph | ~batch.emits)
         if prefills.any():
             step.has_prefill = True
-            buffers.launched.record(stream)
+            buffers.prefill_started.record(stream)
             self._prefill(graphs, batch.pick(prefills))
         if in_graph.any():
             graph_batch = batch if in_graph.all() else batch.pick(in_graph)
             step.size, step.seconds = self._run(graphs, graph_batch, draft_budget, buffers, stream), graphs.seconds
-            if drafter is not None:
+            if (drafter := self.device_drafter) is not None:  # a paused one drafts 0 tokens
                 ids, k = graph_batch.seq_table.request_ids(graph_batch.slots), drafter.draft_length
                 drafter.launched(ids, k)
                 step.on_drafted = partial(self._on_drafted, drafter, ids, k)

@@ -29,6 +29,7 @@ class StepOutput:
     result: VerificationResult  # of the emitting rows, in their order
     num_verified: np.ndarray | None = None  # int [B], draft tokens; None: all that were scheduled
     num_drafted_on_device: int = 0  # draft tokens that the device proposed for each row of the next step
+    num_outside_graph: int = 0  # rows that the step's CUDA graph could not compute
 
 
 class PendingStep(Protocol):

@@ -12,8 +12,7 @@ Invariants: a choice must be faster than plain decoding by a margin, by estimate
 time that was saved, is spent on probes: draft tokens that are verified only to measure how a drafter does. Now and then
 a step runs without drafts though they would pay, so that the time of such steps is observed and not only estimated.
 
-A head on the device takes time even if it drafts nothing, because it reads every token. If its drafts would not even
-pay for a single row, it is paused for some hundred steps, the next time for twice as many.
+A head on the device that would not pay even for a single row is paused; see `Pauses`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ from paceline.speculation.acceptance import MIN_OUTCOMES, AcceptanceModel
 from paceline.speculation.batch import HEAD_WINDOW, Commits, Load, Rows
 from paceline.speculation.cost import CostTable, is_representative, row_bucket
 from paceline.speculation.draft_batch import DraftBatch
-from paceline.speculation.draft_curves import MAX_AGE, DraftCurves
+from paceline.speculation.draft_curves import DraftCurves
+from paceline.speculation.pauses import Pauses
 from paceline.speculation.policy import Decision, SpeculationPolicy
 from paceline.types import Request, StepTrace
 
@@ -40,12 +40,7 @@ REINVESTED = 0.02  # … and of the time that was saved
 NEGLIGIBLE = 0.002  # of a step: a drafter that takes less may always draft
 NUM_KEPT = MIN_OUTCOMES / 4  # outcomes of a history that still count when it has new entries
 PROBE_LENGTH = 2  # draft tokens of a model's probe
-# Gain below which a head is paused. A head that drafts nothing takes 4 to 6% of a step (1.5B model, H200).
-PAUSE_GAIN, PAUSE_OUTCOMES = 1.05, 8  # and with how many outcomes at least
-MIN_AWAKE = 64  # steps before a head is paused (again), so that it is probed
-# Steps of the first and of the longest pause. A pause ends when a new round of requests begins: the head has not read
-# what ran meanwhile. If none begins, it lasts PAUSE_FACTOR times as long.
-FIRST_PAUSE, MAX_PAUSE, PAUSE_FACTOR = 256, 8192, 4
+PAUSE_OUTCOMES = 8  # of a head, before it is paused
 
 
 def margin(num_rows: int) -> float:
@@ -70,6 +65,7 @@ class _Step:
     probe_left: int
     num_drafting: int  # steps with drafts of about so many rows, since one without
     is_plain: bool = False  # without drafts though they would pay
+    is_paused: bool = False  # without the head
     num_selected: int = -1  # draft tokens to verify, if there are any to select from
     num_read: dict[int, int] = field(default_factory=dict)  # positions that the model has computed, by request
     draft_length: int = 0
@@ -111,20 +107,20 @@ class AutoPolicy(SpeculationPolicy):
         self._num_drafting: dict[int, int] = {}  # steps with drafts since one without, by `row_bucket`
         self._num_read: dict[int, int] = {}  # positions that the model has computed, by request
         self._num_live, self._is_new_round = 0, False  # requests; whether there was none before them
-        # Of a head on the device: whether it is paused, for how many steps it should be, how often it was paused
-        # without paying in between, for how many steps it has been paused or not, and the probes before these.
-        self.pauses_drafter = False
-        self._pause_steps, self._num_pauses, self._num_steps, self._probes_before = 0, 0, 0, 0
+        self._pauses = Pauses()
+
+    @property
+    def pauses_drafter(self) -> bool:
+        return self._pauses.is_paused
 
     def begin(self, request: Request) -> None:
         if not self._num_live:
             self._is_new_round = True
-            if self.pauses_drafter and self._num_steps >= self._pause_steps:
-                self._set_paused(False)
+            self._pauses.begin_round()
         self._num_live += 1
 
     def drafter_updated(self) -> None:
-        self._pause_steps = self._num_pauses = 0
+        self._pauses.drafter_updated()
 
     def end(self, request_id: int) -> None:
         self._num_read.pop(request_id, None)
@@ -155,6 +151,7 @@ class AutoPolicy(SpeculationPolicy):
             )
             return np.zeros(num_rows, np.int32)
         if self.pauses_drafter:
+            step.is_paused = True
             self.decision = Decision(f"{self.cost_name} is paused: it would not pay", 0.0, plain_s, plain_s, about=step)
             return np.zeros(num_rows, np.int32)
         caps = self._draft_lengths(rows)
@@ -171,8 +168,9 @@ class AutoPolicy(SpeculationPolicy):
     def launched(self, decision: Decision) -> None:
         step: _Step = decision.about
         self._credit_s += step.credit_s
-        self._update_pause(step)
-        if self.pauses_drafter:
+        if step.on_device and self.model == self.method:
+            self._pauses.step(step.draft_length > 0, lambda: self._best_gain(step))
+        if step.is_paused:
             return
         self._num_probes, self._probe_left = step.num_probes, step.probe_left
         self._num_read.update(step.num_read)
@@ -182,27 +180,6 @@ class AutoPolicy(SpeculationPolicy):
         elif step.draft_length:
             self._num_drafting[row_bucket(step.load.num_rows)] = step.num_drafting + 1
         self._curves[step.on_device].step_launched()
-
-    def _update_pause(self, step: _Step) -> None:
-        """Pause a head on the device that would not pay even for a single row, the load at which drafts pay most."""
-        if not step.on_device or self.model != self.method:
-            return
-        self._num_steps += 1
-        if self.pauses_drafter:
-            if self._num_steps >= PAUSE_FACTOR * self._pause_steps:
-                self._set_paused(False)
-            return
-        if step.draft_length and not step.is_probe:
-            self._num_pauses = 0
-        was_probed = not self._num_pauses or self._num_probes > self._probes_before
-        is_due = self._num_steps >= MIN_AWAKE and not self._num_steps % MAX_AGE
-        if is_due and was_probed and not step.draft_length and self._best_gain(step) < PAUSE_GAIN:
-            self._pause_steps = min(FIRST_PAUSE * 2**self._num_pauses, MAX_PAUSE)
-            self._num_pauses += 1
-            self._set_paused(True)
-
-    def _set_paused(self, is_paused: bool) -> None:
-        self.pauses_drafter, self._num_steps, self._probes_before = is_paused, 0, self._num_probes
 
     def _best_gain(self, step: _Step) -> float:
         """Of drafting for a single row; infinite if the head's acceptance is not known yet."""
@@ -413,7 +390,7 @@ class AutoPolicy(SpeculationPolicy):
         if commits.num_drafted.any() or step.draft_length:
             emitted = 1 + int(commits.num_accepted.sum()) / len(commits.num)
             self._credit_s += max(0.0, REINVESTED * (step.plain_s * emitted - decision.expected_s))
-        if not is_representative(trace) or self.pauses_drafter:
+        if not is_representative(trace) or step.is_paused:
             return
         if step.on_device:
             self._observe_on_device(step, trace)

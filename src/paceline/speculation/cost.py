@@ -192,9 +192,9 @@ class CostTable:
 
 
 def is_representative(trace: StepTrace) -> bool:
-    """Not a step that computed prompts or captured CUDA graphs."""
+    """Not a step that computed prompts, captured CUDA graphs or had rows outside of them."""
     is_decode = trace.num_query_tokens - trace.num_rows == trace.num_draft_tokens
-    return trace.num_rows > 0 and is_decode and not trace.num_captured
+    return trace.num_rows > 0 and is_decode and not trace.num_captured and not trace.num_outside_graph
 
 
 class _Surface:

@@ -42,12 +42,15 @@ class SpeculationPolicy(ABC):
     reads_acceptance = False  # needs `Rows.acceptance` or `DraftBatch.probabilities`
     has_probes = False  # tries a drafter again after most of its draft tokens were rejected
     takes_best = False  # selects the most probable tokens: a device that knows them better may select as many others
-    # Read before each step: whether a drafter on the device may skip it, and so save the time that it takes even if it
-    # drafts nothing. It can't draft for requests that run meanwhile.
-    pauses_drafter = False
 
     def __init__(self) -> None:
         self.decision = Decision()  # of the step that was planned last
+
+    @property
+    def pauses_drafter(self) -> bool:
+        """Read before each step: whether a drafter on the device may skip it, and so save the time that it takes even
+        if it drafts nothing. `plan` then returns zeros. It can't draft well for requests that run meanwhile."""
+        return False
 
     def begin(self, request: Request) -> None:
         pass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections import Counter, OrderedDict
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,10 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import reference_engine
+import simulated_device
 import torch
 from simulated_device import (
     EOS,
     TABLE,
+    VOCAB,
     Fails,
     K,
     SimulatedEagle3,
@@ -221,6 +225,8 @@ def test_a_smaller_graph_is_used_if_it_suits_a_step_better(graphs: Any, cuda: Si
     graphs.prepare(unselected)
     graphs._captured.pop(small)
     assert graphs.fit(size(256, 1024, 8, 7), 7) == large, "a graph that verifies all draft tokens has room for them"
+    deep, shallow = size(32, 64, 8, 7, selects_drafts=True), size(32, 128, 2, 1, selects_drafts=True)
+    assert deep.lost_share(size(32, 96, 2, 1)) > shallow.lost_share(size(32, 96, 2, 1)), "drafts too much"
     # A third of the work of a graph of 2048 tokens would be padding, so in the end another one is captured.
     wanted = size(256, 1152, 8, 7, selects_drafts=True)
     assert graphs.fit(wanted, 7) == large
@@ -271,11 +277,86 @@ class RandomPolicy(StaticPolicy):
 class PausingPolicy(RandomPolicy):
     """Pauses the drafter for some steps, at any time."""
 
+    is_paused = False
+
+    @property
+    def pauses_drafter(self) -> bool:
+        return self.is_paused
+
     def plan(self, rows: Any) -> np.ndarray:
-        was_paused = self.pauses_drafter
-        self.pauses_drafter = (self.num_steps // 5) % 2 == 1
+        was_paused, self.is_paused = self.is_paused, (self.num_steps // 5) % 2 == 1
         caps = super().plan(rows)
         return np.zeros_like(caps) if was_paused else caps
+
+
+class ScriptedPolicy(StaticPolicy):
+    """Drafts `k` tokens, unless a test pauses the drafter."""
+
+    takes_best = True
+    is_paused = False
+
+    def __init__(self, k: int) -> None:
+        super().__init__(k)
+        self.reads_drafts = self.reads_acceptance = True
+        self.k = k
+
+    @property
+    def pauses_drafter(self) -> bool:
+        return self.is_paused
+
+    def plan(self, rows: Any) -> np.ndarray:
+        super().plan(rows)
+        return np.full(len(rows), 0 if self.is_paused else self.k, np.int32)
+
+    def select(self, drafts: DraftBatch) -> np.ndarray:
+        return drafts.num
+
+
+def test_a_prompt_that_was_computed_in_a_pause_is_computed_again(
+    cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the head would not have its tokens."""
+    head, policy = simulated_device.SimulatedHead(), ScriptedPolicy(3)
+    read, prefill = list[int](), head.prefill
+
+    def recorded(spans: Any, paged: Any) -> None:
+        prefill(spans, paged)
+        read.extend(position for span in spans for position in range(span.start, span.start + len(span.tokens)))
+
+    head.prefill = recorded  # type: ignore[method-assign]
+    monkeypatch.setattr(simulated_device.SimulatedEagle3, "build", lambda self, context: head)
+    engine, sampling = make(cuda, "eagle3", policy=policy), SamplingParams(max_tokens=4, ignore_eos=True)
+    prompt = tuple(np.random.default_rng(0).integers(0, VOCAB, 49).tolist())
+    policy.is_paused = True
+    engine.generate([Request(0, prompt, sampling, 1)])
+    assert not read
+    policy.is_paused = False
+    engine.generate([Request(1, prompt, sampling, 2)])
+    assert sorted(read) == list(range(48))
+
+
+def test_a_pause_adds_nothing_to_the_latest_drafts(cuda: SimpleNamespace) -> None:
+    policy = ScriptedPolicy(3)
+    engine, request = make(cuda, "eagle3", policy=policy), Request(0, (1, 2), SamplingParams(max_tokens=100), 1)
+    engine.submit(replace(request, sampling=SamplingParams(max_tokens=100, ignore_eos=True)))
+    for _ in range(6):
+        engine.step()
+    policy.k, policy.is_paused = 0, True
+    before, num_steps = engine.drafting.acceptance.num_drafts("eagle3"), 0
+    while engine.has_work:
+        engine.step()
+        num_steps += 1
+    assert num_steps > 10 and engine.drafting.acceptance.num_drafts("eagle3") - before <= 4, "of the steps in flight"
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "hybrid"])
+def test_a_heads_memory_is_freed_while_the_engine_sleeps(cuda: SimpleNamespace, kind: str) -> None:
+    engine = make(cuda, kind)
+    run(engine)
+    parts = [weakref.ref(graphs.drafter) for graphs in engine.runner._graphs.values()]
+    engine.runner.release_memory()
+    gc.collect()
+    assert parts and [part() for part in parts] == [None]
 
 
 @pytest.mark.parametrize("num_blocks", [64, 12])

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from paceline.drafters.device import DeviceHistoryDrafter
 from paceline.speculation.acceptance import MIN_OUTCOMES, AcceptanceModel
-from paceline.speculation.auto import FIRST_PAUSE, MIN_AWAKE, PAUSE_FACTOR, PROBE_LENGTH, PROBES, AutoPolicy, margin
+from paceline.speculation.auto import PROBE_LENGTH, PROBES, AutoPolicy, margin
 from paceline.speculation.batch import Commits, Load, Rows
 from paceline.speculation.cost import CostTable, Point
 from paceline.speculation.draft_batch import DraftBatch
 from paceline.speculation.draft_curves import MAX_AGE
 from paceline.speculation.history_store import HistoryStore
+from paceline.speculation.pauses import FIRST_PAUSE, MIN_AWAKE, PAUSE_FACTOR
 from paceline.types import Request, SamplingParams
 
 K = 4
@@ -60,8 +61,8 @@ def trace_of(
 ) -> Any:
     return SimpleNamespace(
         num_rows=num_rows, num_query_tokens=num_rows + num_draft_tokens, num_draft_tokens=num_draft_tokens,
-        num_context_tokens=64 * num_rows + num_draft_tokens, num_captured=0, total_s=total_s, draft_s=draft_s,
-        num_drafted_on_device=num_drafted_on_device,
+        num_context_tokens=64 * num_rows + num_draft_tokens, num_captured=0, num_outside_graph=0,
+        total_s=total_s, draft_s=draft_s, num_drafted_on_device=num_drafted_on_device,
     )  # fmt: skip
 
 

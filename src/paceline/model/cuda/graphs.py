@@ -68,7 +68,7 @@ class GraphSize:
             self.draft_length, self.truncates, self.selects_drafts,
         )  # fmt: skip
 
-    def covers(self, other: GraphSize) -> bool:
+    def can_run(self, other: GraphSize) -> bool:
         """Whether a step of the other size can use this size's graph, with not much padding, or with not many draft
         tokens left out. If the other size drafts nothing, this one must not draft either: there may be no KV blocks
         for it."""
@@ -89,9 +89,11 @@ class GraphSize:
 
     def lost_share(self, other: GraphSize) -> float:
         """Share of this graph's time that a step of the other size loses with it, about."""
-        if self.num_tokens >= other.num_tokens:
-            return 1 - other.work / self.work
-        return LOSS * ((other.num_tokens - self.num_tokens) / (other.num_tokens - other.num_rows)) ** 2
+        padding = 1 - replace(other, num_tokens=min(self.num_tokens, other.num_tokens)).work / self.work
+        num_left_out = max(0, other.num_tokens - self.num_tokens)
+        if not num_left_out:
+            return padding
+        return padding + LOSS * (num_left_out / (other.num_tokens - other.num_rows)) ** 2
 
     def widened(self, max_draft_length: int) -> GraphSize:
         """A size for all steps with about as many rows and tokens, if drafts have at most max_draft_length tokens."""
@@ -189,7 +191,7 @@ class Graphs:
         `max_draft_length`: the longest draft there are KV blocks for."""
         if size in self._captured or self.enforce_eager:
             return size
-        others = [known for known in self._captured if known.covers(size) and known.draft_length <= max_draft_length]
+        others = [known for known in self._captured if known.can_run(size) and known.draft_length <= max_draft_length]
         if not others:
             return self._captured_wide(size, max_draft_length)
         best = min(others, key=lambda known: known.lost_share(size))
