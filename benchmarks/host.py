@@ -45,9 +45,10 @@ from paceline.model.cuda.device_state import MAX_DRAFT, ROW_WORDS
 from paceline.model.cuda.graphs import GraphSize, OutputBuffers
 from paceline.model.eagle3 import head_config, init_head
 from paceline.model.kv import BLOCK
-from paceline.model.paged import PagedDecoder
+from paceline.model.paged import PagedDecoder, Span
 from paceline.model.sample import Sampler
 from paceline.model.weights import init
+from paceline.speculation.acceptance import NUM_SCORES
 from paceline.speculation.auto import AutoPolicy
 from paceline.speculation.cost import CostTable, Point
 from paceline.speculation.policy import StaticPolicy
@@ -93,12 +94,25 @@ class Event:
         return 1.0
 
 
+class SimulatedHead:
+    """In place of `GraphHead`."""
+
+    may_draft_less = False
+
+    def __init__(self) -> None:
+        self.calibration = torch.ones(MAX_DRAFT, NUM_SCORES)
+
+    def prefill(self, spans: list[Span], paged: PagedDecoder) -> None:
+        pass
+
+
 class SimulatedGraphs:
     """In place of `Graphs`. Its random outputs are drawn in advance."""
 
-    drafter = stream = None
+    stream = None
 
     def __init__(self, num_rows: int, rng: np.random.Generator) -> None:
+        self.drafter: SimulatedHead | None = None
         most = GraphSize(num_rows, num_rows, 1).rounded_up().num_rows
         self.input_words = torch.empty(GraphSize(most, most, 1).num_words, dtype=torch.int32)
         self.outputs, self.seconds = OutputBuffers(most), dict[GraphSize, float]()
@@ -136,18 +150,18 @@ class HostBuffers:
         self.outputs = outputs = OutputBuffers(len(graphs.outputs.tokens))
         self.tokens, self.logprobs = outputs.tokens.numpy(), outputs.logprobs.numpy()
         self.scores, self.sources = outputs.scores.numpy(), outputs.sources.numpy()
-        self.launched, self.started, self.done = Event(), Event(), Event()
+        self.prefill_started, self.started, self.done = Event(), Event(), Event()
 
 
 class SimulatedRunner(GraphRunner):
     def __init__(self, paged: PagedDecoder, num_rows: int, clock: Clock) -> None:
         super().__init__(paged, PromptRunner(paged, Sampler(), RULES["coupled"]), num_rows)
-        self._simulated = SimulatedGraphs(num_rows, np.random.default_rng(0))
-        clock.time("device", self._simulated, "run")
-        self._buffers = [HostBuffers(self._simulated) for _ in range(NUM_BUFFERS)]  # type: ignore[misc]
+        self.simulated = SimulatedGraphs(num_rows, np.random.default_rng(0))
+        clock.time("device", self.simulated, "run")
+        self._buffers = [HostBuffers(self.simulated) for _ in range(NUM_BUFFERS)]  # type: ignore[misc]
 
     def _current_graphs(self) -> Any:
-        return self._simulated
+        return self.simulated
 
 
 class PromptRunner(EagerRunner):
@@ -165,8 +179,10 @@ def engine_of(kind: str, num_rows: int, length: int, clock: Clock) -> LocalEngin
         head = head_config(CONFIG, 97, (0, 1, 2))
         drafter = DeviceEagle3Drafter(init_head(head, torch.arange(97), seed=0, dtype=torch.float32, device="cpu"))
         policy = StaticPolicy(K) if kind == "static" else AutoPolicy(_costs(), K, "eagle3")
+    runner = SimulatedRunner(paged, num_rows, clock)
+    runner.simulated.drafter = None if drafter is None else SimulatedHead()
     engine = LocalEngine(
-        paged, runner=SimulatedRunner(paged, num_rows, clock), drafter=drafter, policy=policy, max_num_seqs=num_rows,
+        paged, runner=runner, drafter=drafter, policy=policy, max_num_seqs=num_rows,
         max_num_batched_tokens=16384,
     )  # fmt: skip
     clock.time("schedule", engine.scheduler, "schedule")
