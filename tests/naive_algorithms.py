@@ -166,6 +166,8 @@ def _correction(section: AlgorithmSection, batch: TokenBatch, indices: list[int]
         return min(ratios[k], section.correction_cap)
     if section.correction == "sequence_tis":
         return min(math.prod(ratios), section.correction_cap)
+    if section.correction == "decoupled_ppo":
+        return ratios[k]
     return ratios[k] if section.correction_floor <= ratios[k] <= section.correction_cap else 0.0
 
 

@@ -262,9 +262,11 @@ class AlgorithmSection(Section):
     # Soft overlong penalty: it grows over the last n tokens before sampling.max_tokens. 0: none.
     overlong_buffer: Count = 0
     overlong_penalty: Annotated[float, Field(ge=0)] = 1.0  # maximum of the soft overlong penalty
-    # Importance weights that correct the difference between engine and learner logprobs.
-    correction: Literal["none", "token_tis", "sequence_tis", "icepop"] = "none"
-    correction_cap: Annotated[float, Field(gt=0)] = 2.0  # maximum weight; `icepop` masks tokens above it
+    # Importance weights that correct the difference between the logprobs of the engine, which sampled the tokens, and
+    # those of the learner before the update. With train.max_staleness > 0 the default is "token_tis".
+    correction: Literal["none", "token_tis", "sequence_tis", "icepop", "decoupled_ppo"] = "none"
+    # Maximum weight; `icepop` masks tokens above it, `decoupled_ppo` has no maximum.
+    correction_cap: Annotated[float, Field(gt=0)] = 2.0
     correction_floor: Annotated[float, Field(ge=0)] = 0.5  # `icepop`: mask tokens with a lower weight
 
     def check(self) -> None:

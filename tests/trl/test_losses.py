@@ -56,6 +56,7 @@ def make_batch(seed: int, off_policy: bool, spread: float) -> tuple[TokenBatch, 
         length_S=torch.bincount(sequence_T[mask_T], minlength=8),
         truncated_S=torch.rand(8, generator=g) < 0.3,
         engine_logprobs_T=near(base_T),
+        version_T=torch.zeros(len(sequence_T), dtype=torch.long),
         old_logprobs_T=near(base_T) if off_policy else None,
         ref_logprobs_T=near(base_T),
     )

@@ -50,6 +50,7 @@ def make_batch(
         length_S=torch.bincount(sequence_T[mask_T], minlength=num_sequences),
         truncated_S=torch.rand(num_sequences, generator=g) < 0.3,
         engine_logprobs_T=near(base_T),
+        version_T=torch.zeros(num_tokens, dtype=torch.long),
         old_logprobs_T=near(base_T) if off_policy else None,
         ref_logprobs_T=near(base_T),
     )
@@ -76,7 +77,7 @@ SETTINGS = st.fixed_dictionaries(
         "mask_truncated_completions": st.booleans(),
         "overlong_buffer": st.integers(1, MAX_TOKENS),
         "overlong_penalty": st.just(0.7),
-        "correction": st.sampled_from(["none", "token_tis", "sequence_tis", "icepop"]),
+        "correction": st.sampled_from(["none", "token_tis", "sequence_tis", "icepop", "decoupled_ppo"]),
         "correction_cap": st.sampled_from([1.1, 2.0]),
     },
 )
@@ -204,7 +205,7 @@ def test_masked_tokens_contribute_nothing(name: str, case: tuple[TokenBatch, Ten
 def test_engine_logprobs_matter_only_with_a_correction(name: str) -> None:
     batch, logprobs_T = make_batch([4, 4], seed=1, off_policy=False)
     other = replace(batch, engine_logprobs_T=batch.engine_logprobs_T - 1)
-    for correction in ("none", "token_tis", "sequence_tis", "icepop"):
+    for correction in ("none", "token_tis", "sequence_tis", "icepop", "decoupled_ppo"):
         algorithm = make_algorithm(AlgorithmSection(name=name, correction=correction), MAX_TOKENS)
         same = torch.equal(run(algorithm, batch, logprobs_T)[1], run(algorithm, other, logprobs_T)[1])
         assert same == (correction == "none"), correction
@@ -288,6 +289,7 @@ def flat_batch(rewards: list[float], lengths: list[int]) -> TokenBatch:
         length_S=torch.tensor(lengths),
         truncated_S=torch.zeros(len(lengths), dtype=torch.bool),
         engine_logprobs_T=torch.zeros(num_tokens, dtype=torch.float64),
+        version_T=torch.zeros(num_tokens, dtype=torch.long),
     )
 
 

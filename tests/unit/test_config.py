@@ -233,12 +233,20 @@ def test_all_keys_are_settable():
         (["speculation.policy=auto", "speculation.rule=rejection"], "speculation.policy"),
         (["speculation.policy=auto", "speculation.rule=block"], "speculation.policy"),
         (["algorithm.correction=icepop", "sampling.top_k=5"], "algorithm.correction"),
+        (["train.max_staleness=1", "sampling.top_k=5"], "algorithm.correction"),
         (["train.seed=-1"], "train.seed"),
     ],
 )
 def test_incompatible_settings(overrides, key):
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         load_config(None, overrides)
+
+
+def test_stale_rollouts_are_corrected_unless_the_user_says_no():
+    assert load_config(None, []).algorithm.correction == "none"
+    assert load_config(None, ["train.max_staleness=1"]).algorithm.correction == "token_tis"
+    uncorrected = load_config(None, ["train.max_staleness=1", "algorithm.correction=none", "sampling.top_k=5"])
+    assert uncorrected.algorithm.correction == "none"
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

@@ -1,5 +1,5 @@
 """Defaults that depend on other settings: those of a GPU on model.device, those of speculation on engine, acceptance
-rule and draft length. docs/how-to/speculation.md has the table."""
+rule and draft length (docs/how-to/speculation.md has the table), that of the correction on staleness."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POLICIES = {
 def with_defaults(settings: Settings) -> Settings:
     """The settings, with each default that differs from the one in `config`."""
     check_method(settings)
-    return _with_speculation_defaults(_with_device_defaults(settings))
+    return _with_speculation_defaults(_with_device_defaults(_with_correction_default(settings)))
 
 
 def check_method(settings: Settings) -> None:
@@ -74,6 +74,13 @@ def _with_device_defaults(settings: Settings) -> Settings:
     for section, defaults in GPU_DEFAULTS.items():
         settings = fill(settings, section, defaults)
     return settings
+
+
+def _with_correction_default(settings: Settings) -> Settings:
+    """Stale rollouts are not from the policy that is trained."""
+    max_staleness = _section(settings, "train").get("max_staleness", 0)
+    is_stale = isinstance(max_staleness, int) and max_staleness > 0
+    return fill(settings, "algorithm", {"correction": "token_tis"}) if is_stale else settings
 
 
 def _with_speculation_defaults(settings: Settings) -> Settings:

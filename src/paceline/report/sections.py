@@ -258,6 +258,8 @@ def staleness(run: Run) -> str:
         charts(
             curve(run, "staleness_mean", more={"largest": "staleness_max"}, reference=limit),
             metric_lines(run, "Groups", "per step", groups, from_zero=True),
+            metric_lines(run, "Effective sample size", "of the importance ratios of learner to engine; 1: on-policy",
+                         {"share": "effective_sample_size"}, from_zero=True, limits=(0.0, 1.0)),
         ),
     )  # fmt: skip
 

@@ -24,7 +24,8 @@ class TokenBatch:
     reward_S: Tensor  # float64
     length_S: Tensor  # int64, number of tokens that the policy sampled, trained on or not
     truncated_S: Tensor  # bool, stopped by the length limit
-    engine_logprobs_T: Tensor  # float64, by the engine at sampling time
+    engine_logprobs_T: Tensor  # float64, by the engine at sampling time: of the behaviour policy
+    version_T: Tensor  # int64, the policy version that the engine sampled the token with
     old_logprobs_T: Tensor | None = None  # by the learner before the first update on this batch; None: on-policy
     ref_logprobs_T: Tensor | None = None  # by the reference policy
     advantages_T: Tensor | None = None  # float64
@@ -48,6 +49,7 @@ class TokenBatch:
             length_S=torch.tensor([int(r.mask.sum()) for r in rollouts]),
             truncated_S=torch.tensor([r.is_truncated for r in rollouts]),
             engine_logprobs_T=torch.from_numpy(np.concatenate([r.logprobs for r in rollouts]).astype(np.float64)),
+            version_T=torch.from_numpy(np.concatenate([r.versions for r in rollouts]).astype(np.int64)),
         )
 
     def sequences(self, start: int, end: int) -> TokenBatch:

@@ -3,6 +3,8 @@ that correct for the engine's logprobs. Pure functions of per-token tensors (_T)
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 
@@ -26,11 +28,13 @@ def engine_weight(
     kind: str, log_ratio_T: Tensor, sequence_T: Tensor, num_sequences: int, floor: float, cap: float
 ) -> tuple[Tensor, Tensor]:
     """Importance weights of the token losses, and which of them were clipped. They correct for the difference between
-    the engine's probabilities and the learner's. log_ratio = log(learner / engine), 0 for untrained tokens.
+    the behaviour policy, which is the engine's, and the learner's before the update, in which PPO's clipping is centred.
+    log_ratio = log(learner / engine), 0 for untrained tokens.
 
     token_tis     min(ratio, cap)                                          truncated importance sampling
     sequence_tis  min(product of the sequence's ratios, cap)
     icepop        ratio where floor <= ratio <= cap, else 0                M(k; α, β) of IcePop
+    decoupled_ppo ratio                                                    arXiv 2110.00641
     """
     if kind == "sequence_tis":
         log_ratio_T = sum_by(log_ratio_T, sequence_T, num_sequences)[sequence_T]
@@ -38,5 +42,7 @@ def engine_weight(
     if kind == "icepop":
         outside_T = (ratio_T < floor) | (ratio_T > cap)
         return ratio_T.masked_fill(outside_T, 0), outside_T
+    if kind == "decoupled_ppo":
+        return ratio_T, ratio_T > math.inf
     assert kind in ("token_tis", "sequence_tis"), kind
     return ratio_T.clamp(max=cap), ratio_T > cap

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from paceline.rl.alarms import MIN_DRAFTS
 from paceline.rl.batch import TokenBatch
@@ -23,21 +24,46 @@ ROLLOUT_STAGES = ("data", "sync", "generation", "reward")  # hidden behind train
 LEARNER_STAGES = ("logprob", "training", "head_training")
 
 
-def update_metrics(tokens: TokenBatch, report: UpdateReport) -> dict[str, Any]:
+def update_metrics(tokens: TokenBatch, report: UpdateReport, version: int, keeps_kv: bool = False) -> dict[str, Any]:
+    """`version`: the learner's before the update. `keeps_kv`: tokens may follow KV that older weights computed."""
     learner_logprobs_T = tokens.old_logprobs_T if tokens.old_logprobs_T is not None else report.logprobs_T
-    gap = (tokens.engine_logprobs_T - learner_logprobs_T)[tokens.mask_T]
-    mismatch = float(gap.abs().mean()) if len(gap) else 0.0
+    lag_T = version - tokens.version_T
+    lag_N, log_ratio_N = lag_T[tokens.mask_T], (learner_logprobs_T - tokens.engine_logprobs_T)[tokens.mask_T]
+    is_current_T = lag_T == 0
+    if keeps_kv:
+        num_older_S = sum_by((~is_current_T).long(), tokens.sequence_T, tokens.num_sequences)
+        is_current_T &= (num_older_S == 0)[tokens.sequence_T]
     return {
         "loss": report.loss,
         "grad_norm": report.grad_norm,
         "learning_rate": report.learning_rate,
         "entropy": report.entropy,
         **report.stats,
-        "mismatch_mean": mismatch,
-        # k3 of KL(engine || learner): mean of r - 1 - log r with r = learner / engine
-        "mismatch_k3": float((torch.expm1(-gap) + gap).mean()) if len(gap) else 0.0,
-        "mismatch_max": float(gap.abs().max()) if len(gap) else 0.0,
+        **mismatch_metrics(log_ratio_N[is_current_T[tokens.mask_T]]),
+        "token_lags": {str(lag): int((lag_N == lag).sum()) for lag in lag_N.unique().tolist()},
+        "effective_sample_size": effective_sample_size(log_ratio_N),
     }
+
+
+def mismatch_metrics(log_ratio_N: Tensor) -> dict[str, float | None]:
+    """How much engine and learner differ, over the tokens that the engine sampled with the learner's weights: of others
+    the difference is no error. None without such tokens."""
+    if not len(log_ratio_N):
+        return {"mismatch_mean": None, "mismatch_k3": None, "mismatch_max": None}
+    return {
+        "mismatch_mean": float(log_ratio_N.abs().mean()),
+        # k3 of KL(engine || learner): mean of r - 1 - log r with r = learner / engine
+        "mismatch_k3": float((torch.expm1(log_ratio_N) - log_ratio_N).mean()),
+        "mismatch_max": float(log_ratio_N.abs().max()),
+    }
+
+
+def effective_sample_size(log_ratio_N: Tensor) -> float | None:
+    """(Σ w)² / (N Σ w²) of the ratios w = learner / engine, without a cap: 1 if all tokens are on-policy."""
+    if not len(log_ratio_N):
+        return None
+    weight_N = (log_ratio_N - log_ratio_N.max()).exp()
+    return float(weight_N.sum() ** 2 / (len(weight_N) * (weight_N**2).sum()))
 
 
 def memory_gib(device: torch.device) -> float:

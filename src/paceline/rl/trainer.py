@@ -221,7 +221,8 @@ class Trainer:
             report = self.learner.update(rollouts, tokens, self.algorithm.loss, self.algorithm.weights, head_trainer)
         for rollout, advantage in zip(rollouts, mean_advantages(tokens), strict=True):
             rollout.advantage = advantage
-        metrics = update_metrics(tokens, report) | self._check_advantages(batch, has_advantages(tokens))
+        keeps_kv = self.overlaps and self.config.train.inflight == "keep"
+        metrics = update_metrics(tokens, report, batch.step, keeps_kv) | self._check_advantages(batch, has_advantages(tokens))
         if head_trainer is not None and (head_metrics := head_trainer.metrics()):
             metrics["head_training"] = head_metrics
         return metrics | {"mismatch_alarm": self._check_mismatch(metrics["mismatch_mean"])}
@@ -246,11 +247,11 @@ class Trainer:
             self.callback.note(message)
         return flags | record_flag
 
-    def _check_mismatch(self, mismatch: float) -> bool:
-        """Whether the logprobs of engine and learner differ by more than rounding. Not checked if generation overlaps,
-        because the engine's weights are older, nor if sampling truncates, because the distributions differ."""
+    def _check_mismatch(self, mismatch: float | None) -> bool:
+        """Whether the logprobs of engine and learner differ by more than rounding. Not checked without tokens of the
+        learner's version, nor if sampling truncates, because the distributions differ."""
         limit = self.config.train.mismatch_alarm
-        alarm = mismatch > limit and not self.overlaps and not self.config.sampling.params().truncates
+        alarm = mismatch is not None and mismatch > limit and not self.config.sampling.params().truncates
         if alarm:
             self.callback.note(
                 f"ALARM: engine and learner differ: mean |Δ logprob| {mismatch:.2g} > train.mismatch_alarm = {limit:g}"
