@@ -55,6 +55,6 @@ def training_problems(config: Config) -> Iterator[str]:
     if config.algorithm.correction != "none" and config.sampling.params().truncates:
         yield (
             f'algorithm.correction = "{config.algorithm.correction}" (the default with train.max_staleness > 0 is '
-            '"token_tis"): compares the engine\'s logprobs with the learner\'s, which ignore sampling.top_k, top_p and '
+            "\"token_tis\"): compares the engine's logprobs with the learner's, which ignore sampling.top_k, top_p and "
             'min_p; turn these off, or set algorithm.correction = "none"'
         )

@@ -28,7 +28,7 @@ def engine_weight(
     kind: str, log_ratio_T: Tensor, sequence_T: Tensor, num_sequences: int, floor: float, cap: float
 ) -> tuple[Tensor, Tensor]:
     """Importance weights of the token losses, and which of them were clipped. They correct for the difference between
-    the behaviour policy, which is the engine's, and the learner's before the update, in which PPO's clipping is centred.
+    the behaviour policy, which is the engine's, and the learner's before the update, which PPO's clipping starts from.
     log_ratio = log(learner / engine), 0 for untrained tokens.
 
     token_tis     min(ratio, cap)                                          truncated importance sampling

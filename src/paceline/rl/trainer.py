@@ -222,7 +222,8 @@ class Trainer:
         for rollout, advantage in zip(rollouts, mean_advantages(tokens), strict=True):
             rollout.advantage = advantage
         keeps_kv = self.overlaps and self.config.train.inflight == "keep"
-        metrics = update_metrics(tokens, report, batch.step, keeps_kv) | self._check_advantages(batch, has_advantages(tokens))
+        metrics: dict[str, Any] = update_metrics(tokens, report, batch.step, keeps_kv)
+        metrics |= self._check_advantages(batch, has_advantages(tokens))
         if head_trainer is not None and (head_metrics := head_trainer.metrics()):
             metrics["head_training"] = head_metrics
         return metrics | {"mismatch_alarm": self._check_mismatch(metrics["mismatch_mean"])}
