@@ -36,6 +36,40 @@ class Collected:
     completions: list[Completion]  # in the order of `requests`
 
 
+class Collection:
+    """Groups that are being collected: see `Collector.begin`."""
+
+    def __init__(self, when: str, episodes: list[list[Episode]], sampling: SamplingParams, seed: object) -> None:
+        self.when, self.episodes, self.sampling, self.seed = when, episodes, sampling, seed
+        self.num_samples = sum(map(len, episodes))
+        self.requests: list[Request] = []
+        self.completions: dict[int, Completion] = {}
+        self.scores: dict[int, Future[list[Score]]] = {}  # by place of the group
+        self._unfinished = {id(episode): i for i, group in enumerate(episodes) for episode in group}
+        self._num_unfinished = [len(group) for group in episodes]
+
+    @property
+    def num_generated(self) -> int:
+        """Samples."""
+        return self.num_samples - len(self._unfinished)
+
+    @property
+    def is_generated(self) -> bool:
+        return not self._unfinished
+
+    def finish(self, episode: Episode) -> int | None:
+        """Count an episode that has ended. The place of its group, if all of this group's episodes have."""
+        i = self._unfinished.pop(id(episode))
+        self._num_unfinished[i] -= 1
+        return i if not self._num_unfinished[i] else None
+
+    def rewards(self, i: int) -> list[float] | None:
+        """Of the samples of a group that could be scored; None if the group is not finished."""
+        if i not in self.scores or not self.scores[i].done():
+            return None
+        return [score.reward for score in self.scores[i].result() if score.failure is None]
+
+
 class Collector:
     def __init__(
         self,
@@ -50,6 +84,11 @@ class Collector:
         self.engine, self.tokenizer, self.rewarder = engine, tokenizer, rewarder
         self.sampling, self.chat, self.env_timeout_s = sampling, chat, env_timeout_s
         self.request_ids = count(1)
+        self._scoring = ThreadPoolExecutor(rewarder.num_parallel, "reward")
+        self._running: dict[int, tuple[Collection, Episode]] = {}  # by request id
+        self._completed: deque[tuple[Collection, Episode, Completion]] = deque()  # not detokenized yet
+        # Episodes that wait for their environment, until a deadline.
+        self._waiting: dict[Future[Turn], tuple[Collection, Episode, float]] = {}
 
     def collect(
         self,
@@ -61,30 +100,99 @@ class Collector:
         timer: StageTimer | None = None,
         sampling: SamplingParams | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
+        num_wanted: Callable[[Collection], int | None] = lambda collection: None,
     ) -> Collected:
-        """num_samples rollouts of every (group index, problem). `when`, such as "step 3", begins the messages of
-        failures. `on_progress(samples done, samples in total)` is called before every engine step, and regularly while
-        waiting for rewards. It may raise to stop."""
+        """Collect these groups to their end; see `begin`. `on_progress(samples done, samples in total)` is called
+        before every engine step, and regularly while waiting for rewards. It may raise to stop. `num_wanted` may end
+        the collection early: as soon as it returns a number, the groups after so many are discarded."""
         timer = timer or StageTimer()
-        run = _Run(self, sampling or self.sampling, seed)
-        with timer.stage("data"):
-            groups = [self._episodes(index, problem, num_samples) for index, problem in problems]
-        scoring = ThreadPoolExecutor(self.rewarder.num_parallel, "reward")
+        collection = self.begin(when, problems, num_samples, seed, timer=timer, sampling=sampling)
         try:
             with timer.stage("generation"):
-                scores = run.generate(groups, lambda group: scoring.submit(self._score, when, group), on_progress)
+                while not collection.is_generated:
+                    on_progress(collection.num_generated, collection.num_samples)
+                    self.step()
+                    if (num := num_wanted(collection)) is not None:
+                        self.abort(collection)
+                        return self.collected(collection, num)
             with timer.stage("reward"):
-                total = len(problems) * num_samples
-                while wait(scores.values(), timeout=0.2).not_done:
-                    on_progress(total, total)
-                scored = [self._group(group, scores[i].result()) for i, group in enumerate(groups)]
+                while wait(collection.scores.values(), timeout=0.2).not_done:
+                    on_progress(collection.num_samples, collection.num_samples)
+                return self.collected(collection, num_wanted(collection))
         except BaseException:
-            run.abort()
-            scoring.shutdown(wait=False, cancel_futures=True)
+            self.abort(collection)
             raise
-        scoring.shutdown()
-        completions = [run.completions[request.request_id] for request in run.requests]
-        return Collected(scored, run.requests, completions)
+
+    def begin(
+        self,
+        when: str,
+        problems: Sequence[tuple[int, Problem]],
+        num_samples: int,
+        seed: object,
+        *,
+        timer: StageTimer | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> Collection:
+        """Submit num_samples rollouts of every (group index, problem). `step` generates them; a group is scored as soon
+        as its last episode ends. `when`, such as "step 3", begins the messages of failures."""
+        with (timer or StageTimer()).stage("data"):
+            episodes = [self._episodes(index, problem, num_samples) for index, problem in problems]
+        collection = Collection(when, episodes, sampling or self.sampling, seed)
+        try:
+            for group in episodes:
+                for episode in group:
+                    if episode.failure is not None or not self._submit(collection, episode):
+                        self._finish(collection, episode)
+        except BaseException:
+            self.abort(collection)
+            raise
+        return collection
+
+    def step(self) -> None:
+        """One engine step for all collections. If only environments are waited for, a short wait."""
+        started = time.perf_counter()
+        completed, running = self._completed, self._running
+        if running:
+            for completion in self.engine.step():  # may include completions of an aborted collection: skip them
+                if (found := running.pop(completion.request.request_id, None)) is not None:
+                    completed.append((*found, completion))
+        elif not completed:
+            time.sleep(0.005)
+        # When many samples finish at once, detokenize only some of them before the next engine step, so that the device
+        # does not wait for the host.
+        until = time.perf_counter() + DETOKENIZE_SHARE * (time.perf_counter() - started)
+        while completed:
+            collection, episode, completion = completed[0]
+            if self._end_turn(collection, episode, completion):
+                self._finish(collection, episode)
+            completed.popleft()
+            if running and episode.env is None and time.perf_counter() >= until:
+                break
+        for collection, episode in self._read_environments():
+            self._finish(collection, episode)
+
+    def collected(self, collection: Collection, num: int | None = None) -> Collected:
+        """The first `num` groups, by default all. They must have scores."""
+        episodes = collection.episodes[:num]
+        groups = [self._group(each, collection.scores[i].result()) for i, each in enumerate(episodes)]
+        own = {turn.request.request_id for group in episodes for episode in group for turn in episode.turns}
+        requests = [request for request in collection.requests if request.request_id in own]
+        return Collected(groups, requests, [collection.completions[request.request_id] for request in requests])
+
+    def abort(self, collection: Collection) -> None:
+        """Abort what is left of a collection, without raising another error. Its scores that are not computed yet are
+        cancelled."""
+        for request_id, (owner, _) in list(self._running.items()):
+            if owner is collection:
+                del self._running[request_id]
+                with suppress(ValueError):  # the request is finished, but its completion was not returned yet
+                    self.engine.abort(request_id)
+        self._completed = deque(each for each in self._completed if each[0] is not collection)
+        self._waiting = {future: each for future, each in self._waiting.items() if each[0] is not collection}
+        for score in collection.scores.values():
+            score.cancel()
+
+    # -- episodes ---------------------------------------------------------------------------------------------------
 
     def _episodes(self, index: int, problem: Problem, num_samples: int) -> list[Episode]:
         shared = encode(self.tokenizer, problem.prompt, self.chat)
@@ -104,6 +212,72 @@ class Collector:
                     episode.failure = f"its environment could not be opened: {type(error).__name__}: {error}"
         return episodes
 
+    def _submit(self, collection: Collection, episode: Episode) -> bool:
+        """Submit the next turn. False if the engine rejects the prompt, e.g. because it is too long; this costs only
+        the sample."""
+        sampling = collection.sampling
+        if episode.turns:
+            sampling = replace(sampling, max_tokens=sampling.max_tokens - episode.num_emitted)
+        request = episode.request(next(self.request_ids), sampling, collection.seed)
+        try:
+            self.engine.submit(request)
+        except ValueError as error:
+            episode.failure = str(error)
+            return False
+        collection.requests.append(request)
+        self._running[request.request_id] = collection, episode
+        return True
+
+    def _end_turn(self, collection: Collection, episode: Episode, completion: Completion) -> bool:
+        """Whether the episode is finished; otherwise its environment is called."""
+        collection.completions[completion.request.request_id] = completion
+        episode.turns.append(completion)
+        # An array is faster than a list, whose elements the tokenizer would check one by one.
+        episode.text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        if episode.env is None:
+            return True
+        deadline = time.monotonic() + self.env_timeout_s
+        self._waiting[run_in_daemon_thread(episode.env.step, episode.text)] = collection, episode, deadline
+        return False
+
+    def _read_environments(self) -> list[tuple[Collection, Episode]]:
+        """Continue the episodes whose environment has answered; returns those that are finished."""
+        finished: list[tuple[Collection, Episode]] = []
+        for future, (collection, episode, deadline) in list(self._waiting.items()):
+            has_answered, continues = future.done(), False
+            if not has_answered and time.monotonic() <= deadline:
+                continue
+            del self._waiting[future]
+            if not has_answered:  # a thread can't be killed: it keeps running, the sample fails
+                limit = self.env_timeout_s
+                episode.failure = f"its environment took more than train.env_timeout_s = {limit:g} s"
+            elif (error := future.exception()) is not None:
+                episode.failure = f"its environment raised {type(error).__name__}: {error}"
+            else:
+                try:
+                    continues = self._begin_turn(collection, episode, future.result())
+                except Exception as error:  # the answer is no Turn, or can't be tokenized
+                    episode.failure = f"its environment's answer can't be used: {type(error).__name__}: {error}"
+            if not continues:
+                finished.append((collection, episode))
+        return finished
+
+    def _begin_turn(self, collection: Collection, episode: Episode, turn: Turn) -> bool:
+        """Submit the next turn after the environment's answer; False if the episode is finished."""
+        episode.env_reward = (episode.env_reward or 0.0) + turn.reward
+        if turn.observation is None or episode.num_emitted >= collection.sampling.max_tokens:
+            return False
+        ids = continuation(self.tokenizer, turn.observation, self.chat, episode.turns[-1].token_ids.tolist())
+        episode.observations.append(ids)
+        if self._submit(collection, episode):
+            return True
+        episode.observations.pop()
+        return False
+
+    def _finish(self, collection: Collection, episode: Episode) -> None:
+        if (i := collection.finish(episode)) is not None:
+            collection.scores[i] = self._scoring.submit(self._score, collection.when, collection.episodes[i])
+
     def _score(self, when: str, group: list[Episode]) -> list[Score]:
         finished = [episode for episode in group if episode.failure is None]
         scores = dict(zip(map(id, finished), self.rewarder.score([e.to_score(when) for e in finished]), strict=True))
@@ -117,133 +291,6 @@ class Collector:
         first = episodes[0]
         prompt = self.tokenizer.decode(list(first.prompt_ids))
         return Group(first.group, first.problem.name, prompt, rollouts)
-
-
-class _Run:
-    """The state of one `collect` call."""
-
-    def __init__(self, collector: Collector, sampling: SamplingParams, seed: object) -> None:
-        self.collector, self.engine, self.sampling, self.seed = collector, collector.engine, sampling, seed
-        self.requests: list[Request] = []
-        self.completions: dict[int, Completion] = {}
-        self.running: dict[int, Episode] = {}
-        self.waiting: dict[Future[Turn], tuple[Episode, float]] = {}  # for their environment, and the deadline
-
-    def generate(
-        self,
-        groups: list[list[Episode]],
-        score: Callable[[list[Episode]], Future[list[Score]]],
-        on_progress: Callable[[int, int], None],
-    ) -> dict[int, Future[list[Score]]]:
-        """Run all episodes to their end. A group is scored as soon as its last episode ends."""
-        scores: dict[int, Future[list[Score]]] = {}
-        unfinished = {id(e): i for i, group in enumerate(groups) for e in group}
-        num_unfinished = [len(group) for group in groups]
-        total = len(unfinished)
-
-        def finish(episode: Episode) -> None:
-            i = unfinished.pop(id(episode))
-            num_unfinished[i] -= 1
-            if not num_unfinished[i]:
-                scores[i] = score(groups[i])
-
-        for group in groups:
-            for episode in group:
-                if episode.failure is not None or not self._submit(episode):
-                    finish(episode)
-        completed: deque[tuple[Episode, Completion]] = deque()
-        has_env = any(episode.env is not None for group in groups for episode in group)
-        while self.running or self.waiting or completed:
-            on_progress(total - len(unfinished), total)
-            started = time.perf_counter()
-            if self.running:
-                done = self.engine.step()  # may include completions of an aborted run: skip them
-                completed.extend(
-                    (e, c) for c in done if (e := self.running.pop(c.request.request_id, None)) is not None
-                )
-            elif not completed:
-                time.sleep(0.005)
-            # When many samples finish at once, detokenize only some of them before the next engine step, so that the
-            # device does not wait for the host.
-            until = time.perf_counter() + DETOKENIZE_SHARE * (time.perf_counter() - started)
-            while completed:
-                if self._end_turn(*completed[0]):
-                    finish(completed[0][0])
-                completed.popleft()
-                if self.running and not has_env and time.perf_counter() >= until:
-                    break
-            for episode in self._read_environments():
-                finish(episode)
-        return scores
-
-    def _submit(self, episode: Episode) -> bool:
-        """Submit the next turn. False if the engine rejects the prompt, e.g. because it is too long; this costs only
-        the sample."""
-        sampling = self.sampling
-        if episode.turns:
-            sampling = replace(sampling, max_tokens=sampling.max_tokens - episode.num_emitted)
-        request = episode.request(next(self.collector.request_ids), sampling, self.seed)
-        try:
-            self.engine.submit(request)
-        except ValueError as error:
-            episode.failure = str(error)
-            return False
-        self.requests.append(request)
-        self.running[request.request_id] = episode
-        return True
-
-    def _end_turn(self, episode: Episode, completion: Completion) -> bool:
-        """Whether the episode is finished; otherwise its environment is called."""
-        self.completions[completion.request.request_id] = completion
-        episode.turns.append(completion)
-        # An array is faster than a list, whose elements the tokenizer would check one by one.
-        episode.text = self.collector.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        if episode.env is None:
-            return True
-        deadline = time.monotonic() + self.collector.env_timeout_s
-        self.waiting[run_in_daemon_thread(episode.env.step, episode.text)] = episode, deadline
-        return False
-
-    def _read_environments(self) -> list[Episode]:
-        """Continue the episodes whose environment has answered; returns those that are finished."""
-        finished: list[Episode] = []
-        for future, (episode, deadline) in list(self.waiting.items()):
-            has_answered, continues = future.done(), False
-            if not has_answered and time.monotonic() <= deadline:
-                continue
-            del self.waiting[future]
-            if not has_answered:  # a thread can't be killed: it keeps running, the sample fails
-                limit = self.collector.env_timeout_s
-                episode.failure = f"its environment took more than train.env_timeout_s = {limit:g} s"
-            elif (error := future.exception()) is not None:
-                episode.failure = f"its environment raised {type(error).__name__}: {error}"
-            else:
-                try:
-                    continues = self._begin_turn(episode, future.result())
-                except Exception as error:  # the answer is no Turn, or can't be tokenized
-                    episode.failure = f"its environment's answer can't be used: {type(error).__name__}: {error}"
-            if not continues:
-                finished.append(episode)
-        return finished
-
-    def _begin_turn(self, episode: Episode, turn: Turn) -> bool:
-        """Submit the next turn after the environment's answer; False if the episode is finished."""
-        episode.env_reward = (episode.env_reward or 0.0) + turn.reward
-        if turn.observation is None or episode.num_emitted >= self.sampling.max_tokens:
-            return False
-        collector = self.collector
-        ids = continuation(collector.tokenizer, turn.observation, collector.chat, episode.turns[-1].token_ids.tolist())
-        episode.observations.append(ids)
-        if self._submit(episode):
-            return True
-        episode.observations.pop()
-        return False
-
-    def abort(self) -> None:
-        """After an error: abort all requests, without raising another error."""
-        for request_id in list(self.running):
-            with suppress(ValueError):  # the request is finished, but its completion was not returned yet
-                self.engine.abort(request_id)
 
 
 Result = TypeVar("Result")
