@@ -1,79 +1,57 @@
-"""Makes the engine get new weights while requests run, at the same point in every run, and checks it."""
+"""Times learner and engine in the same way in every run, and records how the engine gets new weights."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tiny_run import lines
 
-from paceline.rl.produce import Batch, PublishedWeights
+from paceline.rl.continuous_producer import ContinuousProducer
 from paceline.rl.trainer import Trainer
-
-NUM_ENGINE_STEPS = 3  # after these, all prompts are computed and no completion is finished
 
 
 class Overlap:
-    """With max_staleness = s, batch n begins with version n - s and waits, while requests run, for version n - s + 1.
-    The learner publishes that version only then. `in_flight` has the versions that the engine got while requests ran,
+    """A batch is taken after the engine step that makes it possible. Then the engine waits until the learner has
+    published the next version, while requests run. `in_flight` has the versions that the engine got while requests ran,
     each with its `inflight` setting."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.in_flight: list[tuple[int, str]] = []
-        producer, engine, staleness = trainer.producer, trainer.engine, trainer.config.train.max_staleness
-        assert staleness > 0, "without staleness nothing overlaps"
-        before_engine_step, publish, update = producer._before_engine_step, producer.publish, engine.update_weights
-        changed, waiting, calls = threading.Condition(), set[int](), dict[int, int]()
-        generating = [False]
+        producer, engine = trainer.producer, trainer.engine
+        assert isinstance(producer, ContinuousProducer), "nothing overlaps"
+        update_to_newest, update = producer._update_to_newest, engine.update_weights
 
-        def wait(predicate: Callable[[], bool], what: str) -> None:
+        def patched_update_to_newest() -> None:
             until = time.monotonic() + 300  # a GPU that other processes use compiles and trains slowly
-            while not changed.wait_for(lambda: predicate() or producer.stopping, 0.01):
-                assert time.monotonic() < until, f"{what} was never reached"
-
-        def patched_before_engine_step(batch: Batch, done: int, total: int) -> None:
-            calls[batch.step] = calls.get(batch.step, 0) + 1
-            version = batch.step - staleness + 1
-            if calls[batch.step] == NUM_ENGINE_STEPS and version >= 1:
-                assert done < total, "all requests are finished before the new weights arrive"
-                with changed:
-                    waiting.add(batch.step)
-                    changed.notify_all()
-                    wait(lambda: max(producer._published) >= version, f"version {version}")
-            generating[0] = done < total
-            try:
-                before_engine_step(batch, done, total)
-            finally:
-                generating[0] = False
-
-        def patched_publish(published: PublishedWeights) -> None:
-            step = published.version + staleness - 1  # the batch that gets this version while it runs
-            with changed:
-                if step >= producer.config.train.num_steps:  # no batch uses it
-                    wait(lambda: producer._next_step == producer.config.train.num_steps, "the end of the last batch")
-                elif published.version >= 1:
-                    wait(lambda: step in waiting, f"batch {step}")
-                publish(published)
-                changed.notify_all()
+            with producer._changed:
+                if producer._next_step < producer.config.train.num_steps and producer._take(producer._next_step):
+                    while max(producer._published) < producer._next_step and not producer.stopping:
+                        producer._changed.wait(0.01)
+                        assert time.monotonic() < until, f"version {producer._next_step} was never published"
+            update_to_newest()
 
         def patched_update(weights: Any, version: int, inflight: str = "recompute") -> Any:
-            if generating[0]:
+            if any(not started.collection.is_generated for started in producer._started.values()):
                 self.in_flight.append((version, inflight))
             return update(weights, version, inflight)
 
-        producer._before_engine_step = patched_before_engine_step  # type: ignore[method-assign]
-        producer.publish = patched_publish  # type: ignore[method-assign]
+        get = producer.get
+
+        def patched_get(step: int) -> Any:  # the thread takes the batches
+            while step not in producer._pending and producer._error is None and not producer.stopping:
+                time.sleep(0.002)
+            return get(step)
+
+        producer._update_to_newest = patched_update_to_newest  # type: ignore[method-assign]
+        producer.get = patched_get  # type: ignore[method-assign]
         engine.update_weights = patched_update  # type: ignore[method-assign]
 
 
-def assert_overlapped(run: Path, overlap: Overlap, max_staleness: int, inflight: str, num_steps: int) -> None:
-    """Every batch from `max_staleness` on got new weights while it ran, and has completions of two versions."""
-    versions = range(1, num_steps - max_staleness + 1)
-    expected = [(version, inflight) for version in versions]
-    assert overlap.in_flight == expected, f"running requests did not get the new weights: {overlap.in_flight}"
-    for step in range(max_staleness, num_steps):
-        found = [[version for version, _ in r["versions"]] for r in lines(run, "rollouts") if r["step"] == step]
-        assert [step - max_staleness, step - max_staleness + 1] in found, f"step {step}: no completion has two versions"
+def assert_overlapped(run: Path, overlap: Overlap, inflight: str, num_steps: int) -> None:
+    """Requests that ran got the new weights, and there are completions of two versions."""
+    assert len(overlap.in_flight) >= num_steps // 4 and {each[1] for each in overlap.in_flight} == {inflight}, (
+        f"running requests did not get the new weights: {overlap.in_flight}"
+    )
+    assert any(len(r["versions"]) > 1 for r in lines(run, "rollouts")), "no completion has tokens of two versions"

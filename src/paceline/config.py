@@ -364,9 +364,13 @@ class TrainSection(Section):
     num_steps: Positive = 100  # number of RL steps
     groups_per_step: Positive = 8  # problems in a batch
     max_staleness: Count = 0  # 0: synchronous; n: train on rollouts of up to n policy versions ago
-    # Running sequences at a weight sync: "drain" finishes them first, "keep" continues on the old KV cache, "recompute"
-    # computes the KV cache again.
+    # With max_staleness > 0: "drain" generates one batch after another and updates weights in between, so runs repeat.
+    # With "keep" and "recompute" groups start all the time, and running sequences get new weights at once: they
+    # continue on the old KV cache, or it is computed again.
     inflight: Literal["drain", "keep", "recompute"] = "drain"
+    # With max_staleness = 0: generate so many times the groups that are needed, and stop as soon as the first ones are
+    # enough. For dynamic sampling.
+    oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
     seed: Count = 0  # seed of sampling and of the order of problems
     eval_every: Count = 0  # evaluate held-out problems every n steps, and before and after training; 0: never
     eval_samples: Positive = 1  # samples per problem in an evaluation

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from overlap import Overlap, assert_overlapped
-from tiny_run import lines, make, policy
+from tiny_run import assert_each_once, lines, make, policy
 
 from paceline.rl.trainer import Trainer
 
@@ -47,25 +48,36 @@ def test_running_requests_get_new_weights(tmp_path: Path, max_staleness: int, in
     trainer, overlap = overlapped(tmp_path, max_staleness, inflight)
     trainer.run()
     trainer.close()
-    assert_overlapped(tmp_path / "run", overlap, max_staleness, inflight, NUM_STEPS)
-    check_staleness(tmp_path / "run", max_staleness)
+    assert_overlapped(tmp_path / "run", overlap, inflight, NUM_STEPS)
+    metrics, rollouts = lines(tmp_path / "run", "metrics"), lines(tmp_path / "run", "rollouts")
+    assert max(m["staleness_max"] for m in metrics) == max_staleness and not sum(m["num_groups_stale"] for m in metrics)
+    for record in rollouts:
+        assert all(record["step"] - version <= max_staleness for version, _ in record["versions"])
+    assert sorted({r["group"] for r in rollouts}) == list(range(2 * NUM_STEPS)), "a group is missing"
+    assert_each_once(tmp_path / "run", NUM_STEPS)
+    lags = [int(lag) for m in metrics for lag in m["token_lags"]]
+    assert max(lags) == max_staleness and min(m["effective_sample_size"] for m in metrics) < 1
+    assert all("idle" in m["stages"] for m in metrics)
 
 
-@pytest.mark.parametrize("broken", ["never", "with another inflight setting", "between batches"])
+@pytest.mark.parametrize("broken", ["later", "with another inflight setting"])
 def test_broken_weight_updates_are_caught(tmp_path: Path, broken: str) -> None:
     """Deliberately broken producers."""
     trainer, overlap = overlapped(tmp_path, 1, "keep")
     update_engine = trainer.producer._update_engine
-    if broken == "between batches":
-        trainer.producer.inflight = "drain"
-    elif broken == "never":
-        trainer.producer._update_engine = lambda version, *rest: version == 0 and update_engine(version, *rest)  # type: ignore[method-assign]
+    if broken == "later":
+
+        def later(version: int, *rest: Any) -> bool:
+            started = trainer.producer._started.values()
+            return all(each.collection.is_generated for each in started) and update_engine(version, *rest)
+
+        trainer.producer._update_engine = later  # type: ignore[method-assign]
     else:
         trainer.producer._update_engine = lambda version, timer, _: update_engine(version, timer, "recompute")  # type: ignore[method-assign]
-    trainer.run()
-    trainer.close()
     with pytest.raises(AssertionError, match="running requests did not get the new weights"):
-        assert_overlapped(tmp_path / "run", overlap, 1, "keep", NUM_STEPS)
+        trainer.run()
+        assert_overlapped(tmp_path / "run", overlap, "keep", NUM_STEPS)
+    trainer.close()
 
 
 def test_keep_and_recompute_differ(tmp_path: Path) -> None:
@@ -75,10 +87,14 @@ def test_keep_and_recompute_differ(tmp_path: Path) -> None:
         trainer, _ = overlapped(tmp_path, 1, inflight, inflight)
         trainer.run()
         trainer.close()
-        found[inflight] = [r for r in lines(tmp_path / inflight, "rollouts") if r["step"] == 1]
+        found[inflight] = {(r["group"], r["sample"]): r for r in lines(tmp_path / inflight, "rollouts")}
+    spanning = [(r["versions"][0][0], key) for key, r in found["keep"].items() if len(r["versions"]) > 1]
+    first = min(version for version, _ in spanning)  # the first update of running requests: equal weights in both runs
     differ = 0
-    for kept, recomputed in zip(found["keep"], found["recompute"], strict=True):
-        num_old = kept["versions"][0][1] if kept["versions"][0][0] == 0 else 0
+    for key in [key for version, key in spanning if version == first]:
+        kept, recomputed = found["keep"][key], found["recompute"][key]
+        num_old = kept["versions"][0][1]
+        assert num_old == recomputed["versions"][0][1]
         assert kept["token_ids"][:num_old] == recomputed["token_ids"][:num_old]
         assert kept["logprobs"][:num_old] == recomputed["logprobs"][:num_old]
         differ += kept["logprobs"][num_old:] != recomputed["logprobs"][num_old:]

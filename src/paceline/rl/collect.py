@@ -100,11 +100,12 @@ class Collector:
         timer: StageTimer | None = None,
         sampling: SamplingParams | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
-        num_wanted: Callable[[Collection], int | None] = lambda collection: None,
+        num_wanted: Callable[[Collection], int | None] | None = None,
     ) -> Collected:
         """Collect these groups to their end; see `begin`. `on_progress(samples done, samples in total)` is called
         before every engine step, and regularly while waiting for rewards. It may raise to stop. `num_wanted` may end
         the collection early: as soon as it returns a number, the groups after so many are discarded."""
+        num: int | None = None
         timer = timer or StageTimer()
         collection = self.begin(when, problems, num_samples, seed, timer=timer, sampling=sampling)
         try:
@@ -112,13 +113,13 @@ class Collector:
                 while not collection.is_generated:
                     on_progress(collection.num_generated, collection.num_samples)
                     self.step()
-                    if (num := num_wanted(collection)) is not None:
+                    if num_wanted is not None and (num := num_wanted(collection)) is not None:
                         self.abort(collection)
                         return self.collected(collection, num)
             with timer.stage("reward"):
                 while wait(collection.scores.values(), timeout=0.2).not_done:
                     on_progress(collection.num_samples, collection.num_samples)
-                return self.collected(collection, num_wanted(collection))
+                return self.collected(collection, num_wanted(collection) if num_wanted is not None else None)
         except BaseException:
             self.abort(collection)
             raise

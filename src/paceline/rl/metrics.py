@@ -183,7 +183,7 @@ def stage_times(
     batch: Batch, timer: StageTimer, waited_s: float, publishing_s: float, total_s: float, overlaps: bool
 ) -> dict[str, float]:
     """Seconds by stage. `exposed_generation`: how long training waited for rollouts; without overlap, all of their
-    generation. `total`: the step without evaluation and audits."""
+    generation. `idle`: how long the engine had nothing to do. `total`: the step without evaluation and audits."""
     stages = {name: batch.timer.seconds[name] + timer.seconds[name] for name in STAGES}
     stages["sync"] += publishing_s
     stages["draft"] = sum(trace.draft_s for trace in batch.traces if trace.drafter != "none")
@@ -191,4 +191,6 @@ def stage_times(
     exposed = waited_s if overlaps else stages["generation"] + stages["draft"]
     exposed_stages = LEARNER_STAGES if overlaps else (*ROLLOUT_STAGES, "draft", *LEARNER_STAGES)
     accounted = sum(stages[name] for name in exposed_stages) + (waited_s + publishing_s if overlaps else 0.0)
+    if overlaps:
+        stages["idle"] = batch.timer.seconds["idle"]
     return {**stages, "exposed_generation": exposed, "other": max(0.0, total_s - accounted), "total": total_s}

@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Which groups come next: those that were put back, then all from `position` on. A group's index is its position in
+    the data."""
+
+    position: int = 0
+    put_back_indices: tuple[int, ...] = ()  # ascending, below `position`
+
+    def take(self, num: int) -> tuple[list[int], Cursor]:
+        """The next groups, and the cursor after them."""
+        again, num_new = self.put_back_indices[:num], max(0, num - len(self.put_back_indices))
+        new = range(self.position, self.position + num_new)
+        return [*again, *new], Cursor(self.position + num_new, self.put_back_indices[num:])
+
+    def put_back(self, indices: Iterable[int]) -> Cursor:
+        return Cursor(self.position, tuple(sorted({*self.put_back_indices, *indices})))
 
 
 class DataOrder:

@@ -31,9 +31,11 @@ from paceline.rl.algorithms import Algorithm
 from paceline.rl.audit import Auditor, check_audit
 from paceline.rl.audit_schedule import AuditSchedule
 from paceline.rl.batch import TokenBatch, scored
+from paceline.rl.batch_producer import BatchProducer
 from paceline.rl.callback import ProgressCallback
 from paceline.rl.checkpoint import Checkpoint, Checkpoints
 from paceline.rl.collect import Collector
+from paceline.rl.continuous_producer import ContinuousProducer
 from paceline.rl.evaluator import Evaluator
 from paceline.rl.folder import RunFolder
 from paceline.rl.learner import Learner
@@ -55,6 +57,10 @@ from paceline.rl.recorder import Recorder
 from paceline.rl.stage_timer import StageTimer
 from paceline.rl.trainer_state import checkpoint_content, load_checkpoint
 from paceline.tasks.task import Task
+
+
+def producer_class(config: Config) -> type[Producer]:
+    return ContinuousProducer if config.train.max_staleness and config.train.inflight != "drain" else BatchProducer
 
 
 class Trainer:
@@ -88,7 +94,7 @@ class Trainer:
         self.advantage_alarm = AdvantageAlarm(config)
         train = config.train
         self.overlaps = train.max_staleness > 0  # generation runs while the learner trains
-        self.producer = Producer(
+        self.producer: Producer = producer_class(config)(
             collector,
             task,
             algorithm,

@@ -16,6 +16,7 @@ from paceline.rl.evaluator import Evaluator
 from paceline.rl.folder import RunFolder
 from paceline.rl.learner import Learner
 from paceline.rl.observer import HeadTrainer
+from paceline.rl.order import Cursor
 from paceline.rl.pending import pack_batches, unpack_batches
 from paceline.rl.produce import Producer, ProducerState, PublishedWeights
 from paceline.rl.publisher import published_tensors
@@ -63,7 +64,8 @@ def checkpoint_content(trainer: TrainerParts) -> tuple[dict[str, Any], dict[str,
     state = {
         "step": trainer.step,
         "base_checksum": trainer.base,
-        "position": producer.position,
+        "position": producer.cursor.position,
+        "put_back": producer.cursor.put_back_indices,
         "stream_offsets": trainer.folder.offsets(),
         "buffer": buffer_metadata,
         "surplus": surplus_metadata,
@@ -96,7 +98,7 @@ def load_checkpoint(trainer: TrainerParts, checkpoint: Checkpoint) -> None:
     trainer.producer.load_state(
         ProducerState(
             unpack_batches(checkpoint.tensors("buffer"), state["buffer"]),
-            state["position"],
+            Cursor(state["position"], tuple(state["put_back"])),
             unpack_groups(checkpoint.tensors("surplus"), state["surplus"]),
             trainer.engine.state_dict(),
             _older_versions(trainer, checkpoint),
