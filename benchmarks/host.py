@@ -150,7 +150,7 @@ class HostBuffers:
         self.outputs = outputs = OutputBuffers(len(graphs.outputs.tokens))
         self.tokens, self.logprobs = outputs.tokens.numpy(), outputs.logprobs.numpy()
         self.scores, self.sources = outputs.scores.numpy(), outputs.sources.numpy()
-        self.prefill_started, self.started, self.done = Event(), Event(), Event()
+        self.prefill_started, self.started, self.done, self.ended = (Event() for _ in range(4))
 
 
 class SimulatedRunner(GraphRunner):

@@ -98,7 +98,7 @@ class HostBuffers:
         self.input_words = self.inputs.numpy()
         for name in ("tokens", "logprobs", "scores", "sources"):
             setattr(self, name, getattr(self.outputs, name).numpy())
-        self.prefill_started, self.started, self.done = (Event(graphs.simulated) for _ in range(3))
+        self.prefill_started, self.started, self.done, self.ended = (Event(graphs.simulated) for _ in range(4))
 
 
 class SimulatedHead:

@@ -95,7 +95,8 @@ class AsyncLLM:
 
     async def compile(self, params: SamplingParams) -> None:
         """Compile a structured output. Raises ValueError."""
-        if params.structured_outputs is not None:
+        structure = params.structured_outputs
+        if structure is not None and not self.llm.engine.grammars.is_compiled(structure):
             await asyncio.get_running_loop().run_in_executor(self._compiling, self.llm.compile, params)
 
     async def _run(

@@ -39,7 +39,7 @@ class DeviceEagle3Drafter(DeviceDrafter):
         self._num_steps = 0
         # Of the head's probabilities: on the device, and what it has there. Only this tensor is kept of the head's part
         # on the device, which has KV memory.
-        self._on_device: Tensor | None = None
+        self._calibration_on_device: Tensor | None = None
         self._calibration: np.ndarray | None = None
 
     @property
@@ -53,11 +53,15 @@ class DeviceEagle3Drafter(DeviceDrafter):
         head, layer, kv = self.head, self.head.config.layer, context.kv.draft_kv
         if kv is None or kv.config != layer or kv.k.dtype != head.dtype:
             kv = context.kv.draft_kv = PagedKV(layer, context.num_blocks, head.dtype, context.decoder.device)
-        return GraphHead(head, context.decoder.embed, kv, context.state, SCORE_EDGES.tolist())
+        drafter = GraphHead(head, context.decoder.embed, kv, context.state, SCORE_EDGES.tolist())
+        self.use_calibration(drafter.calibration)
+        return drafter
 
-    def add(self, drafter: Any, slots: Sequence[int], requests: Sequence[Request]) -> None:
-        if drafter.calibration is not self._on_device:
-            self._on_device, self._calibration = drafter.calibration, None
+    def use_calibration(self, on_device: Tensor) -> None:
+        """Of a head's new part on the device."""
+        self._calibration_on_device = on_device
+        if self._calibration is not None:
+            on_device.copy_(to_device(self._calibration, on_device.device))
 
     def set_draft_length(self, rows: Rows, caps: np.ndarray) -> None:
         super().set_draft_length(rows, caps)
@@ -67,12 +71,13 @@ class DeviceEagle3Drafter(DeviceDrafter):
 
     def calibrate(self, acceptance: AcceptanceModel) -> None:
         """Let the device rate its drafts by what is accepted, so that it selects those that the policy expects."""
-        if self._on_device is None:
+        on_device = self._calibration_on_device
+        if on_device is None:
             return
         factors = acceptance.calibration(self.name, MAX_DRAFT)
         if self._calibration is None or np.abs(factors - self._calibration).max() > MIN_CHANGE:
             self._calibration = factors
-            self._on_device.copy_(to_device(factors, self._on_device.device))
+            on_device.copy_(to_device(factors, on_device.device))
 
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Receipt:
         started = time.perf_counter()
@@ -158,7 +163,6 @@ class DeviceHybridDrafter(DeviceHistoryDrafter):
 
     def add(self, drafter: Any, slots: Sequence[int], requests: Sequence[Request]) -> None:
         super().add(drafter.history, slots, requests)
-        self.head.add(drafter.head, slots, requests)
         self._factor_on_device = drafter.history_factor
         drafter.history_factor.fill_(self._factor)
 

@@ -204,7 +204,7 @@ class LocalEngine:
             return False
         num_captured = self.runner.num_captured
         pending = self.runner.launch(batch, drafts.q, drafts.draft_budget)
-        self.scheduler.launched(batch)
+        self.scheduler.count_prefill(batch)
         step = InFlightStep(pending, batch, drafts, started, draft_s, len(preempted))
         if self.drafter is not None and batch.emits.any():
             self.policy.launched(drafts.decision)

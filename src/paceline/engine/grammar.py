@@ -58,6 +58,9 @@ class GrammarMatcher:
         not allow `token_ids` themselves, or they have ended it."""
         try:
             return self._after(token_ids)
+        except KeyboardInterrupt:  # perhaps between a rollback and the tokens after it
+            self._start()
+            raise
         except _LimitExceeded as error:
             if self._is_renewed:
                 self.error = f"structured_outputs: {error}"
@@ -110,6 +113,10 @@ class GrammarCompiler:
             return None
         eos_token_ids = frozenset(self._eos_token_ids)
         return GrammarMatcher(self.compile(params), partial(self._renew, params), eos_token_ids, self._vocab_size)
+
+    def is_compiled(self, params: StructuredOutputsParams) -> bool:
+        with self._lock:
+            return params in self._compiled
 
     def compile(self, params: StructuredOutputsParams) -> Any:
         """A matcher to copy. It takes milliseconds for most grammars, and seconds for hostile ones and for the

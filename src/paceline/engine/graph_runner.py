@@ -27,7 +27,7 @@ from paceline.engine.sequence_table import EMPTY_SLOT, SequenceTable
 from paceline.model.cuda.attention import MAX_QUERIES
 from paceline.model.cuda.device_state import HEADER, MAX_DRAFT, MAX_SELECT_ROWS, ROW_WORDS, DeviceState
 from paceline.model.cuda.graph_drafter import DeviceContext
-from paceline.model.cuda.graphs import Graphs, GraphSize, OutputBuffers
+from paceline.model.cuda.graphs import GraphPool, Graphs, GraphSize, OutputBuffers
 from paceline.model.device import to_device
 from paceline.model.kv import BLOCK
 from paceline.model.paged import PagedDecoder, Span
@@ -49,8 +49,10 @@ class _HostBuffers:
         self.outputs = outputs = OutputBuffers(len(graphs.outputs.tokens), pin_memory=True)
         self.tokens, self.logprobs = outputs.tokens.numpy(), outputs.logprobs.numpy()
         self.scores, self.sources = outputs.scores.numpy(), outputs.sources.numpy()
-        # `prefill_started`: before prompts; `started`: before the graph.
-        self.prefill_started, self.started, self.done = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        # `prefill_started`: before prompts; `started`: before the graph; `done`: after it; `ended`: after eager rows.
+        self.prefill_started, self.started, self.done, self.ended = (
+            torch.cuda.Event(enable_timing=True) for _ in range(4)
+        )
 
 
 @dataclass(slots=True)
@@ -73,6 +75,8 @@ class _PendingGraphStep:
     def wait(self) -> StepOutput:
         buffers, num = self.buffers, len(self.graph_rows)
         buffers.done.synchronize()
+        if self.eager_step is not None:
+            buffers.ended.synchronize()
         if self.size is None:
             result = VerificationResult.empty(0, 1) if self.eager_step is None else self.eager_step.output.result
             return StepOutput(result, num_outside_graph=len(self.eager_rows))
@@ -98,13 +102,14 @@ class _PendingGraphStep:
         return StepOutput(merged, num_verified, draft_length, len(self.eager_rows))
 
     def times(self) -> tuple[float, float]:
-        buffers, device_s = self.buffers, 0.0
+        buffers = self.buffers
         if self.size is not None:
-            device_s = self.seconds[self.size] = buffers.started.elapsed_time(buffers.done) / 1e3
-        if self.has_prefill:
-            device_s = buffers.prefill_started.elapsed_time(buffers.done) / 1e3
-        forward_s, sample_s = self.eager_step.times() if self.eager_step is not None else (0.0, 0.0)
-        return device_s + forward_s, sample_s
+            self.seconds[self.size] = buffers.started.elapsed_time(buffers.done) / 1e3
+        if self.size is None and not self.has_prefill:
+            return self.eager_step.times() if self.eager_step is not None else (0.0, 0.0)
+        first = buffers.prefill_started if self.has_prefill else buffers.started
+        last = buffers.done if self.eager_step is None else buffers.ended
+        return first.elapsed_time(last) / 1e3, 0.0
 
 
 class GraphRunner(Runner):
@@ -129,6 +134,7 @@ class GraphRunner(Runner):
         max_blocks = -(-paged.decoder.config.max_positions // BLOCK)
         self.state = DeviceState(max_num_seqs, max_blocks, self._device)
         self._graphs: dict[Hashable, Graphs] = {}  # by drafter, least recently used first
+        self._pool = GraphPool()
         self._num_dropped = 0  # captured graphs that were dropped
         self._buffers: list[_HostBuffers] = []
         # By slot: the arrival of the sequence and the version of the block table that the device has.
@@ -177,6 +183,7 @@ class GraphRunner(Runner):
         buffers.done.record(stream)
         if len(step.eager_rows):
             step.eager_step = self._run_eagerly(graphs, batch.pick(batch.emits & ~in_graph), q)
+            buffers.ended.record(stream)
         return step
 
     def _prefill(self, graphs: Graphs, batch: ScheduledBatch) -> None:
@@ -211,7 +218,7 @@ class GraphRunner(Runner):
             if len(self._graphs) == MAX_DRAFTERS:
                 self._drop(next(iter(self._graphs)))
             self._graphs[key] = Graphs(
-                decoder, kv, self.state, self.max_num_seqs, drafter, self.enforce_eager, self.imposed
+                decoder, kv, self.state, self.max_num_seqs, drafter, self.enforce_eager, self.imposed, self._pool
             )
             self._buffers = self._buffers or [_HostBuffers(self._graphs[key]) for _ in range(NUM_BUFFERS)]
         self._graphs[key] = self._graphs.pop(key)
@@ -238,6 +245,7 @@ class GraphRunner(Runner):
     def release_memory(self) -> None:
         for key in list(self._graphs):
             self._drop(key)
+        self._pool = GraphPool()
         self._forget()
 
     # -- launching a graph ------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Computes a step: from scheduled rows to what each of them emits.
 
-A step is launched and waited for. The eager runner has finished when `launch` returns; `GraphRunner` computes on the
-device while the host goes on. Rows that do not emit (chunks of prompts) have no part in the result.
+A step is launched and waited for. The eager runner has verified all rows when `launch` returns; `GraphRunner` computes
+on the device while the host goes on. Rows that do not emit (chunks of prompts) have no part in the result.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from paceline.model.kv import BLOCK, BlockTable
 from paceline.model.paged import PagedDecoder
 from paceline.types import Request
 
-PROMPT_SHARE = 32  # if prompts are batched, they start when one of so many places is free
+START_SHARE = 1 / 32  # of the slots: if prompts are batched, sequences start when so many are free
+MANY_DECODING = 8  # sequences that decode for each one that waits for its prompt: then the limit for prompts holds
 
 
 class Scheduler:
@@ -59,6 +60,7 @@ class Scheduler:
         self._slots: np.ndarray | None = None  # of the running sequences, in order
         self.lookahead = 0  # tokens that a step may write after those it verifies: a device's drafts for the next step
         self._in_front: set[int] = set()  # arrivals of the sequences whose problem starts next; they wait in front
+        self._is_starting = False  # if prompts are batched: sequences start until no slot is free
 
     @property
     def slots(self) -> np.ndarray:
@@ -74,7 +76,7 @@ class Scheduler:
         drafters = self.seq_table.drafters  # the sources of emitted tokens are numbers of these
         self.seq_table = SequenceTable(self.max_num_seqs)
         self.seq_table.drafters = drafters
-        self.running, self._slots, self.lookahead = [], None, 0
+        self.running, self._slots, self.lookahead, self._is_starting = [], None, 0, False
         self._in_front.clear()
         self.waiting = deque(sorted(sequences, key=lambda sequence: sequence.arrival))
         for sequence in self.waiting:
@@ -89,12 +91,17 @@ class Scheduler:
         pending = num_tokens - seq_table.num_computed[slots]
         # A sequence that may end with the steps in flight is not scheduled again.
         wanted = np.where(num_tokens + seq_table.num_in_flight[slots] < seq_table.limit[slots], pending, 0)
-        budget, limit = self.max_num_batched_tokens, self.max_num_prefill_tokens
+        budget, num_decoding = self.max_num_batched_tokens, int((pending == 1).sum())
         num_new = budget  # query tokens of new sequences, at most
-        if limit is not None and (pending == 1).any():
+        if self.max_num_prefill_tokens is not None and num_decoding:
+            # Prompts delay the sequences that decode. A delay is worth it if many sequences wait for their prompt, as
+            # after new weights or a burst of requests.
+            num_free = self.max_num_seqs - len(self.running)
+            num_prefilling = len(pending) - num_decoding + min(len(self.waiting), num_free)
+            limit = self.max_num_prefill_tokens * max(1, MANY_DECODING * num_prefilling // num_decoding)
             prefills = wanted > 1
             wanted[prefills] = _in_order(wanted[prefills], limit)
-            num_new = limit - int(wanted[prefills].sum())
+            num_new = max(0, limit - int(wanted[prefills].sum()))
         num_query = _in_order(wanted, budget)
         if not num_query.all():
             runs = num_query > 0
@@ -111,10 +118,7 @@ class Scheduler:
         if not self.waiting:
             self._in_front.clear()
         num_free = self.max_num_seqs - len(self.running)
-        if not (budget and self.waiting and num_free > 0):
-            return []
-        enough = min(len(self.waiting), self.max_num_seqs // PROMPT_SHARE)
-        if self.batches_prompts and self.running and num_free < enough:
+        if not self._may_start(num_free) or not budget:
             return []
         # Sequences wait while their prompt is being computed for another one, then share it.
         seq_table, slots = self.seq_table, self.slots
@@ -148,12 +152,25 @@ class Scheduler:
             if num_computed < sequence.num_prompt - 1:
                 computing.add(prompt)
         self._copy(copies)
+        self._is_starting &= len(new) < num_free
         self.waiting.extendleft(reversed(held_back))
         if new:
             seq_table.add(*(sequence for sequence, _ in new))
             self._slots = None
             self.running += [sequence for sequence, _ in new]
         return new
+
+    def _may_start(self, num_free: int) -> bool:
+        """If prompts are batched, sequences start when several slots are free, and then until none is. Preempted ones
+        do not wait for this. With a limit for the prompt tokens of a step, prompts are not batched."""
+        if not self.waiting or not num_free:
+            self._is_starting = False
+            return False
+        if not self.batches_prompts or self.max_num_prefill_tokens is not None or not self.running:
+            return True
+        enough = min(len(self.waiting), int(START_SHARE * self.max_num_seqs))
+        self._is_starting |= num_free >= enough or self.waiting[0].num_preemptions > 0
+        return self._is_starting
 
     def _try_reserve(self, table: BlockTable, num_tokens: int, headroom: int) -> bool:
         return self.pool.num_free >= headroom and self.pool.reserve(table, num_tokens)
@@ -247,7 +264,7 @@ class Scheduler:
         self.pool.truncate(sequence.table, 0)
         sequence.num_computed = 0
 
-    def launched(self, batch: ScheduledBatch) -> None:
+    def count_prefill(self, batch: ScheduledBatch) -> None:
         """Count the tokens that a launched step computes before those that emit. Steps run in the order of their
         launch, so later steps can read this KV: other sequences may share it from now on."""
         num_prefill = batch.num_prefill

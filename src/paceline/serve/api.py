@@ -59,6 +59,7 @@ class Api:
         tokenizer = self.llm.tokenizer
         self._token_text: Callable[[int], str] = lru_cache(1 << 18)(lambda token: tokenizer.decode([token]))
         self.is_draining = False
+        self._compiling = asyncio.Semaphore(1)  # structured outputs
         self._started = int(time.time())
         post, get = ["POST"], ["GET"]
         self.app = Starlette(
@@ -186,16 +187,29 @@ class Api:
             return [(await self.llm.encode(each))[1] for each in prompts]
 
     async def _compile(self, params: SamplingParams, key: str) -> None:
-        """Compile a structured output. `key`: of the body, which an error names."""
+        """Compile a structured output. `key`: of the body, which an error names. One at a time, so that the time limit
+        is for its own compilation."""
+        timeout_s = self.limits.compile_timeout_s
+        try:
+            await asyncio.wait_for(self._compiling.acquire(), timeout_s)
+        except TimeoutError:
+            raise ApiError(503, f"{key}: the server is compiling other structured outputs; try again") from None
+        compilation = asyncio.ensure_future(self.llm.compile(params))
+        compilation.add_done_callback(self._compiled)  # also after a timeout: a thread can't be stopped
         try:
             with _as_api_errors(key):
-                await asyncio.wait_for(self.llm.compile(params), self.limits.compile_timeout_s)
+                await asyncio.wait_for(asyncio.shield(compilation), timeout_s)
         except TimeoutError:
             raise ApiError(400, f"{key}: takes too long to compile", key) from None
         except ApiError as error:
             if error.param == key and not error.message.startswith(key):
                 error.message = f"{key}: {error.message}"
             raise
+
+    def _compiled(self, compilation: asyncio.Future[None]) -> None:
+        self._compiling.release()
+        if not compilation.cancelled():
+            compilation.exception()  # if nobody waits for it any more
 
     async def _answer(
         self, request: Request, body: TextBody, prompts: list[Ids], params: SamplingParams,

@@ -244,14 +244,14 @@ def test_longest_first_ends_sooner_with_the_same_tokens() -> None:
 def test_prompts_start_several_at_a_time_where_they_are_costly(
     batches_prompts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 96 places, as soon as three are free; the last one does not wait for others."""
+    """With 96 slots, from when three are free until none is; the last ones do not wait for others."""
     monkeypatch.setattr(EagerRunner, "batches_prompts", batches_prompts)
     rng, num = np.random.default_rng(0), 200
     requests = [
         Request(i, (1, 2, i % 4), SamplingParams(max_tokens=int(rng.integers(5, 60)), ignore_eos=True), i, None)
         for i in range(num)
     ]
-    engine = LocalEngine(TableDecoder(TABLE, 4000), max_num_seqs=96, max_num_batched_tokens=512)
+    engine = LocalEngine(TableDecoder(TABLE, 4000), max_num_seqs=96, max_num_batched_tokens=512, prefix_sharing=False)
     started, admit = list[int](), engine.scheduler._admit
 
     def counted(budget: int) -> list:
@@ -262,8 +262,52 @@ def test_prompts_start_several_at_a_time_where_they_are_costly(
     monkeypatch.setattr(engine.scheduler, "_admit", counted)
     found = engine.generate(requests)
     assert [c.token_ids.tolist() for c in found] == naive_generate(TABLE, requests, VOCAB - 1)
-    assert started[:2] == [4, 92] and sum(started) == num  # the first of each prompt, then those that share it
-    assert (min(started[2:-1]) >= 3) == batches_prompts
+    assert started[0] == 96 and sum(started) == num
+    assert (min(started[:-1]) >= 3) == batches_prompts
+
+
+def _num_steps_until_all_decode(limit: int | None) -> int:
+    requests = [
+        Request(i, tuple(np.random.default_rng(i).integers(0, VOCAB - 1, 50).tolist()),
+                SamplingParams(max_tokens=500, ignore_eos=True), i)
+        for i in range(64)
+    ]  # fmt: skip
+    engine = LocalEngine(
+        TableDecoder(TABLE, 4000), max_num_seqs=64, max_num_batched_tokens=500, max_num_prefill_tokens=limit
+    )
+    for request in requests:
+        engine.submit(request)
+    num_steps = 0
+    while not all(sequence.num_tokens > sequence.num_prompt for sequence in engine.sequences):
+        engine.step()
+        num_steps += 1
+    return num_steps
+
+
+def test_a_limit_for_prompts_hardly_delays_a_burst() -> None:
+    """64 sequences wait for prompts of 50 tokens; ten of these are in a step without a limit."""
+    without, limited = _num_steps_until_all_decode(None), _num_steps_until_all_decode(50)
+    assert without == 7 and without < limited <= 3 * without
+
+
+@pytest.mark.parametrize("order", ["arrival", "longest"])
+def test_slots_do_not_stay_free_where_prompts_start_together(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that wait for the prompt of another one: as soon as it is computed, they start."""
+    monkeypatch.setattr(EagerRunner, "batches_prompts", True)
+    rng = np.random.default_rng(0)
+    requests = [
+        Request(i, (1, 2, i // 8 % 5, 1, i // 40 % 5), SamplingParams(max_tokens=int(rng.integers(20, 60)), ignore_eos=True),
+                i, f"p{i // 8}")
+        for i in range(400)
+    ]  # fmt: skip
+    engine = LocalEngine(TableDecoder(TABLE, 4000), max_num_seqs=128, max_num_batched_tokens=1024, order=order)
+    for request in requests:
+        engine.submit(request)
+    running = []
+    while engine.scheduler.waiting:
+        engine.step()
+        running.append(len(engine.scheduler.running))
+    assert np.mean(running[3:]) > 124, np.mean(running[3:])
 
 
 def test_all_of_a_problem_begin_together() -> None:

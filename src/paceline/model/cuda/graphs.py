@@ -5,8 +5,7 @@ There is one graph per size of step, rounded up so that there are few sizes and 
 its size is first needed. If the device selects draft tokens, the sizes vary from step to step. Then the captured graph
 that suits the size best is used, until that has cost as much time as capturing a graph of the exact size (capturing
 takes as long as dozens of steps). A larger graph verifies more draft tokens than wanted, a smaller one only the most
-probable of them. All graphs share one memory pool, because they run one after another. `enforce_eager` runs the same
-kernels without graphs.
+probable of them. `enforce_eager` runs the same kernels without graphs.
 """
 
 from __future__ import annotations
@@ -152,6 +151,13 @@ class OutputBuffers:
         )
 
 
+class GraphPool:
+    """Memory for what graphs compute in between. All graphs of an engine share it, those of other drafters too, because
+    they run one after another."""
+
+    handle: Any = None  # torch's
+
+
 class Graphs:
     """Of one drafter, or of none."""
 
@@ -164,12 +170,13 @@ class Graphs:
         drafter: GraphDrafter | None = None,
         enforce_eager: bool = False,
         imposed: Tensor | None = None,  # see `DeviceState.commit_tokens`
+        pool: GraphPool | None = None,
     ) -> None:
         device, ops = decoder.device, decoder.ops
         assert isinstance(ops, CudaOps)
         self.ops = ops
         self.decoder, self.kv, self.state, self.drafter, self.enforce_eager = decoder, kv, state, drafter, enforce_eager
-        self.imposed = imposed
+        self.imposed, self.pool = imposed, pool or GraphPool()
         most = round_up(max_rows, ROWS)
         self.input_words = torch.empty(GraphSize(most, most, 1).num_words, dtype=torch.int32, device=device)
         self.outputs = OutputBuffers(most, device=device)
@@ -179,7 +186,6 @@ class Graphs:
         self._capture_s = math.inf  # time to capture a graph
         self._out_of_memory = False  # for a larger graph
         self._lost_s: defaultdict[GraphSize, float] = defaultdict(float)  # with other graphs, by size not captured
-        self._pool: Any = None  # torch's handle of the shared memory pool
 
     @property
     def stream(self) -> torch.cuda.Stream:
@@ -276,9 +282,9 @@ class Graphs:
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             # Only calls of this thread can break the capture: a learner in another thread may allocate meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self.pool.handle, capture_error_mode="thread_local"):
                 self._step(size)
         finally:
             input_words.copy_(given)
-        self._pool = graph.pool()
+        self.pool.handle = graph.pool()
         return graph.replay
