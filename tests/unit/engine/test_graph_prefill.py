@@ -249,7 +249,7 @@ def test_after_an_exception_prompts_are_computed_again(
 
 @pytest.mark.parametrize("inflight", ["keep", "recompute"])
 def test_weights_may_change_in_the_middle_of_a_prompt(cuda: SimpleNamespace, inflight: str) -> None:
-    engine = make(cuda, "eagle3", max_num_prefill_tokens=8)
+    engine = make(cuda, "eagle3", max_num_prefill_tokens=3)
     engine.paged.update = lambda weights, version: engine.paged.pool.reset_prefix_cache()
     others = decoding(engine)
     long = Request(9, prompt(100, 9), SamplingParams(max_tokens=5, ignore_eos=True), 9, "long")

@@ -296,10 +296,11 @@ def test_slots_do_not_stay_free_where_prompts_start_together(order: str, monkeyp
     monkeypatch.setattr(EagerRunner, "batches_prompts", True)
     rng = np.random.default_rng(0)
     requests = [
-        Request(i, (1, 2, i // 8 % 5, 1, i // 40 % 5), SamplingParams(max_tokens=int(rng.integers(20, 60)), ignore_eos=True),
-                i, f"p{i // 8}")
-        for i in range(400)
-    ]  # fmt: skip
+        Request(
+            i, (1, 2, i // 8 % 5, 1, i // 40 % 5), SamplingParams(max_tokens=length, ignore_eos=True), i, f"p{i // 8}"
+        )
+        for i, length in enumerate(rng.integers(20, 60, 400).tolist())
+    ]
     engine = LocalEngine(TableDecoder(TABLE, 4000), max_num_seqs=128, max_num_batched_tokens=1024, order=order)
     for request in requests:
         engine.submit(request)
