@@ -150,7 +150,8 @@ def plan_parts(
         tokens_per_microbatch=tokens,
         packed_tokens=packed,
         sleeps=False,
-        learner_weights=(trained + frozen) * size // num_ranks + gathered,
+        # Shards of trained parameters are their own masters.
+        learner_weights=(trained * (num_ranks == 1 or size >= 4) + frozen) * size // num_ranks + gathered,
         engine_weights=weights * size,
         # One version for each that a batch in the queue may begin with, and the newest.
         published_weights=(config.train.max_staleness + 1) * weights * size if overlaps else 0,

@@ -6,6 +6,7 @@ Invariants: the target is not changed and gets no gradient; the same batches giv
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -58,6 +59,8 @@ class DraftLearner:
                 overlaps.append(overlap)
             total.backward()
         norm = self.optimizer.step(self.version)
+        if not math.isfinite(norm):
+            raise ValueError(f"step {self.version + 1}: the gradient norm is {norm}; lower the learning rate")
         self.version += 1
         return DraftReport(float(total.detach()), tuple(float(o) for o in overlaps), norm)
 

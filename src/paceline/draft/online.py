@@ -88,6 +88,9 @@ class OnlineHeadTrainer:
                 )
             )
 
+    def discard(self) -> None:
+        self._observed = []
+
     def before_optimizer_step(self) -> None:
         with self._timer.stage("head_training"):
             observed = sorted(self._observed, key=lambda each: len(each.tokens))  # similar lengths: little padding

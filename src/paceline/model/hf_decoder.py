@@ -8,6 +8,7 @@ recurrent layers work as they are. T concatenated tokens, S sequences of at most
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,7 @@ class HFDecoder(nn.Module):
         super().__init__()
         self.model: Any = model.eval()  # no dropout: the engine has none either
         self.config: Any = model.config
+        self.compute_dtype: torch.dtype | None = None  # None: that of the parameters
         names = set(getattr(model, "_no_split_modules", None) or ())  # the classes of layers, sharded one by one
         self.layers = [module for module in model.modules() if type(module).__name__ in names]
 
@@ -77,7 +79,8 @@ class HFDecoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
+        dtype: torch.dtype = next(self.model.parameters()).dtype
+        return self.compute_dtype or dtype
 
     @property
     def checkpointing(self) -> bool:
@@ -120,6 +123,12 @@ def load_hf(directory: Path, dtype: torch.dtype, device: torch.device | str) -> 
     finally:
         if had_progress_bar:
             logging.enable_progress_bar()
+    if model.config._attn_implementation != "sdpa":
+        warnings.warn(
+            f"{directory}: transformers has no fused attention (SDPA) for {type(model).__name__}. If it has attention, "
+            "the scores of all pairs of tokens are in memory; keep learner.tokens_per_microbatch small.",
+            stacklevel=2,
+        )
     decoder = HFDecoder(model.to(device).requires_grad_(False))
     _check_head(decoder, directory)
     return decoder

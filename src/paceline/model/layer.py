@@ -50,9 +50,9 @@ class Lora(nn.Module):
         return F.linear(F.linear(x_TK, self.down), self.up) * self.scale
 
     def merged(self, weight_NK: Tensor) -> Tensor:
-        """W + scale * B A, computed in at least float32."""
+        """W + scale * B A of the adapters as the forward pass rounds them, computed in at least float32."""
         dtype = torch.promote_types(weight_NK.dtype, torch.float32)
-        up, down = (full_tensor(part.detach()).to(dtype) for part in (self.up, self.down))
+        up, down = (full_tensor(part.detach().to(weight_NK.dtype)).to(dtype) for part in (self.up, self.down))
         return torch.addmm(weight_NK.to(dtype), up, down, alpha=self.scale).to(weight_NK.dtype)
 
 
@@ -74,6 +74,7 @@ class Model(nn.Module):
     """A decoder or an EAGLE-3 head."""
 
     norm: nn.Parameter  # before the LM head
+    compute_dtype: torch.dtype | None = None  # None: that of the parameters
 
     @property
     def device(self) -> torch.device:
@@ -81,7 +82,7 @@ class Model(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.norm.dtype
+        return self.compute_dtype or self.norm.dtype
 
 
 def init_random(parameters: Iterable[tuple[str, Tensor]], seed: int, device: torch.device | str = "cpu") -> None:

@@ -1,9 +1,9 @@
 """The optimiser: AdamW, or Muon for the layers' matrices and AdamW for all other parameters.
 
-Invariants: the learning rate depends only on the step number; a step is applied to all parameters or to none; the state
-dict has only tensors. Parameters of less than 32 bits have a float32 master copy. It accumulates the gradients and is
-updated; then it is rounded to the parameter. If parameters are sharded (`sharding.py`), so are master copies, gradients
-and moments: every rank updates its rows, and the gradient norm is that of all ranks.
+Invariants: the learning rate depends only on the step number; a step is applied to all parameters or to none, and to
+none if the gradient is not finite; the state dict has only tensors. Parameters of less than 32 bits have a float32
+master copy. It accumulates the gradients and is updated; then it is rounded to the parameter. If parameters are sharded
+(`sharding.py`), so are gradients and moments: every rank updates its rows, and the gradient norm is that of all ranks.
 """
 
 from __future__ import annotations
@@ -107,17 +107,15 @@ class Optimizer:
         return self.section.learning_rate * schedule(step, self.section, self.num_steps)
 
     def step(self, step: int) -> float:
-        """Make step number `step` with the accumulated gradients. Returns their norm before clipping."""
+        """Make step number `step` with the accumulated gradients. Returns their norm before clipping. If it is not
+        finite, the gradients are discarded and nothing else changes."""
         for master in self.masters.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
         norm = full_tensor(get_total_norm([master.grad for master in self.masters.values() if master.grad is not None]))
         if not norm.isfinite():
             self.clear()
-            raise ValueError(
-                f"step {step + 1}: the gradient norm is {norm.item()}; the update is skipped, the weights are "
-                "unchanged. Lower the learning rate, or check for rewards or logprobs out of range"
-            )
+            return float(norm)
         if norm > self.section.max_grad_norm:
             clip_grads_with_norm_(self.masters.values(), self.section.max_grad_norm, norm)
         for part in self.parts.values():

@@ -3,6 +3,9 @@
 A layer's parameters are gathered for its forward and backward pass and freed afterwards. Those outside of layers
 (embedding, final norm, LM head) stay gathered from the forward pass to the end of the backward pass, because the loss
 needs the LM head. Gradients are summed over ranks, not averaged: a batch's loss is a sum over its sequences.
+
+Of a 16-bit model, ranks hold the trained parameters in float32. They are gathered in 16 bits. Gradients are computed in
+16 bits, and summed and kept in float32.
 """
 
 from __future__ import annotations
@@ -21,9 +24,16 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device) -
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(device.type, (get_world_size(),))
-    half = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
-    precision = MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False)
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    half = next((dtype for dtype in dtypes if dtype.itemsize < 4), None)
+    if half is not None and len(dtypes) > 1:
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ValueError(f"the model has parameters in {names}; to shard it, set model.dtype = \"float32\"")
+    precision = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
     for module in (*blocks, model):
+        for parameter in module.parameters() if half else ():
+            if parameter.requires_grad and not is_sharded(parameter):
+                parameter.data = parameter.data.float()
         fully_shard(module, mesh=mesh, mp_policy=precision)
         assert isinstance(module, FSDPModule)
         # Both are needed: with the factor alone, the reduction itself computes it, which gloo does not support.

@@ -103,10 +103,11 @@ def hf_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     return read_views(decoder_views(decoder))
 
 
-def read_views(views: Iterable[ParameterView]) -> Iterator[tuple[str, Tensor]]:
+def read_views(views: Iterable[ParameterView], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """In `dtype`, or that of the parameters."""
     for view in views:
         names, sizes = zip(*view.parts, strict=True)
-        yield from zip(names, _read(view.parameter).split(sizes), strict=True)
+        yield from zip(names, _read(view.parameter, dtype).split(sizes), strict=True)
 
 
 def assign(decoder: Decoder, pairs: Iterable[tuple[str, Tensor]]) -> None:
@@ -162,11 +163,11 @@ def _listing(items: list[str], limit: int = 4) -> str:
     return "; ".join(items[:limit]) + more
 
 
-def _read(parameter: Tensor | Linear) -> Tensor:
+def _read(parameter: Tensor | Linear, dtype: torch.dtype | None = None) -> Tensor:
     if not isinstance(parameter, Linear):
-        return full_tensor(parameter.detach())
+        return full_tensor(parameter.detach().to(dtype or parameter.dtype))
     if parameter.weight is not None:
-        weight = full_tensor(parameter.weight.detach())
+        weight = _read(parameter.weight, dtype)
         return weight if parameter.lora is None else parameter.lora.merged(weight)
     from paceline.model import kernels
 

@@ -104,6 +104,10 @@ def warnings(run: Run) -> list[str]:
         steps = _steps(steps_with(lambda record: (number(record, "num_failures") or 0) > 0))
         samples = "1 sample" if num_failures == 1 else f"{num_failures} samples"
         found.append(f"{samples} could not be scored and were not trained on, at {steps}.")
+    if num_skipped := int(run.total("num_skipped_optimizer_steps")):
+        steps = _steps(steps_with(lambda record: (number(record, "num_skipped_optimizer_steps") or 0) > 0))
+        skipped = "1 optimizer step was" if num_skipped == 1 else f"{num_skipped} optimizer steps were"
+        found.append(f"{skipped} skipped, because the loss or the gradient was not finite, at {steps}.")
     if differing := [step for step, audit in audits(run) if audit.get("identical") is False]:
         text = f"The two generations of the audit have different tokens at {_steps(differing)}."
         if not any(audit.get("must_be_identical") for _, audit in audits(run)):

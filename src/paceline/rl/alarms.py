@@ -7,7 +7,8 @@
 - zero_advantages_alarm: all advantages are zero, so rewards do not change the policy. Reported the first, the tenth,
   the hundredth … time; the first time only as a note, if problems differ in their rewards.
 
-The first three ignore batches with few drafts. The trainer has one more, mismatch_alarm.
+The first three ignore batches with few drafts. The trainer has one more, mismatch_alarm. Skipped optimizer steps are
+counted, not flagged: num_skipped_optimizer_steps. Each RL step with some is reported.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from typing import Any
 import numpy as np
 
 from paceline.config import Config
+from paceline.rl.learner import UpdateReport
 from paceline.types import Completion, Group, Provenance, Rollout
 
 MIN_DRAFTS = 50  # in a batch, to measure its acceptance
 DROP, FLOOR, RECORD = "acceptance_drop_alarm", "acceptance_floor_alarm", "acceptance_record_alarm"
 NUM_DEVIATIONS = 4.0  # standard deviations below the record: one false alarm in 30,000 batches
+SKIPPED_REMEDY = "Lower learner.learning_rate, or look for rewards and logprobs out of range"
 HEAD = "eagle3"  # the drafter name of a head, alone or in a hybrid
 
 
@@ -175,3 +178,24 @@ class AdvantageAlarm:
             f"(algorithm.num_generations = {self.num_generations})"
         )
         return True, [message]
+
+
+def skipped_message(step: int, report: UpdateReport, in_a_row: int, max_skipped: int) -> str:
+    """For an RL step with skipped optimizer steps. `in_a_row`: skipped ones at the end of the step."""
+    num_skipped, num_applied = len(report.skipped), report.num_optimizer_steps
+    result = f"the other {num_applied} changed the weights" if num_applied else "the weights did not change"
+    return (
+        f"ALARM: step {step + 1}: {num_skipped} of {num_skipped + num_applied} optimizer steps skipped, because "
+        f"{' and '.join(dict.fromkeys(report.skipped))}; {result}. In a row: {in_a_row} of learner.max_skipped = "
+        f"{max_skipped}, which stops the run. {SKIPPED_REMEDY}"
+    )
+
+
+def check_skipped(step: int, in_a_row: int, max_skipped: int) -> None:
+    """Raises ValueError after too many skipped optimizer steps in a row."""
+    if in_a_row >= max_skipped:
+        raise ValueError(
+            f"step {step + 1}: the last {in_a_row} optimizer steps were skipped, because their loss or gradient was not "
+            f"finite (learner.max_skipped = {max_skipped}). The weights are those of the last applied optimizer step. "
+            f"{SKIPPED_REMEDY}, then continue with --resume"
+        )

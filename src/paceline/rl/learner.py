@@ -7,6 +7,7 @@ Invariants:
     learner.deterministic = false; and on a GPU float32 and transformers' models, whose attention is torch's choice.
   - Packing and microbatching change results only by rounding.
   - Training continues bit for bit after `state_dict` and `load_state_dict`.
+  - An optimizer step whose loss or gradient is not finite is skipped: it changes neither weights nor optimizer state.
 Per-token tensors are as in TokenBatch: T tokens after the prompts, float64, on the CPU.
 
 A learner may have several ranks (`worker_group.py`). Each rank holds a shard of every parameter and computes a part of
@@ -17,6 +18,7 @@ every batch. Rank 0 is called like a learner of one process and returns results 
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -53,12 +55,14 @@ LossWeights = Callable[[TokenBatch], Tensor]  # the weights_T of a minibatch
 
 @dataclass(slots=True)
 class UpdateReport:
-    loss: float  # mean over the optimizer steps of the update
+    loss: float  # mean over the applied optimizer steps; NaN without any
     grad_norm: float  # the same mean, before clipping
     learning_rate: float
-    entropy: float  # mean over trained tokens, at the sampling temperature
-    stats: dict[str, float]  # of the loss function, means over trained tokens
+    entropy: float  # mean over tokens of the applied steps, at the sampling temperature; NaN without any
+    stats: dict[str, float]  # of the loss function, the same mean; empty without any
     logprobs_T: Tensor  # before the update; 0 for tokens of the environment
+    num_optimizer_steps: int  # applied
+    skipped: list[str]  # why, for each skipped optimizer step
 
 
 class Learner:
@@ -83,6 +87,7 @@ class Learner:
         self.decoder, self.section, self.temperature = decoder, section, temperature
         self.worker_group = worker_group or WorkerGroup()
         self.version = 0  # the policy version: updates done, skipped ones included
+        self.num_skipped_in_a_row = 0  # optimizer steps
         self.reference: Decoder | HFDecoder | None = None
         if keep_reference:
             # With LoRA the base weights do not change: no copy needed.
@@ -95,6 +100,7 @@ class Learner:
         decoder.checkpointing = section.activation_checkpointing
         if isinstance(decoder, Decoder):
             decoder.deterministic = section.deterministic
+        decoder.compute_dtype = decoder.dtype  # shards hold trained parameters in float32
         self.worker_group.shard(decoder, decoder.layers)
         if self.reference is not None and self.reference is not decoder:
             self.worker_group.shard(self.reference, self.reference.layers)
@@ -123,7 +129,8 @@ class Learner:
     ) -> UpdateReport:
         """Make the next policy version: num_iterations passes over the batch, each with num_minibatches optimizer
         steps. `loss` gets one microbatch of whole sequences at a time; an optimizer step minimizes the sum of its
-        microbatch losses. `loss_weights` gets the whole minibatch and returns its weights_T."""
+        microbatch losses. `loss_weights` gets the whole minibatch and returns its weights_T. An optimizer step whose
+        loss or gradient is not finite is skipped, and the update goes on with the next one."""
         assert observer is None or self.worker_group.size == 1, "with several ranks an observer sees only its own shard"
         self._broadcast_command("update", rollouts, batch, version=self.version)
         with self.worker_group.collective():
@@ -137,30 +144,36 @@ class Learner:
             sums: Counter[str] = Counter()
             losses: list[float] = []
             norms: list[float] = []
+            skipped: list[str] = []
             for _ in range(self.section.num_iterations):
                 for start, end in spans:
                     minibatch = batch.sequences(start, end)
                     if loss_weights is not None:
                         minibatch = replace(minibatch, weights_T=loss_weights(minibatch))
                     minibatch_sums, logprobs_T = self._backward(rollouts[start:end], minibatch, loss, observer)
-                    if observer is not None:
-                        observer.before_optimizer_step()
-                    losses.append(minibatch_sums.pop("loss"))
-                    sums.update(minibatch_sums)
-                    norms.append(self.optimizer.step(self.version))
                     before_T = logprobs_T if before_T is None else before_T
+                    minibatch_loss = minibatch_sums.pop("loss")
+                    norm, problem = self._optimizer_step(minibatch_loss, observer)
+                    if problem is not None:
+                        skipped.append(problem)
+                        continue
+                    losses.append(minibatch_loss)
+                    sums.update(minibatch_sums)
+                    norms.append(norm)
                 if batch.old_logprobs_T is None:
                     batch = replace(batch, old_logprobs_T=before_T)
                 observer = None  # later passes repeat the same rollouts
             assert before_T is not None
             self._check_finite()
         report = UpdateReport(
-            loss=sum(losses) / len(losses),
-            grad_norm=sum(norms) / len(norms),
+            loss=sum(losses) / len(losses) if losses else math.nan,
+            grad_norm=sum(norms) / len(norms) if norms else math.nan,
             learning_rate=self.optimizer.learning_rate(self.version),
-            entropy=sums.pop("entropy") / max(1, sums.pop("trained")),
+            entropy=sums.pop("entropy", math.nan) / max(1, sums.pop("trained", 0)),
             stats={key: value / max(1.0, sums["num_tokens"]) for key, value in sums.items() if key != "num_tokens"},
             logprobs_T=before_T,
+            num_optimizer_steps=len(norms),
+            skipped=skipped,
         )
         self.version += 1
         return report
@@ -171,17 +184,19 @@ class Learner:
         for index, view in enumerate(self._parameter_views()):
             self.worker_group.broadcast_command("gather", index=index)  # one by one: the caller may stop early
             with self.worker_group.collective():
-                pairs = list(read_views([view]))
+                pairs = list(read_views([view], self.decoder.dtype))
             yield from pairs
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's part of the state. Live tensors: write or copy them before the next update."""
-        return {"version": torch.tensor(self.version), **self.optimizer.state_dict()}
+        counts = {"version": self.version, "num_skipped_in_a_row": self.num_skipped_in_a_row}
+        return {**{name: torch.tensor(count) for name, count in counts.items()}, **self.optimizer.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Load full tensors, saved with the same model and settings. Call it on all ranks."""
-        self.optimizer.load_state_dict(state_dict, others=["version"])
+        self.optimizer.load_state_dict(state_dict, others=["version", "num_skipped_in_a_row"])
         self.version = int(state_dict["version"])
+        self.num_skipped_in_a_row = int(state_dict["num_skipped_in_a_row"])
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Write the state to a folder that all ranks see, one shard per rank. Returns the files with size and hash."""
@@ -215,7 +230,7 @@ class Learner:
     def _execute(self, command: Command, loss: LossFunction, loss_weights: LossWeights | None) -> None:
         name, arguments, tensors = command
         if name == "gather":
-            list(read_views([list(self._parameter_views())[arguments["index"]]]))
+            list(read_views([list(self._parameter_views())[arguments["index"]]], self.decoder.dtype))
         elif name in ("save", "load"):
             getattr(self, name)(Path(arguments["folder"]))
         else:
@@ -259,7 +274,8 @@ class Learner:
                 'learner.tokens_per_microbatch = "auto": only a run chooses it, by its memory plan; a learner needs a '
                 "number, such as 2048"
             )
-        spans = microbatches_per_rank(rollouts, group.size, max_tokens)[group.rank]
+        padded = isinstance(self.decoder, HFDecoder)
+        spans = microbatches_per_rank(rollouts, group.size, max_tokens, padded)[group.rank]
         at = [0, *accumulate(len(rollout.token_ids) for rollout in rollouts)]
         return [(start, end, slice(at[start], at[end])) for start, end in spans]
 
@@ -291,6 +307,22 @@ class Learner:
         values = torch.tensor([sums[name] for name in names], dtype=torch.float64)
         totals = self.worker_group.all_reduce(values).tolist()
         return Counter(dict(zip(names, totals, strict=True))), self.worker_group.all_reduce(all_logprobs_T)
+
+    def _optimizer_step(self, loss: float, observer: Observer | None) -> tuple[float, str | None]:
+        """Apply the accumulated gradients, or discard them if they or the loss are not finite. Returns their norm, and
+        why the step was skipped. Loss and norm are those of all ranks, so all ranks decide alike."""
+        if math.isfinite(loss):
+            if observer is not None:
+                observer.before_optimizer_step()
+            norm = self.optimizer.step(self.version)
+            problem = None if math.isfinite(norm) else f"the gradient norm is {norm}"
+        else:
+            if observer is not None:
+                observer.discard()
+            self.optimizer.clear()
+            norm, problem = math.nan, f"the loss is {loss}"
+        self.num_skipped_in_a_row = 0 if problem is None else self.num_skipped_in_a_row + 1
+        return norm, problem
 
     @torch.no_grad()
     def _logprobs(self, decoder: Decoder | HFDecoder, rollouts: Sequence[Rollout]) -> Tensor:

@@ -39,6 +39,8 @@ def update_metrics(tokens: TokenBatch, report: UpdateReport, version: int, keeps
         "learning_rate": report.learning_rate,
         "entropy": report.entropy,
         **report.stats,
+        "num_optimizer_steps": report.num_optimizer_steps,
+        "num_skipped_optimizer_steps": len(report.skipped),
         **mismatch_metrics(log_ratio_N[is_current_T[tokens.mask_T]]),
         "token_lags": {str(lag): int((lag_N == lag).sum()) for lag in lag_N.unique().tolist()},
         "effective_sample_size": effective_sample_size(log_ratio_N),
@@ -79,7 +81,7 @@ def memory_gib(device: torch.device) -> float:
 def has_advantages(tokens: TokenBatch) -> bool:
     """Whether any is larger than the rounding of a mean of equal rewards."""
     assert tokens.advantages_T is not None
-    return bool((tokens.advantages_T.abs() > 1e-6).any())
+    return not bool((tokens.advantages_T.abs() <= 1e-6).all())  # NaN is no zero
 
 
 def mean_advantages(tokens: TokenBatch) -> list[float]:

@@ -24,6 +24,9 @@ class Observer(Protocol):
     def before_optimizer_step(self) -> None:
         """Called while the decoder still has the weights that computed the observed states."""
 
+    def discard(self) -> None:
+        """Called instead if the loss is not finite: the states observed since the last call may not be finite."""
+
 
 class HeadTrainer(Observer, Protocol):
     """Trains an EAGLE-3 head online. `draft/online.py` implements it; this package does not import `draft`."""

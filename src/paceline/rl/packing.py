@@ -86,6 +86,23 @@ def pack(rollouts: Sequence[Rollout]) -> Packed:
     )
 
 
+def padded_microbatches(rollouts: Sequence[Rollout], max_tokens: int) -> Iterator[tuple[int, int]]:
+    """Spans start … end-1 of rollouts, in order, for a model that pads sequences to one length and does not share
+    prompts: each of at most `max_tokens` tokens, with padding. A single rollout may have more."""
+    start = num_sequences = longest = 0
+    for i, rollout in enumerate(rollouts):
+        num_needed = _num_needed(rollout)
+        if not num_needed:
+            continue
+        length = len(rollout.prompt_ids) + num_needed - 1
+        if num_sequences and (num_sequences + 1) * max(longest, length) > max_tokens:
+            yield start, i
+            start, num_sequences, longest = i, 0, 0
+        num_sequences, longest = num_sequences + 1, max(longest, length)
+    if start < len(rollouts):
+        yield start, len(rollouts)
+
+
 def microbatches(rollouts: Sequence[Rollout], max_tokens: int) -> Iterator[tuple[int, int]]:
     """Spans start … end-1 of rollouts, in order, each of at most `max_tokens` packed tokens and KEYS_PER_TOKEN times as
     many keys. A single rollout may have more."""
@@ -107,22 +124,26 @@ def microbatches(rollouts: Sequence[Rollout], max_tokens: int) -> Iterator[tuple
         yield start, len(rollouts)
 
 
-def microbatches_per_rank(rollouts: Sequence[Rollout], num: int, max_tokens: int) -> list[list[tuple[int, int]]]:
+def microbatches_per_rank(
+    rollouts: Sequence[Rollout], num: int, max_tokens: int, padded: bool = False
+) -> list[list[tuple[int, int]]]:
     """The microbatches of each of `num` ranks: rollouts in order, about the same number of tokens per rank. All ranks
     get the same number of microbatches, some of them empty: collectives must match."""
+    cut = padded_microbatches if padded else microbatches
     if num == 1:
-        return [list(microbatches(rollouts, max_tokens))]
+        return [list(cut(rollouts, max_tokens))]
     costs = []
     prompt_ids: tuple[int, ...] | None = None
     for rollout in rollouts:
         num_needed = _num_needed(rollout)
-        costs.append(num_needed + (len(rollout.prompt_ids) if num_needed and rollout.prompt_ids != prompt_ids else 0))
+        has_prompt = num_needed and (padded or rollout.prompt_ids != prompt_ids)
+        costs.append(num_needed + (len(rollout.prompt_ids) if has_prompt else 0))
         prompt_ids = rollout.prompt_ids if num_needed else prompt_ids
     middle = np.cumsum(costs) - np.array(costs) / 2
     owner = np.minimum(num - 1, (middle * num / max(1, sum(costs))).astype(np.int64))
     by_rank = []
     for start, end in pairwise(np.searchsorted(owner, np.arange(num + 1)).tolist()):
-        spans = microbatches(rollouts[start:end], max_tokens)
+        spans = cut(rollouts[start:end], max_tokens)
         by_rank.append([(start + first, start + last) for first, last in spans])
     num_spans = max(1, *map(len, by_rank))
     return [spans + [(0, 0)] * (num_spans - len(spans)) for spans in by_rank]

@@ -26,7 +26,7 @@ from paceline.config import Config
 from paceline.engine.interface import Engine, SpeculationState
 from paceline.model.device import use_device
 from paceline.model.weights import checksum
-from paceline.rl.alarms import AdvantageAlarm, Alarms, FirstPositions
+from paceline.rl.alarms import AdvantageAlarm, Alarms, FirstPositions, check_skipped, skipped_message
 from paceline.rl.algorithms import Algorithm
 from paceline.rl.audit import Auditor, check_audit
 from paceline.rl.audit_schedule import AuditSchedule
@@ -196,6 +196,8 @@ class Trainer:
         if is_best or (train.checkpoint_every and self.step % train.checkpoint_every == 0):
             self.save(is_best)
         self.callback.step(metrics)
+        if metrics.get("num_skipped_optimizer_steps"):
+            check_skipped(step, self.learner.num_skipped_in_a_row, self.config.learner.max_skipped)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -225,6 +227,9 @@ class Trainer:
             if head_trainer is not None:
                 head_trainer.begin_update(rollouts, tokens.group_S.tolist(), timer)
             report = self.learner.update(rollouts, tokens, self.algorithm.loss, self.algorithm.weights, head_trainer)
+        if report.skipped:
+            in_a_row, limit = self.learner.num_skipped_in_a_row, self.config.learner.max_skipped
+            self.callback.note(skipped_message(batch.step, report, in_a_row, limit))
         for rollout, advantage in zip(rollouts, mean_advantages(tokens), strict=True):
             rollout.advantage = advantage
         keeps_kv = self.overlaps and self.config.train.inflight == "keep"
