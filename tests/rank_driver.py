@@ -28,15 +28,17 @@ from support import tiny_decoder
 from torch.distributed.fsdp import FSDPModule
 from unit.test_learner import some_groups
 
+import paceline.model.optim as optim_module
 import paceline.rl.learner as learner_module
 from paceline.cli import app
 from paceline.config import AlgorithmSection, LearnerSection
 from paceline.model.hf_decoder import load_hf
+from paceline.model.optim import Optimizer
 from paceline.model.weights import load
 from paceline.rl import checkpoint
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.batch import TokenBatch, scored
-from paceline.rl.learner import Learner
+from paceline.rl.learner import Learner, UpdateReport
 from paceline.rl.worker_group import WorkerGroup
 
 
@@ -52,7 +54,8 @@ class Job:
     load: str | None = None  # a state to load first
     updates: tuple[int, int] = (0, 10)
     num_groups: int = 4
-    bad: int | None = None  # the update whose rewards are not finite
+    bad: int | None = None  # the update that is not finite
+    bad_rank: int | None = None  # the rank with a NaN in its gradient; None: the rewards are infinite
     save: str | None = None
     out: str | None = None  # file for the final weights and logprobs
     broken: str | None = None  # a deliberate mistake
@@ -76,22 +79,20 @@ def make(job: Job, worker_group: WorkerGroup) -> Learner:
 def train(job: Job, it: Learner, algorithm: Any) -> dict[str, Any]:
     if job.load is not None:
         it.load(Path(job.load))
-    reports = []
+    reports: list[UpdateReport] = []
+    skipped: list[str] = []
     for seed in range(*job.updates):
         groups = some_groups(seed, job.num_groups)
         rollouts, batch = scored(groups), TokenBatch.of(groups)
         if algorithm.needs_reference:
             batch.ref_logprobs_T = it.reference_logprobs(rollouts)
-        if seed == job.bad:
+        if seed == job.bad and job.bad_rank is None:
             batch.reward_S[:] = float("inf")
         algorithm.prepare(batch)
-        if seed == job.bad:
-            try:
-                it.update(rollouts, batch, algorithm.loss, algorithm.weights)
-            except ValueError as error:
-                print(error)
-            continue
-        reports.append(it.update(rollouts, batch, algorithm.loss, algorithm.weights))
+        report = it.update(rollouts, batch, algorithm.loss, algorithm.weights)
+        skipped += report.skipped
+        if report.num_optimizer_steps:
+            reports.append(report)
     files = {}
     if job.save is not None:
         Path(job.save).mkdir()
@@ -105,6 +106,8 @@ def train(job: Job, it: Learner, algorithm: Any) -> dict[str, Any]:
         "entropies": [r.entropy for r in reports],
         "stats": [r.stats for r in reports],
         "logprobs": [float(r.logprobs_T.sum()) for r in reports],
+        "skipped": skipped,
+        "in_a_row": it.num_skipped_in_a_row,
         "version": it.version,
         "files": files,
         "held": sum(p.numel() for p in map(learner_module.local_tensor, it.optimizer.masters.values())),
@@ -134,6 +137,16 @@ def break_it(job: Job, number: int) -> None:
             return update(*args)
 
         Learner.update = dies  # type: ignore[method-assign]
+    if number == job.bad_rank:
+        optimizer_step = Optimizer.step
+
+        def with_nan(it: Optimizer, step: int) -> float:
+            if step == job.bad:
+                gradients = [p.grad for p in it.masters.values() if p.grad is not None]
+                learner_module.local_tensor(gradients[0])[0] = torch.nan
+            return optimizer_step(it, step)
+
+        Optimizer.step = with_nan  # type: ignore[method-assign]
     if job.full and number == 1:
 
         def full(path: Path, parts: Any) -> Any:
@@ -144,6 +157,19 @@ def break_it(job: Job, number: int) -> None:
     if broken == "averaged":
         plain = FSDPModule.set_gradient_divide_factor
         FSDPModule.set_gradient_divide_factor = lambda self, factor: plain(self, 2.0)  # type: ignore[method-assign]
+    elif broken == "rounded":  # gradients to 16 bits after their sum over ranks
+        finish = Optimizer.step
+
+        def rounded(it: Optimizer, step: int) -> float:
+            for master in it.masters.values():
+                if master.grad is not None:
+                    master.grad = master.grad.bfloat16().float()
+            return finish(it, step)
+
+        Optimizer.step = rounded  # type: ignore[method-assign]
+    elif broken == "own norm":  # each rank decides by its own gradients whether to skip
+        total_norm = optim_module.get_total_norm
+        optim_module.get_total_norm = lambda grads: total_norm([learner_module.local_tensor(grad) for grad in grads])
     elif broken == "dropped":  # rank 1 skips its microbatches
         microbatches_per_rank = learner_module.microbatches_per_rank
 

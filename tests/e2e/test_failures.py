@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from scripted import Bytes
-from tiny_run import SETTINGS, lines, make, policy, settings
+from tiny_run import SETTINGS, lines, make, outcome, policy, settings
 from typer.testing import CliRunner
 
 from paceline.build.config import load_config
@@ -28,7 +29,7 @@ from paceline.tasks.rewards import Score
 from paceline.tasks.task import Problem, Turn
 from paceline.types import Completion, Provenance, Request
 
-STEPS = "train.num_steps=3"
+STEPS, SIX = "train.num_steps=3", "train.num_steps=6"
 
 
 def finish(trainer: Trainer) -> dict[str, Any]:
@@ -245,20 +246,92 @@ def test_a_bad_line_in_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     command("train", "--run", tmp_path / "mine", *argv, "train.num_steps=1")
 
 
-def test_a_non_finite_gradient(tmp_path: Path) -> None:
-    trainer = make(tmp_path, "run", STEPS, "train.checkpoint_every=1")
-    update = trainer.learner.update
+def with_nan_gradients(trainer: Trainer, steps: Collection[int], minibatch: int = 0) -> dict[int, dict[str, Any]]:
+    """Make this minibatch's gradient NaN at these RL steps, counted from 0. Returns the learner's state before each RL
+    step, as it is filled in."""
+    learner, update = trainer.learner, trainer.learner.update
+    optimizer_step = learner.optimizer.step
+    states: dict[int, dict[str, Any]] = {}
+    done: list[int] = []  # optimizer steps of this RL step
 
-    def with_infinite_advantages(rollouts: Any, batch: Any, *rest: Any) -> Any:
-        if trainer.step == 2:
-            batch.advantages_T.fill_(float("inf"))
-        return update(rollouts, batch, *rest)
+    def updated(*args: Any) -> Any:
+        states[trainer.step] = {name: tensor.clone() for name, tensor in learner.optimizer.state_dict().items()}
+        done.clear()
+        return update(*args)
 
-    trainer.learner.update = with_infinite_advantages
-    with pytest.raises(ValueError, match=r"step 3: the gradient norm is (nan|inf); .* Lower the learning rate"):
+    def stepped(number: int) -> float:
+        if number in steps and len(done) == minibatch:
+            next(learner.decoder.parameters()).grad[0] = float("nan")
+        done.append(number)
+        return optimizer_step(number)
+
+    learner.update, learner.optimizer.step = updated, stepped
+    return states
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step(tmp_path: Path, command: Any) -> None:
+    """At RL step 3. The run goes on, and a resumed one equals it."""
+    run = tmp_path / "run"
+    overrides = "train.num_steps=5", "train.checkpoint_every=3", "train.keep_checkpoints=9"
+    trainer = make(tmp_path, "run", *overrides)
+    states = with_nan_gradients(trainer, [2])
+    assert finish(trainer)["finished"]
+    assert same(states[2], states[3]) and not same(states[3], states[4])
+    metrics = lines(run, "metrics")
+    assert [m["num_skipped_optimizer_steps"] for m in metrics] == [0, 0, 1, 0, 0]
+    assert [m["num_optimizer_steps"] for m in metrics] == [1, 1, 0, 1, 1]
+    assert metrics[2]["loss"] is metrics[2]["grad_norm"] is None and metrics[2]["version"] == 3
+    assert metrics[1]["weights_checksum"] == metrics[2]["weights_checksum"] != metrics[3]["weights_checksum"]
+    (note,) = [note for note in trainer.callback.notes if note.startswith("ALARM: step 3")]
+    assert "1 of 1 optimizer steps skipped, because the gradient norm is nan; the weights did not change" in note
+    assert "1 of learner.max_skipped = 3" in note
+    assert_finite_checkpoint(run, 5)
+    command("report", run)
+    assert "1 optimizer step was skipped" in (run / "report.html").read_text()
+
+    expected = outcome(run)
+    shutil.rmtree(run / "checkpoints" / "step-000005")
+    again = make(tmp_path, "run", *overrides, resume=True)
+    assert again.step == 3 and again.learner.num_skipped_in_a_row == 1
+    assert finish(again)["finished"] and outcome(run) == expected
+
+
+@pytest.mark.parametrize("minibatch", [0, 1])
+def test_a_skipped_minibatch_is_told_from_those_that_were_applied(tmp_path: Path, minibatch: int) -> None:
+    trainer = make(tmp_path, "run", STEPS, "learner.num_minibatches=2", "learner.max_skipped=2")
+    states = with_nan_gradients(trainer, [0, 1], minibatch)
+    assert finish(trainer)["finished"], "never two skipped steps in a row"
+    assert not same(states[0], states[1])
+    metrics = lines(tmp_path / "run", "metrics")
+    assert [(m["num_optimizer_steps"], m["num_skipped_optimizer_steps"]) for m in metrics] == [(1, 1), (1, 1), (2, 0)]
+    assert all(np.isfinite([m["loss"], m["grad_norm"], m["entropy"]]).all() for m in metrics)
+    note = next(note for note in trainer.callback.notes if note.startswith("ALARM: step 1"))
+    assert "1 of 2 optimizer steps skipped" in note
+    assert f"; the other 1 changed the weights. In a row: {minibatch} of learner.max_skipped = 2" in note
+
+
+def test_too_many_skipped_steps_end_the_run(tmp_path: Path) -> None:
+    """Every step is kept, and so is the count: the resumed run ends after one more."""
+    run = tmp_path / "run"
+    trainer = make(tmp_path, "run", SIX)
+    states = with_nan_gradients(trainer, range(6))
+    with pytest.raises(ValueError, match=r"step 3: the last 3 optimizer steps .*max_skipped = 3.*--resume"):
         finish(trainer)
-    assert_finite_checkpoint(tmp_path / "run", 2)
-    assert finish(make(tmp_path, "run", STEPS, resume=True))["finished"]
+    assert same(states[0], states[2])
+    assert [m["num_skipped_optimizer_steps"] for m in lines(run, "metrics")] == [1, 1, 1]
+    assert_finite_checkpoint(run, 3)
+
+    trainer = make(tmp_path, "run", SIX, resume=True)
+    with_nan_gradients(trainer, range(6))
+    with pytest.raises(ValueError, match="step 4: the last 4 optimizer steps were skipped"):
+        finish(trainer)
+    trainer = make(tmp_path, "run", SIX, resume=True)
+    assert finish(trainer)["finished"] and trainer.learner.num_skipped_in_a_row == 0
+    assert [m["num_skipped_optimizer_steps"] for m in lines(run, "metrics")] == [1, 1, 1, 1, 0, 0]
 
 
 def test_non_finite_weights(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -325,24 +326,70 @@ def test_the_size_of_a_microbatch_must_be_a_number() -> None:
         it.update(scored(groups), TokenBatch.of(groups), linear_loss)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
+BAD_LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "nan": (lambda x: (x * torch.nan).sum(), "the loss is nan"),
+    "infinite, with a finite gradient": (lambda x: x.sum() + torch.inf, "the loss is inf"),
+    # The loss is 0, its gradient 1 / 0.
+    "infinite gradient": (lambda x: (x - x.detach()).sqrt().sum(), "the gradient norm is (nan|inf)"),
+}
+
+
+def bad_loss(kind: str) -> Callable[[TokenBatch, Tensor], Loss]:
+    return lambda part, logprobs_T: Loss(BAD_LOSSES[kind][0](logprobs_T), {"num_tokens": torch.nan})
+
+
+def optimizer_state(it: Learner) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in it.optimizer.state_dict().items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", BAD_LOSSES)
+def test_an_optimizer_step_that_is_not_finite_is_skipped(kind: str, dtype: torch.dtype) -> None:
     groups = some_groups()
     rollouts, batch = scored(groups), TokenBatch.of(groups)
-    it, clean = learner(), learner()
+    it, clean = (learner(tiny_decoder(dtype), tokens_per_microbatch=40) for _ in range(2))
     for one in (it, clean):
         one.update(rollouts, batch, linear_loss)
-    before = {name: tensor.clone() for name, tensor in it.state_dict().items()}
+    before, weights = optimizer_state(it), weights_of(it)
+    report = it.update(rollouts, batch, bad_loss(kind))
+    assert same(before, optimizer_state(it)) and same(weights, weights_of(it))
+    assert it.version == 2 and it.num_skipped_in_a_row == 1
+    assert report.num_optimizer_steps == 0 and len(report.skipped) == 1
+    assert re.fullmatch(BAD_LOSSES[kind][1], report.skipped[0])
+    assert np.isnan([report.loss, report.grad_norm, report.entropy]).all() and report.stats == {}
+    for one in (it, clean):  # the skipped step has no effect on the next one
+        one.update(rollouts, batch, linear_loss)
+    assert same(weights_of(it), weights_of(clean)) and it.num_skipped_in_a_row == 0
+
+
+@pytest.mark.parametrize("skipped", [0, 1, 2])
+@pytest.mark.parametrize("kind", BAD_LOSSES)
+def test_the_other_minibatches_are_applied(kind: str, skipped: int) -> None:
+    groups = some_groups()
+    rollouts, batch = scored(groups), TokenBatch.of(groups)
+    cuts = list(minibatches(batch.group_S, 3))
 
     def loss(part: TokenBatch, logprobs_T: Tensor) -> Loss:
-        return Loss((logprobs_T * bad).sum(), {"num_tokens": 1.0})
+        bad = int(part.group_S[0]) == groups[skipped].index
+        return bad_loss(kind)(part, logprobs_T) if bad else linear_loss(part, logprobs_T)
 
-    with pytest.raises(ValueError, match=r"step 2: the gradient norm is .*skipped"):
-        it.update(rollouts, batch, loss)
-    assert same(before, it.state_dict()) and it.version == 1
-    for one in (it, clean):  # the failed update has no effect on the next one
-        one.update(rollouts, batch, linear_loss)
-    assert same(weights_of(it), weights_of(clean))
+    it = learner(num_minibatches=3)
+    report = it.update(rollouts, batch, loss, lambda mini: 1.0 / mini.length_S.double()[mini.sequence_T])
+    expected = by_hand(rollouts, batch, [cut for i, cut in enumerate(cuts) if i != skipped], 1, 1e-2)
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(it.decoder.get_parameter(name), parameter, rtol=0, atol=1e-8)
+    assert report.num_optimizer_steps == 2 and len(report.skipped) == 1
+    assert np.isfinite([report.loss, report.grad_norm, report.entropy, *report.stats.values()]).all()
+    assert it.num_skipped_in_a_row == (1 if skipped == 2 else 0) and it.version == 1
+
+
+def test_the_count_of_skipped_steps_is_saved() -> None:
+    groups = some_groups()
+    it, other = learner(num_minibatches=3, num_iterations=2), learner()
+    it.update(scored(groups), TokenBatch.of(groups), bad_loss("nan"))
+    assert it.num_skipped_in_a_row == 6
+    other.load_state_dict({name: tensor.clone() for name, tensor in it.state_dict().items()})
+    assert other.num_skipped_in_a_row == 6
 
 
 def test_a_loss_that_raises_leaves_no_gradient_behind() -> None:

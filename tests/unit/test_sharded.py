@@ -22,7 +22,7 @@ from paceline.config import LearnerSection
 from paceline.rl.batch import scored
 from paceline.rl.checkpoint import Checkpoints
 from paceline.rl.learner import Learner
-from paceline.rl.packing import microbatches_per_rank, pack
+from paceline.rl.packing import microbatches, microbatches_per_rank, pack
 from paceline.rl.shards import Shards
 from paceline.rl.worker_group import WorkerGroup
 
@@ -35,6 +35,7 @@ TESTS = Path(__file__).parents[1]
 CLOSE = {"float32": {"rel": 5e-5, "abs": 1e-5}, "float64": {"rel": 1e-12, "abs": 1e-12}}
 WEIGHTS = {"float32": 2e-3, "float64": 1e-9}
 FIGURES = ("losses", "norms", "entropies", "stats", "logprobs")
+SAME_CUTS = 2  # seed of rollouts that one process cuts into the microbatches of two ranks
 CISPO = {"name": "cispo"}  # on-policy, its loss depends on the logprobs; those of the others only on the advantages
 FLAVOURS: dict[str, dict[str, Any]] = {
     "float32": {"algorithm": CISPO},
@@ -108,9 +109,36 @@ def test_two_ranks_equal_one(flavour: str, drive: Drive, tmp_path: Path) -> None
         torch.testing.assert_close(mine[name], tensor, rtol=0, atol=WEIGHTS[dtype] * (10 if name == "logprobs" else 1))
 
 
-def test_two_ranks_shard_the_float32_master_weights_of_bfloat16(drive: Drive, tmp_path: Path) -> None:
-    """Gradients are rounded to bfloat16 per microbatch and after the sum over ranks: the results are only similar. The
-    master weights are saved."""
+@pytest.mark.parametrize("lora_rank", [0, 3])
+@pytest.mark.parametrize("broken", [None, "rounded"])
+def test_the_gradients_of_bfloat16_ranks_are_summed_in_float32(
+    broken: str | None, lora_rank: int, drive: Drive, tmp_path: Path
+) -> None:
+    """Each of two ranks computes one microbatch. A single process that computes the same two has the same bits: in
+    float32 a sum of two terms does not depend on their order. A large eps keeps AdamW's step linear in the gradient."""
+    rollouts = scored(some_groups(SAME_CUTS))
+    parts = microbatches_per_rank(rollouts, 2, 1000)
+    (_, middle), max_tokens = parts[0][0], max(len(pack(rollouts[start:end])) for ((start, end),) in parts)
+    assert list(microbatches(rollouts, max_tokens)) == [(0, middle), (middle, len(rollouts))]
+    settings = {"tokens_per_microbatch": max_tokens, "eps": 1.0, "max_grad_norm": 1e9, "lora_rank": lora_rank}
+    job = {"dtype": "bfloat16", "algorithm": CISPO, "updates": [SAME_CUTS, SAME_CUTS + 1], "learner": settings}
+    job |= {"num_groups": 3}
+    one = drive(size=1, save=str(tmp_path / "1"), out=str(tmp_path / "weights-1"), **job)
+    two = drive(size=2, save=str(tmp_path / "2"), out=str(tmp_path / "weights-2"), broken=broken, **job)
+    assert two["status"] == [0, 0], two["output"]
+    assert two["losses"] == one["losses"] and two["norms"][0] > 0.1
+    with Shards(tmp_path / "2") as mine, Shards(tmp_path / "1") as theirs:
+        assert mine.keys() == theirs.keys()
+        is_same = all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
+    assert is_same == (broken is None)
+    found, expected = load_file(tmp_path / "weights-2"), load_file(tmp_path / "weights-1")
+    assert found.keys() == expected.keys()
+    assert {tensor.dtype for name, tensor in found.items() if name != "logprobs"} == {torch.bfloat16}
+    assert broken or all(torch.equal(found[name], tensor) for name, tensor in expected.items() if name != "logprobs")
+
+
+def test_two_ranks_shard_float32_parameters_of_a_bfloat16_model(drive: Drive, tmp_path: Path) -> None:
+    """The results are only similar: each microbatch's gradients have 16 bits. The float32 parameters are saved."""
     job = {"dtype": "bfloat16", "algorithm": CISPO, "updates": [0, 3], "learner": {"learning_rate": 1e-3}}
     one, two = (drive(size=size, save=str(tmp_path / str(size)), **job) for size in (1, 2))
     assert two["status"] == [0, 0], two["output"]
@@ -118,7 +146,7 @@ def test_two_ranks_shard_the_float32_master_weights_of_bfloat16(drive: Drive, tm
         assert two[key] == pytest.approx(one[key], rel=0.02, abs=0.01)
     with Shards(tmp_path / "2") as mine, Shards(tmp_path / "1") as theirs:
         assert mine.keys() == theirs.keys()
-        for name in mine.keys() - {"version"}:
+        for name in mine.keys() - {"version", "num_skipped_in_a_row"}:
             assert mine[name].dtype == theirs[name].dtype == torch.float32
         weight = "parameter.layers.1.down.weight"
         assert not torch.equal(mine[weight], mine[weight].bfloat16().float())
@@ -225,14 +253,40 @@ def test_unsupported_settings_are_rejected(drive: Drive, tmp_path: Path) -> None
         build_online_head_trainer(config, it)
 
 
-def test_a_failed_update_changes_no_rank(drive: Drive) -> None:
+def test_all_ranks_skip_a_loss_that_is_not_finite(drive: Drive, tmp_path: Path) -> None:
     job = {"dtype": "float64", "algorithm": CISPO, "updates": [0, 3], "bad": 1}
-    one, two = (drive(size=size, **job) for size in (1, 2))
-    assert two["status"] == [0, 0] and two["output"][1] == "", two["output"]
-    assert all("step 2: the gradient norm is nan" in found["output"][0] for found in (one, two))
-    assert len(two["losses"]) == two["version"] == 2
+    one, two = (drive(size=size, out=str(tmp_path / str(size)), **job) for size in (1, 2))
+    assert two["status"] == [0, 0] and two["output"] == ["", ""], two["output"]
+    assert one["skipped"] == two["skipped"] == ["the loss is nan"] and two["in_a_row"] == 0
+    assert len(two["losses"]) == 2 and two["version"] == 3
     assert two["listens"] == ["0100007F"] or sys.platform != "linux"  # only 127.0.0.1
     compare(two, one, "float64")
+    same_weights(tmp_path / "2", tmp_path / "1")
+
+
+@pytest.mark.parametrize("broken", [None, "own norm"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_skip_a_gradient_that_one_rank_has(
+    rank: int, broken: str | None, drive: Drive, tmp_path: Path
+) -> None:
+    job = {"dtype": "float64", "algorithm": CISPO, "updates": [0, 4], "bad": 2, "learner": {"max_grad_norm": 1e9}}
+    one = drive(size=1, bad_rank=0, out=str(tmp_path / "1"), **job)
+    two = drive(size=2, bad_rank=rank, broken=broken, out=str(tmp_path / "2"), **job)
+    assert two["status"] == [0, 0], two["output"]
+    if broken:
+        with pytest.raises(AssertionError):
+            same_weights(tmp_path / "2", tmp_path / "1")
+        return
+    assert one["skipped"] == two["skipped"] == ["the gradient norm is nan"]
+    compare(two, one, "float64")
+    same_weights(tmp_path / "2", tmp_path / "1")
+
+
+def same_weights(mine: Path, theirs: Path, atol: float = 1e-9) -> None:
+    found, expected = load_file(mine), load_file(theirs)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol * (10 if name == "logprobs" else 1))
 
 
 def test_a_rank_that_dies_ends_the_others(drive: Drive) -> None:

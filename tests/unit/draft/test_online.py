@@ -18,7 +18,7 @@ from paceline.config import DraftSection, LearnerSection
 from paceline.config_io import ConfigError
 from paceline.draft.head_batch import Example, HeadBatch, make_head_batch
 from paceline.draft.online import OnlineHeadTrainer, online_section, select_rollouts
-from paceline.model.decoder import Decoder
+from paceline.model.decoder import Decoder, Output
 from paceline.model.head_files import assign_head, head_state
 from paceline.model.paged import receipt_of
 from paceline.rl.batch import TokenBatch, scored
@@ -328,6 +328,27 @@ def test_another_head_or_optimizer_is_rejected() -> None:
     muon = OnlineHeadTrainer(tiny_head(decoder), decoder, DraftSection(optimizer="muon"), 1.0)
     with pytest.raises(ValueError, match=r"draft\.optimizer = 'muon'.*'adamw'"):
         muon.load_state_dict(state, metadata)
+
+
+def test_states_of_a_loss_that_is_not_finite_do_not_train_the_head() -> None:
+    """The next minibatch does. Its states are finite."""
+    groups = some_groups()
+    for rollout in groups[0].rollouts:
+        rollout.reward = float("nan")
+    learner, head_trainer = pair(num_minibatches=3)
+    rollouts, batch = scored(groups), TokenBatch.of(groups)
+    head_trainer.begin_update(rollouts, batch.group_S.tolist(), StageTimer())
+    observed = head_trainer.observe
+
+    def spoil(rollouts: Any, packed: Any, output: Output) -> None:
+        if rollouts[0] in groups[0].rollouts:
+            output.hidden.fill_(torch.nan)
+        observed(rollouts, packed, output)
+
+    head_trainer.observe = spoil  # type: ignore[method-assign]
+    report = learner.update(rollouts, batch, loss, None, head_trainer)
+    assert report.skipped == ["the loss is nan"] and report.num_optimizer_steps == 2
+    assert head_trainer.version == 2 and all(p.isfinite().all() for p in head_trainer.learner.head.parameters())
 
 
 def test_a_failed_update_names_the_setting() -> None:
