@@ -146,6 +146,7 @@ def _step(
         "learning_rate": 1e-5 * min(1.0, (step + 1) / 5), "kl": 0.002 * step, "entropy": 1.1 - 0.6 * progress,
         "clip_ratio": 0.01 * rng.random(), "num_groups": 4, "num_groups_filtered": rng.randrange(2),
         "num_groups_stale": rng.randrange(2) if staleness else 0, "num_failures": 1 if step == 7 else 0,
+        "num_optimizer_steps": 1, "num_skipped_optimizer_steps": 0,
         "staleness_mean": staleness * 0.6, "staleness_max": min(step, staleness), "num_tokens": tokens,
         "tokens_per_s": tokens / generation, "mean_acceptance_length": 1 + accepted / num_drafts,
         "draft_acceptance_rate": accepted / (num_drafts * 4), "acceptance_rate_per_position": rates,

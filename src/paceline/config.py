@@ -297,13 +297,13 @@ class OptimizerSection(Section):
 class LearnerSection(OptimizerSection):
     # Implementation of the trained model. "transformers" is for architectures that Paceline lacks.
     model: Literal["paceline", "transformers"] = "paceline"
-    # Prompt and completion tokens in one forward pass (gradient accumulation). "auto": planned on one GPU, else 2048. The
-    # completions of a problem share its prompt; with model = "transformers" each has its own, and padding counts too.
+    # Prompt and completion tokens in one forward pass (gradient accumulation). "auto": planned on one GPU, else 2048.
+    # The completions of a problem share its prompt; with model = "transformers" each has its own, and padding counts.
     tokens_per_microbatch: Positive | Literal["auto"] = "auto"
     num_minibatches: Positive = 1  # optimizer steps per batch
     num_iterations: Positive = 1  # passes over a batch
-    # An optimizer step whose loss or gradient is not finite is skipped. Stop the run after this many in a row, checked at
-    # the end of each RL step.
+    # An optimizer step whose loss or gradient is not finite is skipped. The run stops after an RL step that ends with
+    # this many skipped in a row.
     max_skipped: Positive = 3
     activation_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     # On a GPU in bfloat16 with flash attention: the same rollouts and weights give the same bits. `false` is faster for

@@ -15,6 +15,7 @@ from paceline.build import memory
 from paceline.build.config import load_config
 from paceline.build.memory_parts import (
     activation_bytes,
+    gathered_weights,
     head_training_bytes,
     layer_activations,
     layer_gradients,
@@ -121,7 +122,13 @@ def test_reference_published_weights_checkpointing_and_ranks() -> None:
     assert few.activations + few.backward >= training
     ranks = plan(SMALL, 141e9, num_ranks=4)
     assert ranks.moments == plain.moments // 4 and ranks.engine_weights == plain.engine_weights
-    assert plain.learner_weights / 4 < ranks.learner_weights < plain.learner_weights
+    # The shards of trained weights are float32 masters. Embedding and LM head are gathered in 16 bits.
+    assert ranks.masters == plain.masters // 4 and ranks.learner_weights == 2 * gathered_weights(SMALL)
+    lora = "learner.lora_rank=8"
+    frozen = plan(SMALL, 141e9, lora, num_ranks=4).learner_weights - ranks.learner_weights
+    assert frozen == plain.learner_weights // 4, "frozen ones have 16 bits"
+    in_float32 = [plan(SMALL, 141e9, "model.dtype=float32", num_ranks=n).learner_weights for n in (1, 4)]
+    assert in_float32[1] == in_float32[0] // 4 + 4 * gathered_weights(SMALL)
 
 
 def test_draft_model_is_counted() -> None:

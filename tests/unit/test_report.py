@@ -214,12 +214,14 @@ def test_warnings(folder):
     records[0]["audit"]["identical"] = False
     records[4]["staleness_max"] = 1
     records[5]["zero_advantages_alarm"] = True
+    records[1]["num_skipped_optimizer_steps"] = 2
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    alarm, advantages, failures, audit, lag = figures.warnings(read_run(folder))
+    alarm, advantages, failures, skipped, audit, lag = figures.warnings(read_run(folder))
     assert "step 2" in alarm
     assert advantages == "All advantages were zero, so rewards did not change the policy, at step 5."
     assert "2 samples" in failures
     assert "step 3" in failures
+    assert skipped == "2 optimizer steps were skipped, because the loss or the gradient was not finite, at step 1."
     assert "step 0" in audit
     assert "step 4" in lag
 

@@ -123,14 +123,14 @@ def load_hf(directory: Path, dtype: torch.dtype, device: torch.device | str) -> 
     finally:
         if had_progress_bar:
             logging.enable_progress_bar()
+    decoder = HFDecoder(model.to(device).requires_grad_(False))
+    _check_head(decoder, directory)
     if model.config._attn_implementation != "sdpa":
         warnings.warn(
             f"{directory}: transformers has no fused attention (SDPA) for {type(model).__name__}. If it has attention, "
             "the scores of all pairs of tokens are in memory; keep learner.tokens_per_microbatch small.",
             stacklevel=2,
         )
-    decoder = HFDecoder(model.to(device).requires_grad_(False))
-    _check_head(decoder, directory)
     return decoder
 
 

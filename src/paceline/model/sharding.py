@@ -28,7 +28,7 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device) -
     half = next((dtype for dtype in dtypes if dtype.itemsize < 4), None)
     if half is not None and len(dtypes) > 1:
         names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise ValueError(f"the model has parameters in {names}; to shard it, set model.dtype = \"float32\"")
+        raise ValueError(f'the model has parameters in {names}; to shard it, set model.dtype = "float32"')
     precision = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
     for module in (*blocks, model):
         for parameter in module.parameters() if half else ():

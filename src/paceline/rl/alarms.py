@@ -195,7 +195,7 @@ def check_skipped(step: int, in_a_row: int, max_skipped: int) -> None:
     """Raises ValueError after too many skipped optimizer steps in a row."""
     if in_a_row >= max_skipped:
         raise ValueError(
-            f"step {step + 1}: the last {in_a_row} optimizer steps were skipped, because their loss or gradient was not "
-            f"finite (learner.max_skipped = {max_skipped}). The weights are those of the last applied optimizer step. "
+            f"step {step + 1}: the last {in_a_row} optimizer steps were skipped, because the loss or the gradient was "
+            f"not finite (learner.max_skipped = {max_skipped}). The weights are those of the last applied one. "
             f"{SKIPPED_REMEDY}, then continue with --resume"
         )

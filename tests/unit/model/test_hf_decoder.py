@@ -11,7 +11,15 @@ import pytest
 import torch
 from tiny_run import make, policy, settings
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, GPT2Config, MixtralConfig, Olmo2Config
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    MixtralConfig,
+    Olmo2Config,
+)
 
 from paceline.build.config import load_config
 from paceline.build.export import export_policy
@@ -21,9 +29,10 @@ from paceline.model.hf_decoder import HFDecoder, PaddedBatch, load_hf
 from paceline.model.weights import ModelError, load
 from paceline.rl.batch import TokenBatch, scored
 from paceline.rl.learner import Learner
+from paceline.rl.packing import microbatches, padded_microbatches
 from paceline.types import Rollout
 
-from ..test_learner import linear_loss, some_groups
+from ..test_learner import linear_loss, rollout, some_groups
 
 Checkpoint = Callable[..., Path]
 COMMON: dict[str, Any] = {
@@ -119,6 +128,57 @@ def test_attention_to_other_completions_is_detected(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("paceline.model.hf_decoder.PaddedBatch", OneSequence)
     found = learner(load_hf(tmp_path, torch.float32, "cpu")).logprobs(rollouts)
     assert (found - one_by_one(model, rollouts)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("max_tokens", [1, 40, 100, 10_000])
+def test_prompts_and_padding_count_as_tokens(tmp_path: Path, max_tokens: int) -> None:
+    """A forward pass has at most learner.tokens_per_microbatch tokens, unless a single rollout has more."""
+    write(FOREIGN["olmo2"], tmp_path)
+    rollouts = scored(some_groups())
+    it = learner(load_hf(tmp_path, torch.float32, "cpu"), tokens_per_microbatch=max_tokens)
+    body, sizes = it.decoder._body, []
+
+    def counted(tokens_SL: Tensor) -> Tensor:
+        sizes.append(tuple(tokens_SL.shape))
+        return body(tokens_SL)
+
+    it.decoder._body = counted
+    logprobs = it.logprobs(rollouts)
+    assert all(s * length <= max_tokens or s == 1 for s, length in sizes), sizes
+    assert (len(sizes) == 1) == (max_tokens == 10_000)
+    shared = list(microbatches(rollouts, max_tokens))
+    padded = list(padded_microbatches(rollouts, max_tokens))
+    assert len(padded) >= len(shared) and (len(padded) > len(shared) or max_tokens in (1, 10_000))
+    whole = learner(load_hf(tmp_path, torch.float32, "cpu"), tokens_per_microbatch=10_000)
+    torch.testing.assert_close(logprobs, whole.logprobs(rollouts), rtol=0, atol=1e-5)
+
+
+def test_copies_of_a_prompt_count() -> None:
+    """64 completions of a prompt of 4000 tokens: our decoder computes it once, transformers 64 times."""
+    rollouts = [rollout([7] * 4000, [8, 9, 8]) for _ in range(64)]
+    spans = list(padded_microbatches(rollouts, 8192))
+    assert [end - start for start, end in spans] == [2] * 32
+
+
+def test_attention_is_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a mask, so that a GPU can use flash attention."""
+    write(FOREIGN["olmo2"], tmp_path)
+    attend, masks = torch.nn.functional.scaled_dot_product_attention, []
+
+    def recorded(*args: Any, attn_mask: Tensor | None = None, is_causal: bool = False, **rest: Any) -> Tensor:
+        masks.append((attn_mask, is_causal))
+        return attend(*args, attn_mask=attn_mask, is_causal=is_causal, **rest)
+
+    it = learner(load_hf(tmp_path, torch.float32, "cpu"), tokens_per_microbatch=10_000)
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", recorded)
+    it.logprobs(scored(some_groups()))
+    assert masks == [(None, True)] * 2, "once per layer"
+
+
+def test_a_model_without_fused_attention_is_named(tmp_path: Path) -> None:
+    write(BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4, eos_token_id=60), tmp_path)
+    with pytest.warns(UserWarning, match="no fused attention .* for BloomForCausalLM"):
+        load_hf(tmp_path, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def metrics(
         engine_logprobs_T=torch.tensor(engine, dtype=torch.float64),
         version_T=torch.tensor(versions),
     )
-    report = UpdateReport(0.0, 0.0, 0.0, 0.0, {}, torch.tensor(learner, dtype=torch.float64))
+    report = UpdateReport(0.0, 0.0, 0.0, 0.0, {}, torch.tensor(learner, dtype=torch.float64), 1, [])
     return update_metrics(tokens, report, version=3, keeps_kv=keeps_kv)
 
 
