@@ -109,6 +109,7 @@ def train(job: Job, it: Learner, algorithm: Any) -> dict[str, Any]:
         "skipped": skipped,
         "in_a_row": it.num_skipped_in_a_row,
         "version": it.version,
+        "dtype": str(it.decoder.dtype).removeprefix("torch."),
         "files": files,
         "held": sum(p.numel() for p in map(learner_module.local_tensor, it.optimizer.masters.values())),
         "all": sum(p.numel() for p in it.optimizer.masters.values()),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support import tiny_decoder
-from torch import Tensor
+from torch import Tensor, distributed
 
 from paceline.build.config import load_config
 from paceline.build.learner import load_policy, use_train_kernels
@@ -23,11 +23,13 @@ from paceline.engine.engine import LocalEngine
 from paceline.model.attention import Attention, PackedAttention, VarlenAttention, has_varlen
 from paceline.model.layer import Lora
 from paceline.model.paged import PagedDecoder
+from paceline.model.sharding import shard
 from paceline.model.weights import assign, checksum, save
 from paceline.rl import logprobs as logprobs_module
 from paceline.rl.batch import TokenBatch, scored
 from paceline.rl.learner import Learner
 from paceline.rl.trainer import sleep_mode
+from paceline.rl.worker_group import WorkerGroup
 from paceline.types import Group, Request, Rollout, SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -105,6 +107,59 @@ def test_bfloat16_with_master_weights_is_reproducible_and_resumes(optimizer: str
     for name, master in first.optimizer.masters.items():
         assert master.dtype == torch.float32
         assert torch.equal(master.bfloat16(), first.optimizer.parameters[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bad", ["loss", "gradient"])
+def test_an_optimizer_step_that_is_not_finite_is_skipped(bad: str, dtype: torch.dtype) -> None:
+    it = learner("cuda", dtype)
+    train(it, 1)
+    before = {name: tensor.clone() for name, tensor in it.optimizer.state_dict().items()}
+
+    def not_finite(part: TokenBatch, logprobs_T: Tensor) -> Loss:
+        wrong = (logprobs_T * torch.nan).sum() if bad == "loss" else (logprobs_T - logprobs_T.detach()).sqrt().sum()
+        return Loss(wrong, {"num_tokens": float(part.mask_T.sum())})
+
+    report = it.update(scored(groups()), TokenBatch.of(groups()), not_finite)
+    assert report.num_optimizer_steps == 0 and len(report.skipped) == it.num_skipped_in_a_row == 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in it.optimizer.state_dict().items())
+    assert it.update(scored(groups()), TokenBatch.of(groups()), loss).num_optimizer_steps == 1
+
+
+def test_a_bfloat16_shard_is_float32_and_computes_as_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 with NCCL, over one rank: it casts, gathers and reduces as with several."""
+    used = []
+
+    class Recorded(VarlenAttention):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            used.append(args)
+
+    def trained(worker_group: WorkerGroup) -> Learner:
+        decoder = tiny_decoder(torch.bfloat16, head_dim=16).to("cuda")
+        use_train_kernels(decoder)
+        section = LearnerSection(learning_rate=1e-2, tokens_per_microbatch=150, max_grad_norm=1e9)
+        it = Learner(decoder, section, num_steps=5, worker_group=worker_group)
+        train(it, 2)
+        return it
+
+    class OneRank(WorkerGroup):
+        def shard(self, model: Any, blocks: Any) -> None:
+            shard(model, blocks, self.device)
+
+    monkeypatch.setattr("paceline.model.decoder.VarlenAttention", Recorded)
+    plain = trained(WorkerGroup())
+    num_used = len(used)
+    distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        sharded = trained(OneRank(device="cuda"))
+        assert len(used) == 2 * num_used > 0
+        assert {p.dtype for p in sharded.decoder.parameters()} == {torch.float32}
+        found = dict(sharded.weights())
+    finally:
+        distributed.destroy_process_group()
+    for name, tensor in plain.weights():
+        assert found[name].dtype == torch.bfloat16 and torch.equal(found[name], tensor), name
 
 
 def test_bfloat16_logprobs_are_close_to_float64() -> None:

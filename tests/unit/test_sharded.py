@@ -127,6 +127,7 @@ def test_the_gradients_of_bfloat16_ranks_are_summed_in_float32(
     two = drive(size=2, save=str(tmp_path / "2"), out=str(tmp_path / "weights-2"), broken=broken, **job)
     assert two["status"] == [0, 0], two["output"]
     assert two["losses"] == one["losses"] and two["norms"][0] > 0.1
+    assert two["dtype"] == "bfloat16", "attention is chosen by the dtype of the computation"
     with Shards(tmp_path / "2") as mine, Shards(tmp_path / "1") as theirs:
         assert mine.keys() == theirs.keys()
         is_same = all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
