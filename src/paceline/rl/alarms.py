@@ -15,13 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from paceline.config import Config
-from paceline.rl.learner import UpdateReport
 from paceline.types import Completion, Group, Provenance, Rollout
+
+if TYPE_CHECKING:  # the learner imports torch
+    from paceline.rl.learner import UpdateReport
 
 MIN_DRAFTS = 50  # in a batch, to measure its acceptance
 DROP, FLOOR, RECORD = "acceptance_drop_alarm", "acceptance_floor_alarm", "acceptance_record_alarm"
