@@ -71,6 +71,7 @@ class ScriptedRewarder:
     """A rewarder: `reward_of(sample)` is its reward, or a text with the reason why there is none."""
 
     num_parallel = 1
+    by_sample = False
     sandbox = None
 
     def __init__(self, reward_of: Callable[[Sample], float | str] = lambda sample: 1.0) -> None:

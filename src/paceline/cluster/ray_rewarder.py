@@ -42,9 +42,7 @@ class RayRewarder:
         self, actors: Sequence[Any], calls_per_actor: int, section: ClusterSection, note: Callable[[str], None]
     ) -> None:
         self._max_restarts, self._note = section.max_restarts, note
-        self._idle: SimpleQueue[tuple[int, Any]] = (
-            SimpleQueue()
-        )  # a worker is in it once for each call that it can take
+        self._idle: SimpleQueue[tuple[int, Any]] = SimpleQueue()  # a worker is in it for each call it can take
         self._lock = threading.Lock()  # held to restart a worker
         self._num_restarts = [0] * len(actors)
         self._sandboxes: dict[int, str | None] = {}  # by worker; workers may be on different machines

@@ -119,7 +119,7 @@ def _check_complete(run: Path) -> None:
     )
     if num_logged < num_samples:
         raise ValueError(
-            f"{run / 'rollouts.jsonl'} has {num_logged} of the {num_samples} rollouts of its run, which was trained with "
+            f"{run / 'rollouts.jsonl'} has only {num_logged} of the {num_samples} rollouts of its run, because of "
             'train.log_rollouts; give a run with train.log_rollouts = "all"'
         )
 

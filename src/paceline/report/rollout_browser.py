@@ -7,12 +7,7 @@ from paceline.report.elements import paragraph, section
 from paceline.report.run import Run
 
 # Names as in report.js.
-FILTERS = {
-    "all": "all samples",
-    "mixed": "groups with mixed rewards",
-    "failed": "reward failed",
-    "truncated": "truncated",
-}
+FILTERS = {"all": "all samples", "mixed": "groups with mixed rewards", "failed": "failed", "truncated": "truncated"}
 ORDERS = {
     "step": "by step",
     "reward-down": "highest reward first",
