@@ -178,10 +178,14 @@ def number_after_a_while(completions, **columns):
     return [float(text) for text in completions]
 
 
+def num_letters(completions, **columns):
+    return [float(len(set(text))) for text in completions]
+
+
 def sleeps_on_some(completions, **columns):
     if any(_is_failing(completions)):
         time.sleep(0.3)
-    return [float(len(set(text))) for text in completions]
+    return num_letters(completions)
 
 
 class WritesFile:
