@@ -166,6 +166,10 @@ def dies_once(completions, marker, **columns):
     return [1.0 for _ in completions]
 
 
+def crashing_check(*limits):
+    return lambda completion, columns: os._exit(3)
+
+
 def finished_at(completions, **columns):
     """When the call ends, by a clock that all processes share. "slow" takes 3 s."""
     time.sleep(3.0 if "slow" in completions else 0.0)

@@ -148,7 +148,7 @@ def test_a_verifier_that_hangs_on_every_answer_ends_the_run(tmp_path: Path) -> N
     """Although it could give 0 to all samples: the answers are hardly to blame."""
     hangs = ('reward.functions=["reward_functions:never"]', "reward.timeout_s=0.1")
     trainer = make(tmp_path, "run", STEPS, *hangs)
-    with pytest.raises(ValueError, match=r"step 1: rewards failed for all 8 samples.*within 0.1 s: scored 0.*--resume RUN"):
+    with pytest.raises(ValueError, match=r"step 1: rewards failed for all 8 samples.*scored 0.*--resume RUN"):
         finish(trainer)
     assert lines(tmp_path / "run", "metrics") == []
     trainer = make(tmp_path, "on", "train.num_steps=1", *hangs, "reward.max_failures=1")

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import reward_functions
 from scripted import Bytes, ScriptedEngine
 
 from paceline.config import RewardSection, TaskSection
 from paceline.rl.collect import Collected, Collector
+from paceline.tasks import checks
+from paceline.tasks.pool import Pool
 from paceline.tasks.rewards import LocalRewarder, Sample, Score
 from paceline.tasks.task import Problem
 from paceline.types import SamplingParams
@@ -90,6 +96,14 @@ def test_a_library_that_raises_on_an_answer_gives_0_and_a_missing_column_exclude
     assert math.isnan(missing.reward) and "has no column 'entry'" in (missing.failure or "")
 
 
+def test_code_whose_check_fails_excludes(open_rewarder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sandbox limits the program, so the answer is not to blame for a check that crashes."""
+    monkeypatch.setattr(checks, "code_check", reward_functions.crashing_check)
+    (failed,) = open_rewarder(["code"]).score(samples("pass", tests=["assert True"]))
+    assert math.isnan(failed.reward)
+    assert failed.failure == "sample 0: reward code ended its process (exit code 3)"
+
+
 def test_a_function_that_can_not_be_loaded_excludes(open_rewarder: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """It could be loaded at the start, but not by a later worker."""
     module = tmp_path / "vanishing.py"
@@ -162,11 +176,43 @@ def test_results_are_in_order_however_they_finish(open_rewarder: Any, call_per: 
     assert [[r.reward for r in group.rollouts] for group in groups] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_calls_from_several_threads_share_the_workers(open_rewarder: Any) -> None:
-    rewarder = open_rewarder(["reward_functions:process"], workers=2, call_per="sample")
-    groups = collect(rewarder, [["x"] * 8] * 4).groups
-    processes = {r.reward for group in groups for r in group.rollouts}
-    assert 1 <= len(processes) <= 2 and rewarder.num_parallel == 2
+def test_calls_from_several_threads_share_the_workers() -> None:
+    pool = Pool(2)
+    calls = [({"completions": ["x"]},)] * 4
+    try:
+        with ThreadPoolExecutor(6) as threads:
+            job = pool.map, checks.user_check, ("reward_functions:process",), calls, 20.0
+            replies = [future.result() for future in [threads.submit(*job) for _ in range(6)]]
+    finally:
+        pool.close()
+    processes = {process for reply in replies for (process,) in reply}
+    assert [len(reply) for reply in replies] == [4] * 6 and 1 <= len(processes) <= 2
+
+
+def test_an_interrupted_call_leaves_those_of_other_threads() -> None:
+    """Ctrl-C ends only the calls of the thread that gets it, and repeats none."""
+    pool = Pool(2)
+    before: list[int] = []
+
+    def interrupt() -> None:
+        before.extend(worker.process.pid for worker in pool._workers)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    hang = {"prompts": [0], "completions": ["hang"], "completion_ids": [[]]}
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            slow = {"completions": ["slow"]}
+            other = threads.submit(
+                pool.map, checks.user_check, ("reward_functions:finished_at",), [(slow,)], timeout_s=20.0
+            )
+            threading.Timer(1.5, interrupt).start()
+            with pytest.raises(KeyboardInterrupt):
+                pool.map(checks.user_check, (SCRIPTED,), [(hang,)], 60.0)
+            ((ended_s,),) = other.result()
+        assert ended_s > 0 and len(before) == 2
+        assert [worker.process.pid in before for worker in pool._workers] == [True]
+    finally:
+        pool.close()
 
 
 @pytest.mark.parametrize(
