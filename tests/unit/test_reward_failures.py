@@ -117,7 +117,7 @@ def test_a_function_that_can_not_be_loaded_excludes(open_rewarder: Any, tmp_path
 
 def test_a_worker_that_was_killed_costs_nothing(open_rewarder: Any, tmp_path: Path) -> None:
     """The answer is not to blame for the end of one worker."""
-    rewarder = open_rewarder(["reward_functions:dies_once"])
+    rewarder = open_rewarder(["reward_functions:dies_once"], call_per="sample")
     assert rewarder.score(samples("a", marker=str(tmp_path / "marker"))) == [
         Score(1.0, {"reward_functions:dies_once": 1.0})
     ]
