@@ -42,6 +42,8 @@ def scripted(prompts: Any, completions: list[str], completion_ids: Any, **column
         sys.exit(0)
     if "crash" in completions:
         os.kill(os.getpid(), 11)
+    if "memory" in completions:
+        raise MemoryError
     if "few" in completions:
         return []
     special = {"nan": float("nan"), "inf": float("inf"), "text": "1.0", "none": None}
@@ -154,6 +156,40 @@ def nan_on_held_out(prompts, completions, completion_ids, **columns):
         return float("nan") if prompt in json.loads(Path(prompt.split()[0]).read_text()) else float(len(prompt))
 
     return [reward(prompt) for prompt in prompts]
+
+
+def dies_once(completions, marker, **columns):
+    """The worker is killed in the first call, as by the system when memory runs out."""
+    if not Path(marker[0]).exists():
+        Path(marker[0]).touch()
+        os.kill(os.getpid(), 9)
+    return [1.0 for _ in completions]
+
+
+def crashing_check(*limits):
+    return lambda completion, columns: os._exit(3)
+
+
+def finished_at(completions, **columns):
+    """When the call ends, by a clock that all processes share. "slow" takes 3 s."""
+    time.sleep(3.0 if "slow" in completions else 0.0)
+    return [time.monotonic() for _ in completions]
+
+
+def number_after_a_while(completions, **columns):
+    """The number in the completion; larger numbers take less time."""
+    time.sleep(0.05 * (8 - min(map(int, completions))))
+    return [float(text) for text in completions]
+
+
+def num_letters(completions, **columns):
+    return [float(len(set(text))) for text in completions]
+
+
+def sleeps_on_some(completions, **columns):
+    if any(_is_failing(completions)):
+        time.sleep(0.3)
+    return num_letters(completions)
 
 
 class WritesFile:

@@ -68,18 +68,22 @@ class Bytes:
 
 
 class ScriptedRewarder:
-    """A rewarder: `reward_of(sample)` is its reward, or a text with the reason why there is none."""
+    """A rewarder: `reward_of(sample)` is its reward or its score, or a text with the reason why there is none."""
 
     num_parallel = 1
+    by_sample = False
     sandbox = None
 
-    def __init__(self, reward_of: Callable[[Sample], float | str] = lambda sample: 1.0) -> None:
+    def __init__(self, reward_of: Callable[[Sample], float | str | Score] = lambda sample: 1.0) -> None:
         self.reward_of = reward_of
 
     def score(self, samples: Iterable[Sample]) -> list[Score]:
         scores = []
         for sample in samples:
             found = self.reward_of(sample)
+            if isinstance(found, Score):
+                scores.append(found)
+                continue
             failed = isinstance(found, str)
             scores.append(
                 Score(float("nan"), {}, f"{sample.name}: {found}") if failed else Score(found, {"judge": found})

@@ -216,12 +216,21 @@ class RewardSection(Section):
     format_pattern: str = r"(?s)<think>.*</think>\s*<answer>.*</answer>\s*"
     model: str | None = None  # `model`: directory or hub id of a sequence classifier
     timeout_s: Seconds = 10.0  # time limit per sample; slower samples fail
+    # What a sample gets if its answer makes a reward function exceed timeout_s, crash or run out of memory. "zero": 0
+    # from that function; "exclude": no reward, and it is not trained on; "stop": the run ends. Other failures, such as
+    # an exception of your function, exclude the sample.
+    on_failure: Literal["zero", "exclude", "stop"] = "zero"
+    # Your own functions: "group" calls them with all samples of a problem, which they may compare; "sample" with each
+    # sample alone, so that a slow sample does not delay the others.
+    call_per: Literal["group", "sample"] = "group"
     workers: Positive = 2  # processes that compute rewards, except `model` and `env`
     code_memory_mb: Positive = 512  # `code`: memory limit of all processes of a program
     code_cpu_s: Positive = 5  # `code`: CPU time limit of a program
     # How `code` isolates programs (docs/how-to/code-rewards.md). "process" is weaker, for machines without namespaces.
     sandbox: Literal["namespaces", "process"] = "namespaces"
-    max_failures: Annotated[float, Field(ge=0, le=1)] = 0.5  # stop the run if a larger share of a step's samples fails
+    # Stop the run if a larger share of a step's samples is excluded, or if all samples fail; alarm if a larger share is
+    # excluded or gets 0 by on_failure. 1: never.
+    max_failures: Annotated[float, Field(ge=0, le=1)] = 0.5
 
     def check(self) -> None:
         if self.weights is not None and len(self.weights) != len(self.functions):
@@ -385,6 +394,11 @@ class TrainSection(Section):
     mismatch_alarm: Annotated[float, Field(gt=0)] = 0.02  # alarm if engine and learner logprobs differ more, on average
     tensorboard: bool = True  # write metrics for TensorBoard
     wandb: bool = False  # write metrics to Weights & Biases
+    wandb_project: Annotated[str, Field(min_length=1)] = "paceline"  # project of the run in Weights & Biases
+    wandb_name: str | None = None  # name of the run in Weights & Biases; not set: that of the run's folder
+    # Rollouts to write to rollouts.jsonl: "all", "none", or a number n: those of the first n problems of every step.
+    # `replay`, `advise` and `simulate` need all.
+    log_rollouts: Positive | Literal["all", "none"] = "all"
 
 
 class ClusterSection(Section):

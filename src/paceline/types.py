@@ -294,7 +294,12 @@ class Rollout:
     reward: float = math.nan  # the weighted sum of `rewards`; NaN: not scored, see `failure`
     rewards: dict[str, float] = field(default_factory=dict)  # by reward function
     advantage: float = 0.0  # mean over tokens, for the records
-    failure: str | None = None  # why there is no reward; such a rollout is not trained on
+    failure: str | None = None  # why there is no reward, or why a reward function's value is 0
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether it has a reward. Other rollouts are not trained on."""
+        return not math.isnan(self.reward)
 
     @property
     def is_truncated(self) -> bool:
@@ -312,7 +317,7 @@ class Group:
 
     @property
     def scored(self) -> list[Rollout]:
-        return [rollout for rollout in self.rollouts if rollout.failure is None]
+        return [rollout for rollout in self.rollouts if rollout.is_scored]
 
     @property
     def oldest_version(self) -> int:

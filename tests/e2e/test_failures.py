@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from paceline.build.config import load_config
 from paceline.build.task import build_rewarder
 from paceline.cli import app
+from paceline.report.html import write_report
 from paceline.rl import checkpoint as checkpoint_module
 from paceline.rl.checkpoint import Checkpoints
 from paceline.rl.collect import Collector
@@ -42,23 +43,38 @@ def finish(trainer: Trainer) -> dict[str, Any]:
 # ---- rewards ----
 
 
+EXCLUDE = "reward.on_failure=exclude"
+
+
+def on_some(function: str) -> str:
+    """Acts on completions whose first letter has a code that is a multiple of 3."""
+    return f'reward.functions=["reward_functions:{function}_on_some"]'
+
+
+def is_one_of_some(record: dict[str, Any]) -> bool:
+    return ord(record["completion"][0]) % 3 == 0
+
+
 @pytest.mark.parametrize(
-    ("function", "reason"),
+    ("function", "settings", "reason"),
     [
-        ("raises", "raised ValueError: not this one"),
-        ("nan", "returned nan"),
-        ("dies", "killed its process (signal 9)"),
-        ("hangs", "did not return within 0.2 s"),
+        ("raises", (), "raised ValueError: not this one"),
+        ("nan", (), "returned nan"),
+        ("dies", (EXCLUDE,), "killed its process (signal 9)"),
+        ("hangs", (EXCLUDE,), "did not return within 0.2 s"),
+        ("hangs", (EXCLUDE, "reward.call_per=sample"), "did not return within 0.2 s"),
     ],
 )
-def test_a_failing_reward_costs_only_its_samples(tmp_path: Path, function: str, reason: str) -> None:
-    """It fails for completions whose first letter has a code that is a multiple of 3."""
-    reward = f'reward.functions=["reward_functions:{function}_on_some"]'
-    trainer = make(tmp_path, "run", STEPS, reward, "reward.timeout_s=0.2", "reward.max_failures=1.0")
+def test_a_failing_reward_costs_only_its_samples(
+    tmp_path: Path, function: str, settings: tuple[str, ...], reason: str
+) -> None:
+    trainer = make(
+        tmp_path, "run", STEPS, on_some(function), "reward.timeout_s=0.2", *settings, "reward.max_failures=1"
+    )
     summary = finish(trainer)
     assert summary["finished"]
     records = lines(tmp_path / "run", "rollouts")
-    failed = [r for r in records if ord(r["completion"][0]) % 3 == 0]
+    failed = list(filter(is_one_of_some, records))
     assert 0 < len(failed) < len(records), "the test needs failures and successes"
     for record in records:
         if record in failed:
@@ -72,6 +88,73 @@ def test_a_failing_reward_costs_only_its_samples(tmp_path: Path, function: str, 
     metrics = lines(tmp_path / "run", "metrics")
     assert sum(m["num_failures"] for m in metrics) == len(failed)
     assert all(np.isfinite(m["loss"]) and np.isfinite(m["reward_mean"]) for m in metrics)
+
+
+@pytest.mark.parametrize("call_per", ["group", "sample"])
+@pytest.mark.parametrize(
+    ("function", "reason"), [("dies", "killed its process (signal 9)"), ("hangs", "did not return within 0.2 s")]
+)
+def test_an_answer_that_makes_its_verifier_fail_scores_0(
+    tmp_path: Path, function: str, reason: str, call_per: str
+) -> None:
+    trainer = make(tmp_path, "run", STEPS, on_some(function), "reward.timeout_s=0.2", f"reward.call_per={call_per}")
+    assert finish(trainer)["finished"]
+    records = lines(tmp_path / "run", "rollouts")
+    failed = list(filter(is_one_of_some, records))
+    assert 0 < len(failed) < len(records), "the test needs failures and successes"
+    for record in records:
+        if record in failed:
+            name = f"step {record['step'] + 1}, {record['problem']}, sample {record['sample']}: reward "
+            assert record["failure"].startswith(name) and record["failure"].endswith(f"{reason}: scored 0")
+            assert record["reward"] == 0
+        else:
+            assert record["failure"] is None and record["reward"] > 0
+    assert any(record["advantage"] < 0 for record in failed), "it is trained on"
+    metrics = lines(tmp_path / "run", "metrics")
+    assert sum(m["num_zero_scored"] for m in metrics) == len(failed) and not any(m["num_failures"] for m in metrics)
+    for m in metrics:
+        of_step = [r for r in records if r["step"] == m["step"]]
+        assert m["reward_mean"] == pytest.approx(np.mean([r["reward"] for r in of_step]))
+        assert m["reward_failure_alarm"] == (m["num_zero_scored"] > 0.5 * len(of_step))
+    notes = trainer.callback.notes
+    assert failed[0]["failure"] in notes
+    page = write_report(tmp_path / "run").read_text()
+    assert f"{len(failed)} samples scored 0 because a reward failed (reward.on_failure), at step" in page
+    assert reason in page
+
+
+def test_a_reward_that_sleeps_changes_nothing(tmp_path: Path) -> None:
+    policies = []
+    for name, function in (("slow", "sleeps_on_some"), ("fast", "num_letters")):
+        trainer = make(tmp_path, name, STEPS, f'reward.functions=["reward_functions:{function}"]')
+        assert finish(trainer)["finished"]
+        policies.append(policy(trainer))
+    slow, fast = (lines(tmp_path / name, "rollouts") for name in ("slow", "fast"))
+    assert any(map(is_one_of_some, slow)) and not any(r["failure"] for r in slow)
+    assert [(r["token_ids"], r["reward"]) for r in slow] == [(r["token_ids"], r["reward"]) for r in fast]
+    assert all(torch.equal(policies[0][name], tensor) for name, tensor in policies[1].items())
+
+
+def test_on_failure_stop_ends_the_run_and_keeps_its_steps(tmp_path: Path) -> None:
+    settings = (on_some("hangs"), "reward.timeout_s=0.2")
+    finish(make(tmp_path, "zero", STEPS, *settings))
+    failing = [r["step"] for r in lines(tmp_path / "zero", "rollouts") if is_one_of_some(r)]
+    trainer = make(tmp_path, "run", STEPS, *settings, "reward.on_failure=stop")
+    with pytest.raises(ValueError, match=rf'step {failing[0] + 1}, .* within 0.2 s; reward\.on_failure = "stop" ends'):
+        finish(trainer)
+    assert [m["step"] for m in lines(tmp_path / "run", "metrics")] == list(range(failing[0]))
+
+
+def test_a_verifier_that_hangs_on_every_answer_ends_the_run(tmp_path: Path) -> None:
+    """Although it could give 0 to all samples: the answers are hardly to blame."""
+    hangs = ('reward.functions=["reward_functions:never"]', "reward.timeout_s=0.1")
+    trainer = make(tmp_path, "run", STEPS, *hangs)
+    with pytest.raises(ValueError, match=r"step 1: rewards failed for all 8 samples.*scored 0.*--resume RUN"):
+        finish(trainer)
+    assert lines(tmp_path / "run", "metrics") == []
+    trainer = make(tmp_path, "on", "train.num_steps=1", *hangs, "reward.max_failures=1")
+    assert finish(trainer)["finished"]
+    assert [m["num_zero_scored"] for m in lines(tmp_path / "on", "metrics")] == [8]
 
 
 def test_too_many_failures_end_the_run_and_keep_its_steps(tmp_path: Path) -> None:

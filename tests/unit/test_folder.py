@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.build.config import load_config
+from paceline.build.run import build_sinks
 from paceline.config import Config, SpeculationSection, TaskSection
 from paceline.config_io import dump_config
 from paceline.files import RUN_FORMAT
@@ -236,7 +237,7 @@ def test_wandb_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     fake.init = lambda **settings: calls.append(("init", settings)) or run  # type: ignore[attr-defined]
     monkeypatch.setitem(__import__("sys").modules, "wandb", fake)
     for step in (1, 2):
-        sink = WandbSink(tmp_path / "run", "name", {"a": 1})
+        sink = WandbSink(tmp_path / "run", "project", "name", {"a": 1})
         sink.write(step, {"x": {"y": 3}})
         sink.close()
     ids = [settings["id"] for call, settings in calls if call == "init"]
@@ -245,7 +246,22 @@ def test_wandb_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [logged for call, logged in calls if call == "log"] == [(1, {"x/y": 3.0}), (2, {"x/y": 3.0})]
 
 
+@pytest.mark.parametrize(
+    ("given", "project", "name"),
+    [((), "paceline", "run"), (("train.wandb_project=sums", "train.wandb_name=first"), "sums", "first")],
+)
+def test_project_and_name_in_wandb(
+    given: tuple[str, ...], project: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **settings: calls.append(settings)  # type: ignore[attr-defined]
+    monkeypatch.setitem(__import__("sys").modules, "wandb", fake)
+    build_sinks(load_config(None, ["train.tensorboard=false", "train.wandb=true", *given]), tmp_path / "run", 1)
+    assert [(call["project"], call["name"]) for call in calls] == [(project, name)]
+
+
 def test_without_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(ValueError, match=r"train\.wandb = true.*pip install wandb"):
-        WandbSink(tmp_path, "name", {})
+        WandbSink(tmp_path, "project", "name", {})

@@ -185,7 +185,7 @@ def test_a_reward_function_raises(dry_run: Any) -> None:
     line = 1 + (Path(__file__).parents[1] / "reward_functions.py").read_text().splitlines().index(
         '    return [column["missing"] for column in columns]'
     )
-    assert error.startswith("reward.functions = ['reward_functions:raises']: 4 of 4 samples could not be scored")
+    assert error.startswith("reward.functions = ['reward_functions:raises']: a reward failed for 4 of 4 samples")
     assert "raised TypeError" in error and f"tests/reward_functions.py, line {line})" in error
     assert "(answer)" in error, "the columns of the problem"
 

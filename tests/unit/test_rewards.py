@@ -92,14 +92,14 @@ def test_a_math_check_that_never_returns_costs_one_sample() -> None:
     samples = [sample("$7$", answer="7"), sample("$(10^{10})!$", name="slow", answer="7"), sample("$8$", answer="8")]
     scores = score(["math"], samples, timeout_s=3.0)
     assert [s.reward for s in scores[::2]] == [1.0, 1.0]
-    assert math.isnan(scores[1].reward) and (scores[1].failure or "").startswith("slow: reward math ")
+    assert scores[1] == Score(0.0, {"math": 0.0}, "slow: reward math did not return within 3 s: scored 0")
 
 
 def test_a_regular_expression_that_never_returns_costs_one_sample() -> None:
     samples = [sample("aaaa!"), sample("a" * 64 + "?", name="slow"), sample("a!")]
     scores = score(["format"], samples, format_pattern="(a+)+!", timeout_s=1.0)
     assert [s.reward for s in scores[::2]] == [1.0, 1.0]
-    assert scores[1].failure == "slow: reward format did not return within 1 s" and math.isnan(scores[1].reward)
+    assert scores[1] == Score(0.0, {"format": 0.0}, "slow: reward format did not return within 1 s: scored 0")
 
 
 def test_gym() -> None:
@@ -443,7 +443,7 @@ def test_sync_and_async_with_weights() -> None:
 )
 def test_a_failed_call_costs_one_sample(bad: str, reason: str, capfd: pytest.CaptureFixture[str]) -> None:
     samples = [sample("good"), sample(bad, name="step 3, p/17, sample 2"), sample("none"), sample("good")]
-    scores = score(["reward_functions:scripted"], samples, timeout_s=1.0)
+    scores = score(["reward_functions:scripted"], samples, timeout_s=1.0, on_failure="exclude")
     assert [s.failure and re.sub(r"[^( ]*reward_functions\.py, line \d+", "LINE", s.failure) for s in scores] == [
         None, f"step 3, p/17, sample 2: reward reward_functions:scripted {reason}",
         "s: no reward function applies to it", None,
@@ -467,7 +467,7 @@ def test_samples_that_do_not_fail_are_scored_in_one_batch() -> None:
 def test_the_pool_gives_up_if_every_call_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "MAX_LOST_CALLS", 2)
     scores = score(["reward_functions:scripted"], [sample("hang") for _ in range(40)], timeout_s=0.1)
-    assert all(math.isnan(s.reward) for s in scores)
+    assert all(s.reward == 0 for s in scores), "those that were not called, too"
     assert sum("was not called" in (s.failure or "") for s in scores) >= 36
 
 

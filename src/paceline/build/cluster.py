@@ -74,6 +74,7 @@ def build_supervisor(config: Config, callback: ProgressCallback) -> Supervisor:
             callback,
             make_engine=partial(build_rollout_engine, config),
             make_rewarder=partial(build_rewarder, config),
+            calls_per_rewarder=config.reward.workers,
             make_trainer=partial(build_ray_trainer, config),
             run_rank=partial(run_rank_on_ray, config),
         )
@@ -93,7 +94,7 @@ def build_ray_trainer(
     section = config.cluster
     # NCCL allows one process per GPU; with layout "colocated" there are two.
     backend = "nccl" if config.model.device == "cuda" and section.layout == "disaggregated" else "gloo"
-    rewarder = RayRewarder(workers.reward_workers, section, callback.note)
+    rewarder = RayRewarder(workers.reward_workers, config.reward.workers, section, callback.note)
     engine = RayEngine(workers.engines, load_tokenizer(resolve(config.model.name)), section, backend, callback.note)
     worker_group = join(config, 0, 1 + len(workers.other_ranks), start_ranks(workers.other_ranks))
     return build_trainer(

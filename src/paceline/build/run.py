@@ -241,6 +241,7 @@ def build_sinks(config: Config, folder: Path, purge_step: int) -> list[Sink]:
     sinks: list[Sink] = []
     if config.train.tensorboard:
         sinks.append(TensorBoardSink(folder / "tensorboard", purge_step))
-    if config.train.wandb:
-        sinks.append(WandbSink(folder, folder.name, config.model_dump(mode="json")))
+    if (train := config.train).wandb:
+        name = train.wandb_name or folder.name
+        sinks.append(WandbSink(folder, train.wandb_project, name, config.model_dump(mode="json")))
     return sinks

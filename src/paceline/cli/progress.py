@@ -87,6 +87,8 @@ class TerminalProgress:
             text.append(f"  speed-up {m['audit']['speedup']:.2f}x", "bold cyan")
         if m["num_failures"]:
             text.append(f"  {m['num_failures']} not scored", "red")
+        if m["num_zero_scored"]:
+            text.append(f"  {m['num_zero_scored']} scored 0 because a reward failed", "yellow")
         return text
 
     def _render(self) -> Group:

@@ -294,7 +294,7 @@ def eval_command(
             lambda done, total: bars.update(bar, completed=done, total=total),
         )
     if result["first_failure"] is not None:
-        warn(f"not scored: {result['first_failure']}")
+        warn(f"a reward failed: {result['first_failure']}")
     print_figures(
         {
             "mean reward": result["reward"],
@@ -303,6 +303,7 @@ def eval_command(
             "mean length": result["length_mean"],
             "problems": result["num_problems"],
             "not scored": result["num_failures"],
+            "scored 0 because a reward failed": result["num_zero_scored"],
         }
     )
     save_json(json_file, {"model": model, "task": task, **result})

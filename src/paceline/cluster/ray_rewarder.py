@@ -1,11 +1,12 @@
-"""Reward workers as Ray actors. Each has a Rewarder of its own and scores whole groups.
+"""Reward workers as Ray actors. Each has a Rewarder of its own, and scores as many calls at once as that one can.
 
-A group is never split, because a reward function may compare its samples. If a worker dies, Ray restarts it and a free
-worker scores the group again.
+A call is never split between workers, because a reward function may compare its samples. If a worker dies, Ray restarts
+it, and free workers score its calls again.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -16,16 +17,19 @@ from paceline.tasks.rewards import Rewarder, Sample, Score
 
 
 class RewardActor:
-    """`make` builds the rewarder in the first call, so that its errors are raised to the caller."""
+    """`make` builds the rewarder in the first call, so that its errors are raised to the caller. Ray calls this from
+    several threads."""
 
     def __init__(self, make: Callable[[], Rewarder]) -> None:
         self._make = make
+        self._lock = threading.Lock()
         self._rewarder: Rewarder | None = None
 
-    def open(self) -> str | None:
-        """Build the rewarder; return how it isolates programs on this machine."""
-        self._rewarder = self._rewarder or self._make()
-        return self._rewarder.sandbox
+    def open(self) -> tuple[str | None, bool]:
+        """Build the rewarder; return its `sandbox`, on this machine, and `by_sample`."""
+        with self._lock:
+            self._rewarder = self._rewarder or self._make()
+        return self._rewarder.sandbox, self._rewarder.by_sample
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         self.open()
@@ -34,30 +38,42 @@ class RewardActor:
 
 
 class RayRewarder:
-    def __init__(self, actors: Sequence[Any], section: ClusterSection, note: Callable[[str], None]) -> None:
-        self.num_restarts = 0
+    def __init__(
+        self, actors: Sequence[Any], calls_per_actor: int, section: ClusterSection, note: Callable[[str], None]
+    ) -> None:
         self._max_restarts, self._note = section.max_restarts, note
-        self._idle: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+        self._idle: SimpleQueue[tuple[int, Any]] = SimpleQueue()  # a worker is in it for each call it can take
+        self._lock = threading.Lock()  # held to restart a worker
+        self._num_restarts = [0] * len(actors)
         self._sandboxes: dict[int, str | None] = {}  # by worker; workers may be on different machines
-        self.num_parallel = len(actors)
+        self.num_parallel = len(actors) * calls_per_actor
         opened = [with_retries(actor.open).remote() for actor in actors]
         for i, reference in enumerate(opened):
             self._wait_until_open(i, reference)
-            self._idle.put((i, actors[i]))
+        for _ in range(calls_per_actor):
+            for i, actor in enumerate(actors):
+                self._idle.put((i, actor))
 
     @property
     def sandbox(self) -> str | None:
         return "; ".join(sorted({kind for kind in self._sandboxes.values() if kind is not None})) or None
 
+    @property
+    def num_restarts(self) -> int:
+        return sum(self._num_restarts)
+
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         while True:
             index, actor = self._idle.get()
+            num_restarts = self._num_restarts[index]
             try:
                 return get_result(actor.score.remote(samples))
             except ACTOR_LOST:
-                self.num_restarts += 1
-                self._note(f"reward worker {index} died; restarting it and scoring {len(samples)} samples again")
-                self._wait_until_open(index, with_retries(actor.open).remote())
+                with self._lock:
+                    if num_restarts == self._num_restarts[index]:  # no other call has noticed
+                        self._num_restarts[index] += 1
+                        self._note(f"reward worker {index} died; restarting it and scoring its samples again")
+                        self._wait_until_open(index, with_retries(actor.open).remote())
             finally:
                 self._idle.put((index, actor))
 
@@ -65,4 +81,5 @@ class RayRewarder:
         """Nothing to do: the actors stay alive for the next learner."""
 
     def _wait_until_open(self, index: int, reference: Any) -> None:
-        self._sandboxes[index] = get_when_started(reference, f"reward worker {index}", self._max_restarts)
+        opened = get_when_started(reference, f"reward worker {index}", self._max_restarts)
+        self._sandboxes[index], self.by_sample = opened

@@ -39,6 +39,7 @@ class Supervisor:
         *,
         make_engine: Callable[[], Engine],
         make_rewarder: Callable[[], Rewarder],
+        calls_per_rewarder: int,
         make_trainer: MakeTrainer,
         run_rank: RunRank,
     ) -> None:
@@ -47,7 +48,8 @@ class Supervisor:
             cluster.actor(EngineActor, placement, make_engine, i) for i, placement in enumerate(plan.engines)
         ]
         self._reward_workers = [
-            cluster.actor(RewardActor, placement, make_rewarder) for placement in plan.reward_workers
+            cluster.actor(RewardActor, placement, make_rewarder, max_concurrency=calls_per_rewarder)
+            for placement in plan.reward_workers
         ]
         self._learner = cluster.actor(LearnerActor, plan.learner, make_trainer, concurrency_groups={"control": 2})
         self._run_rank = run_rank

@@ -306,8 +306,8 @@ def check_rewards(config: Config, first: Problem, tokenizer: Any) -> Rewards | N
     failures = [score.failure for score in scores if score.failure is not None]
     if failures:
         raise ValueError(
-            f"reward.functions = {config.reward.functions}: {len(failures)} of {num} samples could not be scored, the "
-            f"first: {failures[0]}; correct the function, or the task's columns "
+            f"reward.functions = {config.reward.functions}: a reward failed for {len(failures)} of {num} samples, "
+            f"the first: {failures[0]}; correct the function, or the task's columns "
             f"({', '.join(first.columns) or 'it has none'})"
         )
     return Rewards({text: score.reward for text, score in zip(texts, scores, strict=True)}, sandbox)

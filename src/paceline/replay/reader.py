@@ -13,7 +13,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from paceline.files import BAD_ARCHIVE, MAX_LINE, check_run_format, open_maybe_packed, parse_json
+from paceline.files import (
+    BAD_ARCHIVE,
+    MAX_LINE,
+    check_run_format,
+    number,
+    open_maybe_packed,
+    parse_json,
+    read_metrics,
+)
 from paceline.replay.formats import Formats
 from paceline.replay.rounds import Record
 
@@ -85,14 +93,35 @@ def _files(given: str) -> list[str]:
     if given == "-" or not path.is_dir():
         if given != "-" and not path.exists():
             raise ValueError(f"{given}: no such file; give rollouts as jsonl (also .gz, .xz), a folder of them, or -")
+        if path.name.startswith("rollouts.jsonl"):
+            _check_complete(path.parent)
         return [given]
     check_run_format(path)
+    _check_complete(path)
     candidates = [path / f"rollouts{ending}" for ending in ENDINGS]  # of a run's folder
     found = [file for file in candidates if file.is_file()][:1]
     found = found or sorted((f for f in path.iterdir() if f.name.endswith(ENDINGS)), key=lambda f: _numbers(f.name))
     if not found:
         raise ValueError(f"{given}: no rollouts in this folder; expected rollouts.jsonl or other .jsonl files")
     return [str(file) for file in found]
+
+
+def _check_complete(run: Path) -> None:
+    """Raise ValueError if this is the folder of a run that logged only some of its rollouts: its batches would look
+    smaller than they were, and most problems would not come back in the next epoch."""
+    try:
+        steps = read_metrics(run / "metrics.jsonl")
+    except (OSError, ValueError):  # not a run's folder, or not readable
+        return
+    num_samples, num_logged = (
+        int(sum(number(step, key) or 0 for step in steps if "num_rollouts_logged" in step))
+        for key in ("num_samples", "num_rollouts_logged")
+    )
+    if num_logged < num_samples:
+        raise ValueError(
+            f"{run / 'rollouts.jsonl'} has only {num_logged} of the {num_samples} rollouts of its run, because of "
+            'train.log_rollouts; give a run with train.log_rollouts = "all"'
+        )
 
 
 def _numbers(name: str) -> list[tuple[int, str]]:

@@ -90,6 +90,7 @@ def warnings(run: Run) -> list[str]:
         f"{message} {_steps(raised)}."
         for alarm, message in (
             ("mismatch_alarm", "Engine and learner logprobs differed by more than train.mismatch_alarm at"),
+            ("reward_failure_alarm", "Rewards failed for a larger share of samples than reward.max_failures at"),
             ("zero_advantages_alarm", "All advantages were zero, so rewards did not change the policy, at"),
             ("acceptance_drop_alarm", "Acceptance fell at the weight sync before"),
             ("acceptance_floor_alarm", "Almost no draft tokens were accepted at"),
@@ -108,6 +109,10 @@ def warnings(run: Run) -> list[str]:
         steps = _steps(steps_with(lambda record: (number(record, "num_skipped_optimizer_steps") or 0) > 0))
         skipped = "1 optimizer step was" if num_skipped == 1 else f"{num_skipped} optimizer steps were"
         found.append(f"{skipped} skipped, because the loss or the gradient was not finite, at {steps}.")
+    if num_zero := int(run.total("num_zero_scored")):
+        steps = _steps(steps_with(lambda record: (number(record, "num_zero_scored") or 0) > 0))
+        samples = "1 sample" if num_zero == 1 else f"{num_zero} samples"
+        found.append(f"{samples} scored 0 because a reward failed (reward.on_failure), at {steps}.")
     if differing := [step for step, audit in audits(run) if audit.get("identical") is False]:
         text = f"The two generations of the audit have different tokens at {_steps(differing)}."
         if not any(audit.get("must_be_identical") for _, audit in audits(run)):

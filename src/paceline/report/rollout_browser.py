@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from paceline.files import number
 from paceline.report.elements import paragraph, section
 from paceline.report.run import Run
 
 # Names as in report.js.
-FILTERS = {"all": "all samples", "mixed": "groups with mixed rewards", "failed": "not scored", "truncated": "truncated"}
+FILTERS = {"all": "all samples", "mixed": "groups with mixed rewards", "failed": "failed", "truncated": "truncated"}
 ORDERS = {
     "step": "by step",
     "reward-down": "highest reward first",
@@ -43,14 +44,18 @@ autocomplete="off" spellcheck="false"></label>
 
 def rollout_browser(run: Run) -> str:
     num_embedded, total = len(run.rollouts.records), run.rollouts.num_total
+    recorded = [step for step in run.steps if "num_rollouts_logged" in step]
+    num_unlogged = int(sum((number(s, "num_samples") or 0) - (number(s, "num_rollouts_logged") or 0) for s in recorded))
+    unlogged = f"{num_unlogged:,} other samples were not logged (train.log_rollouts)." if num_unlogged > 0 else ""
     if not total:
-        return ""
+        return section("rollouts", "Rollouts", paragraph(unlogged)) if unlogged else ""
     note = f"All {total:,} samples are in this page."
     if num_embedded < total:
         note = (
             f"This page contains {num_embedded:,} of {total:,} samples: whole groups, spread evenly over the steps, "
             "to keep the file small. rollouts.jsonl has all of them."
         )
+    note = f"{note} {unlogged}".strip()
     if not num_embedded:
         return section("rollouts", "Rollouts", paragraph(note))
     filters, orders = (

@@ -324,8 +324,8 @@ def every_step(run: Run) -> str:
     columns = {
         "reward_mean": "reward", "reward_std": "± std", "length_mean": "length", "loss": "loss",
         "grad_norm": "grad norm", "kl": "KL", "entropy": "entropy", "mean_acceptance_length": "acceptance length",
-        "num_tokens": "tokens", "tokens_per_s": "tokens/s", "staleness_max": "staleness", "num_failures": "failures",
-        "mismatch_mean": "mismatch",
+        "num_tokens": "tokens", "tokens_per_s": "tokens/s", "staleness_max": "staleness", "num_failures": "not scored",
+        "num_zero_scored": "scored 0", "mismatch_mean": "mismatch",
     }  # fmt: skip
     present = {path: name for path, name in columns.items() if any(v is not None for v in run.series(path))}
     rows = [[str(r["step"]), *(show(number(r, path)) for path in present)] for r in run.steps]

@@ -4,6 +4,7 @@
 - acceptance_floor_alarm: hardly any draft token is accepted. Reported when it starts, and not again while it lasts.
 - acceptance_record_alarm: an EAGLE-3 head accepts far less than its provenance file records; this also finds heads that
   fit badly from the first step on. Reported when it starts, too.
+- reward_failure_alarm: rewards failed for a larger share of samples than reward.max_failures. Reported when it starts.
 - zero_advantages_alarm: all advantages are zero, so rewards do not change the policy. Reported the first, the tenth,
   the hundredth … time; the first time only as a note, if problems differ in their rewards.
 
@@ -149,6 +150,7 @@ class AdvantageAlarm:
 
     def __init__(self, config: Config) -> None:
         self.num_generations = config.algorithm.num_generations
+        self.has_rollouts = config.train.log_rollouts != "none"
         self.num_steps = 0  # with only zero advantages, since the run was started or resumed
 
     def check(self, step: int, groups: Sequence[Group]) -> tuple[bool, list[str]]:
@@ -173,9 +175,10 @@ class AdvantageAlarm:
             else "the samples of each problem have equal rewards"
         )
         so_far = f" in {self.num_steps} steps so far" if self.num_steps > 1 else ""
+        where = "read rollouts.jsonl" if self.has_rollouts else "set train.log_rollouts, and read rollouts.jsonl"
         message = (
             f"ALARM: step {step + 1}: all advantages are zero{so_far}, so rewards do not change the policy: {found}. "
-            "Likely reasons: the reward function returns a constant or never finds the answer (read rollouts.jsonl); "
+            f"Likely reasons: the reward function returns a constant or never finds the answer ({where}); "
             "the problems are too hard or too easy for the model; or too few samples per problem "
             f"(algorithm.num_generations = {self.num_generations})"
         )
@@ -201,3 +204,25 @@ def check_skipped(step: int, in_a_row: int, max_skipped: int) -> None:
             f"not finite (learner.max_skipped = {max_skipped}). The weights are those of the last applied one. "
             f"{SKIPPED_REMEDY}, then continue with --resume"
         )
+
+
+class RewardFailureAlarm:
+    """For steps in which rewards failed for a larger share of samples than `reward.max_failures`. The producer stops
+    the run if so many could not be scored; here those count too that `reward.on_failure` gave 0."""
+
+    def __init__(self, max_failures: float) -> None:
+        self.max_failures = max_failures
+        self.is_active = False
+
+    def check(self, step: int, groups: Sequence[Group]) -> tuple[bool, list[str]]:
+        """The flag of a step, and messages; `groups` are all that were generated for it."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        failures = [rollout.failure for rollout in rollouts if rollout.failure is not None]
+        starts, self.is_active = not self.is_active, len(failures) > self.max_failures * len(rollouts)
+        if not (self.is_active and starts):
+            return self.is_active, []
+        return True, [
+            f"ALARM: step {step + 1}: rewards failed for {len(failures)} of {len(rollouts)} samples, more than "
+            f"reward.max_failures = {self.max_failures:g} of them, and reward.on_failure gave them 0. If the answers "
+            f"are not to blame, correct the reward function or raise reward.timeout_s. The first: {failures[0]}"
+        ]

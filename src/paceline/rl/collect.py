@@ -4,10 +4,13 @@ Invariants:
   - The result depends on the weights, the problems and the seed, not on the order in which samples finish. Groups are
     in the order of their index; a sample's noise key is made of (seed, group, sample, turn).
   - An environment or a reward that fails or hangs costs only its sample, which gets a `failure`.
+  - A sample is scored as soon as it is finished; if a reward function compares a group's samples, when all of them are.
+    Slow rewards do not delay those of other samples or groups while a reward worker is free.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -44,7 +47,8 @@ class Collection:
         self.num_samples = sum(map(len, episodes))
         self.requests: list[Request] = []
         self.completions: dict[int, Completion] = {}
-        self.scores: dict[int, Future[list[Score]]] = {}  # by place of the group
+        # By place of the group: the episodes of each call of the rewarder, and their scores.
+        self.calls: list[list[tuple[list[Episode], Future[list[Score]]]]] = [[] for _ in episodes]
         self._unfinished = {id(episode): i for i, group in enumerate(episodes) for episode in group}
         self._num_unfinished = [len(group) for group in episodes]
 
@@ -57,17 +61,26 @@ class Collection:
     def is_generated(self) -> bool:
         return not self._unfinished
 
-    def finish(self, episode: Episode) -> int | None:
-        """Count an episode that has ended. The place of its group, if all of this group's episodes have."""
+    @property
+    def futures(self) -> list[Future[list[Score]]]:
+        return [future for calls in self.calls for _, future in calls]
+
+    def finish(self, episode: Episode) -> tuple[int, bool]:
+        """Count an episode that has ended. The place of its group, and whether all of this group's episodes have."""
         i = self._unfinished.pop(id(episode))
         self._num_unfinished[i] -= 1
-        return i if not self._num_unfinished[i] else None
+        return i, not self._num_unfinished[i]
+
+    def scores(self, i: int) -> list[Score]:
+        """Of all samples of a group that has ended."""
+        found = {id(e): s for episodes, future in self.calls[i] for e, s in zip(episodes, future.result(), strict=True)}
+        return [found[id(episode)] for episode in self.episodes[i]]
 
     def rewards(self, i: int) -> list[float] | None:
         """Of the samples of a group that could be scored; None if the group is not finished."""
-        if i not in self.scores or not self.scores[i].done():
+        if self._num_unfinished[i] or not all(future.done() for _, future in self.calls[i]):
             return None
-        return [score.reward for score in self.scores[i].result() if score.failure is None]
+        return [score.reward for score in self.scores(i) if not math.isnan(score.reward)]
 
 
 class Collector:
@@ -117,7 +130,7 @@ class Collector:
                         self.abort(collection)
                         return self.collected(collection, num)
             with timer.stage("reward"):
-                while wait(collection.scores.values(), timeout=0.2).not_done:
+                while wait(collection.futures, timeout=0.2).not_done:
                     on_progress(collection.num_samples, collection.num_samples)
                 return self.collected(collection, num_wanted(collection) if num_wanted is not None else None)
         except BaseException:
@@ -134,8 +147,8 @@ class Collector:
         timer: StageTimer | None = None,
         sampling: SamplingParams | None = None,
     ) -> Collection:
-        """Submit num_samples rollouts of every (group index, problem). `step` generates them; a group is scored as soon
-        as its last episode ends. `when`, such as "step 3", begins the messages of failures."""
+        """Submit num_samples rollouts of every (group index, problem). `step` generates them, and has each scored as
+        soon as it, or its group, ends. `when`, such as "step 3", begins the messages of failures."""
         with (timer or StageTimer()).stage("data"):
             episodes = [self._episodes(index, problem, num_samples) for index, problem in problems]
         collection = Collection(when, episodes, sampling or self.sampling, seed)
@@ -175,7 +188,7 @@ class Collector:
     def collected(self, collection: Collection, num: int | None = None) -> Collected:
         """The first `num` groups, by default all. They must have scores."""
         episodes = collection.episodes[:num]
-        groups = [self._group(each, collection.scores[i].result()) for i, each in enumerate(episodes)]
+        groups = [self._group(each, collection.scores(i)) for i, each in enumerate(episodes)]
         own = {turn.request.request_id for group in episodes for episode in group for turn in episode.turns}
         requests = [request for request in collection.requests if request.request_id in own]
         return Collected(groups, requests, [collection.completions[request.request_id] for request in requests])
@@ -190,8 +203,8 @@ class Collector:
                     self.engine.abort(request_id)
         self._completed = deque(each for each in self._completed if each[0] is not collection)
         self._waiting = {future: each for future, each in self._waiting.items() if each[0] is not collection}
-        for score in collection.scores.values():
-            score.cancel()
+        for future in collection.futures:
+            future.cancel()
 
     # -- episodes ---------------------------------------------------------------------------------------------------
 
@@ -276,8 +289,11 @@ class Collector:
         return False
 
     def _finish(self, collection: Collection, episode: Episode) -> None:
-        if (i := collection.finish(episode)) is not None:
-            collection.scores[i] = self._scoring.submit(self._score, collection.when, collection.episodes[i])
+        i, has_group_ended = collection.finish(episode)
+        if self.rewarder.by_sample or has_group_ended:
+            episodes = [episode] if self.rewarder.by_sample else collection.episodes[i]
+            future = self._scoring.submit(self._score, collection.when, episodes)
+            collection.calls[i].append((episodes, future))
 
     def _score(self, when: str, group: list[Episode]) -> list[Score]:
         finished = [episode for episode in group if episode.failure is None]

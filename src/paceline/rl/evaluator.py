@@ -68,8 +68,11 @@ class Evaluator:
                 f"evaluation after step {step}" if step else "evaluation before training",
             )
             self.collector.engine.drain_trace()
-        if num := result["num_failures"]:
-            self.callback.note(f"validation: {num} samples could not be scored; the first: {result['first_failure']}")
+        if result["first_failure"] is not None:
+            self.callback.note(
+                f"validation: {result['num_failures']} samples could not be scored, and {result['num_zero_scored']} "
+                f"scored 0 because a reward failed; the first: {result['first_failure']}"
+            )
         return result
 
     def state_dict(self) -> dict[str, Any]:
@@ -115,7 +118,8 @@ def evaluate(
         "pass_at": {str(k): pass_at(k, rewards) for k in ks},
         "length_mean": float(np.mean([r.mask.sum() for r in rollouts])),
         "num_problems": len(problems),
-        "num_failures": len(failures),
+        "num_failures": sum(not r.is_scored for r in rollouts),
+        "num_zero_scored": sum(r.is_scored for r in rollouts if r.failure is not None),
         "first_failure": failures[0] if failures else None,
     }
 

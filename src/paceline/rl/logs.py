@@ -50,7 +50,7 @@ class TensorBoardSink:
 class WandbSink:
     """A Weights & Biases run. Its id is stored in `folder`: a resumed run continues it."""
 
-    def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, project: str, name: str, config: Mapping[str, Any]) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -62,7 +62,7 @@ class WandbSink:
         if not path.exists():
             replace_file(path, secrets.token_hex(4).encode())
         self._run = wandb.init(
-            project="paceline", name=name, config=dict(config), dir=str(folder), id=path.read_text(), resume="allow"
+            project=project, name=name, config=dict(config), dir=str(folder), id=path.read_text(), resume="allow"
         )
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -106,7 +106,7 @@ def _last_trace(batch: Batch, name: str) -> int | None:
 def rollout_metrics(batch: Batch) -> dict[str, Any]:
     """Of all rollouts that were generated for the step, trained on or not."""
     rollouts = [r for group in batch.all_groups for r in group.rollouts]
-    rewards = np.array([r.reward for r in rollouts if r.failure is None])
+    rewards = np.array([r.reward for r in rollouts if r.is_scored])
     names = dict.fromkeys(name for r in rollouts for name in r.rewards)
     lengths = np.array([int(r.mask.sum()) for r in rollouts])
     staleness = [batch.step - group.oldest_version for group in batch.groups]
@@ -121,7 +121,8 @@ def rollout_metrics(batch: Batch) -> dict[str, Any]:
         "num_groups": len(batch.groups),
         "num_groups_filtered": len(batch.dropped),
         "num_groups_stale": batch.num_stale,
-        "num_failures": sum(r.failure is not None for r in rollouts),
+        "num_failures": sum(not r.is_scored for r in rollouts),
+        "num_zero_scored": sum(r.is_scored and r.failure is not None for r in rollouts),
         "staleness_mean": float(np.mean(staleness)) if staleness else 0.0,
         "staleness_max": max(staleness, default=0),
         "num_tokens": int(lengths.sum()),

@@ -234,14 +234,24 @@ class Producer(ABC):
         return True
 
     def _check_failures(self, step: int, groups: list[Group]) -> None:
-        failures = [r.failure for group in groups for r in group.rollouts if r.failure is not None]
-        total = sum(len(group.rollouts) for group in groups)
+        """Stop if too many samples could not be scored. Samples that reward.on_failure gave 0 do not count: bad answers
+        may cause many. But if every sample failed, the reward itself is broken, and 0 for all would hide that."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        failures = [r.failure for r in rollouts if r.failure is not None]
+        num_excluded = sum(not r.is_scored for r in rollouts)
         max_failures = self.config.reward.max_failures
-        if len(failures) > max_failures * total:
+        kept = "Finished steps are kept: `paceline train --resume RUN` continues"
+        if num_excluded > max_failures * len(rollouts):
+            first = next(r.failure for r in rollouts if not r.is_scored)
             raise ValueError(
-                f"step {step + 1}: {len(failures)} of {total} samples could not be scored, more than "
-                f"reward.max_failures = {max_failures:g} of them; the first: {failures[0]}. Finished steps are "
-                "kept: `paceline train --resume RUN` continues"
+                f"step {step + 1}: {num_excluded} of {len(rollouts)} samples could not be scored, more than "
+                f"reward.max_failures = {max_failures:g} of them; the first: {first}. {kept}"
+            )
+        if len(failures) == len(rollouts) > 0 and max_failures < 1:
+            raise ValueError(
+                f"step {step + 1}: rewards failed for all {len(rollouts)} samples, so the cause is hardly the answers; "
+                f"the first: {failures[0]}. Correct the reward function, or raise reward.timeout_s; with "
+                f"reward.max_failures = 1 the run goes on. {kept}"
             )
 
 

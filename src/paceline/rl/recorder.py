@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from paceline.model.text import Pieces
 from paceline.rl.audit import overall
@@ -20,22 +20,35 @@ TOTALS = ("num_tokens", "num_drafts", "num_accepted_tokens", *plain_estimate([])
 
 
 class Recorder:
-    def __init__(self, folder: RunFolder, sinks: Sequence[Sink], callback: ProgressCallback, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        sinks: Sequence[Sink],
+        callback: ProgressCallback,
+        tokenizer: Any,
+        log_rollouts: int | Literal["all", "none"] = "all",
+    ) -> None:
+        """`log_rollouts`: as the setting; a number of groups. Groups are in the order of the data, which is random, so
+        the first ones are a fair sample, and the same in a resumed run."""
         self.folder, self.sinks, self.callback = folder, sinks, callback
+        self.num_logged_groups = (
+            log_rollouts if isinstance(log_rollouts, int) else {"all": None, "none": 0}[log_rollouts]
+        )
         self.pieces = Pieces(tokenizer)
         self.audits: list[dict[str, Any]] = []
         self.totals = dict.fromkeys(("wall_s", *TOTALS), 0.0)
         self.stages: dict[str, float] = {}  # seconds
 
     def record(self, batch: Batch, metrics: Mapping[str, Any]) -> None:
-        rollouts = [(group, rollout) for group in batch.all_groups for rollout in group.rollouts]
-        records = [rollout_record(batch.step, group, rollout) for group, rollout in rollouts]
+        rollouts = [rollout for group in batch.all_groups for rollout in group.rollouts]
+        logged = batch.all_groups[: self.num_logged_groups]
+        records = [rollout_record(batch.step, group, rollout) for group in logged for rollout in group.rollouts]
         self.folder.append("rollouts", [record | {"pieces": self.pieces(record["token_ids"])} for record in records])
         self.folder.append("trace", [{"rl_step": batch.step, **asdict(trace)} for trace in batch.traces])
-        self.folder.append("metrics", [metrics])
+        self.folder.append("metrics", [{**metrics, "num_rollouts_logged": len(records)}])
         for sink in self.sinks:
             sink.write(batch.step + 1, metrics)
-        for failure in [r.failure for _, r in rollouts if r.failure is not None][:MAX_FAILURES_SHOWN]:
+        for failure in [r.failure for r in rollouts if r.failure is not None][:MAX_FAILURES_SHOWN]:
             self.callback.note(failure)
         for key in TOTALS:
             self.totals[key] += metrics[key]

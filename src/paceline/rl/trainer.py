@@ -26,7 +26,14 @@ from paceline.config import Config
 from paceline.engine.interface import Engine, SpeculationState
 from paceline.model.device import use_device
 from paceline.model.weights import checksum
-from paceline.rl.alarms import AdvantageAlarm, Alarms, FirstPositions, check_skipped, skipped_message
+from paceline.rl.alarms import (
+    AdvantageAlarm,
+    Alarms,
+    FirstPositions,
+    RewardFailureAlarm,
+    check_skipped,
+    skipped_message,
+)
 from paceline.rl.algorithms import Algorithm
 from paceline.rl.audit import Auditor, check_audit
 from paceline.rl.audit_schedule import AuditSchedule
@@ -92,6 +99,7 @@ class Trainer:
         self.audit_schedule = AuditSchedule(config.speculation.audit_every)
         self.restarts, self.alarms = restarts, Alarms(config, recorded_acceptance)
         self.advantage_alarm = AdvantageAlarm(config)
+        self.reward_failure_alarm = RewardFailureAlarm(config.reward.max_failures)
         train = config.train
         self.overlaps = train.max_staleness > 0  # generation runs while the learner trains
         self.producer: Producer = producer_class(config)(
@@ -104,7 +112,7 @@ class Trainer:
         )
         self.publisher = Publisher(self.producer, engine, learner, head_trainer, copies=self.overlaps)
         self.evaluator = Evaluator(train, collector, task.held_out, self.producer, callback)
-        self.recorder = Recorder(folder, sinks, callback, collector.tokenizer)
+        self.recorder = Recorder(folder, sinks, callback, collector.tokenizer, train.log_rollouts)
         self.base = checksum(learner.weights())  # of the policy at the start of the run
         self._saved_step = -1
         self._between_steps = True  # learner, producer and records are at the same step, so a checkpoint may be saved
@@ -205,7 +213,7 @@ class Trainer:
         """Make the next policy version; returns metrics."""
         length, version = acceptance_length(batch)
         trains_head = self.head_trainer is not None and self.head_trainer.should_train(batch.step, length)
-        metrics: dict[str, Any] = self._check_acceptance(batch, length, version)
+        metrics: dict[str, Any] = self._check_acceptance(batch, length, version) | self._check_rewards(batch)
         with sleep_mode(self.engine) if self.sleeps else nullcontext():
             return metrics | self._update(batch, timer, self.head_trainer if trains_head else None)
 
@@ -250,6 +258,12 @@ class Trainer:
         for message in messages:
             self.callback.note(message)
         return {"zero_advantages_alarm": flag}
+
+    def _check_rewards(self, batch: Batch) -> dict[str, bool]:
+        flag, messages = self.reward_failure_alarm.check(batch.step, batch.all_groups)
+        for message in messages:
+            self.callback.note(message)
+        return {"reward_failure_alarm": flag}
 
     def _check_acceptance(self, batch: Batch, length: float | None, version: int | None) -> dict[str, bool]:
         flags, messages = self.alarms.check(length, version)

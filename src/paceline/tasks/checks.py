@@ -1,7 +1,7 @@
 """Checks that run in the reward workers.
 
 Each factory here loads what it needs and returns the check of one completion: `check(completion, columns) -> float`.
-A user's function gets whole batches instead. Workers import this module, so heavy imports are inside the factories. An
+A user's function gets batches instead. Workers import this module, so heavy imports are inside the factories. An
 exception or a crash costs only the sample that caused it.
 """
 
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.tasks import remote
+from paceline.tasks.pool import BadArguments
 from paceline.tasks.sandbox import Kind, Limits, Program, forbid_inspection, run_program
 
 Check = Callable[[str, dict[str, Any]], float]
@@ -86,7 +87,8 @@ def math_check(pattern: str | None) -> Check:
             gold = parse(expected, parsing_timeout=None) or parse(f"${expected}$", parsing_timeout=None)
             if not gold:
                 raise ValueError(f"the answer {expected[:80]!r} is not a mathematical expression")
-            return float(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
+            with blaming_answer():
+                return float(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
 
     return check
 
@@ -101,8 +103,9 @@ def gym_check(dataset: str, params: dict[str, Any], pattern: str | None) -> Chec
         answer = extract_answer(completion, pattern)
         if answer is None:
             return 0.0
-        with memory_limit():
-            return float(scorer.score_answer(answer, required_column(columns, "entry")))
+        entry = required_column(columns, "entry")
+        with memory_limit(), blaming_answer():
+            return float(scorer.score_answer(answer, entry))
 
     return check
 
@@ -118,6 +121,15 @@ def memory_limit() -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@contextlib.contextmanager
+def blaming_answer() -> Iterator[None]:
+    """For a library that reads an answer. An exception is then the answer's failure, like a crash."""
+    try:
+        yield
+    except Exception as error:
+        raise BadArguments from error
 
 
 def code_check(cpu_s: int, memory_mb: int, timeout_s: float, kind: Kind) -> Check:

@@ -4,6 +4,9 @@ A call is `factory(*setup)(*args)`. `factory` is an importable function that loa
 and with a timeout of its own. The function that it returns is called with the caller's timeout.
 
 Invariants: results come in the order of the calls; a call that fails costs only its own result; `map` always returns.
+Several threads may call `map` at once: they share the workers, and a slow call holds only its own worker. A call whose
+worker ends is repeated once in a new worker, because something else may have killed the first one.
+
 Workers are fresh interpreters: not forks, because the parent has threads, and not multiprocessing's, which would run
 the user's main script again. Each has its own session, so that Ctrl-C reaches only the parent, and ends when the parent
 ends.
@@ -51,10 +54,23 @@ class Failed:
     """A call without a result. `reason` continues a sentence that begins with the function's name."""
 
     reason: str
+    # Its arguments are to blame: the loaded function hung, crashed or ran out of memory. False: the function could not
+    # be loaded, the call could not be sent, or the function raised an exception.
+    by_arguments: bool = False
+
+
+class BadArguments(Exception):
+    """Raised by a function from another exception for which the call's arguments are to blame."""
 
 
 class WorkerLost(Exception):
     """A call failed and cost its worker: it hung, crashed or sent an invalid message. The text is the reason."""
+
+    by_arguments = False  # as in `Failed`
+
+
+class WorkerEnded(WorkerLost):
+    """The worker's process ended during the call."""
 
 
 class Worker:
@@ -85,10 +101,10 @@ class Worker:
         if has_loaded := kind == "loaded":
             self._enter("calling", timeout_s)
             kind, value = self._receive_message()
-        if kind != "error" and (kind == "loaded") == has_loaded:
+        if kind in ("loaded", "result") and (kind == "loaded") == has_loaded:
             raise WorkerLost(f"sent {kind!r} unexpectedly")
         self.state = "idle"
-        return value if kind == "result" else Failed(value)
+        return value if kind == "result" else Failed(value, by_arguments=kind == "bad arguments")
 
     def _enter(self, state: str, limit_s: float) -> None:
         self.state, self.limit_s, self.deadline_s = state, limit_s, time.monotonic() + limit_s
@@ -105,7 +121,7 @@ class Worker:
         except (ValueError, RecursionError) as error:
             raise WorkerLost(f"sent an invalid message: not JSON ({describe_error(error)})") from None
         match message:
-            case ["loaded", None] | ["result", _] | ["error", str()]:
+            case ["loaded", None] | ["result", _] | ["error" | "bad arguments", str()]:
                 return message[0], message[1]
         raise WorkerLost("sent an invalid message")
 
@@ -125,7 +141,7 @@ class Worker:
         if part == b"":
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(POLL_S)
-            raise WorkerLost(_exit_of(self.process))
+            raise WorkerEnded(_exit_of(self.process))
         self.incoming += part or b""
         if len(self.incoming) > MAX_REPLY_BYTES:
             raise WorkerLost("sent an invalid message: too long")
@@ -158,6 +174,7 @@ class Pool:
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
         self._workers: list[Worker] = []
+        self._free = threading.BoundedSemaphore(num_workers)  # held during a call
         self._lock = threading.RLock()  # held to choose or start a worker, and to close
         self._is_closed = False
         atexit.register(self.close)
@@ -171,30 +188,54 @@ class Pool:
         results: list[Any] = [None] * len(calls)
         # Samples of one problem are similar and adjacent. Shuffled, they do not all fail first and make `map` give up.
         waiting = iter(random.Random(0).sample(range(len(calls)), len(calls)))
-        lost: list[int] = []
+        lost: list[Failed] = []
         succeeded: list[int] = []
+        calling: list[Worker] = []
         errors: list[BaseException] = []
+        is_interrupted = False
+
+        def call(data: bytes) -> Any:
+            with self._lock:
+                if is_interrupted:
+                    raise RuntimeError("the calls were interrupted")
+                worker = self._take_worker()
+                calling.append(worker)
+            try:
+                return worker.call(job, data, timeout_s)
+            except WorkerLost as error:
+                error.by_arguments = worker.state == "calling"
+                self._discard([worker])
+                raise
+            finally:
+                calling.remove(worker)
+
+        def run(index: int) -> Any:
+            if len(lost) >= MAX_LOST_CALLS and not succeeded:
+                reason = f"was not called: {len(lost)} calls hung or crashed, none succeeded"
+                return Failed(reason, by_arguments=lost[0].by_arguments)
+            try:
+                data = pickle.dumps((job, calls[index]))
+            except Exception as error:  # pickle may raise any exception
+                return Failed(f"can't be sent to a worker: {describe_error(error)}")
+            try:
+                try:
+                    result = call(data)
+                except WorkerEnded:  # something else may have killed it
+                    result = call(data)
+            except WorkerLost as error:
+                lost.append(Failed(str(error), error.by_arguments))
+                return lost[-1]
+            if not isinstance(result, Failed):
+                succeeded.append(index)
+            return result
 
         def run_calls() -> None:
             try:
-                for index in waiting:  # shared by the threads
-                    if len(lost) >= MAX_LOST_CALLS and not succeeded:
-                        results[index] = Failed(f"was not called: {len(lost)} calls hung or crashed, none succeeded")
-                        continue
-                    try:
-                        data = pickle.dumps((job, calls[index]))
-                    except Exception as error:  # pickle may raise any exception
-                        results[index] = Failed(f"can't be sent to a worker: {describe_error(error)}")
-                        continue
-                    worker = self._take_worker()
-                    try:
-                        results[index] = worker.call(job, data, timeout_s)
-                        if not isinstance(results[index], Failed):
-                            succeeded.append(index)
-                    except WorkerLost as error:
-                        self._discard([worker])
-                        results[index] = Failed(str(error))
-                        lost.append(index)
+                has_more = True
+                while has_more:
+                    with self._free:
+                        if has_more := (index := next(waiting, None)) is not None:  # shared by the threads
+                            results[index] = run(index)
             except BaseException as error:
                 errors.append(error)
 
@@ -210,8 +251,9 @@ class Pool:
             if errors:
                 raise errors[0]
         except BaseException:  # for example Ctrl-C
-            list(waiting)  # the threads start no further call
-            self._discard([worker for worker in self._workers if worker.state != "idle"])
+            with self._lock:
+                is_interrupted = True
+            self._discard(list(calling))
             raise
         return results
 
@@ -272,8 +314,11 @@ def run_worker(fd: int) -> None:
             connection.sendall(b'["loaded", null]\n')
             reply = json.dumps(["result", functions[job](*args)])
         except BaseException as error:  # also SystemExit: it must not end the worker
-            what = "could not be loaded: " if job not in functions else "raised "
-            reply = json.dumps(["error", f"{what}{describe_error(error)}{user_line(error)}"])
+            is_loaded = job in functions
+            is_bad = is_loaded and isinstance(error, MemoryError | BadArguments)
+            raised = error.__cause__ if isinstance(error, BadArguments) and error.__cause__ is not None else error
+            what = f"{'raised' if is_loaded else 'could not be loaded:'} {describe_error(raised)}{user_line(raised)}"
+            reply = json.dumps(["bad arguments" if is_bad else "error", what])
         if os.getpid() != pid:
             os._exit(1)  # the function forked and the child returned: only the parent may answer
         connection.sendall(reply.encode() + b"\n")

@@ -1,11 +1,12 @@
 """A reward model: any Hugging Face sequence classifier with one or two labels.
 
 The reward is the logit of the only label, or the difference of the two logits. The model is loaded at first use, from
-safetensors only and without remote code.
+safetensors only and without remote code. Calls from several threads run one after the other.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -18,8 +19,13 @@ BATCH_SIZE = 8
 class RewardModel:
     def __init__(self, name: str) -> None:
         self.name = name
+        self._lock = threading.Lock()
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float]:
+        with self._lock:
+            return self._score(prompts, completions)
+
+    def _score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float]:
         import torch
 
         tokenizer, model = self._loaded

@@ -1,17 +1,23 @@
 """Rewards: the weighted sum of reward functions with TRL's signature, built in or the user's own.
 
-Invariants: `score` returns one Score per sample, in order, and always returns. A function that hangs, raises, crashes
-or returns no number costs only the sample that caused it: its reward is NaN and `failure` has the reason. The same
-holds if no function applies to a sample or the sum is not finite. A function that does not return one value per sample
-is an error, because its values can't be assigned to samples. Everything that could hang or crash runs in worker
-processes (`pool`), regular expressions too; only the reward model runs in this process.
+Invariants: `score` returns one Score per sample, in order, and always returns. Several threads may call it at once; a
+slow sample delays only the samples of its own call. Everything that could hang or crash runs in worker processes
+(`pool`), regular expressions too; only the reward model runs in this process.
+
+A failure costs only its own sample:
+  - The answer makes a function hang, crash or run out of memory: `reward.on_failure` decides. "zero": the value of this
+    function is 0, others count as usual; "exclude": as below; "stop": `score` raises ValueError.
+  - Any other failure is not the answer's: a function that can't be loaded, raises or returns no number, no function
+    applies, the sum is not finite. The sample is excluded: its reward is NaN.
+In both cases `failure` has the reason. A function that does not return one value per sample is an error, because its
+values can't be assigned to samples.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,9 +45,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    reward: float  # the weighted sum; NaN if scoring failed
+    reward: float  # the weighted sum; NaN: the sample could not be scored
     parts: dict[str, float]  # by function name, without weights; only functions that apply
-    failure: str | None = None  # one line with sample, function and reason
+    # One line with sample, function and reason: why there is no reward, or why a function's value is 0.
+    failure: str | None = None
 
 
 Value = float | None | Failed  # None: the function does not apply
@@ -54,17 +61,19 @@ class Rewarder(Protocol):
     @property
     def num_parallel(self) -> int: ...  # calls of `score` that may run at the same time
     @property
+    def by_sample(self) -> bool: ...  # every sample may be scored in a call of its own, as no function compares them
+    @property
     def sandbox(self) -> str | None: ...  # how programs are isolated; None: no programs are run
     def score(self, samples: Sequence[Sample]) -> list[Score]: ...
     def close(self) -> None: ...
 
 
 class LocalRewarder:
-    num_parallel = 1  # the pool's workers share the samples of one call
-
     def __init__(self, section: RewardSection, task: TaskSection | None = None) -> None:
         self._section = section
         self._task = task
+        self.num_parallel = section.workers  # each call keeps at least one worker busy
+        self.by_sample = not any(map(self._takes_groups, section.functions))
         self.sandbox: str | None = None
         self._pool = Pool(section.workers)
         self._weights = section.weights or [1.0] * len(section.functions)
@@ -88,10 +97,20 @@ class LocalRewarder:
 
     def _sum(self, sample: Sample, values: dict[str, Value]) -> Score:
         parts: dict[str, float] = {}
-        failure = None
+        failure = zeroed = None
         for name, value in values.items():
             if isinstance(value, Failed):
-                failure = failure or f"{sample.name}: reward {name} {value.reason}"
+                reason = f"{sample.name}: reward {name} {value.reason}"
+                if value.by_arguments and self._section.on_failure == "stop":
+                    raise ValueError(
+                        f'{reason}; reward.on_failure = "stop" ends the run at an answer that makes a reward fail: '
+                        'correct the function, raise reward.timeout_s, or set reward.on_failure to "zero" or "exclude"'
+                    )
+                if value.by_arguments and self._section.on_failure == "zero":
+                    zeroed = zeroed or f"{reason}: scored 0"
+                    parts[name] = 0.0
+                else:
+                    failure = failure or reason
             elif value is not None and not math.isfinite(value):
                 failure = failure or f"{sample.name}: reward {name} returned {value}"
             elif value is not None:
@@ -104,7 +123,7 @@ class LocalRewarder:
         terms = [weights[name] * value for name, value in parts.items()]
         if not math.isfinite(sum(terms)):
             return Score(math.nan, parts, f"{sample.name}: the weighted sum of its rewards is not finite")
-        return Score(math.fsum(terms), parts)
+        return Score(math.fsum(terms), parts, zeroed)
 
     def _scorer(self, name: str) -> Scorer:
         section, pattern = self._section, self._section.answer_pattern
@@ -125,8 +144,11 @@ class LocalRewarder:
             self.sandbox = str(sandbox.isolation(section.sandbox))
             limits = (section.code_cpu_s, section.code_memory_mb, section.timeout_s, section.sandbox)
             # The check enforces `timeout_s` itself and gives a slow program reward 0. The pool's timeout is only for a
-            # check that hangs.
-            return self._score_each(checks.code_check, limits, section.timeout_s + 2 * sandbox.SETUP_S)
+            # check that hangs, for which the program in its sandbox is not to blame.
+            score = self._score_each(checks.code_check, limits, section.timeout_s + 2 * sandbox.SETUP_S)
+            return lambda samples: [
+                replace(value, by_arguments=False) if isinstance(value, Failed) else value for value in score(samples)
+            ]
         if name == "model":
             assert section.model is not None
             model = RewardModel(section.model)
@@ -143,7 +165,8 @@ class LocalRewarder:
             raise ValueError(
                 f"reward.functions has {name!r}, which {loaded.reason}{_where_to_look(name, loaded.reason)}"
             )
-        return lambda samples: self._score_with_function(name, samples)
+        score_user = self._score_group if self._takes_groups(name) else self._score_alone
+        return lambda samples: score_user(name, samples)
 
     def _score_each(self, factory: Factory, setup: tuple[Any, ...], timeout_s: float | None = None) -> Scorer:
         """One call per sample."""
@@ -162,14 +185,17 @@ class LocalRewarder:
         except RuntimeError as error:  # mostly out of memory; a model that can't be loaded raises ValueError: run ends
             return [Failed(f"raised {describe_error(error)}") for _ in samples]
 
-    def _score_with_function(self, path: str, samples: Sequence[Sample]) -> list[Value]:
+    def _takes_groups(self, name: str) -> bool:
+        """The reward model is faster for batches; a user's function may compare samples."""
+        return name == "model" or (name not in BUILT_IN and self._section.call_per == "group")
+
+    def _score_group(self, path: str, samples: Sequence[Sample]) -> list[Value]:
         """One call of the user's function with all samples, since it may compare them. If the call fails: one call per
         sample to find those that fail, then one call with all others."""
         values = self._call_function(path, [samples])[0]
         if not isinstance(values, Failed):
             return values
-        singles = self._call_function(path, [[sample] for sample in samples])
-        found: list[Value] = [single if isinstance(single, Failed) else single[0] for single in singles]
+        found = self._score_alone(path, samples)
         succeeded = [i for i, value in enumerate(found) if not isinstance(value, Failed)]
         if succeeded:
             values = self._call_function(path, [[samples[i] for i in succeeded]])[0]
@@ -177,6 +203,11 @@ class LocalRewarder:
                 for i, value in zip(succeeded, values, strict=True):
                     found[i] = value
         return found
+
+    def _score_alone(self, path: str, samples: Sequence[Sample]) -> list[Value]:
+        """One call of the user's function per sample."""
+        replies = self._call_function(path, [[sample] for sample in samples])
+        return [reply if isinstance(reply, Failed) else reply[0] for reply in replies]
 
     def _call_function(self, path: str, batches: Sequence[Sequence[Sample]]) -> list[list[Value] | Failed]:
         largest = max(len(batch) for batch in batches)

@@ -10,7 +10,7 @@ import pytest
 from tiny_run import lines, make
 
 from paceline.build.config import load_config
-from paceline.rl.alarms import DROP, FLOOR, MIN_DRAFTS, AdvantageAlarm, Alarms
+from paceline.rl.alarms import DROP, FLOOR, MIN_DRAFTS, AdvantageAlarm, Alarms, RewardFailureAlarm
 from paceline.rl.metrics import acceptance_length
 
 
@@ -112,6 +112,18 @@ def test_failures_raise_no_alarm_about_advantages(tmp_path: Path) -> None:
     batch.all_groups = groups([1.0, 1.0], [])
     assert trainer._check_advantages(batch, has_any=False) == {"zero_advantages_alarm": True}
     trainer.close()
+
+
+def test_the_alarm_for_failed_rewards_is_reported_when_it_starts() -> None:
+    def step(num_failed: int) -> Any:
+        failures = ["p0: hung: scored 0"] * num_failed + [None] * (4 - num_failed)
+        return [SimpleNamespace(rollouts=[SimpleNamespace(failure=failure) for failure in failures])]
+
+    alarm = RewardFailureAlarm(0.5)
+    flags, messages = zip(*(alarm.check(i, step(num)) for i, num in enumerate((0, 2, 3, 4, 2, 3))), strict=True)
+    assert flags == (False, False, True, True, False, True)
+    assert [bool(message) for message in messages] == [False, False, True, False, False, True]
+    assert "ALARM: step 3: rewards failed for 3 of 4 samples" in messages[2][0] and "p0: hung" in messages[2][0]
 
 
 @pytest.mark.parametrize("dynamic_sampling", ["false", "true"])

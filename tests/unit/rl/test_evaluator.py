@@ -9,6 +9,7 @@ from scripted import Bytes, ScriptedEngine, ScriptedRewarder
 
 from paceline.rl.collect import Collector
 from paceline.rl.evaluator import evaluate, pass_at
+from paceline.tasks.rewards import Score
 from paceline.tasks.task import Problem
 from paceline.types import SamplingParams
 
@@ -26,10 +27,13 @@ def test_pass_at_is_the_mean_over_all_choices() -> None:
 
 
 def test_evaluate() -> None:
-    """Samples 0 … n-1 of problem n solve it. One sample can't be scored and does not count."""
+    """Samples 0 … n-1 of problem n solve it. One sample can't be scored and does not count; one scores 0 because its
+    reward failed."""
 
-    def reward_of(sample: object) -> float | str:
+    def reward_of(sample: object) -> float | str | Score:
         n, number = sample.columns["n"], int(sample.name[-1])
+        if (n, number) == (1, 3):
+            return Score(0.0, {}, "p1, sample 3: hung: scored 0")
         return "broke" if (n, number) == (0, 0) else float(number < n)
 
     engine = ScriptedEngine()
@@ -39,7 +43,11 @@ def test_evaluate() -> None:
     result = evaluate(collector, held_out, 4, 0.5, 7, lambda done, total: progress.append((done, total)))
     assert result["reward"] == pytest.approx((0 + 1 + 2 + 3) / 15)
     assert result["avg_at_n"] == pytest.approx((0 + 0.25 + 0.5 + 0.75) / 4)
-    assert result["n"] == result["k"] == 4 and result["num_failures"] == 1 and result["num_problems"] == 4
+    assert (
+        result["n"] == result["k"] == 4
+        and result["num_failures"] == result["num_zero_scored"] == 1
+        and result["num_problems"] == 4
+    )
     assert set(result["pass_at"]) == {"1", "2", "4"} and result["pass_at"]["4"] == 1.0  # of the three with 4 samples
     assert result["length_mean"] == 2 and progress[-1] == (15, 16)
     assert {request.sampling.temperature for request in engine.submitted} == {0.5}

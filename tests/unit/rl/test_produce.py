@@ -15,7 +15,7 @@ from paceline.rl.batch_producer import BatchProducer
 from paceline.rl.collect import Collector
 from paceline.rl.order import Cursor
 from paceline.rl.produce import Batch, PublishedWeights, Stopped
-from paceline.tasks.rewards import Sample
+from paceline.tasks.rewards import Sample, Score
 from paceline.tasks.task import Problem
 from paceline.types import SamplingParams
 
@@ -23,7 +23,7 @@ TASK = SimpleNamespace(train=[Problem(f"p{i}", f"prompt {i}", {"n": i}) for i in
 
 
 def producer(
-    reward_of: Callable[[Sample], float | str] = lambda sample: 1.0,
+    reward_of: Callable[[Sample], float | str | Score] = lambda sample: 1.0,
     keeps: Callable[[list[float]], bool] = lambda rewards: True,
     **changes: Any,
 ) -> BatchProducer:
@@ -162,6 +162,26 @@ def test_too_many_failures() -> None:
     ):
         made.get(0)
     assert made.cursor == Cursor(0)
+
+
+def zero(sample: Sample) -> Score:
+    return Score(0.0, {"judge": 0.0}, f"{sample.name}: hung: scored 0")
+
+
+def test_samples_that_scored_0_do_not_count_unless_all_failed() -> None:
+    made = producer(lambda s: 1.0 if s.name.endswith("p0, sample 0") else zero(s), max_failures=0.0, groups_per_step=6)
+    made.start(0)
+    assert sum(r.failure is not None for g in made.get(0).all_groups for r in g.rollouts) == 11
+    for reward_of in (zero, lambda sample: "broke" if sample.name.endswith("sample 0") else zero(sample)):
+        made = producer(reward_of, max_failures=0.5, groups_per_step=6)
+        made.start(0)
+        with pytest.raises(
+            ValueError, match=r"step 1: rewards failed for all 12 samples.*the first: step 1, p\d, sampl"
+        ):
+            made.get(0)
+    made = producer(zero, max_failures=1.0, groups_per_step=6)
+    made.start(0)
+    assert len(made.get(0).groups) == 6
 
 
 def test_stop_keeps_pending_batches() -> None:
