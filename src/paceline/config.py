@@ -273,9 +273,17 @@ class TaskSettings:
     weight: float = 1.0
 
     @property
+    def key(self) -> str:
+        """The dotted key of its section."""
+        return "task" if self.label is None else f"task.{self.label}"
+
+    @property
     def reward_key(self) -> str:
-        """The name of `reward` in messages."""
         return "reward" if self.label is None else f"task.{self.label}.reward"
+
+    @property
+    def max_tokens_key(self) -> str:
+        return "sampling.max_tokens" if self.label is None else f"task.{self.label}.max_tokens"
 
 
 class AlgorithmSection(Section):
@@ -481,12 +489,21 @@ class Config(Section):
             for task in self.task
         ]
 
+    @property
+    def task_weights(self) -> dict[str, float]:
+        """By label; empty for one task without a label."""
+        return {task.label: task.weight for task in self.tasks if task.label is not None}
+
+    @property
+    def task_names(self) -> str:
+        return ", ".join(task.label or task.section.name for task in self.tasks)
+
     def only_task(self, what: str) -> TaskSettings:
         """The task of a config with one. ValueError if there are several: `what` uses one."""
         if len(self.tasks) > 1:
-            labels = [str(task.label) for task in self.tasks]
             raise ValueError(
-                f"{what} uses one task, but the config has several: {', '.join(labels)}; choose one: task={labels[0]}"
+                f"{what} uses one task, but the config has several: {self.task_names}; choose one: "
+                f"task={self.tasks[0].label}"
             )
         return self.tasks[0]
 

@@ -1,8 +1,8 @@
 """Read and write settings: TOML files, `a.b=c` overrides, and error messages for wrong keys and values.
 
-Works for any tree of pydantic models; a model with keys is called a section. A key may also be a list of sections:
-TOML's array of tables. Dotted keys name an entry of such a list by its `label`: `task.sums.weight`. An unknown key is an
-error that names the right or the nearest known key. A value of the wrong type is an error that names the expected type.
+Works for any tree of pydantic models; a model with keys is called a section. A key may also have a list of sections,
+TOML's array of tables; a dotted key names an entry by its `label`: `task.sums.weight`. An unknown key is an error that
+names the right or the nearest known key. A value of the wrong type is an error that names the expected type.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, time
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -70,13 +70,13 @@ def apply_override(settings: dict[str, Any], override: str) -> None:
         *section, key = parts
         keys = [".".join([*section, entry_name(entry, i), key]) for i, entry in enumerate(settings)]
         raise ConfigError(f"override {override!r}: {'.'.join(section)} is a list; write {' or '.join(keys)}")
-    entries = settings.get(parts[-1])
-    if _is_list_of_sections(entries) and isinstance(value, str):  # keep only the entry with this label
-        value = [_entry(entries, value, override)]
+    previous = settings.get(parts[-1])
+    if _is_list_of_sections(previous) and isinstance(value, str):  # keep only the entry with this label
+        value = [_entry(previous, value, override)]
     settings[parts[-1]] = value
 
 
-def _is_list_of_sections(value: Any) -> bool:
+def _is_list_of_sections(value: Any) -> TypeGuard[list[Any]]:
     return isinstance(value, list) and len(value) > 0 and all(isinstance(entry, dict) for entry in value)
 
 

@@ -26,7 +26,7 @@ from paceline.config import Config
 from paceline.engine.interface import SpeculationState
 from paceline.rl.algorithms import Algorithm
 from paceline.rl.collect import Collected, Collector
-from paceline.rl.order import Cursor, DataOrder
+from paceline.rl.order import Cursor, training_order
 from paceline.rl.stage_timer import StageTimer
 from paceline.tasks.task import Problem, Task
 from paceline.types import Group, Receipt, StepTrace
@@ -92,7 +92,7 @@ class Producer(ABC):
         self.config, self.groups_per_step = config, config.train.groups_per_step
         self.max_staleness, self.inflight = config.train.max_staleness, config.train.inflight
         self.on_progress, self.in_thread = on_progress, in_thread
-        self.order = DataOrder(len(task.train), config.train.seed)
+        self.order = training_order(task.train, config)
         self.cursor = Cursor()
         self.surplus: list[Group] = []  # finished groups that are in no batch yet; later steps may use them
         self.speculation_state: SpeculationState = self.engine.state_dict()
@@ -234,15 +234,16 @@ class Producer(ABC):
         return True
 
     def _check_failures(self, step: int, groups: list[Group]) -> None:
-        failures = [r.failure for group in groups for r in group.rollouts if r.failure is not None]
-        total = sum(len(group.rollouts) for group in groups)
-        max_failures = self.config.reward.max_failures
-        if len(failures) > max_failures * total:
-            raise ValueError(
-                f"step {step + 1}: {len(failures)} of {total} samples could not be scored, more than "
-                f"reward.max_failures = {max_failures:g} of them; the first: {failures[0]}. Finished steps are "
-                "kept: `paceline train --resume RUN` continues"
-            )
+        for settings in self.config.tasks:
+            rollouts = [r for group in groups if group.task == settings.label for r in group.rollouts]
+            failures = [r.failure for r in rollouts if r.failure is not None]
+            max_failures = settings.reward.max_failures
+            if len(failures) > max_failures * len(rollouts):
+                raise ValueError(
+                    f"step {step + 1}: {len(failures)} of {len(rollouts)} samples could not be scored, more than "
+                    f"{settings.reward_key}.max_failures = {max_failures:g} of them; the first: {failures[0]}. "
+                    "Finished steps are kept: `paceline train --resume RUN` continues"
+                )
 
 
 def _check_receipt(what: str, sent: PublishedWeights, receipt: Receipt) -> None:

@@ -48,9 +48,11 @@ from paceline.rl.metrics import (
     memory_gib,
     rollout_metrics,
     stage_times,
+    task_metrics,
     update_metrics,
 )
 from paceline.rl.observer import HeadTrainer
+from paceline.rl.order import MixedOrder
 from paceline.rl.produce import Batch, Producer, Stopped
 from paceline.rl.publisher import Publisher
 from paceline.rl.recorder import Recorder
@@ -103,7 +105,7 @@ class Trainer:
             in_thread=self._set_up_thread,
         )
         self.publisher = Publisher(self.producer, engine, learner, head_trainer, copies=self.overlaps)
-        self.evaluator = Evaluator(train, collector, task.held_out, self.producer, callback)
+        self.evaluator = Evaluator(train, collector, task.held_out, config.task_weights, self.producer, callback)
         self.recorder = Recorder(folder, sinks, callback, collector.tokenizer)
         self.base = checksum(learner.weights())  # of the policy at the start of the run
         self._saved_step = -1
@@ -175,6 +177,8 @@ class Trainer:
         metrics["weights_checksum"] = self.publisher.publish()
         publishing_s = time.perf_counter() - trained_at
         metrics |= {"version": self.step, **rollout_metrics(batch)}
+        if isinstance(order := self.producer.order, MixedOrder):
+            metrics["tasks"] = task_metrics(batch, order.epochs(max(0, batch.position - 1)))
         total_s = time.perf_counter() - started
         metrics["stages"] = stage_times(batch, timer, waited_s, publishing_s, total_s, self.overlaps)
         metrics |= self._system_metrics(batch, metrics)

@@ -10,7 +10,7 @@ processes (`pool`), regular expressions too; only the reward model runs in this 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +35,7 @@ class Sample:
     completion_ids: tuple[int, ...]
     columns: dict[str, Any]  # `answer` and all other columns of the problem
     env_reward: float | None = None
+    task: str | None = None  # label of the task, if there are several
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +191,28 @@ class LocalRewarder:
                     "**columns) -> list[float | None]"
                 )
         return [_values(reply, len(batch)) for reply, batch in zip(replies, batches, strict=True)]
+
+
+class TaskRewarder:
+    """Scores each sample by the rewarder of its task. All samples of a call are of one task, as they are one group."""
+
+    num_parallel = 1
+
+    def __init__(self, rewarders: Mapping[str | None, Rewarder]) -> None:
+        self._rewarders = rewarders
+
+    @property
+    def sandbox(self) -> str | None:
+        kinds = {rewarder.sandbox for rewarder in self._rewarders.values()}
+        return "; ".join(sorted(kind for kind in kinds if kind is not None)) or None
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        (task,) = {sample.task for sample in samples} or {next(iter(self._rewarders))}
+        return self._rewarders[task].score(samples)
+
+    def close(self) -> None:
+        for rewarder in self._rewarders.values():
+            rewarder.close()
 
 
 def _check_module(name: str) -> None:
