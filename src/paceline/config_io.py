@@ -119,7 +119,7 @@ def check_key(root: SectionType, key: str, hints: Mapping[str, str] = {}) -> Non
         section, name = _section_at(root, path[: depth - 1]), path[depth - 1]
         if name not in section.model_fields:
             raise ConfigError("\n".join(_unknown(root, path[:depth], _nested(path[depth:]), hints)))
-        if _as_section(section.model_fields[name].annotation) is None:
+        if as_section(section.model_fields[name].annotation) is None:
             break  # the rest are keys of a table
 
 
@@ -131,7 +131,7 @@ def all_keys(section: SectionType, prefix: str = "") -> list[str]:
     """Every dotted key of a section and of the sections in it."""
     keys: list[str] = []
     for name, field in section.model_fields.items():
-        inner = _as_section(field.annotation)
+        inner = as_section(field.annotation)
         keys += all_keys(inner, f"{prefix}{name}.") if inner else [prefix + name]
     return keys
 
@@ -158,8 +158,9 @@ def sections_of(config: BaseModel) -> Iterator[tuple[str, str, BaseModel]]:
 
 
 def own_keys(section: BaseModel) -> list[str]:
-    """The keys of a section that are no sections themselves."""
-    return [name for name, field in type(section).model_fields.items() if _as_section(field.annotation) is None]
+    """The keys of a section that are no sections themselves; its label first."""
+    keys = [name for name, field in type(section).model_fields.items() if as_section(field.annotation) is None]
+    return sorted(keys, key=lambda name: name != "label")
 
 
 # ---- error messages ----
@@ -197,14 +198,14 @@ def _key_path(root: SectionType, settings: Mapping[str, Any], location: tuple[in
     for part in parts:
         path.append(str(part))
         field = section.model_fields.get(str(part)) if section else None
-        section = _as_section(field.annotation) if field else None
+        section = as_section(field.annotation) if field else None
         if section is None:
             break
-        if field is not None and _entry_section(field.annotation) is not None:
+        if field is not None and entry_section(field.annotation) is not None:
             next(parts, None)  # the form: a section or a list
             if isinstance(look_up(settings, path), list) and isinstance(index := next(parts, None), int):
                 path.append(entry_name(look_up(settings, path)[index], index))
-                section = _entry_section(field.annotation)
+                section = entry_section(field.annotation)
     return path
 
 
@@ -258,18 +259,18 @@ def _nearest(root: SectionType, path: list[str]) -> str:
     return f"the keys of {'.'.join(parents) or 'a config'} are {', '.join(keys)}"
 
 
-def _as_section(annotation: Any) -> SectionType | None:
+def as_section(annotation: Any) -> SectionType | None:
     """The section of a key; None if its values are no sections."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next(filter(None, map(_as_section, _members(annotation))), None)
+    return next(filter(None, map(as_section, _members(annotation))), None)
 
 
-def _entry_section(annotation: Any) -> SectionType | None:
+def entry_section(annotation: Any) -> SectionType | None:
     """The section of each entry, for a key that may be a list of sections."""
     if get_origin(annotation) is list:
-        return _as_section(get_args(annotation)[0])
-    return next(filter(None, map(_entry_section, _members(annotation))), None)
+        return as_section(get_args(annotation)[0])
+    return next(filter(None, map(entry_section, _members(annotation))), None)
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
@@ -285,7 +286,7 @@ def _section_at(root: SectionType, path: Sequence[str]) -> SectionType:
             section, entries = entries, None  # the part is a label
         else:
             annotation = section.model_fields[part].annotation
-            section, entries = _as_section(annotation) or section, _entry_section(annotation)
+            section, entries = as_section(annotation) or section, entry_section(annotation)
     return section
 
 
@@ -312,7 +313,7 @@ def expected(root: SectionType, key: str) -> str:
 
 def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """An annotation in plain English: `Annotated[int, Field(ge=1)] | None` is "an integer >= 1"."""
-    if section := _as_section(annotation):
+    if section := as_section(annotation):
         return f"a section with the keys {', '.join(section.model_fields)}"
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
