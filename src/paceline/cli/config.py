@@ -40,8 +40,10 @@ def config_command(
     if explain is not None:
         keys = resolved.explained_keys(explain)
         if not keys:
+            if explain.startswith(("task.", "reward")) and (weights := resolved.config.task_weights):
+                labels = " or ".join(f"task.{label}" for label in weights)
+                raise ValueError(f"unknown key {explain}: the config has several tasks; give {labels}, or a key of it")
             check_key(Config, explain, HINTS)
-            raise ValueError(f"{explain}: the config has several tasks: {resolved.config.task_names}; name one")
         texts = [resolved.explanation(key) for key in keys]
         out.print("\n\n".join(texts), soft_wrap=True)
         return
