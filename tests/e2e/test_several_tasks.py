@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from paceline.build.config import load_config
 from paceline.build.run import build_trainer
 from paceline.cli import app
+from paceline.rl.order import Shares
 from paceline.rl.trainer import Trainer
 from paceline.types import Group
 
@@ -204,6 +205,20 @@ def test_a_resumed_run_continues_bit_for_bit(folder: Path, flavour: str) -> None
     assert first == second
     if "resampled" in flavour:
         assert sum(m["tasks"]["letters"]["num_groups_filtered"] for m in lines(whole, "metrics")) > 0
+
+
+def test_continuous_rollouts_have_the_same_order(folder: Path, evaluated: Any) -> None:
+    """Which step takes a group depends on timing; its task and its problem do not, also after resuming."""
+    more = ["train.max_staleness=2", "train.inflight=keep", "train.checkpoint_every=1"]
+    run = train(folder, "continuous", *more, "train.num_steps=2")
+    train(folder, "continuous", *more, resume=True)
+    rollouts = lines(run, "rollouts")
+    shares, labels = Shares([0.7, 0.3]), ("letters", "short")
+    assert len({r["group"] for r in rollouts}) == 20 and len(rollouts) == 80
+    assert all(r["task"] == labels[shares[r["group"]][0]] for r in rollouts)
+    in_order = {r["group"]: r["problem"] for r in lines(folder / "run", "rollouts")}
+    both = [r for r in rollouts if r["group"] in in_order]
+    assert both and all(r["problem"] == in_order[r["group"]] for r in both)
 
 
 def test_what_may_change_on_resume(folder: Path, evaluated: Any) -> None:
