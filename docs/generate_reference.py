@@ -25,7 +25,7 @@ from paceline.build.key_comments import meaning, sentence
 from paceline.cli import app
 from paceline.cli.replay import INT32_MAX
 from paceline.config import Config
-from paceline.config_io import all_keys
+from paceline.config_io import all_keys, as_section, entry_section
 from paceline.other_names import ABSENT, LIBRARIES
 
 DIRECTORY = Path(__file__).parent / "reference"
@@ -161,8 +161,8 @@ def _number(value: Any) -> str:
 def config_page() -> str:
     parts, described = ["# Configuration", NOTE, CONFIG_INTRO], dict[tuple[type, str], str]()
     for section, field in Config.model_fields.items():
-        model = field.annotation
-        assert isinstance(model, type)
+        model = as_section(field.annotation)
+        assert model is not None
         parts.append(f"## {section}")
         if intro := model.__dict__.get("__doc__"):
             parts.append(_linked(intro))
@@ -172,15 +172,24 @@ def config_page() -> str:
             same_as = described.setdefault((origin, key), f"{section}.{key}")
             lines.append(_key_line(f"{section}.{key}", model, key, same_as))
         parts.append("\n".join(lines))
+        if (entry := entry_section(field.annotation)) is not None:
+            lines = [_key_line(f"{section}.LABEL.{key}", entry, key) for key in inspect.get_annotations(entry)]
+            parts += [
+                f"## Several {section}s",
+                _linked(" ".join((inspect.getdoc(entry) or "").split())),
+                "\n".join(lines),
+            ]
     return _join(parts)
 
 
-def _key_line(name: str, model: Any, key: str, same_as: str) -> str:
+def _key_line(name: str, model: Any, key: str, same_as: str | None = None) -> str:
     """`train.seed=0` (≥0): Meaning. The type is left out if the default shows it."""
     field = model.model_fields[key]
-    is_set = field.default is not None
+    if as_section(field.annotation) is not None:
+        return f"- `{name}`: {_sentence(meaning(model, key))}"
+    is_set = field.default is not None and not field.is_required()
     default = f"={json.dumps(field.default, ensure_ascii=False)}" if is_set else ""
-    if same_as != name:
+    if same_as not in (None, name):
         return f"- `{name}{default}`: As `{same_as}`."
     values = _describe(field.annotation, field.metadata, with_type=not is_set)
     in_brackets = f" ({values})" if values else ""

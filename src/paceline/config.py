@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from paceline.types import SamplingParams
 
@@ -249,6 +250,51 @@ class RewardSection(Section):
                 raise ValueError(f"reward.{key} = {pattern!r}: not a regular expression ({error})") from None
 
 
+class MixedTaskSection(TaskSection):
+    """With several tasks, write `[[task]]` for each, and its reward below it as `[task.reward]`. A task has the keys of
+    `[task]` and those here. On the command line, name it by its label: `task.sums.weight=2`; `task=sums` uses only this
+    task."""
+
+    # Name of the task in metrics, in rollouts and on the command line: letters, digits, `_` and `-`.
+    label: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
+    weight: float = 1.0  # share of the groups, relative to the other tasks
+    max_tokens: Positive | None = None  # maximum tokens per completion; not set: sampling.max_tokens
+    reward: RewardSection = RewardSection()  # the task's own `[reward]`
+
+    def check(self) -> None:
+        if not 0 < self.weight < math.inf:
+            raise ValueError(
+                f"weight = {self.weight:g}: must be a finite number above 0; a task that is not to "
+                "be trained on must be removed from the config"
+            )
+        if self.label in type(self).model_fields:
+            raise ValueError(f'label = "{self.label}": this is the name of a key of a task; choose another label')
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSettings:
+    """Everything that may differ between the tasks of a run."""
+
+    section: TaskSection
+    reward: RewardSection
+    max_tokens: int  # of a completion
+    label: str | None = None  # None: the run's only task, without a label
+    weight: float = 1.0
+
+    @property
+    def key(self) -> str:
+        """The dotted key of its section."""
+        return "task" if self.label is None else f"task.{self.label}"
+
+    @property
+    def reward_key(self) -> str:
+        return "reward" if self.label is None else f"task.{self.label}.reward"
+
+    @property
+    def max_tokens_key(self) -> str:
+        return "sampling.max_tokens" if self.label is None else f"task.{self.label}.max_tokens"
+
+
 class AlgorithmSection(Section):
     """Keys that are not set have the value of the algorithm's paper."""
 
@@ -422,18 +468,62 @@ class ClusterSection(Section):
     object_store_mb: Annotated[int, Field(ge=80)] = 200  # object store of a Ray started on this machine
 
 
+def _form(value: Any) -> str:
+    return "list" if isinstance(value, list) else "table"
+
+
+OneOrMoreTasks = Annotated[
+    Annotated[TaskSection, Tag("table")] | Annotated[list[MixedTaskSection], Tag("list")], Discriminator(_form)
+]
+
+
 class Config(Section):
     model: ModelSection = ModelSection()
     engine: EngineSection = EngineSection()
     speculation: SpeculationSection = SpeculationSection()
     sampling: SamplingSection = SamplingSection()
-    task: TaskSection = TaskSection()
-    reward: RewardSection = RewardSection()
+    task: OneOrMoreTasks = TaskSection()  # read `tasks`, which has the same for one task and for several
+    reward: RewardSection | None = RewardSection()  # None with several tasks: each has its own
     algorithm: AlgorithmSection = AlgorithmSection()
     learner: LearnerSection = LearnerSection()
     draft: DraftSection = DraftSection()
     train: TrainSection = TrainSection()
     cluster: ClusterSection = ClusterSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_common_reward(cls, settings: Any) -> Any:
+        has_several = isinstance(settings, dict) and isinstance(settings.get("task"), list)
+        return {"reward": None, **settings} if has_several else settings
+
+    @property
+    def tasks(self) -> list[TaskSettings]:
+        """The tasks of a run, in their order."""
+        if isinstance(self.task, TaskSection):
+            assert self.reward is not None, "only `[[task]]` replaces it"
+            return [TaskSettings(self.task, self.reward, self.sampling.max_tokens)]
+        return [
+            TaskSettings(task, task.reward, task.max_tokens or self.sampling.max_tokens, task.label, task.weight)
+            for task in self.task
+        ]
+
+    @property
+    def task_weights(self) -> dict[str, float]:
+        """By label; empty for one task without a label."""
+        return {task.label: task.weight for task in self.tasks if task.label is not None}
+
+    @property
+    def task_names(self) -> str:
+        return ", ".join(task.label or task.section.name for task in self.tasks)
+
+    def only_task(self, what: str) -> TaskSettings:
+        """The task of a config with one. ValueError if there are several: `what` uses one."""
+        if len(self.tasks) > 1:
+            raise ValueError(
+                f"{what} uses one task, but the config has several: {self.task_names}; choose one: "
+                f"task={self.tasks[0].label}"
+            )
+        return self.tasks[0]
 
     def changed(self, **sections: dict[str, Any]) -> Self:
         """A copy with other values of some keys, by section. They are not checked."""

@@ -1,7 +1,8 @@
 """Read and write settings: TOML files, `a.b=c` overrides, and error messages for wrong keys and values.
 
-Works for any tree of pydantic models; a model with keys is called a section. An unknown key is an error that names the
-right or the nearest known key. A value of the wrong type is an error that names the expected type.
+Works for any tree of pydantic models; a model with keys is called a section. A key may also have a list of sections,
+TOML's array of tables; a dotted key names an entry by its `label`: `task.sums.weight`. An unknown key is an error that
+names the right or the nearest known key. A value of the wrong type is an error that names the expected type.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, time
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -60,11 +61,36 @@ def apply_override(settings: dict[str, Any], override: str) -> None:
     parts = key.strip().split(".")
     if not equals or not all(parts):
         raise ConfigError(f"override {override!r} is not of the form section.key=value")
+    value = _parse_value(key.strip(), text.strip())
     for depth, part in enumerate(parts[:-1], 1):
-        settings = settings.setdefault(part, {})
-        if not isinstance(settings, dict):
+        settings = _entry(settings, part, override) if isinstance(settings, list) else settings.setdefault(part, {})
+        if not isinstance(settings, dict) and not _is_list_of_sections(settings):
             raise ConfigError(f"override {override!r}: {'.'.join(parts[:depth])} is a value, not a section")
-    settings[parts[-1]] = _parse_value(key.strip(), text.strip())
+    if isinstance(settings, list):
+        *section, key = parts
+        keys = [".".join([*section, entry_name(entry, i), key]) for i, entry in enumerate(settings)]
+        raise ConfigError(f"override {override!r}: {'.'.join(section)} is a list; write {' or '.join(keys)}")
+    previous = settings.get(parts[-1])
+    if _is_list_of_sections(previous) and isinstance(value, str):  # keep only the entry with this label
+        value = [_entry(previous, value, override)]
+    settings[parts[-1]] = value
+
+
+def _is_list_of_sections(value: Any) -> TypeGuard[list[Any]]:
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(entry, dict) for entry in value)
+
+
+def _entry(entries: list[Any], label: str, override: str) -> Any:
+    named = {entry_name(entry, i): entry for i, entry in enumerate(entries)}
+    if label not in named:
+        raise ConfigError(f"override {override!r}: there is no {label!r}; the labels are {', '.join(named)}")
+    return named[label]
+
+
+def entry_name(entry: Any, index: int) -> str:
+    """The part of a dotted key for an entry of a list of sections: its label, or without a valid one its number."""
+    label = entry.get("label") if isinstance(entry, Mapping) else getattr(entry, "label", None)
+    return label if isinstance(label, str) and re.fullmatch(r"[\w-]+", label) else str(index + 1)
 
 
 def _parse_value(key: str, text: str) -> Any:
@@ -93,7 +119,7 @@ def check_key(root: SectionType, key: str, hints: Mapping[str, str] = {}) -> Non
         section, name = _section_at(root, path[: depth - 1]), path[depth - 1]
         if name not in section.model_fields:
             raise ConfigError("\n".join(_unknown(root, path[:depth], _nested(path[depth:]), hints)))
-        if _as_section(section.model_fields[name].annotation) is None:
+        if as_section(section.model_fields[name].annotation) is None:
             break  # the rest are keys of a table
 
 
@@ -105,9 +131,36 @@ def all_keys(section: SectionType, prefix: str = "") -> list[str]:
     """Every dotted key of a section and of the sections in it."""
     keys: list[str] = []
     for name, field in section.model_fields.items():
-        inner = _as_section(field.annotation)
+        inner = as_section(field.annotation)
         keys += all_keys(inner, f"{prefix}{name}.") if inner else [prefix + name]
     return keys
+
+
+def sections_of(config: BaseModel) -> Iterator[tuple[str, str, BaseModel]]:
+    """(header in TOML, dotted key, section) of every section that has a value, in order. An entry of a list of sections
+    comes before the sections in it."""
+
+    def walk(value: Any, header: str, key: str) -> Iterator[tuple[str, str, BaseModel]]:
+        for i, entry in enumerate(value if isinstance(value, list) else []):
+            if isinstance(entry, BaseModel):
+                name = f"{key}.{entry_name(entry, i)}"
+                yield f"[[{header}]]", name, entry
+                yield from inner(entry, f"{header}.", f"{name}.")
+        if isinstance(value, BaseModel):
+            yield f"[{header}]", key, value
+            yield from inner(value, f"{header}.", f"{key}.")
+
+    def inner(section: BaseModel, header: str, key: str) -> Iterator[tuple[str, str, BaseModel]]:
+        for name in type(section).model_fields:
+            yield from walk(getattr(section, name), header + name, key + name)
+
+    yield from inner(config, "", "")
+
+
+def own_keys(section: BaseModel) -> list[str]:
+    """The keys of a section that are no sections themselves; its label first."""
+    keys = [name for name, field in type(section).model_fields.items() if as_section(field.annotation) is None]
+    return sorted(keys, key=lambda name: name != "label")
 
 
 # ---- error messages ----
@@ -120,30 +173,39 @@ def _explain(
     lines: list[str] = []
     seen: set[str] = set()
     for detail in error.errors():
-        path = _key_path(root, detail["loc"])
+        path = _key_path(root, settings, detail["loc"])
         key = ".".join(path)
         if key in seen:
             continue
         seen.add(key)
         if detail["type"] == "extra_forbidden":
-            lines += _unknown(root, path, _look_up(settings, path), hints)
+            lines += _unknown(root, path, look_up(settings, path), hints)
+        elif detail["type"] == "missing":
+            lines.append(f"{key} is not set: expected {expected(root, key)}")
         elif detail["type"] == "value_error":  # raised by a section's `check`: a complete message
-            lines.append(str(detail["ctx"]["error"]))
+            in_list = any(isinstance(part, int) for part in detail["loc"])
+            lines.append((f"{key}: " if in_list else "") + str(detail["ctx"]["error"]))
         else:
-            lines.append(f"{key} = {_look_up(settings, path)!r}: expected {expected(root, key)}")
+            lines.append(f"{key} = {look_up(settings, path)!r}: expected {expected(root, key)}")
     return lines
 
 
-def _key_path(root: SectionType, location: tuple[int | str, ...]) -> list[str]:
+def _key_path(root: SectionType, settings: Mapping[str, Any], location: tuple[int | str, ...]) -> list[str]:
     """The sections and the key of pydantic's location, without the union members that follow."""
     path: list[str] = []
     section: SectionType | None = root
-    for part in map(str, location):
-        path.append(part)
-        field = section.model_fields.get(part) if section else None
-        section = _as_section(field.annotation) if field else None
+    parts = iter(location)
+    for part in parts:
+        path.append(str(part))
+        field = section.model_fields.get(str(part)) if section else None
+        section = as_section(field.annotation) if field else None
         if section is None:
             break
+        if field is not None and entry_section(field.annotation) is not None:
+            next(parts, None)  # the form: a section or a list
+            if isinstance(look_up(settings, path), list) and isinstance(index := next(parts, None), int):
+                path.append(entry_name(look_up(settings, path)[index], index))
+                section = entry_section(field.annotation)
     return path
 
 
@@ -197,34 +259,62 @@ def _nearest(root: SectionType, path: list[str]) -> str:
     return f"the keys of {'.'.join(parents) or 'a config'} are {', '.join(keys)}"
 
 
-def _as_section(annotation: Any) -> SectionType | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+def as_section(annotation: Any) -> SectionType | None:
+    """The section of a key; None if its values are no sections."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(as_section, _members(annotation))), None)
+
+
+def entry_section(annotation: Any) -> SectionType | None:
+    """The section of each entry, for a key that may be a list of sections."""
+    if get_origin(annotation) is list:
+        return as_section(get_args(annotation)[0])
+    return next(filter(None, map(entry_section, _members(annotation))), None)
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """Of a union; of an annotated type, the type."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    return args[:1] if origin is Annotated else args if origin in (Union, UnionType) else ()
 
 
 def _section_at(root: SectionType, path: Sequence[str]) -> SectionType:
-    section = root
+    section, entries = root, None
     for part in path:
-        section = _as_section(section.model_fields[part].annotation) or section
+        if part not in section.model_fields and entries is not None:
+            section, entries = entries, None  # the part is a label
+        else:
+            annotation = section.model_fields[part].annotation
+            section, entries = as_section(annotation) or section, entry_section(annotation)
     return section
 
 
-def _look_up(settings: Any, path: Sequence[str]) -> Any:
+def look_up(settings: Any, path: Sequence[str]) -> Any:
+    """The value of a dotted key in nested settings or in a config. KeyError if it is missing."""
     for part in path:
-        settings = settings[part]
+        if isinstance(settings, list):
+            settings = {entry_name(entry, i): entry for i, entry in enumerate(settings)}[part]
+        elif isinstance(settings, BaseModel):
+            settings = getattr(settings, part)
+        else:
+            settings = settings[part]
     return settings
 
 
 def expected(root: SectionType, key: str) -> str:
     """The values that a dotted key may have, in plain English."""
     *parents, leaf = key.split(".")
-    field = _section_at(root, parents).model_fields[leaf]
+    field = _section_at(root, parents).model_fields.get(leaf)
+    if field is None:  # an entry of a list
+        return _describe(_section_at(root, [*parents, leaf]))
     return _describe(field.annotation, field.metadata)
 
 
 def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """An annotation in plain English: `Annotated[int, Field(ge=1)] | None` is "an integer >= 1"."""
-    if _as_section(annotation):
-        return f"a section with the keys {', '.join(annotation.model_fields)}"
+    if section := as_section(annotation):
+        return f"a section with the keys {', '.join(section.model_fields)}"
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         fields = [m.metadata if hasattr(m, "metadata") else [m] for m in args[1:]]
@@ -260,10 +350,11 @@ def dump_config(config: BaseModel, comments: Mapping[str, str] = {}) -> str:
     """All settings as TOML. Reading it gives an equal config. None is left out: it is the default of such keys.
     `comments`: one line for some sections."""
     sections = []
-    for name, section in config.model_dump().items():
+    for header, name, section in sections_of(config):
         comment = [f"# {comments[name]}"] if name in comments else []
-        lines = [f"{key} = {toml_value(value)}" for key, value in section.items() if value is not None]
-        sections.append("\n".join([f"[{name}]", *comment, *lines]))
+        values = {key: getattr(section, key) for key in own_keys(section)}
+        lines = [f"{key} = {toml_value(value)}" for key, value in values.items() if value is not None]
+        sections.append("\n".join([header, *comment, *lines]))
     return "\n\n".join(sections) + "\n"
 
 

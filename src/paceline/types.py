@@ -314,6 +314,7 @@ class Group:
     problem: str  # name of the problem
     prompt: str  # text, for the records
     rollouts: list[Rollout]
+    task: str | None = None  # label of the task, if there are several
 
     @property
     def scored(self) -> list[Rollout]:

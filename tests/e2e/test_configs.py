@@ -17,13 +17,12 @@ from paceline.config_io import dump_config
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 HERE = [path for path in CONFIGS if load_config(path).engine.kind == "local"]  # tests/vllm trains the others
-WANTED = {"quickstart", "gsm8k", "gpu-gsm8k", "code", "dapo", "async"}
+WANTED = {"quickstart", "gsm8k", "gpu-gsm8k", "code", "dapo", "async", "two-tasks"}
 SMALL = (
     "model.device=cpu",
     "model.dtype=float64",
     "engine.max_num_seqs=8",
     "sampling.max_tokens=8",
-    "task.held_out=2",
     "algorithm.num_generations=4",
     "train.num_steps=2",
     "train.groups_per_step=2",
@@ -33,7 +32,7 @@ SMALL = (
     "train.tensorboard=false",
 )
 # A random model never solves the task, and dynamic sampling would drop all groups. So it gets its own reward.
-OWN_REWARD = 'reward.functions=["reward_functions:many_a"]'
+OWN_REWARD = '["reward_functions:many_a"]'
 
 
 def gsm8k(path: Path) -> None:
@@ -69,10 +68,13 @@ def small(path: Path, model: Path, folder: Path, *overrides: str) -> Config:
     gsm8k(folder / "gsm8k-train.jsonl")
     written = load_config(path)
     given = [f"model.name={str(model)!r}", *SMALL, *overrides]
-    if written.task.kind == "dataset":  # tests/e2e/test_hub_dataset.py loads it from a hub
-        given += ["task.kind=jsonl", f"task.name={str(folder / 'gsm8k-train.jsonl')!r}", "task.params={}"]
-    if written.task.size is not None:
-        given.append("task.size=16")
+    for task in written.tasks:
+        given += [f"{task.key}.held_out=2", f"{task.max_tokens_key}=8"]
+        if task.section.kind == "dataset":  # tests/e2e/test_hub_dataset.py loads it from a hub
+            data = str(folder / "gsm8k-train.jsonl")
+            given += [f"{task.key}.kind=jsonl", f"{task.key}.name={data!r}", f"{task.key}.params={{}}"]
+        if task.section.size is not None:
+            given.append(f"{task.key}.size=16")
     if written.algorithm.overlong_buffer:
         given.append("algorithm.overlong_buffer=2")
     if written.speculation.method in HEAD_METHODS:
@@ -109,7 +111,9 @@ def test_trains(path: Path, model: Path, tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_policy_changes(path: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a reward that a random model can get, the algorithm of every config changes the policy."""
     monkeypatch.chdir(ROOT)
-    config = small(path, model, tmp_path, OWN_REWARD, "reward.weights=[1.0]", "learner.warmup_steps=0")
+    keys = [task.reward_key for task in load_config(path).tasks]
+    rewards = [setting for key in keys for setting in (f"{key}.functions={OWN_REWARD}", f"{key}.weights=[1.0]")]
+    config = small(path, model, tmp_path, *rewards, "learner.warmup_steps=0")
     trainer = build_trainer(config, RecordingCallback(), run=tmp_path / "run")
     before = {name: tensor.clone() for name, tensor in trainer.learner.weights()}
     try:

@@ -7,6 +7,7 @@ import json
 import shutil
 import threading
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +286,7 @@ def test_a_failing_environment_costs_only_its_samples(tmp_path: Path, mode: str,
         with lock:
             return FailingEnv(mode, next(made) % 4 == 1)
 
-    trainer.task.train = [Problem(p.name, p.prompt, p.columns, make_env) for p in trainer.task.train]
+    trainer.task.train = [replace(p, make_env=make_env) for p in trainer.task.train]
     assert finish(trainer)["finished"]
     records = lines(tmp_path / "run", "rollouts")
     failed = [r for r in records if r["failure"] is not None]

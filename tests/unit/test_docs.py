@@ -15,7 +15,7 @@ import typer
 
 from paceline.build.config import load_config
 from paceline.cli import app
-from paceline.config import Config
+from paceline.config import Config, MixedTaskSection
 from paceline.config_io import ConfigError, all_keys, validate
 from paceline.sim.simulator import Engine, Pipeline, Speculation, Workload, load_simulation_config, simulate
 
@@ -26,6 +26,8 @@ PATH = re.compile(r"(?<![\w./-])(?:docs|src|configs|examples|benchmarks|tests)/[
 KEY = re.compile(rf"(?<![\w./-])((?:{'|'.join(Config.model_fields)})\.[a-z]\w*)(?![\w(*]|\.\w+\()")
 SUFFIXES = ("bin", "json", "jsonl", "md", "py", "safetensors", "sbatch", "sh", "toml", "yaml")  # train.sh is not a key
 METHODS = {"algorithm.prepare", "learner.update"}  # of Python objects
+LABELS = "sums|letters"  # of tasks in examples
+OF_ONE_TASK = {f"task.{key}" for key in MixedTaskSection.model_fields}
 SIMULATOR = {"workload": Workload, "pipeline": Pipeline, "engine": Engine, "speculation": Speculation}
 SIMULATOR_KEYS = {f"{name}.{field.name}" for name, kind in SIMULATOR.items() for field in dataclasses.fields(kind)}
 
@@ -85,8 +87,9 @@ def test_paths_exist(page: Path) -> None:
 
 
 def unknown_keys(text: str, other: frozenset[str] = frozenset()) -> list[str]:
-    known = {*all_keys(Config), *METHODS, *other}
-    found = {key for line in code(text) for key in KEY.findall(line)}
+    known = {*all_keys(Config), *METHODS, *other, *OF_ONE_TASK}
+    # The key of one of several tasks, as that of [task]: task.sums.weight as task.weight
+    found = {key for line in code(text) for key in KEY.findall(re.sub(rf"\btask\.({LABELS})\.", "task.", line))}
     return sorted(key for key in found - known if key.rpartition(".")[2] not in SUFFIXES)
 
 
@@ -97,7 +100,8 @@ def test_config_keys_exist(page: Path) -> None:
     if page.name == "names.md":  # the first column has the names of other libraries
         text = re.sub(r"^\| [^|]*\|", "|", text, flags=re.MULTILINE)
     assert unknown_keys(text, simulator) == []
-    assert unknown_keys("`train.num_stepz`, `train.sh`, `train.seed`, `engine.vllm.x`") == ["train.num_stepz"]
+    text = "`train.num_stepz`, `train.sh`, `train.seed`, `engine.vllm.x`, `task.sums.weight`, `task.sums.weigth`"
+    assert unknown_keys(text) == ["task.weigth", "train.num_stepz"]
 
 
 def check_toml(text: str) -> None:

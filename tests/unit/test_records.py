@@ -47,7 +47,13 @@ def make_rollout(seed: int, num_tokens: int = 6) -> Rollout:
 def make_groups(sizes: list[int], num_tokens: int = 6) -> list[Group]:
     seeds = iter(range(10_000))
     return [
-        Group(10 + i, f"chain_sum/{i}", f"Was ist {i}?", [make_rollout(next(seeds), num_tokens) for _ in range(size)])
+        Group(
+            10 + i,
+            f"chain_sum/{i}",
+            f"Was ist {i}?",
+            [make_rollout(next(seeds), num_tokens) for _ in range(size)],
+            task=None if i % 2 else "sums",
+        )
         for i, size in enumerate(sizes)
     ]
 
@@ -79,7 +85,9 @@ def test_a_record() -> None:
     assert record["reward"] is None
     assert record["rewards"] == {"exact": None}
     assert record["logprobs"][0] == -1.234568
-    assert "mask" not in record
+    assert "mask" not in record and record["task"] == "sums"
+    group.task = None
+    assert "task" not in rollout_record(7, group, rollout), "of a run with one task"
     rollout.mask[2] = False
     assert rollout_record(7, group, rollout)["mask"] == [1, 1, 0, 1, 1, 1]
 
@@ -136,7 +144,7 @@ def test_packing_is_lossless(tmp_path_factory: pytest.TempPathFactory, sizes: li
     found = unpack_groups(saved.tensors("buffer"), saved.state["buffer"])
     assert len(found) == len(groups)
     for one, two in zip(groups, found, strict=True):
-        assert (one.index, one.problem, one.prompt) == (two.index, two.problem, two.prompt)
+        assert (one.index, one.problem, one.prompt, one.task) == (two.index, two.problem, two.prompt, two.task)
         assert len(one.rollouts) == len(two.rollouts)
         for ours, theirs in zip(one.rollouts, two.rollouts, strict=True):
             assert_same(ours, theirs)

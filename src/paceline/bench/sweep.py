@@ -156,6 +156,7 @@ def compare(run: Run, plain: Run, batch: int) -> Round:
 def task_prompts(config: Config, num: int) -> list[Prompt]:
     """The first prompts of the config's task, held-out ones first: a head that was trained on the task has not seen
     them. (The shipped head has seen most prompts of the quickstart, because there are few one-digit sums.)"""
+    config.only_task("paceline sweep")
     task = build_task(config)
     by_name = {problem.name: problem.prompt for problem in [*task.held_out, *task.train]}
     return list(by_name.values())[:num]
@@ -166,7 +167,8 @@ def open_sweep(settings: Settings, prompts: Sequence[Prompt]) -> Sweep:
     config = settings.with_method("none")
     check_requests(settings, len(prompts))
     engine = build_engine(config.changed(engine={"max_num_seqs": max(settings.batches)}))
-    ids = [encode(engine.tokenizer, prompt, config.task.chat) for prompt in prompts]
+    chat = config.only_task("paceline sweep").section.chat
+    ids = [encode(engine.tokenizer, prompt, chat) for prompt in prompts]
 
     target, head = engine.paged.decoder, None
     if set(HEAD_METHODS) & set(settings.drafters):

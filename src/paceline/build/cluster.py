@@ -61,6 +61,10 @@ def build_plan(config: Config) -> Plan:
     return plan(section, gpus_per_engine, gpus_per_learner)
 
 
+def _calls_per_rewarder(config: Config) -> int:
+    return sum(settings.reward.workers for settings in config.tasks)
+
+
 def build_supervisor(config: Config, callback: ProgressCallback) -> Supervisor:
     section, placement = config.cluster, build_plan(config)
     cluster = RayCluster(section, placement)  # before other imports of Ray, which reads its environment when imported
@@ -74,7 +78,7 @@ def build_supervisor(config: Config, callback: ProgressCallback) -> Supervisor:
             callback,
             make_engine=partial(build_rollout_engine, config),
             make_rewarder=partial(build_rewarder, config),
-            calls_per_rewarder=config.reward.workers,
+            calls_per_rewarder=_calls_per_rewarder(config),
             make_trainer=partial(build_ray_trainer, config),
             run_rank=partial(run_rank_on_ray, config),
         )
@@ -94,7 +98,7 @@ def build_ray_trainer(
     section = config.cluster
     # NCCL allows one process per GPU; with layout "colocated" there are two.
     backend = "nccl" if config.model.device == "cuda" and section.layout == "disaggregated" else "gloo"
-    rewarder = RayRewarder(workers.reward_workers, config.reward.workers, section, callback.note)
+    rewarder = RayRewarder(workers.reward_workers, _calls_per_rewarder(config), section, callback.note)
     engine = RayEngine(workers.engines, load_tokenizer(resolve(config.model.name)), section, backend, callback.note)
     worker_group = join(config, 0, 1 + len(workers.other_ranks), start_ranks(workers.other_ranks))
     return build_trainer(

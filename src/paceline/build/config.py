@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.build.defaults import fill, with_defaults
 from paceline.cluster.check_settings import cluster_problems, engine_problems
-from paceline.config import Config, Section
+from paceline.config import Config, MixedTaskSection, RewardSection, Section, TaskSection
 from paceline.config_io import ConfigError, read_settings, validate
 from paceline.draft.check_settings import online_problems
 from paceline.other_names import HINTS
 from paceline.rl.check_settings import audit_problems, training_problems
+from paceline.tasks.check_settings import task_problems
 
 # Each takes a Config and yields a message for every setting that does not go with the other sections.
-CHECKS = (engine_problems, audit_problems, cluster_problems, online_problems, training_problems)
+CHECKS = (task_problems, engine_problems, audit_problems, cluster_problems, online_problems, training_problems)
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 def load_config(
@@ -40,18 +42,30 @@ def make_config(settings: Mapping[str, Any]) -> Config:
 
 def with_absolute_paths(config: Config) -> Config:
     """Resolve relative paths, so that a run can be resumed from any folder."""
-    task = config.task
-    changed = {
+    task, reward = config.task, config.reward
+    changed: dict[str, Any] = {
         "model": _absolute(config.model, "name", exists=Path.is_dir),
-        "task": _absolute(task, "name") if task.kind in ("jsonl", "dataset") else task,
-        "reward": _absolute(config.reward, "model", exists=Path.is_dir),
+        "task": _absolute_task(task) if isinstance(task, TaskSection) else [_absolute_task(each) for each in task],
+        "reward": None if reward is None else _absolute_reward(reward),
         "speculation": _absolute(config.speculation, "head", "draft_model", "cost_table"),
         "draft": _absolute(config.draft, "data", "init"),
     }
     return config.model_copy(update=changed)
 
 
-def _absolute(section: Section, *keys: str, exists: Callable[[Path], bool] = Path.exists) -> Section:
+def _absolute_task(task: TaskSection) -> TaskSection:
+    if task.kind in ("jsonl", "dataset"):
+        task = _absolute(task, "name")
+    if isinstance(task, MixedTaskSection):
+        task = task.model_copy(update={"reward": _absolute_reward(task.reward)})
+    return task
+
+
+def _absolute_reward(reward: RewardSection) -> RewardSection:
+    return _absolute(reward, "model", exists=Path.is_dir)
+
+
+def _absolute(section: AnySection, *keys: str, exists: Callable[[Path], bool] = Path.exists) -> AnySection:
     """Resolve those of the keys that name an existing file or directory."""
     given = {key: getattr(section, key) for key in keys}
     found = {key: str(Path(name).resolve()) for key, name in given.items() if name is not None and exists(Path(name))}

@@ -53,13 +53,13 @@ def build_draft_trainer(
         raise ValueError(
             f"sampling.stop_token_ids = {bad}: the model has tokens 0 to {head_init.target.vocab_size - 1}; remove them"
         )
-    reader = Reader(tokenizer, head_init.target.vocab_size, config.task.chat)
+    reader = Reader(tokenizer, head_init.target.vocab_size, chat_of(config))
     max_length = min(section.max_length, head_init.target.max_positions)
     requests = examples = None
     if section.data == "rollouts":
         task = build_task(config)
-        check_prompts(config, task, tokenizer)
-        requests = rollout_requests(task, section, tokenizer, sampling, config.task.chat)
+        check_prompts(task, tokenizer)
+        requests = rollout_requests(task, config.task_weights, section, tokenizer, sampling)
         source, data = task.name, f"the target's own completions of {task.name} at temperature {sampling.temperature:g}"
     else:
         path = Path(section.data)
@@ -116,6 +116,17 @@ def build_draft_trainer(
         folder.close()
         raise
     return trainer
+
+
+def chat_of(config: Config) -> bool:
+    """Whether the sequences of a file are chats."""
+    (chat, *other) = {task.section.chat for task in config.tasks}
+    if other and config.draft.data != "rollouts":
+        raise ValueError(
+            f"draft.data = {config.draft.data!r}: task.chat says whether its sequences are chats, but differs between "
+            f"the tasks ({config.task_names}); choose one: task={config.tasks[0].label}"
+        )
+    return chat
 
 
 def build_head_init(config: Config, directory: Path) -> HeadInit:

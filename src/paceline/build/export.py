@@ -58,8 +58,9 @@ def export_head(
 ) -> None:
     """Write the head of a run, for the policy in `target`. `length`: its last mean acceptance length, if known."""
     before = read_provenance(resolve_head(config.speculation.head, config.model.name))
-    task, sampling, speculation = config.task, config.sampling, config.speculation
-    adapted = f"online with {config.algorithm.name} on {task.kind} {task.name}, temperature {sampling.temperature:g}"
+    sampling, speculation = config.sampling, config.speculation
+    tasks = ", ".join(f"{task.section.kind} {task.section.name}" for task in config.tasks)
+    adapted = f"online with {config.algorithm.name} on {tasks}, temperature {sampling.temperature:g}"
     measured = {"mean_acceptance_length": length, "rule": speculation.rule, "method": speculation.method}
     provenance = Provenance(
         target=str(target),

@@ -20,7 +20,7 @@ from paceline.build.engine import build_engine
 from paceline.build.learner import build_learner
 from paceline.build.memory import other_memory_note, recorded_plan, resolve_memory
 from paceline.build.model import check_training_dtype
-from paceline.build.task import build_rewarder, build_task, check_prompts
+from paceline.build.task import build_rewarder, build_task, check_prompts, problems_of
 from paceline.build.vllm import build_vllm_engine
 from paceline.config import Config
 from paceline.config_io import dump_config
@@ -54,7 +54,6 @@ def build_collector(config: Config, engine: Engine, rewarder: Rewarder) -> Colle
         engine.tokenizer,
         rewarder,
         sampling=config.sampling.params(),
-        chat=config.task.chat,
         env_timeout_s=config.train.env_timeout_s,
     )
 
@@ -129,9 +128,11 @@ def build_trainer(
         callback.note(f"programs run in sandbox: {rewarder.sandbox}")
     directory = resolve(config.model.name)
     engine = engine or build_rollout_engine(config)
-    check_prompts(config, task, engine.tokenizer)
+    check_prompts(task, engine.tokenizer)
     if resume is None:
-        check_context(config, directory, longest_prompt(config, task, engine.tokenizer))
+        for settings in config.tasks:
+            problems = problems_of(settings, [*task.train, *task.held_out])
+            check_context(config, directory, settings, longest_prompt(problems, engine.tokenizer))
     if resume is not None and (warning := other_kernels_note(resume, engine)) is not None:
         callback.note(warning)
     learner = build_learner(config, directory, worker_group)
@@ -201,8 +202,9 @@ def check_libraries(config: Config) -> None:
 
 def check_evaluation(config: Config, task: Task) -> None:
     if config.train.eval_every and not task.held_out:
+        held_out = " = ".join(f"{task.key}.held_out" for task in config.tasks)
         raise ValueError(
-            "train.eval_every needs held-out problems, but task.held_out = 0; raise it, or set train.eval_every = 0"
+            f"train.eval_every needs held-out problems, but {held_out} = 0; raise it, or set train.eval_every = 0"
         )
 
 

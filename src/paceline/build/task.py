@@ -1,32 +1,77 @@
-"""Builds the task of a run, and what computes its rewards. Does not import torch: reward workers need none."""
+"""Builds the tasks of a run, and what computes their rewards. Does not import torch: reward workers need none."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from paceline.config import Config
+from paceline.config import Config, TaskSection, TaskSettings
 from paceline.tasks.episodes import EnvTask
 from paceline.tasks.gym import GymTask
-from paceline.tasks.rewards import LocalRewarder
+from paceline.tasks.mixture import Mixture
+from paceline.tasks.rewards import LocalRewarder, Rewarder, TaskRewarder
 from paceline.tasks.table import TableTask
-from paceline.tasks.task import Task
+from paceline.tasks.task import Problem, Task
 
 
 def build_task(config: Config) -> Task:
-    if config.task.kind == "reasoning_gym":
-        return GymTask(config.task)
-    return EnvTask(config.task) if config.task.kind == "env" else TableTask(config.task)
+    """The run's task, or all of them as one."""
+    built: dict[str, Task] = {}
+    for settings in config.tasks:
+        with named_errors(settings):
+            task = _build_task(settings.section)
+        if settings.label is None:
+            return task
+        built[settings.label] = task
+    return Mixture(built, {str(settings.label): settings.max_tokens for settings in config.tasks})
 
 
-def build_rewarder(config: Config) -> LocalRewarder:
-    return LocalRewarder(config.reward, config.task)
+def _build_task(section: TaskSection) -> Task:
+    if section.kind == "reasoning_gym":
+        return GymTask(section)
+    return EnvTask(section) if section.kind == "env" else TableTask(section)
 
 
-def check_prompts(config: Config, task: Task, tokenizer: Any) -> None:
+def build_rewarder(config: Config) -> Rewarder:
+    """What scores all samples of a run."""
+    built: dict[str | None, LocalRewarder] = {}
+    try:
+        for settings in config.tasks:
+            built[settings.label] = build_task_rewarder(settings)
+    except BaseException:
+        for rewarder in built.values():
+            rewarder.close()
+        raise
+    return built[None] if None in built else TaskRewarder(built)
+
+
+def build_task_rewarder(settings: TaskSettings) -> LocalRewarder:
+    """What scores the samples of one task."""
+    with named_errors(settings):
+        return LocalRewarder(settings.reward, settings.section)
+
+
+@contextmanager
+def named_errors(settings: TaskSettings) -> Iterator[None]:
+    """With several tasks, a user's error names the task."""
+    try:
+        yield
+    except ValueError as error:
+        if settings.label is None:
+            raise
+        raise ValueError(f"{settings.key}: {error}") from error
+
+
+def problems_of(settings: TaskSettings, problems: list[Problem]) -> list[Problem]:
+    """Those of one task."""
+    return [problem for problem in problems if problem.task == settings.label]
+
+
+def check_prompts(task: Task, tokenizer: Any) -> None:
     """Raise ValueError if a prompt is a list of messages and there is no chat template."""
-    if config.task.chat and tokenizer.chat_template:
-        return
-    why = "the model has no chat template" if config.task.chat else "task.chat = false"
     for problem in [*task.train, *task.held_out]:
-        if not isinstance(problem.prompt, str):
-            raise ValueError(f"task {problem.name}: its prompt is a list of messages, but {why}; give strings")
+        if isinstance(problem.prompt, str) or (problem.chat and tokenizer.chat_template):
+            continue
+        why = "the model has no chat template" if problem.chat else "task.chat = false"
+        raise ValueError(f"task {problem.name}: its prompt is a list of messages, but {why}; give strings")

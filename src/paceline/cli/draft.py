@@ -72,7 +72,7 @@ def train_draft(
         stopping.set()
 
     with callback, stop_on_signal(stop):
-        data = config.draft.data if config.draft.data != "rollouts" else f"its own completions of {config.task.name}"
+        data = config.draft.data if config.draft.data != "rollouts" else f"its own completions of {config.task_names}"
         callback.note(f"EAGLE-3 head for {config.model.name} on {data}")
         trainer = build_draft_trainer(config, callback, run=run, resume=resume, stopping=stopping.is_set)
         with contextlib.closing(trainer):

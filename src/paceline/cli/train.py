@@ -83,8 +83,8 @@ def train(
     callback = TerminalProgress(err, config)
     with callback:
         if path is None and resume is None:
-            callback.note(f"no config file: defaults ({config.task.name}, {config.train.num_steps} steps)")
-        callback.note(f"{config.algorithm.name} on {config.task.name} with {config.model.name}")
+            callback.note(f"no config file: defaults ({config.task_names}, {config.train.num_steps} steps)")
+        callback.note(f"{config.algorithm.name} on {config.task_names} with {config.model.name}")
         callback.note(describe_speculation(config))
         run_training = run_on_cluster if config.cluster.kind == "ray" else run_in_process
         folder, summary = run_training(config, callback, run, resume)
@@ -178,6 +178,7 @@ def summary_figures(summary: dict[str, Any], overlaps: bool) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "held-out reward before": summary["reward_before"],
         f"held-out reward {after}": reward,
+        **{f"held-out reward after, {label}": task["reward_after"] for label, task in summary.get("tasks", {}).items()},
         "steps": summary["num_steps"],
         "tokens generated": summary["num_tokens"],
         "mean acceptance length": summary["mean_acceptance_length"],
@@ -266,7 +267,8 @@ def eval_command(
     else:
         kind = "jsonl" if task.endswith((".jsonl", ".jsonl.gz")) else "reasoning_gym"
         config = load_config(None, [*given, f"task.kind={kind}", f"task.name={task!r}", *changed])
-        if config.task.kind == "reasoning_gym" and ("/" in task or path.suffix):  # not the name of a dataset
+        is_dataset = config.only_task("eval").section.kind == "reasoning_gym"
+        if is_dataset and ("/" in task or path.suffix):  # not the name of a dataset
             raise ValueError(
                 f"{task}: not a .toml, .jsonl or .jsonl.gz file, and no reasoning-gym dataset; for a task of another "
                 "kind set task.kind"
@@ -292,6 +294,7 @@ def eval_command(
             config.train.eval_temperature,
             config.train.seed,
             lambda done, total: bars.update(bar, completed=done, total=total),
+            task_weights=config.task_weights,
         )
     if result["first_failure"] is not None:
         warn(f"a reward failed: {result['first_failure']}")
@@ -304,6 +307,7 @@ def eval_command(
             "problems": result["num_problems"],
             "not scored": result["num_failures"],
             "scored 0 because a reward failed": result["num_zero_scored"],
+            **{f"mean reward, {label}": each["reward"] for label, each in result.get("tasks", {}).items()},
         }
     )
     save_json(json_file, {"model": model, "task": task, **result})

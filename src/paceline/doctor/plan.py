@@ -7,6 +7,7 @@ Nothing is trained, and no run folder is created. A check that can't be made bec
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import statistics
 from collections.abc import Callable, Iterator
@@ -22,8 +23,8 @@ from paceline.build.context import check_context, longest_prompt
 from paceline.build.defaults import describe_policy
 from paceline.build.memory import cpu_plan, read_head, read_model, resolve_memory
 from paceline.build.run import check_evaluation, check_libraries
-from paceline.build.task import build_rewarder, build_task, check_prompts
-from paceline.config import Config
+from paceline.build.task import build_task, build_task_rewarder, check_prompts, problems_of
+from paceline.config import Config, TaskSettings
 from paceline.doctor.finding import DEGRADED, MISSING, Finding, Progress, no_progress
 from paceline.doctor.run import check_run, problem
 from paceline.files import number, read_metrics
@@ -109,18 +110,12 @@ def plan_run(
     length = None
     if task is not None:
         progress("prompts")
-        plan.attempt("prompts", lambda: check_prompts(config, task, tokenizer))
-        length = plan.attempt("prompts", lambda: longest_prompt(config, task, tokenizer))
-        if length is not None:
-            plan.rows["prompts"] = f"up to {length} tokens"
-            longest = length
-            plan.attempt("context", lambda: check_context(config, directory, longest))
-        plan.first_prompt = plan.attempt("prompts", lambda: first_prompt(config, task.train[0], tokenizer))
+        plan.attempt("prompts", lambda: check_prompts(task, tokenizer))
+        for settings in config.tasks:
+            length = max(length or 0, plan_task(plan, config, settings, task, tokenizer, directory) or 0)
         progress("reward functions")
-        rewards = plan.attempt("reward", lambda: check_rewards(config, task.train[0], tokenizer))
-        if rewards:
-            plan.rows["rewards"] = rewards.described()
-            plan.findings += equal_rewards(config, task.train[0], rewards)
+        for settings in config.tasks:
+            plan_rewards(plan, config, settings, problems_of(settings, task.train)[0], tokenizer)
     progress("disk")
     plan.rows["checkpoints"] = described_checkpoints(config)
     plan.attempt("disk", lambda: plan.rows.update(check_disk(config, resume or run or Path("runs"))))
@@ -128,6 +123,33 @@ def plan_run(
     time = time or plan.attempt("time", lambda: estimated_time(config, length or 0))
     plan.rows["time"] = time or "unknown"
     return plan
+
+
+def plan_task(
+    plan: RunPlan, config: Config, settings: TaskSettings, task: Task, tokenizer: Any, directory: Path
+) -> int | None:
+    """Checks the prompts of a task; returns the length of the longest one."""
+    problems = problems_of(settings, [*task.train, *task.held_out])
+    length = plan.attempt("prompts", lambda: longest_prompt(problems, tokenizer))
+    if length is not None:
+        plan.rows[row("prompts", settings)] = f"up to {length} tokens"
+        longest = length
+        plan.attempt("context", lambda: check_context(config, directory, settings, longest))
+    text = plan.attempt("prompts", lambda: first_prompt(problems[0], tokenizer))
+    plan.first_prompt = "\n".join(filter(None, [plan.first_prompt, text])) or None
+    return length
+
+
+def plan_rewards(plan: RunPlan, config: Config, settings: TaskSettings, first: Problem, tokenizer: Any) -> None:
+    num = config.algorithm.num_generations
+    rewards = plan.attempt("reward", lambda: check_rewards(settings, num, first, tokenizer))
+    if rewards:
+        plan.rows[row("rewards", settings)] = rewards.described()
+        plan.findings += equal_rewards(settings, first, rewards)
+
+
+def row(name: str, settings: TaskSettings) -> str:
+    return name if settings.label is None else f"{name}, {settings.label}"
 
 
 # ---- what a run will do ----
@@ -201,20 +223,35 @@ def described_drafter(config: Config) -> str:
 
 
 def described_task(config: Config, task: Task) -> dict[str, str]:
-    train = config.train
-    return {
-        "problems": f"{len(task.train)} to train on, {len(task.held_out)} held out",
-        "steps": f"{train.num_steps} ({train.num_steps * train.groups_per_step / len(task.train):.2g} epochs)",
-    }
+    train, rows = config.train, {}
+    num_groups = train.num_steps * train.groups_per_step
+    epochs = []
+    for settings, share in shares(config):
+        problems, held_out = problems_of(settings, task.train), problems_of(settings, task.held_out)
+        of_groups = "" if settings.label is None else f", {share:.3g} of the groups"
+        rows[row("problems", settings)] = f"{len(problems)} to train on, {len(held_out)} held out{of_groups}"
+        epochs.append(f"{num_groups * share / len(problems):.2g}")
+    return rows | {"steps": f"{train.num_steps} ({', '.join(epochs)} epochs)"}
+
+
+def shares(config: Config) -> list[tuple[TaskSettings, float]]:
+    """Of each task: the share of the groups."""
+    total = sum(settings.weight for settings in config.tasks)
+    return [(settings, settings.weight / total) for settings in config.tasks]
 
 
 def repeated_problems(config: Config, task: Task) -> Iterator[Finding]:
-    """A warning if a step has more problems than the task."""
-    num, step = len(task.train), config.train.groups_per_step
-    if step > num:
-        detail = f"a step has {step} problems, but there are only {num} to train on, so every step repeats problems"
-        remedy = f"lower it to at most {num}, or add problems"
-        yield Finding("run: task", DEGRADED, f"train.groups_per_step = {step}: {detail}", remedy)
+    """A warning if a step has more problems of a task than it has to train on."""
+    for settings, share in shares(config):
+        num, step = len(problems_of(settings, task.train)), math.floor(config.train.groups_per_step * share)
+        of = "" if settings.label is None else f" of {settings.label}"
+        if step > num:
+            detail = (
+                f"a step has {step} problems{of}, but there are only {num} to train on, so every step repeats problems"
+            )
+            remedy = f"lower it to at most {math.floor(num / share)}, or add problems"
+            setting = f"train.groups_per_step = {config.train.groups_per_step}"
+            yield Finding("run: task", DEGRADED, f"{setting}: {detail}", remedy)
 
 
 # ---- resuming ----
@@ -270,8 +307,8 @@ def estimated_time(config: Config, prompt_tokens: int) -> str:
 # ---- prompts ----
 
 
-def first_prompt(config: Config, first: Problem, tokenizer: Any) -> str:
-    return str(tokenizer.decode(list(encode(tokenizer, first.prompt, config.task.chat))))
+def first_prompt(first: Problem, tokenizer: Any) -> str:
+    return str(tokenizer.decode(list(encode(tokenizer, first.prompt, first.chat))))
 
 
 # ---- rewards ----
@@ -287,14 +324,13 @@ class Rewards:
         return ", ".join(shown) + (f"; programs run in sandbox: {self.sandbox}" if self.sandbox is not None else "")
 
 
-def check_rewards(config: Config, first: Problem, tokenizer: Any) -> Rewards | None:
+def check_rewards(settings: TaskSettings, num: int, first: Problem, tokenizer: Any) -> Rewards | None:
     """Scores one group as the run does: the first problem's own answer, and other text, in place of completions. Raises
     ValueError if a reward function is wrong or fails. An environment's rewards need its turns: then the functions are
     only loaded, and the result is None."""
-    num = config.algorithm.num_generations
     answer = first.columns.get("answer")
     texts = [OTHER_TEXT] * num if not answer else [str(answer)] + [OTHER_TEXT] * (num - 1)
-    with contextlib.closing(build_rewarder(config)) as rewarder:
+    with contextlib.closing(build_task_rewarder(settings)) as rewarder:
         if first.make_env is not None:
             return None
         samples = [
@@ -306,28 +342,28 @@ def check_rewards(config: Config, first: Problem, tokenizer: Any) -> Rewards | N
     failures = [score.failure for score in scores if score.failure is not None]
     if failures:
         raise ValueError(
-            f"reward.functions = {config.reward.functions}: a reward failed for {len(failures)} of {num} samples, "
-            f"the first: {failures[0]}; correct the function, or the task's columns "
+            f"{settings.reward_key}.functions = {settings.reward.functions}: a reward failed for {len(failures)} of "
+            f"{num} samples, the first: {failures[0]}; correct the function, or the task's columns "
             f"({', '.join(first.columns) or 'it has none'})"
         )
     return Rewards({text: score.reward for text, score in zip(texts, scores, strict=True)}, sandbox)
 
 
-def equal_rewards(config: Config, first: Problem, rewards: Rewards) -> Iterator[Finding]:
+def equal_rewards(settings: TaskSettings, first: Problem, rewards: Rewards) -> Iterator[Finding]:
     """A warning if the first problem's own answer gets the same reward as other text."""
     values = list(rewards.by_text.values())
     if len(values) < 2 or len(set(values)) > 1:
         return
     answer = first.columns["answer"]
-    pattern = config.reward.answer_pattern
+    pattern, key = settings.reward.answer_pattern, settings.reward_key
     yield Finding(
         "run: reward",
         DEGRADED,
         f"the reference answer {prompt_preview(str(answer))[:40]!r} gets the same reward ({values[0]:.3g}) as other "
         "text. If all samples of a problem do, nothing can be learned",
-        f"check reward.functions = {config.reward.functions}"
+        f"check {key}.functions = {settings.reward.functions}"
         + (" (the column `answer` is a string)" if isinstance(answer, str) else "")
-        + (f", and whether reward.answer_pattern = {pattern!r} matches an answer" if pattern is not None else ""),
+        + (f", and whether {key}.answer_pattern = {pattern!r} matches an answer" if pattern is not None else ""),
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config import Config
+from paceline.config import Config, TaskSettings
 from paceline.doctor.finding import DEGRADED, MISSING, OK, Finding, Progress, no_progress
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ def check_run(config: Config, progress: Progress = no_progress, only_required: b
     """`only_required`: leave out what only other settings need."""
     progress("device and model")
     findings = [*_device(config), *_model(config)]
-    if "code" in config.reward.functions:
+    if by_sandbox := {task.reward.sandbox: task for task in config.tasks if "code" in task.reward.functions}:
         progress("code sandbox")
-        findings.append(_sandbox(config))
+        findings += [_sandbox(task) for task in by_sandbox.values()]
     if config.engine.kind == "vllm":
         progress("vLLM (imports it)")
         findings += [*_vllm(config), *_shared_memory(config)]
@@ -154,16 +154,16 @@ def _tensor_sizes(config: Config, directory: Path) -> list[int]:
         return [math.prod(shape) * itemsize for shape in shapes.values()]
 
 
-def _sandbox(config: Config) -> Finding:
+def _sandbox(task: TaskSettings) -> Finding:
     """Checks this machine only. Reward workers on other machines check theirs when the run starts."""
     from paceline.tasks.sandbox import SandboxUnavailable, isolation
 
     try:
-        found = isolation(config.reward.sandbox)
+        found = isolation(task.reward.sandbox)
     except SandboxUnavailable as error:
         return problem("code sandbox", error)
     if found.not_isolated:
-        remedy = 'reward.sandbox = "namespaces" isolates more, if the machine allows it'
+        remedy = f'{task.reward_key}.sandbox = "namespaces" isolates more, if the machine allows it'
         return Finding("run: code sandbox", DEGRADED, str(found), remedy)
     return ok("code sandbox", str(found))
 
@@ -258,7 +258,8 @@ def _local_files(config: Config) -> list[str]:
 
     config = with_absolute_paths(config)
     speculation = config.speculation
-    named = (config.model.name, config.task.name, config.reward.model, speculation.head, speculation.cost_table)
+    of_tasks = [name for task in config.tasks for name in (task.section.name, task.reward.model)]
+    named = (config.model.name, *of_tasks, speculation.head, speculation.cost_table)
     return [name for name in named if name is not None and Path(name).is_absolute()]
 
 

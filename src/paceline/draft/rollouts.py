@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from paceline.config import DraftSection
 from paceline.draft.data import Examples, Reader, collect_examples
 from paceline.engine.engine import LocalEngine
 from paceline.rl.folder import RunFolder
+from paceline.rl.order import Shares
 from paceline.tasks.prompt import encode
 from paceline.tasks.task import Problem, Task
 from paceline.types import Request, SamplingParams, noise_key
@@ -23,13 +25,13 @@ Record = dict[str, Any]
 
 
 def rollout_requests(
-    task: Task, section: DraftSection, tokenizer: Any, sampling: SamplingParams, chat: bool
+    task: Task, task_weights: Mapping[str, float], section: DraftSection, tokenizer: Any, sampling: SamplingParams
 ) -> dict[str, list[Request]]:
     """Requests by split. Request ids are unique over both splits. Samples of one problem are consecutive, so that the
-    engine computes its prompt once."""
+    engine computes its prompt once. `task_weights`: by label, if there are several tasks."""
     if not task.held_out:
         raise ValueError("task.held_out = 0: acceptance is measured on held-out problems; raise it")
-    if any(problem.make_env is not None for problem in task.train[:1]):
+    if any(problem.make_env is not None for problem in task.train):
         raise ValueError(
             'draft.data = "rollouts": not available with task.kind = "env", which has several turns; train a run and '
             "set draft.data to its rollouts.jsonl"
@@ -41,13 +43,28 @@ def rollout_requests(
         ("held_out", task.held_out, section.held_out),
     ):
         found[split] = []
-        for i, (problem, num_samples) in enumerate(_samples_per_problem(problems, num)):
-            ids = encode(tokenizer, problem.prompt, chat)
+        shares = _problems_by_task(problems, num, task_weights)
+        samples = [each for of_task, share in shares for each in _samples_per_problem(of_task, share)]
+        for i, (problem, num_samples) in enumerate(samples):
+            ids = encode(tokenizer, problem.prompt, problem.chat)
+            params = replace(sampling, max_tokens=problem.max_tokens or sampling.max_tokens)
             for sample in range(num_samples):
                 key = noise_key(section.seed, "draft", split, i, sample)
-                found[split].append(Request(num_requests, ids, sampling, key, problem.name))
+                found[split].append(Request(num_requests, ids, params, key, problem.name))
                 num_requests += 1
     return found
+
+
+def _problems_by_task(
+    problems: Sequence[Problem], num: int, weights: Mapping[str, float]
+) -> list[tuple[Sequence[Problem], int]]:
+    """The problems of each task with some, and its share of `num` samples."""
+    if not weights:
+        return [(problems, num)]
+    by_task = {label: [problem for problem in problems if problem.task == label] for label in weights}
+    present = [label for label in weights if by_task[label]]
+    counts = Shares([weights[label] for label in present]).counts(num)
+    return [(by_task[label], count) for label, count in zip(present, counts, strict=True)]
 
 
 def _samples_per_problem(problems: Sequence[Problem], num: int) -> Iterator[tuple[Problem, int]]:

@@ -104,6 +104,9 @@ def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from _flatten(value, f"{prefix}{name}.")
+        elif name == "task" and isinstance(value, list):  # several tasks
+            tasks = (each for each in value if isinstance(each, Mapping))
+            yield from _flatten({str(each.get("label")): each for each in tasks}, "task.")
         else:
             yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, default=str)
 

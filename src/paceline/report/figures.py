@@ -24,11 +24,13 @@ def reward_after(run: Run) -> float | None:
     return latest(run, "eval", "reward")
 
 
-def held_out_rewards(run: Run) -> list[float | None]:
-    """Of every step; the evaluation before the first step stands in for a missing one after it."""
-    values = run.series("eval", "reward")
+def held_out_rewards(run: Run, task: str | None = None) -> list[float | None]:
+    """Of every step; the evaluation before the first step stands in for a missing one after it. `task`: the label of
+    one of several."""
+    path = ("reward",) if task is None else ("tasks", task, "reward")
+    values = run.series("eval", *path)
     if values and values[0] is None:
-        values[0] = number(run.steps[0], "eval_before", "reward")
+        values[0] = number(run.steps[0], "eval_before", *path)
     return values
 
 

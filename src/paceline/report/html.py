@@ -20,6 +20,7 @@ from paceline.report.rollout_browser import rollout_browser
 from paceline.report.rollouts import encode
 from paceline.report.run import Run, read_run
 from paceline.report.table import check_writable, write_bytes
+from paceline.report.tasks import tasks
 
 SMOOTHING = (
     '<p class="view" id="view"><label><input type="checkbox" id="smooth" checked> '
@@ -47,6 +48,7 @@ def render_page(run: Run, live: bool = False) -> str:
     """`live`: for `paceline watch`; the page loads itself again when the run has changed."""
     parts = {
         "reward": ("Reward", sections.reward(run)),
+        "tasks": ("Tasks", tasks(run)),
         "time": ("Time", sections.time(run)),
         "speculation": ("Speculation", sections.speculation(run)),
         "exactness": ("Exactness", sections.exactness(run)),

@@ -207,22 +207,24 @@ def check_skipped(step: int, in_a_row: int, max_skipped: int) -> None:
 
 
 class RewardFailureAlarm:
-    """For steps in which rewards failed for a larger share of samples than `reward.max_failures`. The producer stops
-    the run if so many could not be scored; here those count too that `reward.on_failure` gave 0."""
+    """Of one task, for steps in which rewards failed for a larger share of samples than `max_failures`. The producer
+    stops the run if so many could not be scored; here those count too that `on_failure` gave 0."""
 
-    def __init__(self, max_failures: float) -> None:
-        self.max_failures = max_failures
+    def __init__(self, max_failures: float, key: str = "reward", task: str | None = None) -> None:
+        """`key`: of the reward's settings. `task`: its label."""
+        self.max_failures, self.key, self.task = max_failures, key, task
         self.is_active = False
 
     def check(self, step: int, groups: Sequence[Group]) -> tuple[bool, list[str]]:
         """The flag of a step, and messages; `groups` are all that were generated for it."""
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        rollouts = [rollout for group in groups if group.task == self.task for rollout in group.rollouts]
         failures = [rollout.failure for rollout in rollouts if rollout.failure is not None]
         starts, self.is_active = not self.is_active, len(failures) > self.max_failures * len(rollouts)
         if not (self.is_active and starts):
             return self.is_active, []
         return True, [
             f"ALARM: step {step + 1}: rewards failed for {len(failures)} of {len(rollouts)} samples, more than "
-            f"reward.max_failures = {self.max_failures:g} of them, and reward.on_failure gave them 0. If the answers "
-            f"are not to blame, correct the reward function or raise reward.timeout_s. The first: {failures[0]}"
+            f"{self.key}.max_failures = {self.max_failures:g} of them, and {self.key}.on_failure gave them 0. If the "
+            f"answers are not to blame, correct the reward function or raise {self.key}.timeout_s. The first: "
+            f"{failures[0]}"
         ]

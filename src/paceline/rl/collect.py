@@ -65,6 +65,10 @@ class Collection:
     def futures(self) -> list[Future[list[Score]]]:
         return [future for calls in self.calls for _, future in calls]
 
+    def max_tokens(self, episode: Episode) -> int:
+        """Of all its turns."""
+        return episode.problem.max_tokens or self.sampling.max_tokens
+
     def finish(self, episode: Episode) -> tuple[int, bool]:
         """Count an episode that has ended. The place of its group, and whether all of this group's episodes have."""
         i = self._unfinished.pop(id(episode))
@@ -91,11 +95,10 @@ class Collector:
         rewarder: Rewarder,
         *,
         sampling: SamplingParams,
-        chat: bool = True,
         env_timeout_s: float = 30.0,
     ) -> None:
         self.engine, self.tokenizer, self.rewarder = engine, tokenizer, rewarder
-        self.sampling, self.chat, self.env_timeout_s = sampling, chat, env_timeout_s
+        self.sampling, self.env_timeout_s = sampling, env_timeout_s
         self.request_ids = count(1)
         self._scoring = ThreadPoolExecutor(rewarder.num_parallel, "reward")
         self._running: dict[int, tuple[Collection, Episode]] = {}  # by request id
@@ -209,7 +212,7 @@ class Collector:
     # -- episodes ---------------------------------------------------------------------------------------------------
 
     def _episodes(self, index: int, problem: Problem, num_samples: int) -> list[Episode]:
-        shared = encode(self.tokenizer, problem.prompt, self.chat)
+        shared = encode(self.tokenizer, problem.prompt, problem.chat)
         episodes = [Episode(problem, index, sample, problem.prompt, shared) for sample in range(num_samples)]
         if problem.make_env is not None:
             envs = [run_in_daemon_thread(_open_env, problem.make_env) for _ in episodes]
@@ -221,7 +224,7 @@ class Collector:
                     continue
                 try:
                     episode.env, episode.prompt = future.result()
-                    episode.prompt_ids = encode(self.tokenizer, episode.prompt, self.chat)
+                    episode.prompt_ids = encode(self.tokenizer, episode.prompt, problem.chat)
                 except Exception as error:
                     episode.failure = f"its environment could not be opened: {type(error).__name__}: {error}"
         return episodes
@@ -229,9 +232,9 @@ class Collector:
     def _submit(self, collection: Collection, episode: Episode) -> bool:
         """Submit the next turn. False if the engine rejects the prompt, e.g. because it is too long; this costs only
         the sample."""
-        sampling = collection.sampling
-        if episode.turns:
-            sampling = replace(sampling, max_tokens=sampling.max_tokens - episode.num_emitted)
+        sampling, left = collection.sampling, collection.max_tokens(episode) - episode.num_emitted
+        if left != sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=left)
         request = episode.request(next(self.request_ids), sampling, collection.seed)
         try:
             self.engine.submit(request)
@@ -279,9 +282,10 @@ class Collector:
     def _begin_turn(self, collection: Collection, episode: Episode, turn: Turn) -> bool:
         """Submit the next turn after the environment's answer; False if the episode is finished."""
         episode.env_reward = (episode.env_reward or 0.0) + turn.reward
-        if turn.observation is None or episode.num_emitted >= collection.sampling.max_tokens:
+        if turn.observation is None or episode.num_emitted >= collection.max_tokens(episode):
             return False
-        ids = continuation(self.tokenizer, turn.observation, self.chat, episode.turns[-1].token_ids.tolist())
+        last_ids = episode.turns[-1].token_ids.tolist()
+        ids = continuation(self.tokenizer, turn.observation, episode.problem.chat, last_ids)
         episode.observations.append(ids)
         if self._submit(collection, episode):
             return True
@@ -307,7 +311,7 @@ class Collector:
         ]
         first = episodes[0]
         prompt = self.tokenizer.decode(list(first.prompt_ids))
-        return Group(first.group, first.problem.name, prompt, rollouts)
+        return Group(first.group, first.problem.name, prompt, rollouts, first.problem.task)
 
 
 Result = TypeVar("Result")

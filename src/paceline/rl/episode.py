@@ -79,4 +79,5 @@ class Episode:
             completion_ids=tuple(self.turns[-1].token_ids.tolist()),
             columns=self.problem.columns,
             env_reward=self.env_reward,
+            task=self.problem.task,
         )

@@ -12,10 +12,10 @@ import numpy as np
 from paceline.config import TrainSection
 from paceline.rl.callback import ProgressCallback
 from paceline.rl.collect import Collector
+from paceline.rl.metrics import SOLVED
 from paceline.rl.produce import Producer, Stopped
 from paceline.tasks.task import Problem
-
-SOLVED = 1.0  # a problem is solved by a reward of at least this
+from paceline.types import Group
 
 
 class Evaluator:
@@ -26,11 +26,13 @@ class Evaluator:
         section: TrainSection,
         collector: Collector,
         problems: Sequence[Problem],
+        task_weights: Mapping[str, float],
         producer: Producer,
         callback: ProgressCallback,
     ) -> None:
+        """`task_weights`: by label, if there are several tasks. The best result has the highest weighted mean."""
         self.section, self.collector, self.problems = section, collector, problems
-        self.producer, self.callback = producer, callback
+        self.task_weights, self.producer, self.callback = task_weights, producer, callback
         self.best: dict[str, Any] | None = None  # {"step", "reward"}
         self.first_eval: dict[str, Any] | None = None  # before the first step
         self.last_eval: dict[str, Any] | None = None
@@ -66,6 +68,7 @@ class Evaluator:
                 section.seed,
                 on_progress,
                 f"evaluation after step {step}" if step else "evaluation before training",
+                self.task_weights,
             )
             self.collector.engine.drain_trace()
         if result["first_failure"] is not None:
@@ -96,16 +99,53 @@ def evaluate(
     seed: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     when: str = "evaluation",
+    task_weights: Mapping[str, float] = {},
 ) -> dict[str, Any]:
     """Mean reward, avg@n and pass@k of the scored samples (None without any). The same seed gives the same noise in
-    every evaluation."""
+    every evaluation. `task_weights`, by label: then `tasks` has the results of each task with held-out problems, and
+    the others are their weighted means, and sums of counts."""
     sampling = replace(collector.sampling, temperature=temperature)
     collected = collector.collect(
         when, list(enumerate(problems)), num_samples, f"{seed} held out", sampling=sampling, on_progress=on_progress
     )
-    rewards = [[r.reward for r in group.scored] for group in collected.groups]
+    if not task_weights:
+        return _results(collected.groups, num_samples)
+    by_task = {
+        label: _results(groups, num_samples)
+        for label in task_weights
+        if (groups := [group for group in collected.groups if group.task == label])
+    }
+    return _weighted(by_task, task_weights) | {"tasks": by_task}
+
+
+def _weighted(results: Mapping[str, Mapping[str, Any]], weights: Mapping[str, float]) -> dict[str, Any]:
+    """The results of several tasks as one. A mean is None if it is None for one of the tasks: without it, the mean of
+    the others could not be compared with other evaluations."""
+
+    def mean(values: Mapping[str, float | None]) -> float | None:
+        terms = [weights[label] * value for label, value in values.items() if value is not None]
+        return math.fsum(terms) / math.fsum(weights[label] for label in values) if len(terms) == len(values) else None
+
+    def of_tasks(key: str) -> dict[str, Any]:
+        return {label: result[key] for label, result in results.items()}
+
+    pass_at = of_tasks("pass_at")
+    first, *_ = results.values()
+    return {
+        **{key: mean(of_tasks(key)) for key in ("reward", "avg_at_n", "pass_at_k")},
+        "n": first["n"],
+        "k": first["k"],
+        "pass_at": {k: mean({label: of_task[k] for label, of_task in pass_at.items()}) for k in first["pass_at"]},
+        "length_mean": mean(of_tasks("length_mean")),
+        **{key: sum(of_tasks(key).values()) for key in ("num_problems", "num_failures")},
+        "first_failure": next(filter(None, of_tasks("first_failure").values()), None),
+    }
+
+
+def _results(groups: Sequence[Group], num_samples: int) -> dict[str, Any]:
+    rewards = [[r.reward for r in group.scored] for group in groups]
     scored = [reward for group in rewards for reward in group]
-    rollouts = [r for group in collected.groups for r in group.rollouts]
+    rollouts = [r for group in groups for r in group.rollouts]
     failures = [r.failure for r in rollouts if r.failure is not None]
     ks = [k for k in (2**i for i in range(20)) if k <= num_samples]
     return {
@@ -117,7 +157,7 @@ def evaluate(
         "k": ks[-1],
         "pass_at": {str(k): pass_at(k, rewards) for k in ks},
         "length_mean": float(np.mean([r.mask.sum() for r in rollouts])),
-        "num_problems": len(problems),
+        "num_problems": len(groups),
         "num_failures": sum(not r.is_scored for r in rollouts),
         "num_zero_scored": sum(r.is_scored for r in rollouts if r.failure is not None),
         "first_failure": failures[0] if failures else None,

@@ -221,8 +221,9 @@ def check_unused(path: Path) -> None:
 
 def fresh_folder(config_toml: str) -> Path:
     """Create runs/TASK-DATE-TIME. Creating it here prevents that two runs get the same folder."""
-    task = tomllib.loads(config_toml).get("task", {}).get("name", "run")
-    task = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(task).stem).strip("-.") or "run"
+    task = tomllib.loads(config_toml).get("task", {})
+    name = "-".join(each["label"] for each in task) if isinstance(task, list) else task.get("name", "run")
+    task = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(name).stem).strip("-.") or "run"
     name = f"{task}-{datetime.now():%Y%m%d-%H%M%S}"
     for attempt in count(1):
         path = Path("runs") / (name if attempt == 1 else f"{name}-{attempt}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,9 @@ from paceline.rl.learner import UpdateReport
 from paceline.rl.produce import Batch
 from paceline.rl.stage_timer import StageTimer
 from paceline.speculation.metrics import summarise
-from paceline.types import StepTrace
+from paceline.types import Rollout, StepTrace
 
+SOLVED = 1.0  # a problem is solved by a reward of at least this
 STAGES = ("data", "sync", "generation", "reward", "logprob", "training", "head_training", "draft")
 ROLLOUT_STAGES = ("data", "sync", "generation", "reward")  # hidden behind training if the two overlap
 LEARNER_STAGES = ("logprob", "training", "head_training")
@@ -103,14 +104,10 @@ def _last_trace(batch: Batch, name: str) -> int | None:
     return getattr(batch.traces[-1], name) if batch.traces else None
 
 
-def rollout_metrics(batch: Batch) -> dict[str, Any]:
-    """Of all rollouts that were generated for the step, trained on or not."""
-    rollouts = [r for group in batch.all_groups for r in group.rollouts]
+def reward_and_length(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     rewards = np.array([r.reward for r in rollouts if r.is_scored])
     names = dict.fromkeys(name for r in rollouts for name in r.rewards)
     lengths = np.array([int(r.mask.sum()) for r in rollouts])
-    staleness = [batch.step - group.oldest_version for group in batch.groups]
-    drafts = summarise([], batch.traces)
     return {
         "reward_mean": float(rewards.mean()) if len(rewards) else 0.0,
         "reward_std": float(rewards.std()) if len(rewards) else 0.0,
@@ -118,6 +115,44 @@ def rollout_metrics(batch: Batch) -> dict[str, Any]:
         "length_mean": float(lengths.mean()) if len(lengths) else 0.0,
         "length_max": int(lengths.max(initial=0)),
         "truncated_ratio": float(np.mean([r.is_truncated for r in rollouts])) if rollouts else 0.0,
+    }
+
+
+def task_metrics(batch: Batch, epochs: Mapping[str, int]) -> dict[str, Any]:
+    """By label of the task: of all rollouts that were generated for the step, trained on or not. `epochs`: by label. A
+    task without a group in the step is left out."""
+    found: dict[str, Any] = {}
+    for label, epoch in epochs.items():
+        groups = [group for group in batch.all_groups if group.task == label]
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        rewards = [r.reward for r in rollouts if r.is_scored]
+        num_drafts = sum(r.num_drafts for r in rollouts)
+        if not groups:
+            continue
+        found[label] = {
+            "epoch": epoch,
+            "share": len(groups) / len(batch.all_groups),
+            **reward_and_length(rollouts),
+            "solved_ratio": float(np.mean([reward >= SOLVED for reward in rewards])) if rewards else 0.0,
+            "num_groups": sum(group.task == label for group in batch.groups),
+            "num_groups_filtered": sum(group.task == label for group in batch.dropped),
+            "num_failures": sum(not r.is_scored for r in rollouts),
+            "num_zero_scored": sum(r.is_scored and r.failure is not None for r in rollouts),
+            "num_tokens": sum(int(r.mask.sum()) for r in rollouts),
+            "num_samples": len(rollouts),
+            "num_drafts": num_drafts,
+            "mean_acceptance_length": 1 + sum(r.num_accepted_tokens for r in rollouts) / max(num_drafts, 1),
+        }
+    return found
+
+
+def rollout_metrics(batch: Batch) -> dict[str, Any]:
+    """Of all rollouts that were generated for the step, trained on or not."""
+    rollouts = [r for group in batch.all_groups for r in group.rollouts]
+    staleness = [batch.step - group.oldest_version for group in batch.groups]
+    drafts = summarise([], batch.traces)
+    return {
+        **reward_and_length(rollouts),
         "num_groups": len(batch.groups),
         "num_groups_filtered": len(batch.dropped),
         "num_groups_stale": batch.num_stale,
@@ -125,7 +160,7 @@ def rollout_metrics(batch: Batch) -> dict[str, Any]:
         "num_zero_scored": sum(r.is_scored and r.failure is not None for r in rollouts),
         "staleness_mean": float(np.mean(staleness)) if staleness else 0.0,
         "staleness_max": max(staleness, default=0),
-        "num_tokens": int(lengths.sum()),
+        "num_tokens": sum(int(r.mask.sum()) for r in rollouts),
         "num_samples": len(rollouts),
         **{
             key: drafts[key]

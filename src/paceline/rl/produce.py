@@ -26,10 +26,10 @@ from paceline.config import Config
 from paceline.engine.interface import SpeculationState
 from paceline.rl.algorithms import Algorithm
 from paceline.rl.collect import Collected, Collector
-from paceline.rl.order import Cursor, DataOrder
+from paceline.rl.order import Cursor, training_order
 from paceline.rl.stage_timer import StageTimer
 from paceline.tasks.task import Problem, Task
-from paceline.types import Group, Receipt, StepTrace
+from paceline.types import Group, Receipt, Rollout, StepTrace
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -92,7 +92,7 @@ class Producer(ABC):
         self.config, self.groups_per_step = config, config.train.groups_per_step
         self.max_staleness, self.inflight = config.train.max_staleness, config.train.inflight
         self.on_progress, self.in_thread = on_progress, in_thread
-        self.order = DataOrder(len(task.train), config.train.seed)
+        self.order = training_order(task.train, config)
         self.cursor = Cursor()
         self.surplus: list[Group] = []  # finished groups that are in no batch yet; later steps may use them
         self.speculation_state: SpeculationState = self.engine.state_dict()
@@ -234,25 +234,30 @@ class Producer(ABC):
         return True
 
     def _check_failures(self, step: int, groups: list[Group]) -> None:
-        """Stop if too many samples could not be scored. Samples that reward.on_failure gave 0 do not count: bad answers
-        may cause many. But if every sample failed, the reward itself is broken, and 0 for all would hide that."""
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        failures = [r.failure for r in rollouts if r.failure is not None]
-        num_excluded = sum(not r.is_scored for r in rollouts)
-        max_failures = self.config.reward.max_failures
-        kept = "Finished steps are kept: `paceline train --resume RUN` continues"
-        if num_excluded > max_failures * len(rollouts):
-            first = next(r.failure for r in rollouts if not r.is_scored)
-            raise ValueError(
-                f"step {step + 1}: {num_excluded} of {len(rollouts)} samples could not be scored, more than "
-                f"reward.max_failures = {max_failures:g} of them; the first: {first}. {kept}"
-            )
-        if len(failures) == len(rollouts) > 0 and max_failures < 1:
-            raise ValueError(
-                f"step {step + 1}: rewards failed for all {len(rollouts)} samples, so the cause is hardly the answers; "
-                f"the first: {failures[0]}. Correct the reward function, or raise reward.timeout_s; with "
-                f"reward.max_failures = 1 the run goes on. {kept}"
-            )
+        for settings in self.config.tasks:
+            rollouts = [r for group in groups if group.task == settings.label for r in group.rollouts]
+            check_failures(step, rollouts, settings.reward.max_failures, settings.reward_key)
+
+
+def check_failures(step: int, rollouts: Sequence[Rollout], max_failures: float, key: str) -> None:
+    """Stop if too many samples could not be scored. Samples that on_failure gave 0 do not count: bad answers may cause
+    many. But if every sample failed, the reward itself is broken, and 0 for all would hide that. `key`: of the reward's
+    settings."""
+    failures = [r.failure for r in rollouts if r.failure is not None]
+    num_excluded = sum(not r.is_scored for r in rollouts)
+    kept = "Finished steps are kept: `paceline train --resume RUN` continues"
+    if num_excluded > max_failures * len(rollouts):
+        first = next(r.failure for r in rollouts if not r.is_scored)
+        raise ValueError(
+            f"step {step + 1}: {num_excluded} of {len(rollouts)} samples could not be scored, more than "
+            f"{key}.max_failures = {max_failures:g} of them; the first: {first}. {kept}"
+        )
+    if len(failures) == len(rollouts) > 0 and max_failures < 1:
+        raise ValueError(
+            f"step {step + 1}: rewards failed for all {len(rollouts)} samples, so the cause is hardly the answers; "
+            f"the first: {failures[0]}. Correct the reward function, or raise {key}.timeout_s; with "
+            f"{key}.max_failures = 1 the run goes on. {kept}"
+        )
 
 
 def _check_receipt(what: str, sent: PublishedWeights, receipt: Receipt) -> None:

@@ -69,6 +69,7 @@ class Recorder:
             "reward_after": last["reward"] if last and last_step == num_steps > 0 else None,
             "last_eval": {"step": last_step, "reward": last["reward"]} if last else None,
             "best": evaluation["best"],
+            **_task_rewards(first, last if last_step == num_steps > 0 else None),
             **overall(self.audits),
             "estimated_speedup": estimated_speedup(self.totals) if num_drafts else None,
             "mean_acceptance_length": 1 + self.totals["num_accepted_tokens"] / num_drafts if num_drafts else 1.0,
@@ -92,3 +93,17 @@ class Recorder:
     def close(self) -> None:
         for sink in self.sinks:
             sink.close()
+
+
+def _task_rewards(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Held-out rewards by task, if there are several."""
+    results = {"reward_before": (before or {}).get("tasks", {}), "reward_after": (after or {}).get("tasks", {})}
+    labels = dict.fromkeys(label for tasks in results.values() for label in tasks)
+    if not labels:
+        return {}
+    return {
+        "tasks": {
+            label: {name: tasks[label]["reward"] if label in tasks else None for name, tasks in results.items()}
+            for label in labels
+        }
+    }

@@ -42,6 +42,8 @@ def rollout_record(step: int, group: Group, rollout: Rollout) -> dict[str, Any]:
         "num_turns": rollout.num_turns,
         "failure": rollout.failure,
     }
+    if group.task is not None:
+        record["task"] = group.task
     if not rollout.mask.all():
         record["mask"] = rollout.mask.astype(int).tolist()
     return record
@@ -76,6 +78,7 @@ def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, Tensor], list[dict[s
             "index": group.index,
             "problem": group.problem,
             "prompt": group.prompt,
+            "task": group.task,
             "rollouts": [
                 {name: getattr(rollout, name) for name in SCALARS}
                 | {
@@ -108,7 +111,7 @@ def unpack_groups(tensors: Mapping[str, Tensor], metadata: Sequence[Mapping[str,
         )
 
     groups = [
-        Group(group["index"], group["problem"], group["prompt"], list(map(rollout, group["rollouts"])))
+        Group(group["index"], group["problem"], group["prompt"], list(map(rollout, group["rollouts"])), group["task"])
         for group in metadata
     ]
     complete = all(reader.position == len(reader.array) for reader in arrays.values())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from paceline.config import Config
+from paceline.config_io import own_keys, sections_of
 from paceline.rl.checkpoint import Checkpoint, Checkpoints
 from paceline.rl.folder import RunFolder
 
@@ -60,15 +62,27 @@ def _place(num_steps: int) -> str:
 
 def changed_settings(old: Config, new: Config) -> Iterator[str]:
     """One line per setting that changes on resume. ValueError for a setting that must not change."""
-    before = old.model_dump()
-    for section, values in new.model_dump().items():
-        for key, value in values.items():
-            was = before[section][key]
-            if value == was:
-                continue
-            if f"{section}.{key}".startswith(FIXED):
-                raise ValueError(
-                    f"{section}.{key} = {value!r}: this run started with {was!r}, and the setting can't change on "
-                    "resume; leave it, or start a new run"
-                )
-            yield f"changed on resume: {section}.{key} = {value!r}, was {was!r}"
+    before, after = dict(_settings(old)), dict(_settings(new))
+    if [task.label for task in new.tasks] != [task.label for task in old.tasks]:
+        raise ValueError(
+            f"task = {new.task_names}: this run started with {old.task_names}, and tasks can't change on resume; leave "
+            "them, or start a new run"
+        )
+    for key, value in after.items():
+        was = before[key]
+        if value == was:
+            continue
+        may_change = ".reward." in key or key.endswith(".max_tokens")  # of one of several tasks
+        if key.startswith(FIXED) and not may_change:
+            raise ValueError(
+                f"{key} = {value!r}: this run started with {was!r}, and the setting can't change on "
+                "resume; leave it, or start a new run"
+            )
+        yield f"changed on resume: {key} = {value!r}, was {was!r}"
+
+
+def _settings(config: Config) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value)"""
+    for _, name, section in sections_of(config):
+        for key in own_keys(section):
+            yield f"{name}.{key}", getattr(section, key)

@@ -55,9 +55,11 @@ from paceline.rl.metrics import (
     memory_gib,
     rollout_metrics,
     stage_times,
+    task_metrics,
     update_metrics,
 )
 from paceline.rl.observer import HeadTrainer
+from paceline.rl.order import MixedOrder
 from paceline.rl.produce import Batch, Producer, Stopped
 from paceline.rl.publisher import Publisher
 from paceline.rl.recorder import Recorder
@@ -99,7 +101,10 @@ class Trainer:
         self.audit_schedule = AuditSchedule(config.speculation.audit_every)
         self.restarts, self.alarms = restarts, Alarms(config, recorded_acceptance)
         self.advantage_alarm = AdvantageAlarm(config)
-        self.reward_failure_alarm = RewardFailureAlarm(config.reward.max_failures)
+        self.reward_failure_alarms = [
+            RewardFailureAlarm(settings.reward.max_failures, settings.reward_key, settings.label)
+            for settings in config.tasks
+        ]
         train = config.train
         self.overlaps = train.max_staleness > 0  # generation runs while the learner trains
         self.producer: Producer = producer_class(config)(
@@ -111,7 +116,7 @@ class Trainer:
             in_thread=self._set_up_thread,
         )
         self.publisher = Publisher(self.producer, engine, learner, head_trainer, copies=self.overlaps)
-        self.evaluator = Evaluator(train, collector, task.held_out, self.producer, callback)
+        self.evaluator = Evaluator(train, collector, task.held_out, config.task_weights, self.producer, callback)
         self.recorder = Recorder(folder, sinks, callback, collector.tokenizer, train.log_rollouts)
         self.base = checksum(learner.weights())  # of the policy at the start of the run
         self._saved_step = -1
@@ -183,6 +188,8 @@ class Trainer:
         metrics["weights_checksum"] = self.publisher.publish()
         publishing_s = time.perf_counter() - trained_at
         metrics |= {"version": self.step, **rollout_metrics(batch)}
+        if isinstance(order := self.producer.order, MixedOrder):
+            metrics["tasks"] = task_metrics(batch, order.epochs(max(0, batch.position - 1)))
         total_s = time.perf_counter() - started
         metrics["stages"] = stage_times(batch, timer, waited_s, publishing_s, total_s, self.overlaps)
         metrics |= self._system_metrics(batch, metrics)
@@ -260,10 +267,10 @@ class Trainer:
         return {"zero_advantages_alarm": flag}
 
     def _check_rewards(self, batch: Batch) -> dict[str, bool]:
-        flag, messages = self.reward_failure_alarm.check(batch.step, batch.all_groups)
-        for message in messages:
+        found = [alarm.check(batch.step, batch.all_groups) for alarm in self.reward_failure_alarms]
+        for message in (message for _, messages in found for message in messages):
             self.callback.note(message)
-        return {"reward_failure_alarm": flag}
+        return {"reward_failure_alarm": any(flag for flag, _ in found)}
 
     def _check_acceptance(self, batch: Batch, length: float | None, version: int | None) -> dict[str, bool]:
         flags, messages = self.alarms.check(length, version)

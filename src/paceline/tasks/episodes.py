@@ -71,7 +71,7 @@ def _problems(env_class: Any, section: TaskSection, stem: str, seed: int) -> Ite
         if not is_prompt(prompt):
             raise ValueError(f"task.name = {section.name!r}: the prompt of {arguments!r} must be {PROMPT_FORMAT}")
         make_env = partial(TemplatedEnv, env_class, arguments, section)
-        yield Problem(f"{stem}/{index}", apply_template(prompt, section), dict(arguments), make_env)
+        yield Problem(f"{stem}/{index}", apply_template(prompt, section), dict(arguments), make_env, section.chat)
 
 
 def _arguments(env_class: Any, section: TaskSection, seed: int) -> Iterator[Any]:

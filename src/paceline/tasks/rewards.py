@@ -16,7 +16,7 @@ values can't be assigned to samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +41,7 @@ class Sample:
     completion_ids: tuple[int, ...]
     columns: dict[str, Any]  # `answer` and all other columns of the problem
     env_reward: float | None = None
+    task: str | None = None  # label of the task, if there are several
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +222,28 @@ class LocalRewarder:
                     "**columns) -> list[float | None]"
                 )
         return [_values(reply, len(batch)) for reply, batch in zip(replies, batches, strict=True)]
+
+
+class TaskRewarder:
+    """Scores each sample by the rewarder of its task. All samples of a call are of one group, so of one task."""
+
+    def __init__(self, rewarders: Mapping[str | None, Rewarder]) -> None:
+        self._rewarders = rewarders
+        self.num_parallel = sum(rewarder.num_parallel for rewarder in rewarders.values())
+        self.by_sample = all(rewarder.by_sample for rewarder in rewarders.values())
+
+    @property
+    def sandbox(self) -> str | None:
+        kinds = {rewarder.sandbox for rewarder in self._rewarders.values()}
+        return "; ".join(sorted(kind for kind in kinds if kind is not None)) or None
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        (task,) = {sample.task for sample in samples} or {next(iter(self._rewarders))}
+        return self._rewarders[task].score(samples)
+
+    def close(self) -> None:
+        for rewarder in self._rewarders.values():
+            rewarder.close()
 
 
 def _check_module(name: str) -> None:

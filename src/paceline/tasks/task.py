@@ -32,6 +32,9 @@ class Problem:
     prompt: Prompt
     columns: dict[str, Any] = field(default_factory=dict)  # for rewards, e.g. `answer`
     make_env: Callable[[], Env] | None = None  # for a multi-turn problem; None: single-turn
+    chat: bool = True  # apply the model's chat template
+    max_tokens: int | None = None  # of a completion, over all turns; None: as many as the run allows
+    task: str | None = None  # label of its task; None: the run has one task, without a label
 
 
 class Task(Protocol):
