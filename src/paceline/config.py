@@ -324,6 +324,10 @@ class AlgorithmSection(Section):
     correction_cap: Annotated[float, Field(gt=0)] = 2.0
     correction_floor: Annotated[float, Field(ge=0)] = 0.5  # `icepop`: mask tokens with a lower weight
 
+    @property
+    def samples_dynamically(self) -> bool:
+        return self.name == "dapo" if self.dynamic_sampling is None else self.dynamic_sampling
+
     def check(self) -> None:
         in_reward = self.name in ("rloo", "reinforce_pp")  # by default they use k1, in the reward
         kl = self.kl or ("k1" if in_reward else None)

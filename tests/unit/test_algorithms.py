@@ -305,6 +305,9 @@ def test_dynamic_sampling_is_the_default_of_dapo() -> None:
     dapo, grpo = (make_algorithm(AlgorithmSection(name=name), MAX_TOKENS) for name in ("dapo", "grpo"))
     assert [dapo.keeps(r) for r in ([1, 1], [0, 0, 0], [1, 0], [0.5], [])] == [False, False, True, False, False]
     assert grpo.keeps([1, 1])
+    for name in ALGORITHMS:
+        for section in (AlgorithmSection(name=name), AlgorithmSection(name=name, dynamic_sampling=name == "grpo")):
+            assert section.samples_dynamically == make_algorithm(section, MAX_TOKENS).dynamic_sampling
     on = make_algorithm(AlgorithmSection(name="grpo", dynamic_sampling=True), MAX_TOKENS)
     off = make_algorithm(AlgorithmSection(name="dapo", dynamic_sampling=False), MAX_TOKENS)
     assert not on.keeps([1, 1]) and off.keeps([1, 1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.config import Config
-from paceline.rl.algorithms import ALGORITHMS
 
 
 def audit_problems(config: Config) -> Iterator[str]:
@@ -54,9 +53,7 @@ def training_problems(config: Config) -> Iterator[str]:
             "comes from the model's config.json; set rope_parameters there"
         )
     if config.train.oversample > 1:
-        given = config.algorithm.dynamic_sampling
-        drops = ALGORITHMS[config.algorithm.name].dynamic_sampling if given is None else given
-        if config.train.max_staleness or not drops:
+        if config.train.max_staleness or not config.algorithm.samples_dynamically:
             yield (
                 f"train.oversample = {config.train.oversample:g}: is for algorithm.dynamic_sampling with "
                 "train.max_staleness = 0; otherwise no group would be used that is started in addition"

@@ -117,13 +117,15 @@ def test_failures_raise_no_alarm_about_advantages(tmp_path: Path) -> None:
 def test_the_alarm_for_failed_rewards_is_reported_when_it_starts() -> None:
     def step(num_failed: int) -> Any:
         failures = ["p0: hung: scored 0"] * num_failed + [None] * (4 - num_failed)
-        return [SimpleNamespace(rollouts=[SimpleNamespace(failure=failure) for failure in failures])]
+        other = SimpleNamespace(task="other", rollouts=[SimpleNamespace(failure="p1: hung: scored 0")] * 8)
+        return [SimpleNamespace(task="sums", rollouts=[SimpleNamespace(failure=each) for each in failures]), other]
 
-    alarm = RewardFailureAlarm(0.5)
+    alarm = RewardFailureAlarm(0.5, "task.sums.reward", "sums")
     flags, messages = zip(*(alarm.check(i, step(num)) for i, num in enumerate((0, 2, 3, 4, 2, 3))), strict=True)
     assert flags == (False, False, True, True, False, True)
     assert [bool(message) for message in messages] == [False, False, True, False, False, True]
     assert "ALARM: step 3: rewards failed for 3 of 4 samples" in messages[2][0] and "p0: hung" in messages[2][0]
+    assert "task.sums.reward.max_failures = 0.5" in messages[2][0]
 
 
 @pytest.mark.parametrize("dynamic_sampling", ["false", "true"])
