@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from concurrent.futures import wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from scripted import Bytes, ScriptedEngine, ScriptedRewarder
 
 from paceline.rl import collect
 from paceline.rl.collect import Collector
+from paceline.tasks.rewards import Score
 from paceline.tasks.task import Problem, Turn
 from paceline.types import Completion, SamplingParams
 
@@ -60,6 +62,34 @@ def test_failures_are_named_and_the_other_samples_are_scored() -> None:
     assert [r.failure for r in first.rollouts] == [None, None]
     assert second.rollouts[0].failure == "step 5, p1, sample 0: no reward" and math.isnan(second.rollouts[0].reward)
     assert second.scored == [second.rollouts[1]]
+
+
+@pytest.mark.parametrize("by_sample", [False, True])
+def test_rewards_of_a_group_are_those_of_all_its_samples_that_could_be_scored(by_sample: bool) -> None:
+    """Also of a sample that scored 0 because its reward failed."""
+    scores = [1.0, "no reward", Score(0.0, {}, "hung: scored 0"), 0.5]
+    scored = threading.Event()
+
+    def reward_of(sample: Any) -> Any:
+        if not sample.name.endswith("sample 3"):  # which is generated first
+            scored.wait()
+        return scores[int(sample.name[-1])]
+
+    rewarder = ScriptedRewarder(reward_of)
+    rewarder.by_sample = by_sample
+    it = collector(ScriptedEngine(), rewarder)
+    collection = it.begin("step 1", problems(1), 4, 0)
+    while not collection.is_generated:
+        assert collection.rewards(0) is None
+        it.step()
+        assert len(collection.futures) == (collection.num_generated if by_sample else collection.is_generated)
+        wait(collection.futures[: not collection.is_generated])
+    assert collection.rewards(0) is None, "not scored yet"
+    scored.set()
+    wait(collection.futures)
+    assert collection.rewards(0) == [1.0, 0.0, 0.5]
+    (group,) = it.collected(collection).groups
+    assert [r.sample for r in group.scored] == [0, 2, 3] and group.rollouts[2].failure == "hung: scored 0"
 
 
 class Counts:
