@@ -365,7 +365,7 @@ def export(
     - `paceline export runs/chain_sum-20260101-120000 ./my-model --best`
     - `paceline export runs/chain_sum-20260101-120000 ./my-model --head ./my-head`
     """
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from paceline.bench.common import check_choices
 
@@ -378,7 +378,6 @@ def export(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
-        TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bars:

@@ -20,7 +20,7 @@ from paceline.model.tensor_file import TensorSpec, write_file
 MAX_SHARD_BYTES = 5 * 10**9
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SCRATCH, LOCK = ".new-", ".lock"  # the prefix of a directory that is being written, and a file in it
-Progress = Callable[[int, int], None]  # bytes written, and all bytes
+Progress = Callable[[int, int], None]  # bytes done, and all bytes
 
 
 def write_directory(
@@ -43,9 +43,9 @@ def write_directory(
     def counted() -> Iterator[tuple[str, Tensor]]:
         nonlocal done
         for name, tensor in tensors:
-            yield name, tensor
             done += tensor.nbytes
             progress(done, total)
+            yield name, tensor
 
     shards, each = _shards(specs, max_shard_bytes), counted()
     files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]

@@ -161,6 +161,7 @@ class Trainer:
         train = self.config.train
         try:
             self.publisher.publish()
+            self._export_if_due()  # it may have been killed after the checkpoint
             if self.step == 0 and self.evaluator.first_eval is None and train.eval_every:
                 self.evaluator.evaluate_first()
             self.producer.start(self.step)
@@ -174,8 +175,7 @@ class Trainer:
             self.producer.close()
             if self._between_steps:
                 self.save()
-        if finished:
-            self.export()
+        self._export_if_due()
         return self.recorder.write_summary(self.evaluator.state_dict(), self.step, finished)
 
     def _run_step(self) -> None:
@@ -215,8 +215,7 @@ class Trainer:
         check_audit(step, metrics.get("audit"))
         if is_best or (train.checkpoint_every and self.step % train.checkpoint_every == 0):
             self.save(is_best)
-        if train.export_every and self.step % train.export_every == 0:
-            self.export()
+        self._export_if_due()
         self.callback.step(metrics)
         if metrics.get("num_skipped_optimizer_steps"):
             check_skipped(step, self.learner.num_skipped_in_a_row, self.config.learner.max_skipped)
@@ -345,10 +344,13 @@ class Trainer:
         if self.exports is not None and self.exports.place(self.step).exists():
             self._exported_step = self.step
 
-    def export(self) -> None:
-        """Write the policy to the run's exports, unless it is there already. If the disk has no room for it and for the
-        next checkpoint, training goes on without."""
-        if self.exports is None or self._exported_step == self.step:
+    def _export_if_due(self) -> None:
+        """Write the policy to the run's exports, every train.export_every steps and after the last one. If the disk has
+        no room for it and for the next checkpoint, training goes on without."""
+        train = self.config.train
+        if self.exports is None or self._exported_step == self.step or not self.step:
+            return
+        if self.step % train.export_every and self.step < train.num_steps:
             return
         self._exported_step = self.step
         try:
