@@ -185,6 +185,8 @@ def test_several_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyP
     index = json.loads((tmp_path / "out" / INDEX).read_text())
     files = set(index["weight_map"].values())
     assert len(files) > 3 and not (tmp_path / "out" / SINGLE).exists()
+    where = {name: file for file in files for name in load_file(tmp_path / "out" / file)}
+    assert index["weight_map"] == where
     expected = learner_weights(learner)
     size = sum(x.nbytes for x in expected.values())
     assert index["metadata"]["total_size"] == size and same(weights_in(tmp_path / "out"), expected)
