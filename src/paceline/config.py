@@ -440,6 +440,10 @@ class TrainSection(Section):
     eval_temperature: Annotated[float, Field(ge=0)] = 1.0  # temperature in an evaluation
     checkpoint_every: Count = 10  # checkpoint every n steps; 0: only at the end and when interrupted
     keep_checkpoints: Positive = 2  # keep the last n checkpoints, and the best one
+    # Write the policy to exports/ in the run's folder, as a Hugging Face directory, every n steps and at the end.
+    # 0: never; `paceline export` does it later.
+    export_every: Count = 0
+    keep_exports: Positive | None = None  # keep the last n exports; not set: all
     env_timeout_s: Seconds = 30.0  # time limit for one step of an environment
     mismatch_alarm: Annotated[float, Field(gt=0)] = 0.02  # alarm if engine and learner logprobs differ more, on average
     tensorboard: bool = True  # write metrics for TensorBoard

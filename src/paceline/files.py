@@ -6,6 +6,7 @@ file is a ValueError that names the file. Links in a run's folder are not follow
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import io
 import itertools
@@ -14,6 +15,7 @@ import lzma
 import os
 import secrets
 import stat
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -253,6 +255,36 @@ def replace_file(path: Path, content: bytes) -> None:
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
+
+
+def sync(path: Path) -> None:
+    """Sync a file, or the names in a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def lock_file(path: Path) -> IO[bytes]:
+    """Lock a file for this process, until it is closed, and write the process id to it. Raises ValueError if another
+    process holds the lock."""
+    file = open_run_stream(path)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().decode(errors="replace").strip() or "unknown"
+        file.close()
+        raise ValueError(
+            f"{path.parent} is in use by process {owner}; wait until it ends, stop it, or choose another folder"
+        ) from None
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n".encode())
+    # A forked child must not inherit the lock: it may outlive a run that was killed.
+    reference = weakref.ref(file)
+    os.register_at_fork(after_in_child=lambda: held.close() if (held := reference()) is not None else None)
+    return file
 
 
 def is_plain_name(name: object) -> bool:

@@ -303,7 +303,7 @@ def test_export(folder: Path, every: Trainer, off: Trainer, tmp_path: Path) -> N
     provenance = read_provenance(head)
     assert provenance is not None and provenance.num_steps == 20 and "then online with grpo" in provenance.data
     assert provenance.acceptance["last batch"]["mean_acceptance_length"] > 1
-    with pytest.raises(ValueError, match="already holds a model"):
+    with pytest.raises(ValueError, match="exists and is not empty"):
         export_policy(load_config(run / "config.toml"), run, tmp_path / "more", best=False, head=head)
     assert not (tmp_path / "more").exists()
     with pytest.raises(ValueError, match="its head was not trained online"):

@@ -129,7 +129,7 @@ def test_an_evaluation_without_scores_has_no_reward(tmp_path: Path) -> None:
 
 def test_export_never_overwrites_a_model(folder: Path) -> None:
     config = load_config(folder / "run" / "config.toml")
-    with pytest.raises(ValueError, match="already holds a model"):
+    with pytest.raises(ValueError, match="exists and is not empty"):
         export_policy(config, folder / "run", folder / "model", best=False)
     export_policy(config, folder / "run", folder / "new", best=False)
     assert (folder / "new" / "config.json").exists()

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.model.tensor_file import DTYPES
 from paceline.rl import checkpoint
 from paceline.rl.checkpoint import Checkpoints
 
@@ -62,7 +63,7 @@ def test_round_trip(tmp_path: Path) -> None:
         "nan": torch.tensor([float("nan"), -0.0]),
         "trained": torch.nn.Parameter(torch.ones(2)),
         "naïve / name": torch.tensor([True, False]),
-        **{str(dtype): torch.tensor([1, 2, 100]).to(dtype) for dtype in checkpoint.DTYPES},
+        **{str(dtype): torch.tensor([1, 2, 100]).to(dtype) for dtype in DTYPES},
     }
     state = {
         "list": [1, 2.5, None, "ü"],

@@ -30,8 +30,9 @@ from paceline.config_io import ConfigError
 from paceline.files import replace_file
 from paceline.model.head_files import load_head, save_head
 from paceline.model.hf_decoder import load_hf
+from paceline.model.hf_directory import INDEX, SINGLE
 from paceline.model.provenance import Provenance
-from paceline.model.weights import INDEX, SINGLE, ModelError, load, read_config
+from paceline.model.weights import ModelError, load, read_config
 from paceline.model.weights import save as save_model
 from paceline.report.html import write_report
 from paceline.rl.checkpoint import STATE, Checkpoints

@@ -221,7 +221,7 @@ def test_there_is_not_enough_disk(dry_run: Any, monkeypatch: pytest.MonkeyPatch)
     usage = collections.namedtuple("usage", "total used free")
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: usage(10**6, 10**6, 1000))
     (error,) = errors(dry_run(code=2))
-    assert error.startswith("train.keep_checkpoints = 2: 1 checkpoints of ") and "0.00 GB free; lower it" in error
+    assert error.startswith("train.keep_checkpoints = 2: 1 checkpoints of ") and "0.00 GB free; keep fewer" in error
     assert "--run" in error
 
 
@@ -230,6 +230,19 @@ def test_there_is_not_enough_disk(dry_run: Any, monkeypatch: pytest.MonkeyPatch)
 )
 def test_number_of_checkpoints_on_disk(folder: Path, tmp_path: Path, method: str, num: int) -> None:
     assert plan.check_disk(settings(folder, method), tmp_path)["disk"].startswith(f"{num} checkpoints of")
+
+
+@pytest.mark.parametrize(("keep", "num"), [([], 4), (["train.keep_exports=1"], 2), (["train.keep_exports=7"], 4)])
+def test_exports_on_disk(folder: Path, tmp_path: Path, keep: list[str], num: int, monkeypatch: Any) -> None:
+    config = settings(folder, "train.export_every=3", "train.num_steps=10", *keep)
+    usage = collections.namedtuple("usage", "total used free")
+    size = (folder / "model" / "model.safetensors").stat().st_size
+    checkpoint = checkpoint_bytes(config, read_model(config), None)
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: usage(0, 0, checkpoint + num * size))
+    assert f" and {num} exports of 0.00 GB need" in plan.check_disk(config, tmp_path)["disk"]
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: usage(0, 0, checkpoint + (num - 1) * size))
+    with pytest.raises(ValueError, match=r"train.keep_exports .*0.00 GB free; keep fewer"):
+        plan.check_disk(config, tmp_path)
 
 
 @pytest.mark.parametrize("overrides", [[], ["learner.lora_rank=16"], ["learner.optimizer=muon", "model.dtype=float32"]])

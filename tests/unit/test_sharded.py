@@ -19,11 +19,14 @@ from tiny_run import SETTINGS, lines, settings
 from paceline.build.config import load_config
 from paceline.build.run import build_online_head_trainer
 from paceline.config import LearnerSection
+from paceline.model.decoder import Decoder
+from paceline.model.weights import read_config
 from paceline.rl.batch import scored
 from paceline.rl.checkpoint import Checkpoints
 from paceline.rl.learner import Learner
 from paceline.rl.packing import microbatches, microbatches_per_rank, pack
 from paceline.rl.shards import Shards
+from paceline.rl.stored_policy import StoredPolicy
 from paceline.rl.worker_group import WorkerGroup
 
 from .test_learner import some_groups
@@ -168,6 +171,24 @@ def test_two_ranks_shard_a_transformers_model(drive: Drive, checkpoint: Callable
         compare(two, one, "float32")
     for key in ("losses", "norms", "entropies"):
         assert two[key] == pytest.approx(one[key], rel=0.02, abs=0.01)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_the_policy_in_a_checkpoint_of_two_ranks(
+    rank: int, drive: Drive, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Read without a learner, it has the same bits as the ranks' weights, also with merged adapters."""
+    source, section = checkpoint("llama", tie=False), {"lora_rank": rank}
+    job = {"directory": str(source), "updates": [0, 2], "algorithm": CISPO, "learner": section}
+    found = drive(size=2, save=str(tmp_path / "state"), out=str(tmp_path / "out"), **job)
+    assert found["status"] == [0, 0], found["output"]
+    assert len(list((tmp_path / "state").iterdir())) == 2
+    expected = {name: tensor for name, tensor in load_file(tmp_path / "out").items() if name != "logprobs"}
+    with torch.device("meta"):
+        decoder = Decoder(read_config(source))
+    with StoredPolicy(tmp_path / "state", source, decoder, LearnerSection(**section), torch.float32) as policy:
+        weights = dict(policy.weights(torch.float32))
+    assert weights.keys() == expected.keys() and all(torch.equal(weights[name], x) for name, x in expected.items())
 
 
 def test_a_rank_without_rollouts(drive: Drive) -> None:

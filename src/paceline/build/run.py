@@ -17,6 +17,7 @@ from paceline.build.cost import hardware_name
 from paceline.build.defaults import describe_speculation
 from paceline.build.drafter import build_drafter, build_head, drafting_head, recorded_acceptance
 from paceline.build.engine import build_engine
+from paceline.build.export import build_exports
 from paceline.build.learner import build_learner
 from paceline.build.memory import other_memory_note, recorded_plan, resolve_memory
 from paceline.build.model import check_training_dtype
@@ -169,6 +170,7 @@ def build_trainer(
         auditor=build_auditor(config, engine),
         folder=folder,
         checkpoints=checkpoints,
+        exports=build_exports(config, folder, learner),
         sinks=build_sinks(config, folder.path, 1 + (checkpoint.step if checkpoint is not None else 0)),
         callback=callback,
         head_trainer=head_trainer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,7 @@ from paceline.cli.app import (
     Overrides,
     check_resumable,
     command,
+    command_of,
     err,
     out,
     print_figures,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from paceline.build.memory_plan import MemoryPlan
     from paceline.rl.callback import ProgressCallback
 
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 CORRECT = "correct this and run --dry-run again to see the plan"
 
 
@@ -239,29 +242,34 @@ def show_memory(plan: MemoryPlan) -> None:
 
 @command("eval")
 def eval_command(
-    model: Annotated[str, typer.Argument(help="Known name, directory or hub id of the model.")],
+    model: Annotated[str, typer.Argument(help="Known name, directory or hub id of the model, or folder of a run.")],
     task: Annotated[str, typer.Argument(help="Config file, jsonl file, or reasoning-gym dataset.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[A.B=C]…", help="Settings to change.")] = None,
     num_samples: Annotated[int, typer.Option("-n", min=1, help="Samples per problem.")] = 1,
+    best: Annotated[bool, typer.Option("--best", help="Of a run: its best checkpoint, not the last.")] = False,
     overrides: Overrides = None,
     json_file: JsonFile = None,
 ) -> None:
     """Compute mean reward, avg@n and pass@k on a task's held-out problems.
 
+    A run is evaluated with the policy of its last checkpoint. No optimizer is loaded.
+
     Examples:
 
     - `paceline eval smollm2-135m configs/quickstart.toml -n 4`
     - `paceline eval ./exported gsm8k.jsonl task.held_out=100 reward.functions='["math"]'`
+    - `paceline eval runs/mine configs/gsm8k.toml --best`
     """
     from rich.progress import Progress
 
     check_writable(json_file)
-    if (Path(model) / "run.json").exists():
-        raise ValueError(f"{model} is a run, not a model; first: paceline export {model} DIR, then evaluate DIR")
+    run = run_config(Path(model)) if (Path(model) / "run.json").exists() else None
+    if best and run is None:
+        raise ValueError(f"--best: {model} is not a run; leave it out")
     path, (other, changed) = Path(task), split_arguments(arguments, overrides)
     if other is not None:
         raise ValueError(f"{other}: not a setting of the form a.b=c; eval takes a model, one task and settings")
-    given = [f"model.name={model!r}"]
+    given = [f"model.name={model!r}"] if run is None else model_settings(run)
     if path.suffix == ".toml":
         config = load_config(path, [*given, *changed])
     else:
@@ -274,10 +282,12 @@ def eval_command(
                 "kind set task.kind"
             )
     from paceline.build.engine import build_engine
+    from paceline.build.export import load_policy_into, policy_checkpoint
     from paceline.build.run import build_collector
     from paceline.build.task import build_rewarder, build_task
     from paceline.rl.evaluator import evaluate
 
+    checkpoint = None if run is None else policy_checkpoint(run, Path(model), best)
     problems = build_task(config).held_out
     if not problems:
         raise ValueError("task.held_out = 0: there are no problems to evaluate on; raise it")
@@ -286,6 +296,8 @@ def eval_command(
         contextlib.closing(build_rewarder(config)) as rewarder,
         Progress(console=err, transient=True, disable=not err.is_terminal) as bars,
     ):
+        if run is not None and checkpoint is not None:
+            load_policy_into(engine, run, checkpoint)
         bar = bars.add_task("evaluating")
         result = evaluate(
             build_collector(config, engine, rewarder),
@@ -313,6 +325,21 @@ def eval_command(
     save_json(json_file, {"model": model, "task": task, **result})
 
 
+def run_config(run: Path) -> Config:
+    """The settings of a training run. Raises ValueError for other folders, and for runs of other commands."""
+    if not (run / "config.toml").exists():
+        raise ValueError(f"{run}: not a run (it has no config.toml)")
+    if (other := command_of(run)) != "train":
+        raise ValueError(f"{run}: a run of `paceline {other}`, which trains no policy; give a run of `paceline train`")
+    return load_config(run / "config.toml")
+
+
+def model_settings(config: Config) -> list[str]:
+    """The section `model`, as overrides."""
+    values = config.model.model_dump(exclude_none=True)
+    return [f"model.{key}={json.dumps(value)}" for key, value in values.items()]
+
+
 @command()
 def export(
     run: Annotated[Path, typer.Argument(help="Folder of a run.")],
@@ -323,19 +350,43 @@ def export(
     head: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also export the EAGLE-3 head of a run with draft.online.")
     ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Dtype of the weights: float32, bfloat16, float16 or float64.", show_default="model.dtype"),
+    ] = None,
 ) -> None:
     """Export a run's policy as a Hugging Face directory (config.json, safetensors, tokenizer).
+
+    Runs on the CPU, tensor by tensor: memory is needed for the largest tensor, not for the model. LoRA adapters are
+    merged.
 
     Examples:
 
     - `paceline export runs/chain_sum-20260101-120000 ./my-model --best`
     - `paceline export runs/chain_sum-20260101-120000 ./my-model --head ./my-head`
     """
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from paceline.bench.common import check_choices
+
+    if dtype is not None:
+        check_choices(DTYPES, dtype=dtype)
+    config = run_config(run)
     from paceline.build.export import export_policy
 
-    if not (run / "config.toml").exists():
-        raise ValueError(f"{run}: not a run (it has no config.toml)")
-    export_policy(load_config(run / "config.toml"), run, directory, best, head)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bars:
+        bar = bars.add_task("checking the checkpoint", total=None)
+
+        def progress(done: int, total: int) -> None:
+            bars.update(bar, description="exporting", completed=done, total=total)
+
+        export_policy(config, run, directory, best, head, dtype, progress)
     for output in (directory, head):
         if output is not None:
             out.print(str(output), soft_wrap=True)

@@ -22,6 +22,7 @@ from paceline.build.config import load_config, with_absolute_paths
 from paceline.build.context import check_context, longest_prompt
 from paceline.build.defaults import describe_policy
 from paceline.build.memory import cpu_plan, read_head, read_model, resolve_memory
+from paceline.build.model import itemsize
 from paceline.build.run import check_evaluation, check_libraries
 from paceline.build.task import build_task, build_task_rewarder, check_prompts, problems_of
 from paceline.config import Config, TaskSettings
@@ -118,6 +119,8 @@ def plan_run(
             plan_rewards(plan, config, settings, problems_of(settings, task.train)[0], tokenizer)
     progress("disk")
     plan.rows["checkpoints"] = described_checkpoints(config)
+    if config.train.export_every:
+        plan.rows["exports"] = described_exports(config)
     plan.attempt("disk", lambda: plan.rows.update(check_disk(config, resume or run or Path("runs"))))
     time = plan.attempt("time", lambda: remaining_time(config, resume) if resume is not None else None)
     time = time or plan.attempt("time", lambda: estimated_time(config, length or 0))
@@ -377,8 +380,14 @@ def described_checkpoints(config: Config) -> str:
     return f"{when}; the last {train.keep_checkpoints}{best} are kept"
 
 
+def described_exports(config: Config) -> str:
+    keep = config.train.keep_exports
+    kept = "all" if keep is None else f"the last {keep}"
+    return f"every {config.train.export_every} steps, and after the last one; {kept} are kept"
+
+
 def check_disk(config: Config, run: Path) -> dict[str, str]:
-    """The row about disk space. Raises ValueError if there is less than the checkpoints need."""
+    """The row about disk space. Raises ValueError if there is less than the checkpoints and exports need."""
     if config.learner.model != "paceline":
         return {"disk": "unknown: with learner.model = transformers"}
     train = config.train
@@ -387,12 +396,21 @@ def check_disk(config: Config, run: Path) -> dict[str, str]:
     saved = -(-train.num_steps // train.checkpoint_every) if train.checkpoint_every else 1
     # While a checkpoint is written, those that it replaces still exist.
     num = min(saved, train.keep_checkpoints + 1) + (train.eval_every > 0)
+    total = num * size
+    needed, keys = f"{num} checkpoints of {size / 1e9:.2f} GB", f"train.keep_checkpoints = {train.keep_checkpoints}"
+    if train.export_every:
+        exports = -(-train.num_steps // train.export_every)
+        exports = exports if train.keep_exports is None else min(exports, train.keep_exports + 1)
+        size = memory_parts.num_weights(model) * itemsize(config)
+        total += exports * size
+        needed += f" and {exports} exports of {size / 1e9:.2f} GB"
+        keys += ", train.keep_exports" + (" not set" if train.keep_exports is None else f" = {train.keep_exports}")
+    needed += f" need {total / 1e9:.2f} GB"
     place = next(folder for folder in (run.resolve(), *run.resolve().parents) if folder.exists())
     free = shutil.disk_usage(place).free
-    needed = f"{num} checkpoints of {size / 1e9:.2f} GB need {num * size / 1e9:.2f} GB"
-    if num * size > free:
+    if total > free:
         raise ValueError(
-            f"train.keep_checkpoints = {train.keep_checkpoints}: {needed}, but {place} has {free / 1e9:.2f} GB free; "
-            "lower it, free disk space, or give --run a folder on another disk"
+            f"{keys}: {needed}, but {place} has {free / 1e9:.2f} GB free; keep fewer, free disk space, or give --run a "
+            "folder on another disk"
         )
     return {"disk": f"{needed}; {place} has {free / 1e9:.2f} GB free"}

@@ -138,11 +138,7 @@ class OnlineHeadTrainer:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-        if metadata["base_checksum"] != self.base:
-            raise ValueError(
-                "speculation.head: its weights are not those that this run started with; restore them, or start a new "
-                "run"
-            )
+        _check_base(self.base, metadata)
         if metadata["optimizer"] != self.section.optimizer:
             raise ValueError(
                 f"draft.optimizer = {self.section.optimizer!r}: this run's head was trained with "
@@ -150,6 +146,18 @@ class OnlineHeadTrainer:
             )
         self.learner.load_state_dict(state_dict)
         self.best, self.num_tokens = metadata["best_acceptance_length"], metadata["num_tokens"]
+
+
+def check_base(head: Eagle3Head, metadata: Mapping[str, Any]) -> None:
+    """Raise ValueError unless this is the head that the run with this metadata started with."""
+    _check_base(checksum(head_state(head)), metadata)
+
+
+def _check_base(base: str, metadata: Mapping[str, Any]) -> None:
+    if metadata["base_checksum"] != base:
+        raise ValueError(
+            "speculation.head: its weights are not those that this run started with; restore them, or start a new run"
+        )
 
 
 @dataclass(slots=True)

@@ -19,8 +19,10 @@ from paceline.model.config import FAMILIES, ModelConfig
 from paceline.model.decoder import Decoder
 from paceline.model.gguf_file import GgufFile
 from paceline.model.gguf_tokenizer import build_tokenizer, save_tokenizer, special_ids
+from paceline.model.hf_directory import write_directory
 from paceline.model.rope import rope_frequencies
-from paceline.model.weights import EMBED, MAX_SHARD_BYTES, check_views, decoder_views, write_directory
+from paceline.model.tensor_file import TensorSpec
+from paceline.model.weights import EMBED, check_views, decoder_views
 
 GGUF_EMBED, GGUF_LM_HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 KNOWN_KEYS = {  # after "<architecture>."
@@ -51,9 +53,8 @@ def gguf_to_hf(
     write_directory(
         target,
         ((hf_names[name], _values(file, name, config).to(dtype)) for name in track(stored)),
-        {hf_names[name]: dtype.itemsize * int(file.tensors[name].n_elements) for name in stored},
+        {hf_names[name]: TensorSpec(dtype, file.shape(name)) for name in stored},
         {"generation_config.json": special, "config.json": {**config.to_hf(), **special, "dtype": dtype_name}},
-        MAX_SHARD_BYTES,
     )
 
 

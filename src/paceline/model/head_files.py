@@ -20,9 +20,10 @@ from paceline import native
 from paceline.model.config import ModelConfig
 from paceline.model.eagle3 import Eagle3Head, HeadConfig
 from paceline.model.head_layouts import check_fit, from_json, to_speculators
+from paceline.model.hf_directory import MAX_SHARD_BYTES, write_directory
 from paceline.model.provenance import FILE, Provenance, read_provenance
+from paceline.model.tensor_file import TensorSpec
 from paceline.model.weights import (
-    MAX_SHARD_BYTES,
     Fetch,
     ModelError,
     ParameterView,
@@ -36,7 +37,6 @@ from paceline.model.weights import (
     read_config_json,
     read_views,
     tensors_in,
-    write_directory,
 )
 
 CONVERT = "safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')"
@@ -148,7 +148,8 @@ def save_head(
     state = [(name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in head_state(head)]
     config = to_speculators(head.config, target_name or provenance.target, num_speculative_tokens, dtype)
     documents = {FILE: asdict(provenance), "config.json": config}
-    write_directory(Path(directory), iter(state), {name: x.nbytes for name, x in state}, documents, max_shard_bytes)
+    specs = {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in state}
+    write_directory(Path(directory), iter(state), specs, documents, max_shard_bytes)
 
 
 # ---- reading ----

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.model.attention import keys_of
-from paceline.model.decoder import Output
+from paceline.model.decoder import Decoder, Output
 from paceline.model.hf_shape import load_hf_config
-from paceline.model.weights import LM_HEAD, ModelError, ParameterView, tensors_in
+from paceline.model.weights import LM_HEAD, ModelError, ParameterView, decoder_views, tensors_in
 
 NUM_CHECK_TOKENS = 5  # tokens for the check that the logits are the LM head's output
 
@@ -98,11 +98,25 @@ class HFDecoder(nn.Module):
     def parameter_views(self) -> Iterator[ParameterView]:
         return (ParameterView(tensor, ((name, len(tensor)),)) for name, tensor in self.model.named_parameters())
 
-    def save(self, directory: Path) -> None:
-        self.model.save_pretrained(directory)
-
     def _body(self, tokens_SL: Tensor) -> Tensor:
         return self.model.base_model(input_ids=tokens_SL, use_cache=False).last_hidden_state
+
+
+def parameter_views(decoder: Decoder | HFDecoder) -> Iterator[ParameterView]:
+    """The parameters of a trained model, in the order of its Hugging Face tensors."""
+    return decoder.parameter_views() if isinstance(decoder, HFDecoder) else decoder_views(decoder)
+
+
+def empty_hf(directory: Path) -> HFDecoder:
+    """The model of a Hugging Face directory without weights, on the device `meta`."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        config, _ = load_hf_config(directory)
+        with torch.device("meta"):
+            return HFDecoder(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+    except Exception as error:  # transformers and its validators raise many types
+        raise ModelError(f'{directory}: learner.model = "transformers" can\'t load it: {error}') from None
 
 
 def load_hf(directory: Path, dtype: torch.dtype, device: torch.device | str) -> HFDecoder:

@@ -50,10 +50,15 @@ class Lora(nn.Module):
         return F.linear(F.linear(x_TK, self.down), self.up) * self.scale
 
     def merged(self, weight_NK: Tensor) -> Tensor:
-        """W + scale * B A of the adapters as the forward pass rounds them, computed in at least float32."""
-        dtype = torch.promote_types(weight_NK.dtype, torch.float32)
-        up, down = (full_tensor(part.detach().to(weight_NK.dtype)).to(dtype) for part in (self.up, self.down))
-        return torch.addmm(weight_NK.to(dtype), up, down, alpha=self.scale).to(weight_NK.dtype)
+        up, down = (full_tensor(part.detach().to(weight_NK.dtype)) for part in (self.up, self.down))
+        return merge(weight_NK, up, down, self.scale)
+
+
+def merge(weight_NK: Tensor, up: Tensor, down: Tensor, scale: float) -> Tensor:
+    """W + scale * B A of the adapters as the forward pass rounds them, to W's dtype; computed in at least float32."""
+    dtype = torch.promote_types(weight_NK.dtype, torch.float32)
+    up, down = (part.to(weight_NK.dtype).to(dtype) for part in (up, down))
+    return torch.addmm(weight_NK.to(dtype), up, down, alpha=scale).to(weight_NK.dtype)
 
 
 class Linear(nn.Module):

@@ -63,6 +63,8 @@ def resolve(model: str | Path, console: Console | None = None) -> Path:
     id."""
     path = Path(model).expanduser()
     if str(model) and path.is_dir():
+        if (path / "run.json").exists() and not (path / "config.json").exists():
+            raise ModelError(f"model {str(model)!r} is a run; first: paceline export {model} DIR, then use DIR")
         return path
     if (stored := cached(str(model))) is not None:
         return stored

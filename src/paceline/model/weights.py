@@ -9,9 +9,7 @@ copied: a failed call leaves the module unchanged.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -22,20 +20,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline import files, native
 from paceline.model.config import ModelConfig, with_yarn
 from paceline.model.decoder import Decoder
+from paceline.model.hf_directory import INDEX, MAX_SHARD_BYTES, SINGLE, write_directory
 from paceline.model.layer import Layer, Linear, init_random
 from paceline.model.sharding import full_tensor
+from paceline.model.tensor_file import TensorFile, TensorSpec
 
 Fetch = Callable[[str], Tensor]
 Shapes = Mapping[str, tuple[int, ...]]
-MAX_SHARD_BYTES = 5 * 10**9
 EMBED, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONVERT = "AutoModelForCausalLM.from_pretrained(path).save_pretrained(path) of transformers writes safetensors"
 
 
@@ -211,12 +208,14 @@ def _empty(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) 
 # ---- directories ----
 
 
-def read_config(directory: Path | str) -> ModelConfig:
+def read_config(directory: Path | str, yarn_factor: float | None = None) -> ModelConfig:
+    """The config of a Hugging Face directory, with its context extended by `yarn_factor` if given."""
     hf = read_config_json(Path(directory))
     try:
-        return ModelConfig.from_hf(hf)
+        config = ModelConfig.from_hf(hf)
     except ValueError as error:
         raise ModelError(f"{directory}: {error}") from None
+    return config if yarn_factor is None else with_yarn(config, yarn_factor)
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
@@ -237,12 +236,9 @@ def load(
     device: torch.device | str = "cpu",
     yarn_factor: float | None = None,
 ) -> Decoder:
-    """The decoder of a Hugging Face directory, with its context extended by `yarn_factor` if given. Tensors are mapped
-    from disk and copied one by one."""
+    """The decoder of a Hugging Face directory. Tensors are mapped from disk and copied one by one."""
     directory = Path(directory)
-    config = read_config(directory)
-    if yarn_factor is not None:
-        config = with_yarn(config, yarn_factor)
+    config = read_config(directory, yarn_factor)
     with tensors_in(directory) as (shapes, fetch):
         _check_stored(config, shapes, directory)
         decoder = _empty(config, dtype, device)
@@ -262,14 +258,14 @@ def _check_stored(config: ModelConfig, shapes: Shapes, source: object) -> None:
 
 
 @contextmanager
-def tensors_in(directory: Path, convert: str = CONVERT) -> Iterator[tuple[Shapes, Fetch]]:
-    """The shapes of a directory's tensors by name, and a function that maps one from disk. `convert` is the advice in
-    the error message if there are only pickles."""
+def tensors_in(directory: Path, convert: str = CONVERT, mapped: bool = True) -> Iterator[tuple[Shapes, Fetch]]:
+    """The shapes of a directory's tensors by name, and a function that maps one from disk or, if not `mapped`, reads
+    it. `convert` is the advice in the error message if there are only pickles."""
     with ExitStack() as stack:
         file_of: dict[str, Any] = {}  # tensor name -> the open file that has it
         for path in _safetensors(directory, convert):
             try:
-                opened = stack.enter_context(safe_open(path, "pt"))
+                opened: Any = stack.enter_context(safe_open(path, "pt") if mapped else TensorFile(path))
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{path}: truncated or corrupt ({error}); download it again") from None
             file_of |= dict.fromkeys(opened.keys(), opened)
@@ -280,53 +276,19 @@ def tensors_in(directory: Path, convert: str = CONVERT) -> Iterator[tuple[Shapes
 def save(decoder: Decoder, directory: Path | str, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Write config.json and safetensors, in files of at most `max_shard_bytes`. The config is written last: a directory
     without it is incomplete."""
-    config = {**decoder.config.to_hf(), "dtype": str(decoder.dtype).removeprefix("torch.")}
-    shapes = (shape for view in decoder_views(decoder) for shape in view.shapes())
-    sizes = {name: int(np.prod(shape)) * decoder.dtype.itemsize for name, shape in shapes}
-    write_directory(Path(directory), hf_state(decoder), sizes, {"config.json": config}, max_shard_bytes)
+    documents = {"config.json": hf_config(decoder.config, decoder.dtype)}
+    specs = specs_of(decoder_views(decoder), decoder.dtype)
+    write_directory(Path(directory), hf_state(decoder), specs, documents, max_shard_bytes)
 
 
-def write_directory(
-    directory: Path,
-    state: Iterator[tuple[str, Tensor]],
-    sizes: Mapping[str, int],
-    documents: Mapping[str, dict[str, Any]],
-    max_shard_bytes: int,
-) -> None:
-    """Write tensors, then the JSON `documents` in order. The last document marks the directory as complete. `sizes` are
-    the tensors' bytes, in the order of `state`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    *_, last = documents
-    (directory / last).unlink(missing_ok=True)
-    for stale in (*directory.glob("model*.safetensors"), directory / INDEX):
-        stale.unlink(missing_ok=True)
-    shards = _shards(sizes, max_shard_bytes)
-    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        files = [SINGLE]
-    for file, names in zip(files, shards, strict=True):
-        part = dict(pair for _, pair in zip(names, state, strict=False))
-        save_file({name: tensor.contiguous() for name, tensor in part.items()}, directory / file, {"format": "pt"})
-    if len(shards) > 1:
-        where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        _write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where})
-    for name, content in documents.items():
-        _write_json(directory / name, content)
-    for file in files:
-        shutil.copymode(directory / last, directory / file)  # safetensors creates files with mode 600
+def hf_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The content of config.json for weights of this dtype."""
+    return {**config.to_hf(), "dtype": str(dtype).removeprefix("torch.")}
 
 
-def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """The tensors' names, in order, split into files of at most `max_bytes`."""
-    shards: list[list[str]] = [[]]
-    bytes_left = max_bytes
-    for name, size in sizes.items():
-        if size > bytes_left and shards[-1]:
-            shards.append([])
-            bytes_left = max_bytes
-        shards[-1].append(name)
-        bytes_left -= size
-    return shards
+def specs_of(views: Iterable[ParameterView], dtype: torch.dtype) -> dict[str, TensorSpec]:
+    """Of the Hugging Face tensors, if they are written in this dtype."""
+    return {name: TensorSpec(dtype, shape) for view in views for name, shape in view.shapes()}
 
 
 def _safetensors(directory: Path, convert: str) -> list[Path]:
@@ -362,10 +324,6 @@ def read_json(path: Path) -> dict[str, Any]:
         return files.read_json(path)
     except ValueError as error:
         raise ModelError(f"{error}; download it again") from None
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 # ---- checksum ----

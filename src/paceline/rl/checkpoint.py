@@ -18,7 +18,6 @@ import hashlib
 import json
 import os
 import shutil
-import struct
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,12 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline.files import open_run_file, read_run_json
+from paceline.files import open_run_file, read_run_json, sync
+from paceline.model.tensor_file import TensorSpec, bytes_of, header_of
 
 STATE, BEST = "state.json", "best"
 CHUNK = 8 << 20
@@ -41,10 +40,6 @@ CHUNK = 8 << 20
 SCRATCH, ASIDE, DROPPED = ".new-", ".aside-", ".drop-"
 Tensors = Mapping[str, Tensor]
 Files = dict[str, dict[str, Any]]  # by name: num_bytes and sha256
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,7 @@ class Checkpoints:
                 if callable(part):
                     (scratch / key).mkdir()
                     files |= {f"{key}/{name}": file for name, file in part(scratch / key).items()}
-                    _sync_folder(scratch / key)
+                    sync(scratch / key)
                 else:
                     files[f"{key}.safetensors"] = write_tensors(scratch / f"{key}.safetensors", part)
             content = {"step": step, "files": files, "state": json.loads(text)}
@@ -107,11 +102,11 @@ class Checkpoints:
             _write_synced(scratch / STATE, [json.dumps(content, indent=1).encode()])
             if best:
                 _write_synced(scratch / BEST, [])
-            _sync_folder(scratch)
+            sync(scratch)
             if place.exists():
                 place.rename(aside)
             scratch.rename(place)
-            _sync_folder(self.folder)
+            sync(self.folder)
         except BaseException as error:
             shutil.rmtree(scratch, ignore_errors=True)
             if aside.exists() and not place.exists():
@@ -143,6 +138,11 @@ class Checkpoints:
     def best(self) -> Checkpoint | None:
         """The last intact checkpoint that was saved as the best."""
         return self._first_intact(path for path in reversed(self._steps().values()) if (path / BEST).exists())
+
+    def num_bytes(self) -> int:
+        """Of the newest checkpoint; 0 if there is none."""
+        newest = list(self._steps().values())[-1:]
+        return sum(file.stat().st_size for path in newest for file in path.rglob("*") if file.is_file())
 
     def _first_intact(self, paths: Iterable[Path]) -> Checkpoint | None:
         for path in paths:
@@ -197,23 +197,13 @@ class Checkpoints:
 def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Write and sync a safetensors file; returns its size and hash. Tensors may be views, share memory, and be on any
     device: they are copied one at a time."""
-    # Wide elements first: every tensor is aligned.
-    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
-    end = 0
-    for name in order:
-        tensor = tensors[name]
-        start, end = end, end + tensor.numel() * tensor.dtype.itemsize
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    specs = {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    header, starts = header_of(specs, metadata)
 
     def parts() -> Iterator[memoryview | bytes]:
-        yield struct.pack("<Q", len(text)) + text
-        for name in order:
-            flat = tensors[name].detach().cpu().contiguous()
-            flat = flat.as_strided((flat.numel(),), (1,))  # tensors of at most one element may have any stride
-            data = flat.view(torch.uint8).numpy().data
+        yield header
+        for name in starts:
+            data = bytes_of(tensors[name])
             for at in range(0, len(data), CHUNK):
                 yield data[at : at + CHUNK]
 
@@ -233,14 +223,6 @@ def _write_synced(path: Path, parts: Iterable[memoryview | bytes]) -> dict[str, 
             hashed.result()
         os.fsync(file.fileno())
     return {"num_bytes": num_bytes, "sha256": digest.hexdigest()}
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

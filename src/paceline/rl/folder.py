@@ -11,13 +11,11 @@ Invariants:
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import tomllib
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -28,6 +26,7 @@ from typing import IO, Any
 from paceline.files import (
     RUN_FORMAT,
     check_run_format,
+    lock_file,
     open_run_file,
     open_run_stream,
     parse_json,
@@ -38,7 +37,7 @@ from paceline.report.table import finite, to_json
 
 STREAMS = ("metrics", "rollouts", "trace")
 CONFIG, INFO, LAST, LOCK = "config.toml", "run.json", "checkpoint.json", ".lock"
-DERIVED = ("summary.json", "report.html", "tensorboard")  # computed from the streams
+DERIVED = ("summary.json", "report.html", "tensorboard", "exports")  # results of the steps in the streams
 
 
 class RunFolder:
@@ -46,7 +45,8 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = _lock(path / LOCK)
+        # The file is never deleted: another process may wait for it.
+        self._lock = lock_file(path / LOCK)
         self._streams: dict[str, IO[bytes]] = {}
 
     @staticmethod
@@ -79,6 +79,10 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def exports(self) -> Path:
+        return self.path / "exports"
 
     # ---- streams ----
 
@@ -189,27 +193,6 @@ def read_stream(path: Path, name: str) -> Iterator[dict[str, Any]]:
                         raise ValueError(f"{stream}, line {number}: {error}; correct the line") from None
     except FileNotFoundError:
         return
-
-
-def _lock(path: Path) -> IO[bytes]:
-    """Lock a file for this process and write the process id to it. The file is never deleted: another process may wait
-    for it."""
-    file = open_run_stream(path)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        owner = file.read().decode(errors="replace").strip() or "unknown"
-        file.close()
-        raise ValueError(
-            f"{path.parent} is in use by process {owner}; wait until it ends, stop it, or choose another folder"
-        ) from None
-    file.truncate(0)
-    file.write(f"{os.getpid()}\n".encode())
-    # A forked child must not inherit the lock: it may outlive a run that was killed.
-    reference = weakref.ref(file)
-    os.register_at_fork(after_in_child=lambda: held.close() if (held := reference()) is not None else None)
-    return file
 
 
 def check_unused(path: Path) -> None:

@@ -33,10 +33,10 @@ from torch import Tensor
 from paceline.config import LearnerSection
 from paceline.model import lora
 from paceline.model.decoder import Decoder, Output
-from paceline.model.hf_decoder import HFDecoder
+from paceline.model.hf_decoder import HFDecoder, parameter_views
 from paceline.model.optim import Optimizer
 from paceline.model.sharding import local_tensor, reshard
-from paceline.model.weights import ParameterView, decoder_views, read_views
+from paceline.model.weights import read_views
 from paceline.rl.batch import TokenBatch
 from paceline.rl.logprobs import token_logprobs
 from paceline.rl.observer import Observer
@@ -181,7 +181,7 @@ class Learner:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The full tensors under their Hugging Face names, LoRA merged, as `Engine.update_weights` takes them. Each
         tensor is computed, or gathered from the ranks, when the iterator reaches it."""
-        for index, view in enumerate(self._parameter_views()):
+        for index, view in enumerate(parameter_views(self.decoder)):
             self.worker_group.broadcast_command("gather", index=index)  # one by one: the caller may stop early
             with self.worker_group.collective():
                 pairs = list(read_views([view], self.decoder.dtype))
@@ -230,7 +230,7 @@ class Learner:
     def _execute(self, command: Command, loss: LossFunction, loss_weights: LossWeights | None) -> None:
         name, arguments, tensors = command
         if name == "gather":
-            list(read_views([list(self._parameter_views())[arguments["index"]]], self.decoder.dtype))
+            list(read_views([list(parameter_views(self.decoder))[arguments["index"]]], self.decoder.dtype))
         elif name in ("save", "load"):
             getattr(self, name)(Path(arguments["folder"]))
         else:
@@ -253,10 +253,6 @@ class Learner:
         if self.worker_group.size > 1 and self.worker_group.rank == 0:
             tensors, payload = pack_payload(rollouts, batch)
             self.worker_group.broadcast_command(name, tensors, payload=payload, **arguments)
-
-    def _parameter_views(self) -> Iterator[ParameterView]:
-        decoder = self.decoder
-        return decoder.parameter_views() if isinstance(decoder, HFDecoder) else decoder_views(decoder)
 
     def _check_finite(self) -> None:
         finite = torch.stack([local_tensor(parameter).isfinite().all() for parameter in self.decoder.parameters()])

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from paceline.model.sharding import first_row, is_sharded, local_tensor
+from paceline.model.tensor_file import TensorFile
 from paceline.rl.checkpoint import write_tensors
 
 OFFSETS = "DCP_SHARDING_INFO"
@@ -40,13 +41,14 @@ def write_shard(folder: Path, rank: int, size: int, tensors: Mapping[str, Tensor
 
 
 class Shards(Mapping[str, Tensor]):
-    """The full tensors of such a folder, each read on access."""
+    """The full tensors of such a folder, each read on access. `mapped`: tensors in one file are mapped; else they are
+    read into new memory, which is freed with the tensor."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, mapped: bool = True) -> None:
         self._files = ExitStack()
         self._parts: dict[str, list[tuple[int, Any]]] = {}  # by name: the first row, and the open file
         for path in sorted(folder.glob("*.safetensors")):
-            file: Any = self._files.enter_context(safe_open(path, "pt"))
+            file: Any = self._files.enter_context(safe_open(path, "pt") if mapped else TensorFile(path))
             offsets = json.loads((file.metadata() or {}).get(OFFSETS, "{}"))
             for name in list(file.keys()):
                 first = offsets.get(name, {}).get("saved_offsets") or [0]

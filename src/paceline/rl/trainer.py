@@ -44,6 +44,7 @@ from paceline.rl.checkpoint import Checkpoint, Checkpoints
 from paceline.rl.collect import Collector
 from paceline.rl.continuous_producer import ContinuousProducer
 from paceline.rl.evaluator import Evaluator
+from paceline.rl.exports import Exports
 from paceline.rl.folder import RunFolder
 from paceline.rl.learner import Learner
 from paceline.rl.logs import Sink
@@ -85,6 +86,7 @@ class Trainer:
         auditor: Auditor | None,
         folder: RunFolder,
         checkpoints: Checkpoints,
+        exports: Exports | None,
         sinks: Sequence[Sink],
         callback: ProgressCallback,
         head_trainer: HeadTrainer | None = None,
@@ -96,7 +98,8 @@ class Trainer:
         head's provenance file. `planned_sleep`: whether the engine sleeps by the memory plan."""
         self.config, self.engine, self.learner, self.algorithm = config, engine, learner, algorithm
         self.task, self.collector, self.auditor, self.folder = task, collector, auditor, folder
-        self.checkpoints, self.callback, self.head_trainer = checkpoints, callback, head_trainer
+        self.checkpoints, self.exports, self.callback = checkpoints, exports, callback
+        self.head_trainer = head_trainer
         self.planned_sleep = planned_sleep
         self.audit_schedule = AuditSchedule(config.speculation.audit_every)
         self.restarts, self.alarms = restarts, Alarms(config, recorded_acceptance)
@@ -119,7 +122,7 @@ class Trainer:
         self.evaluator = Evaluator(train, collector, task.held_out, config.task_weights, self.producer, callback)
         self.recorder = Recorder(folder, sinks, callback, collector.tokenizer, train.log_rollouts)
         self.base = checksum(learner.weights())  # of the policy at the start of the run
-        self._saved_step = -1
+        self._saved_step = self._exported_step = -1
         self._between_steps = True  # learner, producer and records are at the same step, so a checkpoint may be saved
 
     @property
@@ -158,6 +161,7 @@ class Trainer:
         train = self.config.train
         try:
             self.publisher.publish()
+            self._export_if_due()  # it may have been killed after the checkpoint
             if self.step == 0 and self.evaluator.first_eval is None and train.eval_every:
                 self.evaluator.evaluate_first()
             self.producer.start(self.step)
@@ -171,6 +175,7 @@ class Trainer:
             self.producer.close()
             if self._between_steps:
                 self.save()
+        self._export_if_due()
         return self.recorder.write_summary(self.evaluator.state_dict(), self.step, finished)
 
     def _run_step(self) -> None:
@@ -210,6 +215,7 @@ class Trainer:
         check_audit(step, metrics.get("audit"))
         if is_best or (train.checkpoint_every and self.step % train.checkpoint_every == 0):
             self.save(is_best)
+        self._export_if_due()
         self.callback.step(metrics)
         if metrics.get("num_skipped_optimizer_steps"):
             check_skipped(step, self.learner.num_skipped_in_a_row, self.config.learner.max_skipped)
@@ -335,6 +341,32 @@ class Trainer:
     def load(self, checkpoint: Checkpoint) -> None:
         load_checkpoint(self, checkpoint)
         self._saved_step = self.step
+        if self.exports is not None and self.exports.place(self.step).exists():
+            self._exported_step = self.step
+
+    def _export_if_due(self) -> None:
+        """Write the policy to the run's exports, every train.export_every steps and after the last one. If the disk has
+        no room for it and for the next checkpoint, training goes on without."""
+        train = self.config.train
+        if self.exports is None or self._exported_step == self.step or not self.step:
+            return
+        if self.step % train.export_every and self.step < train.num_steps:
+            return
+        self._exported_step = self.step
+        try:
+            self.exports.save(
+                self.step,
+                self.learner.weights(),
+                self.checkpoints.num_bytes(),
+                lambda done, total: self.callback.progress("export", done >> 20, total >> 20),
+            )
+        except ConnectionError:  # a rank is gone
+            raise
+        except OSError as error:
+            self.callback.note(
+                f"ALARM: step {self.step} is not exported, training goes on: {error.strerror or error}. `paceline "
+                f"export {self.folder.path} DIR` exports the last checkpoint"
+            )
 
     def close(self) -> None:
         self.recorder.close()

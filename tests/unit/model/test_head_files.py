@@ -226,7 +226,7 @@ def test_shards(tmp_path: Path) -> None:
 
 def test_an_interrupted_save_can_not_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_head(head(), tmp_path, PROVENANCE)
-    monkeypatch.setattr("paceline.model.weights.save_file", lambda *_: 1 / 0)
+    monkeypatch.setattr("paceline.model.hf_directory.write_file", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         save_head(head(1), tmp_path, PROVENANCE)
     with pytest.raises(ModelError, match=r"config.json is missing"):

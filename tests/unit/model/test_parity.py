@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from paceline.model import weights
 from paceline.model.attention import PackedAttention, PagedAttention
 from paceline.model.decoder import Decoder
+from paceline.model.hf_directory import MAX_SHARD_BYTES
 from paceline.model.kv import BLOCK, BatchPlan, PagedKV
 
 Checkpoint = Callable[..., Path]
@@ -170,7 +171,7 @@ def test_transformers_loads_what_we_save(
 ) -> None:
     path, ids = checkpoint(family, rope, tie=not sharded), tokens(50)
     decoder = weights.load(path)
-    weights.save(decoder, tmp_path, 20_000 if sharded else weights.MAX_SHARD_BYTES)
+    weights.save(decoder, tmp_path, 20_000 if sharded else MAX_SHARD_BYTES)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 2) == sharded
     theirs, saved = reference(path), reference(tmp_path)
     assert saved.config.eos_token_id == list(decoder.config.eos_token_ids)

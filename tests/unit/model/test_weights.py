@@ -19,6 +19,7 @@ from paceline import native
 from paceline.model import kernels, weights
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
+from paceline.model.hf_directory import INDEX
 from paceline.model.layer import Linear
 from paceline.model.paged import PagedDecoder
 from paceline.model.weights import ModelError, assign, checksum, hf_state, init, load, save
@@ -283,7 +284,7 @@ def test_eos_token_ids_of_generation_config(checkpoint: Checkpoint, tmp_path: Pa
 
 def test_saving_again_leaves_no_old_shards(tmp_path: Path) -> None:
     save(init(CONFIG, seed=0), tmp_path, max_shard_bytes=5_000)
-    assert (tmp_path / weights.INDEX).exists()
+    assert (tmp_path / INDEX).exists()
     decoder = init(CONFIG, seed=1)
     save(decoder, tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
@@ -293,7 +294,7 @@ def test_saving_again_leaves_no_old_shards(tmp_path: Path) -> None:
 def test_shards_have_at_most_max_shard_bytes(tmp_path: Path) -> None:
     decoder = init(CONFIG)
     save(decoder, tmp_path, max_shard_bytes=8_000)
-    index = json.loads((tmp_path / weights.INDEX).read_text())
+    index = json.loads((tmp_path / INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(t.numel() * 4 for _, t in hf_state(decoder))
     assert index["weight_map"].keys() == dict(hf_state(decoder)).keys()
     sizes = [sum(t.numel() * 4 for t in load_file(p).values()) for p in tmp_path.glob("*.safetensors")]
@@ -338,8 +339,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "shard missing": (lambda p: _shard(p).unlink(), "model-00002-of-.*: missing, though .*index.json names it"),
     "shard truncated": (lambda p: _truncate(_shard(p)), "model-00002-of-.*: truncated or corrupt"),
-    "index broken": (lambda p: (_shard(p), _truncate(p / weights.INDEX)), "index.json: not valid JSON"),
-    "index empty": (lambda p: (_shard(p), (p / weights.INDEX).write_text("{}")), "weight_map is missing"),
+    "index broken": (lambda p: (_shard(p), _truncate(p / INDEX)), "index.json: not valid JSON"),
+    "index empty": (lambda p: (_shard(p), (p / INDEX).write_text("{}")), "weight_map is missing"),
     "tensor missing": (
         lambda p: _drop(p, "model.norm.weight", "model.layers.0.mlp.up_proj.weight"),
         "missing tensors that the config requires: model.layers.0.mlp.up_proj.weight; model.norm.weight",
