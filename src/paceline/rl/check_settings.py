@@ -52,12 +52,11 @@ def training_problems(config: Config) -> Iterator[str]:
             f'model.yarn_factor = {config.model.yarn_factor}: with learner.model = "transformers" the context length '
             "comes from the model's config.json; set rope_parameters there"
         )
-    if config.train.oversample > 1:
-        if config.train.max_staleness or not config.algorithm.samples_dynamically:
-            yield (
-                f"train.oversample = {config.train.oversample:g}: is for algorithm.dynamic_sampling with "
-                "train.max_staleness = 0; otherwise no group would be used that is started in addition"
-            )
+    if config.train.oversample > 1 and (config.train.max_staleness or not config.algorithm.samples_dynamically):
+        yield (
+            f"train.oversample = {config.train.oversample:g}: is for algorithm.dynamic_sampling with "
+            "train.max_staleness = 0; otherwise no group would be used that is started in addition"
+        )
     if config.algorithm.correction != "none" and config.sampling.params().truncates:
         yield (
             f'algorithm.correction = "{config.algorithm.correction}" (the default with train.max_staleness > 0 is '
