@@ -243,7 +243,12 @@ def test_the_failures_of_a_task_are_counted_by_themselves(folder: Path) -> None:
     none = ["task.short.reward.functions=['env']", "task.short.reward.weights=[1.0]"]
     with pytest.raises(ValueError, match=r"4 of 4 samples .*more than task\.short\.reward\.max_failures = 0\.5"):
         train(folder, "failing", *none)
-    tolerant = train(folder, "tolerant", *none, "task.short.reward.max_failures=1.0", "train.num_steps=2")
+    more = ["task.short.reward.max_failures=1.0", "train.num_steps=2", "train.eval_every=2"]
+    tolerant = train(folder, "tolerant", *none, *more)
+    result = lines(tolerant, "metrics")[-1]["eval"]
+    assert result["reward"] is None, "without one of the tasks, the mean could not be compared"
+    assert result["tasks"]["short"]["reward"] is None and result["tasks"]["letters"]["reward"] > 0
+    assert result["num_failures"] == result["tasks"]["short"]["num_failures"] == 3 and result["num_zero_scored"] == 0
     for m in lines(tolerant, "metrics"):
         assert m["tasks"]["short"]["num_failures"] == m["num_failures"] > m["tasks"]["letters"]["num_failures"] == 0
 

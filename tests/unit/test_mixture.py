@@ -33,7 +33,8 @@ def test_no_task_trains_on_a_held_out_problem_of_another() -> None:
 
 def test_each_sample_is_scored_by_the_rewarder_of_its_task() -> None:
     def rewarder(reward: float, sandbox: str | None) -> SimpleNamespace:
-        return SimpleNamespace(score=lambda samples: [Score(reward, {}) for _ in samples], sandbox=sandbox)
+        score = lambda samples: [Score(reward, {}) for _ in samples]  # noqa: E731
+        return SimpleNamespace(score=score, sandbox=sandbox, num_parallel=1, by_sample=False)
 
     both = TaskRewarder({"x": rewarder(1.0, None), "y": rewarder(2.0, "namespaces")})
     for label, reward in (("x", 1.0), ("y", 2.0)):

@@ -137,7 +137,7 @@ def _weighted(results: Mapping[str, Mapping[str, Any]], weights: Mapping[str, fl
         "k": first["k"],
         "pass_at": {k: mean({label: of_task[k] for label, of_task in pass_at.items()}) for k in first["pass_at"]},
         "length_mean": mean(of_tasks("length_mean")),
-        **{key: sum(of_tasks(key).values()) for key in ("num_problems", "num_failures")},
+        **{key: sum(of_tasks(key).values()) for key in ("num_problems", "num_failures", "num_zero_scored")},
         "first_failure": next(filter(None, of_tasks("first_failure").values()), None),
     }
 
