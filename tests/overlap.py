@@ -23,14 +23,14 @@ class Overlap:
         assert isinstance(producer, ContinuousProducer), "nothing overlaps"
         update_to_newest, update = producer._update_to_newest, engine.update_weights
 
-        def patched_update_to_newest() -> None:
+        def patched_update_to_newest(timer: Any) -> None:
             until = time.monotonic() + 300  # a GPU that other processes use compiles and trains slowly
             with producer._changed:
                 if producer._next_step < producer.config.train.num_steps and producer._take(producer._next_step):
                     while max(producer._published) < producer._next_step and not producer.stopping:
                         producer._changed.wait(0.01)
                         assert time.monotonic() < until, f"version {producer._next_step} was never published"
-            update_to_newest()
+            update_to_newest(timer)
 
         def patched_update(weights: Any, version: int, inflight: str = "recompute") -> Any:
             if any(not started.collection.is_generated for started in producer._started.values()):

@@ -62,7 +62,11 @@ class ContinuousProducer(Producer):
                 self.speculation_state = self.engine.state_dict()
             batches = [self._pending[step] for step in sorted(self._pending)]
             cursor = self.cursor.put_back([*self._started, *(group.index for group in self._dropped)])
-            return ProducerState(batches, cursor, list(self.surplus), self.speculation_state, [])
+            return ProducerState(batches, cursor, list(self.surplus), self.speculation_state, [], self._traces)
+
+    def load_state(self, state: ProducerState) -> None:
+        super().load_state(state)
+        self._traces = state.traces
 
     # -- in the thread ----------------------------------------------------------------------------------------------
 
@@ -70,9 +74,14 @@ class ContinuousProducer(Producer):
         try:
             while self._next_step < self.config.train.num_steps:
                 self._wait_while_paused()
-                self._update_to_newest()
-                self._start_groups()
-                self._step()
+                timer = StageTimer()
+                self._update_to_newest(timer)
+                self._start_groups(timer)
+                self._step(timer)
+                traces = self.engine.drain_trace()
+                with self._changed:  # together: a batch has the times of its traces
+                    self._timer.add(timer)
+                    self._traces += traces
                 self._finish_groups()
         finally:
             for started in self._started.values():
@@ -88,39 +97,36 @@ class ContinuousProducer(Producer):
         if self.stopping:
             raise Stopped
 
-    def _update_to_newest(self) -> None:
+    def _update_to_newest(self, timer: StageTimer) -> None:
         with self._changed:
             self._wait(lambda: self.stopping or bool(self._published))
             newest = max(self._published)
             for version in [v for v in self._published if v < newest]:
                 del self._published[version]
-        self._update_engine(newest, self._timer, self.inflight)
+        self._update_engine(newest, timer, self.inflight)
 
-    def _start_groups(self) -> None:
+    def _start_groups(self, timer: StageTimer) -> None:
         version, train = self._engine_version, self.config.train
         with self._changed:
             num_batches = min(version + self.max_staleness + 1, train.num_steps) - self._next_step
             num = self.groups_per_step * num_batches - len(self._started) - len(self.surplus)
-            indices, self.cursor = self.cursor.take(max(0, num))
-        for problem in self._problems(indices):
+        for _ in range(num):
+            [index], cursor = self.cursor.take(1)
             collection = self.collector.begin(
-                f"group {problem[0] + 1}", [problem], self.config.algorithm.num_generations, train.seed,
-                timer=self._timer,
+                f"group {index + 1}", self._problems([index]), self.config.algorithm.num_generations, train.seed,
+                timer=timer,
             )  # fmt: skip
             with self._changed:
-                self._started[problem[0]] = _Started(collection, version)
+                self.cursor, self._started[index] = cursor, _Started(collection, version)
 
-    def _step(self) -> None:
+    def _step(self, timer: StageTimer) -> None:
         collections = [started.collection for started in self._started.values()]
         if all(collection.is_generated for collection in collections):
-            with self._timer.stage("reward" if collections else "idle"), self._changed:
+            with timer.stage("reward" if collections else "idle"), self._changed:
                 self._changed.wait(WAIT_S)
             return
-        with self._timer.stage("generation"):
+        with timer.stage("generation"):
             self.collector.step()
-        traces = self.engine.drain_trace()
-        with self._changed:
-            self._traces += traces
         num_samples = self.config.algorithm.num_generations
         done = len(self.surplus) * num_samples + sum(collection.num_generated for collection in collections)
         total = self.groups_per_step * num_samples

@@ -22,11 +22,14 @@ from paceline.rl.stage_timer import StageTimer
 from paceline.types import StepTrace
 
 
-def pack_batches(batches: Sequence[Batch]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors, and the remaining fields as JSON."""
+def pack_batches(
+    batches: Sequence[Batch], later_traces: Sequence[StepTrace] = ()
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors, and the remaining fields as JSON. `later_traces`: those that are in no batch yet."""
     tensors, groups = pack_groups([group for batch in batches for group in [*batch.groups, *batch.dropped]])
     # JSON as bytes: a large batch has tens of thousands of traces, too many for the checkpoint's state.json.
-    traces = json.dumps([[asdict(trace) for trace in batch.traces] for batch in batches], default=np.generic.item)
+    parts = [*(batch.traces for batch in batches), later_traces]
+    traces = json.dumps([[asdict(trace) for trace in part] for part in parts], default=np.generic.item)
     tensors["traces"] = torch.frombuffer(bytearray(traces.encode()), dtype=torch.uint8)
     return tensors, {
         "groups": groups,
@@ -44,22 +47,23 @@ def pack_batches(batches: Sequence[Batch]) -> tuple[dict[str, Tensor], dict[str,
     }
 
 
-def unpack_batches(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> list[Batch]:
+def unpack_batches(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> tuple[list[Batch], list[StepTrace]]:
     packed = {name: tensor for name, tensor in tensors.items() if name != "traces"}
     groups = iter(unpack_groups(packed, metadata["groups"]))
-    all_traces = json.loads(tensors["traces"].numpy().tobytes())
-    return [
+    *parts, later = json.loads(tensors["traces"].numpy().tobytes())
+    batches = [
         Batch(
             batch["step"],
             list(islice(groups, batch["num_groups"])),
             StageTimer(batch["seconds"]),
-            traces=[_trace(fields) for fields in traces],
+            traces=list(map(_trace, traces)),
             dropped=list(islice(groups, batch["num_dropped"])),
             num_stale=batch["num_stale"],
             position=batch["position"],
         )
-        for batch, traces in zip(metadata["batches"], all_traces, strict=True)
+        for batch, traces in zip(metadata["batches"], parts, strict=True)
     ]
+    return batches, list(map(_trace, later))
 
 
 def _trace(fields: dict[str, Any]) -> StepTrace:

@@ -75,6 +75,7 @@ class ProducerState:
     surplus: list[Group]
     speculation_state: SpeculationState
     published: list[PublishedWeights]  # older versions that future batches begin with, oldest first
+    traces: list[StepTrace] = field(default_factory=list)  # of the engine, in no batch yet
 
 
 class Producer(ABC):

@@ -16,6 +16,11 @@ class StageTimer:
         self.seconds: dict[str, float] = defaultdict(float, seconds or {})
         self._total = 0.0  # over all stages
 
+    def add(self, other: StageTimer) -> None:
+        """The times of another one, which measured none of the same time."""
+        for name, seconds in other.seconds.items():
+            self.seconds[name] += seconds
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         started, before = time.perf_counter(), self._total

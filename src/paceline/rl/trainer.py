@@ -317,7 +317,7 @@ class Trainer:
         result: dict[str, Any] = {
             "tokens_per_s": metrics["num_tokens"] / stages["total"],
             # None if all groups are the surplus of earlier steps.
-            "generation_tokens_per_s": num_generated / generation_s if num_generated else None,
+            "generation_tokens_per_s": num_generated / generation_s if num_generated and generation_s else None,
             "memory_gib": memory_gib(self.learner.decoder.device),
         }
         if (sandbox := self.collector.rewarder.sandbox) is not None:

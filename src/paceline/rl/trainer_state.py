@@ -46,7 +46,7 @@ class TrainerParts(Protocol):
 def checkpoint_content(trainer: TrainerParts) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parts and the JSON state for `Checkpoints.save`."""
     producer, head_trainer, speculation = trainer.producer.state(), trainer.head_trainer, trainer.config.speculation
-    buffer, buffer_metadata = pack_batches(producer.batches)
+    buffer, buffer_metadata = pack_batches(producer.batches, producer.traces)
     surplus, surplus_metadata = pack_groups(producer.surplus)
     heads = {each.head.version: each.head for each in producer.published if each.head is not None}
     parts = {
@@ -95,13 +95,15 @@ def load_checkpoint(trainer: TrainerParts, checkpoint: Checkpoint) -> None:
         trainer.head_trainer.load_state_dict(checkpoint.tensors("head"), state["head"])
     trainer.alarms.load_state_dict(state["alarms"])
     trainer.engine.load_state_dict(_speculation_state(trainer, checkpoint))
+    batches, traces = unpack_batches(checkpoint.tensors("buffer"), state["buffer"])
     trainer.producer.load_state(
         ProducerState(
-            unpack_batches(checkpoint.tensors("buffer"), state["buffer"]),
+            batches,
             Cursor(state["position"], tuple(state["put_back"])),
             unpack_groups(checkpoint.tensors("surplus"), state["surplus"]),
             trainer.engine.state_dict(),
             _older_versions(trainer, checkpoint),
+            traces,
         )
     )
     trainer.evaluator.load_state_dict(state)

@@ -22,6 +22,7 @@ from paceline.model.decoder import Decoder, Output
 from paceline.model.head_files import assign_head, head_state
 from paceline.model.paged import receipt_of
 from paceline.rl.batch import TokenBatch, scored
+from paceline.rl.batch_producer import BatchProducer
 from paceline.rl.learner import Learner
 from paceline.rl.produce import Producer, PublishedWeights
 from paceline.rl.stage_timer import StageTimer
@@ -390,7 +391,7 @@ def corrupted(pairs: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
 def make_producer(transfer: Any) -> tuple[Producer, Engine, OnlineHeadTrainer]:
     engine, (_, head_trainer) = Engine(transfer), pair()
     collector: Any = SimpleNamespace(engine=engine)
-    producer = Producer(collector, SimpleNamespace(train=[1]), None, load_config(None))  # type: ignore[arg-type]
+    producer = BatchProducer(collector, SimpleNamespace(train=[1]), None, load_config(None))  # type: ignore[arg-type]
     return producer, engine, head_trainer
 
 

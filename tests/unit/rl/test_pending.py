@@ -45,12 +45,13 @@ def make_batch(step: int, num_traces: int, num_dropped: int) -> Batch:
 
 def test_round_trip(tmp_path: Any) -> None:
     batches = [make_batch(3, num_traces=4, num_dropped=1), make_batch(4, 0, 0), make_batch(5, 2, 4)]
-    tensors, metadata = pack_batches(batches)
+    tensors, metadata = pack_batches(batches, batches[0].traces[:1])
     checkpoints = Checkpoints(tmp_path, 1)
     checkpoints.save(1, {"buffer": tensors}, {"buffer": metadata})
     saved = checkpoints.latest()
     assert saved is not None
-    found = unpack_batches(saved.tensors("buffer"), saved.state["buffer"])
+    found, later = unpack_batches(saved.tensors("buffer"), saved.state["buffer"])
+    assert later == batches[0].traces[:1]
     for one, other in zip(batches, found, strict=True):
         assert (one.step, one.num_stale, one.position) == (other.step, other.num_stale, other.position)
         assert one.timer.seconds == other.timer.seconds
@@ -63,4 +64,4 @@ def test_round_trip(tmp_path: Any) -> None:
 
 
 def test_no_batch() -> None:
-    assert unpack_batches(*pack_batches([])) == []
+    assert unpack_batches(*pack_batches([])) == ([], [])
