@@ -25,7 +25,7 @@ MAX_MULTIPLE = 10_000
 class StructuredOutputs(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    json_: Any = Field(None, alias="json")  # text or an object; checked by StructuredOutputsParams
     regex: str | None = None
     choice: list[str] | None = Field(None, fail_fast=True)
     grammar: str | None = None
