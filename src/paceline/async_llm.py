@@ -96,10 +96,14 @@ class AsyncLLM:
             return await self._in_thread(self._tokenizing, partial(self.llm.encode_chat, items, tools))
         return self.llm.encode(items)
 
+    def is_compiled(self, params: SamplingParams) -> bool:
+        """Or there is nothing to compile."""
+        structure = params.structured_outputs
+        return structure is None or self.llm.engine.grammars.is_compiled(structure)
+
     async def compile(self, params: SamplingParams) -> None:
         """Compile a structured output. Raises ValueError."""
-        structure = params.structured_outputs
-        if structure is not None and not self.llm.engine.grammars.is_compiled(structure):
+        if not self.is_compiled(params):
             await self._in_thread(self._compiling, partial(self.llm.compile, params))
 
     async def _in_thread(self, thread: ThreadPoolExecutor, function: Callable[[], Result]) -> Result:

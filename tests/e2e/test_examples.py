@@ -54,7 +54,8 @@ def test_the_notebook(tmp_path: Path) -> None:
 def test_evaluate(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     problems = [{"prompt": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(3)]
-    (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    problems[0]["answer"], problems[1]["answer"] = 1, "1,002.0"
+    (tmp_path / "problems.jsonl").write_text("\n\n".join(map(json.dumps, problems)) + "\n\n")
     with serving(tmp_path / "model") as served:
         printed = run(tmp_path, "examples/evaluate.py", "problems.jsonl", served.url)
     assert printed.startswith("3 problems × 4 samples: accuracy 0.")

@@ -255,6 +255,17 @@ def test_hostile_schemas_neither_stop_nor_delay_other_clients(served: Served) ->
     assert httpx.get(f"{served.root}/health").status_code == 200
 
 
+def test_plain_requests_do_not_wait_for_compilations(served: Served) -> None:
+    """Nor do those whose structured output is compiled."""
+    known = {"structured_outputs": {"choice": ["a"]}}
+    assert post(served, known).status_code == 200
+    with ThreadPoolExecutor(3) as clients:
+        asked = [clients.submit(timed, served, {"response_format": json_schema(branching(30 + i))}) for i in range(3)]
+        while not all(each.done() for each in asked):
+            assert post(served, {"max_tokens": 2}).status_code == 200
+            assert post(served, known).status_code == 200
+
+
 def test_a_slow_grammar_delays_nobody_for_long(served: Served) -> None:
     """Its masks are computed between the steps of all requests, and take longer with every token."""
     plain = {"model": "tiny", "prompt": "abc", "max_tokens": 8, "seed": 1}
