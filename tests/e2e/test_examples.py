@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from serving import serving
 from tiny_run import write_head, write_model
 
@@ -59,6 +60,16 @@ def test_evaluate(tmp_path: Path) -> None:
     with serving(tmp_path / "model") as served:
         printed = run(tmp_path, "examples/evaluate.py", "problems.jsonl", served.url)
     assert printed.startswith("3 problems × 4 samples: accuracy 0.")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("\n", "has no problems"), ('{"prompt": "a", "answer": "yes"}', "'yes' is not a number")]
+)
+def test_evaluate_without_numbers(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "problems.jsonl").write_text(text)
+    command = [sys.executable, str(ROOT / "examples/evaluate.py"), "problems.jsonl"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
 
 
 def test_train(tmp_path: Path) -> None:
