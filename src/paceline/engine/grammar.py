@@ -43,8 +43,8 @@ class MaskTime:
     """CPU time for the masks of one grammar, on the engine's thread, where they delay all requests. Sequences that use
     the grammar at the same time share it."""
 
-    MAX_S = 3.0
-    PER_MASK_S = 0.01  # a grammar with faster masks has no limit
+    MAX_S = 2.0
+    PER_MASK_S = 0.005  # a grammar with faster masks has no limit
 
     def __init__(self) -> None:
         self.left_s = self.MAX_S
