@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any, Self, TypeVar
 
 from paceline.config import Config
@@ -18,6 +19,7 @@ from paceline.types import Completion, NewTokens, SamplingParams, StepTrace
 
 Result = TypeVar("Result")
 OnStep = Callable[[list[StepTrace]], None]
+CLOSING_GRACE_S = 1.0  # after the drain: a step of the engine may take longer
 GPU_PREFILL_TOKENS = 256  # in a step: their time is little more than that of reading the weights
 
 
@@ -49,6 +51,8 @@ class AsyncLLM:
         # Long prompts must block neither the event loop nor the engine. One thread: the engine needs the cores.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="paceline-tokenizer")
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="paceline-grammar")  # may take seconds
+        self._is_closing, self._is_drained = False, asyncio.Event()
+        self._received: set[asyncio.Queue[tuple[int, NewTokens | Exception]]] = set()  # of running requests
 
     @property
     def tokenizer(self) -> Any:
@@ -85,19 +89,45 @@ class AsyncLLM:
 
     async def encode(self, prompt: TextOrIds | Sequence[Message], tools: Sequence[Tool] = ()) -> Encoded:
         """A prompt's text, if it has one, and its token ids."""
-        loop = asyncio.get_running_loop()
         if isinstance(prompt, str):
-            return await loop.run_in_executor(self._tokenizing, self.llm.encode, prompt)
+            return await self._in_thread(self._tokenizing, partial(self.llm.encode, prompt))
         items: list[Any] = list(prompt)
         if items and isinstance(items[0], Mapping):
-            return await loop.run_in_executor(self._tokenizing, self.llm.encode_chat, items, tools)
+            return await self._in_thread(self._tokenizing, partial(self.llm.encode_chat, items, tools))
         return self.llm.encode(items)
+
+    def is_compiled(self, params: SamplingParams) -> bool:
+        """Or there is nothing to compile."""
+        structure = params.structured_outputs
+        return structure is None or self.llm.engine.grammars.is_compiled(structure)
 
     async def compile(self, params: SamplingParams) -> None:
         """Compile a structured output. Raises ValueError."""
-        structure = params.structured_outputs
-        if structure is not None and not self.llm.engine.grammars.is_compiled(structure):
-            await asyncio.get_running_loop().run_in_executor(self._compiling, self.llm.compile, params)
+        if not self.is_compiled(params):
+            await self._in_thread(self._compiling, partial(self.llm.compile, params))
+
+    async def _in_thread(self, thread: ThreadPoolExecutor, function: Callable[[], Result]) -> Result:
+        """Raises EngineClosed if `close` begins before the call, or can't wait for its end."""
+
+        def call() -> Result:
+            self._check_open()
+            return function()
+
+        self._check_open()
+        running = asyncio.get_running_loop().run_in_executor(thread, call)
+        drained = asyncio.create_task(self._is_drained.wait())
+        try:
+            await asyncio.wait((running, drained), return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                raise EngineClosed("the engine's thread has ended")
+            return running.result()
+        finally:
+            running.cancel()
+            drained.cancel()
+
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise EngineClosed("the engine's thread is ending")
 
     async def _run(
         self, ids: tuple[int, ...], params: SamplingParams, streams: bool
@@ -113,14 +143,18 @@ class AsyncLLM:
 
             return put
 
+        def refused(submitted: Future[None]) -> None:
+            if isinstance(error := submitted.exception(), Exception):
+                listener(0)(error)
+
         if params.bad_words:
-            params = await loop.run_in_executor(self._tokenizing, self.llm.with_bad_word_ids, params)
+            params = await self._in_thread(self._tokenizing, partial(self.llm.with_bad_word_ids, params))
         await self.compile(params)
         requests = self.llm.requests(ids, params)
         left = len(requests)
-        submitted = self.thread.submit(requests, [listener(i) for i in range(left)], streams)
+        self._received.add(received)
         try:
-            await asyncio.wrap_future(submitted)
+            self.thread.submit(requests, [listener(i) for i in range(left)], streams).add_done_callback(refused)
             while left:
                 index, new = await received.get()
                 if isinstance(new, Exception):
@@ -128,6 +162,7 @@ class AsyncLLM:
                 left -= new.completion is not None
                 yield index, new
         finally:
+            self._received.discard(received)
             if left:
                 with suppress(EngineClosed):
                     self.thread.abort([request.request_id for request in requests])
@@ -137,10 +172,17 @@ class AsyncLLM:
         return await asyncio.wrap_future(self.thread.call(function))
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Finish running requests within `drain_s` seconds and abort the rest."""
-        await asyncio.to_thread(self.thread.close, drain_s)
-        self._tokenizing.shutdown()
-        self._compiling.shutdown(cancel_futures=True)
+        """Finish running requests within `drain_s` seconds and abort the rest. Those that the engine does not have yet
+        get EngineClosed, and so do all if a step takes too long."""
+        self._is_closing = True
+        closing = asyncio.create_task(asyncio.to_thread(self.thread.close, drain_s))
+        await asyncio.wait((closing,), timeout=drain_s + CLOSING_GRACE_S)
+        self._is_drained.set()
+        for received in self._received:
+            received.put_nowait((0, EngineClosed("the engine's thread is ending")))
+        await closing
+        for thread in (self._tokenizing, self._compiling):
+            await asyncio.to_thread(thread.shutdown)
         self.llm.close()
 
     async def __aenter__(self) -> Self:

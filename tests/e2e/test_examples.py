@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from serving import serving
 from tiny_run import write_head, write_model
 
@@ -54,10 +55,21 @@ def test_the_notebook(tmp_path: Path) -> None:
 def test_evaluate(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     problems = [{"prompt": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(3)]
-    (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    problems[0]["answer"], problems[1]["answer"] = 1, "1,002.0"
+    (tmp_path / "problems.jsonl").write_text("\n\n".join(map(json.dumps, problems)) + "\n\n")
     with serving(tmp_path / "model") as served:
         printed = run(tmp_path, "examples/evaluate.py", "problems.jsonl", served.url)
     assert printed.startswith("3 problems × 4 samples: accuracy 0.")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("\n", "has no problems"), ('{"prompt": "a", "answer": "yes"}', "'yes' is not a number")]
+)
+def test_evaluate_without_numbers(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "problems.jsonl").write_text(text)
+    command = [sys.executable, str(ROOT / "examples/evaluate.py"), "problems.jsonl"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
 
 
 def test_train(tmp_path: Path) -> None:

@@ -282,6 +282,7 @@ BAD = [
     ({"model": "tiny", "prompt": [[]]}, None, "prompt_ids is empty"),
     ({"model": "tiny", "prompt": [99999]}, None, "not in the vocabulary"),
     ({"model": "tiny", "prompt": "x" * 600}, None, "context"),
+    ({"model": "tiny", "prompt": ["a", "x" * 100_000]}, "prompt", "context of 256 tokens holds at most"),
     ({"model": "tiny", "prompt": "a", "temperature": -1}, "temperature", "must be 0"),
     ({"model": "tiny", "prompt": "a", "temperature": "hot"}, "temperature", "valid number"),
     ({"model": "tiny", "prompt": "a", "n": 9}, "n", "allows 8"),
@@ -333,6 +334,33 @@ CHAT_BAD: list[tuple[Any, str]] = [
     ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}], "messages.0.tool_calls"),
     ([{"role": "user", "content": "a", "tool_calls": [1]}], "messages.0.tool_calls"),
 ]
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tools": [TOOL | {"function": {"name": "f", "description": "x" * 100_000}}]}, "tools"),
+        ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
+        *(({"tools": [TOOL | {"function": {"name": name}}]}, "tools.0") for name in (5, ["a"], True, "")),
+    ],
+)
+def test_400_for_tools_and_long_messages(served: Served, given: dict[str, Any], param: str) -> None:
+    ask = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+    answer = raw(served, "/v1/chat/completions", json=ask | given)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+def test_messages_of_lm_eval(served: Served) -> None:
+    def ask(**given: str) -> httpx.Response:
+        message = {"role": "user", "content": "a", **given}
+        return raw(served, "/v1/chat/completions", json={"model": "tiny", "messages": [message], "seed": 1})
+
+    assert ask(type="text").json()["choices"] == ask().json()["choices"]
+    assert ask(type="image").status_code == 400
 
 
 @pytest.mark.parametrize(("messages", "param"), CHAT_BAD)

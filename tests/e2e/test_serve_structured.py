@@ -152,11 +152,13 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": json_schema({"$ref": "#"})}, "response_format", "no text"),
     ({"response_format": json_schema({"$ref": "http://127.0.0.1:9/x"})}, "response_format", "not present"),
     ({"response_format": json_schema({"$ref": "file:///etc/passwd"})}, "response_format", "not present"),
+    ({"response_format": json_schema({"x-guidance": {"lenient": True}, "not": {}})}, "response_format", "x-guidance"),
     ({"response_format": json_schema(SCHEMA, shape=1)}, "response_format", "must have a schema"),
     ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "response_format", "not both"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed"),
     ({"structured_outputs": {}}, "structured_outputs", "give one of"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "give one of"),
+    ({"structured_outputs": {"json": [1]}}, "structured_outputs", "json: must be Unicode text or a dict"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs", "non-empty"),
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "Extra inputs"),
     ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "end-of-sequence"),
@@ -251,6 +253,36 @@ def test_hostile_schemas_neither_stop_nor_delay_other_clients(served: Served) ->
     assert {name for name, (status, _) in answers.items() if status == 200} <= slow
     assert max(seconds for _, seconds in answers.values()) < 20 and slowest < 10, (answers, slowest)
     assert httpx.get(f"{served.root}/health").status_code == 200
+
+
+def test_plain_requests_do_not_wait_for_compilations(served: Served) -> None:
+    """Nor do those whose structured output is compiled."""
+    known = {"structured_outputs": {"choice": ["a"]}}
+    assert post(served, known).status_code == 200
+    with ThreadPoolExecutor(3) as clients:
+        asked = [clients.submit(timed, served, {"response_format": json_schema(branching(30 + i))}) for i in range(3)]
+        while not all(each.done() for each in asked):
+            assert post(served, {"max_tokens": 2}).status_code == 200
+            assert post(served, known).status_code == 200
+
+
+def test_a_slow_grammar_delays_nobody_for_long(served: Served) -> None:
+    """Its masks are computed between the steps of all requests, and take longer with every token."""
+    plain = {"model": "tiny", "prompt": "abc", "max_tokens": 8, "seed": 1}
+    expected = httpx.post(f"{served.url}/completions", json=plain, timeout=60).json()["choices"]
+    slow = {"model": "tiny", "prompt": "a", "max_tokens": 900, "n": 16, "logit_bias": {"258": -100}, "seed": 1}
+    grammar = HOSTILE["ambiguous"]["structured_outputs"]
+    with ThreadPoolExecutor(1) as clients:
+        ask = slow | {"structured_outputs": grammar}
+        asked = clients.submit(httpx.post, f"{served.url}/completions", json=ask, timeout=120)
+        slowest = 0.0
+        while not asked.done():
+            started = time.monotonic()
+            assert httpx.post(f"{served.url}/completions", json=plain, timeout=60).json()["choices"] == expected
+            slowest = max(slowest, time.monotonic() - started)
+    error = asked.result().json()["error"]
+    assert asked.result().status_code == 400 and "its masks take too long" in error["message"]
+    assert slowest < 30, slowest
 
 
 def timed(served: Served, body: dict[str, Any]) -> tuple[int, float]:

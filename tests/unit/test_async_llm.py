@@ -173,6 +173,42 @@ def test_weights_are_updated_between_two_steps(model: str) -> None:
     run(model, check)
 
 
+def test_close_waits_neither_for_prompts_nor_for_a_long_step(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers get EngineClosed soon: the server must answer before it ends."""
+    can_go_on, is_blocked = threading.Event(), threading.Event()
+
+    def block(*arguments: Any) -> Any:
+        is_blocked.set()
+        assert can_go_on.wait(60)
+        return step() if not arguments else None, (1, 2)
+
+    async def ended(request: Awaitable[Any]) -> None:
+        with pytest.raises(EngineClosed):
+            await request
+
+    async def main(name: str) -> None:
+        nonlocal step
+        can_go_on.clear()
+        is_blocked.clear()
+        llm = AsyncLLM(model, **SETTINGS)
+        step = llm.llm.engine.step
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.llm if name == "encode" else llm.llm.engine, name, block)
+            requests = [asyncio.create_task(ended(llm.generate("abc", SamplingParams()))) for _ in range(3)]
+            await asyncio.to_thread(is_blocked.wait, 60)
+            closing = asyncio.create_task(llm.close(drain_s=0.2))
+            await asyncio.wait_for(asyncio.gather(*requests), 30)
+            assert not closing.done()
+            with pytest.raises(EngineClosed):
+                await llm.encode("abc")
+            can_go_on.set()
+            await asyncio.wait_for(closing, 30)
+
+    step: Callable[[], object] = object
+    for name in ("encode", "step"):
+        asyncio.run(main(name))
+
+
 # ---- the thread ----
 
 

@@ -79,6 +79,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "start: foo"}, "unknown name"),
     ({"grammar": 'start: "é"'}, "no text satisfies it"),  # the vocabulary lacks its bytes
     ({"choice": ["\x00"]}, "choice"),
+    ({"grammar": 'start: ("x" a "y")+\na[max_tokens=3]: /[a-z]+/'}, r"max_tokens=… and stop=… are not supported"),
+    ({"grammar": 'start: "x" a\na[stop="y"]: /[a-z]+/'}, r"max_tokens=… and stop=… are not supported"),
+    ({"json": {"x-guidance": {"lenient": True}, "not": {}}}, "x-guidance"),
+    ({"grammar": 'start: %json {"x-guidance": {"lenient": true}, "not": {}}'}, "x-guidance"),
+    ({"json": {"oneOf": [{"type": "string"}, {"type": "string", "minLength": 3}]}}, "not supported. Use anyOf$"),
 ]
 
 
@@ -164,6 +169,49 @@ def test_a_limit_ends_the_sequence_and_no_other(monkeypatch: pytest.MonkeyPatch)
         another = own.matcher(structure)
         assert mask(another, ids[: len(ids) // 3]) == mask(compiler().matcher(structure), ids[: len(ids) // 3])
         assert not another.error
+
+
+def test_near_a_limit_too_masks_depend_on_the_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither on earlier masks nor on other sequences, with which a matcher shares the states of its lexer."""
+    monkeypatch.setattr("paceline.engine.grammar.LIMITS", {"max_lexer_states": 150, "verbose_errors": False})
+    structure = StructuredOutputsParams(regex="(a|b)*a(a|b){12}")
+    own, dice = compiler(), random.Random(0)
+    matchers, texts = [own.matcher(structure) for _ in range(4)], [list[int]() for _ in range(4)]
+    num_ended = 0
+    for _ in range(160):
+        for matcher, ids in zip(matchers, texts, strict=True):
+            found = mask(matcher, ids)
+            assert found == mask(compiler_of(own).matcher(structure), ids), len(ids)
+            num_ended += not found
+            ids.append(dice.randrange(2))
+    assert num_ended > 4
+
+
+def compiler_of(own: GrammarCompiler) -> GrammarCompiler:
+    """A new one, with the same vocabulary: to read it takes long."""
+    new = compiler()
+    new._vocabulary = own._vocabulary
+    return new
+
+
+SLOW = StructuredOutputsParams(grammar='start: s\ns: s s s | s s | "a" |')
+
+
+def test_a_slow_grammar_ends_its_sequences_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.engine.grammar.MaskTime.MAX_S", 0.05)
+    monkeypatch.setattr("paceline.engine.grammar.MaskTime.PER_MASK_S", 0.0001)
+    own = compiler()
+    slow, another, fast = own.matcher(SLOW), own.matcher(SLOW), own.matcher(CODE)
+    ids, masks = list[int](), list[list[int] | None]()
+    while (found := mask(slow, ids)) and len(ids) < 100:
+        masks.append(found)
+        ids.append(0)
+    assert found == [] and "take too long" in slow.error  # type: ignore[union-attr]
+    assert mask(another, []) == [] and "take too long" in another.error  # type: ignore[union-attr]
+    assert mask(fast, []), "another grammar has its own time"
+    assert mask(fast, [0] * 10) is None
+    del slow, another
+    assert mask(own.matcher(SLOW), [0]) == masks[1], "a later request has its own time"
 
 
 # ---- engines ----

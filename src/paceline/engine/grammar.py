@@ -2,7 +2,7 @@
 
 Invariant: as long as no limit is exceeded, what `GrammarMatcher.allowed` returns depends only on the tokens that it is
 given, not on earlier calls. So rejected drafts, preemption and recovery need no special care: a matcher rolls back to
-what its tokens and the new ones have in common. V vocabulary.
+what its tokens and the new ones have in common. Grammars that can't roll back are refused. V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from paceline.structured_outputs import StructuredOutputsParams
 
 MAX_CACHED = 128  # compiled grammars
-# A mask takes a millisecond. These keep hostile grammars from taking more than a few seconds and some MB.
+# A mask takes a millisecond. These and MaskTime keep hostile grammars from taking more than seconds and some MB.
 LIMITS: dict[str, Any] = {
     "max_lexer_states": 100_000,
     "max_grammar_size": 100_000,
@@ -37,15 +39,33 @@ class _LimitExceeded(Exception):
     """One of LIMITS, or of llguidance's own."""
 
 
+class MaskTime:
+    """CPU time for the masks of one grammar, on the engine's thread, where they delay all requests. Sequences that use
+    the grammar at the same time share it."""
+
+    MAX_S = 2.0
+    PER_MASK_S = 0.005  # a grammar with faster masks has no limit
+
+    def __init__(self) -> None:
+        self.left_s = self.MAX_S
+
+    def spend(self, seconds: float) -> None:
+        self.left_s = min(self.left_s + self.PER_MASK_S - seconds, self.MAX_S)
+
+
 class GrammarMatcher:
     """Of one sequence."""
 
     def __init__(
-        self, compiled: Any, renew: Callable[[Any], Any], eos_token_ids: frozenset[int], vocab_size: int
+        self,
+        compiled: Any,
+        renew: Callable[[Any], Any],
+        mask_time: MaskTime,
+        eos_token_ids: frozenset[int],
+        vocab_size: int,
     ) -> None:
-        self._compiled, self._renew = compiled, renew
+        self._compiled, self._renew, self._mask_time = compiled, renew, mask_time
         self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
-        self._is_renewed = False
         self.error = ""  # why it can't go on: it exceeds a limit
         self._start()
 
@@ -56,19 +76,32 @@ class GrammarMatcher:
     def allowed(self, token_ids: np.ndarray) -> np.ndarray | None:
         """The tokens that may come after these: bool [V]. All are False if a limit is exceeded. None: the grammar does
         not allow `token_ids` themselves, or they have ended it."""
+        if self._mask_time.left_s < 0:
+            self.error = "structured_outputs: its masks take too long"
+            return np.zeros(self._vocab_size, bool)
+        started = time.thread_time()  # a loaded machine ends no request
         try:
-            return self._after(token_ids)
+            return self._allowed(token_ids)
         except KeyboardInterrupt:  # perhaps between a rollback and the tokens after it
             self._start()
             raise
-        except _LimitExceeded as error:
-            if self._is_renewed:
-                self.error = f"structured_outputs: {error}"
-                return np.zeros(self._vocab_size, bool)
-        # Copies share the states of their lexer, so the limit may have been used up by other sequences.
-        self._compiled, self._is_renewed = self._renew(self._compiled), True
+        finally:
+            self._mask_time.spend(time.thread_time() - started)
+
+    def _allowed(self, token_ids: np.ndarray) -> np.ndarray | None:
+        try:
+            return self._after(token_ids)
+        except _LimitExceeded:
+            pass
+        # Every mask adds states to the lexer, which copies share. Whether these tokens exceed a limit must depend
+        # neither on other sequences nor on earlier masks: a matcher of its own decides.
+        self._compiled = self._renew(self._compiled)
         self._start()
-        return self.allowed(token_ids)
+        try:
+            return self._after(token_ids)
+        except _LimitExceeded as error:
+            self.error = f"structured_outputs: {error}"
+            return np.zeros(self._vocab_size, bool)
 
     def _after(self, token_ids: np.ndarray) -> np.ndarray | None:
         if self._move_to(token_ids):
@@ -105,14 +138,17 @@ class GrammarCompiler:
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
         self._vocabulary: Any = None  # the tokenizer, for llguidance
         self._compiled: OrderedDict[StructuredOutputsParams, Any] = OrderedDict()
+        # As long as a sequence uses the grammar.
+        self._mask_times: WeakValueDictionary[StructuredOutputsParams, MaskTime] = WeakValueDictionary()
         self._lock = threading.Lock()  # of both
 
     def matcher(self, params: StructuredOutputsParams | None) -> GrammarMatcher | None:
         """Raises GrammarError."""
         if params is None:
             return None
+        compiled, mask_time = self.compile(params), self._mask_times.setdefault(params, MaskTime())
         eos_token_ids = frozenset(self._eos_token_ids)
-        return GrammarMatcher(self.compile(params), partial(self._renew, params), eos_token_ids, self._vocab_size)
+        return GrammarMatcher(compiled, partial(self._renew, params), mask_time, eos_token_ids, self._vocab_size)
 
     def is_compiled(self, params: StructuredOutputsParams) -> bool:
         with self._lock:
@@ -134,10 +170,11 @@ class GrammarCompiler:
         return compiled
 
     def _renew(self, params: StructuredOutputsParams, used_up: Any) -> Any:
+        """For one sequence only."""
         with self._lock:
             if self._compiled.get(params) is used_up:
                 del self._compiled[params]
-        return self.compile(params)
+        return _compile(params, self._vocabulary)
 
     def _build_vocabulary(self) -> Any:
         if importlib.util.find_spec("llguidance") is None:
@@ -166,18 +203,31 @@ def _compile(params: StructuredOutputsParams, vocabulary: Any) -> Any:
         compiled.compute_bitmask()  # finds grammars without any text; and the first mask takes longest
     if compiled.is_error():
         raise GrammarError(f"structured_outputs.{params.kind}: {_reason(compiled)}")
+    if params.grammar is not None and not _can_roll_back(compiled):
+        raise GrammarError("structured_outputs.grammar: max_tokens=… and stop=… are not supported; use suffix=…")
     return compiled
+
+
+def _can_roll_back(compiled: Any) -> bool:
+    """After a rejected draft. llguidance does not say so before."""
+    matcher = compiled.deep_copy()
+    allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    matcher.try_consume_tokens([int(allowed.argmax())])
+    return bool(matcher.rollback(1))
 
 
 def _reason(matcher: Any) -> str:
     """Why a matcher has an error, in one line."""
     reason = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:300]
+    reason = reason.replace("Enable 'coerce_one_of' option to approximate oneOf with anyOf", "Use anyOf")
     return {"NoExtensionBias": "no text satisfies it"}.get(reason, reason)
 
 
 def _grammar(params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
+    if '"x-guidance"' in (params.json or params.grammar or ""):
+        raise ValueError('"x-guidance", with which llguidance ignores parts of a schema, is not supported')
     if params.regex is not None:
         return LLMatcher.grammar_from_regex(params.regex)
     if params.choice is not None:

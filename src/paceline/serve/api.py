@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import (
-    AsyncGenerator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Iterator,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, MutableMapping, Sequence
 from contextlib import aclosing, contextmanager
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -35,7 +28,7 @@ from paceline.serve.json_response import json_response
 from paceline.serve.limits import Guard, Limits, Receive, Send
 from paceline.serve.metrics import ServerMetrics
 from paceline.serve.protocol import ChatBody, CompletionBody, GenerateBody, TextBody, parse_body, template_messages
-from paceline.serve.structure import structured_outputs, with_structure
+from paceline.serve.structure import call_structure, with_structure
 from paceline.serve.tool_calls import parser_of
 from paceline.serve.tool_grammar import call_grammar
 from paceline.types import SamplingParams
@@ -61,6 +54,7 @@ class Api:
         self.is_draining = False
         self._compiling = asyncio.Semaphore(1)  # structured outputs
         self._started = int(time.time())
+        self._longest_token = max(map(len, tokenizer.get_vocab()))  # in characters, or in bytes
         post, get = ["POST"], ["GET"]
         self.app = Starlette(
             routes=[
@@ -115,24 +109,29 @@ class Api:
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs = true", "top_logprobs")
         messages, tools = template_messages(body.messages), body.offered_tools
+        if len(tools) > self.limits.max_tools:
+            raise ApiError(400, f"tools: {len(tools)} tools; this server allows {self.limits.max_tools}", "tools")
         parser = parser_of(self.llm.tokenizer.chat_template) if tools else None
         if tools and parser is None:
             raise ApiError(400, "tools: the model's chat template has no tools, or in an unknown format", "tools")
-        with _as_api_errors("messages"):
-            _, ids = await self.llm.encode(messages, tools)
-        given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        forced = body.forced_tools
-        left = max(1, min(self._context - len(ids), self.limits.max_tokens or self._context))
-        params = body.params(self.limits, left if given is None else given, 1, body.top_logprobs or 0)
+        forced, grammar = body.forced_tools, None
         if forced is not None:
             assert parser is not None
             several = body.tool_choice == "required" and body.parallel_tool_calls is not False
-            grammar = call_grammar(parser, forced, several, self.llm.tokenizer)
-            params = with_structure(params, structured_outputs("tools", self.limits, grammar=grammar))
+            grammar = call_structure(call_grammar(parser, forced, several, self.llm.tokenizer), forced, self.limits)
+        for key, part in (("messages", messages), ("tools", tools)):
+            self._check_chars(key, len(json.dumps(part, ensure_ascii=False)))
+        with _as_api_errors("messages"):
+            _, ids = await self.llm.encode(messages, tools)
+        given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        left = max(1, min(self._context - len(ids), self.limits.max_tokens or self._context))
+        params = body.params(self.limits, left if given is None else given, 1, body.top_logprobs or 0)
+        if grammar is not None:
+            params = with_structure(params, grammar)
         elif parser is not None and params.structured_outputs is not None:
             reason = 'with tools, set tool_choice to "none", "required" or a function'
             raise ApiError(400, f"{body.structure_key}: {reason}", body.structure_key)
-        await self._compile(params, "tools" if forced is not None else body.structure_key)
+        await self._compile(params, "tools" if grammar is not None else body.structure_key)
         # OpenAI's reason after a call of a named function is that of a text.
         form = partial(ChatFormat, parser, not isinstance(body.tool_choice, dict))
         return await self._answer(request, body, [ids], params, form, bool(body.logprobs))
@@ -168,6 +167,13 @@ class Api:
                 400, f"The prompt has {longest} tokens; the context is {self._context} and must hold at least one more"
             )
 
+    def _check_chars(self, key: str, num: int) -> None:
+        """Before a text is tokenized: one of many megabytes would delay all others."""
+        limit = self._context * self._longest_token
+        if num > limit:
+            message = f"{key}: {num} characters; the context of {self._context} tokens holds at most {limit}"
+            raise ApiError(400, message, key)
+
     def _check_model(self, name: str) -> None:
         if name != self.model_name:
             raise ApiError(
@@ -183,12 +189,15 @@ class Api:
             raise ApiError(400, "prompt: must not be empty", "prompt")
         if len(prompts) > self.limits.max_samples:
             raise ApiError(400, f"prompt: this server allows {self.limits.max_samples} in a request", "prompt")
+        self._check_chars("prompt", max(len(each) if isinstance(each, str) else 0 for each in prompts))
         with _as_api_errors("prompt"):
             return [(await self.llm.encode(each))[1] for each in prompts]
 
     async def _compile(self, params: SamplingParams, key: str) -> None:
         """Compile a structured output. `key`: of the body, which an error names. One at a time, so that the time limit
         is for its own compilation."""
+        if self.llm.is_compiled(params):  # it must not wait for others
+            return
         timeout_s = self.limits.compile_timeout_s
         try:
             await asyncio.wait_for(self._compiling.acquire(), timeout_s)

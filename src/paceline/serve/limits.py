@@ -29,6 +29,7 @@ class Limits:
     max_stop_chars: int = 256  # of a stop string
     max_logprobs: int = 20
     max_listed: int = 1024  # entries of logit_bias, bad_words, allowed_token_ids and stop_token_ids
+    max_tools: int = 128
     max_grammar_chars: int = 1 << 15  # of a schema, a regular expression or a grammar
     compile_timeout_s: float = 10.0  # of these
     body_timeout_s: float = 30.0  # for the whole body to arrive
@@ -63,7 +64,7 @@ class Guard:
 
     def __init__(self, app: App, limits: Limits, api_key: str | None) -> None:
         self._app, self._limits, self._num_posts = app, limits, 0
-        self._api_key = api_key.strip().encode() if api_key is not None else None
+        self._api_key = api_key.encode() if api_key is not None else None
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         is_post = scope["method"] == "POST"

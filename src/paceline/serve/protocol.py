@@ -161,7 +161,8 @@ class ChatBody(TextBody):
         """The tools that the model may call. Raises ApiError."""
         for i, tool in enumerate(self.tools or []):
             function = tool.get("function")
-            if tool.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
+            name = function.get("name") if isinstance(function, dict) else None
+            if tool.get("type") != "function" or not isinstance(name, str) or not name:
                 raise ApiError(400, f"tools.{i}: must be of type function, with a name", f"tools.{i}")
         if self.forced_tools is None and self.parallel_tool_calls is False:
             reason = 'calls can be limited to one only if tool_choice is "required" or a function'
@@ -265,6 +266,8 @@ def _template_message(where: str, message: Message) -> Message:
     role, content = message.get("role"), message.get("content")
     if role not in ("system", "developer", "user", "assistant", "tool"):
         raise ApiError(400, f"{where}.role: must be system, developer, user, assistant or tool", f"{where}.role")
+    if message.get("type") == "text":  # lm-eval writes it
+        message = {key: value for key, value in message.items() if key != "type"}
     own = KEYS.get(role, set())
     if unknown := {key for key, value in message.items() if value is not None} - {"role", "content", "name"} - own:
         key = f"{where}.{sorted(unknown)[0]}"

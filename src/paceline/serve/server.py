@@ -10,7 +10,9 @@ import socket
 import types
 from collections.abc import Callable
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paceline.console import escape_controls
 from paceline.serve.api import Api
@@ -34,6 +36,23 @@ class Server(uvicorn.Server):
         self._api.is_draining = True
         self.force_exit = self.should_exit
         self.should_exit = True
+
+
+class Protocol(H11Protocol):
+    """Closes a connection on which no whole head of a request arrives within `timeout_keep_alive`. The base class waits
+    forever after the first byte."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def data_received(self, data: bytes) -> None:
+        timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None  # the base class would cancel it
+        super().data_received(data)
+        if timer is not None and self.conn.their_state is h11.IDLE:
+            self.timeout_keep_alive_task = timer
+        elif timer is not None:
+            timer.cancel()
 
 
 class EscapedFormatter(logging.Formatter):
@@ -71,6 +90,7 @@ def run(api: Api, bound: socket.socket, ready: Callable[[str], None]) -> None:
     host, port = bound.getsockname()[:2]
     config = uvicorn.Config(
         api.app,
+        http=Protocol,
         log_config=None,
         log_level="error",
         access_log=False,  # paths of clients must not get into logs
@@ -93,4 +113,5 @@ def run(api: Api, bound: socket.socket, ready: Callable[[str], None]) -> None:
 
 
 def api_key_of(option: str | None) -> str | None:
-    return option or os.environ.get("PACELINE_API_KEY") or None
+    """None for a blank one: it would be no key."""
+    return (option or os.environ.get("PACELINE_API_KEY") or "").strip() or None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any
@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from paceline.serve.errors import ApiError
 from paceline.serve.limits import Limits
 from paceline.structured_outputs import StructuredOutputsParams
+from paceline.tasks.task import Tool
 from paceline.types import SamplingParams
 
 # The time to compile a schema grows with the square of the number of properties, and with the least common multiple of
@@ -25,7 +26,7 @@ MAX_MULTIPLE = 10_000
 class StructuredOutputs(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    json_: Any = Field(None, alias="json")  # text or an object; checked by StructuredOutputsParams
     regex: str | None = None
     choice: list[str] | None = Field(None, fail_fast=True)
     grammar: str | None = None
@@ -52,6 +53,18 @@ def response_structure(form: dict[str, Any] | None, limits: Limits) -> Structure
     return structured_outputs(key, limits, json=inner["schema"])
 
 
+def call_structure(grammar: str, tools: Sequence[Tool], limits: Limits) -> StructuredOutputsParams:
+    """Of a forced call of one of these tools. Raises ApiError."""
+    try:
+        params = StructuredOutputsParams(grammar=grammar)
+        _check_chars(params, limits)
+        for tool in tools:  # not as text of the grammar: a description may contain `%json`
+            _check_schema(tool)
+        return params
+    except ValueError as error:
+        raise ApiError(400, f"tools: {error}", "tools") from None
+
+
 def structured_outputs(key: str, limits: Limits, **values: Any) -> StructuredOutputsParams:
     """Raises ApiError that names the key of the body."""
     try:
@@ -65,18 +78,26 @@ def structured_outputs(key: str, limits: Limits, **values: Any) -> StructuredOut
 
 def check_size(params: StructuredOutputsParams, limits: Limits) -> None:
     """Raise ValueError for what may take too long to compile."""
+    _check_chars(params, limits)
+    for schema in _schemas(params):
+        _check_schema(schema)
+
+
+def _check_chars(params: StructuredOutputsParams, limits: Limits) -> None:
     if params.num_characters > limits.max_grammar_chars:
         raise ValueError(
             f"{params.num_characters} characters; this server allows {limits.max_grammar_chars} in a schema or grammar"
         )
-    for schema in _schemas(params):
-        objects = list(_objects(schema))
-        num_properties = max((len(each) for each in objects), default=0)
-        if num_properties > MAX_PROPERTIES:
-            raise ValueError(f"{num_properties} properties of an object; this server allows {MAX_PROPERTIES}")
-        multiples = {_digits(each["multipleOf"]) for each in objects if "multipleOf" in each}
-        if math.prod(multiples) > MAX_MULTIPLE:
-            raise ValueError(f"multipleOf is too large; this server allows {MAX_MULTIPLE} as the product of all")
+
+
+def _check_schema(schema: Any) -> None:
+    objects = list(_objects(schema))
+    num_properties = max((len(each) for each in objects), default=0)
+    if num_properties > MAX_PROPERTIES:
+        raise ValueError(f"{num_properties} properties of an object; this server allows {MAX_PROPERTIES}")
+    multiples = {_digits(each["multipleOf"]) for each in objects if "multipleOf" in each}
+    if math.prod(multiples) > MAX_MULTIPLE:
+        raise ValueError(f"multipleOf is too large; this server allows {MAX_MULTIPLE} as the product of all")
 
 
 def _schemas(params: StructuredOutputsParams) -> Iterator[Any]:

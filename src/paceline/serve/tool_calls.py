@@ -5,18 +5,29 @@
 - mistral: the whole text is `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`; the marker is a special token, which the
   text may lack
 
-What is not a valid call stays text.
+What is not a valid call stays text, also a forced one with a number such as 1e999, which no double can hold.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+
+def _refuse(text: str) -> float:
+    raise ValueError(f"{text} is not a number of JSON")
+
+
+def _finite(text: str) -> float:
+    return value if math.isfinite(value := float(text)) else _refuse(text)
+
+
+DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse)  # what it reads can be written again
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
@@ -113,10 +124,10 @@ class WholeTextParser(ToolParser):
 
 def _json_values(text: str) -> list[Any] | None:
     """JSON values one after another, separated by semicolons."""
-    decoder, values = json.JSONDecoder(), list[Any]()
+    values = list[Any]()
     while text := text.lstrip("; \n"):
         try:
-            value, end = decoder.raw_decode(text)
+            value, end = DECODER.raw_decode(text)
         except (ValueError, RecursionError):
             return None
         values.append(value)
@@ -130,7 +141,7 @@ def _one_call(text: str) -> ToolCall | None:
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
+        return DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import sys
+import threading
+import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+import uvicorn
 
 from paceline.serve.event_stream import EventStream
 from paceline.serve.limits import Guard, Limits, host_name, is_loopback
-from paceline.serve.server import EscapedFormatter, bind, check_address
+from paceline.serve.server import EscapedFormatter, Protocol, api_key_of, bind, check_address
 
 JSON = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
 
@@ -96,6 +100,51 @@ def test_addresses() -> None:
         check_address(host, "key")
         with pytest.raises(ValueError, match="give an API key"):
             check_address(host, None)
+
+
+def test_a_blank_api_key_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_API_KEY", " ")
+    assert api_key_of(None) is None and api_key_of(" \n") is None and api_key_of(" a ") == "a"
+    monkeypatch.setenv("PACELINE_API_KEY", "b\n")
+    assert api_key_of(None) == "b"
+
+
+def test_a_connection_without_a_whole_head_is_closed() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+        await asyncio.sleep(1.5)  # longer than a head may take
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    config = uvicorn.Config(app, http=Protocol, lifespan="off", timeout_keep_alive=1, log_config=None)
+    server = uvicorn.Server(config)
+    bound = bind("127.0.0.1", 0)
+    bound.listen()
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n"
+    try:
+        for sent in (b"", head[:20], head + b"{}" + head[:20]):  # the last: a second request on the same connection
+            with socket.create_connection(bound.getsockname(), timeout=30) as connection:
+                connection.sendall(sent)
+                started, received = time.monotonic(), b""
+                for byte in head[20:]:  # slowly
+                    connection.settimeout(0.2 if sent else 30)
+                    try:
+                        if not (piece := connection.recv(100)):
+                            break
+                        received += piece
+                    except TimeoutError:
+                        connection.sendall(bytes([byte]))
+                else:
+                    pytest.fail("it is still open")
+                assert time.monotonic() - started < 9
+                assert received.startswith(b"HTTP/1.1 200") == (len(sent) > 20)
+    finally:
+        server.should_exit = True
+        thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_a_port_in_use_is_an_error() -> None:

@@ -14,7 +14,7 @@ from paceline.engine.grammar import GrammarCompiler
 from paceline.model.store import load_tokenizer
 from paceline.serve.errors import ApiError
 from paceline.serve.limits import Limits
-from paceline.serve.structure import check_size
+from paceline.serve.structure import call_structure, check_size
 from paceline.serve.tool_calls import PARSERS
 from paceline.serve.tool_grammar import call_grammar
 from paceline.structured_outputs import StructuredOutputsParams
@@ -98,3 +98,18 @@ def test_sizes(schema: Any, message: str) -> None:
                 check_size(params, Limits())
         else:
             check_size(params, Limits())
+
+
+def test_the_schemas_of_tools_are_checked_as_objects(tokenizer: Any) -> None:
+    """Not as the text after `%json`, which a description may contain."""
+
+    def structure(**parameters: Any) -> StructuredOutputsParams:
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        return call_structure(call_grammar("hermes", tools, False, tokenizer), tools, Limits())
+
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
+    compiler.compile(structure(description="after %json comes a schema"))
+    with pytest.raises(ApiError, match="multipleOf"):
+        structure(description="%json 1", properties={"a": {"multipleOf": 99_999_989}})
+    with pytest.raises(ApiError, match="characters"):
+        structure(description="x" * 40_000)
