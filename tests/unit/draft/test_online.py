@@ -335,7 +335,7 @@ def test_states_of_a_loss_that_is_not_finite_do_not_train_the_head() -> None:
     """The next minibatch does. Its states are finite."""
     groups = some_groups()
     for rollout in groups[0].rollouts:
-        rollout.reward = float("nan")
+        rollout.reward = float("inf")  # NaN means that there is none
     learner, head_trainer = pair(num_minibatches=3)
     rollouts, batch = scored(groups), TokenBatch.of(groups)
     head_trainer.begin_update(rollouts, batch.group_S.tolist(), StageTimer())
