@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from paceline.rl.trainer import Trainer
 
 
 class Overlap:
-    """A batch is taken after the engine step that makes it possible. Then the engine waits until the learner has
-    published the next version, while requests run. `in_flight` has the versions that the engine got while requests ran,
-    each with its `inflight` setting."""
+    """The engine waits for rewards after every step. A batch is taken after the step that makes it possible; then the
+    engine waits until the learner has published the next version, while requests run. `in_flight` has the versions that
+    the engine got while requests ran, each with its `inflight` setting."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.in_flight: list[tuple[int, str]] = []
@@ -24,6 +25,8 @@ class Overlap:
         update_to_newest, update = producer._update_to_newest, engine.update_weights
 
         def patched_update_to_newest(timer: Any) -> None:
+            wait([future for started in producer._started.values() for future in started.collection.futures])
+            producer._finish_groups()
             until = time.monotonic() + 300  # a GPU that other processes use compiles and trains slowly
             with producer._changed:
                 if producer._next_step < producer.config.train.num_steps and producer._take(producer._next_step):
