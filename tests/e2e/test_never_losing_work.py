@@ -155,13 +155,14 @@ def test_overlapped_runs_continue(folder: Path, drive: Drive, inflight: str) -> 
         assert end["status"] == -signal.SIGKILL, end["output"]
     end = drive(name=name, overrides=overrides, resume=True, slow=slow)
     assert end["status"] == 0, end["output"]
-    assert_each_once(folder / name, 8)
+    assert_each_once(folder / name, 8, regenerated=inflight == "keep")
     metrics = lines(folder / name, "metrics")
     assert max(m["staleness_max"] for m in metrics) == 1
     rollouts = lines(folder / name, "rollouts")
     assert any(len(r["versions"]) > 1 for r in rollouts) == (inflight == "keep"), "running requests got no new weights"
     groups = [r["group"] for r in rollouts]
-    assert groups == sorted(groups) and set(groups) == set(range(16)), "a problem is missing or was used twice"
+    assert set(groups) == set(range(16)), "a problem is missing or was used twice"
+    assert groups == sorted(groups) or inflight == "keep"
 
 
 def test_a_finished_run_is_finished(folder: Path, drive: Drive, whole: Any) -> None:

@@ -275,7 +275,10 @@ def test_all_parts_and_the_tables(trained: Path, study: Call, capsys: pytest.Cap
     assert capsys.readouterr().out == text + "\n" and "Missing: nothing" in text and "nan" not in text
     for run in ("curves: eagle3", "online: general", "online: in-domain"):
         assert f"{run} and plain: identical in {NUM_STEPS} steps" in text
-    assert "eagle3-4-0 against plain-4-0: generation and whole step" in text and "differ in" not in text
+    assert "eagle3-4-0 against plain-4-0: generation and whole step" in text
+    # With staleness, algorithm.correction reads the engine's logprobs, which on a CPU drafts change in rounding.
+    differing = [line for line in text.splitlines() if "differ in" in line]
+    assert all(line.startswith("- eagle3-1 against plain-1") for line in differing)
     assert "eagle3-1 against plain-1" in text and "| suffix das |" in text and "reach the limit" in text
     assert (trained / "out" / "study.svg").read_bytes().startswith(b"<?xml")
     trained_online = rows(trained, "online", "step")

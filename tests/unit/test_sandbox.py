@@ -332,7 +332,8 @@ def test_the_isolation_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rewarder.sandbox == "namespaces"
     rewarder.close()
     config = Config(reward=RewardSection(functions=["code"]))
-    assert _sandbox(config).status == "ok" and next(iter(machine._sandbox())).status == "ok"
+    [task] = config.tasks
+    assert _sandbox(task).status == "ok" and next(iter(machine._sandbox())).status == "ok"
 
     def denied(kind: str) -> Isolation:
         if kind == "namespaces":
@@ -340,12 +341,12 @@ def test_the_isolation_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         return Isolation("process", ("disk space",))
 
     monkeypatch.setattr(sandbox, "isolation", denied)
-    found = _sandbox(config)
+    found = _sandbox(task)
     assert (found.status, found.required) == ("missing", True) and 'reward.sandbox = "process"' in found.remedy
     found = next(iter(machine._sandbox()))
     assert found.status == "degraded" and 'reward.sandbox = "process"' in found.remedy
     weaker = RewardSection(functions=["code"], sandbox="process")
-    assert _sandbox(Config(reward=weaker)).detail == "process (not isolated: disk space)"
+    assert _sandbox(*Config(reward=weaker).tasks).detail == "process (not isolated: disk space)"
     rewarder = LocalRewarder(weaker)
     assert rewarder.sandbox == "process (not isolated: disk space)"
     rewarder.close()
