@@ -7,8 +7,8 @@ import sys
 
 from paceline.build.config import load_config
 from paceline.build.engine import build_engine
+from paceline.chat.template import encode
 from paceline.model.weights import hf_state
-from paceline.tasks.prompt import encode
 from paceline.types import Request, SamplingParams, noise_key
 
 model = sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m"

@@ -21,7 +21,7 @@ import numpy as np
 
 from paceline.build.config import load_config
 from paceline.build.engine import build_engine
-from paceline.tasks.prompt import encode
+from paceline.chat.template import encode
 from paceline.types import Request, SamplingParams, noise_key
 
 MODES = {

@@ -32,6 +32,7 @@ from accepted_lengths import accepted_lengths
 from fast import exact_logits
 from rollouts import Batch, load
 
+from paceline.chat.template import encode
 from paceline.config import AlgorithmSection, LearnerSection
 from paceline.draft.head_batch import Example, make_head_batch
 from paceline.model import weights
@@ -44,7 +45,6 @@ from paceline.rl.batch import TokenBatch, scored
 from paceline.rl.learner import Learner, UpdateReport
 from paceline.rl.order import DataOrder
 from paceline.rl.stage_timer import StageTimer
-from paceline.tasks.prompt import encode
 from paceline.types import Group, Rollout
 
 HELD_OUT = 500  # the last questions of the file, which the shipped head was not trained on

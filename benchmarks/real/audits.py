@@ -33,6 +33,7 @@ from paceline.build.drafter import build_drafter, build_head, pack_head, relativ
 from paceline.build.engine import build_engine
 from paceline.build.policy import build_policy
 from paceline.build.task import build_task
+from paceline.chat.template import encode
 from paceline.config import Config
 from paceline.engine.captures import without_captures
 from paceline.rl.folder import read_stream
@@ -41,7 +42,6 @@ from paceline.speculation.auto import MODELS
 from paceline.speculation.batch import Commits, Drafter
 from paceline.speculation.metrics import summarise
 from paceline.speculation.policy import SpeculationPolicy
-from paceline.tasks.prompt import encode
 from paceline.types import Completion, Request, StepTrace, noise_key
 
 # Method and head by name.

@@ -19,9 +19,9 @@ import reasoning_gym
 from records import Record, write
 from topics import TEMPLATES, TOPICS
 
+from paceline.chat.messages import Prompt, as_messages
+from paceline.chat.template import encode
 from paceline.model import store
-from paceline.tasks.prompt import encode
-from paceline.tasks.task import Prompt, as_messages
 
 TASKS = [
     "aiw",

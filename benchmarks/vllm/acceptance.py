@@ -17,9 +17,9 @@ from typing import Any
 from paceline.bench.prompts import read_prompts
 from paceline.build.config import load_config
 from paceline.build.run import build_rollout_engine
+from paceline.chat.template import encode
 from paceline.model import store
 from paceline.speculation.metrics import summarise
-from paceline.tasks.prompt import encode
 from paceline.types import Request, SamplingParams
 
 METHODS = ("none", "ngram", "eagle3", "suffix")

@@ -17,10 +17,10 @@ from paceline.bench.prompts import read_prompts
 from paceline.build.config import load_config
 from paceline.build.run import build_rollout_engine
 from paceline.build.vllm import vllm_options
+from paceline.chat.template import encode
 from paceline.cluster.vllm_python import in_this_process
 from paceline.model import store
 from paceline.model.hf_shape import read_shape
-from paceline.tasks.prompt import encode
 from paceline.types import Request, SamplingParams
 
 

@@ -9,12 +9,12 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, Self, TypeVar
 
+from paceline.chat.messages import Message, Tool
 from paceline.config import Config
 from paceline.engine.engine import LocalEngine
 from paceline.engine.engine_thread import EngineClosed, EngineThread, Listener
 from paceline.llm import LLM, Encoded, TextOrIds
 from paceline.outputs import CompletionChunk, RequestOutput, TextStream, completion_chunk, completion_output
-from paceline.tasks.task import Message, Tool
 from paceline.types import Completion, NewTokens, SamplingParams, StepTrace
 
 Result = TypeVar("Result")

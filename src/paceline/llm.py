@@ -14,13 +14,13 @@ import torch
 
 from paceline.build.config import make_config
 from paceline.build.engine import build_engine
+from paceline.chat.messages import Message, Tool, is_unicode
+from paceline.chat.template import encode, encode_rendered, render_chat
 from paceline.config import Config
 from paceline.config_io import ConfigError
 from paceline.console import SafeConsole
 from paceline.engine.checks import bad_word_ids
 from paceline.outputs import RequestOutput, completion_output
-from paceline.tasks.prompt import encode, encode_rendered, is_unicode, render_chat
-from paceline.tasks.task import Message, Tool
 from paceline.types import Request, SamplingParams, seeded_noise_key
 
 TokenIds = Sequence[int]

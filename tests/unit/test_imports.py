@@ -20,14 +20,14 @@ MODULES = {
 LEVELS: dict[str, int] = {
     "structured_outputs": -1, "__init__": 0, "types": 0, "console": 0, "files": 0, "other_names": 0,
     "config_io": 1, "native": 1, "outputs": 1, "config": 2,
-    "model": 3, "speculation": 3, "report": 3,
+    "chat": 3, "model": 3, "speculation": 3, "report": 3,
     "drafters": 4, "engine": 4, "tasks": 4,
     "replay": 5, "rl": 5, "draft": 6, "cluster": 6, "sim": 6,
     "build": 7, "bench": 8, "llm": 8, "async_llm": 9, "verify": 8, "doctor": 9, "serve": 10, "cli": 11, "__main__": 12,
 }  # fmt: skip
 WITHOUT_TORCH = (
-    "structured_outputs", "types", "config", "config_io", "other_names", "native", "speculation", "report", "replay",
-    "sim",
+    "structured_outputs", "types", "chat", "config", "config_io", "other_names", "native", "speculation", "report",
+    "replay", "sim",
 )  # fmt: skip
 ONLY_IN_CLUSTER = ("vllm", "ray")
 

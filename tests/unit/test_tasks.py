@@ -14,13 +14,14 @@ import pytest
 from conftest import write_tokenizer
 
 from paceline.build.config import load_config
+from paceline.chat.template import continuation, encode
 from paceline.config import Config, TaskSection
 from paceline.config_io import dump_config
 from paceline.model.store import load_tokenizer
 from paceline.tasks.calculator import Calculator, calculate
 from paceline.tasks.episodes import EnvTask
 from paceline.tasks.gym import GymTask, make_dataset
-from paceline.tasks.prompt import apply_template, continuation, encode, prompt_identity
+from paceline.tasks.prompt import apply_template, prompt_identity
 from paceline.tasks.table import TableTask
 from paceline.tasks.task import Problem, Task, Turn
 

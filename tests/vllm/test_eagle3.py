@@ -21,6 +21,7 @@ from real_vllm import SHAPE, greedy, pulled_models, start_vllm
 
 from paceline.bench.paceline_worker import Worker
 from paceline.bench.prompts import read_prompts
+from paceline.chat.template import encode
 from paceline.config import DraftSection
 from paceline.draft.head_batch import Example, make_head_batch
 from paceline.draft.learner import DraftLearner
@@ -30,7 +31,6 @@ from paceline.model.eagle3 import Eagle3Head, head_config, init_head
 from paceline.model.head_files import resolve_head, save_head
 from paceline.model.provenance import Provenance
 from paceline.model.weights import ModelError
-from paceline.tasks.prompt import encode
 
 pytestmark = pytest.mark.vllm
 K = 3

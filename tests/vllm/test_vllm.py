@@ -16,9 +16,9 @@ from real_vllm import SHAPE, greedy, pulled_models, start_vllm
 from paceline.bench.process import WorkerError
 from paceline.bench.prompts import read_prompts
 from paceline.bench.rollout import Bench, Settings
+from paceline.chat.template import encode
 from paceline.cluster import vllm_python
 from paceline.model import store
-from paceline.tasks.prompt import encode
 
 pytestmark = pytest.mark.vllm
 

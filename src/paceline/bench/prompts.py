@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from paceline.chat.messages import Prompt
 from paceline.files import parse_json, read_lines
 from paceline.tasks.prompt import PROMPT_FORMAT, is_prompt
-from paceline.tasks.task import Prompt
 
 BUILTIN = Path(__file__).with_name("prompts.jsonl")
 

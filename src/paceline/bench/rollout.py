@@ -23,13 +23,13 @@ from typing import Any, get_args
 from paceline.bench.common import check_choices, check_given, check_numbers, describe
 from paceline.bench.process import WorkerError, WorkerProcess, available_memory
 from paceline.build.config import make_config
+from paceline.chat.messages import Prompt
+from paceline.chat.template import encode
 from paceline.cluster import vllm_python
 from paceline.config import HEAD_METHODS, Config, SpeculationSection
 from paceline.model.head_files import resolve_head
 from paceline.model.store import load_tokenizer, resolve
 from paceline.model.weights import read_config
-from paceline.tasks.prompt import encode
-from paceline.tasks.task import Prompt
 
 ENGINES = ("paceline", "hf", "vllm")
 METHODS = tuple(

@@ -24,13 +24,13 @@ from paceline.bench.common import check_choices, check_given, check_numbers, dec
 from paceline.build.drafter import build_drafter, build_head, pack_head
 from paceline.build.engine import build_engine
 from paceline.build.task import build_task
+from paceline.chat.messages import Prompt
+from paceline.chat.template import encode
 from paceline.config import HEAD_METHODS, Config, SpeculationSection
 from paceline.engine.engine import LocalEngine
 from paceline.speculation.batch import Drafter
 from paceline.speculation.metrics import summarise
 from paceline.speculation.policy import StaticPolicy
-from paceline.tasks.prompt import encode
-from paceline.tasks.task import Prompt
 from paceline.types import Completion, Request, StepTrace, noise_key
 
 METHODS: tuple[str, ...] = get_args(SpeculationSection.model_fields["method"].annotation)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.build.memory import read_model
+from paceline.chat.template import encode
 from paceline.config import Config, TaskSettings
 from paceline.model.hf_shape import read_shape
-from paceline.tasks.prompt import encode
 from paceline.tasks.task import Problem
 
 NUM_LONGEST = 64  # prompts with the most characters, which are tokenized to find the longest one

@@ -31,11 +31,11 @@ from paceline.report.table import check_writable, render, write_json
 from paceline.types import Completion, Provenance, Request, noise_key
 
 if TYPE_CHECKING:
+    from paceline.chat.messages import Prompt
     from paceline.config import Config
     from paceline.engine.engine import LocalEngine
     from paceline.engine.interface import SpeculationState
     from paceline.speculation.batch import Drafter
-    from paceline.tasks.task import Prompt
 
 
 # The policy `auto` measures step times once, which takes longer than most calls.
@@ -82,8 +82,8 @@ def generate(
     - `paceline generate -n 4 --method suffix --k 6 --temperature 0.8 "Write a haiku."`
     - `paceline generate --method ngram --compare --max-tokens 256 "Repeat this list three times: red, green, blue"`
     """
+    from paceline.chat.template import encode
     from paceline.speculation.metrics import summarise
-    from paceline.tasks.prompt import encode
 
     prompts, given = split_settings(prompts, overrides)
     cfg = settings(
@@ -186,7 +186,7 @@ def read_prompt_arguments(arguments: Sequence[str], file: Path | None) -> list[P
 
 
 def show_prompt(prompt: Prompt) -> None:
-    from paceline.tasks.prompt import prompt_preview
+    from paceline.chat.messages import prompt_preview
 
     out.print(Text(f"❯ {prompt_preview(prompt)}", style="bold"), soft_wrap=True)
 

@@ -67,8 +67,8 @@ def verify(
     check_writable(json_file)
     prompts = read_prompts(prompts_file or BUILTIN)
     from paceline.build.drafter import available_drafters
+    from paceline.chat.template import encode
     from paceline.model.store import load_tokenizer, resolve
-    from paceline.tasks.prompt import encode
     from paceline.verify.checks import CHECKS, make_report, run_checks
 
     tokenizer = load_tokenizer(resolve(cfg.model.name, err))

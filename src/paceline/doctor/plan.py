@@ -25,6 +25,8 @@ from paceline.build.memory import cpu_plan, read_head, read_model, resolve_memor
 from paceline.build.model import itemsize
 from paceline.build.run import check_evaluation, check_libraries
 from paceline.build.task import build_task, build_task_rewarder, check_prompts, problems_of
+from paceline.chat.messages import prompt_preview
+from paceline.chat.template import encode
 from paceline.config import Config, TaskSettings
 from paceline.doctor.finding import DEGRADED, MISSING, Finding, Progress, no_progress
 from paceline.doctor.run import check_run, problem
@@ -38,7 +40,6 @@ from paceline.rl.folder import check_unused, last_checkpoint
 from paceline.rl.resume import changed_settings
 from paceline.speculation.batch import Load
 from paceline.speculation.cost_files import cost_table_of
-from paceline.tasks.prompt import encode, prompt_preview
 from paceline.tasks.rewards import Sample
 from paceline.tasks.task import Problem, Task
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from paceline.chat.messages import Message, is_unicode
+from paceline.chat.template import continuation, encode
 from paceline.draft.head_batch import Example
 from paceline.files import parse_json, read_lines
-from paceline.tasks.prompt import PROMPT_FORMAT, continuation, encode, is_prompt, is_unicode
-from paceline.tasks.task import Message
+from paceline.tasks.prompt import PROMPT_FORMAT, is_prompt
 
 FORMS = "`text`; `prompt` and `completion`; `messages`; or `prompt_ids` and `token_ids`"
 FIRST = 2  # position of the first token that a head predicts: it needs the features of token 0, and token 1

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from paceline.chat.template import encode
 from paceline.config import DraftSection
 from paceline.draft.data import Examples, Reader, collect_examples
 from paceline.engine.engine import LocalEngine
 from paceline.rl.folder import RunFolder
 from paceline.rl.order import Shares
-from paceline.tasks.prompt import encode
 from paceline.tasks.task import Problem, Task
 from paceline.types import Request, SamplingParams, noise_key
 

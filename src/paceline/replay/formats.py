@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from paceline.chat.template import render_chat
 from paceline.replay.rounds import Record
-from paceline.tasks.prompt import render_chat
 
 Json = Mapping[str, Any]
 IDS = (("prompt_ids", "token_ids"), ("prompt_ids", "completion_ids"), ("prompt_token_ids", "token_ids"))

@@ -21,12 +21,13 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, TypeVar
 
+from paceline.chat.messages import Prompt
+from paceline.chat.template import continuation, encode
 from paceline.engine.interface import Engine
 from paceline.rl.episode import Episode
 from paceline.rl.stage_timer import StageTimer
-from paceline.tasks.prompt import continuation, encode
 from paceline.tasks.rewards import Rewarder, Score
-from paceline.tasks.task import Env, Problem, Prompt, Turn
+from paceline.tasks.task import Env, Problem, Turn
 from paceline.types import Completion, Group, Request, SamplingParams
 
 DETOKENIZE_SHARE = 0.1  # detokenize finished completions for at most this share of an engine step's time

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from paceline.chat.messages import Prompt
 from paceline.engine.sequence import NO_SOURCE
 from paceline.rl.records import PER_TOKEN
 from paceline.tasks.rewards import Sample
-from paceline.tasks.task import Env, Problem, Prompt
+from paceline.tasks.task import Env, Problem
 from paceline.types import Completion, Provenance, Request, Rollout, SamplingParams, noise_key
 
 

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from paceline.async_llm import AsyncLLM
+from paceline.chat.tool_calls import parser_of
 from paceline.config import Config
 from paceline.engine.engine_thread import EngineClosed, EngineError
 from paceline.model.kv import BLOCK
@@ -29,7 +30,6 @@ from paceline.serve.limits import Guard, Limits, Receive, Send
 from paceline.serve.metrics import ServerMetrics
 from paceline.serve.protocol import ChatBody, CompletionBody, GenerateBody, TextBody, parse_body, template_messages
 from paceline.serve.structure import call_structure, with_structure
-from paceline.serve.tool_calls import parser_of
 from paceline.serve.tool_grammar import call_grammar
 from paceline.types import SamplingParams
 

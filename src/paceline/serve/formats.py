@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from paceline.chat.tool_calls import PARSERS, ToolCall, ToolParser, to_api
 from paceline.outputs import CompletionChunk, CompletionOutput
 from paceline.serve.errors import ApiError
-from paceline.serve.tool_calls import PARSERS, ToolCall, ToolParser, to_api
 
 Output = CompletionOutput | CompletionChunk
 

@@ -10,11 +10,11 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from paceline.chat.messages import Message, Tool
+from paceline.chat.tool_calls import for_template
 from paceline.serve.errors import ApiError
 from paceline.serve.limits import Limits
 from paceline.serve.structure import StructuredOutputs, response_structure, structured_outputs, with_structure
-from paceline.serve.tool_calls import for_template
-from paceline.tasks.task import Message, Tool
 from paceline.types import SamplingParams
 
 # Of OpenAI's keys, those that the server does not have. Each is an error that says so, unless it has no effect.

@@ -11,10 +11,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from paceline.chat.messages import Tool
 from paceline.serve.errors import ApiError
 from paceline.serve.limits import Limits
 from paceline.structured_outputs import StructuredOutputsParams
-from paceline.tasks.task import Tool
 from paceline.types import SamplingParams
 
 # The time to compile a schema grows with the square of the number of properties, and with the least common multiple of

@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.chat.messages import Tool
 from paceline.serve.errors import ApiError
-from paceline.tasks.task import Tool
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 

@@ -16,11 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.chat.messages import Prompt
 from paceline.config import TaskSection
 from paceline.tasks.pool import describe_error
 from paceline.tasks.prompt import PROMPT_FORMAT, apply_template, is_prompt
 from paceline.tasks.split import DEFAULT_SIZE, HELD_OUT_SEED, MAX_REPEATS, split
-from paceline.tasks.task import Env, Problem, Prompt, Turn
+from paceline.tasks.task import Env, Problem, Turn
 
 
 class EnvTask:

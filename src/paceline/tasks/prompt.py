@@ -1,20 +1,14 @@
-"""From prompts to token ids.
-
-Invariant: completions are never tokenized again. The next turn of a conversation gets the ids so far, completions as
-they were sampled, and `continuation`, the ids between two completions.
-"""
+"""Prompts of a task: their format, their identity, and `task.template` and `task.system` around them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any, TypeGuard
 
+from paceline.chat.messages import Prompt, as_messages
 from paceline.config import TaskSection
-from paceline.tasks.task import Message, Prompt, Tool, as_messages
 
 PROMPT_FORMAT = "a non-empty string or a list of messages with `role` and `content`, both strings"
-PLACEHOLDER = "paceline-assistant-turn"  # the assistant's turn in a template; no template has a reason to change it
 
 
 def is_prompt(value: Any) -> TypeGuard[Prompt]:
@@ -26,15 +20,6 @@ def is_prompt(value: Any) -> TypeGuard[Prompt]:
         and bool(value)
         and all(isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content")) for m in value)
     )
-
-
-def is_unicode(value: Any) -> bool:
-    """False for a lone surrogate, which JSON allows and tokenizers reject."""
-    try:
-        json.dumps(value, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def prompt_identity(prompt: Prompt) -> str:
@@ -59,79 +44,3 @@ def apply_template(prompt: Prompt, section: TaskSection) -> Prompt:
     if not isinstance(prompt, str) and any(message["role"] == "system" for message in prompt):
         return prompt
     return as_messages(prompt, section.system)
-
-
-def encode_rendered(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Token ids of a text from `render_chat`, which has its special tokens."""
-    return tuple(tokenizer.encode(text, add_special_tokens=False))
-
-
-def encode(tokenizer: Any, prompt: Prompt, chat: bool = True) -> tuple[int, ...]:
-    """Token ids of a prompt. Uses the model's chat template, if it has one and `chat` is on, with generation prompt."""
-    if not is_unicode(prompt):
-        raise ValueError(f"prompt {ascii(prompt_preview(prompt))[:60]}: not valid Unicode text")
-    if chat and tokenizer.chat_template:
-        return encode_rendered(tokenizer, render_chat(tokenizer, as_messages(prompt), add_generation_prompt=True))
-    if isinstance(prompt, str):
-        return tuple(tokenizer.encode(prompt))
-    reason = "this model has no chat template" if chat else "the chat template is turned off"
-    raise ValueError(f"a prompt is a list of messages, but {reason}; give a string")
-
-
-def continuation(
-    tokenizer: Any, observation: Sequence[Message], chat: bool, completion_ids: Sequence[int]
-) -> tuple[int, ...]:
-    """The ids to append to `completion_ids` so that the next turn can begin: the template's closing tokens that the
-    completion lacks, the formatted observation, and the generation prompt. Then
-
-        encode([*prompt, completion, *observation]) == encode(prompt) + completion_ids + continuation
-
-    if the template does not change earlier turns and the completion's text tokenizes the way it was sampled. Without a
-    chat template: the tokens of the observation's text."""
-    if not is_unicode(list(observation)):
-        raise ValueError(f"observation {ascii(prompt_preview(list(observation)))[:60]}: not valid Unicode text")
-    if not (chat and tokenizer.chat_template):
-        return encode_rendered(tokenizer, "".join(message["content"] for message in observation))
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PLACEHOLDER}]
-    following = render_chat(tokenizer, [*turns, *observation], add_generation_prompt=True)
-    following_ids = encode_rendered(tokenizer, _after_placeholder(following))
-    # What the template puts after every assistant turn, such as <|im_end|> and a newline. The policy may have emitted
-    # the first of these itself (its end token). Ids are compared, so that none is repeated or tokenized again.
-    closing_ids = encode_rendered(
-        tokenizer, _after_placeholder(render_chat(tokenizer, turns, add_generation_prompt=False))
-    )
-    for num_closed in range(min(len(closing_ids), len(completion_ids)), 0, -1):
-        if tuple(map(int, completion_ids[-num_closed:])) == closing_ids[:num_closed] == following_ids[:num_closed]:
-            return following_ids[num_closed:]
-    return following_ids
-
-
-def prompt_preview(prompt: Prompt) -> str:
-    """A prompt for display: the string, or the content of the last message."""
-    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
-
-
-def render_chat(
-    tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Tool] = ()
-) -> str:
-    """The messages in the format of the model's chat template."""
-    options = {"tools": list(tools)} if tools else {}
-    try:
-        return str(
-            tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=add_generation_prompt, tokenize=False, **options
-            )
-        )
-    except Exception as error:  # a template is a program of the model: it may raise any exception
-        kind = "" if str(error) else type(error).__name__
-        raise ValueError(
-            f"{tokenizer.name_or_path}: the model's chat template refuses this prompt: {error}{kind}; turn it off "
-            "with --raw or task.chat = false"
-        ) from None
-
-
-def _after_placeholder(text: str) -> str:
-    _, found, after = text.rpartition(PLACEHOLDER)
-    if not found:
-        raise ValueError("the model's chat template leaves out the assistant's messages; set task.chat = false")
-    return after

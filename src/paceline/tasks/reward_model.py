@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from paceline.tasks.task import Prompt, as_messages
+from paceline.chat.messages import Prompt, as_messages
 
 BATCH_SIZE = 8
 

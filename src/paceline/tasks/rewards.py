@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from paceline.chat.messages import Prompt
 from paceline.config import RewardSection, TaskSection
 from paceline.tasks import checks, sandbox
 from paceline.tasks.pool import Factory, Failed, Pool, describe_error
 from paceline.tasks.reward_model import RewardModel
-from paceline.tasks.task import Prompt
 
 BUILT_IN = ("exact", "format", "math", "code", "gym", "model", "env")
 MAX_BATCH_TIMEOUTS = 16  # a batch may take `timeout_s` per sample, but at most this many times

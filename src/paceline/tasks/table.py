@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.chat.messages import is_unicode
 from paceline.config import TaskSection
 from paceline.files import parse_json, read_lines
-from paceline.tasks.prompt import PROMPT_FORMAT, apply_template, is_prompt, is_unicode, prompt_identity
+from paceline.tasks.prompt import PROMPT_FORMAT, apply_template, is_prompt, prompt_identity
 from paceline.tasks.split import split
 from paceline.tasks.task import Problem
 from paceline.types import noise_key

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-Message = dict[str, Any]  # {"role": …, "content": …}
-Prompt = str | list[Message]
-Tool = dict[str, Any]  # {"type": "function", "function": {"name": …, "description": …, "parameters": JSON schema}}
+from paceline.chat.messages import Message, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +41,3 @@ class Task(Protocol):
     name: str
     train: list[Problem]
     held_out: list[Problem]
-
-
-def as_messages(prompt: Prompt, system: str | None = None) -> list[Message]:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    return [{"role": "system", "content": system}, *messages] if system else messages

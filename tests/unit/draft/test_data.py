@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from conftest import VOCAB_SIZE, write_tokenizer
 
+from paceline.chat.template import encode
 from paceline.draft.batches import BUCKET, batches, plan
 from paceline.draft.data import Examples, Reader, collect_examples, read_examples
 from paceline.draft.head_batch import Example
 from paceline.model.store import load_tokenizer
-from paceline.tasks.prompt import encode
 
 END = VOCAB_SIZE - 1  # <|im_end|>
 

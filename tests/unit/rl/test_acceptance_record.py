@@ -16,11 +16,11 @@ from paceline.bench.prompts import read_prompts
 from paceline.build.config import load_config
 from paceline.build.drafter import recorded_acceptance
 from paceline.build.engine import build_engine
+from paceline.chat.template import encode
 from paceline.model.head_files import resolve_head
 from paceline.model.paged import PagedDecoder
 from paceline.model.provenance import Provenance, read_provenance
 from paceline.rl.alarms import MIN_DRAFTS, RECORD, Alarms, FirstPositions
-from paceline.tasks.prompt import encode
 from paceline.types import Completion, Request, SamplingParams
 from paceline.types import Provenance as Origin
 

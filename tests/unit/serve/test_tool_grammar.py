@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from conftest import write_tokenizer
 
+from paceline.chat.tool_calls import PARSERS
 from paceline.engine.grammar import GrammarCompiler
 from paceline.model.store import load_tokenizer
 from paceline.serve.errors import ApiError
 from paceline.serve.limits import Limits
 from paceline.serve.structure import call_structure, check_size
-from paceline.serve.tool_calls import PARSERS
 from paceline.serve.tool_grammar import call_grammar
 from paceline.structured_outputs import StructuredOutputsParams
 

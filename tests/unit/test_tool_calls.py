@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from paceline.serve.tool_calls import PARSERS, for_template, parser_of
+from paceline.chat.tool_calls import PARSERS, for_template, parser_of
 
 A = '{"name": "add", "arguments": {"a": 1, "b": [2, "<tool_call>"]}}'
 B = '{"name": "now", "arguments": {}}'
