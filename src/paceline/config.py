@@ -202,6 +202,9 @@ class TaskSection(Section):
     template: str = "{prompt}"  # text around string prompts; must contain {prompt}
     chat: bool = True  # apply the model's chat template
     chat_template_kwargs: dict[str, Any] = {}  # further variables of the chat template, such as enable_thinking = false
+    # `env`: "process" runs each environment in a process of its own, which is killed if it hangs. "thread": in this
+    # process, whose threads can't be killed.
+    isolation: Literal["thread", "process"] = "thread"
     timeout_s: Seconds = 600.0  # `env`: time limit of a sample, over all turns
     max_calls: Positive = 256  # `env`: turns of a sample
     size: Positive | None = None  # training problems; not set: all (`reasoning_gym`, `env`: 1024)
