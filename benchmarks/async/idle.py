@@ -4,14 +4,14 @@
     python benchmarks/async/idle.py [--staleness 1,2] [--ratio 0.1,0.25,0.5] [--steps 32] [--out FILE]
 
 The episodes of the environment have a long tail (long_tail.py), so a batch waits for its longest one. Trainer, producer
-and engine are Paceline's, with a tiny random model; the engine has as many slots as a batch has episodes. Time is counted
-in engine steps (virtual_clock.py), so the machine does not matter. An update takes --ratio times as long as the
+and engine are Paceline's, with a tiny random model; the engine has as many slots as a batch has episodes. Time is
+counted in engine steps (virtual_clock.py), so the machine does not matter. An update takes --ratio times as long as the
 generation of a batch takes on average without overlap, which is measured first. "keep" and "recompute" differ only in
 what they compute, so only "keep" runs.
 
 Engine idle: engine steps per RL step in which a slot generates nothing, on average over the slots. All slots: of these,
-the steps in which no slot generates anything. Counted from the end of the second RL step to the end of the last one that
-the engine generates during.
+the steps in which no slot generates anything. Counted from the end of the second RL step to the end of the last one
+that the engine generates during.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def show(found: dict[str, Any], drain: dict[str, Any] | None = None) -> None:
     if drain is not None:
         changes = "  " + ", ".join(f"{name} {found[name] / drain[name] - 1:+.0%}" for name in ("idle", "wait", "step"))
     print(
-        f"{found['staleness']} {found['inflight']:16} {found['step']:8.1f} {found['idle']:5.1f} {found['stopped']:10.1f} "
-        f"{found['wait']:14.1f} {found['max_lag']:12} {found['num_stale']:6} {found['num_twice']:6} "
+        f"{found['staleness']} {found['inflight']:16} {found['step']:8.1f} {found['idle']:5.1f} "
+        f"{found['stopped']:10.1f} {found['wait']:14.1f} {found['max_lag']:12} {found['num_stale']:6} {found['num_twice']:6} "
         f"{found['num_missing']:8}{changes}",
         flush=True,
     )

@@ -1,14 +1,14 @@
 """Whether a run learns as well from rollouts that are two policy versions old.
 
-    python benchmarks/async/learning.py [--seeds 3] [--steps 80] [--out FILE]
+    python benchmarks/async/learning.py [--seeds 3] [--steps 120] [--out FILE]
 
 A tiny random model learns to write the letters from a to m (the reward is their share of twelve). Synchronous, and with
 train.max_staleness = 2: batch by batch with the default correction and without one, and with continuous rollouts. Time
 is counted in engine steps (virtual_clock.py); an update takes twelve, as long as the longest rollout.
 
-Printed: the mean training reward of the first, the second and the last quarter of the steps, with the standard
-deviation over seeds; the share of trained tokens by lag; the mean effective sample size of the importance ratios (1 if
-all are 1) and the mean weight of the correction.
+Printed, with the standard deviation over seeds: the mean training reward of all steps and of the last quarter, and the
+first of five steps in a row with a mean reward of at least one half. Also the share of trained tokens by lag, the mean
+effective sample size of the importance ratios (1 if all are 1), and the mean weight of the correction.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ARMS = {
     "staleness 2, keep": (*STALE, "train.inflight=keep"),
 }
 LEARNS = (
-    "learner.learning_rate=0.002",
+    "learner.learning_rate=0.001",
     "train.groups_per_step=8",
     "algorithm.num_generations=8",
     "engine.max_num_seqs=64",
@@ -58,18 +58,26 @@ def train(folder: Path, name: str, seed: int, num_steps: int, overrides: tuple[s
     return callback.metrics
 
 
+def half(reward: list[float]) -> int:
+    """The first of five steps in a row with a mean reward of at least one half; else the number of steps."""
+    return next((i for i in range(len(reward) - 4) if fmean(reward[i : i + 5]) >= 0.5), len(reward))
+
+
 def summary(runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
     quarter = max(1, len(runs[0]) // 4)
     rewards = [[m["reward_mean"] for m in run] for run in runs]
-    parts = {"first": slice(0, quarter), "second": slice(quarter, 2 * quarter), "last": slice(-quarter, None)}
-    by_seed = {name: [fmean(reward[part]) for reward in rewards] for name, part in parts.items()}
+    by_seed = {
+        "reward": [fmean(reward) for reward in rewards],
+        "reward, last quarter": [fmean(reward[-quarter:]) for reward in rewards],
+        "steps to half": [half(reward) for reward in rewards],
+    }
     lags: Counter[str] = Counter()
     for run in runs:
         for m in run:
             lags.update(m["token_lags"])
     weights = [m["correction_weight"] for run in runs for m in run if "correction_weight" in m]
     return {
-        "reward": by_seed,
+        "by_seed": by_seed,
         "lags": {lag: num / lags.total() for lag, num in sorted(lags.items())},
         "effective_sample_size": fmean(m["effective_sample_size"] for run in runs for m in run),
         "min_effective_sample_size": min(m["effective_sample_size"] for run in runs for m in run),
@@ -81,17 +89,22 @@ def summary(runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def show(name: str, found: dict[str, Any]) -> None:
-    rewards = "  ".join(f"{fmean(each):.3f} ±{stdev(each) if len(each) > 1 else 0:.3f}" for each in found["reward"].values())
+    figures = "  ".join(
+        f"{key} {fmean(each):.{digits}f} ±{stdev(each) if len(each) > 1 else 0:.{digits}f}"
+        for (key, each), digits in zip(found["by_seed"].items(), (3, 3, 1), strict=True)
+    )
     lags = " / ".join(f"{share:.0%}" for share in found["lags"].values())
     weight = "" if found["correction_weight"] is None else f"  weight {found['correction_weight']:.3f}"
     size, least = found["effective_sample_size"], found["min_effective_sample_size"]
-    print(f"{name:33} {rewards}  lag {'/'.join(found['lags'])}: {lags}  sample size {size:.3f}, least {least:.3f}{weight}")
+    print(
+        f"{name:33} {figures}  lag {'/'.join(found['lags'])}: {lags}  sample size {size:.3f}, least {least:.3f}{weight}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     results = {}

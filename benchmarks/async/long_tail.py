@@ -23,7 +23,9 @@ class LongTail:
         self.num_turns_left = max(1, min(max_turns, round(turns)))
 
     @staticmethod
-    def problems(seed: int, median: float = 3.0, sigma: float = 1.0, max_turns: int = 60) -> Iterator[dict[str, object]]:
+    def problems(
+        seed: int, median: float = 3.0, sigma: float = 1.0, max_turns: int = 60
+    ) -> Iterator[dict[str, object]]:
         for number in count(seed * 1_000_000):
             yield {"number": number, "median": median, "sigma": sigma, "max_turns": max_turns}
 

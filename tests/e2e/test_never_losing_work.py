@@ -141,16 +141,17 @@ def test_killed_again_and_again(folder: Path, drive: Drive, whole: Any, flavour:
 @pytest.mark.parametrize("inflight", ["keep", pytest.param("recompute", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("dapo", [False, True])
 def test_twelve_kills_of_continuous_rollouts(folder: Path, drive: Drive, inflight: str, dapo: bool) -> None:
-    """At engine steps, updates and instants of writing, while the engine or the learner is the slower one. Each group is
-    trained on once, or dropped once and counted."""
+    """At engine steps, updates and instants of writing, while the engine or the learner is the slower one. Each group
+    is trained on once, or dropped once and counted."""
     num_steps, name = 40, f"twelve {inflight} {dapo}"
     overrides = [*BASE, *STALE, *(DAPO if dapo else ()), f"train.inflight={inflight}", f"train.num_steps={num_steps}"]
     rng = random.Random(f"{SEED} {name}")
     print(f"KILL_SEED={SEED}")
     reached = []
     for life in range(12):
-        where, n = (("step", rng.randrange(5, 60)), ("update", rng.randrange(1, 4)), ("", rng.randrange(10, 60)))[life % 3]
-        kill = {"signal": [where, n, signal.SIGKILL]} if where else {"at_write": n}
+        where, first, last = (("step", 5, 60), ("update", 1, 4), ("at_write", 10, 60))[life % 3]
+        n = rng.randrange(first, last)
+        kill = {where: n} if where == "at_write" else {"signal": [where, n, signal.SIGKILL]}
         slow = ["step", 0.004] if life % 2 else ["update", 0.08]
         resume = (folder / name / "config.toml").exists()
         end = drive(name=name, overrides=overrides, resume=resume, slow=slow, **kill)

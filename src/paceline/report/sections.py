@@ -130,8 +130,8 @@ def time(run: Run) -> str:
         note = paragraph(
             f"Generation overlaps training (train.max_staleness = {run.max_staleness}). It took "
             f"{seconds(run.total('stages', 'generation'))}. Training waited for rollouts for "
-            f"{seconds(totals['generation'])}, {totals['generation'] / whole:.0%} of the time. The engine had nothing to "
-            f"generate for {seconds(idle_s + reward_s)}, {(idle_s + reward_s) / whole:.0%} of the time: it waited "
+            f"{seconds(totals['generation'])}, {totals['generation'] / whole:.0%} of the time. The engine had nothing "
+            f"to generate for {seconds(idle_s + reward_s)}, {(idle_s + reward_s) / whole:.0%} of the time: it waited "
             f"{seconds(idle_s)} for newer weights, and {seconds(reward_s)} for rewards."
         )
     colours = {name: colour for name, (_, colour) in STAGES.items()}
