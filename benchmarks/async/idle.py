@@ -85,21 +85,21 @@ def measure(folder: Path, num_steps: int, staleness: int, inflight: str, update_
         "max_lag": max(r["step"] - version for r in rollouts for version, _ in r["versions"]),
         "num_stale": sum(m["num_groups_stale"] for m in callback.metrics),
         "num_twice": len(samples) - len(set(samples)),
-        "num_missing": GROUPS * SAMPLES * num_steps - len(set(samples)),
+        "num_missing": len(set(range(GROUPS * num_steps)) - {r["group"] for r in rollouts}),
     }
 
 
-COLUMNS = "staleness, inflight   step  idle  all slots  learner waits  longest lag  stale  twice  missing"
+COLUMNS = "staleness, inflight   step  idle  all slots  learner waits  max lag   stale   twice missing"
 
 
 def show(found: dict[str, Any], drain: dict[str, Any] | None = None) -> None:
     changes = ""
     if drain is not None:
         changes = "  " + ", ".join(f"{name} {found[name] / drain[name] - 1:+.0%}" for name in ("idle", "wait", "step"))
+    counts = "".join(f"{found[name]:8}" for name in ("max_lag", "num_stale", "num_twice", "num_missing"))
     print(
         f"{found['staleness']} {found['inflight']:16} {found['step']:8.1f} {found['idle']:5.1f} "
-        f"{found['stopped']:10.1f} {found['wait']:14.1f} {found['max_lag']:12} {found['num_stale']:6} {found['num_twice']:6} "
-        f"{found['num_missing']:8}{changes}",
+        f"{found['stopped']:10.1f} {found['wait']:14.1f} {counts}{changes}",
         flush=True,
     )
 
