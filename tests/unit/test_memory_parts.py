@@ -44,12 +44,14 @@ from paceline.rl.packing import KEYS_PER_TOKEN
 def test_weights_and_optimizer_equal_those_of_a_learner(family: str, optimizer: str, rank: int, dtype: str) -> None:
     biases = {"qkv_bias": family != "qwen3", "o_bias": family == "llama", "mlp_bias": family == "llama"}
     model = tiny_config(family=family, qk_norm=family == "qwen3", tie_embeddings=family == "llama", **biases)
-    targets = 'learner.lora_targets=["qkv", "down"]'
+    targets = 'learner.lora_targets=["q_proj", "v_proj", "up_proj", "down_proj"]'
     config = on_gpu(f"learner.optimizer={optimizer}", f"learner.lora_rank={rank}", f"model.dtype={dtype}", targets)
     learner = Learner(init(model, 0, getattr(torch, dtype)), config.learner, num_steps=1)
     sizes = plan_parts(config, RunShape(model, 80 * GIB), 1024, 2048)
     assert sizes.learner_weights == sum(p.nbytes for p in learner.decoder.parameters())
-    assert sizes.engine_weights == sum(p.nbytes for p in Decoder(model).to(getattr(torch, dtype)).parameters())
+    own = sum(p.nbytes for p in Decoder(model).to(getattr(torch, dtype)).parameters())
+    adapters = sum(p.nbytes for name, p in learner.decoder.named_parameters() if ".lora." in name)
+    assert sizes.engine_weights == (adapters if rank else own)
     optim = learner.optimizer
     copies = [m for name, m in optim.masters.items() if m is not optim.parameters[name]]
     assert sizes.masters == sum(m.nbytes for m in copies)
