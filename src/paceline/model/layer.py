@@ -96,7 +96,8 @@ class Lora(nn.Module):
 
 class Linear(nn.Module):
     """y = x W^T + b, with W as `weight` [N, K]. A CPU engine replaces `weight` by `panels`, the same matrix packed.
-    A learner and its engine may add LoRA adapters, `lora`. A head on a GPU may compute with the quantised matrix `float8`."""
+    A learner and its engine may add LoRA adapters, `lora`. A head on a GPU may compute with the quantised matrix
+    `float8`."""
 
     def __init__(self, num_in: int, num_out: int, bias: bool = False) -> None:
         super().__init__()

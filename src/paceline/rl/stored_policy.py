@@ -45,8 +45,8 @@ class StoredPolicy:
         self._names = {id(parameter): name for name, parameter in decoder.named_parameters()}
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """In `dtype`, LoRA merged. In the run's own, these are those of its learner, bit for bit. Else float32 weights of
-        the optimizer are rounded once, if at all."""
+        """In `dtype`, LoRA merged. In the run's own, these are those of its learner, bit for bit. Else float32 weights
+        of the optimizer are rounded once, if at all."""
         for view in parameter_views(self.decoder):
             names, sizes = zip(*view.parts, strict=True)
             yield from zip(names, self._read(view, dtype).split(sizes), strict=True)
