@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from paceline.tasks.agent import Agent, Outcome, Policy
+from paceline.tasks.agent import Agent, AgentFailed, Outcome, Policy
 
 BLOCKED_S = 30.0  # how long an agent may block the loop
 
@@ -64,3 +64,8 @@ class AgentLoop:
         except BaseException as error:  # SystemExit would end the loop
             return error
         return outcome if isinstance(outcome, Outcome) else TypeError(f"returned {type(outcome).__name__}, no Outcome")
+
+
+def ended(future: Future[Ended]) -> Ended:
+    """What an agent returned or raised."""
+    return AgentFailed("its agent was cancelled") if future.cancelled() else future.result()  # it cancelled itself

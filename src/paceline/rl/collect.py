@@ -26,11 +26,11 @@ from typing import Any
 
 from paceline.chat.messages import prompt_preview
 from paceline.engine.interface import Engine
-from paceline.rl.agent_loop import BLOCKED_S, AgentLoop, Ended
+from paceline.rl.agent_loop import BLOCKED_S, AgentLoop, Ended, ended
 from paceline.rl.calls import Call, SamplePolicy
 from paceline.rl.episode import Episode
 from paceline.rl.stage_timer import StageTimer
-from paceline.tasks.agent import AgentFailed, PolicyError
+from paceline.tasks.agent import PolicyError
 from paceline.tasks.rewards import Rewarder, Score
 from paceline.tasks.task import Problem
 from paceline.types import Completion, Group, Request, SamplingParams
@@ -319,7 +319,7 @@ class Collector:
                     self._abort_request(call.request.request_id)
                 case [Future() as future] if future is self._agents[episode][1]:  # not of an agent that was restarted
                     collection = self._stop_agent(episode)
-                    episode.end_agent(_ended(future))
+                    episode.end_agent(ended(future))
                     self._finish(collection, episode)
 
     def _submit_call(self, episode: Episode, call: Call) -> None:
@@ -396,10 +396,3 @@ class Collector:
         first = episodes[0]
         prompt = self.tokenizer.decode(list(rollouts[0].prompt_ids))
         return Group(first.group, first.problem.name, prompt, rollouts, first.problem.task)
-
-
-def _ended(future: Future[Ended]) -> Ended:
-    """What an agent returned or raised."""
-    if future.cancelled():  # it cancelled itself
-        return AgentFailed("its agent was cancelled")
-    return future.result()
