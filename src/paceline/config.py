@@ -211,6 +211,11 @@ class TaskSection(Section):
     held_out: Count = 64  # problems for evaluation, never trained on
     seed: Count = 0  # seed of generated problems and of the held-out split
 
+    @property
+    def has_agents(self) -> bool:
+        """Whether a sample may call the policy more than once."""
+        return self.kind not in ("reasoning_gym", "jsonl", "dataset")
+
 
 class RewardSection(Section):
     # Any of exact, format, math, code, gym (reasoning-gym's scorer), model, env (the environment's reward), and your
