@@ -58,7 +58,9 @@ def test_the_seed_determines_the_adapters() -> None:
     assert torch.equal(first[0], first[1]) and not torch.equal(first[0], first[2])
 
 
-@pytest.mark.parametrize("targets", [ALL_TARGETS, ("q_proj", "v_proj"), ("k_proj", "up_proj"), ("o_proj", "down_proj")], ids="-".join)
+@pytest.mark.parametrize(
+    "targets", [ALL_TARGETS, ("q_proj", "v_proj"), ("k_proj", "up_proj"), ("o_proj", "down_proj")], ids="-".join
+)
 def test_only_targets_are_trained(targets: tuple[str, ...]) -> None:
     decoder, base = trained(with_adapters(targets=targets)), dict(hf_state(tiny_decoder()))
     for name, tensor in hf_state(decoder):
