@@ -399,9 +399,8 @@ class LearnerSection(OptimizerSection):
     # long sequences.
     deterministic: bool = True
     lora_rank: Count = 0  # rank of LoRA adapters; 0: train all weights
-    lora_alpha: Annotated[float, Field(gt=0)] = (
-        16.0  # LoRA: an adapter's term is multiplied with lora_alpha / lora_rank
-    )
+    # LoRA: an adapter's term is multiplied with lora_alpha / lora_rank.
+    lora_alpha: Annotated[float, Field(gt=0)] = 16.0
     # LoRA: modules with adapters, as PEFT's `target_modules`.
     lora_targets: Annotated[list[LoraTarget], Field(min_length=1)] = [*get_args(LoraTarget)]
     # LoRA: start with this adapter, a directory of PEFT. Rank, alpha and targets are then those of the adapter.

@@ -103,3 +103,50 @@ def test_tokens_do_not_depend_on_the_batch(gated: bool) -> None:
 
 def test_parts_of_the_inputs() -> None:
     assert [inner_parts(num) for num in (37, 576, 1024, 4096, 8960, 12288)] == [1, 1, 2, 8, 16, 24]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("model", ["smollm2-135m", "qwen3-8b"])
+def test_layers_equal_torch(model: str, invariant: bool) -> None:
+    """A decoder's operations with adapters, and the kernels of small batches, against plain torch in float32."""
+    from dataclasses import replace
+
+    from paceline.bench.random_weights import add_random_adapters, random_decoder
+    from paceline.build.model import build_cuda_ops
+    from paceline.model.shapes import SHAPES as MODELS
+
+    decoder = random_decoder(replace(MODELS[model], num_layers=1, vocab_size=1024), DTYPE, torch.device(DEVICE))
+    add_random_adapters(decoder, 16)
+    ops, layer = build_cuda_ops(decoder, invariant), decoder.layers[0]
+    for num in (1, 2, 4, 16, 32, 64, 128, 256):
+        h, wide = (noise(num, size) for size in (layer.qkv.num_in, layer.down.num_in))
+        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+            x = wide if linear is layer.down else noise(num, linear.num_in)
+            assert linear.weight is not None and linear.lora is not None
+            expected = plain(x, linear.lora, F.linear(x.double(), linear.weight.double()).to(DTYPE))
+            assert is_close(ops.linear(x, linear), expected), num
+            y = ops.residual_linear(x, linear) if linear in (layer.o, layer.down) else ops.linear(x, linear)
+            assert is_close(y, expected), num
+        gate_up = plain(h, layer.gate_up.lora, F.linear(h.double(), layer.gate_up.weight.double()).to(DTYPE))
+        assert is_close(ops.gated(h, layer.gate_up), TorchOps().silu_mul(gate_up.to(DTYPE)).double()), num
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
+def test_a_graph_reads_new_adapters() -> None:
+    """They are written in place."""
+    lora = make(1024, [(0, 100)], 8)
+    x, y = noise(4, 1024), noise(4, 100, seed=4)
+    out = torch.empty_like(y)
+
+    def step() -> None:
+        out.copy_(add_adapters(x, lora, y.clone(), False))
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    lora.up.copy_(noise(*lora.up.shape, seed=9))
+    graph.replay()
+    assert torch.equal(out, add_adapters(x, lora, y.clone(), False))

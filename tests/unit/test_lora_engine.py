@@ -1,4 +1,4 @@
-"""An engine that computes with adapters beside shared base weights: what it gets, and how far it is from the learner."""
+"""An engine with adapters beside shared base weights: what it gets, and how close it is to the learner."""
 
 from __future__ import annotations
 

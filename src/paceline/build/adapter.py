@@ -10,6 +10,7 @@ import torch
 from paceline.build.export import open_policy, policy_checkpoint
 from paceline.config import Config
 from paceline.model import lora
+from paceline.model.decoder import Decoder
 from paceline.model.hf_directory import new_directory
 from paceline.model.peft_files import read_adapter, write_adapter
 from paceline.model.weights import specs_of
@@ -45,6 +46,7 @@ def export_adapter(config: Config, run: Path, directory: Path, best: bool = Fals
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} exists and is not empty; give another directory")
     with open_policy(config, policy_checkpoint(config, run, best)) as policy:
+        assert isinstance(policy.decoder, Decoder)
         specs = specs_of(lora.adapter_views(policy.decoder), written)
         with new_directory(directory, sum(spec.num_bytes for spec in specs.values())) as scratch:
             write_adapter(

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.model.cuda.invariant_product import _product
 from paceline.model.cuda.pdl import pdl_options, pdl_wait
+from paceline.model.cuda.product_kernel import product_kernel
 from paceline.model.layer import Lora
 
 PART_SIZE = 512  # inputs of a part of x A^T, at least
@@ -67,7 +67,7 @@ def _inner(x_TK: Tensor, lora: Lora) -> Tensor:
     num_parts = inner_parts(num_in)
     inner = torch.empty(num_parts, num_tokens, num_inner, dtype=torch.float32, device=x_TK.device)
     block = _block_tokens(num_tokens)
-    _product[triton.cdiv(num_inner, BLOCK_N), triton.cdiv(num_tokens, block), num_parts](
+    product_kernel[triton.cdiv(num_inner, BLOCK_N), triton.cdiv(num_tokens, block), num_parts](
         x_TK, lora.down, inner, inner, num_tokens, num_inner, num_tokens * num_inner, x_TK.stride(0), num_in,
         num_in // num_parts, HAS_BIAS=False, SWIGLU=False, BLOCK_N=BLOCK_N, BLOCK_T=block, BLOCK_K=128, num_warps=4,
         num_stages=4, **pdl_options(x_TK.device),
