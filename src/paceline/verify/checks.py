@@ -279,6 +279,7 @@ def check_greedy_identity(model: CheckedModel) -> CheckResult:
         model.size.max_tokens,
         lambda done: model.progress(f"transformers, {done} of {total}", GREEDY_SHARE * done / total),
         model.decoder.device,
+        model.merged_weights(),
     )
     differences = identity.first_differences(expected, found)
     compared = compare_tokens(model.tie_scorer(), requests, expected, {"plain": differences})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from paceline.model.eagle3 import Eagle3Head
 from paceline.model.kv import BLOCK
 from paceline.model.paged import PagedDecoder
 from paceline.model.store import load_tokenizer, resolve
-from paceline.model.weights import load
+from paceline.model.weights import hf_state, load
 from paceline.rl.alarms import FirstPositions
 from paceline.types import Completion, Request, SamplingParams, noise_key
 from paceline.verify.cases import SAMPLING_DRAFTERS, make_policy
@@ -162,6 +162,11 @@ class CheckedModel:
             lora.attach(learner, section.lora_rank, section.lora_alpha, section.lora_targets)
             lora.assign_adapters(learner, lora.adapter_state(self.decoder))
         return learner.requires_grad_(False)
+
+    def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """In float32, for a model that is not ours; nothing without adapters."""
+        if self.config.learner.lora_rank:
+            yield from hf_state(self.learner(torch.float32))
 
     def _randomize_adapters(self) -> None:
         """Those of a new run are zero, which would check nothing. An adapter's term is about a tenth of the output."""
