@@ -8,7 +8,17 @@ from typing import Any
 TEMPLATES = Path(__file__).parent / "data" / "templates"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # Merges that a text uses whenever it can. A policy may sample the parts, too.
-MERGES = [("a", "d"), ("ad", "d"), ("i", "s"), ("t", "h"), ("th", "e"), ("{", '"'), ("n", "a"), ("m", "e"), ("na", "me")]
+MERGES = [
+    ("a", "d"),
+    ("ad", "d"),
+    ("i", "s"),
+    ("t", "h"),
+    ("th", "e"),
+    ("{", '"'),
+    ("n", "a"),
+    ("m", "e"),
+    ("na", "me"),
+]
 
 
 def template(name: str) -> str:

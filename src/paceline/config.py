@@ -191,8 +191,9 @@ class SamplingSection(Section):
 
 
 class TaskSection(Section):
-    kind: Literal["reasoning_gym", "jsonl", "dataset", "env"] = "reasoning_gym"  # source of the problems
-    # A reasoning-gym dataset, a jsonl file, a Hugging Face dataset (id or directory), or `module:EnvClass`.
+    kind: Literal["reasoning_gym", "jsonl", "dataset", "env", "agent"] = "reasoning_gym"  # source of the problems
+    # A reasoning-gym dataset, a jsonl file (also `agent`), a Hugging Face dataset (id or directory), or
+    # `module:EnvClass`.
     name: str = "chain_sum"
     params: dict[str, Any] = {}  # arguments of the reasoning-gym dataset, `load_dataset` or the environment
     split: str = "train"  # `dataset`: the split to use
@@ -201,9 +202,25 @@ class TaskSection(Section):
     system: str | None = None  # system message before every prompt
     template: str = "{prompt}"  # text around string prompts; must contain {prompt}
     chat: bool = True  # apply the model's chat template
+    # `agent`: what drives each sample (docs/how-to/agents.md): a function, `module:function`, or a command, such as
+    # ["python", "agent.py"].
+    agent: str | None = None
+    command: list[str] | None = None
+    env: dict[str, str] = {}  # `agent`: more environment variables of the command; the trainer's are not passed on
     size: Positive | None = None  # training problems; not set: all (`reasoning_gym`, `env`: 1024)
     held_out: Count = 64  # problems for evaluation, never trained on
     seed: Count = 0  # seed of generated problems and of the held-out split
+
+    def check(self) -> None:
+        if self.kind == "agent" and (self.agent is None) == (self.command is None):
+            raise ValueError(
+                f'task.agent = {self.agent!r}, task.command = {self.command!r}: task.kind = "agent" needs one of the '
+                'two; set task.agent = "module:function" or task.command = ["python", "agent.py"]'
+            )
+        for key in ("agent", "command", "env"):
+            if getattr(self, key) and (self.kind != "agent" or (key == "env" and self.command is None)):
+                needed = "task.command" if self.kind == "agent" else 'task.kind = "agent"'
+                raise ValueError(f"task.{key} = {getattr(self, key)!r}: needs {needed}; remove the setting")
 
 
 class RewardSection(Section):

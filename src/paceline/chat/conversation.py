@@ -57,6 +57,7 @@ class Conversations:
         self._parser = parser_of(tokenizer.chat_template)
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._answered: dict[str, list[Answered]] = {}  # by tools, in canonical form
+        self._texts: list[tuple[str, TokenIds]] = []  # prompts without messages, with what the policy said after them
         self._lock = threading.Lock()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Rendered:
@@ -81,6 +82,24 @@ class Conversations:
         answered = Answered(tuple(messages), message, key, canonical(message), rendered, ids, raw_text)
         with self._lock:
             self._answered.setdefault(canonical_tools(tools), []).append(answered)
+
+    def encode_text(self, text: str) -> TokenIds:
+        """The ids of a prompt without messages. It goes on with the ids of an earlier one and its completion, if it
+        begins with their text."""
+        with self._lock:
+            begun = [(len(known), ids) for known, ids in self._texts if text.startswith(known)]
+        if not begun:
+            return tuple(self._tokenizer.encode(text))
+        num, ids = max(begun)
+        return (*ids, *encode_rendered(self._tokenizer, text[num:]))
+
+    def record_text(self, text: str, ids: TokenIds, completion_ids: Sequence[int]) -> None:
+        """A completion of such a prompt. After an end token no text goes on."""
+        sampled = tuple(map(int, completion_ids))
+        if not sampled or sampled[-1] not in self._special_ids:
+            said = self._tokenizer.decode(list(sampled), skip_special_tokens=False)
+            with self._lock:
+                self._texts.append((text + said, (*ids, *sampled)))
 
     def longest(self) -> list[Message]:
         """The longest conversation, with its last answer. Empty if there was no call."""

@@ -37,15 +37,16 @@ DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
 
 
 class Api:
-    """Answers requests with one model. `drain_s`: how long requests may take to finish when the server stops. `shows`:
-    with routes about the server, `/health` and `/metrics`."""
+    """Answers requests with one model. `drain_s`: how long requests may take to finish when the server stops.
+    `for_agent`: it may ask for any model, as it was written for another one; the ids of tool calls depend only on their
+    completion, so that runs repeat; and there are no routes about the server."""
 
     def __init__(
         self, backend: Backend, model_name: str, limits: Limits | None = None, api_key: str | None = None,
-        drain_s: float = 30.0, metrics: ServerMetrics | None = None, shows: bool = True,
+        drain_s: float = 30.0, metrics: ServerMetrics | None = None, for_agent: bool = False,
     ) -> None:  # fmt: skip
         self.backend, self.limits, self.model_name, self.drain_s = backend, limits or Limits(), model_name, drain_s
-        self.metrics = metrics or ServerMetrics()
+        self.metrics, self.for_agent = metrics or ServerMetrics(), for_agent
         tokenizer = backend.tokenizer
         self._token_text: Callable[[int], str] = lru_cache(1 << 18)(lambda token: tokenizer.decode([token]))
         self.is_draining = False
@@ -59,7 +60,7 @@ class Api:
             Route("/v1/chat/completions", _Measured(self, self.chat), methods=post),
             Route("/inference/v1/generate", _Measured(self, self.generate), methods=post),
         ]
-        if shows:
+        if not for_agent:
             routes += [
                 Route("/health", self.health, methods=get),
                 Route("/metrics", self.show_metrics, methods=get),
@@ -134,7 +135,7 @@ class Api:
             raise ApiError(400, f"{body.structure_key}: {reason}", body.structure_key)
         await self._compile(params, "tools" if grammar is not None else body.structure_key)
         # OpenAI's reason after a call of a named function is that of a text.
-        form = partial(ChatFormat, parser, not isinstance(body.tool_choice, dict))
+        form = partial(ChatFormat, parser, not isinstance(body.tool_choice, dict), self.for_agent)
         return await self._answer(request, body, [ids], params, form, bool(body.logprobs))
 
     async def generate(self, request: Request) -> Response:
@@ -176,7 +177,7 @@ class Api:
             raise ApiError(400, message, key)
 
     def _check_model(self, name: str) -> None:
-        if name != self.model_name:
+        if name != self.model_name and not self.for_agent:
             raise ApiError(
                 404, f"The model {name[:200]!r} does not exist; this server has {self.model_name!r}", "model"
             )

@@ -88,7 +88,9 @@ def test_a_transcript_of_a_real_model(smollm2: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-coder", "qwen3"])
-@pytest.mark.parametrize("raw", [CALL, f"this is the add:\n{CALL}", '<tool_call>{"arguments":{"a":1,"b":2},"name":"add"}'])
+@pytest.mark.parametrize(
+    "raw", [CALL, f"this is the add:\n{CALL}", '<tool_call>{"arguments":{"a":1,"b":2},"name":"add"}']
+)
 def test_tool_calls_keep_the_sampled_ids(name: str, raw: str) -> None:
     """The client gets parsed calls, and sends them back with its own ids and order of arguments."""
     tokenizer = tokenizer_of(name)
@@ -181,7 +183,9 @@ def test_the_longest_answered_conversation_is_continued() -> None:
         random.Random(seed).shuffle(answers)
         for answer in answers:
             call(conversations, tokenizer, ASK, answer)
-        assert not is_branch(conversations, [*ASK, said("the other"), *ASK], [*conversations.render(ASK).token_ids, *other])
+        assert not is_branch(
+            conversations, [*ASK, said("the other"), *ASK], [*conversations.render(ASK).token_ids, *other]
+        )
         found.append(conversations.render([*ASK, said("the name"), *ASK]).token_ids)
     assert len(set(found)) == 1
     assert conversations.longest() in ([*ASK, said("the name")], [*ASK, said("the other")])
@@ -245,4 +249,6 @@ def test_canonical_messages() -> None:
     assert canonical(sent) == canonical({"role": "assistant", "content": "", "tool_calls": [TOOL_CALL]})
     assert canonical(said(" a ")) == canonical(said("a")) != canonical(said("b"))
     assert canonical({"role": "user", "content": " a"}) != canonical({"role": "user", "content": "a"})
-    assert canonical({"role": "tool", "tool_call_id": "1", "content": "a"}) == canonical({"role": "tool", "content": "a"})
+    assert canonical({"role": "tool", "tool_call_id": "1", "content": "a"}) == canonical(
+        {"role": "tool", "content": "a"}
+    )
