@@ -59,6 +59,8 @@ class ModelSection(Section):
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"  # "cpu", "cuda", or one GPU: "cuda:1"
     yarn_factor: Annotated[float, Field(ge=1)] | None = None  # extend the context by this factor (YaRN)
+    # File of a chat template (Jinja) in place of the model's own, for example one with tools, or that keeps thinking.
+    chat_template: str | None = None
 
 
 class EngineSection(Section):

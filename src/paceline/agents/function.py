@@ -98,4 +98,4 @@ def import_agent(path: str) -> Function:
         inspect.signature(function).bind({}, None)
     except (TypeError, ValueError) as error:
         raise ValueError(f"task.agent = {path!r}: {error}; write async def {name}(problem, client)") from None
-    return function  # type: ignore[no-any-return]
+    return function

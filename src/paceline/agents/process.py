@@ -26,6 +26,7 @@ from paceline.tasks.agent import AgentFailed, Outcome, Policy
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 KEPT_BYTES = 64 << 10  # the end of what an agent writes
 MAX_BYTES = 64 << 20  # an agent that writes more is ended
+CHECK_S = 1.0  # how often an agent that writes nothing is checked
 KILL_S = 5.0  # for the supervisor to end everything
 # What a program needs to find itself, its libraries and its user; no tokens, keys or passwords.
 PASSED = (
@@ -75,11 +76,23 @@ class ProcessAgent:
     async def _talk(self, process: asyncio.subprocess.Process) -> tuple[str, str]:
         """Send the problem and read everything until the end; the ends of its output and its errors."""
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        writing = asyncio.create_task(_write(process.stdin, json.dumps(self._problem, default=str).encode()))
-        reading = [asyncio.create_task(_read_end(stream)) for stream in (process.stdout, process.stderr)]
+        writing: asyncio.Task[Any] = asyncio.create_task(
+            _write(process.stdin, json.dumps(self._problem, default=str).encode())
+        )
+        reading: list[asyncio.Task[str]] = [
+            asyncio.create_task(_read_end(stream)) for stream in (process.stdout, process.stderr)
+        ]
         try:
-            output, errors = await asyncio.gather(*reading)
+            while left := [task for task in reading if not task.done()]:
+                has_ended = process.returncode is not None
+                await asyncio.wait(left, timeout=CHECK_S, return_when=asyncio.FIRST_COMPLETED)
+                for task in reading:
+                    if task.done():
+                        task.result()
+                if has_ended and not all(task.done() for task in reading):  # the supervisor was killed
+                    break
             await process.wait()
+            output, errors = (task.result() if task.done() else "" for task in reading)
             return output, errors
         finally:
             for task in (writing, *reading):
@@ -106,18 +119,17 @@ async def _read_end(stream: asyncio.StreamReader) -> str:
 
 async def _end(process: asyncio.subprocess.Process) -> None:
     """End what is left, also if this task is cancelled once more."""
-    if process.returncode is None:
-        with suppress(ProcessLookupError):
-            process.terminate()  # the supervisor kills everything
-        try:
-            async with asyncio.timeout(KILL_S):
-                await process.wait()
-        except TimeoutError:
-            pass
-        finally:
-            if process.returncode is None:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
+    try:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.terminate()  # the supervisor kills everything
+            with suppress(TimeoutError):
+                async with asyncio.timeout(KILL_S):
+                    await process.wait()
+    finally:
+        if process.returncode is None or process.returncode < 0:  # it hangs, or was killed
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _exit_of(code: int) -> str:

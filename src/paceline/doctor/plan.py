@@ -104,7 +104,10 @@ def plan_run(
         plan.attempt("evaluation", lambda: check_evaluation(config, task))
     if directory is None or any(each.name in ("run: model", "run: device") for each in plan.errors):
         return plan
-    tokenizer = load_tokenizer(directory)
+    path = config.model.chat_template
+    tokenizer = plan.attempt("chat template", lambda: load_tokenizer(directory, path))
+    if tokenizer is None:
+        return plan
     sizes = plan.attempt("memory", lambda: resolve_memory(config))
     if sizes is not None:
         config, memory = sizes

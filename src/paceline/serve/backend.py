@@ -16,8 +16,8 @@ Encoded = tuple[str | None, tuple[int, ...]]  # a prompt's text, if it is known,
 class Backend(Protocol):
     """Cancelling a call aborts it. Errors of the caller are ValueErrors, or ApiErrors with a status of their own."""
 
-    tokenizer: Any
-
+    @property
+    def tokenizer(self) -> Any: ...
     @property
     def max_model_len(self) -> int: ...  # most tokens of a prompt and its completion
     @property
