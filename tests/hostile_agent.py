@@ -97,7 +97,14 @@ def garbage(problem: dict[str, Any]) -> float:
                 raw.recv(100)
             except OSError:
                 pass
-    for body in (b"", b"\xff", b"[" * 10_000, b'{"model": 1}', json.dumps({"messages": [{}]}).encode(), b"x" * (5 << 20)):
+    for body in (
+        b"",
+        b"\xff",
+        b"[" * 10_000,
+        b'{"model": 1}',
+        json.dumps({"messages": [{}]}).encode(),
+        b"x" * (5 << 20),
+    ):
         try:
             assert request("/chat/completions", body)[0] >= 400
         except (OSError, http.client.HTTPException):

@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import socket
 import threading
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -82,13 +82,14 @@ class Endpoint:
         self._port = 0
 
     @contextmanager
-    def session(self, policy: Policy) -> Iterator[Session]:
-        """A sample, for as long as it runs. To be called in the loop in which the policy is called."""
+    def session(self, policy: Policy, template_kwargs: Mapping[str, Any] = {}) -> Iterator[Session]:
+        """A sample, for as long as it runs. To be called in the loop in which the policy is called. `template_kwargs`:
+        further variables of the chat template."""
         self._start()
         assert self._tokenizing is not None
         key, loop = f"sk-{secrets.token_urlsafe(24)}", asyncio.get_running_loop()
         client = Client(f"http://{HOST}:{self._port}/{key}/v1", key)
-        backend = PolicyBackend(policy, loop, self._tokenizing)
+        backend = PolicyBackend(policy, loop, self._tokenizing, template_kwargs)
         api = Api(backend, MODEL, self._limits, metrics=self._metrics, for_agent=True)
         session = Session(client, backend, api, loop)
         self._sessions[key] = session

@@ -28,11 +28,19 @@ Function = Callable[[dict[str, Any], Client], Any]
 class FunctionAgent:
     """`problem`: the columns of its row, and the prompt."""
 
-    def __init__(self, endpoint: Endpoint, function: Function, problem: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        function: Function,
+        problem: Mapping[str, Any],
+        *,
+        template_kwargs: Mapping[str, Any] = {},
+    ) -> None:
         self._endpoint, self._function, self._problem = endpoint, function, problem
+        self._template_kwargs = template_kwargs
 
     async def run(self, policy: Policy) -> Outcome:
-        with self._endpoint.session(policy) as session:
+        with self._endpoint.session(policy, self._template_kwargs) as session:
             call = _Call(self._function, dict(self._problem), session.client)
             running = asyncio.wrap_future(call.result)
             try:

@@ -16,7 +16,7 @@ from paceline.chat.conversation import Conversations, Rendered
 from paceline.chat.messages import Message, Tool, is_unicode
 from paceline.outputs import CompletionChunk, CompletionOutput, RequestOutput, completion_output
 from paceline.serve.errors import ApiError
-from paceline.tasks.agent import BudgetExhausted, ContextOverflow, Policy, SampleEnded
+from paceline.tasks.agent import BudgetExhausted, ContextOverflow, Policy, PolicyError, SampleEnded
 from paceline.types import Completion, SamplingParams
 
 Call = tuple[list[Message], tuple[Tool, ...], Rendered]
@@ -34,9 +34,11 @@ class PolicyBackend:
     refuses_long_prompts = True  # the policy does, which ends some samples
     is_alive = True
 
-    def __init__(self, policy: Policy, loop: asyncio.AbstractEventLoop, tokenizing: Executor) -> None:
+    def __init__(
+        self, policy: Policy, loop: asyncio.AbstractEventLoop, tokenizing: Executor, template_kwargs: Mapping[str, Any]
+    ) -> None:
         self.tokenizer, self.max_model_len = policy.tokenizer, policy.max_model_len
-        self.conversations = Conversations(policy.tokenizer)
+        self.conversations = Conversations(policy.tokenizer, template_kwargs)
         self.num_answered = 0  # completions
         self._policy, self._loop, self._tokenizing = policy, loop, tokenizing
         self._calls: dict[tuple[int, ...], Call] = {}  # by prompt ids
@@ -122,6 +124,8 @@ class PolicyBackend:
             raise ApiError(400, str(error), None, "budget_exhausted") from None
         except SampleEnded:
             raise ended() from None
+        except PolicyError as error:
+            raise ApiError(400, str(error)) from None
         except asyncio.CancelledError:
             if self._has_ended:
                 raise ended() from None

@@ -40,12 +40,19 @@ class ProcessAgent:
     """`problem`: the columns of its row, and the prompt. `env`: more variables, from the settings."""
 
     def __init__(
-        self, endpoint: Endpoint, command: Sequence[str], env: Mapping[str, str], problem: Mapping[str, Any]
+        self,
+        endpoint: Endpoint,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        problem: Mapping[str, Any],
+        *,
+        template_kwargs: Mapping[str, Any] = {},
     ) -> None:
         self._endpoint, self._command, self._env, self._problem = endpoint, command, env, problem
+        self._template_kwargs = template_kwargs
 
     async def run(self, policy: Policy) -> Outcome:
-        with self._endpoint.session(policy) as session:
+        with self._endpoint.session(policy, self._template_kwargs) as session:
             process = await self._start(session.client)
             talking = asyncio.ensure_future(self._talk(process))
             try:

@@ -52,8 +52,9 @@ class Answered:
 class Conversations:
     """All calls of one sample. Several threads may use it at once."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] = {}) -> None:
+        """`template_kwargs`: further variables of the chat template."""
+        self._tokenizer, self._template_kwargs = tokenizer, template_kwargs
         self._parser = parser_of(tokenizer.chat_template)
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._answered: dict[str, list[Answered]] = {}  # by tools, in canonical form
@@ -133,7 +134,7 @@ class Conversations:
         return Rendered(messages, text, (*ids, *closing[num_repeated(earlier.completion_ids, closing) :]))
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        return render_chat(self._tokenizer, messages, add_generation_prompt=True, tools=tools)
+        return render_chat(self._tokenizer, messages, True, tools, self._template_kwargs)
 
     def _answer(self, text: str, has_tools: bool) -> Message:
         """The message that the API makes of a text."""

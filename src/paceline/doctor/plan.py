@@ -26,12 +26,13 @@ from paceline.build.model import itemsize
 from paceline.build.run import check_evaluation, check_libraries
 from paceline.build.task import build_task, build_task_rewarder, check_prompts, problems_of
 from paceline.chat.messages import prompt_preview
-from paceline.chat.template import encode
 from paceline.config import Config, TaskSettings
+from paceline.doctor.agent import try_agent
 from paceline.doctor.finding import DEGRADED, MISSING, Finding, Progress, no_progress
 from paceline.doctor.run import check_run, problem
 from paceline.files import number, read_metrics
 from paceline.model.head_files import resolve_head, ships_head
+from paceline.model.hf_shape import read_shape
 from paceline.model.store import load_tokenizer, resolve
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.audit_schedule import SHARE
@@ -120,7 +121,11 @@ def plan_run(
             length = max(length or 0, plan_task(plan, config, settings, task, tokenizer, directory) or 0)
         progress("reward functions")
         for settings in config.tasks:
-            plan_rewards(plan, config, settings, problems_of(settings, task.train)[0], tokenizer)
+            first = problems_of(settings, task.train)[0]
+            if settings.section.kind == "agent":
+                progress("agent")
+                plan_agent(plan, config, settings, first, tokenizer, directory)
+            plan_rewards(plan, config, settings, first, tokenizer)
     progress("disk")
     plan.rows["checkpoints"] = described_checkpoints(config)
     if config.train.export_every:
@@ -145,6 +150,15 @@ def plan_task(
     text = plan.attempt("prompts", lambda: first_prompt(problems[0], tokenizer))
     plan.first_prompt = "\n".join(filter(None, [plan.first_prompt, text])) or None
     return length
+
+
+def plan_agent(
+    plan: RunPlan, config: Config, settings: TaskSettings, first: Problem, tokenizer: Any, directory: Path
+) -> None:
+    context = read_shape(directory).max_positions
+    text = plan.attempt("agent", lambda: try_agent(settings.section, first, tokenizer, OTHER_TEXT, context))
+    if text is not None:
+        plan.rows[row("agent", settings)] = text
 
 
 def plan_rewards(plan: RunPlan, config: Config, settings: TaskSettings, first: Problem, tokenizer: Any) -> None:
@@ -315,7 +329,7 @@ def estimated_time(config: Config, prompt_tokens: int) -> str:
 
 
 def first_prompt(first: Problem, tokenizer: Any) -> str:
-    return str(tokenizer.decode(list(encode(tokenizer, first.prompt, first.chat))))
+    return str(tokenizer.decode(list(first.encode(tokenizer))))
 
 
 # ---- rewards ----
@@ -338,7 +352,7 @@ def check_rewards(settings: TaskSettings, num: int, first: Problem, tokenizer: A
     answer = first.columns.get("answer")
     texts = [OTHER_TEXT] * num if not answer else [str(answer)] + [OTHER_TEXT] * (num - 1)
     with contextlib.closing(build_task_rewarder(settings)) as rewarder:
-        if first.make_env is not None:
+        if first.make_agent is not None:
             return None
         samples = [
             Sample(f"the first problem, sample {i}", first.prompt, text, tuple(tokenizer.encode(text)), first.columns)
