@@ -76,7 +76,7 @@ class ProcessAgent:
         )  # fmt: skip
 
     def _environment(self, client: Client) -> dict[str, str]:
-        kept = {name: os.environ[name] for name in PASSED if name in os.environ}
+        kept = {name: os.environ[name] for name in PASSED if name in os.environ} | {"PATH": search_path()}
         own = {"OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key, "OPENAI_MODEL": client.model}
         return {**kept, "NO_PROXY": "127.0.0.1,localhost", **self._env, **own}
 
@@ -152,11 +152,16 @@ def _last_words(errors: str) -> str:
     return f": {line[-300:]}" if line else ""
 
 
+def search_path() -> str:
+    """Where programs are looked for: `python` is the trainer's, also if its environment is not activated."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
 def check_command(command: Sequence[str]) -> None:
     """Raise ValueError if the program, or a script that an interpreter gets, does not exist."""
     if not command or not command[0]:
         raise ValueError('task.command = []: write the program and its arguments, such as ["python", "agent.py"]')
-    if shutil.which(command[0]) is None:
+    if shutil.which(command[0], path=search_path()) is None:
         raise ValueError(f"task.command = {list(command)!r}: there is no program {command[0]!r}; install it")
     script = next((each for each in command[1:] if not each.startswith("-")), None)
     is_script = script is not None and script.endswith((".py", ".js", ".mjs", ".ts", ".sh", ".rb"))
