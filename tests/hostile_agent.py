@@ -36,7 +36,7 @@ def chat(messages: list[dict[str, Any]], url: str = URL, key: str = KEY) -> tupl
 
 
 def good(problem: dict[str, Any]) -> float:
-    """Two turns. The reward is the share of the letter a."""
+    """Two turns. The reward differs from text to text."""
     messages = [{"role": "user", "content": problem["prompt"]}]
     text = ""
     for _ in range(2):
@@ -45,7 +45,7 @@ def good(problem: dict[str, Any]) -> float:
         message = answer["choices"][0]["message"]
         text += message["content"]
         messages += [message, {"role": "user", "content": "more"}]
-    return text.count("a") / max(1, len(text))
+    return sum(map(ord, text)) % 97 / 97
 
 
 def hang(problem: dict[str, Any]) -> None:

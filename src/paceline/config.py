@@ -204,10 +204,8 @@ class TaskSection(Section):
     system: str | None = None  # system message before every prompt
     template: str = "{prompt}"  # text around string prompts; must contain {prompt}
     chat: bool = True  # apply the model's chat template
-    # `agent`: what drives each sample (docs/how-to/agents.md): a function, `module:function`, or a command, such as
-    # ["python", "agent.py"].
-    agent: str | None = None
-    command: list[str] | None = None
+    agent: str | None = None  # `agent`: function that drives a sample, `module:function` (docs/how-to/agents.md)
+    command: list[str] | None = None  # `agent`: or the program that does, such as ["python", "agent.py"]
     env: dict[str, str] = {}  # `agent`: more environment variables of the command; the trainer's are not passed on
     max_parallel: Positive = 64  # `agent`: agents that run at the same time; others wait, which counts as their time
     chat_template_kwargs: dict[str, Any] = {}  # further variables of the chat template, such as enable_thinking = false
