@@ -209,6 +209,9 @@ class TaskSection(Section):
     env: dict[str, str] = {}  # `agent`: more environment variables of the command; the trainer's are not passed on
     max_parallel: Positive = 64  # `agent`: agents that run at the same time; others wait, which counts as their time
     chat_template_kwargs: dict[str, Any] = {}  # further variables of the chat template, such as enable_thinking = false
+    # `env`: "process" runs each environment in a process of its own, which is killed if it hangs. "thread": in this
+    # process, whose threads can't be killed.
+    isolation: Literal["thread", "process"] = "thread"
     timeout_s: Seconds = 600.0  # `env`, `agent`: time limit of a sample, over all turns
     max_calls: Positive = 256  # `env`, `agent`: turns of a sample, or calls of the policy
     size: Positive | None = None  # training problems; not set: all (`reasoning_gym`, `env`: 1024)
@@ -225,6 +228,11 @@ class TaskSection(Section):
             if getattr(self, key) and (self.kind != "agent" or (key == "env" and self.command is None)):
                 needed = "task.command" if self.kind == "agent" else 'task.kind = "agent"'
                 raise ValueError(f"task.{key} = {getattr(self, key)!r}: needs {needed}; remove the setting")
+
+    @property
+    def has_agents(self) -> bool:
+        """Whether a sample may call the policy more than once."""
+        return self.kind not in ("reasoning_gym", "jsonl", "dataset")
 
 
 class RewardSection(Section):
