@@ -132,7 +132,10 @@ def _step(
         "draft": 0.1,
         "other": 0.15,
     }
-    stages["total"] = sum(stages.values()) - stages["generation"]
+    hidden = ("generation", "data", "sync", "reward", "draft") if staleness else ("generation",)
+    stages["total"] = sum(stages.values()) - sum(stages[name] for name in hidden)
+    if staleness:
+        stages["idle"] = 1.25
     num_drafts = 300
     rates = [min(0.95, (0.45 + 0.3 * progress) ** (j + 1) + 0.02 * rng.random()) for j in range(4)]
     accepted = round(num_drafts * sum(rates))

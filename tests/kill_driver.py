@@ -15,6 +15,7 @@ kind. No thread is started before the fork.
                 after every rename, before every folder that is deleted
     signal      [where, n, signal]: at the n-th "step" of the engine or "update" of the learner
     slow        ["step" or "update", seconds]: each of them takes this much longer
+    nan_at      a gradient is NaN at this optimizer step, counted from 1
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import paceline.rl.checkpoint as checkpoint
 from paceline.build.learner import build_learner
 from paceline.cli import app
 from paceline.engine.engine import LocalEngine
+from paceline.model.optim import Optimizer
 from paceline.model.store import load_tokenizer
 from paceline.rl.learner import Learner
 
@@ -93,6 +95,20 @@ class Calls:
         setattr(owner, name, called)
 
 
+def with_nan_gradient(at: int) -> None:
+    """One element is NaN at this optimizer step."""
+    step, count = Optimizer.step, 0
+
+    def called(optimizer: Optimizer, number: int) -> float:
+        nonlocal count
+        count += 1
+        if count == at:
+            next(iter(optimizer.masters.values())).grad.view(-1)[0] = float("nan")  # type: ignore[union-attr]
+        return step(optimizer, number)
+
+    Optimizer.step = called  # type: ignore[method-assign]
+
+
 def child(folder: Path, job: dict[str, Any], report: int) -> None:
     instants = Instants(job.get("at_write"))
     instants.install()
@@ -103,6 +119,8 @@ def child(folder: Path, job: dict[str, Any], report: int) -> None:
     if "slow" in job:
         where, seconds = job["slow"]
         calls[where].slow_s = seconds
+    if "nan_at" in job:
+        with_nan_gradient(job["nan_at"])
     if (seconds := job.get("after_s")) is not None:
         threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
     if "argv" in job:

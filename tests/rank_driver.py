@@ -99,6 +99,8 @@ def train(job: Job, it: Learner, algorithm: Any) -> dict[str, Any]:
         files = it.save(Path(job.save))
     if job.out is not None:
         tensors = {name: tensor.detach().clone() for name, tensor in it.weights()}
+        if it.section.lora_rank:
+            tensors |= {name: tensor.detach().clone() for name, tensor in it.weights(adapters=True)}
         save_file(tensors | {"logprobs": it.logprobs(scored(some_groups(99)))}, job.out)
     return {
         "losses": [r.loss for r in reports],

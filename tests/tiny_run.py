@@ -122,7 +122,8 @@ def policy(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def lines(run: Path, stream: str) -> list[dict[str, Any]]:
     """The records of a stream."""
-    return [json.loads(line) for line in (run / f"{stream}.jsonl").read_text().splitlines()]
+    text = (run / f"{stream}.jsonl").read_text()
+    return [json.loads(line) for line in text.split("\n") if line]  # splitlines() also splits at U+0085 and U+2028
 
 
 # ---- the result of a run ----

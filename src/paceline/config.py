@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -398,6 +398,9 @@ class OptimizerSection(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
 
 
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
 class LearnerSection(OptimizerSection):
     # Implementation of the trained model. "transformers" is for architectures that Paceline lacks.
     model: Literal["paceline", "transformers"] = "paceline"
@@ -414,14 +417,18 @@ class LearnerSection(OptimizerSection):
     # long sequences.
     deterministic: bool = True
     lora_rank: Count = 0  # rank of LoRA adapters; 0: train all weights
-    lora_alpha: Annotated[float, Field(gt=0)] = 16.0  # LoRA: scale of the adapters
-    # LoRA: matrices with adapters.
-    lora_targets: list[Literal["qkv", "o", "gate_up", "down"]] = ["qkv", "o", "gate_up", "down"]
+    # LoRA: an adapter's term is multiplied with lora_alpha / lora_rank.
+    lora_alpha: Annotated[float, Field(gt=0)] = 16.0
+    # LoRA: modules with adapters, as PEFT's `target_modules`.
+    lora_targets: Annotated[list[LoraTarget], Field(min_length=1)] = [*get_args(LoraTarget)]
+    # LoRA: start with this adapter, a directory of PEFT. Rank, alpha and targets are then those of the adapter.
+    lora_init: str | None = None
     threads: NumThreads | None = None  # CPU threads; not set: all, or half of them if generation overlaps
 
     def check(self) -> None:
-        if self.model == "transformers" and (self.lora_rank or self.optimizer == "muon"):
+        if self.model == "transformers" and (self.lora_rank or self.lora_init or self.optimizer == "muon"):
             key = f"learner.lora_rank = {self.lora_rank}" if self.lora_rank else 'learner.optimizer = "muon"'
+            key = f"learner.lora_init = {self.lora_init!r}" if self.lora_init else key
             raise ValueError(
                 f'{key}: needs the parameter names of Paceline\'s own decoder; with learner.model = "transformers" '
                 "train all weights with adamw"

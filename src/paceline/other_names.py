@@ -57,7 +57,7 @@ TRL: Mapping[str, str] = {
     "optim": "learner.optimizer",
     "lr_scheduler_type": "learner.schedule; its default is constant",
     "gradient_checkpointing": "learner.activation_checkpointing; off by default",
-    "peft_config": "learner.lora_rank, learner.lora_alpha and learner.lora_targets",
+    "peft_config": "learner.lora_rank, learner.lora_alpha and learner.lora_targets, or learner.lora_init",
     "max_steps": "train.num_steps",
     "num_train_epochs": "train.num_steps, in steps",
     "eval_steps": "train.eval_every",

@@ -137,6 +137,47 @@ def test_killed_again_and_again(folder: Path, drive: Drive, whole: Any, flavour:
     assert outcome(folder / f"often {flavour}") == outcome(uninterrupted)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("inflight", ["keep", pytest.param("recompute", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("dapo", [False, True])
+def test_twelve_kills_of_continuous_rollouts(folder: Path, drive: Drive, inflight: str, dapo: bool) -> None:
+    """At engine steps, updates and instants of writing, while the engine or the learner is the slower one. Each group
+    is trained on once, or dropped once and counted."""
+    num_steps, name = 40, f"twelve {inflight} {dapo}"
+    overrides = [*BASE, *STALE, *(DAPO if dapo else ()), f"train.inflight={inflight}", f"train.num_steps={num_steps}"]
+    rng = random.Random(f"{SEED} {name}")
+    print(f"KILL_SEED={SEED}")
+    reached = []
+    for life in range(12):
+        where, first, last = (("step", 5, 60), ("update", 1, 4), ("at_write", 10, 60))[life % 3]
+        n = rng.randrange(first, last)
+        kill = {where: n} if where == "at_write" else {"signal": [where, n, signal.SIGKILL]}
+        slow = ["step", 0.004] if life % 2 else ["update", 0.08]
+        resume = (folder / name / "config.toml").exists()
+        end = drive(name=name, overrides=overrides, resume=resume, slow=slow, **kill)
+        assert end["status"] == -signal.SIGKILL, end["output"]
+        metrics = folder / name / "metrics.jsonl"
+        reached.append(len(metrics.read_bytes().splitlines()) if metrics.exists() else 0)
+    assert 4 < reached[-1] < num_steps and len(set(reached)) > 4, reached
+    end = drive(name=name, overrides=overrides, resume=True)
+    assert end["status"] == 0, end["output"]
+    run = folder / name
+    assert_each_once(run, num_steps, regenerated=True)
+    metrics, rollouts = lines(run, "metrics"), lines(run, "rollouts")
+    assert max(m["staleness_max"] for m in metrics) == 2
+    assert all(r["step"] - version <= 2 for r in rollouts for version, _ in r["versions"])
+    used = {r["group"]: r["step"] for r in rollouts}
+    assert all(used[r["group"]] == r["step"] for r in rollouts), "a group is in two steps"
+    for m in metrics:
+        groups = {r["group"] for r in rollouts if r["step"] == m["step"]}
+        assert m["num_groups"] + m["num_groups_filtered"] == len(groups) and m["num_groups"] == 2
+    if dapo:
+        assert sum(m["num_groups_filtered"] for m in metrics) > 0
+    else:
+        assert set(used) == set(range(2 * num_steps)), "a group is missing"
+        assert not any(m["num_groups_stale"] or m["num_groups_filtered"] for m in metrics)
+
+
 def test_a_different_run_is_caught(folder: Path, drive: Drive, whole: Any) -> None:
     """Otherwise `outcome` would compare too little."""
     uninterrupted, _ = whole("adamw, validated")

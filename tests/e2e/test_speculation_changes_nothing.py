@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import make, policy
+from tiny_run import make, outcome, policy
 
 STEPS = "train.num_steps=12"
 
@@ -66,6 +66,21 @@ def test_another_seed_gives_another_run(folder: Path, plain: Any) -> None:
     records, weights, _ = run(folder, "seed", "train.seed=1")
     assert not same(records, plain[0], KEYS)
     assert not all(torch.equal(weights[name], tensor) for name, tensor in plain[1].items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_with_adapters(tmp_path: Path, dtype: str) -> None:
+    """LoRA in float32 with the native kernels, and beside shared weights in plain torch: the adapters are identical."""
+    given = "learner.lora_rank=4", "learner.learning_rate=0.02", f"model.dtype={dtype}", "train.num_steps=6"
+    records, weights, _ = run(tmp_path, "off", *given)
+    drafted, again, accepted = run(
+        tmp_path, "on", *given, "speculation.method=suffix", "speculation.prompt_lookup_min=1"
+    )
+    assert accepted > 0
+    assert same(records, drafted, KEYS)
+    assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
+    files = [outcome(tmp_path / name)["files"]["learner/shard-00001-of-00001.safetensors"] for name in ("off", "on")]
+    assert files[0] == files[1], "the checkpoint has the adapters"
 
 
 @pytest.mark.slow

@@ -132,3 +132,31 @@ def test_dynamic_sampling_keeps_surplus_and_drops_stale_groups(tmp_path: Path) -
     trained = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     keys = [(r["group"], r["sample"]) for r in trained]
     assert len(keys) == len(set(keys)), "a rollout was trained on twice"
+
+
+@pytest.mark.parametrize("inflight", ["drain", "keep"])
+@pytest.mark.parametrize("differs", [False, True])
+def test_engine_and_learner_are_compared_at_equal_versions(tmp_path: Path, inflight: str, differs: bool) -> None:
+    """Evaluations have tokens of the learner's version, the rollouts of an asynchronous step hardly any."""
+    settings = "train.max_staleness=2", f"train.inflight={inflight}", "train.num_steps=6", "train.eval_every=2"
+    trainer = make(tmp_path, "run", *settings)
+    engine, update = trainer.engine, trainer.engine.update_weights
+
+    def updated(*args: Any) -> Any:
+        receipt = update(*args)
+        if differs and receipt.version == 4:  # the receipt is right, the weights change afterwards
+            with torch.no_grad():
+                engine.paged.decoder.norm.mul_(1.5)
+        return receipt
+
+    engine.update_weights = updated  # type: ignore[method-assign]
+    trainer.run()
+    trainer.close()
+    metrics = lines(tmp_path / "run", "metrics")
+    found = {m["version"]: m["eval_mismatch_mean"] for m in metrics if "eval" in m}
+    assert list(found) == [2, 4, 6] and found[2] < 1e-9 and found[6] < 1e-9
+    assert any(m["mismatch_mean"] is None for m in metrics), "the test needs steps that compare nothing"
+    assert (found[4] > 0.02) == differs
+    assert [m["version"] for m in metrics if m["mismatch_alarm"]] == ([4] if differs else [])
+    alarms = [note for note in trainer.callback.notes if "engine and learner differ" in note]
+    assert len(alarms) == differs

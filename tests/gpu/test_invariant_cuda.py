@@ -330,13 +330,16 @@ def test_speculation_changes_no_bit_of_tokens_and_logprobs(drafter: str) -> None
         assert (sum(c.num_preemptions for c in found) > 0) == (options is preempting)
 
 
-def test_logits_of_a_large_model_do_not_depend_on_how_its_tokens_are_computed() -> None:
-    """Two layers of Qwen3-8B: products in two parts, the fused SwiGLU kernel, and torch's products."""
-    from paceline.bench.random_weights import random_decoder
+@pytest.mark.parametrize("rank", [0, 16])
+def test_logits_of_a_large_model_do_not_depend_on_how_its_tokens_are_computed(rank: int) -> None:
+    """Two layers of Qwen3-8B: products in two parts, the fused SwiGLU kernel, torch's products, and LoRA adapters."""
+    from paceline.bench.random_weights import add_random_adapters, random_decoder
     from paceline.model.cuda.invariant import InvariantOps
 
     config = replace(SHAPES["qwen3-8b"], num_layers=2, vocab_size=4096)
     decoder = random_decoder(config, torch.bfloat16, CUDA)
+    if rank:
+        add_random_adapters(decoder, rank)
     decoder.ops = InvariantOps(decoder)
     paged = PagedDecoder(decoder, 400)
     ids = np.random.default_rng(0).integers(0, 4096, 1400).astype(np.int32)
@@ -405,13 +408,14 @@ def test_draws_have_the_same_bits_beside_truncated_rows(vocab_size: int) -> None
     assert drawn[0].logprobs[63] != drawn[1].logprobs[63]
 
 
-def test_runs_with_and_without_drafts_are_identical(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [[], ["learner.lora_rank=4", "learner.learning_rate=0.02"]], ids=["all", "lora"])
+def test_runs_with_and_without_drafts_are_identical(lora: list[str], tmp_path: Path) -> None:
     """Tokens, rewards, losses and weights of RL runs in bfloat16, with a loss that reads the engine's logprobs."""
     write_model(tmp_path / "model", head_dim=16)
     write_task(tmp_path / "task.jsonl")
     settings = [
         "model.device=cuda", "model.dtype=bfloat16", "sampling.max_tokens=32", "train.num_steps=6",
-        "algorithm.correction=token_tis", "speculation.audit_every=2",
+        "algorithm.correction=token_tis", "speculation.audit_every=2", *lora,
     ]  # fmt: skip
     suffix = ["speculation.method=suffix", "speculation.policy=static"]
     modes = {

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from paceline.model.attention import PackedAttention, VarlenAttention
 from paceline.model.decoder import Decoder
 from paceline.model.flash import Segments
-from paceline.model.layer import Lora, init_random
+from paceline.model.layer import Lora, LoraPart, init_random
 from paceline.model.ops import Ops, TorchOps
 from paceline.rl import logprobs
 from paceline.rl.logprobs import token_logprobs
@@ -86,15 +86,17 @@ def test_norms(shape: tuple[int, int]) -> None:
     assert broken(lambda *t: fused.add_norm(*t, 1e-4), add_norm[plain], [x, y, weight])
 
 
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("rank, only_up", [(0, False), (4, False), (4, True)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_tokens, size", [(1, 8), (19, 24), (3, 1250)])
-def test_mlp(num_tokens: int, size: int, bias: bool, rank: int) -> None:
-    """gate_up and down, both with bias and adapter if there are any."""
+def test_mlp(num_tokens: int, size: int, bias: bool, rank: int, only_up: bool) -> None:
+    """gate_up and down, both with bias and adapters if there are any. `only_up`: gate has none."""
     layer = Decoder(tiny_config(intermediate_size=size, mlp_bias=bias)).layers[0].to(DEVICE)
     linears = layer.gate_up, layer.down
     for linear in linears if rank else ():
-        linear.lora = Lora(linear.num_in, linear.num_out, rank, 0.7).to(DEVICE)
+        whole = [LoraPart(0, linear.num_out)]
+        parts = whole if linear is layer.down else [LoraPart(0, size), LoraPart(size, size)][only_up:]
+        linear.lora = Lora(linear.num_in, parts, rank, 0.7).to(DEVICE)
     parameters = [(module, name) for linear in linears for module in linear.modules() for name in module._parameters]
     parameters = [(module, name) for module, name in parameters if getattr(module, name) is not None]
     trained = [pair for pair in parameters if not rank or isinstance(pair[0], Lora)]

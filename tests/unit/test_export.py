@@ -48,7 +48,10 @@ FLAVOURS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "qwen3": ({"family": "qwen3", "qk_norm": True}, ["learner.optimizer=muon"]),
     "qwen2, longer context": ({"family": "qwen2", "qkv_bias": True}, ["model.yarn_factor=2.0"]),
     "lora": ({}, ["learner.lora_rank=4", "learner.lora_alpha=20.0"]),
-    "lora of two matrices": ({"tie_embeddings": False}, ["learner.lora_rank=3", 'learner.lora_targets=["o", "qkv"]']),
+    "lora of two matrices": (
+        {"tie_embeddings": False},
+        ["learner.lora_rank=3", 'learner.lora_targets=["o_proj", "q_proj", "v_proj"]'],
+    ),
     "transformers": ({}, ["learner.model=transformers"]),
 }
 

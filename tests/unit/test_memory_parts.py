@@ -44,12 +44,14 @@ from paceline.rl.packing import KEYS_PER_TOKEN
 def test_weights_and_optimizer_equal_those_of_a_learner(family: str, optimizer: str, rank: int, dtype: str) -> None:
     biases = {"qkv_bias": family != "qwen3", "o_bias": family == "llama", "mlp_bias": family == "llama"}
     model = tiny_config(family=family, qk_norm=family == "qwen3", tie_embeddings=family == "llama", **biases)
-    targets = 'learner.lora_targets=["qkv", "down"]'
+    targets = 'learner.lora_targets=["q_proj", "v_proj", "up_proj", "down_proj"]'
     config = on_gpu(f"learner.optimizer={optimizer}", f"learner.lora_rank={rank}", f"model.dtype={dtype}", targets)
     learner = Learner(init(model, 0, getattr(torch, dtype)), config.learner, num_steps=1)
     sizes = plan_parts(config, RunShape(model, 80 * GIB), 1024, 2048)
     assert sizes.learner_weights == sum(p.nbytes for p in learner.decoder.parameters())
-    assert sizes.engine_weights == sum(p.nbytes for p in Decoder(model).to(getattr(torch, dtype)).parameters())
+    own = sum(p.nbytes for p in Decoder(model).to(getattr(torch, dtype)).parameters())
+    adapters = sum(p.nbytes for name, p in learner.decoder.named_parameters() if ".lora." in name)
+    assert sizes.engine_weights == (adapters if rank else own)
     optim = learner.optimizer
     copies = [m for name, m in optim.masters.items() if m is not optim.parameters[name]]
     assert sizes.masters == sum(m.nbytes for m in copies)
@@ -106,7 +108,21 @@ def test_targets() -> None:
     # 61,504 bytes per token and layer: residuals, norms, qkv, attention, gate_up.
     assert small.activations == 8192 * 28 * (16384 + 8192 + 8192 + 4096 + 64 + 24576)
     large = plan(LARGE, 141e9, "learner.lora_rank=16")
-    assert large.tokens_per_microbatch == 8192 and large.sum_bytes <= 85 * GIB
+    assert large.tokens_per_microbatch == 8192 and large.sum_bytes <= 65 * GIB
+
+
+def test_lora_needs_no_second_copy_of_the_weights() -> None:
+    """The engine of a merged run of 8B has 15.3 GiB more."""
+    lora, num, num_adapters = "learner.lora_rank=16", 8_190_735_360, 43_646_976
+    large = plan(LARGE, 141e9, lora)
+    assert large.engine_weights == 2 * num_adapters and large.learner_weights == 2 * (num + num_adapters)
+    assert 2 * num - large.engine_weights > 14 * GIB
+    assert plan(LARGE, 141e9, lora, "train.max_staleness=2").published_weights == 3 * 2 * num_adapters
+    assert plan(LARGE, 141e9, lora, num_ranks=2).engine_weights == 2 * (num + num_adapters), "ranks shard theirs"
+    vllm = plan(LARGE, 250e9, lora, "engine.kind=vllm", "engine.vllm.gpu_memory_utilization=0.2", "engine.sleep=true")
+    assert vllm.engine_weights == 2 * num, "it gets merged weights"
+    few = plan(LARGE, 141e9, lora, 'learner.lora_targets=["q_proj", "v_proj"]')
+    assert few.engine_weights == 2 * 36 * 16 * ((4096 + 4096) + (4096 + 1024))
 
 
 def test_reference_published_weights_checkpointing_and_ranks() -> None:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from paceline.console import escape_controls
 from paceline.files import number
 from paceline.report import chart, figures, key_figures, rollouts, series
+from paceline.report.elements import seconds
 from paceline.report.html import render_page, write_report
 from paceline.report.run import OUTCOMES, read_run
 from paceline.report.series import Series
@@ -202,7 +203,17 @@ def test_stages_add_up_to_the_step(tmp_path, staleness):
     assert sum(value or 0 for values in stages.values() for value in values) == pytest.approx(
         sum(record["stages"]["total"] for record in run.steps)
     )
-    assert ("exposed generation" in render_page(run)) == (staleness > 0)
+    page = render_page(run)
+    assert ("exposed generation" in page) == ("The engine had nothing to generate for" in page) == (staleness > 0)
+
+
+def test_engine_idle_time_and_trainer_wait(tmp_path):
+    run = read_run(make_run(tmp_path, 4, max_staleness=2))
+    waited, rewards, whole = (run.total("stages", name) for name in ("exposed_generation", "reward", "total"))
+    page = render_page(run)
+    assert f"Training waited for rollouts for {seconds(waited)}, {waited / whole:.0%} of the time" in page
+    assert f"nothing to generate for {seconds(5 + rewards)}, {(5 + rewards) / whole:.0%} of the time" in page
+    assert f"it waited {seconds(5.0)} for newer weights, and {seconds(rewards)} for rewards" in page
 
 
 def test_warnings(folder):

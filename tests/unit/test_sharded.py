@@ -177,7 +177,7 @@ def test_two_ranks_shard_a_transformers_model(drive: Drive, checkpoint: Callable
 def test_the_policy_in_a_checkpoint_of_two_ranks(
     rank: int, drive: Drive, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Read without a learner, it has the same bits as the ranks' weights, also with merged adapters."""
+    """Read without a learner, it has the same bits as the ranks' weights and adapters, merged or not."""
     source, section = checkpoint("llama", tie=False), {"lora_rank": rank}
     job = {"directory": str(source), "updates": [0, 2], "algorithm": CISPO, "learner": section}
     found = drive(size=2, save=str(tmp_path / "state"), out=str(tmp_path / "out"), **job)
@@ -187,7 +187,8 @@ def test_the_policy_in_a_checkpoint_of_two_ranks(
     with torch.device("meta"):
         decoder = Decoder(read_config(source))
     with StoredPolicy(tmp_path / "state", source, decoder, LearnerSection(**section), torch.float32) as policy:
-        weights = dict(policy.weights(torch.float32))
+        weights = dict(policy.weights(torch.float32)) | (dict(policy.adapters(torch.float32)) if rank else {})
+    assert any("lora_B" in name and tensor.any() for name, tensor in expected.items()) == (rank > 0)
     assert weights.keys() == expected.keys() and all(torch.equal(weights[name], x) for name, x in expected.items())
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 
+from paceline.config import LoraTarget
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
 from paceline.model.eagle3 import Eagle3Head, head_config
 from paceline.model.layer import init_random
+from paceline.model.lora import adapters_of, attach
 
 
 def random_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -16,6 +20,14 @@ def random_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device
     decoder = decoder.to(dtype).to_empty(device=device).requires_grad_(False)
     init_random(decoder.named_parameters(), 0, device)
     return decoder
+
+
+def add_random_adapters(decoder: Decoder, rank: int) -> None:
+    """LoRA adapters of all modules, none of which is zero."""
+    attach(decoder, rank, rank, get_args(LoraTarget))
+    noise = torch.Generator(decoder.device).manual_seed(2)
+    for lora in adapters_of(decoder):
+        lora.requires_grad_(False).up.normal_(0, 0.02, generator=noise)
 
 
 def random_head(target: ModelConfig, draft_vocab_size: int, dtype: torch.dtype, device: torch.device) -> Eagle3Head:

@@ -23,7 +23,7 @@ import torch
 
 from paceline.bench.common import decode_steps
 from paceline.bench.memory import is_out_of_memory, peak_memory_gib, reset_memory
-from paceline.bench.random_weights import random_decoder, random_head
+from paceline.bench.random_weights import add_random_adapters, random_decoder, random_head
 from paceline.bench.roofline import Load, step_s
 from paceline.bench.step_settings import Settings, beta_probabilities, imposed_probability
 from paceline.build.cost import NUM_ROUNDS, measure_drafts, time_step
@@ -104,6 +104,8 @@ class BenchModel:
         s, config = self.settings, self.config
         use_expandable_segments(self.device)
         decoder, head = random_decoder(config, self.dtype, self.device), None
+        if s.lora_rank:
+            add_random_adapters(decoder, s.lora_rank)
         if s.drafter == "eagle3" and any(s.draft_lengths):
             head = random_head(config, min(s.draft_vocab_size, config.vocab_size), self.dtype, self.device)
         if s.has_kernels:

@@ -56,6 +56,7 @@ class Settings:
     eager: bool = False  # the same kernels, without graphs
     plain_torch: bool = False  # neither graphs nor kernels
     invariant: bool | None = None  # batch-invariant kernels; None: where a run uses them
+    lora_rank: int = 0  # the model has adapters of this rank beside its weights
     draft_vocab_size: int = 32000  # limited to the model's vocabulary
     head_dtype: str = "auto"  # as speculation.head_dtype
     device: str = "cuda"
@@ -72,6 +73,7 @@ class Settings:
         check_numbers(0, 256, k=self.draft_lengths)
         check_numbers(1, batch=self.batches, prompt_tokens=self.prompt_tokens, max_tokens=self.max_tokens)
         check_numbers(1, draft_vocab=self.draft_vocab_size)
+        check_numbers(0, lora_rank=self.lora_rank)
         check_numbers(1, copy_rate=self.rates.bytes_per_s, matmul_rate=self.rates.flops_per_s)
         longest, context = self.prompt_tokens + self.max_tokens, SHAPES[self.model].max_positions
         if longest > context:
@@ -166,7 +168,8 @@ def title(settings: Settings) -> str:
     imposed = f"acceptance imposed: {s.imposed_acceptance:g}" if s.imposed_acceptance is not None else ""
     drafter = f"{s.drafter} ({s.policy})" if any(s.draft_lengths) else ""
     length = f"{s.prompt_tokens} + {s.max_tokens} tokens"
-    parts = (f"{s.model}: steps", machine_name(s.device), s.dtype, drafter, length, mode, imposed)
+    lora = f"LoRA adapters of rank {s.lora_rank}" if s.lora_rank else ""
+    parts = (f"{s.model}: steps", machine_name(s.device), s.dtype, lora, drafter, length, mode, imposed)
     return ", ".join(filter(None, parts))
 
 

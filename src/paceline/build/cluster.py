@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.build.adapter import with_adapter_settings
 from paceline.build.config import with_absolute_paths
 from paceline.build.learner import run_worker
 from paceline.build.run import build_rollout_engine, build_trainer
@@ -29,7 +30,7 @@ class ClusterRun:
     """A run of `paceline train` with cluster.kind = "ray". Close it, also after an error."""
 
     def __init__(self, config: Config, callback: ProgressCallback, *, run: Path | None, resume: Path | None) -> None:
-        config = with_absolute_paths(config)
+        config = with_adapter_settings(with_absolute_paths(config))
         self._supervisor = build_supervisor(config, callback)
         self._resume = resume is not None
         self._is_fresh = run is None and resume is None

@@ -49,6 +49,7 @@ def with_absolute_paths(config: Config) -> Config:
         "reward": None if reward is None else _absolute_reward(reward),
         "speculation": _absolute(config.speculation, "head", "draft_model", "cost_table"),
         "draft": _absolute(config.draft, "data", "init"),
+        "learner": _absolute(config.learner, "lora_init"),
     }
     return config.model_copy(update=changed)
 

@@ -19,8 +19,9 @@ from paceline.speculation.auto import MODELS
 from paceline.speculation.cost_files import cost_table_of
 
 
-def build_engine(config: Config) -> LocalEngine:
-    """A local engine with its model, tokenizer, drafter and policy."""
+def build_engine(config: Config, with_adapters: bool = False) -> LocalEngine:
+    """A local engine with its model, tokenizer, drafter and policy. `with_adapters`: it computes with the adapters of
+    learner.lora_rank, and weight updates have only these; else updates have merged weights."""
     if config.engine.kind != "local":
         raise ValueError(f'engine.kind = "{config.engine.kind}": is for `paceline train`; here use "local"')
     if config.speculation.cost_table is not None:
@@ -29,7 +30,7 @@ def build_engine(config: Config) -> LocalEngine:
         torch.set_num_threads(config.engine.threads)
     directory = resolve(config.model.name)
     tokenizer = load_tokenizer(directory, config.model.chat_template)
-    decoder = build_decoder(config, directory)
+    decoder = build_decoder(config, directory, with_adapters)
     sampler = build_sampler(decoder)
     paged = build_paged(config, decoder)
     drafter = build_drafter(config, decoder, tokenizer)

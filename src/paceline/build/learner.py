@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.build.adapter import with_adapter_settings
 from paceline.build.memory import resolve_memory
 from paceline.build.model import check_device, check_training_dtype, has_kernels, load_decoder, prepare_device
 from paceline.config import Config
 from paceline.model.attention import has_varlen
-from paceline.model.decoder import Decoder
+from paceline.model.decoder import Decoder, with_shared_weights
 from paceline.model.hf_decoder import HFDecoder, load_hf
+from paceline.model.peft_files import read_adapter
 from paceline.model.store import resolve
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.learner import Learner
 from paceline.rl.worker_group import WorkerGroup
 
 
-def build_learner(config: Config, directory: Any, worker_group: WorkerGroup | None = None) -> Learner:
+def build_learner(
+    config: Config, directory: Any, worker_group: WorkerGroup | None = None, base: Decoder | None = None
+) -> Learner:
+    """`base`: a decoder of the same model; the learner trains adapters beside its weights instead of loading them."""
     # Several ranks shard the model over their devices, so the whole model is loaded to host memory.
-    shared = worker_group is not None and worker_group.size > 1
+    is_sharded = worker_group is not None and worker_group.size > 1
+    init = config.learner.lora_init
     return Learner(
-        load_policy(config, directory, "cpu" if shared else config.model.device),
+        load_policy(config, directory, "cpu" if is_sharded else config.model.device, base),
         config.learner,
+        adapter=None if init is None else read_adapter(Path(init)),
         num_steps=config.train.num_steps,
         temperature=config.sampling.temperature,
         keep_reference=config.algorithm.beta > 0,
@@ -34,12 +42,12 @@ def build_learner(config: Config, directory: Any, worker_group: WorkerGroup | No
     )
 
 
-def load_policy(config: Config, directory: Any, device: str) -> Decoder | HFDecoder:
-    """The model to train, by learner.model."""
+def load_policy(config: Config, directory: Any, device: str, base: Decoder | None = None) -> Decoder | HFDecoder:
+    """The model to train, by learner.model. `base`: a decoder that it shares its weights with."""
     if config.learner.model == "transformers":
         prepare_device(config, device)
         return load_hf(directory, getattr(torch, config.model.dtype), device)
-    decoder = load_decoder(config, directory, device)
+    decoder = load_decoder(config, directory, device) if base is None else with_shared_weights(base)
     if config.model.device.startswith("cuda"):
         use_train_kernels(decoder)
         warn_of_other_bits(config, decoder.config.head_dim)
@@ -92,6 +100,6 @@ def run_worker(config: Config, worker_group: WorkerGroup) -> None:
         torch.set_num_threads(config.learner.threads)
     check_training_dtype(config)
     algorithm = make_algorithm(config.algorithm, config.sampling.max_tokens)
-    config, _ = resolve_memory(config, worker_group)
+    config, _ = resolve_memory(with_adapter_settings(config), worker_group)
     learner = build_learner(config, resolve(config.model.name), worker_group)
     learner.run_worker(algorithm.loss, algorithm.weights)

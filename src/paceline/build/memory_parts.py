@@ -45,9 +45,30 @@ def num_weights(model: ModelConfig) -> int:
 def num_lora_weights(config: Config, model: ModelConfig) -> int:
     """The adapters: A [rank, inputs] and B [outputs, rank] of each target."""
     d, i, e = model.hidden_size, model.intermediate_size, model.head_dim
-    heads, qkv = model.num_heads * e, (model.num_heads + 2 * model.num_kv_heads) * e
-    shapes = {"qkv": d + qkv, "o": heads + d, "gate_up": d + 2 * i, "down": i + d}
-    return model.num_layers * config.learner.lora_rank * sum(shapes[name] for name in config.learner.lora_targets)
+    heads, keys = model.num_heads * e, model.num_kv_heads * e
+    attention = {"q_proj": d + heads, "k_proj": d + keys, "v_proj": d + keys, "o_proj": heads + d}
+    sizes = attention | dict.fromkeys(("gate_proj", "up_proj", "down_proj"), d + i)
+    return model.num_layers * config.learner.lora_rank * sum(sizes[name] for name in config.learner.lora_targets)
+
+
+def engine_weight_bytes(config: Config, model: ModelConfig, num_ranks: int) -> int:
+    """Of the engine alone. With LoRA, a local engine computes beside the base weights of the learner in its process and
+    has adapters of its own. A learner of several ranks shards its base weights. vLLM gets merged weights."""
+    size, weights = itemsize(config), num_weights(model)
+    if not has_own_adapters(config):
+        return size * weights
+    is_packed = config.model.device == "cpu" and config.model.dtype == "float32" and config.engine.native
+    return size * (num_lora_weights(config, model) + weights * (num_ranks > 1 or is_packed))
+
+
+def has_own_adapters(config: Config) -> bool:
+    """Whether weight updates of the engine have only adapters."""
+    return config.learner.lora_rank > 0 and config.engine.kind == "local"
+
+
+def published_bytes(config: Config, model: ModelConfig) -> int:
+    """Of one version of the policy, as the engine gets it."""
+    return itemsize(config) * (num_lora_weights(config, model) if has_own_adapters(config) else num_weights(model))
 
 
 def gathered_weights(model: ModelConfig) -> int:
@@ -67,7 +88,7 @@ def checkpoint_bytes(config: Config, model: ModelConfig, head: HeadConfig | None
     """On disk, of all ranks: trained parameters and moments in float32 or better, the versions of the policy that
     pending batches begin with, and the state of a head that is trained online. Without rollouts and history."""
     trained = num_lora_weights(config, model) if config.learner.lora_rank else num_weights(model)
-    versions = config.train.max_staleness * num_weights(model) * itemsize(config)
+    versions = config.train.max_staleness * published_bytes(config, model)
     online = num_head_weights(head) if head is not None and config.draft.online != "off" else 0
     return trained * max(4, itemsize(config)) + moment_bytes(config, model, trained) + versions + 12 * online
 

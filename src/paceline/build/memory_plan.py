@@ -56,7 +56,7 @@ class MemoryPlan:
     packed_tokens: int  # of the largest microbatch: a single sequence may be longer than tokens_per_microbatch
     sleeps: bool  # whether the KV cache is freed while the learner trains, so that both use the same memory
     learner_weights: int
-    engine_weights: int  # a copy of its own; with LoRA, the merged weights
+    engine_weights: int  # a copy of its own; with LoRA only the adapters, if it shares the learner's base weights
     published_weights: int  # copies that wait for the engine, if generation and training overlap
     reference: int  # the weights of the reference policy
     masters: int  # float32 copies of the trained parameters
@@ -152,9 +152,9 @@ def plan_parts(
         sleeps=False,
         # Shards of trained parameters are their own masters.
         learner_weights=(trained * (num_ranks == 1 or size >= 4) + frozen) * size // num_ranks + gathered,
-        engine_weights=weights * size,
+        engine_weights=parts.engine_weight_bytes(config, model, num_ranks),
         # One version for each that a batch in the queue may begin with, and the newest.
-        published_weights=(config.train.max_staleness + 1) * weights * size if overlaps else 0,
+        published_weights=(config.train.max_staleness + 1) * parts.published_bytes(config, model) if overlaps else 0,
         # With LoRA it is the learner's own model without adapters.
         reference=(weights * size // num_ranks + gathered) if config.algorithm.beta > 0 and not frozen else 0,
         masters=trained * 4 // num_ranks if size < 4 else 0,  # else the weights themselves

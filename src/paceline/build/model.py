@@ -16,6 +16,7 @@ from paceline.model.device import use_device, use_expandable_segments
 from paceline.model.hf_shape import Shape
 from paceline.model.kernels import pack_for_inference
 from paceline.model.kv import BLOCK
+from paceline.model.lora import attach
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
 from paceline.model.weights import load
@@ -83,9 +84,13 @@ def load_decoder(config: Config, directory: Any, device: str | None = None) -> D
     return load(directory, dtype, device, config.model.yarn_factor).requires_grad_(False)
 
 
-def build_decoder(config: Config, directory: Any) -> Decoder:
-    """The model for inference, with compiled kernels if engine.native is set and they support it; else plain torch."""
+def build_decoder(config: Config, directory: Any, with_adapters: bool = False) -> Decoder:
+    """The model for inference, with compiled kernels if engine.native is set and they support it; else plain torch.
+    `with_adapters`: with the LoRA adapters that the settings train."""
     decoder = load_decoder(config, directory)
+    if with_adapters and (learner := config.learner).lora_rank:
+        attach(decoder, learner.lora_rank, learner.lora_alpha, learner.lora_targets)
+        decoder.requires_grad_(False)
     if config.engine.native and config.model.device == "cpu" and config.model.dtype == "float32":
         try:
             pack_for_inference(decoder)

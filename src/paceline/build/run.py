@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from paceline import __version__
+from paceline.build.adapter import with_adapter_settings
 from paceline.build.config import load_config, with_absolute_paths
 from paceline.build.context import check_context, longest_prompt
 from paceline.build.cost import hardware_name
@@ -74,13 +75,23 @@ def build_rollout_engine(config: Config) -> Engine:
     if config.engine.kind == "vllm":
         return build_vllm_engine(config)
     try:
-        return build_engine(config)
+        return build_engine(config, with_adapters=True)
     except ModelError as error:
         if config.learner.model == "transformers":
             raise ValueError(
                 f'{error}. The local engine does not support this model: set engine.kind = "vllm"'
             ) from None
         raise
+
+
+def shared_base(config: Config, engine: Engine, worker_group: WorkerGroup | None) -> Decoder | None:
+    """The engine's model, if the learner can train adapters on the same base weights. Not if the learner's ranks shard
+    their own, nor if the engine runs in another process or has packed its weights for the CPU kernels."""
+    is_alone = worker_group is None or worker_group.size == 1
+    if not config.learner.lora_rank or not is_alone or not isinstance(engine, LocalEngine):
+        return None
+    decoder = engine.paged.decoder
+    return decoder if decoder.embed.panels is None else None
 
 
 def build_auditor(config: Config, engine: Engine) -> Auditor | None:
@@ -111,7 +122,7 @@ def build_trainer(
     raised before the folder is created. `engine` and `rewarder` replace those that this would build. `worker_group` has
     the ranks of the learner."""
     check_training_dtype(config)
-    config = with_absolute_paths(config)
+    config = with_adapter_settings(with_absolute_paths(config))
     config, plan = resolve_memory(config, worker_group)
     if resume is not None:
         if (warning := other_memory_note(resume, plan)) is not None:
@@ -134,7 +145,7 @@ def build_trainer(
             check_context(config, directory, settings, longest_prompt(problems, engine.tokenizer))
     if resume is not None and (warning := other_kernels_note(resume, engine)) is not None:
         callback.note(warning)
-    learner = build_learner(config, directory, worker_group)
+    learner = build_learner(config, directory, worker_group, shared_base(config, engine, worker_group))
     head_trainer = build_online_head_trainer(config, learner) if config.draft.online != "off" else None
     if resume is None:
         folder = RunFolder.create(

@@ -130,6 +130,9 @@ def step(
     ] = 0.25,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 512,
     max_tokens: Annotated[int, typer.Option(help="Tokens per completion.")] = 256,
+    lora_rank: Annotated[
+        int, typer.Option(help="Rank of LoRA adapters beside the weights; 0: none, as with merged weights.")
+    ] = 0,
     draft_vocab: Annotated[int, typer.Option(help="Maximum size of the head's vocabulary.")] = 32000,
     head_dtype: Annotated[
         str, typer.Option(help="Dtype of the head's large matrix products: model, float8 or auto.")
@@ -177,6 +180,7 @@ def step(
         eager=eager,
         plain_torch=plain_torch,
         invariant=invariant,
+        lora_rank=lora_rank,
         draft_vocab_size=draft_vocab,
         head_dtype=head_dtype,
         device=device,

@@ -350,6 +350,9 @@ def export(
     head: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also export the EAGLE-3 head of a run with draft.online.")
     ] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Export only the LoRA adapter, as a directory of PEFT.")
+    ] = False,
     dtype: Annotated[
         str | None,
         typer.Option(help="Dtype of the weights: float32, bfloat16, float16 or float64.", show_default="model.dtype"),
@@ -358,12 +361,13 @@ def export(
     """Export a run's policy as a Hugging Face directory (config.json, safetensors, tokenizer).
 
     Runs on the CPU, tensor by tensor: memory is needed for the largest tensor, not for the model. LoRA adapters are
-    merged.
+    merged, except with `--adapter`: then the output is adapter_config.json and adapter_model.safetensors.
 
     Examples:
 
     - `paceline export runs/chain_sum-20260101-120000 ./my-model --best`
     - `paceline export runs/chain_sum-20260101-120000 ./my-model --head ./my-head`
+    - `paceline export runs/chain_sum-20260101-120000 ./my-adapter --adapter`
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -372,6 +376,14 @@ def export(
     if dtype is not None:
         check_choices(DTYPES, dtype=dtype)
     config = run_config(run)
+    if adapter:
+        if head is not None:
+            raise ValueError("--head: a head is for a whole model; export it without --adapter")
+        from paceline.build.adapter import export_adapter
+
+        export_adapter(config, run, directory, best, dtype)
+        out.print(str(directory), soft_wrap=True)
+        return
     from paceline.build.export import export_policy
 
     columns = (

@@ -89,6 +89,10 @@ class RayEngine:
         return min(replica.info.max_model_len for replica in self._replicas)
 
     @property
+    def takes_adapters(self) -> bool:
+        return self._replicas[0].info.takes_adapters
+
+    @property
     def wants_sleep(self) -> bool:
         return self._section.layout == "colocated" and any(replica.info.wants_sleep for replica in self._replicas)
 

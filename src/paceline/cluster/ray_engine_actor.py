@@ -29,6 +29,7 @@ class EngineInfo:
     """What a learner needs to know about an engine."""
 
     dtype: torch.dtype
+    takes_adapters: bool
     wants_sleep: bool
     max_model_len: int
     pid: int
@@ -53,7 +54,8 @@ class EngineActor:
         self._reset()
         self._engine.load_state_dict(self._initial_state)
         self._session = session
-        return EngineInfo(self._engine.dtype, self._engine.wants_sleep, self._engine.max_model_len, os.getpid())
+        engine = self._engine
+        return EngineInfo(engine.dtype, engine.takes_adapters, engine.wants_sleep, engine.max_model_len, os.getpid())
 
     def end_session(self, session: str) -> None:
         self._engine_for(session)

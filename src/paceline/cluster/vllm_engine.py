@@ -89,6 +89,10 @@ class VllmEngine:
         return int(self._config.model_config.max_model_len)
 
     @property
+    def takes_adapters(self) -> bool:
+        return False
+
+    @property
     def wants_sleep(self) -> bool:
         """On a GPU vLLM takes nearly all of the memory."""
         return bool(self._config.model_config.enable_sleep_mode)

@@ -242,6 +242,48 @@ void linear(const float *x, const float *panels, const float *bias, float *y, in
         }
 }
 
+/* ---- adapters: y [T, y_stride] += scale * inner [T, inner_stride] B^T, with B [N, K] as panels ---- */
+
+typedef struct {
+    const float *inner, *panel;
+    float *y, scale;
+    int64_t inner_stride, y_stride, num_k;
+    int width; /* the panel's outputs, at most 16 */
+} AdapterPass;
+
+INLINE void adapter_rows(int rows, const AdapterPass *a) {
+    vf acc[MAX_ROWS][NV];
+    EACH_ROW EACH_VEC acc[r][c] = (vf){0};
+    product(rows, a->num_k, a->inner, a->inner_stride, a->panel, 16, acc, 0, 0, 0);
+    EACH_ROW {
+        float *y = a->y + r * a->y_stride, sums[16] = {0};
+        memcpy(sums, y, a->width * sizeof(float));
+        EACH_VEC store(sums + c * LANES, fma_v(splat(a->scale), acc[r][c], load(sums + c * LANES)));
+        memcpy(y, sums, a->width * sizeof(float));
+    }
+}
+
+void add_adapter(const float *inner, const float *panels, float scale, float *y, int64_t num_rows, int64_t num_k,
+                 int64_t num_n, int64_t inner_stride, int64_t y_stride) {
+    int64_t num_panels = (num_n + 15) / 16;
+#pragma omp parallel for schedule(static) if (num_rows * num_n * num_k > 4 * SMALL)
+    for (int64_t p = 0; p < num_panels; p++)
+        for (int64_t row = 0, rows; row < num_rows; row += rows) {
+            rows = num_rows - row < MAX_ROWS ? num_rows - row : MAX_ROWS;
+            AdapterPass a = {
+                .inner = inner + row * inner_stride,
+                .panel = panels + p * num_k * 16,
+                .y = y + row * y_stride + p * 16,
+                .scale = scale,
+                .inner_stride = inner_stride,
+                .y_stride = y_stride,
+                .num_k = num_k,
+                .width = num_n - p * 16 < 16 ? (int)(num_n - p * 16) : 16,
+            };
+            WITH_ROWS(rows, adapter_rows, &a)
+        }
+}
+
 void embed(const int64_t *tokens, const float *panels, float *y, int64_t num_rows, int64_t num_k) {
 #pragma omp parallel for schedule(static) if (num_rows * num_k > SMALL)
     for (int64_t t = 0; t < num_rows; t++) {

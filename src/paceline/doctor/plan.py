@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.build import memory_parts
+from paceline.build.adapter import with_adapter_settings
 from paceline.build.cluster import build_plan
 from paceline.build.config import load_config, with_absolute_paths
 from paceline.build.context import check_context, longest_prompt
@@ -85,6 +86,7 @@ def plan_run(
 ) -> RunPlan:
     """Of a new run in folder `run`, or of a run to `resume`. `console` shows the download of a model."""
     plan = RunPlan(rows=described(config))
+    config = plan.attempt("adapter", lambda: with_adapter_settings(config)) or config
     if resume is not None:
         plan.notes = plan.attempt("resume", lambda: resume_notes(config, resume)) or []
     elif run is not None and run.is_dir():

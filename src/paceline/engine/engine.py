@@ -343,9 +343,9 @@ class LocalEngine:
     # -- between steps ----------------------------------------------------------------------------------------------
 
     def update_weights(self, weights: Weights, version: int, inflight: str = "recompute") -> Receipt:
-        """Use new policy weights from now on. Running sequences `keep` the KV that the old weights computed, or
-        `recompute` it. Emitted tokens stay, each with the version that sampled it. The receipt's checksum is of the
-        weights that the engine now holds."""
+        """Use new policy weights, or adapters if the model has them, from now on. Running sequences `keep` the KV that
+        the old weights computed, or `recompute` it. Emitted tokens stay, each with the version that sampled it. The
+        receipt's checksum is of what the engine now holds."""
         if inflight not in ("keep", "recompute"):
             raise ValueError(f"inflight = {inflight!r}: must be 'keep' or 'recompute'")
         self._drain()
@@ -394,6 +394,10 @@ class LocalEngine:
     @property
     def dtype(self) -> torch.dtype:
         return self.paged.decoder.dtype
+
+    @property
+    def takes_adapters(self) -> bool:
+        return self.paged.has_adapters
 
     @property
     def wants_sleep(self) -> bool:

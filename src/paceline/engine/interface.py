@@ -30,7 +30,8 @@ class Handle:
 
 class Engine(Protocol):
     """`step` returns the completions that finished in it, perhaps none. Weights are updated between two steps, in
-    `dtype` and under Hugging Face names; the receipt's checksum is of the weights that the engine then holds."""
+    `dtype` and under Hugging Face names; with LoRA, if `takes_adapters`, only the adapters, under PEFT's names. The
+    receipt's checksum is of the tensors that the engine then holds under these names."""
 
     tokenizer: Any
     version: int  # of the policy
@@ -39,6 +40,8 @@ class Engine(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def max_model_len(self) -> int: ...  # most tokens of a prompt and its completion
+    @property
+    def takes_adapters(self) -> bool: ...  # it computes with LoRA adapters that are not merged
     @property
     def wants_sleep(self) -> bool: ...  # the KV cache takes memory that a learner on the same device needs
 

@@ -75,6 +75,16 @@ class Decoder(Model):
         return self.ops.logits(hidden, self.lm_head or self.embed)
 
 
+def with_shared_weights(decoder: Decoder) -> Decoder:
+    """A decoder with the same weights, in the same memory, without the adapters. For two that train none of them."""
+    with torch.device("meta"):
+        other = Decoder(decoder.config)
+    for name, _ in list(other.named_parameters()):
+        module, _, leaf = name.rpartition(".")
+        setattr(other.get_submodule(module), leaf, getattr(decoder.get_submodule(module), leaf))
+    return other
+
+
 def first_layers(decoder: Decoder, num_layers: int) -> Decoder:
     """A decoder of the first layers only. It shares the weights, so it changes when they are updated."""
     with torch.device("meta"):

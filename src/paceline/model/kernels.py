@@ -19,7 +19,7 @@ from paceline import native
 from paceline.model.decoder import Decoder
 from paceline.model.eagle3 import Eagle3Head
 from paceline.model.kv import BatchPlan, PagedKV
-from paceline.model.layer import Layer, Linear
+from paceline.model.layer import Layer, Linear, Lora
 from paceline.model.ops import Ops
 from paceline.model.rope import Tables
 from paceline.model.sampling_arrays import SamplingArrays
@@ -45,6 +45,7 @@ class _Plan(ctypes.Structure):
 SIGNATURES: dict[str, dict[str, tuple[Any, ...]]] = {
     "decoder": {
         "linear": (_P, _P, _P, _P, _I, _I, _I),
+        "add_adapter": (_P, _P, _F, _P, _I, _I, _I, _I, _I),
         "embed": (_P, _P, _P, _I, _I),
         "norm": (_P, _P, _F, _P, _I, _I),
         "add_norm": (_P, _P, _P, _F, _I, _I),
@@ -86,6 +87,12 @@ def pack_rows(rows_NK: Tensor, panels: Tensor, first: int) -> None:
     _library("weights").pack(rows_NK.data_ptr(), panels.data_ptr(), first, num_rows, num_in)
 
 
+def pack_adapters(lora: Lora) -> None:
+    """Pack the adapters' current values."""
+    with torch.no_grad():
+        lora.panels = [pack(lora.down.detach()), *(pack(up.detach()) for up in lora.ups(lora.up))]
+
+
 def unpack(panels: Tensor, num_out: int) -> Tensor:
     """The first num_out outputs' weights, [N, K]."""
     assert panels.dtype == torch.float32 and panels.is_contiguous() and num_out <= len(panels) * WIDTH
@@ -111,6 +118,8 @@ def pack_for_inference(model: Decoder | Eagle3Head) -> None:
         if isinstance(module, Linear) and module.weight is not None:
             module.panels = pack(module.weight.detach())
             module.weight = None
+        if isinstance(module, Lora):
+            pack_adapters(module)
     model.ops = ops
     # A step looks up about 300 submodules and parameters through nn.Module.__getattr__, which takes a microsecond or
     # more each. Plain attributes are faster. (Assigning to one through nn.Module removes the plain attribute.)
@@ -152,7 +161,21 @@ class NativeOps(Ops):
             num_in,
             num_out,
         )
+        if linear.lora is not None:
+            self._add_adapters(x_TK, linear.lora, y)
         return y
+
+    def _add_adapters(self, x_TK: Tensor, lora: Lora, y_TN: Tensor) -> None:
+        down, *ups = lora.panels
+        num_rows, num_in = x_TK.shape
+        num_inner, num_out, rank = len(lora.parts) * lora.rank, y_TN.shape[1], lora.rank
+        inner = x_TK.new_empty(num_rows, num_inner)
+        self._linear(x_TK.data_ptr(), down.data_ptr(), None, inner.data_ptr(), num_rows, num_in, num_inner)
+        for i, (part, up) in enumerate(zip(lora.parts, ups, strict=True)):
+            self.c.add_adapter(
+                inner.data_ptr() + 4 * i * rank, up.data_ptr(), lora.scale, y_TN.data_ptr() + 4 * part.first,
+                num_rows, rank, part.size, num_inner, num_out,
+            )  # fmt: skip
 
     def logits(self, h_TD: Tensor, linear: Linear) -> Tensor:
         return self.linear(h_TD, linear)

@@ -5,7 +5,8 @@ They hold parameters. `ops.py` computes with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,35 +36,68 @@ class Float8Weight:
             target.copy_(rows.float() / self.scale)
 
 
+@dataclass(frozen=True, slots=True)
+class LoraPart:
+    """A part of a linear map's outputs that has an adapter: one module of PEFT."""
+
+    first: int  # output
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.size
+
+
 class Lora(nn.Module):
-    """A low-rank adapter (LoRA, arXiv 2106.09685) of a linear map: W becomes W + scale * B A, scale = alpha / rank."""
+    """Low-rank adapters (LoRA, arXiv 2106.09685) of a linear map, one for each module that is fused in it: a part's W
+    becomes W + scale * B A, scale = alpha / rank. The parameters are those of all parts, one after the other: `down`
+    has A [rank, K] of each, `up` has B [outputs, rank].
 
-    def __init__(self, num_in: int, num_out: int, rank: int, scale: float) -> None:
+    Every implementation rounds x A^T to the dtype of the weights, and W x as without adapters. Their sum with the
+    adapter's term is computed in at least float32 and rounded once."""
+
+    def __init__(self, num_in: int, parts: Sequence[LoraPart], rank: int, scale: float) -> None:
         super().__init__()
-        self.scale = scale
+        self.parts, self.rank, self.scale = tuple(parts), rank, scale
         self.enabled = True
-        self.down = nn.Parameter(torch.empty(rank, num_in))  # A
-        self.up = nn.Parameter(torch.zeros(num_out, rank))  # B
+        self.down = nn.Parameter(torch.empty(len(self.parts) * rank, num_in))  # A
+        self.up = nn.Parameter(torch.zeros(sum(part.size for part in self.parts), rank))  # B
+        self.panels: list[Tensor] = []  # of a CPU engine: `down`, and `up` of each part, packed
 
-    def forward(self, x_TK: Tensor) -> Tensor:
-        """The term that is added to the linear map's output."""
-        return F.linear(F.linear(x_TK, self.down), self.up) * self.scale
+    def forward(self, x_TK: Tensor, y_TN: Tensor) -> Tensor:
+        """The output y of the linear map, plus the adapters' terms."""
+        inner = F.linear(x_TK, self.down).split(self.rank, -1)
+        pieces, at = [], 0
+        for part, inner_TR, up in zip(self.parts, inner, self.ups(self.up), strict=True):
+            own = torch.addmm(y_TN[:, part.first : part.end], inner_TR, up.T, alpha=self.scale)
+            pieces += [y_TN[:, at : part.first], own]
+            at = part.end
+        pieces = [piece for piece in (*pieces, y_TN[:, at:]) if piece.shape[1]]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
-    def merged(self, weight_NK: Tensor) -> Tensor:
-        up, down = (full_tensor(part.detach().to(weight_NK.dtype)) for part in (self.up, self.down))
-        return merge(weight_NK, up, down, self.scale)
+    def ups(self, up: Tensor) -> tuple[Tensor, ...]:
+        """B of each part."""
+        return up.split([part.size for part in self.parts])
 
-
-def merge(weight_NK: Tensor, up: Tensor, down: Tensor, scale: float) -> Tensor:
-    """W + scale * B A of the adapters as the forward pass rounds them, to W's dtype; computed in at least float32."""
-    dtype = torch.promote_types(weight_NK.dtype, torch.float32)
-    up, down = (part.to(weight_NK.dtype).to(dtype) for part in (up, down))
-    return torch.addmm(weight_NK.to(dtype), up, down, alpha=scale).to(weight_NK.dtype)
+    def merged(self, weight_NK: Tensor, down: Tensor | None = None, up: Tensor | None = None) -> Tensor:
+        """W + scale * B A, with the adapters as the forward pass rounds them; computed in at least float32 and rounded
+        to W's dtype. `down` and `up` replace the parameters."""
+        down, up = (
+            full_tensor((own.detach() if given is None else given).to(weight_NK.dtype))
+            for own, given in ((self.down, down), (self.up, up))
+        )
+        wide = torch.promote_types(weight_NK.dtype, torch.float32)
+        merged = weight_NK.clone()
+        for part, down_RK, up_NR in zip(self.parts, down.split(self.rank), self.ups(up), strict=True):
+            rows = weight_NK[part.first : part.end].to(wide)
+            merged[part.first : part.end] = torch.addmm(rows, up_NR.to(wide), down_RK.to(wide), alpha=self.scale)
+        return merged
 
 
 class Linear(nn.Module):
     """y = x W^T + b, with W as `weight` [N, K]. A CPU engine replaces `weight` by `panels`, the same matrix packed.
-    A learner may add a LoRA adapter, `lora`. A head on a GPU may compute with the quantised matrix `float8`."""
+    A learner and its engine may add LoRA adapters, `lora`. A head on a GPU may compute with the quantised matrix
+    `float8`."""
 
     def __init__(self, num_in: int, num_out: int, bias: bool = False) -> None:
         super().__init__()

@@ -112,10 +112,17 @@ class TorchOps(Ops):
         return F.embedding(tokens_T, table.weight)
 
     def linear(self, x_TK: Tensor, linear: Linear) -> Tensor:
+        return self.adapted(x_TK, linear, self.base_linear(x_TK, linear))
+
+    def base_linear(self, x_TK: Tensor, linear: Linear) -> Tensor:
+        """Without adapters."""
         assert linear.weight is not None
-        y = F.linear(x_TK, linear.weight, linear.bias)
+        return F.linear(x_TK, linear.weight, linear.bias)
+
+    def adapted(self, x_TK: Tensor, linear: Linear, y: Tensor) -> Tensor:
+        """The output y of `base_linear` plus the adapters' terms. May overwrite y."""
         lora = linear.lora
-        return y + lora(x_TK) if lora is not None and lora.enabled else y
+        return y if lora is None or not lora.enabled else lora(x_TK, y)
 
     def logits(self, h_TD: Tensor, linear: Linear) -> Tensor:
         assert linear.weight is not None and linear.bias is None and linear.lora is None

@@ -20,9 +20,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from paceline.config import OptimizerSection
 from paceline.model.config import ModelConfig
+from paceline.model.layer import Linear, Lora
 from paceline.model.sharding import first_row, full_tensor, is_sharded, local_tensor
 
-MATRIX = re.compile(r"(?:layers\.\d+|layer)\.(\w+)\.(.+)")  # layers.3.qkv.weight, layers.3.qkv.lora.up, layer.o.weight
+MATRIX = re.compile(r"(?:layers\.\d+|layer)\.\w+\.")  # layers.3.qkv.weight, layers.3.qkv.lora.up, layer.o.weight
 
 
 def schedule(step: int, section: OptimizerSection, num_steps: int) -> float:
@@ -81,7 +82,8 @@ class Optimizer:
                 '"adamw", or train in one process'
             )
         self.masters = {name: _master(p) for name, p in self.parameters.items()}
-        self.parts = {part.name: part for name in self.masters for part in self._parts(name, config)}
+        sizes = _fused_rows(module, config)
+        self.parts = {part.name: part for name in self.masters for part in self._parts(name, sizes)}
         matrices = [part.leaf for part in self.parts.values() if part.is_matrix]
         others = [part.leaf for part in self.parts.values() if not part.is_matrix]
         decay = section.weight_decay
@@ -172,20 +174,15 @@ class Optimizer:
                 local_tensor(tensor).copy_(saved)
         self._round()
 
-    def _parts(self, name: str, config: ModelConfig) -> Iterator[_Part]:
-        """A parameter or, for Muon, the matrices that are fused in it: each is orthogonalised separately, as in a model
-        that does not fuse them."""
+    def _parts(self, name: str, sizes: Mapping[str, Sequence[int]]) -> Iterator[_Part]:
+        """A parameter or, for Muon, the matrices that are fused in it, with these `sizes`: each is orthogonalised
+        separately, as in a model that does not fuse them."""
         master = self.masters[name]
-        within = MATRIX.fullmatch(name)
-        if self.section.optimizer == "adamw" or within is None or master.ndim != 2:
+        if self.section.optimizer == "adamw" or MATRIX.match(name) is None or master.ndim != 2:
             yield _Part(name, name, master)
             return
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        fused = {"qkv": [q, kv, kv], "gate_up": [config.intermediate_size] * 2}
-        linear, kind = within.groups()
-        sizes = fused.get(linear, [len(master)]) if kind != "lora.down" else [len(master)]
         start = 0
-        for i, size in enumerate(sizes):
+        for i, size in enumerate(sizes.get(name, [len(master)])):
             rows = slice(start, start + size)
             yield _Part(f"{name}.{i}", name, nn.Parameter(master.detach()[rows]), rows, is_matrix=True)  # same memory
             start += size
@@ -198,6 +195,20 @@ class Optimizer:
         )
         if names:
             torch._foreach_copy_(parameters, masters)  # one kernel for many tensors
+
+
+def _fused_rows(module: nn.Module, config: ModelConfig) -> dict[str, Sequence[int]]:
+    """The rows of each matrix that is fused in a parameter, by name of the parameter."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    fused = {"qkv": [q, kv, kv], "gate_up": [config.intermediate_size] * 2}
+    rows: dict[str, Sequence[int]] = {}
+    for name, each in module.named_modules():
+        if isinstance(each, Linear) and (sizes := fused.get(name.rpartition(".")[2])) is not None:
+            rows[f"{name}.weight"] = sizes
+        if isinstance(each, Lora):
+            rows[f"{name}.down"] = [each.rank] * len(each.parts)
+            rows[f"{name}.up"] = [part.size for part in each.parts]
+    return rows
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.model import lora
 from paceline.model import weights as weights_io
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
@@ -106,6 +107,7 @@ class PagedDecoder(PagedMemory):
 
     def __init__(self, decoder: Decoder, num_blocks: int) -> None:
         self.decoder = decoder
+        self.has_adapters = bool(lora.adapters_of(decoder))  # they are attached before
         self.aux_layers: tuple[int, ...] = ()
         native = decoder.embed.panels is not None
         super().__init__(decoder.config, num_blocks, decoder.dtype, decoder.device, native)
@@ -130,12 +132,16 @@ class PagedDecoder(PagedMemory):
         return self.kv.aux_hidden_states[to_device(slots, self.kv.aux_hidden_states.device)]
 
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Receipt:
-        """Load new weights (Hugging Face names) and reset the prefix cache. The receipt's checksum is computed from the
-        decoder's weights after the update."""
+        """Load new weights (Hugging Face names), or the adapters (PEFT's names) of a decoder that has them, and reset
+        the prefix cache. The receipt's checksum is computed from the decoder's tensors after the update."""
         started = time.perf_counter()
-        weights_io.assign(self.decoder, weights)
+        if self.has_adapters:
+            lora.assign_adapters(self.decoder, weights)
+        else:
+            weights_io.assign(self.decoder, weights)
         self.pool.reset_prefix_cache()
-        return receipt_of(weights_io.hf_state(self.decoder), version, started)
+        held = lora.adapter_state(self.decoder) if self.has_adapters else weights_io.hf_state(self.decoder)
+        return receipt_of(held, version, started)
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span]) -> Tensor:

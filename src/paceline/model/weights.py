@@ -95,7 +95,7 @@ def decoder_views(decoder: Decoder) -> Iterator[ParameterView]:
 
 def hf_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Every tensor under its Hugging Face name: a view of the parameter if possible, unpacked from panels, or merged
-    with its LoRA adapter. Each tensor is created when the iterator reaches it: a caller that frees each one before the
+    with its LoRA adapters. Each tensor is created when the iterator reaches it: a caller that frees each one before the
     next needs memory for one only. A tied lm_head appears once, as the embedding."""
     return read_views(decoder_views(decoder))
 
@@ -165,15 +165,17 @@ def _read(parameter: Tensor | Linear, dtype: torch.dtype | None = None) -> Tenso
         return full_tensor(parameter.detach().to(dtype or parameter.dtype))
     if parameter.weight is not None:
         weight = _read(parameter.weight, dtype)
-        return weight if parameter.lora is None else parameter.lora.merged(weight)
-    from paceline.model import kernels
+    else:
+        from paceline.model import kernels
 
-    assert parameter.panels is not None
-    return kernels.unpack(parameter.panels, parameter.num_out)
+        assert parameter.panels is not None
+        weight = kernels.unpack(parameter.panels, parameter.num_out)
+    return weight if parameter.lora is None else parameter.lora.merged(weight)
 
 
 def _write(view: ParameterView, fetch: Fetch) -> None:
     parameter = view.parameter
+    assert not isinstance(parameter, Linear) or parameter.lora is None, "assign weights before attaching adapters"
     if isinstance(parameter, Linear) and parameter.weight is None:
         from paceline.model import kernels
 
@@ -183,7 +185,6 @@ def _write(view: ParameterView, fetch: Fetch) -> None:
             kernels.pack_rows(fetch(name).to(parameter.panels), parameter.panels, first)
             first += rows
         return
-    assert not isinstance(parameter, Linear) or parameter.lora is None, "assign weights before attaching adapters"
     tensor = _read(parameter)
     for (name, _), part in zip(view.parts, tensor.split([rows for _, rows in view.parts]), strict=True):
         part.copy_(fetch(name))

@@ -78,10 +78,15 @@ def tail_speedup(run: Run) -> dict[str, float | None]:
     return {name: mean([number(tail, name) for tail in tails]) for name in names}
 
 
+HIDDEN_STAGES = ("data", "sync", "reward", "draft")  # with overlap they are part of the generation
+
+
 def stage_seconds(run: Run, stages: Iterable[str]) -> dict[str, list[float | None]]:
     """Stage -> seconds per step. If generation overlaps training, only the time that the step waited for it counts."""
-    generation = "exposed_generation" if run.max_staleness > 0 else "generation"
-    return {name: run.series("stages", generation if name == "generation" else name) for name in stages}
+    if run.max_staleness == 0:
+        return {name: run.series("stages", name) for name in stages}
+    exposed = {"generation": "exposed_generation"}
+    return {name: run.series("stages", exposed.get(name, name)) for name in stages if name not in HIDDEN_STAGES}
 
 
 def warnings(run: Run) -> list[str]:

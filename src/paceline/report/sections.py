@@ -126,14 +126,16 @@ def time(run: Run) -> str:
     note = ""
     if run.max_staleness > 0:
         names["generation"] = "exposed generation"
-        generation = run.total("stages", "generation")
-        hidden = 1 - totals["generation"] / generation if generation else 0.0
+        idle_s, reward_s = run.total("stages", "idle"), run.total("stages", "reward")
         note = paragraph(
-            f"Generation overlaps training (train.max_staleness = {run.max_staleness}). It took {seconds(generation)}; "
-            f"training waited for {seconds(totals['generation'])} of it, so {hidden:.0%} was hidden."
+            f"Generation overlaps training (train.max_staleness = {run.max_staleness}). It took "
+            f"{seconds(run.total('stages', 'generation'))}. Training waited for rollouts for "
+            f"{seconds(totals['generation'])}, {totals['generation'] / whole:.0%} of the time. The engine had nothing "
+            f"to generate for {seconds(idle_s + reward_s)}, {(idle_s + reward_s) / whole:.0%} of the time: it waited "
+            f"{seconds(idle_s)} for newer weights, and {seconds(reward_s)} for rewards."
         )
     colours = {name: colour for name, (_, colour) in STAGES.items()}
-    present = [name for name in STAGES if totals[name]]
+    present = [name for name in totals if totals[name]]
     rows = [(key(f"block c{colours[name]}") + escape(names[name]), totals[name]) for name in present]
     return section(
         "time",
@@ -141,7 +143,7 @@ def time(run: Run) -> str:
         note,
         charts(
             stacked(CURVES["stages.total"].title, CURVES["stages.total"].unit, run.numbers,
-                    {names[name]: (colours[name], per_step[name]) for name in STAGES}),
+                    {names[name]: (colours[name], per_step[name]) for name in per_step}),
             curve(run, "tokens_per_s", "tokens per second"),
         ),
         shares("Shares", "of the whole run's time",

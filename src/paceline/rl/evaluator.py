@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from paceline.config import TrainSection
+from paceline.rl.batch import TokenBatch, scored
 from paceline.rl.callback import ProgressCallback
 from paceline.rl.collect import Collector
-from paceline.rl.metrics import SOLVED, sample_lengths
+from paceline.rl.learner import Learner
+from paceline.rl.metrics import SOLVED, mismatch_metrics, sample_lengths
 from paceline.rl.produce import Producer, Stopped
 from paceline.tasks.task import Problem
 from paceline.types import Group, first_branches
@@ -37,6 +39,7 @@ class Evaluator:
         self.first_eval: dict[str, Any] | None = None  # before the first step
         self.last_eval: dict[str, Any] | None = None
         self.last_step: int | None = None  # how many steps came before `last_eval`
+        self._groups: list[Group] = []  # of the last evaluation, for `mismatch`
 
     def evaluate_first(self) -> None:
         """Before the first step. Raises Stopped if the producer is stopped."""
@@ -52,6 +55,21 @@ class Evaluator:
         self.best = {"step": step, "reward": reward}
         return True
 
+    def mismatch(self, learner: Learner, num_samples: int) -> float | None:
+        """How much engine and learner differ, over about so many samples of the last evaluation. Call it before the
+        next update. In an asynchronous run the samples of a step may have no token of the learner's version; these have
+        no other. None if sampling differs from that in training, or truncates: then so do the distributions."""
+        groups, self._groups = self._groups, []
+        sampling = self.collector.sampling
+        if self.section.eval_temperature != sampling.temperature or sampling.truncates:
+            return None
+        num_groups = -(-num_samples // self.section.eval_samples)
+        if not (rollouts := scored(groups[:num_groups])):
+            return None
+        tokens = TokenBatch.of(groups[:num_groups])
+        log_ratio_T = learner.logprobs(rollouts) - tokens.engine_logprobs_T
+        return mismatch_metrics(log_ratio_T[tokens.mask_T])["mismatch_mean"]
+
     def _evaluate(self, step: int, may_stop: bool = False) -> dict[str, Any]:
         def on_progress(done: int, total: int) -> None:
             if may_stop and self.producer.stopping:
@@ -60,7 +78,7 @@ class Evaluator:
 
         section = self.section
         with self.producer.paused():
-            result = evaluate(
+            self._groups = collect_samples(
                 self.collector,
                 self.problems,
                 section.eval_samples,
@@ -68,9 +86,9 @@ class Evaluator:
                 section.seed,
                 on_progress,
                 f"evaluation after step {step}" if step else "evaluation before training",
-                self.task_weights,
             )
             self.collector.engine.drain_trace()
+        result = results(self._groups, section.eval_samples, self.task_weights)
         if result["first_failure"] is not None:
             self.callback.note(
                 f"validation: {result['num_failures']} samples could not be scored, and {result['num_zero_scored']} "
@@ -101,19 +119,36 @@ def evaluate(
     when: str = "evaluation",
     task_weights: Mapping[str, float] = {},
 ) -> dict[str, Any]:
-    """Mean reward, avg@n and pass@k of the scored samples (None without any). The same seed gives the same noise in
-    every evaluation. `task_weights`, by label: then `tasks` has the results of each task with held-out problems, and
-    the others are their weighted means, and sums of counts."""
+    """The `results` of samples that are generated now."""
+    groups = collect_samples(collector, problems, num_samples, temperature, seed, on_progress, when)
+    return results(groups, num_samples, task_weights)
+
+
+def collect_samples(
+    collector: Collector,
+    problems: Sequence[Problem],
+    num_samples: int,
+    temperature: float,
+    seed: int,
+    on_progress: Callable[[int, int], None],
+    when: str,
+) -> list[Group]:
+    """The same seed gives the same noise in every evaluation."""
     sampling = replace(collector.sampling, temperature=temperature)
-    collected = collector.collect(
+    return collector.collect(
         when, list(enumerate(problems)), num_samples, f"{seed} held out", sampling=sampling, on_progress=on_progress
-    )
+    ).groups
+
+
+def results(groups: Sequence[Group], num_samples: int, task_weights: Mapping[str, float]) -> dict[str, Any]:
+    """Mean reward, avg@n and pass@k of the scored samples (None without any). `task_weights`, by label: then `tasks`
+    has the results of each task with held-out problems, and the others are their weighted means, and sums of counts."""
     if not task_weights:
-        return _results(collected.groups, num_samples)
+        return _results(groups, num_samples)
     by_task = {
-        label: _results(groups, num_samples)
+        label: _results(own, num_samples)
         for label in task_weights
-        if (groups := [group for group in collected.groups if group.task == label])
+        if (own := [group for group in groups if group.task == label])
     }
     return _weighted(by_task, task_weights) | {"tasks": by_task}
 

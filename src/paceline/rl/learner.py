@@ -35,8 +35,9 @@ from paceline.model import lora
 from paceline.model.decoder import Decoder, Output
 from paceline.model.hf_decoder import HFDecoder, parameter_views
 from paceline.model.optim import Optimizer
+from paceline.model.peft_files import Adapter
 from paceline.model.sharding import local_tensor, reshard
-from paceline.model.weights import read_views
+from paceline.model.weights import ParameterView, read_views
 from paceline.rl.batch import TokenBatch
 from paceline.rl.logprobs import token_logprobs
 from paceline.rl.observer import Observer
@@ -66,8 +67,8 @@ class UpdateReport:
 
 
 class Learner:
-    """Trains `decoder` in place. The reference policy is the decoder as passed here. With several ranks, each rank
-    passes the same full decoder on the CPU; the learner shards it."""
+    """Trains `decoder` in place. The reference policy is the decoder as passed here. `adapter`: the LoRA adapters to
+    start with. With several ranks, each rank passes the same full decoder on the CPU; the learner shards it."""
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class Learner:
         num_steps: int,
         temperature: float = 1.0,
         keep_reference: bool = False,
+        adapter: Adapter | None = None,
         seed: int = 0,
         worker_group: WorkerGroup | None = None,
     ) -> None:
@@ -95,6 +97,8 @@ class Learner:
         if section.lora_rank:
             assert isinstance(decoder, Decoder)
             lora.attach(decoder, section.lora_rank, section.lora_alpha, section.lora_targets, seed)
+            if adapter is not None:
+                lora.assign_adapters(decoder, adapter.tensors.items())
         else:
             decoder.requires_grad_(True)
         decoder.checkpointing = section.activation_checkpointing
@@ -178,14 +182,22 @@ class Learner:
         self.version += 1
         return report
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The full tensors under their Hugging Face names, LoRA merged, as `Engine.update_weights` takes them. Each
-        tensor is computed, or gathered from the ranks, when the iterator reaches it."""
-        for index, view in enumerate(parameter_views(self.decoder)):
-            self.worker_group.broadcast_command("gather", index=index)  # one by one: the caller may stop early
+    def weights(self, adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """The full tensors under their Hugging Face names, LoRA merged, or only the adapters under PEFT's names: what
+        `Engine.update_weights` takes. Each tensor is computed, or gathered from the ranks, when the iterator reaches
+        it."""
+        for index, view in enumerate(self._views(adapters)):
+            # One by one: the caller may stop early.
+            self.worker_group.broadcast_command("gather", index=index, adapters=adapters)
             with self.worker_group.collective():
                 pairs = list(read_views([view], self.decoder.dtype))
             yield from pairs
+
+    def _views(self, adapters: bool) -> Iterator[ParameterView]:
+        if not adapters:
+            return parameter_views(self.decoder)
+        assert isinstance(self.decoder, Decoder)
+        return lora.adapter_views(self.decoder)
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's part of the state. Live tensors: write or copy them before the next update."""
@@ -230,7 +242,7 @@ class Learner:
     def _execute(self, command: Command, loss: LossFunction, loss_weights: LossWeights | None) -> None:
         name, arguments, tensors = command
         if name == "gather":
-            list(read_views([list(parameter_views(self.decoder))[arguments["index"]]], self.decoder.dtype))
+            list(read_views([list(self._views(arguments["adapters"]))[arguments["index"]]], self.decoder.dtype))
         elif name in ("save", "load"):
             getattr(self, name)(Path(arguments["folder"]))
         else:

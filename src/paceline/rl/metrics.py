@@ -237,14 +237,15 @@ def stage_times(
     batch: Batch, timer: StageTimer, waited_s: float, publishing_s: float, total_s: float, overlaps: bool
 ) -> dict[str, float]:
     """Seconds by stage. `exposed_generation`: how long training waited for rollouts; without overlap, all of their
-    generation. `idle`: how long the engine had nothing to do. `total`: the step without evaluation and audits."""
+    generation. `idle`: how long the engine had to wait for newer weights. `total`: the step without evaluation and
+    audits. With overlap, `exposed_generation`, the learner's stages and `other` add up to it."""
     stages = {name: batch.timer.seconds[name] + timer.seconds[name] for name in STAGES}
     stages["sync"] += publishing_s
     stages["draft"] = sum(trace.draft_s for trace in batch.traces if trace.drafter != "none")
     stages["generation"] -= stages["draft"]
     exposed = waited_s if overlaps else stages["generation"] + stages["draft"]
     exposed_stages = LEARNER_STAGES if overlaps else (*ROLLOUT_STAGES, "draft", *LEARNER_STAGES)
-    accounted = sum(stages[name] for name in exposed_stages) + (waited_s + publishing_s if overlaps else 0.0)
+    accounted = sum(stages[name] for name in exposed_stages) + (waited_s if overlaps else 0.0)
     if overlaps:
         stages["idle"] = batch.timer.seconds["idle"]
     return {**stages, "exposed_generation": exposed, "other": max(0.0, total_s - accounted), "total": total_s}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 from torch import Tensor
 
@@ -14,8 +15,8 @@ from paceline.rl.produce import Producer, PublishedWeights
 
 
 class Publisher:
-    """Weights are published in the engine's dtype. `copies`: publish copies, because the learner changes its weights
-    while the engine reads them."""
+    """Weights are published in the engine's dtype; with LoRA only the adapters, if the engine has them. `copies`:
+    publish copies, because the learner changes its weights while the engine reads them."""
 
     def __init__(
         self, producer: Producer, engine: Engine, learner: Learner, head_trainer: HeadTrainer | None, copies: bool
@@ -25,12 +26,13 @@ class Publisher:
         self._head: PublishedWeights | None = None
 
     def publish(self) -> str:
-        """Publish the learner's version; returns the checksum of its weights. Every version comes with the newest head:
-        an engine may skip versions."""
+        """Publish the learner's version; returns the checksum of what was published. Every version comes with the
+        newest head: an engine may skip versions."""
         trainer = self.head_trainer
         if trainer is not None and (self._head is None or self._head.version != trainer.version):
             self._head = self._prepare(trainer.version, trainer.weights)
-        published = self._prepare(self.learner.version, self.learner.weights, self._head)
+        weights = partial(self.learner.weights, adapters=self.engine.takes_adapters)
+        published = self._prepare(self.learner.version, weights, self._head)
         self.producer.publish(published)
         return published.checksum
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from paceline.config import LearnerSection
+from paceline.model import lora
 from paceline.model.decoder import Decoder
 from paceline.model.hf_decoder import HFDecoder, parameter_views
-from paceline.model.layer import Linear, merge
+from paceline.model.layer import Linear
 from paceline.model.weights import ParameterView, tensors_in
 from paceline.rl.shards import Shards
 
@@ -33,27 +34,39 @@ class StoredPolicy:
         section: LearnerSection,
         dtype: torch.dtype,
     ) -> None:
-        self.decoder, self.dtype = decoder, dtype
-        self.lora_scale = section.lora_alpha / section.lora_rank if section.lora_rank else 0.0
+        self.decoder, self.dtype, self.has_adapters = decoder, dtype, bool(section.lora_rank)
         self._folder, self._files = folder, ExitStack()
         self._state = self._files.enter_context(Shards(folder, mapped=False))
         if section.lora_rank:  # only the adapters are in the checkpoint
             _, self._initial = self._files.enter_context(tensors_in(source, mapped=False))
+            assert isinstance(decoder, Decoder)
+            lora.attach(decoder, section.lora_rank, section.lora_alpha, section.lora_targets)
         # A tied LM head is one parameter, under its first name.
         self._names = {id(parameter): name for name, parameter in decoder.named_parameters()}
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """In `dtype`. In the run's own, these are the weights that its engine has, bit for bit. Else float32 weights of
-        the optimizer are rounded once, if at all."""
+        """In `dtype`, LoRA merged. In the run's own, these are those of its learner, bit for bit. Else float32 weights
+        of the optimizer are rounded once, if at all."""
         for view in parameter_views(self.decoder):
             names, sizes = zip(*view.parts, strict=True)
             yield from zip(names, self._read(view, dtype).split(sizes), strict=True)
+
+    def adapters(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """The LoRA adapters under PEFT's names."""
+        assert isinstance(self.decoder, Decoder)
+        for view in lora.adapter_views(self.decoder):
+            assert isinstance(view.parameter, Tensor)
+            names, sizes = zip(*view.parts, strict=True)
+            yield from zip(names, self._state_of(view.parameter).to(dtype).split(sizes), strict=True)
+
+    def _state_of(self, parameter: Tensor) -> Tensor:
+        return self._state[f"parameter.{self._names[id(parameter)]}"]
 
     def _read(self, view: ParameterView, dtype: torch.dtype) -> Tensor:
         parameter = view.parameter.weight if isinstance(view.parameter, Linear) else view.parameter
         name = f"parameter.{self._names[id(parameter)]}"
         compute_dtype = torch.promote_types(self.dtype, dtype)
-        if self.lora_scale and name not in self._state:
+        if self.has_adapters and name not in self._state:
             tensor = torch.cat([self._initial(part) for part, _ in view.parts]).to(self.dtype)
         else:
             tensor = self._state[name]
@@ -64,10 +77,9 @@ class StoredPolicy:
                 "the model that the run started with"
             )
         tensor = tensor.to(compute_dtype)
-        adapter = name.removesuffix("weight") + "lora"
-        if f"{adapter}.up" in self._state:
-            up, down = (self._state[f"{adapter}.{part}"] for part in ("up", "down"))
-            tensor = merge(tensor, up, down, self.lora_scale)
+        adapters = view.parameter.lora if isinstance(view.parameter, Linear) else None
+        if adapters is not None:
+            tensor = adapters.merged(tensor, self._state_of(adapters.down), self._state_of(adapters.up))
         return tensor.to(dtype)
 
     def __enter__(self) -> StoredPolicy:

@@ -209,6 +209,8 @@ class Trainer:
             if train.eval_every and (self.step % train.eval_every == 0 or self.step == train.num_steps):
                 is_best = self.evaluator.evaluate(self.step)
                 metrics["eval"] = self.evaluator.last_eval
+                if self.overlaps:
+                    metrics |= self._check_eval_mismatch(metrics)
         finally:  # record the step even if the audit or the evaluation fails
             self.recorder.record(batch, metrics)
             self._between_steps = True
@@ -285,6 +287,13 @@ class Trainer:
         for message in [*messages, *record_messages]:
             self.callback.note(message)
         return flags | record_flag
+
+    def _check_eval_mismatch(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """In an asynchronous run, which has few other tokens of the learner's version."""
+        num_samples = self.config.train.groups_per_step * self.config.algorithm.num_generations
+        mismatch = self.evaluator.mismatch(self.learner, num_samples)
+        alarm = self._check_mismatch(mismatch)
+        return {"eval_mismatch_mean": mismatch, "mismatch_alarm": alarm or metrics.get("mismatch_alarm", False)}
 
     def _check_mismatch(self, mismatch: float | None) -> bool:
         """Whether the logprobs of engine and learner differ by more than rounding. Not checked without tokens of the

@@ -22,7 +22,8 @@ from paceline.model import kernels
 from paceline.model.attention import PagedAttention
 from paceline.model.decoder import Decoder
 from paceline.model.kv import BatchPlan, PagedKV
-from paceline.model.layer import Linear
+from paceline.model.layer import Linear, Lora, LoraPart
+from paceline.model.lora import adapters_of, attach
 from paceline.model.ops import TorchOps
 from paceline.model.sample import PhiloxNoise, Sampler, philox_words
 from paceline.model.sampling_arrays import SamplingArrays
@@ -37,6 +38,11 @@ SHAPES = {
     "qwen3": {"qk_norm": True, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16, "tie_embeddings": False},
     "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "num_heads": 6, "num_kv_heads": 1, "head_dim": 24},
     "odd": {"hidden_size": 37, "intermediate_size": 51, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6},
+}
+SHAPES |= {"adapters": SHAPES["smollm2"], "few adapters": SHAPES["odd"]}
+ADAPTERS = {
+    "adapters": (16, 16.0, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")),
+    "few adapters": (3, 6.0, ("q_proj", "v_proj", "up_proj")),
 }
 
 
@@ -83,6 +89,21 @@ def test_linear_is_batch_invariant(num_in: int, num_out: int, gen: torch.Generat
     x = torch.randn(64, num_in, generator=gen)
     for linear in (packed(weight), packed(weight, bias)):
         assert first_difference(lambda x, linear=linear: kernels.NativeOps().linear(x, linear), x) == ""
+
+
+@pytest.mark.parametrize("sizes, rank", [((576, 192, 192), 16), ((50,), 3), ((5, 40), 17)])
+def test_adapters_are_batch_invariant(sizes: tuple[int, ...], rank: int, gen: torch.Generator) -> None:
+    """Those of all parts, and of all but the first."""
+    linear = packed(torch.randn(sum(sizes), 70, generator=gen))
+    assert linear.panels is not None
+    weight, x, ops = kernels.unpack(linear.panels, sum(sizes)), torch.randn(64, 70, generator=gen), kernels.NativeOps()
+    parts = [LoraPart(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+    for adapted in (parts, parts[1:] or parts):
+        linear.lora = lora = Lora(70, adapted, rank, 0.7)
+        lora.down.normal_(generator=gen), lora.up.normal_(generator=gen)
+        kernels.pack_adapters(lora)
+        torch.testing.assert_close(ops.linear(x, linear), lora(x, F.linear(x, weight)), rtol=1e-4, atol=1e-4)
+        assert first_difference(lambda x: ops.linear(x, linear), x) == ""
 
 
 def test_another_order_of_summation_is_detected(gen: torch.Generator) -> None:
@@ -156,6 +177,10 @@ def test_ops_equal_torch(num_rows: int, gen: torch.Generator) -> None:
 
 def both(name: str) -> tuple[Decoder, Decoder]:
     decoder = tiny_decoder(torch.float32, **SHAPES[name])
+    if name in ADAPTERS:
+        attach(decoder, *ADAPTERS[name])
+        for lora in adapters_of(decoder):
+            lora.up.data.copy_(torch.randn(lora.up.shape, generator=torch.Generator().manual_seed(1)) / 16)
     fast = copy.deepcopy(decoder)
     kernels.pack_for_inference(fast)
     return decoder, fast

@@ -2,7 +2,7 @@
 
 So speculation on or off, another batch, preemption, prefix sharing and chunked prefill give the same bits. Norms, RoPE,
 SwiGLU and sampling (`sampler.py`) compute each token by itself, with sums in one order. What remains are matrix
-products (`invariant_product.py`) and attention (`invariant_attention.py`). For bfloat16.
+products (`invariant_product.py`, `adapters.py`) and attention (`invariant_attention.py`). For bfloat16.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from paceline.model.attention import Attention
+from paceline.model.cuda.adapters import gated_adapters
 from paceline.model.cuda.graphs import SIZES, round_up
 from paceline.model.cuda.invariant_attention import InvariantPagedAttention
 from paceline.model.cuda.invariant_product import Order, Products, fused_swiglu, order_of, residual_parts
@@ -64,11 +65,11 @@ class InvariantOps(CudaOps):
         """A library's choice of kernels can't be checked for every number of tokens."""
         return round_up(num_tokens, SIZES)
 
-    def linear(self, x_TK: Tensor, linear: Linear) -> Tensor:
+    def base_linear(self, x_TK: Tensor, linear: Linear) -> Tensor:
         return self._linear_chunked(x_TK, linear)
 
     def residual_linear(self, x_TK: Tensor, linear: Linear) -> Tensor:
-        return self._linear_chunked(x_TK, linear, residual_parts(linear))
+        return self.adapted(x_TK, linear, self._linear_chunked(x_TK, linear, residual_parts(linear)))
 
     def _linear_chunked(self, x_TK: Tensor, linear: Linear, parts: int = 1) -> Tensor:
         """More tokens than were compared are computed in pieces."""
@@ -76,6 +77,8 @@ class InvariantOps(CudaOps):
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -2)
 
     def gated(self, h_TD: Tensor, gate_up: Linear) -> Tensor:
+        if (lora := gate_up.lora) is not None and lora.enabled:
+            return gated_adapters(h_TD, lora, self.base_linear(h_TD, gate_up), self.fp_fusion)
         if len(h_TD) in self.products.fused_sizes[order_of(gate_up, 1, None)]:
             return fused_swiglu(h_TD, gate_up)
         return self.silu_mul(self.linear(h_TD, gate_up))

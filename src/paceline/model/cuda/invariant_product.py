@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from paceline.model.cuda import small_batch, swiglu
-from paceline.model.cuda.pdl import pdl_options, pdl_wait
+from paceline.model.cuda.pdl import pdl_options
+from paceline.model.cuda.product_kernel import product_kernel
 from paceline.model.layer import Linear
 
 MIN_SPLIT_NUM_IN = 4096  # from here on, a product that is added to the residual stream has two parts
@@ -205,7 +205,7 @@ def triton_product(x_TK: Tensor, linear: Linear, parts: int = 1, dtype: torch.dt
     out = torch.empty(parts, num_tokens, num_out, dtype=order.dtype, device=x_TK.device)
     options = tuning(num_tokens)
     grid = triton.cdiv(num_out, options["BLOCK_N"]), triton.cdiv(num_tokens, options["BLOCK_T"]), parts
-    _product[grid](
+    product_kernel[grid](
         x_TK, weight, out if linear.bias is None else linear.bias, out, num_tokens, num_out, num_tokens * num_out,
         x_TK.stride(0), num_in, num_in // parts, HAS_BIAS=linear.bias is not None, SWIGLU=False,
         **options, **pdl_options(x_TK.device),
@@ -220,7 +220,7 @@ def swiglu_product(x_TK: Tensor, gate_up: Linear) -> Tensor:
     num_tokens, num_out, num_in = len(x_TK), len(weight) // 2, weight.shape[1]
     out = torch.empty(num_tokens, num_out, dtype=weight.dtype, device=x_TK.device)
     options = tuning(num_tokens) | {"num_stages": 4}  # of three tiles, which must fit shared memory
-    _product[triton.cdiv(num_out, options["BLOCK_N"]), triton.cdiv(num_tokens, options["BLOCK_T"]), 1](
+    product_kernel[triton.cdiv(num_out, options["BLOCK_N"]), triton.cdiv(num_tokens, options["BLOCK_T"]), 1](
         x_TK, weight, out, out, num_tokens, num_out, 0, x_TK.stride(0), num_in, num_in, HAS_BIAS=False, SWIGLU=True,
         **options, **pdl_options(x_TK.device),
     )  # fmt: skip
@@ -233,39 +233,3 @@ def tuning(num_tokens: int) -> dict[str, int]:
         block = max(16, triton.next_power_of_2(num_tokens))
         return {"BLOCK_N": 64, "BLOCK_T": block, "BLOCK_K": 128, "num_warps": 4, "num_stages": 6 if block < 64 else 5}
     return {"BLOCK_N": 128, "BLOCK_T": TILE_TOKENS, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
-
-
-@triton.jit(do_not_specialize=["num_tokens", "part_stride"])
-def _product(
-    x, weight, bias, out, num_tokens, num_out, part_stride, x_stride, num_in, part_size, HAS_BIAS: tl.constexpr,
-    SWIGLU: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The weight is the first operand of the tensor cores, whose tile has at least 64 rows: there may be few tokens.
-    Rows past the end are masked; they are zero and change nothing. With SWIGLU, the weight has num_out rows of the gate
-    and as many of `up`."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    part = tl.program_id(2)
-    k = tl.arange(0, BLOCK_K)
-    valid_n, valid_t = n < num_out, t < num_tokens
-    weights = weight + n.to(tl.int64)[:, None] * num_in + part * part_size + k[None, :]
-    xs = x + t.to(tl.int64)[None, :] * x_stride + part * part_size + k[:, None]
-    up_weights = weights + num_out.to(tl.int64) * num_in
-    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    up_acc = acc
-    pdl_wait(PDL)
-    for start in range(0, part_size, BLOCK_K):
-        inside = start + k < part_size
-        w = tl.load(weights + start, mask=valid_n[:, None] & inside[None, :], other=0.0)
-        values = tl.load(xs + start, mask=valid_t[None, :] & inside[:, None], other=0.0)
-        acc = tl.dot(w, values, acc)
-        if SWIGLU:
-            w = tl.load(up_weights + start, mask=valid_n[:, None] & inside[None, :], other=0.0)
-            up_acc = tl.dot(w, values, up_acc)
-    if HAS_BIAS:
-        acc += tl.load(bias + n, mask=valid_n, other=0.0).to(tl.float32)[:, None]
-    if SWIGLU:  # rounded as by the separate kernels
-        gate, up = acc.to(out.dtype.element_ty).to(tl.float32), up_acc.to(out.dtype.element_ty).to(tl.float32)
-        acc = gate / (1 + tl.exp(-gate)) * up
-    to = out + part.to(tl.int64) * part_stride + t.to(tl.int64)[None, :] * num_out + n[:, None]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=valid_n[:, None] & valid_t[None, :])

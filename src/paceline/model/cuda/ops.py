@@ -1,8 +1,9 @@
 """A decoder's operations on a CUDA device, without gradients.
 
-Matrix products are torch's, except SwiGLU for many tokens (`swiglu.py`) and the linear layers of small models for few
-tokens (`small_batch.py`). Everything else is fused Triton kernels. An output that is added to the residual stream may
-come as partial sums, float32 [P, T, D] (`split_k.py`): the kernel that adds it sums and rounds them.
+Matrix products are torch's, except SwiGLU for many tokens (`swiglu.py`), the linear layers of small models for few
+tokens (`small_batch.py`), and the terms of LoRA adapters (`adapters.py`). Everything else is fused Triton kernels. An
+output that is added to the residual stream may come as partial sums, float32 [P, T, D] (`split_k.py`): the kernel that
+adds it sums and rounds them.
 
 Each kernel rounds where `ops.TorchOps` rounds, so the two differ at most by the order of a sum.
 """
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from paceline.model.attention import Attention, GatheredAttention, has_varlen
 from paceline.model.config import ModelConfig
-from paceline.model.cuda import small_batch, split_k, swiglu
+from paceline.model.cuda import adapters, small_batch, split_k, swiglu
 from paceline.model.cuda.attention import CudaPagedAttention, QKNormRope, apply_norm_rope
 from paceline.model.cuda.pdl import pdl_launch_dependents, pdl_options, pdl_wait
 from paceline.model.kv import BatchPlan, PagedKV
@@ -37,10 +38,17 @@ class CudaOps(TorchOps):
     activation_dtype: torch.dtype | None = None  # of inputs to a head's large linear layers; None: the model's dtype
     fp_fusion = True  # whether the compiler may fuse operations in norms and draws
 
-    def linear(self, x_TK: Tensor, linear: Linear) -> Tensor:
+    def base_linear(self, x_TK: Tensor, linear: Linear) -> Tensor:
         if small_batch.should_use(x_TK, linear):
             return small_batch.fused_linear(x_TK, linear)[1]
-        return super().linear(x_TK, linear)
+        return super().base_linear(x_TK, linear)
+
+    def adapted(self, x_TK: Tensor, linear: Linear, y: Tensor) -> Tensor:
+        """`y` may also be partial sums: see `residual_linear`."""
+        lora = linear.lora
+        if lora is None or not lora.enabled or x_TK.itemsize != 2:
+            return super().adapted(x_TK, linear, y)
+        return adapters.add_adapters(x_TK, lora, y, self.fp_fusion)
 
     def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         out = torch.empty(x_TD.shape, dtype=weight_D.dtype, device=x_TD.device)
@@ -51,7 +59,9 @@ class CudaOps(TorchOps):
         return out
 
     def residual_linear(self, x_TK: Tensor, linear: Linear) -> Tensor:
-        return split_k.split_k_linear(x_TK, linear) if split_k.should_use(x_TK, linear) else self.linear(x_TK, linear)
+        if split_k.should_use(x_TK, linear):
+            return self.adapted(x_TK, linear, split_k.split_k_linear(x_TK, linear))
+        return self.linear(x_TK, linear)
 
     def add_norm(self, x_TD: Tensor, y_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Adds y to x in place. The norm is written to y's memory if shape and dtype allow."""
@@ -84,11 +94,13 @@ class CudaOps(TorchOps):
         return out
 
     def gated(self, h_TD: Tensor, gate_up: Linear) -> Tensor:
-        if small_batch.should_use(h_TD, gate_up):
+        lora = gate_up.lora
+        if lora is not None and lora.enabled and h_TD.itemsize == 2:
+            return adapters.gated_adapters(h_TD, lora, self.base_linear(h_TD, gate_up), self.fp_fusion)
+        if small_batch.should_fuse(h_TD, gate_up):
             return small_batch.fused_linear(h_TD, gate_up, swiglu=True)[1]
         weight = gate_up.weight
-        is_plain = gate_up.bias is None and gate_up.lora is None
-        if weight is not None and is_plain and swiglu.should_use(h_TD, weight):
+        if weight is not None and gate_up.bias is None and swiglu.should_use(h_TD, weight):
             return swiglu.swiglu(h_TD, weight)
         return super().gated(h_TD, gate_up)
 
@@ -109,7 +121,7 @@ class CudaOps(TorchOps):
         i: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if not isinstance(attention, CudaPagedAttention) or not (
-            small_batch.should_use(x_TD, layer.qkv) and small_batch.should_use(x_TD, layer.gate_up)
+            small_batch.should_fuse(x_TD, layer.qkv) and small_batch.should_fuse(x_TD, layer.gate_up)
         ):
             return self.separate_layer(layer, x_TD, y_TD, positions_T, rope, attention, i)
         input_norm = small_batch.InputNorm(layer.input_norm, layer.config.norm_eps, y_TD)

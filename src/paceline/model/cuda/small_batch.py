@@ -37,7 +37,6 @@ def should_use(x_TK: Tensor, linear: Linear) -> bool:
     return (
         weight is not None
         and linear.bias is None
-        and linear.lora is None
         and len(x_TK) <= MAX_TOKENS
         and weight.numel() <= MAX_WEIGHTS
         and weight.itemsize == 2
@@ -46,13 +45,20 @@ def should_use(x_TK: Tensor, linear: Linear) -> bool:
     )
 
 
+def should_fuse(x_TK: Tensor, linear: Linear) -> bool:
+    """Whether also what is before and after the layer can be in the kernel. Adapters read the output of the norm, and
+    their terms come before SwiGLU."""
+    return linear.lora is None and should_use(x_TK, linear)
+
+
 def fused_linear(
     x_TK: Tensor, linear: Linear, norm: InputNorm | None = None, swiglu: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns x plus the addend, and the output of the layer [T, N]; with `swiglu`, silu(gate) · up of the output's two
-    halves [T, N / 2]."""
+    """Returns x plus the addend, and the output of the layer without adapters [T, N]; with `swiglu`, silu(gate) · up of
+    the output's two halves [T, N / 2]."""
     weight = linear.weight
-    assert weight is not None and linear.bias is None and linear.lora is None
+    assert weight is not None and linear.bias is None
+    assert linear.lora is None or (norm is None and not swiglu)
     num_tokens, num_in = x_TK.shape
     num_out = len(weight) // 2 if swiglu else len(weight)
     addend = None if norm is None else norm.addend

@@ -25,7 +25,7 @@ UNSPLIT_TOKENS = 64  # for this number of tokens torch's library has tiles that 
 def should_use(x_TK: Tensor, linear: Linear) -> bool:
     """Whether two programs per output tile fit on the device at once."""
     weight = linear.weight
-    if weight is None or linear.bias is not None or linear.lora is not None or linear.float8 is not None:
+    if weight is None or linear.bias is not None or linear.float8 is not None:
         return False
     num_out, num_in = weight.shape
     if weight.itemsize != 2 or weight.numel() <= MAX_WEIGHTS or num_in < MIN_NUM_IN or num_in % (2 * TILE):
@@ -42,7 +42,7 @@ def _num_sms(device: torch.device) -> int:
 
 
 def split_k_linear(x_TK: Tensor, linear: Linear) -> Tensor:
-    """The two partial products: float32 [2, T, N]."""
+    """The two partial products, without adapters: float32 [2, T, N]."""
     weight = linear.weight
     assert weight is not None
     half = weight.shape[1] // 2

@@ -10,6 +10,7 @@ attention. Queries, keys, values, norms' factors and silu(gate) · up are comput
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ from paceline.model.cuda.train_kernels import (
     silu_mul_kernel,
 )
 from paceline.model.flash import flash_backward, flash_forward
-from paceline.model.layer import Layer, Linear
+from paceline.model.layer import Layer, Linear, Lora, LoraPart
 from paceline.model.ops import TorchOps
 from paceline.model.rope import Tables
 
@@ -70,28 +71,29 @@ class TrainOps(TorchOps):
 def _linear(x: Tensor, linear: Linear, gated: bool = False) -> Tensor:
     weight, lora = linear.weight, linear.lora
     assert weight is not None
-    adapter = (None, None, 0.0) if lora is None or not lora.enabled else (lora.down, lora.up, lora.scale)
-    y: Tensor = _Linear.apply(x, weight, linear.bias, *adapter, gated)
+    adapters = (None, None, None) if lora is None or not lora.enabled else (lora.down, lora.up, lora)
+    y: Tensor = _Linear.apply(x, weight, linear.bias, *adapters, gated)
     return y
 
 
 class _Linear(torch.autograd.Function):
-    """a W^T + b, and with an adapter + scale · (a A^T) B^T, for a = x or, if `gated`, a = silu(gate) · up with x =
-    [gate, up]. The adapter's term is added inside a matrix product, in both passes. If gated, x is kept for the
-    backward pass and a is computed again."""
+    """a W^T + b, and with adapters + scale · (a A^T) B^T of each part, for a = x or, if `gated`, a = silu(gate) · up
+    with x = [gate, up]. The adapters' terms are added inside matrix products, in both passes. If gated, x is kept for
+    the backward pass and a is computed again."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, down_RK: Tensor | None, up_NR: Tensor | None,
-        scale: float, gated: bool,
+        lora: Lora | None, gated: bool,
     ) -> Tensor:  # fmt: skip
         a_TK = _silu_mul_forward(x) if gated else x
         y, inner_TR = F.linear(a_TK, weight_NK, bias_N), None
-        if down_RK is not None and up_NR is not None:
+        if lora is not None and down_RK is not None and up_NR is not None:
             inner_TR = a_TK @ down_RK.T
-            y.addmm_(inner_TR, up_NR.T, alpha=scale)
+            for part, own_TR, own_NR in _adapters(lora, inner_TR, up_NR):
+                y[:, part.first : part.end].addmm_(own_TR, own_NR.T, alpha=lora.scale)
         ctx.save_for_backward(x, weight_NK, down_RK, up_NR, inner_TR)
-        ctx.scale, ctx.gated = scale, gated
+        ctx.lora, ctx.gated = lora, gated
         return y
 
     @staticmethod
@@ -99,9 +101,16 @@ class _Linear(torch.autograd.Function):
         x, weight_NK, down_RK, up_NR, inner_TR = ctx.saved_tensors
         grad_TN = grads[0]
         _, wants_weight, wants_bias, wants_down, wants_up = ctx.needs_input_grad[:5]
-        x_grad, inner_grad = grad_TN @ weight_NK, None
-        if down_RK is not None:
-            inner_grad = (grad_TN @ up_NR) * ctx.scale
+        x_grad, inner_grad, up_grad = grad_TN @ weight_NK, None, None
+        if ctx.lora is not None:
+            inner_grads, up_grads = [], []
+            for part, own_TR, own_NR in _adapters(ctx.lora, inner_TR, up_NR):
+                own_grad_TN = grad_TN[:, part.first : part.end]
+                inner_grads.append(own_grad_TN @ own_NR)
+                if wants_up:
+                    up_grads.append(own_grad_TN.T @ own_TR)
+            inner_grad = torch.cat(inner_grads, 1) * ctx.lora.scale
+            up_grad = torch.cat(up_grads) * ctx.lora.scale if wants_up else None
             x_grad.addmm_(inner_grad, down_RK)
         x_grad, a_TK = _silu_mul_backward(x, x_grad) if ctx.gated else (x_grad, x)
         return (
@@ -109,10 +118,15 @@ class _Linear(torch.autograd.Function):
             grad_TN.T @ a_TK if wants_weight else None,
             grad_TN.sum(0) if wants_bias else None,
             inner_grad.T @ a_TK if wants_down and inner_grad is not None else None,
-            (grad_TN.T @ inner_TR) * ctx.scale if wants_up else None,
+            up_grad,
             None,
             None,
         )
+
+
+def _adapters(lora: Lora, inner_TR: Tensor, up_NR: Tensor) -> Iterator[tuple[LoraPart, Tensor, Tensor]]:
+    """Each part, with its columns of a A^T and its B."""
+    return zip(lora.parts, inner_TR.split(lora.rank, 1), lora.ups(up_NR), strict=True)
 
 
 class _Norm(torch.autograd.Function):
