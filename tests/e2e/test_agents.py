@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -228,3 +229,20 @@ def test_the_examples_train(config: str, folder: Path, monkeypatch: pytest.Monke
     rollouts = lines(run, "rollouts")
     assert len(rollouts) == 8 and all(rollout["failure"] is None for rollout in rollouts)
     assert load_config(run / "config.toml").tasks[0].section.kind == "agent"
+
+
+# ---- many agents ----
+
+
+@pytest.mark.parametrize(
+    ("num", "minutes"), [(16, "0"), pytest.param(64, "10", marks=pytest.mark.soak)], ids=["one round", "ten minutes"]
+)
+def test_many_agents_do_not_wait_for_each_other(folder: Path, num: int, minutes: str) -> None:
+    """Two turns each, with a tool that takes a while between them. A round that does not end is an error."""
+    options = ["--agents", str(num), "--minutes", minutes, "--deadline-s", "240", "--out", str(folder / "out")]
+    script = [sys.executable, str(ROOT / "benchmarks/agents/utilisation.py"), "--model", str(folder / "model")]
+    done = subprocess.run([*script, *options], capture_output=True, text=True, timeout=60 * float(minutes) + 400)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rounds = done.stdout.splitlines()
+    assert len(rounds) >= 1 + 2 * (minutes != "0")
+    assert all(f"{num} agents" in line and f"{num} sequences, 0 failures" in line for line in rounds), rounds
