@@ -4,7 +4,7 @@
     python benchmarks/agents/utilisation.py --agents 64 --minutes 10
 
 Each agent is a thread of this process with OpenAI's client: two turns with SmolLM2-135M, and a tool that takes
-`--tool-s`. The engine has work in a step if at least one sequence runs. With `--minutes`, rounds repeat so long; a round
+`--tool-s`. The engine is busy while it steps. With `--minutes`, rounds repeat for so long; a round
 that takes longer than `--deadline-s` is a deadlock, and an error.
 """
 
