@@ -59,6 +59,8 @@ class ModelSection(Section):
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"  # "cpu", "cuda", or one GPU: "cuda:1"
     yarn_factor: Annotated[float, Field(ge=1)] | None = None  # extend the context by this factor (YaRN)
+    # File of a chat template (Jinja) in place of the model's own, for example one with tools, or that keeps thinking.
+    chat_template: str | None = None
 
 
 class EngineSection(Section):
@@ -191,8 +193,9 @@ class SamplingSection(Section):
 
 
 class TaskSection(Section):
-    kind: Literal["reasoning_gym", "jsonl", "dataset", "env"] = "reasoning_gym"  # source of the problems
-    # A reasoning-gym dataset, a jsonl file, a Hugging Face dataset (id or directory), or `module:EnvClass`.
+    kind: Literal["reasoning_gym", "jsonl", "dataset", "env", "agent"] = "reasoning_gym"  # source of the problems
+    # A reasoning-gym dataset, a jsonl file (also `agent`), a Hugging Face dataset (id or directory), or
+    # `module:EnvClass`.
     name: str = "chain_sum"
     params: dict[str, Any] = {}  # arguments of the reasoning-gym dataset, `load_dataset` or the environment
     split: str = "train"  # `dataset`: the split to use
@@ -201,15 +204,30 @@ class TaskSection(Section):
     system: str | None = None  # system message before every prompt
     template: str = "{prompt}"  # text around string prompts; must contain {prompt}
     chat: bool = True  # apply the model's chat template
+    agent: str | None = None  # `agent`: function that drives a sample, `module:function` (docs/how-to/agents.md)
+    command: list[str] | None = None  # `agent`: or the program that does, such as ["python", "agent.py"]
+    env: dict[str, str] = {}  # `agent`: more environment variables of the command; the trainer's are not passed on
+    max_parallel: Positive = 64  # `agent`: agents that run at the same time; others wait, which counts as their time
     chat_template_kwargs: dict[str, Any] = {}  # further variables of the chat template, such as enable_thinking = false
     # `env`: "process" runs each environment in a process of its own, which is killed if it hangs. "thread": in this
     # process, whose threads can't be killed.
     isolation: Literal["thread", "process"] = "thread"
-    timeout_s: Seconds = 600.0  # `env`: time limit of a sample, over all turns
-    max_calls: Positive = 256  # `env`: turns of a sample
+    timeout_s: Seconds = 600.0  # `env`, `agent`: time limit of a sample, over all turns
+    max_calls: Positive = 256  # `env`, `agent`: turns of a sample, or calls of the policy
     size: Positive | None = None  # training problems; not set: all (`reasoning_gym`, `env`: 1024)
     held_out: Count = 64  # problems for evaluation, never trained on
     seed: Count = 0  # seed of generated problems and of the held-out split
+
+    def check(self) -> None:
+        if self.kind == "agent" and (self.agent is None) == (self.command is None):
+            raise ValueError(
+                f'task.agent = {self.agent!r}, task.command = {self.command!r}: task.kind = "agent" needs one of the '
+                'two; set task.agent = "module:function" or task.command = ["python", "agent.py"]'
+            )
+        for key in ("agent", "command", "env"):
+            if getattr(self, key) and (self.kind != "agent" or (key == "env" and self.command is None)):
+                needed = "task.command" if self.kind == "agent" else 'task.kind = "agent"'
+                raise ValueError(f"task.{key} = {getattr(self, key)!r}: needs {needed}; remove the setting")
 
     @property
     def has_agents(self) -> bool:

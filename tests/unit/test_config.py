@@ -147,7 +147,7 @@ def test_unknown_key_error_lists_the_keys_of_the_section():
         ("engine.threads=1.5", "engine.threads = 1.5: expected an integer >= 1 and <= 4096"),
         ('engine.threads="2"', "engine.threads = '2': expected an integer >= 1 and <= 4096"),
         ("engine.native=1", "engine.native = 1: expected true or false"),
-        ("model=x", "model = 'x': expected a section with the keys name, dtype, device, yarn_factor"),
+        ("model=x", "model = 'x': expected a section with the keys name, dtype, device, yarn_factor, chat_template"),
         ("model.dtype=fp8", 'model.dtype = \'fp8\': expected one of "float32", "float64", "bfloat16", "float16"'),
         ("sampling.stop=x", "sampling.stop = 'x': expected a list of strings"),
         ("sampling.temperature=nan", "sampling.temperature = nan: must be 0 (greedy) or a finite number >= 1e-5"),

@@ -1,0 +1,1 @@
+"""Programs of users that drive samples: functions and processes that call the policy through the OpenAI API."""
