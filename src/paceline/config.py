@@ -191,17 +191,19 @@ class SamplingSection(Section):
 
 
 class TaskSection(Section):
-    kind: Literal["reasoning_gym", "jsonl", "dataset", "env"] = "reasoning_gym"  # source of the problems
-    # A reasoning-gym dataset, a jsonl file, a Hugging Face dataset (id or directory), or `module:EnvClass`.
+    kind: Literal["reasoning_gym", "jsonl", "dataset", "env", "verifiers"] = "reasoning_gym"  # source of the problems
+    # A reasoning-gym dataset, a jsonl file, a Hugging Face dataset (id or directory), `module:EnvClass`, or a taskset of
+    # `verifiers`.
     name: str = "chain_sum"
-    params: dict[str, Any] = {}  # arguments of the reasoning-gym dataset, `load_dataset` or the environment
+    # Arguments of the reasoning-gym dataset, `load_dataset` or the environment; `verifiers`: its table `[env]`.
+    params: dict[str, Any] = {}
     split: str = "train"  # `dataset`: the split to use
     prompt_column: str | None = None  # `jsonl`, `dataset`: column of the prompt; not set: `prompt`, else `question`
     answer_column: str = "answer"  # `jsonl`, `dataset`: column of the answer
     system: str | None = None  # system message before every prompt
     template: str = "{prompt}"  # text around string prompts; must contain {prompt}
     chat: bool = True  # apply the model's chat template
-    size: Positive | None = None  # training problems; not set: all (`reasoning_gym`, `env`: 1024)
+    size: Positive | None = None  # training problems; not set: all (`reasoning_gym`, `env`, infinite `verifiers`: 1024)
     held_out: Count = 64  # problems for evaluation, never trained on
     seed: Count = 0  # seed of generated problems and of the held-out split
 

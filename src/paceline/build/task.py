@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from paceline.agents.verifiers_task import VerifiersTask
 from paceline.config import Config, TaskSection, TaskSettings
 from paceline.tasks.episodes import EnvTask
 from paceline.tasks.gym import GymTask
@@ -30,6 +31,8 @@ def build_task(config: Config) -> Task:
 def _build_task(section: TaskSection) -> Task:
     if section.kind == "reasoning_gym":
         return GymTask(section)
+    if section.kind == "verifiers":
+        return VerifiersTask(section)
     return EnvTask(section) if section.kind == "env" else TableTask(section)
 
 
