@@ -192,8 +192,8 @@ class SamplingSection(Section):
 
 class TaskSection(Section):
     kind: Literal["reasoning_gym", "jsonl", "dataset", "env", "verifiers"] = "reasoning_gym"  # source of the problems
-    # A reasoning-gym dataset, a jsonl file, a Hugging Face dataset (id or directory), `module:EnvClass`, or a taskset of
-    # `verifiers`.
+    # A reasoning-gym dataset, a jsonl file, a Hugging Face dataset (id or directory), `module:EnvClass`, or a taskset
+    # of `verifiers`.
     name: str = "chain_sum"
     # Arguments of the reasoning-gym dataset, `load_dataset` or the environment; `verifiers`: its table `[env]`.
     params: dict[str, Any] = {}

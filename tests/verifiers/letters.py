@@ -10,9 +10,11 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from itertools import count
+from typing import Any
 
 import verifiers.v1 as vf
-from openai import AsyncOpenAI
+from openai import APIStatusError, AsyncOpenAI
 
 TOOLS = [
     {
@@ -33,6 +35,8 @@ class LetterData(vf.TaskData):
 class LetterTask(vf.Task[LetterData]):
     @vf.reward(weight=2.0)
     async def share(self, task: LetterData, trace: vf.Trace) -> float:
+        if trace.info.get("trouble") == "score":
+            raise RuntimeError("the reward is broken")
         text = "".join(message.content or "" for message in trace.assistant_messages)
         return text.count(task.letter) / max(len(text), 1)
 
@@ -47,6 +51,7 @@ class LetterTask(vf.Task[LetterData]):
 
 class LetterConfig(vf.TasksetConfig):
     num_tasks: int = 12
+    copies: int = 1
     infinite: bool = False
 
 
@@ -56,8 +61,10 @@ class LetterTaskset(vf.Taskset[LetterTask, LetterConfig]):
         return not self.config.infinite
 
     def load(self) -> Iterator[LetterTask]:
-        num = 10**9 if self.config.infinite else self.config.num_tasks
-        for i in range(num):
+        for i in count():
+            if not self.config.infinite and i == self.config.num_tasks * self.config.copies:
+                return
+            i %= self.config.num_tasks if self.config.copies > 1 else 10**9
             letter = chr(97 + i % 26)
             yield LetterTask(LetterData(prompt=f"say {letter}", letter=letter, description=str(i // 26)))
 
@@ -66,7 +73,8 @@ class ChatConfig(vf.HarnessConfig):
     turns: int = 2
     branches: int = 2  # questions at once, after the turns
     temperature: float = 0.1  # the run's is used
-    trouble: str = ""  # "raise", "block", "hang", "logit_bias" or "flood"
+    tolerant: bool = False  # ends without an error if a call is refused
+    trouble: str = ""  # when asked for b: "raise", "block", "hang", "logit_bias" or "score"
 
 
 class ChatHarness(vf.Harness[ChatConfig]):
@@ -74,28 +82,41 @@ class ChatHarness(vf.Harness[ChatConfig]):
     EXECUTES_CODE = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data) -> vf.ProgramResult:
+        trouble = self.config.trouble if data.prompt == "say b" else ""
         async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
-            await self._converse(client, ctx.model, data.prompt)
+            try:
+                await self._converse(client, ctx.model, data.prompt, trouble)
+            except APIStatusError:
+                if not self.config.tolerant:
+                    raise
+        trace.info["trouble"] = trouble
         return vf.ProgramResult(0, "", "")
 
-    async def _converse(self, client: AsyncOpenAI, model: str, prompt: str) -> None:
+    async def _converse(self, client: AsyncOpenAI, model: str, prompt: str, trouble: str) -> None:
         messages = [{"role": "user", "content": prompt}]
+        if trouble == "raise":
+            raise RuntimeError("the harness is broken")
+        if trouble == "hang":
+            await asyncio.sleep(3600)
+        if trouble == "block":
+            time.sleep(20)
+        options = {"logit_bias": {"1": 5}} if trouble == "logit_bias" else {}
+
+        async def ask(messages: list[Any]) -> Any:
+            temperature = self.config.temperature
+            reply = await client.chat.completions.create(
+                model=model, messages=messages, tools=TOOLS, temperature=temperature, **options
+            )
+            return reply.choices[0].message
+
         for _ in range(self.config.turns):
-            await self._cause_trouble(messages)
-            answer = await self._ask(client, model, messages)
+            answer = await ask(messages)
             messages += [answer.model_dump(exclude_none=True), *self._observations(answer)]
         questions = [[*messages, {"role": "user", "content": f"again, {i}"}] for i in range(self.config.branches)]
-        await asyncio.gather(*(self._ask(client, model, question) for question in questions))
-
-    async def _ask(self, client: AsyncOpenAI, model: str, messages: list):
-        options = {"logit_bias": {"1": 5}} if self.config.trouble == "logit_bias" else {}
-        reply = await client.chat.completions.create(
-            model=model, messages=messages, tools=TOOLS, temperature=self.config.temperature, **options
-        )
-        return reply.choices[0].message
+        await asyncio.gather(*map(ask, questions))
 
     @staticmethod
-    def _observations(answer) -> list:
+    def _observations(answer: Any) -> list[Any]:
         if not answer.tool_calls:
             return [{"role": "user", "content": f"{len(answer.content or '')} letters"}]
         return [
@@ -106,15 +127,6 @@ class ChatHarness(vf.Harness[ChatConfig]):
             }
             for call in answer.tool_calls
         ]
-
-    async def _cause_trouble(self, messages: list) -> None:
-        trouble = self.config.trouble if "say b" in messages[0]["content"] else ""
-        if trouble == "raise":
-            raise RuntimeError("the harness is broken")
-        if trouble == "hang":
-            await asyncio.sleep(3600)
-        if trouble == "block":
-            time.sleep(20)
 
 
 __all__ = ["ChatHarness", "LetterTaskset"]

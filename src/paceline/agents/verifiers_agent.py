@@ -12,12 +12,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import atexit
 import json
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+import weakref
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for_threads
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -28,7 +27,6 @@ from verifiers.v1.dialects.chat import message_to_wire
 from paceline.agents.verifiers_client import MODEL, POLICY, PolicyClient, PolicyInterception
 from paceline.chat.messages import Message
 from paceline.tasks.agent import Outcome, Policy
-from paceline.types import Completion
 
 BLOCKED_S = 10.0  # an event loop that does not answer for so long is blocked
 CLOSE_S = 5.0
@@ -48,7 +46,7 @@ class VerifiersAgent:
 
     async def run(self, policy: Policy) -> Outcome:
         thread = await self._environment.thread()
-        client = PolicyClient(CallingPolicy(policy, asyncio.get_running_loop()))
+        client = PolicyClient(policy)  # its calls come from the thread's event loop
         episode = await across(thread.loop, lambda: thread.episode(self._task, client))
         return outcome(episode, client)
 
@@ -103,7 +101,10 @@ class Environment:
             if self._thread is thread:
                 environment, self._unused = self._unused or vf.load_environment(self.config), None
                 self._thread = EnvironmentThread(environment)
-            return self._thread
+                weakref.finalize(self, self._thread.close)  # at the latest at the end of the program
+            found = self._thread
+        assert found is not None
+        return found
 
 
 class EnvironmentThread:
@@ -116,8 +117,8 @@ class EnvironmentThread:
         self._context = ModelContext(model=MODEL, client=POLICY)
         self._serving: asyncio.Task[None] | None = None
         self._is_open: asyncio.Future[None] | None = None
-        threading.Thread(target=self.loop.run_forever, name="verifiers", daemon=True).start()
-        atexit.register(self.close)
+        self._thread = threading.Thread(target=self.loop.run_forever, name="verifiers", daemon=True)
+        self._thread.start()
 
     async def episode(self, task: Any, client: PolicyClient) -> Any:
         """Runs in this thread's event loop, as do all methods below."""
@@ -156,28 +157,17 @@ class EnvironmentThread:
                 raise
 
     def close(self) -> None:
-        """Release the environment's resources. For other threads."""
-        with suppress(Exception):
-            done = asyncio.run_coroutine_threadsafe(self._close(), self.loop)
-            wait_for_threads([done], timeout=CLOSE_S)
+        """Release the environment's resources and end the thread."""
+        asyncio.run_coroutine_threadsafe(self._close(), self.loop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_S)
 
     async def _close(self) -> None:
-        if self._serving is not None:
-            self._serving.cancel()
-            await asyncio.wait([self._serving])
-
-
-class CallingPolicy:
-    """A policy, for an event loop that is not its own."""
-
-    def __init__(self, policy: Policy, loop: asyncio.AbstractEventLoop) -> None:
-        self._policy, self._loop = policy, loop
-        self.tokenizer, self.max_model_len = policy.tokenizer, policy.max_model_len
-
-    async def generate(
-        self, prompt_ids: Sequence[int], max_tokens: int | None = None, stop: Sequence[str] = ()
-    ) -> Completion:
-        return await across(self._loop, lambda: self._policy.generate(prompt_ids, max_tokens, stop))
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.loop.stop()
 
 
 async def across(loop: asyncio.AbstractEventLoop, call: Callable[[], Awaitable[Result]]) -> Result:
