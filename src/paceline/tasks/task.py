@@ -29,7 +29,6 @@ class Problem:
     name: str  # stable across epochs and runs, e.g. "chain_sum/17": the key of the draft history
     prompt: Prompt
     columns: dict[str, Any] = field(default_factory=dict)  # for rewards, e.g. `answer`
-    make_agent: Callable[[], Any] | None = None
     make_env: Callable[[], Env] | None = None  # for a multi-turn problem; None: single-turn
     chat: bool = True  # apply the model's chat template
     max_tokens: int | None = None  # of a completion, over all turns; None: as many as the run allows
