@@ -1,4 +1,7 @@
-"""The reference implementation of the RL algorithms: the papers' equations, as loops over sequences and tokens.
+"""The reference implementation of the RL algorithms: the papers' equations, as loops over samples and tokens.
+
+A sample's sequences share its reward, so they count once. With turn_rewards = "to_go", the turns of the same index are
+compared as the samples are otherwise.
 
 It shares only the settings with `rl/algorithms.py`; it has its own copy of the papers' numbers.
 """
@@ -49,15 +52,24 @@ def trained_tokens(section: AlgorithmSection, batch: TokenBatch) -> list[list[in
 # --- advantages ---
 
 
+def sample_of(batch: TokenBatch) -> list[int]:
+    """By sequence."""
+    return list(range(batch.num_sequences)) if batch.sample_S is None else [int(i) for i in batch.sample_S]
+
+
 def advantages(section: AlgorithmSection, max_tokens: int, batch: TokenBatch) -> list[float]:
     section = settings(section)
-    tokens = trained_tokens(section, batch)
-    rewards = [_reward(section, max_tokens, batch, i) for i in range(batch.num_sequences)]
+    tokens, samples = trained_tokens(section, batch), sample_of(batch)
+    longest = {m: max(int(n) for n, j in zip(batch.length_S, samples, strict=True) if j == m) for m in samples}
+    rewards = [_reward(section, max_tokens, batch, i, longest[samples[i]]) for i in range(batch.num_sequences)]
     groups = [int(r) for r in batch.group_S]
     result = [0.0] * len(batch.sequence_T)
+    if section.turn_rewards == "to_go" and batch.turn_T is not None:
+        return _advantages_of_turns(section, batch, tokens, rewards, samples, groups)
     if section.name in ("reinforce_pp", "reinforce_pp_baseline"):
         if section.name == "reinforce_pp_baseline":
-            rewards = [r - statistics.fmean(_siblings(rewards, groups, i)) for i, r in enumerate(rewards)]
+            once = _once(rewards, samples, groups)
+            rewards = [r - statistics.fmean(once[groups[i]]) for i, r in enumerate(rewards)]
         returns = {}  # A_t = r - sum_{j >= t} beta KL_j
         for i, indices in enumerate(tokens):
             for t in indices:
@@ -68,22 +80,85 @@ def advantages(section: AlgorithmSection, max_tokens: int, batch: TokenBatch) ->
             centred = returns[t] - statistics.fmean(values)
             result[t] = centred / _spread(section, values, _siblings(values, token_groups, k))
         return result
-    returns_S = [rewards[i] - sum(_penalty(section, batch, t) for t in tokens[i]) for i in range(len(rewards))]
+    returns_S = []
+    for i in range(len(rewards)):
+        of_sample = [t for j, indices in enumerate(tokens) for t in indices if samples[j] == samples[i]]
+        returns_S.append(rewards[i] - sum(_penalty(section, batch, t) for t in of_sample))
+    once = _once(returns_S, samples, groups)
     for i, indices in enumerate(tokens):
-        group = _siblings(returns_S, groups, i)
-        if section.name == "rloo":  # minus the mean of the others, if there are any
-            others = [returns_S[j] for j in range(len(groups)) if groups[j] == groups[i] and j != i]
-            centred = returns_S[i] - statistics.fmean(others) if others else 0.0
-        else:
-            centred = returns_S[i] - statistics.fmean(group)
         for t in indices:
-            result[t] = centred / _spread(section, returns_S, group)
+            result[t] = _advantage(section, returns_S[i], once[groups[i]], sum(once.values(), []))
     return result
 
 
-def _reward(section: AlgorithmSection, max_tokens: int, batch: TokenBatch, i: int) -> float:
-    """DAPO eq. 13, case by case."""
-    reward, length, buffer = float(batch.reward_S[i]), int(batch.length_S[i]), section.overlong_buffer
+def _once(values: Sequence[float], samples: Sequence[int], groups: Sequence[int]) -> dict[int, list[float]]:
+    """By group: the value of each of its samples."""
+    found: dict[int, dict[int, float]] = {}
+    for value, sample, group in zip(values, samples, groups, strict=True):
+        found.setdefault(group, {})[sample] = value
+    return {group: list(of_group.values()) for group, of_group in found.items()}
+
+
+def _advantage(section: AlgorithmSection, value: float, of_group: list[float], of_batch: list[float]) -> float:
+    """Of a sample among those of its group."""
+    centred = value - statistics.fmean(of_group)
+    if section.name == "rloo":  # minus the mean of the others, if there are any
+        num = len(of_group)
+        centred = value - (sum(of_group) - value) / (num - 1) if num > 1 else 0.0
+    return centred / _spread(section, of_batch, of_group)
+
+
+def _advantages_of_turns(
+    section: AlgorithmSection, batch: TokenBatch, tokens: list[list[int]], rewards: list[float], samples: list[int],
+    groups: list[int],
+) -> list[float]:  # fmt: skip
+    """The return of a turn is the reward without the rewards of the turns before it in its sequence. Its baseline is
+    the mean over the group's samples of their returns at turns of this index; of a sample with several, their mean."""
+    assert batch.turn_T is not None and batch.past_rewards_T is not None
+    returns: dict[tuple[int, int], float] = {(i, 0): reward for i, reward in enumerate(rewards)}  # sequence, turn
+    for t, i in enumerate(batch.sequence_T.tolist()):
+        returns[i, int(batch.turn_T[t])] = rewards[i] - float(batch.past_rewards_T[t])
+    by_turn: dict[tuple[int, int], dict[int, list[float]]] = {}  # group, turn -> sample -> returns
+    for (i, turn), value in returns.items():
+        by_turn.setdefault((groups[i], turn), {}).setdefault(samples[i], []).append(value)
+
+    def mean(of_samples: list[list[float]]) -> float:
+        return statistics.fmean(map(statistics.fmean, of_samples))
+
+    def deviation(of_samples: list[list[float]]) -> float:
+        centre = mean(of_samples)
+        squares = sum(statistics.fmean([(value - centre) ** 2 for value in values]) for values in of_samples)
+        return math.sqrt(squares / max(1, len(of_samples) - 1))
+
+    result = [0.0] * len(batch.sequence_T)
+    everything = [values for of_turn in by_turn.values() for values in of_turn.values()]
+    centred: dict[int, float] = {}
+    for i, indices in enumerate(tokens):
+        for t in indices:
+            key = groups[i], int(batch.turn_T[t])
+            of_turn = list(by_turn[key].values())
+            value, centre = returns[i, key[1]], mean(of_turn)
+            if section.name == "rloo":
+                num = len(of_turn)
+                result[t] = (value - centre) * num / max(1, num - 1)
+            else:
+                result[t] = value - (0.0 if section.name == "reinforce_pp" else centre)
+            if not section.name.startswith("reinforce_pp") and section.scale_rewards != "none":
+                result[t] /= deviation(of_turn if section.scale_rewards == "group" else everything) + 1e-4
+            centred[t] = result[t]
+    if section.name.startswith("reinforce_pp"):  # normalised over tokens
+        values = list(centred.values())
+        token_groups = [(groups[int(batch.sequence_T[t])], int(batch.turn_T[t])) for t in centred]
+        numbers = [sorted(set(token_groups)).index(each) for each in token_groups]
+        for k, t in enumerate(centred):
+            spread = _spread(section, values, _siblings(values, numbers, k))
+            result[t] = (centred[t] - statistics.fmean(values)) / spread
+    return result
+
+
+def _reward(section: AlgorithmSection, max_tokens: int, batch: TokenBatch, i: int, length: int) -> float:
+    """DAPO eq. 13, case by case. `length`: of the sample's longest sequence."""
+    reward, buffer = float(batch.reward_S[i]), section.overlong_buffer
     if buffer == 0 or length <= max_tokens - buffer:
         return reward
     if length <= max_tokens:
@@ -116,10 +191,11 @@ def loss(section: AlgorithmSection, max_tokens: int, batch: TokenBatch, logprobs
     """Of the batch before `Algorithm.prepare`."""
     advantage_T = advantages(section, max_tokens, batch)
     section = settings(section)
-    tokens = trained_tokens(section, batch)
-    num_tokens = sum(map(len, tokens))
+    tokens, samples = trained_tokens(section, batch), sample_of(batch)
+    num_tokens, num_samples = sum(map(len, tokens)), len(set(samples))
     total = logprobs_T.double().sum() * 0
-    for indices in tokens:
+    for i, indices in enumerate(tokens):
+        num_of_sample = sum(len(others) for j, others in enumerate(tokens) if samples[j] == samples[i])
         old = [_old(batch, logprobs_T, t) for t in indices]
         correction = [_correction(section, batch, indices, old, k) for k in range(len(indices))]
         for k, t in enumerate(indices):
@@ -127,12 +203,12 @@ def loss(section: AlgorithmSection, max_tokens: int, batch: TokenBatch, logprobs
             if section.beta > 0 and section.kl_in == "loss":
                 assert batch.ref_logprobs_T is not None
                 value = value + section.beta * _kl(section, logprobs_T[t], batch.ref_logprobs_T[t])
-            if section.loss_type == "grpo":  # 1/S sum_i 1/|o_i| sum_t
-                total = total + value / len(indices) / batch.num_sequences
+            if section.loss_type == "grpo":  # 1/M sum_i 1/|o_i| sum_t
+                total = total + value / num_of_sample / num_samples
             elif section.loss_type == "dapo":  # 1/(sum_i |o_i|) sum_i sum_t
                 total = total + value / num_tokens
-            else:  # 1/(S L) sum_i sum_t
-                total = total + value / (batch.num_sequences * max_tokens)
+            else:  # 1/(M L) sum_i sum_t
+                total = total + value / (num_samples * max_tokens)
     return total
 
 

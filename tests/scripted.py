@@ -15,7 +15,7 @@ class ScriptedEngine:
     """`script(request)`: the text that it emits. Weights are their version."""
 
     def __init__(self, script: Callable[[Request], str] = lambda request: "ab") -> None:
-        self.script, self.version = script, 0
+        self.script, self.version, self.max_model_len = script, 0, 200
         self.waiting: list[Request] = []
         self.submitted: list[Request] = []
         self.aborted: list[int] = []

@@ -203,6 +203,9 @@ class TaskSection(Section):
     system: str | None = None  # system message before every prompt
     template: str = "{prompt}"  # text around string prompts; must contain {prompt}
     chat: bool = True  # apply the model's chat template
+    chat_template_kwargs: dict[str, Any] = {}  # further variables of the chat template, such as enable_thinking = false
+    timeout_s: Seconds = 600.0  # `env`, `verifiers`: time limit of a sample, over all turns
+    max_calls: Positive = 256  # `env`, `verifiers`: turns of a sample
     size: Positive | None = None  # training problems; not set: all (`reasoning_gym`, `env`, infinite `verifiers`: 1024)
     held_out: Count = 64  # problems for evaluation, never trained on
     seed: Count = 0  # seed of generated problems and of the held-out split
@@ -213,6 +216,10 @@ class RewardSection(Section):
     # own `module:function` with TRL's signature.
     functions: Annotated[list[str], Field(min_length=1)] = ["gym"]
     weights: list[float] | None = None  # one weight per function; not set: 1 each
+    # Added to the reward of samples that end for these reasons: "length"; with several turns "context" (no room in the
+    # model's context) and "budget" (no tokens or calls left); "timeout" and "crash" of an environment or agent. Samples
+    # with a timeout or crash are not trained on, unless there is a penalty for it, which then is their reward.
+    penalties: dict[Literal["length", "context", "budget", "timeout", "crash"], float] = {}
     # Regular expression for the answer: the last match, or its first group. Not set: the whole completion.
     answer_pattern: str | None = None
     # `format`: regular expression that must match the whole completion.
@@ -240,6 +247,9 @@ class RewardSection(Section):
             raise ValueError(
                 f"reward.weights has {len(self.weights)} entries, reward.functions {len(self.functions)}; give one each"
             )
+        for reason, penalty in self.penalties.items():
+            if not math.isfinite(penalty):
+                raise ValueError(f"reward.penalties.{reason} = {penalty}: must be a finite number")
         if not all(math.isfinite(weight) for weight in self.weights or []):
             raise ValueError(f"reward.weights = {self.weights}: every weight must be a finite number")
         if "model" in self.functions and self.model is None:
@@ -250,6 +260,12 @@ class RewardSection(Section):
                 re.compile(pattern or "")
             except re.error as error:
                 raise ValueError(f"reward.{key} = {pattern!r}: not a regular expression ({error})") from None
+
+    def weight_of(self, function: str) -> float:
+        """0 if it is not one of the functions."""
+        if function not in self.functions:
+            return 0.0
+        return self.weights[self.functions.index(function)] if self.weights is not None else 1.0
 
 
 class MixedTaskSection(TaskSection):
@@ -309,9 +325,12 @@ class AlgorithmSection(Section):
     beta: Annotated[float, Field(ge=0)] = 0.0  # coefficient of the KL to the initial policy
     kl: Literal["k1", "k2", "k3"] | None = None  # estimator of the KL
     kl_in: Literal["loss", "reward"] | None = None  # where to add the KL
+    # Rewards of single turns (`env`): "sum" adds them to the sample's reward, which all its tokens get. "to_go": a turn
+    # gets this reward without the rewards of the turns before it, compared with turns of the same index in the group.
+    turn_rewards: Literal["sum", "to_go"] = "sum"
     # Divide advantages by the standard deviation of rewards in the group or batch.
     scale_rewards: Literal["group", "batch", "none"] | None = None
-    # How to average token losses: "grpo" per sequence, "dapo" over all tokens, "dr_grpo" by sampling.max_tokens.
+    # How to average token losses: "grpo" per sample, "dapo" over all tokens, "dr_grpo" by sampling.max_tokens.
     loss_type: Literal["grpo", "dapo", "dr_grpo"] | None = None
     dynamic_sampling: bool | None = None  # replace groups whose rewards are all equal
     max_sampling_rounds: Positive = 3  # dynamic sampling: maximum rounds; then train on a smaller batch

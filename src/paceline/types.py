@@ -273,8 +273,11 @@ class NewTokens:
 
 @dataclass(slots=True)
 class Rollout:
-    """A completion with its reward. `token_ids` are all tokens after the prompt: the policy's (mask True) and, between
-    the turns of an environment, the environment's (mask False). Arrays have one entry per token."""
+    """A training sequence with the reward of its sample. `token_ids` are all tokens after the prompt: the policy's
+    (mask True) and, between its turns, others (mask False), such as an environment's. Arrays have one entry per token.
+
+    A sample of an agent may have several rollouts, its branches: calls that do not extend one another. They have the
+    same reward, failure and finish reason, which are the sample's."""
 
     sample: int  # index in the group
     prompt_ids: tuple[int, ...]
@@ -285,12 +288,16 @@ class Rollout:
     provenance: np.ndarray  # uint8, Provenance
     sources: np.ndarray  # uint8, index into `drafters` (255: none)
     drafters: tuple[str, ...]
-    finish_reason: str  # of the last turn: "stop" | "length" | "abort"
+    finish_reason: str  # of the sample: that of its last call, or one of `TRUNCATED` or `FAILED`
+    branch: int = 0  # index in the sample
     num_turns: int = 1
+    turn_lengths: tuple[int, ...] = ()  # by turn: how many tokens the policy sampled
+    turn_rewards: tuple[float, ...] = ()  # by turn: its part of the reward; empty if no turn has one
+    metrics: dict[str, float] = field(default_factory=dict)  # of the sample, from its agent; for the records
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    text: str = ""  # the policy's last turn, without special tokens
+    text: str = ""  # the last turn, without special tokens
     reward: float = math.nan  # the weighted sum of `rewards`; NaN: not scored, see `failure`
     rewards: dict[str, float] = field(default_factory=dict)  # by reward function
     advantage: float = 0.0  # mean over tokens, for the records
@@ -303,12 +310,16 @@ class Rollout:
 
     @property
     def is_truncated(self) -> bool:
-        return self.finish_reason == "length"
+        return self.finish_reason in TRUNCATED
+
+
+TRUNCATED = ("length", "context", "budget")  # context: no room in the model's context; budget: no tokens or calls left
+FAILED = ("timeout", "crash")  # of the sample's agent
 
 
 @dataclass(slots=True)
 class Group:
-    """All rollouts of one problem in one step. Advantages compare their rewards."""
+    """All rollouts of one problem in one step, by sample and branch. Advantages compare the rewards of samples."""
 
     index: int  # position in the data; determines order, selection and batching
     problem: str  # name of the problem
@@ -321,8 +332,23 @@ class Group:
         return [rollout for rollout in self.rollouts if rollout.is_scored]
 
     @property
+    def rewards(self) -> list[float]:
+        """Of the samples that have one."""
+        return [rollout.reward for rollout in first_branches(self.scored)]
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the policy sampled any. It did not if every sample failed before its first call."""
+        return any(rollout.mask.any() for rollout in self.rollouts)
+
+    @property
     def oldest_version(self) -> int:
         return min(int(r.versions[r.mask].min()) for r in self.rollouts if r.mask.any())
+
+
+def first_branches(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """One rollout per sample, which has the fields of the sample: reward, failure and finish reason."""
+    return [rollout for rollout in rollouts if not rollout.branch]
 
 
 @dataclass(frozen=True, slots=True)

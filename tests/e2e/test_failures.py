@@ -27,6 +27,7 @@ from paceline.rl.checkpoint import Checkpoints
 from paceline.rl.collect import Collector
 from paceline.rl.shards import Shards
 from paceline.rl.trainer import Trainer
+from paceline.tasks.env_agent import EnvAgent
 from paceline.tasks.rewards import Score
 from paceline.tasks.task import Problem, Turn
 from paceline.types import Completion, Provenance, Request
@@ -248,21 +249,21 @@ class FailingEnv:
     def __init__(self, mode: str, fails: bool) -> None:
         self.mode, self.fails = mode, fails
 
-    def prompt(self) -> str:
-        if self.fails and self.mode == "hangs in prompt":
+    def reset(self) -> str:
+        if self.fails and self.mode == "hangs in reset":
             threading.Event().wait()
-        if self.fails and self.mode == "raises in prompt":
+        if self.fails and self.mode == "raises in reset":
             raise RuntimeError("no prompt today")
         return "say"
 
-    def step(self, completion: str) -> Any:
+    def step(self, message: Any) -> Any:
         if self.fails:
             if self.mode == "hangs":
                 threading.Event().wait()
             if self.mode == "raises":
                 raise RuntimeError("no more")
             return {"answers nothing": None, "praises": Turn(None, "very good")}[self.mode]
-        return Turn(None, 1.0 + completion.count("a"))
+        return Turn(None, 1.0 + message["content"].count("a"))
 
 
 @pytest.mark.parametrize(
@@ -270,14 +271,14 @@ class FailingEnv:
     [
         ("hangs", "took more than train.env_timeout_s = 0.3 s"),
         ("raises", "its environment raised RuntimeError: no more"),
-        ("hangs in prompt", "took more than train.env_timeout_s = 0.3 s to open"),
-        ("raises in prompt", "could not be opened: RuntimeError: no prompt today"),
+        ("hangs in reset", "took more than train.env_timeout_s = 0.3 s to open"),
+        ("raises in reset", "could not be opened: RuntimeError: no prompt today"),
         ("answers nothing", "its environment's answer can't be used: AttributeError"),
         ("praises", "its environment's answer can't be used: TypeError"),
     ],
 )
 def test_a_failing_environment_costs_only_its_samples(tmp_path: Path, mode: str, reason: str) -> None:
-    config = settings(tmp_path, STEPS, 'reward.functions=["env"]', "train.env_timeout_s=0.3")
+    config = settings(tmp_path, STEPS, 'reward.functions=["env"]')
     trainer = make(tmp_path, "run", config=config)
     made = iter(range(1000))
     lock = threading.Lock()
@@ -286,7 +287,9 @@ def test_a_failing_environment_costs_only_its_samples(tmp_path: Path, mode: str,
         with lock:
             return FailingEnv(mode, next(made) % 4 == 1)
 
-    trainer.task.train = [replace(p, make_env=make_env) for p in trainer.task.train]
+    trainer.task.train = [
+        replace(p, make_agent=lambda: EnvAgent(make_env, step_timeout_s=0.3)) for p in trainer.task.train
+    ]
     assert finish(trainer)["finished"]
     records = lines(tmp_path / "run", "rollouts")
     failed = [r for r in records if r["failure"] is not None]

@@ -27,9 +27,16 @@ TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 
 
 def make_batch(
-    sizes: list[int], seed: int, off_policy: bool = True, constant: bool = False, spread: float = 0.3
+    sizes: list[int],
+    seed: int,
+    off_policy: bool = True,
+    constant: bool = False,
+    spread: float = 0.3,
+    branches: bool = False,
+    turns: bool = False,
 ) -> tuple[TokenBatch, Tensor]:
-    """Random sequences of 0 to 8 tokens, some of them masked, in groups of these sizes; and current logprobs."""
+    """Random sequences of 0 to 8 tokens, some of them masked, in groups of these sizes; and current logprobs.
+    `branches`: some samples have several sequences. `turns`: sequences have up to three turns with rewards."""
     g = torch.Generator().manual_seed(seed)
     num_sequences = sum(sizes)
     counts_S = torch.randint(0, 9, (num_sequences,), generator=g)
@@ -54,6 +61,20 @@ def make_batch(
         old_logprobs_T=near(base_T) if off_policy else None,
         ref_logprobs_T=near(base_T),
     )
+    if branches:
+        begins_S = torch.rand(num_sequences, generator=g) < 0.6
+        begins_S[batch.group_S.diff(prepend=torch.tensor([-1])) != 0] = True
+        batch.sample_S = begins_S.cumsum(0) - 1
+        batch.reward_S = batch.reward_S[begins_S][batch.sample_S]
+    if turns:
+        rewards_S = torch.randint(0, 3, (num_sequences, 3), generator=g).double()
+        starts_T = torch.rand(num_tokens, generator=g) < 0.4
+        starts_T[sequence_T.diff(prepend=torch.tensor([-1])) != 0] = False
+        so_far_T = starts_T.long().cumsum(0)
+        before_S = torch.cat([torch.zeros(1, dtype=torch.long), so_far_T])[(counts_S.cumsum(0) - counts_S)]
+        batch.turn_T = (so_far_T - torch.where(counts_S > 0, before_S, 0)[sequence_T]).clamp(max=2)
+        past_S = torch.cat([torch.zeros(num_sequences, 1, dtype=torch.float64), rewards_S.cumsum(1)], 1)
+        batch.past_rewards_T = past_S[sequence_T, batch.turn_T]
     return batch, near(base_T)
 
 
@@ -63,6 +84,8 @@ BATCHES = st.builds(
     seed=st.integers(0, 2**32),
     constant=st.booleans(),
     spread=st.sampled_from([0.01, 0.3]),
+    branches=st.booleans(),
+    turns=st.booleans(),
 )
 SETTINGS = st.fixed_dictionaries(
     {},
@@ -79,12 +102,16 @@ SETTINGS = st.fixed_dictionaries(
         "overlong_penalty": st.just(0.7),
         "correction": st.sampled_from(["none", "token_tis", "sequence_tis", "icepop", "decoupled_ppo"]),
         "correction_cap": st.sampled_from([1.1, 2.0]),
+        "turn_rewards": st.just("to_go"),
     },
 )
 
 
 def allowed(name: str, given: dict[str, Any]) -> AlgorithmSection:
-    """These settings, with k2 instead of k1 in the loss, which the config rejects."""
+    """These settings, with k2 instead of k1 in the loss, which the config rejects, and the KL in the loss if turns are
+    compared."""
+    if "turn_rewards" in given:
+        given = given | {"kl_in": "loss"}
     composed = replace(ALGORITHMS[name], **{key: given[key] for key in ("kl", "kl_in") if key in given})
     rejected = (composed.kl, composed.kl_in) == ("k1", "loss")
     return AlgorithmSection(name=name, **given | ({"kl": "k2"} if rejected else {}))

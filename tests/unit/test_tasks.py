@@ -310,17 +310,22 @@ def env(**settings: Any) -> EnvTask:
     return EnvTask(TaskSection(**{"kind": "env", "name": CALCULATOR, "size": 30, "held_out": 5, **settings}))
 
 
+def says(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
 def test_env_task_makes_fresh_episodes():
     task = env(system="S", params={"operators": "*", "max_turns": 2})
     assert len(task.train) == 30 and len(task.held_out) == 5 and leaks(task) == set()
     check_names(task)
     problem = task.train[0]
-    assert problem.make_env is not None and problem.name == "Calculator/0"
-    first, second = problem.make_env(), pickle.loads(pickle.dumps(problem.make_env))()
-    assert first.prompt() == second.prompt() == problem.prompt
+    assert problem.make_agent is not None and problem.name == "Calculator/0"
+    agents = problem.make_agent(), pickle.loads(pickle.dumps(problem.make_agent))()
+    first, second = (agent.make_env() for agent in agents)
+    assert all(agent.template(e.reset()) == problem.prompt for agent, e in zip(agents, (first, second), strict=True))
     assert problem.prompt[0] == {"role": "system", "content": "S"}
-    first.step("<answer>1</answer>")
-    assert second.step("hm").observation is not None  # episodes are independent
+    first.step(says("<answer>1</answer>"))
+    assert second.step(says("hm")).observation is not None  # episodes are independent
     assert [p.columns for p in env().train] == [p.columns for p in env().train]
     assert [p.columns for p in env(seed=1).train] != [p.columns for p in env().train]
 
@@ -355,11 +360,11 @@ class Guess:
     def problems(seed: int) -> list[dict[str, Any]]:
         return [{"secret": secret} for secret in range(10)]
 
-    def prompt(self) -> str:
+    def reset(self) -> str:
         return "Guess my number."
 
-    def step(self, completion: str) -> Turn:
-        return Turn(None, float(completion == str(self.secret)))
+    def step(self, message: dict[str, Any]) -> Turn:
+        return Turn(None, float(message["content"] == str(self.secret)))
 
 
 class Numbered(Guess):
@@ -372,7 +377,7 @@ class Numbered(Guess):
     def problems(seed: int) -> Any:
         return ({"secret": i % 20, "uid": f"{seed}-{i}"} for i in range(1000))
 
-    def prompt(self) -> str:
+    async def reset(self) -> str:
         return f"Say {self.secret}."
 
 
@@ -399,8 +404,8 @@ class Broken(Guess):
             raise ValueError("no more problems")
         yield {"secret": how}
 
-    def prompt(self) -> Any:
-        if self.secret == "prompt":
+    def reset(self) -> Any:
+        if self.secret == "reset":
             raise RuntimeError("no prompt")
         return None if self.secret == "none" else f"Say {self.secret}."
 
@@ -413,7 +418,7 @@ class Broken(Guess):
         ("no list", r"Broken\.problems\(\) raised TypeError: 'NoneType' object is not iterable"),
         ("no arguments", r"5 raised TypeError"),
         ("init", r"\{'secret': 'init'\} raised KeyError: 'no such episode'"),
-        ("prompt", r"\{'secret': 'prompt'\} raised RuntimeError: no prompt"),
+        ("reset", r"\{'secret': 'reset'\} raised RuntimeError: no prompt"),
         ("none", r"the prompt of \{'secret': 'none'\} must be a non-empty string"),
     ],
 )
@@ -452,17 +457,17 @@ def test_env_errors_name_the_key():
 
 def test_the_calculator_calculates_and_scores():
     episode = Calculator("12 * 34", max_turns=3)
-    assert "12 * 34" in episode.prompt()
-    turn = episode.step("Let me see: <calc>12*34</calc> and <calc>1/0</calc>")
+    assert "12 * 34" in episode.reset()
+    turn = episode.step(says("Let me see: <calc>12*34</calc> and <calc>1/0</calc>"))
     assert turn.observation == [{"role": "user", "content": "12*34 = 408\n1/0 = error: division by zero"}]
-    assert episode.step("hm").observation is not None
-    assert episode.step("so <answer>+408</answer>") == Turn(None, 1.0)
+    assert episode.step(says("hm")).observation is not None
+    assert episode.step(says("so <answer>+408</answer>")) == Turn(None, 1.0)
     with pytest.raises(AssertionError, match="single-use"):
-        episode.step("again")
-    assert Calculator("12 * 34").step("<answer>409</answer>") == Turn(None, 0.0)
-    assert Calculator("12 * 34").step("<answer>12 * 34</answer>") == Turn(None, 0.0)  # not a number
-    assert Calculator("12 * 34").step("<answer>408</answer> no, <answer>9</answer>") == Turn(None, 0.0)
-    assert Calculator("1200 * 3").step("<answer> 3,600 </answer>") == Turn(None, 1.0)
+        episode.step(says("again"))
+    assert Calculator("12 * 34").step(says("<answer>409</answer>")) == Turn(None, 0.0)
+    assert Calculator("12 * 34").step(says("<answer>12 * 34</answer>")) == Turn(None, 0.0)  # not a number
+    assert Calculator("12 * 34").step(says("<answer>408</answer> no, <answer>9</answer>")) == Turn(None, 0.0)
+    assert Calculator("1200 * 3").step(says("<answer> 3,600 </answer>")) == Turn(None, 1.0)
     assert Calculator("12 * 34", max_turns=1).step("<calc>12*34</calc>") == Turn(None, 0.0)
 
 

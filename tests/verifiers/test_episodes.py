@@ -14,7 +14,7 @@ from verifiers_support import ScriptedPolicy, section
 
 from paceline.agents import verifiers_agent
 from paceline.agents.verifiers_task import VerifiersTask
-from paceline.tasks.agent import ContextOverflow, Outcome
+from paceline.tasks.agent import AgentFailed, ContextOverflow, Outcome
 
 pytestmark = pytest.mark.verifiers
 CALL = 'Let me see.\n<tool_call>\n{"name": "count",  "arguments": {"text": "bbb"}}\n</tool_call>'
@@ -133,7 +133,7 @@ def test_a_failure_names_its_cause_and_costs_only_its_sample(tokenizer, trouble,
         return await asyncio.gather(*runs, return_exceptions=True)
 
     failed, other = asyncio.run(both())
-    with pytest.raises(verifiers_agent.EpisodeFailed, match=message):
+    with pytest.raises(AgentFailed, match=message):
         raise failed
     assert other.reward == pytest.approx(2.5)
 
@@ -176,19 +176,19 @@ def test_a_harness_that_blocks_its_event_loop_costs_no_later_sample(tokenizer, m
 
 
 def test_an_environment_that_does_not_start_fails_its_samples(tokenizer):
-    with pytest.raises(verifiers_agent.EpisodeFailed, match="does not start: OSError: no port is free"):
+    with pytest.raises(AgentFailed, match="does not start: OSError: no port is free"):
         run(ScriptedPolicy(tokenizer, "b"), name="closed_letters")
 
 
 def test_the_policy_may_not_play_two_agents_of_an_episode(tokenizer):
     params = {"id": "best-of-n", "agent": {"runtime": {"type": "subprocess"}}}
-    with pytest.raises(verifiers_agent.EpisodeFailed, match="the policy played . agents of one episode"):
+    with pytest.raises(AgentFailed, match=r"the policy played \d agents of one episode"):
         run(ScriptedPolicy(tokenizer, "b"), params=params)
 
 
 def test_tools_of_a_taskset_run_in_their_own_process(tokenizer, monkeypatch):
     """The server starts with the first sample, serves all of them, and ends with the environment."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "tasksets"))
     params = {"agent": {"runtime": {"type": "subprocess"}}}
     problems = make_problems(name="tool_letters", params=params)
     policies = {letter: ScriptedPolicy(tokenizer, CALL, letter) for letter in "abc"}

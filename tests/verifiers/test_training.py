@@ -59,8 +59,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     return found
 
 
+def mask_of(rollout: dict[str, Any]) -> list[bool]:
+    return [bool(each) for each in rollout.get("mask", [1] * len(rollout["token_ids"]))]
+
+
 def sampled(rollout: dict[str, Any]) -> list[int]:
-    return [token for token, mask in zip(rollout["token_ids"], rollout["mask"], strict=True) if mask]
+    return [token for token, is_sampled in zip(rollout["token_ids"], mask_of(rollout), strict=True) if is_sampled]
 
 
 def unmatched(rollouts: list[dict[str, Any]], calls: list[Call]) -> list[dict[str, Any]]:
@@ -73,7 +77,7 @@ def unmatched(rollouts: list[dict[str, Any]], calls: list[Call]) -> list[dict[st
             end = len(prompt) + len(completion)
             if len(prompt) >= len(rollout["prompt_ids"]) and ids[:end] == (*prompt, *completion):
                 expected[len(prompt) : end] = [True] * len(completion)
-        if expected[len(rollout["prompt_ids"]) :] != [bool(mask) for mask in rollout["mask"]] or not any(expected):
+        if expected[len(rollout["prompt_ids"]) :] != mask_of(rollout) or not any(expected):
             found.append(rollout)
     return found
 

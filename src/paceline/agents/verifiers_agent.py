@@ -26,16 +26,12 @@ from verifiers.v1.dialects.chat import message_to_wire
 
 from paceline.agents.verifiers_client import MODEL, POLICY, PolicyClient, PolicyInterception
 from paceline.chat.messages import Message
-from paceline.tasks.agent import Outcome, Policy
+from paceline.tasks.agent import AgentFailed, Outcome, Policy
 
 BLOCKED_S = 10.0  # an event loop that does not answer for so long is blocked
 CLOSE_S = 5.0
 LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens")  # reasons why a trace stops
 Result = TypeVar("Result")
-
-
-class EpisodeFailed(Exception):
-    """An episode that ended with an error, also in its scoring."""
 
 
 class VerifiersAgent:
@@ -57,10 +53,11 @@ def outcome(episode: Any, client: PolicyClient) -> Outcome:
         if client.error is not None:
             raise client.error
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        raise EpisodeFailed(f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode is not complete")
+        reason = f"{errors[-1].type}: {errors[-1].message}" if errors else "is not complete"
+        raise AgentFailed(f"its episode failed: {reason}")
     traces = [trace for trace in episode.traces if trace.id in client.traces]
     if len(traces) > 1:
-        raise EpisodeFailed(
+        raise AgentFailed(
             f"the policy played {len(traces)} agents of one episode, and it is not known which reward is whose; use an "
             "environment in which it plays one"
         )
@@ -152,7 +149,7 @@ class EnvironmentThread:
                 await asyncio.Event().wait()
         except BaseException as error:
             if not is_open.done():
-                is_open.set_exception(EpisodeFailed(f"the environment does not start: {type(error).__name__}: {error}"))
+                is_open.set_exception(AgentFailed(f"its environment does not start: {type(error).__name__}: {error}"))
             elif not isinstance(error, asyncio.CancelledError):
                 raise
 

@@ -141,7 +141,7 @@ def _split(taskset: Any, stem: str, environment: Any, section: TaskSection) -> t
 
     def problems() -> Iterator[Problem]:
         for task in taskset:
-            problem = _problem(task, stem, environment)
+            problem = _problem(task, stem, environment, section)
             contents[problem.name] = _content(task)
             yield problem
 
@@ -158,7 +158,7 @@ def _split(taskset: Any, stem: str, environment: Any, section: TaskSection) -> t
     return split(found, shuffled, section.size, section.held_out, identity=identity)
 
 
-def _problem(task: Any, stem: str, environment: Any) -> Problem:
+def _problem(task: Any, stem: str, environment: Any, section: TaskSection) -> Problem:
     from verifiers.v1 import Task, TaskData
 
     from paceline.agents.verifiers_agent import VerifiersAgent
@@ -171,6 +171,8 @@ def _problem(task: Any, stem: str, environment: Any) -> Problem:
         prompt=_prompt(data),
         columns=data.model_dump(mode="json", include=own),
         make_agent=partial(VerifiersAgent, environment, task),
+        timeout_s=section.timeout_s,
+        max_calls=section.max_calls,
     )
 
 

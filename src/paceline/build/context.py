@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.build.memory import read_model
-from paceline.chat.template import encode
 from paceline.config import Config, TaskSettings
 from paceline.model.hf_shape import read_shape
 from paceline.tasks.task import Problem
@@ -18,7 +17,7 @@ NUM_LONGEST = 64  # prompts with the most characters, which are tokenized to fin
 def longest_prompt(problems: Sequence[Problem], tokenizer: Any) -> int:
     """In tokens, of the prompts with the most characters. Environments make theirs in the run."""
     problems = sorted(problems, key=lambda problem: -len(str(problem.prompt)))
-    return max(len(encode(tokenizer, each.prompt, each.chat)) for each in problems[:NUM_LONGEST])
+    return max(len(each.encode(tokenizer)) for each in problems[:NUM_LONGEST])
 
 
 def check_context(config: Config, directory: Path, task: TaskSettings, prompt_tokens: int) -> None:

@@ -37,7 +37,7 @@ from paceline.rl.audit import Auditor
 from paceline.rl.callback import ProgressCallback
 from paceline.rl.check_settings import may_audit
 from paceline.rl.checkpoint import Checkpoints
-from paceline.rl.collect import Collector
+from paceline.rl.collect import AgentRewards, Collector
 from paceline.rl.folder import RunFolder
 from paceline.rl.learner import Learner
 from paceline.rl.logs import Sink, TensorBoardSink, WandbSink
@@ -50,13 +50,10 @@ from paceline.tasks.task import Task
 
 
 def build_collector(config: Config, engine: Engine, rewarder: Rewarder) -> Collector:
-    return Collector(
-        engine,
-        engine.tokenizer,
-        rewarder,
-        sampling=config.sampling.params(),
-        env_timeout_s=config.train.env_timeout_s,
-    )
+    agent_rewards = {
+        task.label: AgentRewards({**task.reward.penalties}, task.reward.weight_of("env")) for task in config.tasks
+    }
+    return Collector(engine, engine.tokenizer, rewarder, sampling=config.sampling.params(), agent_rewards=agent_rewards)
 
 
 def build_online_head_trainer(config: Config, learner: Learner) -> OnlineHeadTrainer:

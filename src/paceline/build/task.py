@@ -21,19 +21,19 @@ def build_task(config: Config) -> Task:
     built: dict[str, Task] = {}
     for settings in config.tasks:
         with named_errors(settings):
-            task = _build_task(settings.section)
+            task = _build_task(settings.section, config.train.env_timeout_s)
         if settings.label is None:
             return task
         built[settings.label] = task
     return Mixture(built, {str(settings.label): settings.max_tokens for settings in config.tasks})
 
 
-def _build_task(section: TaskSection) -> Task:
+def _build_task(section: TaskSection, env_timeout_s: float) -> Task:
     if section.kind == "reasoning_gym":
         return GymTask(section)
     if section.kind == "verifiers":
         return VerifiersTask(section)
-    return EnvTask(section) if section.kind == "env" else TableTask(section)
+    return EnvTask(section, env_timeout_s) if section.kind == "env" else TableTask(section)
 
 
 def build_rewarder(config: Config) -> Rewarder:

@@ -85,6 +85,10 @@ class RayEngine:
         return self._replicas[0].info.dtype
 
     @property
+    def max_model_len(self) -> int:
+        return min(replica.info.max_model_len for replica in self._replicas)
+
+    @property
     def wants_sleep(self) -> bool:
         return self._section.layout == "colocated" and any(replica.info.wants_sleep for replica in self._replicas)
 

@@ -30,6 +30,7 @@ class EngineInfo:
 
     dtype: torch.dtype
     wants_sleep: bool
+    max_model_len: int
     pid: int
 
 
@@ -52,7 +53,7 @@ class EngineActor:
         self._reset()
         self._engine.load_state_dict(self._initial_state)
         self._session = session
-        return EngineInfo(self._engine.dtype, self._engine.wants_sleep, os.getpid())
+        return EngineInfo(self._engine.dtype, self._engine.wants_sleep, self._engine.max_model_len, os.getpid())
 
     def end_session(self, session: str) -> None:
         self._engine_for(session)

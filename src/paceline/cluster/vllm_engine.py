@@ -85,6 +85,10 @@ class VllmEngine:
         return self._config.model_config.dtype
 
     @property
+    def max_model_len(self) -> int:
+        return int(self._config.model_config.max_model_len)
+
+    @property
     def wants_sleep(self) -> bool:
         """On a GPU vLLM takes nearly all of the memory."""
         return bool(self._config.model_config.enable_sleep_mode)

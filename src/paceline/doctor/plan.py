@@ -26,7 +26,6 @@ from paceline.build.model import itemsize
 from paceline.build.run import check_evaluation, check_libraries
 from paceline.build.task import build_task, build_task_rewarder, check_prompts, problems_of
 from paceline.chat.messages import prompt_preview
-from paceline.chat.template import encode
 from paceline.config import Config, TaskSettings
 from paceline.doctor.finding import DEGRADED, MISSING, Finding, Progress, no_progress
 from paceline.doctor.run import check_run, problem
@@ -312,7 +311,7 @@ def estimated_time(config: Config, prompt_tokens: int) -> str:
 
 
 def first_prompt(first: Problem, tokenizer: Any) -> str:
-    return str(tokenizer.decode(list(encode(tokenizer, first.prompt, first.chat))))
+    return str(tokenizer.decode(list(first.encode(tokenizer))))
 
 
 # ---- rewards ----
@@ -335,7 +334,7 @@ def check_rewards(settings: TaskSettings, num: int, first: Problem, tokenizer: A
     answer = first.columns.get("answer")
     texts = [OTHER_TEXT] * num if not answer else [str(answer)] + [OTHER_TEXT] * (num - 1)
     with contextlib.closing(build_task_rewarder(settings)) as rewarder:
-        if first.make_env is not None:
+        if first.make_agent is not None:
             return None
         samples = [
             Sample(f"the first problem, sample {i}", first.prompt, text, tuple(tokenizer.encode(text)), first.columns)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.chat.template import encode
 from paceline.config import DraftSection
 from paceline.draft.data import Examples, Reader, collect_examples
 from paceline.engine.engine import LocalEngine
@@ -31,7 +30,7 @@ def rollout_requests(
     engine computes its prompt once. `task_weights`: by label, if there are several tasks."""
     if not task.held_out:
         raise ValueError("task.held_out = 0: acceptance is measured on held-out problems; raise it")
-    if any(problem.make_env is not None for problem in task.train):
+    if any(problem.make_agent is not None for problem in task.train):
         raise ValueError(
             'draft.data = "rollouts": not available with task.kind = "env", which has several turns; train a run and '
             "set draft.data to its rollouts.jsonl"
@@ -46,7 +45,7 @@ def rollout_requests(
         shares = _problems_by_task(problems, num, task_weights)
         samples = [each for of_task, share in shares for each in _samples_per_problem(of_task, share)]
         for i, (problem, num_samples) in enumerate(samples):
-            ids = encode(tokenizer, problem.prompt, problem.chat)
+            ids = problem.encode(tokenizer)
             params = replace(sampling, max_tokens=problem.max_tokens or sampling.max_tokens)
             for sample in range(num_samples):
                 key = noise_key(section.seed, "draft", split, i, sample)

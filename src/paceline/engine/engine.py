@@ -103,6 +103,10 @@ class LocalEngine:
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
+    @property
+    def max_model_len(self) -> int:
+        return min(self.model_config.max_positions, self.paged.pool.num_blocks * BLOCK)
+
     def submit(self, request: Request) -> Handle:
         if request.request_id in self._handles:
             raise ValueError(f"request {request.request_id}: a request with this id is still running")

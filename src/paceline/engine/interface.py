@@ -38,6 +38,8 @@ class Engine(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
     @property
+    def max_model_len(self) -> int: ...  # most tokens of a prompt and its completion
+    @property
     def wants_sleep(self) -> bool: ...  # the KV cache takes memory that a learner on the same device needs
 
     def submit(self, request: Request) -> Handle: ...

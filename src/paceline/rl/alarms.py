@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.config import Config
-from paceline.types import Completion, Group, Provenance, Rollout
+from paceline.types import Completion, Group, Provenance, Rollout, first_branches
 
 if TYPE_CHECKING:  # the learner imports torch
     from paceline.rl.learner import UpdateReport
@@ -156,7 +156,7 @@ class AdvantageAlarm:
     def check(self, step: int, groups: Sequence[Group]) -> tuple[bool, list[str]]:
         """The flag of a step without advantages, and messages; `groups` are all that were generated for it. False if no
         sample could be scored."""
-        rewards = [[r.reward for r in group.scored] for group in groups]
+        rewards = [group.rewards for group in groups]
         if not any(rewards):  # failures, which are reported by themselves
             return False, []
         self.num_steps += 1
@@ -217,7 +217,7 @@ class RewardFailureAlarm:
 
     def check(self, step: int, groups: Sequence[Group]) -> tuple[bool, list[str]]:
         """The flag of a step, and messages; `groups` are all that were generated for it."""
-        rollouts = [rollout for group in groups if group.task == self.task for rollout in group.rollouts]
+        rollouts = first_branches(rollout for group in groups if group.task == self.task for rollout in group.rollouts)
         failures = [rollout.failure for rollout in rollouts if rollout.failure is not None]
         starts, self.is_active = not self.is_active, len(failures) > self.max_failures * len(rollouts)
         if not (self.is_active and starts):

@@ -11,6 +11,8 @@ name to `config.AlgorithmSection`. Parts that differ from GRPO are short functio
 
 Invariants:
   - A token whose mask is false contributes nothing.
+  - A sample counts once, for any number of sequences (the trajectories of its agent): in baselines, in spreads, and in
+    "grpo" and "dr_grpo" averages of the loss.
   - Weights are computed on the whole batch of an optimizer step: the losses and gradients of its microbatches sum to
     those of the batch.
   - The engine's logprobs have no influence unless `correction` is set.
@@ -42,30 +44,64 @@ STD_FLOOR = 1e-4  # added to standard deviations, as in TRL
 
 def group_mean(batch: TokenBatch, reward_S: Tensor, penalty_T: Tensor, scale: str) -> Tensor:
     """GRPO (arXiv 2402.03300, §4.1.2): A_i = (r_i - mean(r)) / std(r) over the group."""
-    return_S = reward_S - sum_by(penalty_T, batch.sequence_T, batch.num_sequences)
-    centred_S = return_S - _mean(return_S, batch.group_S)
-    return (centred_S / _spread(return_S, batch.group_S, scale))[batch.sequence_T]
+    return_S, share_S = reward_S - _sample_sum(batch, penalty_T), _share(batch)
+    centred_S = return_S - _mean(return_S, batch.group_S, share_S)
+    return (centred_S / _spread(return_S, batch.group_S, share_S, scale))[batch.sequence_T]
 
 
 def leave_one_out(batch: TokenBatch, reward_S: Tensor, penalty_T: Tensor, scale: str) -> Tensor:
     """RLOO (arXiv 2402.14740, eq. 8): A_i = r_i - mean of the group's other rewards; 0 in a group of one."""
-    return_S = reward_S - sum_by(penalty_T, batch.sequence_T, batch.num_sequences)
-    size_S = _count(batch.group_S)
-    advantage_S = (return_S - _mean(return_S, batch.group_S)) * size_S / (size_S - 1).clamp(min=1)
-    return (advantage_S / _spread(return_S, batch.group_S, scale))[batch.sequence_T]
+    return_S, share_S = reward_S - _sample_sum(batch, penalty_T), _share(batch)
+    size_S = _total(share_S, batch.group_S)
+    advantage_S = (return_S - _mean(return_S, batch.group_S, share_S)) * size_S / (size_S - 1).clamp(min=1)
+    return (advantage_S / _spread(return_S, batch.group_S, share_S, scale))[batch.sequence_T]
 
 
 def batch_mean(batch: TokenBatch, reward_S: Tensor, penalty_T: Tensor, scale: str) -> Tensor:
-    """REINFORCE++ (arXiv 2501.03262): A_t = r - sum_{i >= t} penalty_i, normalised over the tokens of the batch."""
+    """REINFORCE++ (arXiv 2501.03262): A_t = r - sum_{i >= t} penalty_i, normalised over the tokens of the batch. The
+    penalties are those of the token's own sequence."""
     return_T = reward_S[batch.sequence_T] - _to_go(penalty_T, batch.sequence_T, batch.num_sequences)
     return_N, group_N = return_T[batch.mask_T], batch.group_S[batch.sequence_T][batch.mask_T]
-    centred_N = return_N - _mean(return_N, torch.zeros_like(group_N))
-    return torch.zeros_like(return_T).masked_scatter(batch.mask_T, centred_N / _spread(return_N, group_N, scale))
+    share_N = torch.ones_like(return_N)
+    centred_N = return_N - _mean(return_N, torch.zeros_like(group_N), share_N)
+    spread_N = _spread(return_N, group_N, share_N, scale)
+    return torch.zeros_like(return_T).masked_scatter(batch.mask_T, centred_N / spread_N)
 
 
 def group_then_batch_mean(batch: TokenBatch, reward_S: Tensor, penalty_T: Tensor, scale: str) -> Tensor:
     """REINFORCE++ with baseline (same paper): subtract the group's mean, then normalise over the batch."""
-    return batch_mean(batch, reward_S - _mean(reward_S, batch.group_S), penalty_T, scale)
+    return batch_mean(batch, reward_S - _mean(reward_S, batch.group_S, _share(batch)), penalty_T, scale)
+
+
+def by_turn(batch: TokenBatch, reward_S: Tensor) -> tuple[TokenBatch, Tensor]:
+    """A batch whose sequences are the turns of this one, and their rewards: the sample's reward without the rewards of
+    the turns before it in its sequence. Turns with the same index in their sequences are compared within the group."""
+    if batch.turn_T is None or batch.past_rewards_T is None:  # no turn has a reward
+        return batch, reward_S
+    sequence_T, num_turns = batch.sequence_T, int(batch.turn_T.max()) + 1 if len(batch.turn_T) else 1
+    samples_S = torch.arange(batch.num_sequences) if batch.sample_S is None else batch.sample_S
+    # Sequences without tokens have no turn, but their samples count in the baselines of the first turn.
+    first_S = torch.arange(batch.num_sequences) * num_turns
+    turns_U, unit_N = torch.cat([first_S, sequence_T * num_turns + batch.turn_T]).unique(return_inverse=True)
+    unit_T = unit_N[batch.num_sequences :]
+    sequence_U, turn_U = turns_U // num_turns, turns_U % num_turns
+    past_U = reward_S.new_zeros(len(turns_U)).index_put((unit_T,), batch.past_rewards_T)
+    sample_U = (samples_S[sequence_U] * num_turns + turn_U).unique(return_inverse=True)[1]
+    group_U = (batch.group_S[sequence_U] * num_turns + turn_U).unique(return_inverse=True)[1]
+    turns = replace(batch, sequence_T=unit_T, group_S=group_U, sample_S=sample_U)
+    return turns, reward_S[sequence_U] - past_U
+
+
+def _sample_sum(batch: TokenBatch, values_T: Tensor) -> Tensor:
+    """For each sequence, the sum over the tokens of its sample."""
+    sum_S = sum_by(values_T, batch.sequence_T, batch.num_sequences)
+    return sum_S if batch.sample_S is None else _total(sum_S, batch.sample_S)
+
+
+def _share(batch: TokenBatch) -> Tensor:
+    """For each sequence, its share in its sample: they sum to 1."""
+    ones_S = torch.ones(batch.num_sequences, dtype=torch.float64)
+    return ones_S if batch.sample_S is None else ones_S / _total(ones_S, batch.sample_S)
 
 
 def _to_go(values_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
@@ -75,23 +111,23 @@ def _to_go(values_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
     return at_end_S[sequence_T] - up_to_T + values_T
 
 
-def _count(index_N: Tensor) -> Tensor:
-    """For each entry, the number of entries with the same index."""
-    return torch.bincount(index_N)[index_N]
+def _total(values_N: Tensor, index_N: Tensor) -> Tensor:
+    """For each value, the sum of the values with the same index."""
+    return sum_by(values_N, index_N, len(torch.bincount(index_N)))[index_N]
 
 
-def _mean(values_N: Tensor, index_N: Tensor) -> Tensor:
-    """For each value, the mean of the values with the same index."""
-    return sum_by(values_N, index_N, len(torch.bincount(index_N)))[index_N] / _count(index_N)
+def _mean(values_N: Tensor, index_N: Tensor, share_N: Tensor) -> Tensor:
+    """For each value, the weighted mean of the values with the same index."""
+    return _total(values_N * share_N, index_N) / _total(share_N, index_N)
 
 
-def _spread(values_N: Tensor, group_N: Tensor, scale: str) -> Tensor:
+def _spread(values_N: Tensor, group_N: Tensor, share_N: Tensor, scale: str) -> Tensor:
     """The divisor of centred values: their unbiased standard deviation over the group or the batch, or 1."""
     if scale == "none":
         return torch.ones_like(values_N)
     index_N = group_N if scale == "group" else torch.zeros_like(group_N)
-    square_N = (values_N - _mean(values_N, index_N)) ** 2
-    return (_mean(square_N, index_N) * _count(index_N) / (_count(index_N) - 1).clamp(min=1)).sqrt() + STD_FLOOR
+    square_N, num_N = (values_N - _mean(values_N, index_N, share_N)) ** 2, _total(share_N, index_N)
+    return (_mean(square_N, index_N, share_N) * num_N / (num_N - 1).clamp(min=1)).sqrt() + STD_FLOOR
 
 
 # --- objectives ---
@@ -120,7 +156,7 @@ def sequence_mean_clip(
 def sequence_clip(
     batch: TokenBatch, logprobs_T: Tensor, log_ratio_T: Tensor, epsilon: float, epsilon_high: float
 ) -> tuple[Tensor, Tensor]:
-    """RLOO, where the whole completion is one action: like `token_clip`; w is the product of the sequence's ratios. At
+    """RLOO, where a whole sequence is one action: like `token_clip`; w is the product of the sequence's ratios. At
     w = 1 the gradient is the paper's A ∇log π(completion)."""
     total_S = sum_by(log_ratio_T, batch.sequence_T, batch.num_sequences)
     return token_clip(batch, logprobs_T, total_S[batch.sequence_T], epsilon, epsilon_high)
@@ -171,6 +207,7 @@ class Algorithm:
     correction: str = "none"
     correction_cap: float = 2.0
     correction_floor: float = 0.5
+    turn_rewards: str = "sum"
     max_tokens: int = 1  # sampling.max_tokens
 
     @property
@@ -188,10 +225,14 @@ class Algorithm:
 
     def shape_rewards(self, batch: TokenBatch) -> Tensor:
         """The rewards minus the soft overlong penalty (DAPO, eq. 13). It grows from 0 to `overlong_penalty` over the
-        last `overlong_buffer` tokens before the length limit."""
+        last `overlong_buffer` tokens before the length limit, by the sample's longest sequence."""
         if self.overlong_buffer == 0:
             return batch.reward_S
-        over_S = batch.length_S.double() - (self.max_tokens - self.overlong_buffer)
+        length_S = batch.length_S
+        if (sample_S := batch.sample_S) is not None:
+            length_M = length_S.new_zeros(batch.num_samples).scatter_reduce(0, sample_S, length_S, "amax")
+            length_S = length_M[sample_S]
+        over_S = length_S.double() - (self.max_tokens - self.overlong_buffer)
         return batch.reward_S - self.overlong_penalty * (over_S / self.overlong_buffer).clamp(0, 1)
 
     def prepare(self, batch: TokenBatch) -> None:
@@ -203,7 +244,10 @@ class Algorithm:
             assert batch.old_logprobs_T is not None and batch.ref_logprobs_T is not None
             old_T, ref_T = batch.old_logprobs_T.to(penalty_T), batch.ref_logprobs_T.to(penalty_T)
             penalty_T = torch.where(batch.mask_T, self.beta * kl(self.kl, old_T, ref_T), penalty_T)
-        advantages_T = self.advantages(batch, self.shape_rewards(batch), penalty_T, self.scale_rewards)
+        units, reward_S = batch, self.shape_rewards(batch)
+        if self.turn_rewards == "to_go":
+            units, reward_S = by_turn(batch, reward_S)
+        advantages_T = self.advantages(units, reward_S, penalty_T, self.scale_rewards)
         batch.advantages_T = advantages_T.masked_fill(~batch.mask_T, 0)
         batch.weights_T = self.weights(batch)
 
@@ -211,17 +255,18 @@ class Algorithm:
         """Token weights of the batch of one optimizer step (a minibatch). The loss is the sum of weight times token
         loss.
 
-        grpo     mean over each sequence's tokens, then over sequences, including those without tokens
+        grpo     mean over each sample's tokens, then over samples, including those without tokens
         dapo     mean over all tokens (the same as TRL's bnpo, because here a minibatch is never split)
-        dr_grpo  sum over tokens / (sequences * max_tokens)
+        dr_grpo  sum over tokens / (samples * max_tokens)
         """
         mask_T = batch.mask_T.double()
         if self.loss_type == "grpo":
-            return mask_T / (_lengths(batch) * batch.num_sequences)[batch.sequence_T].clamp(min=1)
+            num_S = _sample_sum(batch, batch.mask_T.long())
+            return mask_T / (num_S * batch.num_samples)[batch.sequence_T].clamp(min=1)
         if self.loss_type == "dapo":
             return mask_T / mask_T.sum().clamp(min=1)
         assert self.loss_type == "dr_grpo", self.loss_type
-        return mask_T / (batch.num_sequences * self.max_tokens)
+        return mask_T / (batch.num_samples * self.max_tokens)
 
     def loss(self, batch: TokenBatch, logprobs_T: Tensor) -> LossOutput:
         """The loss of a batch or a microbatch. The learner's current logprobs carry the gradient."""
@@ -286,4 +331,10 @@ def make_algorithm(section: AlgorithmSection, max_tokens: int) -> Algorithm:
         )
     known = {field.name for field in fields(Algorithm)}
     given = {key: value for key, value in section if key in known and value is not None}
-    return replace(ALGORITHMS[section.name], **given, max_tokens=max_tokens)
+    algorithm = replace(ALGORITHMS[section.name], **given, max_tokens=max_tokens)
+    if algorithm.turn_rewards == "to_go" and algorithm.needs_old:
+        raise ValueError(
+            'algorithm.turn_rewards = "to_go": compares single turns, but algorithm.kl_in = "reward" charges the KL of '
+            'whole samples; set algorithm.kl_in = "loss", or algorithm.beta = 0'
+        )
+    return algorithm

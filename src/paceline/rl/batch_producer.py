@@ -65,7 +65,7 @@ class BatchProducer(Producer):
             batch.traces += self.engine.drain_trace()
             self._check_failures(step, [group for each in batch.rounds for group in each.groups])
             for group in collected.groups:
-                (batch.groups if self._is_useful([r.reward for r in group.scored]) else batch.dropped).append(group)
+                (batch.groups if self._is_trained_on(group) else batch.dropped).append(group)
         batch.groups, surplus = batch.groups[: self.groups_per_step], batch.groups[self.groups_per_step :]
         batch.position = cursor.position
         speculation_state = self.engine.state_dict()

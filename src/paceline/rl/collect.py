@@ -1,9 +1,12 @@
-"""Collects rollouts: the engine generates, environments answer, the rewarder scores.
+"""Collects rollouts: agents call the policy, the engine generates, the rewarder scores.
+
+A problem without an agent is one request per sample, which is submitted at once. Agents run in an event loop of their
+own (`agent_loop`); their calls (`calls`) come through a queue, so that only the thread that steps uses the engine.
 
 Invariants:
-  - The result depends on the weights, the problems and the seed, not on the order in which samples finish. Groups are
-    in the order of their index; a sample's noise key is made of (seed, group, sample, turn).
-  - An environment or a reward that fails or hangs costs only its sample, which gets a `failure`.
+  - The result depends on the weights, the problems and the seed, not on the order in which samples and calls finish.
+    Groups are in the order of their index; noise keys are made of (seed, group, sample) and what is called.
+  - An agent or a reward that fails or hangs costs only its sample, which gets a `failure`.
   - A sample is scored as soon as it is finished; if a reward function compares a group's samples, when all of them are.
     Slow rewards do not delay those of other samples or groups while a reward worker is free.
 """
@@ -11,26 +14,39 @@ Invariants:
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any
 
-from paceline.chat.messages import Prompt
-from paceline.chat.template import continuation, encode
+from paceline.chat.messages import prompt_preview
 from paceline.engine.interface import Engine
+from paceline.rl.agent_loop import AgentLoop, Ended
+from paceline.rl.calls import Call, SamplePolicy
 from paceline.rl.episode import Episode
 from paceline.rl.stage_timer import StageTimer
+from paceline.tasks.agent import Agent, AgentFailed, PolicyError
 from paceline.tasks.rewards import Rewarder, Score
-from paceline.tasks.task import Env, Problem, Turn
+from paceline.tasks.task import Problem
 from paceline.types import Completion, Group, Request, SamplingParams
 
 DETOKENIZE_SHARE = 0.1  # detokenize finished completions for at most this share of an engine step's time
+
+
+WAIT_S = 0.02  # how long a step without requests waits for the calls of agents
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRewards:
+    """How the reward of one task's samples depends on their agents."""
+
+    penalties: Mapping[str, float] = field(default_factory=dict)  # reward.penalties
+    turn_weight: float = 1.0  # of the agent's own reward: that of the function "env"
 
 
 @dataclass(slots=True)
@@ -67,7 +83,7 @@ class Collection:
         return [future for calls in self.calls for _, future in calls]
 
     def max_tokens(self, episode: Episode) -> int:
-        """Of all its turns."""
+        """Of one completion, over all turns of a trajectory."""
         return episode.problem.max_tokens or self.sampling.max_tokens
 
     def finish(self, episode: Episode) -> tuple[int, bool]:
@@ -96,16 +112,19 @@ class Collector:
         rewarder: Rewarder,
         *,
         sampling: SamplingParams,
-        env_timeout_s: float = 30.0,
+        agent_rewards: Mapping[str | None, AgentRewards] | None = None,
     ) -> None:
-        self.engine, self.tokenizer, self.rewarder = engine, tokenizer, rewarder
-        self.sampling, self.env_timeout_s = sampling, env_timeout_s
+        """`agent_rewards`: by label of the task."""
+        self.engine, self.tokenizer, self.rewarder, self.sampling = engine, tokenizer, rewarder, sampling
+        self.agent_rewards = agent_rewards or {}
         self.request_ids = count(1)
         self._scoring = ThreadPoolExecutor(rewarder.num_parallel, "reward")
-        self._running: dict[int, tuple[Collection, Episode]] = {}  # by request id
-        self._completed: deque[tuple[Collection, Episode, Completion]] = deque()  # not detokenized yet
-        # Episodes that wait for their environment, until a deadline.
-        self._waiting: dict[Future[Turn], tuple[Collection, Episode, float]] = {}
+        self._running: dict[int, tuple[Collection, Episode, Call]] = {}  # by request id
+        self._completed: deque[tuple[Collection, Episode, Call]] = deque()  # without an agent; not detokenized yet
+        self._agents: dict[Episode, tuple[Collection, Future[Ended], float]] = {}  # running ones, and their deadlines
+        self._loop: AgentLoop | None = None  # started with the first agent
+        # From other threads: a call to begin, a call that was cancelled (None), or an agent that has ended.
+        self._inbox: SimpleQueue[tuple[Episode, Call, bool] | tuple[Episode, Future[Ended]]] = SimpleQueue()
 
     def collect(
         self,
@@ -151,15 +170,18 @@ class Collector:
         timer: StageTimer | None = None,
         sampling: SamplingParams | None = None,
     ) -> Collection:
-        """Submit num_samples rollouts of every (group index, problem). `step` generates them, and has each scored as
-        soon as it, or its group, ends. `when`, such as "step 3", begins the messages of failures."""
+        """Submit num_samples rollouts of every (group index, problem), or start their agents. `step` generates them,
+        and has each scored as soon as it, or its group, ends. `when`, such as "step 3", begins the messages of
+        failures."""
         with (timer or StageTimer()).stage("data"):
             episodes = [self._episodes(index, problem, num_samples) for index, problem in problems]
         collection = Collection(when, episodes, sampling or self.sampling, seed)
         try:
             for group in episodes:
                 for episode in group:
-                    if episode.failure is not None or not self._submit(collection, episode):
+                    if episode.problem.make_agent is not None:
+                        self._start_agent(collection, episode, episode.problem.make_agent)
+                    elif not self._submit(collection, episode):
                         self._finish(collection, episode)
         except BaseException:
             self.abort(collection)
@@ -167,73 +189,61 @@ class Collector:
         return collection
 
     def step(self) -> None:
-        """One engine step for all collections. If only environments are waited for, a short wait."""
+        """One engine step for all collections. If only agents are waited for, a short wait."""
         started = time.perf_counter()
         completed, running = self._completed, self._running
+        self._read_inbox(wait_s=0.0 if running or completed else WAIT_S)
         if running:
             for completion in self.engine.step():  # may include completions of an aborted collection: skip them
                 if (found := running.pop(completion.request.request_id, None)) is not None:
-                    completed.append((*found, completion))
-        elif not completed:
-            time.sleep(0.005)
+                    self._complete(*found, completion)
         # When many samples finish at once, detokenize only some of them before the next engine step, so that the device
         # does not wait for the host.
         until = time.perf_counter() + DETOKENIZE_SHARE * (time.perf_counter() - started)
         while completed:
-            collection, episode, completion = completed[0]
-            if self._end_turn(collection, episode, completion):
-                self._finish(collection, episode)
-            completed.popleft()
-            if running and episode.env is None and time.perf_counter() >= until:
-                break
-        for collection, episode in self._read_environments():
+            collection, episode, _ = completed[0]
             self._finish(collection, episode)
+            completed.popleft()
+            if running and time.perf_counter() >= until:
+                break
+        self._check_deadlines()
 
     def collected(self, collection: Collection, num: int | None = None) -> Collected:
         """The first `num` groups, by default all. They must have scores."""
         episodes = collection.episodes[:num]
         groups = [self._group(each, collection.scores(i)) for i, each in enumerate(episodes)]
-        own = {turn.request.request_id for group in episodes for episode in group for turn in episode.turns}
+        own = {call.request.request_id for group in episodes for episode in group for call in episode.calls}
         requests = [request for request in collection.requests if request.request_id in own]
         return Collected(groups, requests, [collection.completions[request.request_id] for request in requests])
 
     def abort(self, collection: Collection) -> None:
         """Abort what is left of a collection, without raising another error. Its scores that are not computed yet are
         cancelled."""
-        for request_id, (owner, _) in list(self._running.items()):
+        for episode in [episode for episode, (owner, *_) in self._agents.items() if owner is collection]:
+            self._stop_agent(episode)
+        for request_id, (owner, *_) in list(self._running.items()):
             if owner is collection:
-                del self._running[request_id]
-                with suppress(ValueError):  # the request is finished, but its completion was not returned yet
-                    self.engine.abort(request_id)
+                self._abort_request(request_id)
         self._completed = deque(each for each in self._completed if each[0] is not collection)
-        self._waiting = {future: each for future, each in self._waiting.items() if each[0] is not collection}
         for future in collection.futures:
             future.cancel()
 
-    # -- episodes ---------------------------------------------------------------------------------------------------
+    # -- requests ---------------------------------------------------------------------------------------------------
 
     def _episodes(self, index: int, problem: Problem, num_samples: int) -> list[Episode]:
-        shared = encode(self.tokenizer, problem.prompt, problem.chat)
-        episodes = [Episode(problem, index, sample, problem.prompt, shared) for sample in range(num_samples)]
-        if problem.make_env is not None:
-            envs = [run_in_daemon_thread(_open_env, problem.make_env) for _ in episodes]
-            wait(envs, timeout=self.env_timeout_s)
-            for episode, future in zip(episodes, envs, strict=True):
-                if not future.done():
-                    limit = self.env_timeout_s
-                    episode.failure = f"its environment took more than train.env_timeout_s = {limit:g} s to open"
-                    continue
-                try:
-                    episode.env, episode.prompt = future.result()
-                    episode.prompt_ids = encode(self.tokenizer, episode.prompt, problem.chat)
-                except Exception as error:
-                    episode.failure = f"its environment could not be opened: {type(error).__name__}: {error}"
-        return episodes
+        try:
+            prompt_ids = problem.encode(self.tokenizer)
+        except ValueError:
+            if problem.make_agent is None:
+                raise
+            # Only of samples that end before their first call: agents write their own prompts.
+            prompt_ids = tuple(self.tokenizer.encode(prompt_preview(problem.prompt)))
+        return [Episode(problem, index, sample, prompt_ids) for sample in range(num_samples)]
 
     def _submit(self, collection: Collection, episode: Episode) -> bool:
-        """Submit the next turn. False if the engine rejects the prompt, e.g. because it is too long; this costs only
-        the sample."""
-        sampling, left = collection.sampling, collection.max_tokens(episode) - episode.num_emitted
+        """Submit an episode without an agent. False if the engine rejects the prompt, e.g. because it is too long; this
+        costs only the sample."""
+        sampling, left = collection.sampling, collection.max_tokens(episode)
         if left != sampling.max_tokens:
             sampling = replace(sampling, max_tokens=left)
         request = episode.request(next(self.request_ids), sampling, collection.seed)
@@ -243,95 +253,134 @@ class Collector:
             episode.failure = str(error)
             return False
         collection.requests.append(request)
-        self._running[request.request_id] = collection, episode
+        self._running[request.request_id] = collection, episode, Call(request, 0, 0, "length")
         return True
 
-    def _end_turn(self, collection: Collection, episode: Episode, completion: Completion) -> bool:
-        """Whether the episode is finished; otherwise its environment is called."""
+    def _complete(self, collection: Collection, episode: Episode, call: Call, completion: Completion) -> None:
         collection.completions[completion.request.request_id] = completion
-        episode.turns.append(completion)
-        # An array is faster than a list, whose elements the tokenizer would check one by one.
-        episode.text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        if episode.env is None:
-            return True
-        deadline = time.monotonic() + self.env_timeout_s
-        self._waiting[run_in_daemon_thread(episode.env.step, episode.text)] = collection, episode, deadline
-        return False
+        if episode.policy is not None:
+            episode.policy.answer(call, completion)
+            return
+        call.complete(completion)
+        episode.calls, episode.finish_reason = [call], completion.finish_reason
+        self._completed.append((collection, episode, call))
 
-    def _read_environments(self) -> list[tuple[Collection, Episode]]:
-        """Continue the episodes whose environment has answered; returns those that are finished."""
-        finished: list[tuple[Collection, Episode]] = []
-        for future, (collection, episode, deadline) in list(self._waiting.items()):
-            has_answered, continues = future.done(), False
-            if not has_answered and time.monotonic() <= deadline:
+    def _abort_request(self, request_id: int) -> None:
+        if self._running.pop(request_id, None) is not None:
+            with suppress(ValueError):  # it has finished, but its completion was not returned yet
+                self.engine.abort(request_id)
+
+    # -- agents -----------------------------------------------------------------------------------------------------
+
+    def _start_agent(self, collection: Collection, episode: Episode, make_agent: Callable[[], Agent]) -> None:
+        problem, inbox = episode.problem, self._inbox
+        self._loop = self._loop or AgentLoop()
+        episode.policy = SamplePolicy(
+            (collection.seed, episode.group, episode.sample),
+            problem.name,
+            replace(collection.sampling, max_tokens=collection.max_tokens(episode)),
+            problem.max_calls,
+            self.engine.max_model_len,
+            self.tokenizer,
+            self.request_ids,
+            submit=lambda call: inbox.put((episode, call, True)),
+            cancel=lambda call: inbox.put((episode, call, False)),
+        )
+        future = self._loop.start(make_agent, episode.policy)
+        deadline = math.inf if problem.timeout_s is None else time.monotonic() + problem.timeout_s
+        self._agents[episode] = collection, future, deadline
+        future.add_done_callback(lambda done: inbox.put((episode, done)))
+
+    def _stop_agent(self, episode: Episode) -> Collection:
+        """Its calls are not answered any more, and what it returns does not count."""
+        collection, future, _ = self._agents.pop(episode)
+        assert episode.policy is not None
+        for call in episode.policy.end():
+            self._abort_request(call.request.request_id)
+        future.cancel()
+        return collection
+
+    def _read_inbox(self, wait_s: float) -> None:
+        """Begin and abort calls, and finish episodes whose agents have ended."""
+        while True:
+            try:
+                episode, *message = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
+            except Empty:
+                return
+            wait_s = 0.0
+            if episode not in self._agents:  # it has ended
                 continue
-            del self._waiting[future]
-            if not has_answered:  # a thread can't be killed: it keeps running, the sample fails
-                limit = self.env_timeout_s
-                episode.failure = f"its environment took more than train.env_timeout_s = {limit:g} s"
-            elif (error := future.exception()) is not None:
-                episode.failure = f"its environment raised {type(error).__name__}: {error}"
-            else:
-                try:
-                    continues = self._begin_turn(collection, episode, future.result())
-                except Exception as error:  # the answer is no Turn, or can't be tokenized
-                    episode.failure = f"its environment's answer can't be used: {type(error).__name__}: {error}"
-            if not continues:
-                finished.append((collection, episode))
-        return finished
+            match message:
+                case [Call() as call, True]:
+                    self._submit_call(episode, call)
+                case [Call() as call, False]:
+                    self._abort_request(call.request.request_id)
+                case [Future() as future]:
+                    collection = self._stop_agent(episode)
+                    episode.end_agent(_ended(future))
+                    self._finish(collection, episode)
 
-    def _begin_turn(self, collection: Collection, episode: Episode, turn: Turn) -> bool:
-        """Submit the next turn after the environment's answer; False if the episode is finished."""
-        episode.env_reward = (episode.env_reward or 0.0) + turn.reward
-        if turn.observation is None or episode.num_emitted >= collection.max_tokens(episode):
-            return False
-        last_ids = episode.turns[-1].token_ids.tolist()
-        ids = continuation(self.tokenizer, turn.observation, episode.problem.chat, last_ids)
-        episode.observations.append(ids)
-        if self._submit(collection, episode):
-            return True
-        episode.observations.pop()
-        return False
+    def _submit_call(self, episode: Episode, call: Call) -> None:
+        collection, policy = self._agents[episode][0], episode.policy
+        assert policy is not None
+        if not policy.is_open(call):  # it was cancelled
+            return
+        try:
+            self.engine.submit(call.request)
+        except ValueError as error:
+            policy.refuse(call, PolicyError(str(error)))
+            return
+        collection.requests.append(call.request)
+        self._running[call.request.request_id] = collection, episode, call
+
+    def _check_deadlines(self) -> None:
+        now = time.monotonic()
+        for episode in [episode for episode, (*_, deadline) in self._agents.items() if deadline < now]:
+            collection = self._stop_agent(episode)
+            episode.fail("timeout", f"its agent took more than task.timeout_s = {episode.problem.timeout_s:g} s")
+            self._finish(collection, episode)
+
+    # -- scores -----------------------------------------------------------------------------------------------------
 
     def _finish(self, collection: Collection, episode: Episode) -> None:
+        episode.make_rollouts(self.tokenizer, self._rewards_of(episode).turn_weight)
         i, has_group_ended = collection.finish(episode)
         if self.rewarder.by_sample or has_group_ended:
             episodes = [episode] if self.rewarder.by_sample else collection.episodes[i]
             future = self._scoring.submit(self._score, collection.when, episodes)
             collection.calls[i].append((episodes, future))
 
+    def _rewards_of(self, episode: Episode) -> AgentRewards:
+        return self.agent_rewards.get(episode.problem.task, AgentRewards())
+
     def _score(self, when: str, group: list[Episode]) -> list[Score]:
         finished = [episode for episode in group if episode.failure is None]
         scores = dict(zip(map(id, finished), self.rewarder.score([e.to_score(when) for e in finished]), strict=True))
-        return [scores.get(id(e)) or Score(float("nan"), {}, f"{when}, {e.name}: {e.failure}") for e in group]
+        return [self._with_penalty(when, episode, scores.get(id(episode))) for episode in group]
+
+    def _with_penalty(self, when: str, episode: Episode, score: Score | None) -> Score:
+        """A failed sample has no reward, unless its failure has a penalty, which is then its reward."""
+        penalty = self._rewards_of(episode).penalties.get(episode.finish_reason)
+        if score is None:
+            failure = f"{when}, {episode.name}: {episode.failure}"
+            return Score(math.nan, {}, failure) if penalty is None else Score(penalty, {"penalty": penalty}, failure)
+        if penalty is None or math.isnan(score.reward):
+            return score
+        return Score(score.reward + penalty, {**score.parts, "penalty": penalty}, score.failure)
 
     def _group(self, episodes: list[Episode], scores: list[Score]) -> Group:
         rollouts = [
-            replace(e.rollout(), reward=s.reward, rewards=s.parts, failure=s.failure)
-            for e, s in zip(episodes, scores, strict=True)
+            replace(rollout, reward=score.reward, rewards=score.parts, failure=score.failure)
+            for episode, score in zip(episodes, scores, strict=True)
+            for rollout in episode.rollouts
         ]
         first = episodes[0]
-        prompt = self.tokenizer.decode(list(first.prompt_ids))
+        prompt = self.tokenizer.decode(list(rollouts[0].prompt_ids))
         return Group(first.group, first.problem.name, prompt, rollouts, first.problem.task)
 
 
-Result = TypeVar("Result")
-
-
-def run_in_daemon_thread(function: Callable[..., Result], *args: Any) -> Future[Result]:
-    """Unlike the threads of a ThreadPoolExecutor, a daemon thread does not delay the end of the program."""
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
-def _open_env(make_env: Callable[[], Env]) -> tuple[Env, Prompt]:
-    env = make_env()
-    return env, env.prompt()
+def _ended(future: Future[Ended]) -> Ended:
+    """What an agent returned or raised."""
+    if future.cancelled():  # it cancelled itself
+        return AgentFailed("its agent was cancelled")
+    return future.result()

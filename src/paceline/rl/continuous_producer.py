@@ -134,12 +134,12 @@ class ContinuousProducer(Producer):
 
     def _finish_groups(self) -> None:
         for index, started in list(self._started.items()):
-            if (rewards := started.collection.rewards(0)) is None:
+            if started.collection.rewards(0) is None:
                 continue
             [group] = self.collector.collected(started.collection).groups
             with self._changed:
                 del self._started[index]
-                (self.surplus if self._is_useful(rewards) else self._dropped).append(group)
+                (self.surplus if self._is_trained_on(group) else self._dropped).append(group)
                 self._changed.notify_all()
 
     # -- making a batch ---------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ import numpy as np
 from paceline.config import TrainSection
 from paceline.rl.callback import ProgressCallback
 from paceline.rl.collect import Collector
-from paceline.rl.metrics import SOLVED
+from paceline.rl.metrics import SOLVED, sample_lengths
 from paceline.rl.produce import Producer, Stopped
 from paceline.tasks.task import Problem
-from paceline.types import Group
+from paceline.types import Group, first_branches
 
 
 class Evaluator:
@@ -143,10 +143,11 @@ def _weighted(results: Mapping[str, Mapping[str, Any]], weights: Mapping[str, fl
 
 
 def _results(groups: Sequence[Group], num_samples: int) -> dict[str, Any]:
-    rewards = [[r.reward for r in group.scored] for group in groups]
+    rewards = [group.rewards for group in groups]
     scored = [reward for group in rewards for reward in group]
     rollouts = [r for group in groups for r in group.rollouts]
-    failures = [r.failure for r in rollouts if r.failure is not None]
+    samples = first_branches(rollouts)
+    failures = [r.failure for r in samples if r.failure is not None]
     ks = [k for k in (2**i for i in range(20)) if k <= num_samples]
     return {
         "reward": float(np.mean(scored)) if scored else None,
@@ -156,10 +157,10 @@ def _results(groups: Sequence[Group], num_samples: int) -> dict[str, Any]:
         "n": num_samples,
         "k": ks[-1],
         "pass_at": {str(k): pass_at(k, rewards) for k in ks},
-        "length_mean": float(np.mean([r.mask.sum() for r in rollouts])),
+        "length_mean": float(np.mean(sample_lengths(rollouts))),
         "num_problems": len(groups),
-        "num_failures": sum(not r.is_scored for r in rollouts),
-        "num_zero_scored": sum(r.is_scored for r in rollouts if r.failure is not None),
+        "num_failures": sum(not r.is_scored for r in samples),
+        "num_zero_scored": sum(r.is_scored for r in samples if r.failure is not None),
         "first_failure": failures[0] if failures else None,
     }
 

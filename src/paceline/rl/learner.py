@@ -135,7 +135,7 @@ class Learner:
         self._broadcast_command("update", rollouts, batch, version=self.version)
         with self.worker_group.collective():
             self.optimizer.clear()  # gradients of a failed update
-            spans = list(minibatches(batch.group_S, self.section.num_minibatches))
+            spans = list(minibatches(batch.group_S, self.section.num_minibatches, batch.sample_S))
             before_T: Tensor | None = None
             if len(spans) > 1:  # the weights change before the second minibatch
                 old_T = batch.old_logprobs_T

@@ -17,7 +17,7 @@ from paceline.rl.learner import UpdateReport
 from paceline.rl.produce import Batch
 from paceline.rl.stage_timer import StageTimer
 from paceline.speculation.metrics import summarise
-from paceline.types import Rollout, StepTrace
+from paceline.types import Rollout, StepTrace, first_branches
 
 SOLVED = 1.0  # a problem is solved by a reward of at least this
 STAGES = ("data", "sync", "generation", "reward", "logprob", "training", "head_training", "draft")
@@ -104,17 +104,30 @@ def _last_trace(batch: Batch, name: str) -> int | None:
     return getattr(batch.traces[-1], name) if batch.traces else None
 
 
+def sample_lengths(rollouts: Sequence[Rollout]) -> list[int]:
+    """By sample, the tokens that the policy sampled in all its branches. `rollouts`: in order, of whole samples."""
+    lengths: list[int] = []
+    for rollout in rollouts:
+        num = int(rollout.mask.sum())
+        if rollout.branch:
+            lengths[-1] += num
+        else:
+            lengths.append(num)
+    return lengths
+
+
 def reward_and_length(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    rewards = np.array([r.reward for r in rollouts if r.is_scored])
-    names = dict.fromkeys(name for r in rollouts for name in r.rewards)
-    lengths = np.array([int(r.mask.sum()) for r in rollouts])
+    """Of the samples of these rollouts."""
+    samples, lengths = first_branches(rollouts), np.array(sample_lengths(rollouts))
+    rewards = np.array([r.reward for r in samples if r.is_scored])
+    names = dict.fromkeys(name for r in samples for name in r.rewards)
     return {
         "reward_mean": float(rewards.mean()) if len(rewards) else 0.0,
         "reward_std": float(rewards.std()) if len(rewards) else 0.0,
-        "rewards": {name: float(np.mean([r.rewards[name] for r in rollouts if name in r.rewards])) for name in names},
+        "rewards": {name: float(np.mean([r.rewards[name] for r in samples if name in r.rewards])) for name in names},
         "length_mean": float(lengths.mean()) if len(lengths) else 0.0,
         "length_max": int(lengths.max(initial=0)),
-        "truncated_ratio": float(np.mean([r.is_truncated for r in rollouts])) if rollouts else 0.0,
+        "truncated_ratio": float(np.mean([r.is_truncated for r in samples])) if samples else 0.0,
     }
 
 
@@ -125,7 +138,8 @@ def task_metrics(batch: Batch, epochs: Mapping[str, int]) -> dict[str, Any]:
     for label, epoch in epochs.items():
         groups = [group for group in batch.all_groups if group.task == label]
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        rewards = [r.reward for r in rollouts if r.is_scored]
+        samples = first_branches(rollouts)
+        rewards = [r.reward for r in samples if r.is_scored]
         num_drafts = sum(r.num_drafts for r in rollouts)
         if not groups:
             continue
@@ -136,10 +150,10 @@ def task_metrics(batch: Batch, epochs: Mapping[str, int]) -> dict[str, Any]:
             "solved_ratio": float(np.mean([reward >= SOLVED for reward in rewards])) if rewards else 0.0,
             "num_groups": sum(group.task == label for group in batch.groups),
             "num_groups_filtered": sum(group.task == label for group in batch.dropped),
-            "num_failures": sum(not r.is_scored for r in rollouts),
-            "num_zero_scored": sum(r.is_scored and r.failure is not None for r in rollouts),
+            "num_failures": sum(not r.is_scored for r in samples),
+            "num_zero_scored": sum(r.is_scored and r.failure is not None for r in samples),
             "num_tokens": sum(int(r.mask.sum()) for r in rollouts),
-            "num_samples": len(rollouts),
+            "num_samples": len(samples),
             "num_drafts": num_drafts,
             "mean_acceptance_length": 1 + sum(r.num_accepted_tokens for r in rollouts) / max(num_drafts, 1),
         }
@@ -149,6 +163,7 @@ def task_metrics(batch: Batch, epochs: Mapping[str, int]) -> dict[str, Any]:
 def rollout_metrics(batch: Batch) -> dict[str, Any]:
     """Of all rollouts that were generated for the step, trained on or not."""
     rollouts = [r for group in batch.all_groups for r in group.rollouts]
+    samples = first_branches(rollouts)
     staleness = [batch.step - group.oldest_version for group in batch.groups]
     drafts = summarise([], batch.traces)
     return {
@@ -156,12 +171,13 @@ def rollout_metrics(batch: Batch) -> dict[str, Any]:
         "num_groups": len(batch.groups),
         "num_groups_filtered": len(batch.dropped),
         "num_groups_stale": batch.num_stale,
-        "num_failures": sum(not r.is_scored for r in rollouts),
-        "num_zero_scored": sum(r.is_scored and r.failure is not None for r in rollouts),
+        "num_failures": sum(not r.is_scored for r in samples),
+        "num_zero_scored": sum(r.is_scored and r.failure is not None for r in samples),
         "staleness_mean": float(np.mean(staleness)) if staleness else 0.0,
         "staleness_max": max(staleness, default=0),
         "num_tokens": sum(int(r.mask.sum()) for r in rollouts),
-        "num_samples": len(rollouts),
+        "num_samples": len(samples),
+        "num_branches": len(rollouts) - len(samples),
         **{
             key: drafts[key]
             for key in (

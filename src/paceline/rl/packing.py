@@ -149,12 +149,13 @@ def microbatches_per_rank(
     return [spans + [(0, 0)] * (num_spans - len(spans)) for spans in by_rank]
 
 
-def minibatches(group_S: Tensor, num: int) -> Iterator[tuple[int, int]]:
+def minibatches(group_S: Tensor, num: int, sample_S: Tensor | None = None) -> Iterator[tuple[int, int]]:
     """Spans start … end-1 of sequences: `num` even parts of whole groups. With fewer than `num` groups: parts of whole
-    sequences. With fewer than `num` sequences: fewer parts."""
+    samples. With fewer than `num` samples: fewer parts. `sample_S`: as in TokenBatch."""
     starts = [0, *(np.flatnonzero(np.diff(group_S.numpy())) + 1).tolist()]
     if len(starts) < num:
-        starts = list(range(len(group_S)))
+        samples = sample_S.numpy() if sample_S is not None else np.arange(len(group_S))
+        starts = [0, *(np.flatnonzero(np.diff(samples)) + 1).tolist()]
     num = min(num, len(starts))
     edges = [starts[len(starts) * i // num] for i in range(num)] + [len(group_S)]
     return pairwise(edges)

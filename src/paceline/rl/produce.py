@@ -29,7 +29,7 @@ from paceline.rl.collect import Collected, Collector
 from paceline.rl.order import Cursor, training_order
 from paceline.rl.stage_timer import StageTimer
 from paceline.tasks.task import Problem, Task
-from paceline.types import Group, Receipt, Rollout, StepTrace
+from paceline.types import Group, Receipt, Rollout, StepTrace, first_branches
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -213,6 +213,9 @@ class Producer(ABC):
     def _is_useful(self, rewards: Sequence[float]) -> bool:
         return len(rewards) > 1 and self.algorithm.keeps(rewards)
 
+    def _is_trained_on(self, group: Group) -> bool:
+        return group.has_tokens and self._is_useful(group.rewards)
+
     def _wait(self, predicate: Callable[[], bool]) -> None:
         """Call it with the lock held. It polls, because a signal handler can't notify the condition."""
         while not self._changed.wait_for(predicate, timeout=0.2):
@@ -242,8 +245,9 @@ class Producer(ABC):
 
 def check_failures(step: int, rollouts: Sequence[Rollout], max_failures: float, key: str) -> None:
     """Stop if too many samples could not be scored. Samples that on_failure gave 0 do not count: bad answers may cause
-    many. But if every sample failed, the reward itself is broken, and 0 for all would hide that. `key`: of the reward's
-    settings."""
+    many. But if every sample failed, the reward itself is broken, and 0 for all would hide that. `rollouts`: of whole
+    samples. `key`: of the reward's settings."""
+    rollouts = first_branches(rollouts)
     failures = [r.failure for r in rollouts if r.failure is not None]
     num_excluded = sum(not r.is_scored for r in rollouts)
     kept = "Finished steps are kept: `paceline train --resume RUN` continues"

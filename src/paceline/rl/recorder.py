@@ -14,6 +14,7 @@ from paceline.rl.logs import Sink
 from paceline.rl.metrics import estimated_speedup, plain_estimate
 from paceline.rl.produce import Batch
 from paceline.rl.records import rollout_record
+from paceline.types import first_branches
 
 MAX_FAILURES_SHOWN = 3  # per step
 TOTALS = ("num_tokens", "num_drafts", "num_accepted_tokens", *plain_estimate([]))
@@ -40,15 +41,15 @@ class Recorder:
         self.stages: dict[str, float] = {}  # seconds
 
     def record(self, batch: Batch, metrics: Mapping[str, Any]) -> None:
-        rollouts = [rollout for group in batch.all_groups for rollout in group.rollouts]
+        samples = first_branches(rollout for group in batch.all_groups for rollout in group.rollouts)
         logged = batch.all_groups[: self.num_logged_groups]
         records = [rollout_record(batch.step, group, rollout) for group in logged for rollout in group.rollouts]
         self.folder.append("rollouts", [record | {"pieces": self.pieces(record["token_ids"])} for record in records])
         self.folder.append("trace", [{"rl_step": batch.step, **asdict(trace)} for trace in batch.traces])
-        self.folder.append("metrics", [{**metrics, "num_rollouts_logged": len(records)}])
+        self.folder.append("metrics", [{**metrics, "num_rollouts_logged": sum("branch" not in r for r in records)}])
         for sink in self.sinks:
             sink.write(batch.step + 1, metrics)
-        for failure in [r.failure for r in rollouts if r.failure is not None][:MAX_FAILURES_SHOWN]:
+        for failure in [r.failure for r in samples if r.failure is not None][:MAX_FAILURES_SHOWN]:
             self.callback.note(failure)
         for key in TOTALS:
             self.totals[key] += metrics[key]

@@ -26,6 +26,7 @@ def rollout_record(step: int, group: Group, rollout: Rollout) -> dict[str, Any]:
         "group": group.index,
         "problem": group.problem,
         "sample": rollout.sample,
+        **({"branch": rollout.branch} if rollout.branch else {}),
         "prompt": group.prompt,
         "prompt_ids": list(rollout.prompt_ids),
         "completion": rollout.text,
@@ -44,6 +45,10 @@ def rollout_record(step: int, group: Group, rollout: Rollout) -> dict[str, Any]:
     }
     if group.task is not None:
         record["task"] = group.task
+    if rollout.turn_rewards:
+        record["turn_lengths"], record["turn_rewards"] = list(rollout.turn_lengths), list(rollout.turn_rewards)
+    if rollout.metrics:
+        record["metrics"] = rollout.metrics
     if not rollout.mask.all():
         record["mask"] = rollout.mask.astype(int).tolist()
     return record
@@ -59,8 +64,10 @@ PER_TOKEN: dict[str, type] = {
     "token_ids": np.int32, "mask": np.bool_, "logprobs": np.float64, "versions": np.int32, "provenance": np.uint8,
     "sources": np.uint8,
 }  # fmt: skip
+TUPLES = ("turn_lengths", "turn_rewards")
 SCALARS = (
-    "sample", "finish_reason", "num_turns", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "text", "failure",
+    "sample", "branch", "finish_reason", "num_turns", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "text",
+    "failure", "metrics",
 )  # fmt: skip
 
 
@@ -81,6 +88,7 @@ def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, Tensor], list[dict[s
             "task": group.task,
             "rollouts": [
                 {name: getattr(rollout, name) for name in SCALARS}
+                | {name: list(getattr(rollout, name)) for name in TUPLES}
                 | {
                     "num_prompt": len(rollout.prompt_ids),
                     "num_tokens": len(rollout.token_ids),
@@ -99,6 +107,7 @@ def unpack_groups(tensors: Mapping[str, Tensor], metadata: Sequence[Mapping[str,
 
     def rollout(fields: Mapping[str, Any]) -> Rollout:
         per_token: dict[str, Any] = {name: arrays[name].take(fields["num_tokens"]) for name in PER_TOKEN}
+        per_turn: dict[str, Any] = {name: tuple(fields[name]) for name in TUPLES}
         reward, advantage, *rewards = arrays["scores"].take(2 + len(fields["rewards"])).tolist()
         return Rollout(
             prompt_ids=tuple(arrays["prompt_ids"].take(fields["num_prompt"]).tolist()),
@@ -107,6 +116,7 @@ def unpack_groups(tensors: Mapping[str, Tensor], metadata: Sequence[Mapping[str,
             advantage=advantage,
             rewards=dict(zip(fields["rewards"], rewards, strict=True)),
             **per_token,
+            **per_turn,
             **{name: fields[name] for name in SCALARS},
         )
 

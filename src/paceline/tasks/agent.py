@@ -14,6 +14,10 @@ from paceline.chat.messages import Message
 from paceline.types import Completion
 
 
+class AgentFailed(Exception):
+    """Raised by an agent: its sample has failed. The text continues "sample 2: "."""
+
+
 class PolicyError(Exception):
     """A call that the policy does not answer. It ends neither the sample nor the run; an agent may go on."""
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
+from paceline.chat.messages import Message
 from paceline.tasks.task import Turn
 
 CALC = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
@@ -56,13 +57,14 @@ class Calculator:
             a, b = (rng.randrange(10 ** (n - 1), 10**n) for n in (rng.randint(min_digits, max_digits) for _ in "ab"))
             yield {"expression": f"{a} {rng.choice(operators)} {b}", "max_turns": max_turns}
 
-    def prompt(self) -> str:
+    def reset(self) -> str:
         return (
             f"What is {self.expression}?\nTo calculate, write for example <calc>12*34</calc> and wait for the result. "
             "When you know the answer, write it like this: <answer>408</answer>"
         )
 
-    def step(self, completion: str) -> Turn:
+    def step(self, message: Message) -> Turn:
+        completion = message["content"]
         assert self.num_turns_left > 0, "this episode has ended; an environment is single-use"
         self.num_turns_left -= 1
         if answers := ANSWER.findall(completion):

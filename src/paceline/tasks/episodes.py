@@ -1,13 +1,14 @@
 """Problems from an environment class, `module:EnvClass`.
 
 `EnvClass.problems(seed, **task.params)` yields a dictionary of keyword arguments for every problem, finitely or
-infinitely many. `EnvClass(**arguments)` is one episode. The same seed must give the same problems. Problems with equal
-prompts count as one problem, even if their other arguments differ: training never uses the prompt of a held-out
-problem. The arguments are also the columns that rewards get.
+infinitely many. `EnvClass(**arguments)` is one episode; here it is reset and closed once, for the problem's prompt. The
+same seed must give the same problems. Problems with equal prompts count as one problem, even if their other arguments
+differ: training never uses the prompt of a held-out problem. The arguments are also the columns that rewards get.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import sys
@@ -16,21 +17,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.chat.messages import Prompt
 from paceline.config import TaskSection
+from paceline.tasks.env_agent import EnvAgent
 from paceline.tasks.pool import describe_error
 from paceline.tasks.prompt import PROMPT_FORMAT, apply_template, is_prompt
 from paceline.tasks.split import DEFAULT_SIZE, HELD_OUT_SEED, MAX_REPEATS, split
-from paceline.tasks.task import Env, Problem, Turn
+from paceline.tasks.task import Problem
 
 
 class EnvTask:
-    def __init__(self, section: TaskSection) -> None:
+    def __init__(self, section: TaskSection, step_timeout_s: float = 30.0) -> None:
         env_class = _env_class(section)
         self.name = env_class.__name__
         self.train, self.held_out = split(
-            _problems(env_class, section, self.name, section.seed),
-            _problems(env_class, section, f"{self.name}/held_out", section.seed + HELD_OUT_SEED),
+            _problems(env_class, section, self.name, section.seed, step_timeout_s),
+            _problems(env_class, section, f"{self.name}/held_out", section.seed + HELD_OUT_SEED, step_timeout_s),
             section.size or DEFAULT_SIZE,
             section.held_out,
             MAX_REPEATS,
@@ -47,32 +48,49 @@ class EnvTask:
             )
 
 
-class TemplatedEnv:
-    """An environment with `task.template` and `task.system` applied to its prompt."""
-
-    def __init__(self, env_class: type[Env], arguments: Mapping[str, Any], section: TaskSection) -> None:
-        self.env = env_class(**arguments)
-        self.section = section
-
-    def prompt(self) -> Prompt:
-        return apply_template(self.env.prompt(), self.section)
-
-    def step(self, completion: str) -> Turn:
-        return self.env.step(completion)
-
-
-def _problems(env_class: Any, section: TaskSection, stem: str, seed: int) -> Iterator[Problem]:
+def _problems(env_class: Any, section: TaskSection, stem: str, seed: int, step_timeout_s: float) -> Iterator[Problem]:
     for index, arguments in enumerate(_arguments(env_class, section, seed)):
         try:
-            prompt = env_class(**arguments).prompt()
+            prompt = _first_prompt(env_class, arguments)
         except Exception as error:
             raise ValueError(
                 f"task.name = {section.name!r}: the problem {arguments!r} raised {describe_error(error)}"
             ) from error
         if not is_prompt(prompt):
             raise ValueError(f"task.name = {section.name!r}: the prompt of {arguments!r} must be {PROMPT_FORMAT}")
-        make_env = partial(TemplatedEnv, env_class, arguments, section)
-        yield Problem(f"{stem}/{index}", apply_template(prompt, section), dict(arguments), make_env, section.chat)
+        make_agent = partial(
+            EnvAgent,
+            partial(env_class, **arguments),
+            chat=section.chat,
+            chat_template_kwargs=section.chat_template_kwargs,
+            template=partial(apply_template, section=section),
+            step_timeout_s=step_timeout_s,
+        )
+        yield Problem(
+            f"{stem}/{index}",
+            apply_template(prompt, section),
+            dict(arguments),
+            make_agent,
+            section.chat,
+            section.chat_template_kwargs,
+            timeout_s=section.timeout_s,
+            max_calls=section.max_calls,
+        )
+
+
+def _first_prompt(env_class: Any, arguments: Mapping[str, Any]) -> Any:
+    env = env_class(**arguments)
+    try:
+        prompt = env.reset()
+        return asyncio.run(_wait_for(prompt)) if inspect.isawaitable(prompt) else prompt
+    finally:
+        closed = env.close() if hasattr(env, "close") else None
+        if inspect.isawaitable(closed):
+            asyncio.run(_wait_for(closed))
+
+
+async def _wait_for(value: Any) -> Any:
+    return await value
 
 
 def _arguments(env_class: Any, section: TaskSection, seed: int) -> Iterator[Any]:
@@ -101,7 +119,7 @@ def _env_class(section: TaskSection) -> type:
     env_class = getattr(module, class_name, None)
     if not isinstance(env_class, type):
         raise ValueError(f"task.name = {name!r}: {module_name} has no class {class_name}")
-    if missing := [method for method in ("problems", "prompt", "step") if not callable(getattr(env_class, method, 0))]:
+    if missing := [method for method in ("problems", "reset", "step") if not callable(getattr(env_class, method, 0))]:
         raise ValueError(
             f"task.name = {name!r}: the class has no {missing[0]}(); for an example see paceline.tasks.calculator"
         )

@@ -39,7 +39,8 @@ class GymTask:
 def _problems(section: TaskSection, stem: str, seed: int, size: int) -> Iterator[Problem]:
     for index, entry in enumerate(_entries(section.name, section.params, seed, size)):
         prompt = apply_template(str(entry["question"]), section)
-        yield Problem(f"{stem}/{index}", prompt, {"answer": entry["answer"], "entry": entry}, chat=section.chat)
+        columns = {"answer": entry["answer"], "entry": entry}
+        yield Problem(f"{stem}/{index}", prompt, columns, None, section.chat, section.chat_template_kwargs)
 
 
 def _entries(name: str, params: dict[str, Any], seed: int, size: int) -> Iterator[dict[str, Any]]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.chat.messages import Prompt
+from paceline.chat.messages import Message, Prompt
 from paceline.config import RewardSection, TaskSection
 from paceline.tasks import checks, sandbox
 from paceline.tasks.pool import Factory, Failed, Pool, describe_error
@@ -37,11 +37,12 @@ class Sample:
 
     name: str  # for error messages, e.g. "step 3, chain_sum/17, sample 2"
     prompt: Prompt
-    completion: str
-    completion_ids: tuple[int, ...]
+    completion: str  # the policy's last message
+    completion_ids: tuple[int, ...]  # all tokens after the prompt
     columns: dict[str, Any]  # `answer` and all other columns of the problem
-    env_reward: float | None = None
+    env_reward: float | None = None  # of an environment or agent
     task: str | None = None  # label of the task, if there are several
+    messages: list[Message] | None = None  # of several turns: all after the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,15 +291,19 @@ def _values(reply: Any, num_samples: int) -> list[Value] | Failed:
 
 
 def _arguments(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """The keyword arguments that TRL passes for a batch: completions of chats as messages, every column as a list."""
+    """The keyword arguments that TRL passes for a batch: completions of chats as messages, every column as a list. The
+    completion of a conversation is all messages after the prompt."""
     names = dict.fromkeys(name for sample in samples for name in sample.columns)
     return {name: [sample.columns.get(name) for sample in samples] for name in names} | {
         "prompts": [sample.prompt for sample in samples],
-        "completions": [
-            sample.completion
-            if isinstance(sample.prompt, str)
-            else [{"role": "assistant", "content": sample.completion}]
-            for sample in samples
-        ],
+        "completions": [_completion(sample) for sample in samples],
         "completion_ids": [list(sample.completion_ids) for sample in samples],
     }
+
+
+def _completion(sample: Sample) -> str | list[Message]:
+    if sample.messages is not None:
+        return sample.messages
+    return (
+        sample.completion if isinstance(sample.prompt, str) else [{"role": "assistant", "content": sample.completion}]
+    )

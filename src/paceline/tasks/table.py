@@ -71,7 +71,14 @@ def _problems(section: TaskSection, stem: str) -> Iterator[Problem]:
         else:
             some_answered = True
             columns |= _answer(row[section.answer_column], columns, where)
-        yield Problem(f"{stem}/{index}", apply_template(prompt, section), columns, chat=section.chat)
+        yield Problem(
+            f"{stem}/{index}",
+            apply_template(prompt, section),
+            columns,
+            None,
+            section.chat,
+            section.chat_template_kwargs,
+        )
     # A table without any answers is fine: not every reward needs one. A run's config.toml contains every setting, so
     # the default value counts as not given.
     if unanswered and (some_answered or section.answer_column != TaskSection().answer_column):

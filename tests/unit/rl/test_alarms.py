@@ -80,7 +80,7 @@ def test_batches_with_few_drafts_are_ignored() -> None:
 
 
 def groups(*rewards: list[float]) -> Any:
-    return [SimpleNamespace(scored=[SimpleNamespace(reward=r) for r in group]) for group in rewards]
+    return [SimpleNamespace(rewards=group) for group in rewards]
 
 
 def test_zero_advantages_are_reported_at_first_and_then_rarely() -> None:
@@ -117,8 +117,11 @@ def test_failures_raise_no_alarm_about_advantages(tmp_path: Path) -> None:
 def test_the_alarm_for_failed_rewards_is_reported_when_it_starts() -> None:
     def step(num_failed: int) -> Any:
         failures = ["p0: hung: scored 0"] * num_failed + [None] * (4 - num_failed)
-        other = SimpleNamespace(task="other", rollouts=[SimpleNamespace(failure="p1: hung: scored 0")] * 8)
-        return [SimpleNamespace(task="sums", rollouts=[SimpleNamespace(failure=each) for each in failures]), other]
+        other = SimpleNamespace(task="other", rollouts=[SimpleNamespace(failure="p1: hung: scored 0", branch=0)] * 8)
+        return [
+            SimpleNamespace(task="sums", rollouts=[SimpleNamespace(failure=each, branch=0) for each in failures]),
+            other,
+        ]
 
     alarm = RewardFailureAlarm(0.5, "task.sums.reward", "sums")
     flags, messages = zip(*(alarm.check(i, step(num)) for i, num in enumerate((0, 2, 3, 4, 2, 3))), strict=True)

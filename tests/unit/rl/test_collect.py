@@ -15,6 +15,7 @@ from scripted import Bytes, ScriptedEngine, ScriptedRewarder
 
 from paceline.rl import collect
 from paceline.rl.collect import Collector
+from paceline.tasks.env_agent import EnvAgent
 from paceline.tasks.rewards import Score
 from paceline.tasks.task import Problem, Turn
 from paceline.types import Completion, SamplingParams
@@ -24,7 +25,9 @@ def collector(engine: ScriptedEngine, rewarder: ScriptedRewarder | None = None, 
     return Collector(engine, Bytes(), rewarder or ScriptedRewarder(), sampling=SamplingParams(max_tokens=20), **kwargs)
 
 
-def problems(num: int, **kwargs: Any) -> list[tuple[int, Problem]]:
+def problems(num: int, make_env: Any = None, step_timeout_s: float = 30.0, **kwargs: Any) -> list[tuple[int, Problem]]:
+    if make_env is not None:
+        kwargs["make_agent"] = lambda: EnvAgent(make_env, step_timeout_s=step_timeout_s)
     return [(10 + i, Problem(f"p{i}", f"prompt {i}", {"answer": i}, **kwargs)) for i in range(num)]
 
 
@@ -98,10 +101,10 @@ class Counts:
     def __init__(self, last: Any = None) -> None:
         self.turns, self.last = 0, last
 
-    def prompt(self) -> str:
+    def reset(self) -> str:
         return "go"
 
-    def step(self, completion: str) -> Any:
+    def step(self, message: Any) -> Any:
         self.turns += 1
         if self.turns == 2 and self.last is not None:
             return self.last
@@ -128,7 +131,6 @@ def test_turns() -> None:
     [
         ("not a Turn", "its environment's answer can't be used: AttributeError"),
         (Turn([{"no": "content"}]), "its environment's answer can't be used: KeyError"),
-        (Turn([{"role": "user", "content": "x" * 300}]), "the context is full"),
     ],
 )
 def test_an_invalid_answer_costs_only_the_sample(answer: Any, reason: str) -> None:
@@ -146,13 +148,12 @@ def test_environments_open_in_parallel() -> None:
     """One after the other, the timeouts would add up."""
 
     class Hangs(Counts):
-        def prompt(self) -> str:
+        def reset(self) -> str:
             threading.Event().wait()
             return ""
 
-    (group,) = (
-        collector(ScriptedEngine(), env_timeout_s=20 / 60).collect("step 1", problems(1, make_env=Hangs), 60, 0).groups
-    )
+    hanging = problems(1, make_env=Hangs, step_timeout_s=20 / 60)
+    (group,) = collector(ScriptedEngine()).collect("step 1", hanging, 60, 0).groups
     assert all(
         "took more than train.env_timeout_s" in (r.failure or "") and not len(r.token_ids) for r in group.rollouts
     )
@@ -253,10 +254,7 @@ def test_late_completions_of_an_aborted_run_are_ignored() -> None:
     assert [len(group.scored) for group in found.groups] == [2, 2] and len(found.completions) == 4
 
 
-@pytest.mark.parametrize("has_env", [False, True])
-def test_detokenization_is_spread_over_steps_unless_there_are_environments(
-    has_env: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_detokenization_is_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine samples finish in the first step, and one in each later step. Detokenizing three of them takes a tenth of a
     step."""
     num_detokenized, now = [], [0.0]
@@ -282,7 +280,7 @@ def test_detokenization_is_spread_over_steps_unless_there_are_environments(
     monkeypatch.setattr(collect, "time", clock)
     it = collector(Nine())
     it.tokenizer = Counting()
-    found = it.collect("step 1", problems(3, make_env=Counts) if has_env else problems(3), 4, 0)
-    assert num_detokenized[:2] == [0, 9] if has_env else num_detokenized == [0, 3, 6, 9]
+    found = it.collect("step 1", problems(3), 4, 0)
+    assert num_detokenized == [0, 3, 6, 9]
     assert [len(group.scored) for group in found.groups] == [4, 4, 4]
-    assert len(found.completions) == (36 if has_env else 12)
+    assert len(found.completions) == 12
