@@ -29,7 +29,7 @@ def settings(params: dict[str, Any] = PARAMS) -> tuple[str, ...]:
     return (
         "task.kind=verifiers", "task.name=letters", f"task.params={json.dumps(params).replace(':', '=')}",
         "task.chat=true", "task.held_out=2", 'reward.functions=["env"]', "sampling.max_tokens=40",
-        f"train.num_steps={NUM_STEPS}", "train.eval_every=3",
+        f"train.num_steps={NUM_STEPS}", "engine.threads=1", "learner.threads=1",
     )  # fmt: skip
 
 
@@ -83,11 +83,13 @@ def unmatched(rollouts: list[dict[str, Any]], calls: list[Call]) -> list[dict[st
 
 
 def test_three_steps_train_on_exactly_the_tokens_that_were_sampled(tmp_path, calls, only_loopback):
-    rollouts, _, _ = train(tmp_path, "run", "train.eval_every=0")
+    rollouts, _, _ = train(tmp_path, "run")
     assert only_loopback == [], "no connection to another host was tried"
     assert {rollout["step"] for rollout in rollouts} == set(range(NUM_STEPS))
     assert all(rollout.get("failure") is None for rollout in rollouts)
     assert unmatched(rollouts, calls) == []
+    wrong = next({**rollout, "mask": [True] * len(rollout["token_ids"])} for rollout in rollouts if "mask" in rollout)
+    assert unmatched([wrong], calls) == [wrong]
     assert sorted(token for rollout in rollouts for token in sampled(rollout)) == sorted(
         token for _, completion in calls for token in completion
     ), "every sampled token is trained on once"
@@ -113,7 +115,7 @@ def test_a_client_that_tokenizes_answers_again_is_caught(tmp_path, calls, monkey
         return type(found)(found.messages, found.text, tuple(ids))
 
     monkeypatch.setattr(Conversations, "_extend", retokenize)
-    rollouts, _, _ = train(tmp_path, "broken", "train.eval_every=0", "train.num_steps=1")
+    rollouts, _, _ = train(tmp_path, "broken", "train.num_steps=1")
     samples = {(rollout["group"], rollout["sample"]) for rollout in rollouts}
     assert len(rollouts) > 2 * len(samples)
 
@@ -125,15 +127,15 @@ def test_speculation_changes_nothing(tmp_path):
     def kept(rollouts: list[dict[str, Any]]) -> list[list[Any]]:
         return [[rollout.get(key) for key in KEYS] for rollout in rollouts]
 
-    plain, weights, accepted = train(tmp_path, "plain")
+    evaluate = "train.eval_every=3"
+    plain, weights, accepted = train(tmp_path, "plain", evaluate)
     assert accepted == 0
-    drafted, others, accepted = train(
-        tmp_path, "suffix", "speculation.method=suffix", "speculation.prompt_lookup_min=1"
-    )
+    drafts = ("speculation.method=suffix", "speculation.prompt_lookup_min=1")
+    drafted, others, accepted = train(tmp_path, "suffix", evaluate, *drafts)
     assert accepted > 0, "the test needs accepted drafts"
     assert kept(drafted) == kept(plain)
     assert all(torch.equal(others[name], tensor) for name, tensor in weights.items())
-    seeded, _, _ = train(tmp_path, "seed", "train.seed=1")
+    seeded, _, _ = train(tmp_path, "seed", "train.seed=1", evaluate)
     assert kept(seeded) != kept(plain), "otherwise this would compare too little"
 
 
