@@ -85,9 +85,10 @@ def advantages(section: AlgorithmSection, max_tokens: int, batch: TokenBatch) ->
         of_sample = [t for j, indices in enumerate(tokens) for t in indices if samples[j] == samples[i]]
         returns_S.append(rewards[i] - sum(_penalty(section, batch, t) for t in of_sample))
     once = _once(returns_S, samples, groups)
+    everything = [value for of_group in once.values() for value in of_group]
     for i, indices in enumerate(tokens):
         for t in indices:
-            result[t] = _advantage(section, returns_S[i], once[groups[i]], sum(once.values(), []))
+            result[t] = _advantage(section, returns_S[i], once[groups[i]], everything)
     return result
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from paceline.outputs import CompletionOutput as CompletionOutput
     from paceline.outputs import RequestOutput as RequestOutput
     from paceline.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+    from paceline.tasks.sandbox import run_python as run_python
     from paceline.types import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
+    "run_python",
 ]
 
 # Imported when they are used: `import paceline` imports no torch.
@@ -34,6 +36,7 @@ _MODULES = {
     "RequestOutput": "paceline.outputs",
     "SamplingParams": "paceline.types",
     "StructuredOutputsParams": "paceline.structured_outputs",
+    "run_python": "paceline.tasks.sandbox",
 }
 
 

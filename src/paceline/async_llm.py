@@ -14,6 +14,7 @@ from paceline.config import Config
 from paceline.engine.engine import LocalEngine
 from paceline.engine.engine_thread import EngineClosed, EngineThread, Listener
 from paceline.llm import LLM, Encoded, TextOrIds
+from paceline.model.kv import BLOCK
 from paceline.outputs import CompletionChunk, RequestOutput, TextStream, completion_chunk, completion_output
 from paceline.types import Completion, NewTokens, SamplingParams, StepTrace
 
@@ -57,6 +58,21 @@ class AsyncLLM:
     @property
     def tokenizer(self) -> Any:
         return self.llm.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its completion."""
+        engine = self.llm.engine
+        return min(engine.model_config.max_positions, engine.paged.pool.num_blocks * BLOCK)
+
+    @property
+    def refuses_long_prompts(self) -> bool:
+        """False: a caller should check, before requests are made for each sample."""
+        return False
+
+    @property
+    def is_alive(self) -> bool:
+        return self.thread.is_alive
 
     async def generate(
         self, prompt: TextOrIds | Sequence[Message], sampling_params: SamplingParams | None = None

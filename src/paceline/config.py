@@ -59,6 +59,8 @@ class ModelSection(Section):
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"  # "cpu", "cuda", or one GPU: "cuda:1"
     yarn_factor: Annotated[float, Field(ge=1)] | None = None  # extend the context by this factor (YaRN)
+    # File of a chat template (Jinja) in place of the model's own, for example one with tools, or that keeps thinking.
+    chat_template: str | None = None
 
 
 class EngineSection(Section):
@@ -191,9 +193,10 @@ class SamplingSection(Section):
 
 
 class TaskSection(Section):
-    kind: Literal["reasoning_gym", "jsonl", "dataset", "env", "verifiers"] = "reasoning_gym"  # source of the problems
-    # A reasoning-gym dataset, a jsonl file, a Hugging Face dataset (id or directory), `module:EnvClass`, or a taskset
-    # of `verifiers`.
+    # Source of the problems.
+    kind: Literal["reasoning_gym", "jsonl", "dataset", "env", "agent", "verifiers"] = "reasoning_gym"
+    # A reasoning-gym dataset, a jsonl file (also `agent`), a Hugging Face dataset (id or directory), `module:EnvClass`,
+    # or a taskset of `verifiers`.
     name: str = "chain_sum"
     # Arguments of the reasoning-gym dataset, `load_dataset` or the environment; `verifiers`: its table `[env]`.
     params: dict[str, Any] = {}
@@ -203,12 +206,35 @@ class TaskSection(Section):
     system: str | None = None  # system message before every prompt
     template: str = "{prompt}"  # text around string prompts; must contain {prompt}
     chat: bool = True  # apply the model's chat template
+    # `agent`: what drives each sample (docs/how-to/agents.md): a function, `module:function`, or a command, such as
+    # ["python", "agent.py"].
+    agent: str | None = None
+    command: list[str] | None = None
+    env: dict[str, str] = {}  # `agent`: more environment variables of the command; the trainer's are not passed on
+    # `agent`, `verifiers`: samples that run at the same time; others wait, which counts as their time.
+    max_parallel: Positive = 64
     chat_template_kwargs: dict[str, Any] = {}  # further variables of the chat template, such as enable_thinking = false
-    timeout_s: Seconds = 600.0  # `env`, `verifiers`: time limit of a sample, over all turns
-    max_calls: Positive = 256  # `env`, `verifiers`: turns of a sample
+    timeout_s: Seconds = 600.0  # `env`, `agent`, `verifiers`: time limit of a sample, over all turns
+    max_calls: Positive = 256  # `env`, `agent`, `verifiers`: turns of a sample, or calls of the policy
     size: Positive | None = None  # training problems; not set: all (`reasoning_gym`, `env`, infinite `verifiers`: 1024)
     held_out: Count = 64  # problems for evaluation, never trained on
     seed: Count = 0  # seed of generated problems and of the held-out split
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether a sample may have several calls of the policy."""
+        return self.kind in ("env", "agent", "verifiers")
+
+    def check(self) -> None:
+        if self.kind == "agent" and (self.agent is None) == (self.command is None):
+            raise ValueError(
+                f'task.agent = {self.agent!r}, task.command = {self.command!r}: task.kind = "agent" needs one of the '
+                'two; set task.agent = "module:function" or task.command = ["python", "agent.py"]'
+            )
+        for key in ("agent", "command", "env"):
+            if getattr(self, key) and (self.kind != "agent" or (key == "env" and self.command is None)):
+                needed = "task.command" if self.kind == "agent" else 'task.kind = "agent"'
+                raise ValueError(f"task.{key} = {getattr(self, key)!r}: needs {needed}; remove the setting")
 
 
 class RewardSection(Section):

@@ -216,7 +216,11 @@ def test_all_keys_are_settable():
     """Overrides can set every key."""
     for key in all_keys(Config):
         with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
-            tables = ("speculation.num_speculative_tokens", "task.params")  # these may have any keys
+            tables = (
+                "speculation.num_speculative_tokens",
+                "task.params",
+                "task.chat_template_kwargs",
+            )  # these may have any keys
             load_config(None, [f"{key}.impossible=1"] if key not in tables else [f"{key}=-1"])
 
 

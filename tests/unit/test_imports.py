@@ -22,8 +22,8 @@ LEVELS: dict[str, int] = {
     "config_io": 1, "native": 1, "outputs": 1, "config": 2,
     "chat": 3, "model": 3, "speculation": 3, "report": 3,
     "drafters": 4, "engine": 4, "tasks": 4,
-    "replay": 5, "rl": 5, "agents": 6, "draft": 6, "cluster": 6, "sim": 6,
-    "build": 7, "bench": 8, "llm": 8, "async_llm": 9, "verify": 8, "doctor": 9, "serve": 10, "cli": 11, "__main__": 12,
+    "replay": 5, "rl": 5, "serve": 5, "agents": 6, "draft": 6, "cluster": 6, "sim": 6,
+    "build": 7, "bench": 8, "llm": 8, "async_llm": 9, "verify": 8, "doctor": 9, "cli": 10, "__main__": 11,
 }  # fmt: skip
 WITHOUT_TORCH = (
     "structured_outputs", "types", "chat", "config", "config_io", "other_names", "native", "speculation", "report",

@@ -235,7 +235,7 @@ def test_chosen_rollouts_are_spread_over_the_steps(tmp_path):
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     offsets, offset = [], 0
     for record, line in zip(lines, path.read_bytes().splitlines(keepends=True), strict=True):
-        offsets.append(((record["step"], record["group"], record["sample"]), offset))
+        offsets.append(((record["step"], record["group"], record["sample"], 0), offset))
         offset += len(line)
     few = rollouts.choose(path, offsets, max_samples=36)
     assert few.num_total == 320

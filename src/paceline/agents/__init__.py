@@ -1,1 +1,1 @@
-"""Agents: programs, and environments of other libraries, that call the policy during training."""
+"""Programs of users, and environments of other libraries, that drive samples by calling the policy."""

@@ -26,6 +26,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 
 from paceline.agents.verifiers_client import MODEL, POLICY, PolicyClient, PolicyInterception
 from paceline.chat.messages import Message
+from paceline.config import TaskSection
 from paceline.tasks.agent import AgentFailed, Outcome, Policy
 
 BLOCKED_S = 10.0  # an event loop that does not answer for so long is blocked
@@ -42,7 +43,8 @@ class VerifiersAgent:
 
     async def run(self, policy: Policy) -> Outcome:
         thread = await self._environment.thread()
-        client = PolicyClient(policy)  # its calls come from the thread's event loop
+        # Its calls come from the thread's event loop.
+        client = PolicyClient(policy, self._environment.template_kwargs)
         episode = await across(thread.loop, lambda: thread.episode(self._task, client))
         return outcome(episode, client)
 
@@ -79,11 +81,12 @@ def longest(trace: Any) -> list[Message]:
 
 
 class Environment:
-    """A `verifiers` environment by its configuration."""
+    """A `verifiers` environment by its configuration. `environment`: the one that the tasks were read from."""
 
-    def __init__(self, config: Any, environment: Any) -> None:
-        self.config = config
-        self._unused = environment  # that the tasks were read from, for the first thread
+    def __init__(self, config: Any, environment: Any, section: TaskSection) -> None:
+        self.config, self.template_kwargs = config, section.chat_template_kwargs
+        self._max_parallel = section.max_parallel
+        self._unused = environment  # for the first thread
         self._thread: EnvironmentThread | None = None
         self._lock = threading.Lock()
 
@@ -97,7 +100,7 @@ class Environment:
         with self._lock:
             if self._thread is thread:
                 environment, self._unused = self._unused or vf.load_environment(self.config), None
-                self._thread = EnvironmentThread(environment)
+                self._thread = EnvironmentThread(environment, self._max_parallel)
                 weakref.finalize(self, self._thread.close)  # at the latest at the end of the program
             found = self._thread
         assert found is not None
@@ -107,8 +110,9 @@ class Environment:
 class EnvironmentThread:
     """Runs episodes. Its daemon thread does not delay the end of the program."""
 
-    def __init__(self, environment: Any) -> None:
+    def __init__(self, environment: Any, max_parallel: int) -> None:
         self.loop = asyncio.new_event_loop()
+        self._gate = asyncio.Semaphore(max_parallel)
         self._environment = environment
         self._clients: dict[str, PolicyClient] = {}  # by trace
         self._context = ModelContext(model=MODEL, client=POLICY)
@@ -127,7 +131,8 @@ class EnvironmentThread:
             self._clients[trace.id] = client
 
         try:
-            return await self._environment.run_episode(task, self._context, on_trace=on_trace)
+            async with self._gate:
+                return await self._environment.run_episode(task, self._context, on_trace=on_trace)
         finally:
             for trace in traces:
                 del self._clients[trace]

@@ -9,8 +9,7 @@ token ids and logprobs that the policy sampled. Parameters that would change the
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -25,9 +24,10 @@ from verifiers.v1.types import AssistantMessage, Response, ToolCall, TurnTokens,
 
 from paceline.chat.conversation import Conversations
 from paceline.chat.messages import Message
-from paceline.chat.tool_calls import PARSERS, for_template, parser_of
+from paceline.chat.tool_calls import for_template, parser_of
 from paceline.outputs import completion_text
 from paceline.tasks.agent import Policy, PolicyError
+from paceline.tasks.env_agent import assistant_message
 from paceline.types import Completion
 
 # How verifiers names the policy in its settings. Nothing listens there: calls go to `PolicyClient`.
@@ -66,11 +66,11 @@ class PolicyInterception(Interception):
 class PolicyClient(Client):
     """The calls of one sample."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, template_kwargs: Mapping[str, Any]) -> None:
         self.policy = policy
         self.error: PolicyError | None = None  # the last one; a harness may end by it
         self.traces: set[str] = set()  # those that called the policy
-        self._conversations = Conversations(policy.tokenizer)
+        self._conversations = Conversations(policy.tokenizer, template_kwargs)
         self._parser = parser_of(policy.tokenizer.chat_template)
 
     async def get_response(
@@ -100,42 +100,33 @@ class PolicyClient(Client):
         ids = [int(token) for token in completion.token_ids]
         text = completion_text(completion, self.policy.tokenizer)
         self._conversations.record(messages, tools, rendered, ids, text)
-        response = self._response(rendered.token_ids, ids, completion, *self._parse(text, bool(tools), rendered))
-        response.raw = serialize_completion(response, MODEL)
-        return response
+        message = assistant_message(text, self._parser if tools else None, len(messages))
+        return response_of(message, rendered.token_ids, ids, completion)
 
-    def _parse(self, text: str, has_tools: bool, rendered: Any) -> tuple[str, list[ToolCall]]:
-        """An answer's text and tool calls. The ids of the calls depend on the prompt alone: templates may show them."""
-        if not has_tools or self._parser is None:
-            return text, []
-        parser = PARSERS[self._parser]()
-        content, calls = parser.add(text)
-        rest, more = parser.finish()
-        digest = hashlib.blake2b(repr(rendered.token_ids).encode(), digest_size=4).hexdigest()
-        found = [
-            ToolCall(id=f"{digest}{i:x}"[:9], name=call.name, arguments=call.arguments)
-            for i, call in enumerate([*calls, *more])
-        ]
-        return content + rest, found
 
-    @staticmethod
-    def _response(
-        prompt_ids: tuple[int, ...], ids: list[int], completion: Completion, content: str, calls: list[ToolCall]
-    ) -> Response:
-        stopped = completion.finish_reason == "stop"
-        return Response(
-            id=f"call-{completion.request.request_id}",
-            created=0,
-            model=MODEL,
-            message=AssistantMessage(content=content or None, tool_calls=calls or None),
-            finish_reason=("tool_calls" if calls else "stop") if stopped else "length",
-            usage=Usage(prompt_tokens=len(prompt_ids), completion_tokens=len(ids)),
-            tokens=TurnTokens(
-                prompt_ids=list(prompt_ids),
-                completion_ids=ids,
-                completion_logprobs=[float(logprob) for logprob in completion.logprobs],
-            ),
-        )
+def response_of(
+    message: Message, prompt_ids: Sequence[int], completion_ids: list[int], completion: Completion
+) -> Response:
+    calls = [
+        ToolCall(id=call["id"], name=call["function"]["name"], arguments=call["function"]["arguments"])
+        for call in message.get("tool_calls", ())
+    ]
+    has_ended = completion.finish_reason == "stop"
+    response = Response(
+        id=f"call-{completion.request.request_id}",
+        created=0,
+        model=MODEL,
+        message=AssistantMessage(content=message["content"] or None, tool_calls=calls or None),
+        finish_reason=("tool_calls" if calls else "stop") if has_ended else "length",
+        usage=Usage(prompt_tokens=len(prompt_ids), completion_tokens=len(completion_ids)),
+        tokens=TurnTokens(
+            prompt_ids=list(prompt_ids),
+            completion_ids=completion_ids,
+            completion_logprobs=[float(logprob) for logprob in completion.logprobs],
+        ),
+    )
+    response.raw = serialize_completion(response, MODEL)
+    return response
 
 
 def limits(body: Mapping[str, Any]) -> tuple[int | None, tuple[str, ...]]:

@@ -46,7 +46,7 @@ class VerifiersTask:
             environment = load_environment(config)
             self.name = section.name.rsplit("/", 1)[-1].split("@")[0]
             self.train, self.held_out = _split(
-                environment.taskset, self.name, Environment(config, environment), section
+                environment.taskset, self.name, Environment(config, environment, section), section
             )
         except Exception as error:  # this runs the user's code
             raise ValueError(
@@ -171,6 +171,7 @@ def _problem(task: Any, stem: str, environment: Any, section: TaskSection) -> Pr
         prompt=_prompt(data),
         columns=data.model_dump(mode="json", include=own),
         make_agent=partial(VerifiersAgent, environment, task),
+        chat_template_kwargs=section.chat_template_kwargs,
         timeout_s=section.timeout_s,
         max_calls=section.max_calls,
     )

@@ -99,7 +99,8 @@ def build_ray_trainer(
     # NCCL allows one process per GPU; with layout "colocated" there are two.
     backend = "nccl" if config.model.device == "cuda" and section.layout == "disaggregated" else "gloo"
     rewarder = RayRewarder(workers.reward_workers, _calls_per_rewarder(config), section, callback.note)
-    engine = RayEngine(workers.engines, load_tokenizer(resolve(config.model.name)), section, backend, callback.note)
+    tokenizer = load_tokenizer(resolve(config.model.name), config.model.chat_template)
+    engine = RayEngine(workers.engines, tokenizer, section, backend, callback.note)
     worker_group = join(config, 0, 1 + len(workers.other_ranks), start_ranks(workers.other_ranks))
     return build_trainer(
         config,

@@ -44,7 +44,7 @@ def with_absolute_paths(config: Config) -> Config:
     """Resolve relative paths, so that a run can be resumed from any folder."""
     task, reward = config.task, config.reward
     changed: dict[str, Any] = {
-        "model": _absolute(config.model, "name", exists=Path.is_dir),
+        "model": _absolute(_absolute(config.model, "name", exists=Path.is_dir), "chat_template"),
         "task": _absolute_task(task) if isinstance(task, TaskSection) else [_absolute_task(each) for each in task],
         "reward": None if reward is None else _absolute_reward(reward),
         "speculation": _absolute(config.speculation, "head", "draft_model", "cost_table"),
@@ -54,8 +54,12 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def _absolute_task(task: TaskSection) -> TaskSection:
-    if task.kind in ("jsonl", "dataset"):
+    if task.kind in ("jsonl", "dataset", "agent"):
         task = _absolute(task, "name")
+    if task.command is not None:  # scripts among its arguments
+        program, *arguments = task.command or [""]
+        found = [str(Path(each).resolve()) if Path(each).is_file() else each for each in arguments]
+        task = task.model_copy(update={"command": [program, *found]})
     if isinstance(task, MixedTaskSection):
         task = task.model_copy(update={"reward": _absolute_reward(task.reward)})
     return task

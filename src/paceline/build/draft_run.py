@@ -45,7 +45,7 @@ def build_draft_trainer(
     check_device(config)
     config = with_absolute_paths(config)
     directory = resolve(config.model.name)
-    tokenizer = load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory, config.model.chat_template)
     head_init = build_head_init(config, directory)
     config = config.model_copy(update={"draft": head_init.section})
     section, sampling = config.draft, config.sampling.params()

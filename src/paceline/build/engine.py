@@ -28,7 +28,7 @@ def build_engine(config: Config) -> LocalEngine:
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
     directory = resolve(config.model.name)
-    tokenizer = load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory, config.model.chat_template)
     decoder = build_decoder(config, directory)
     sampler = build_sampler(decoder)
     paged = build_paged(config, decoder)

@@ -127,7 +127,7 @@ def write_policy(
     specs |= {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in buffers.items()}
     tensors = chain(((name, tensor.to(dtype)) for name, tensor in policy), buffers.items())
     with new_directory(directory, sum(spec.num_bytes for spec in specs.values()), spare_bytes) as scratch:
-        load_tokenizer(source).save_pretrained(scratch)
+        load_tokenizer(source, config.model.chat_template).save_pretrained(scratch)
         write_directory(scratch, tensors, specs, documents, progress=progress)
 
 

@@ -51,7 +51,8 @@ from paceline.tasks.task import Task
 
 def build_collector(config: Config, engine: Engine, rewarder: Rewarder) -> Collector:
     agent_rewards = {
-        task.label: AgentRewards({**task.reward.penalties}, task.reward.weight_of("env")) for task in config.tasks
+        task.label: AgentRewards({str(k): v for k, v in task.reward.penalties.items()}, task.reward.weight_of("env"))
+        for task in config.tasks
     }
     return Collector(engine, engine.tokenizer, rewarder, sampling=config.sampling.params(), agent_rewards=agent_rewards)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 from paceline.agents.verifiers_task import VerifiersTask
@@ -33,7 +34,18 @@ def _build_task(section: TaskSection, env_timeout_s: float) -> Task:
         return GymTask(section)
     if section.kind == "verifiers":
         return VerifiersTask(section)
+    if section.kind == "agent":
+        return _agent_task(section)
     return EnvTask(section, env_timeout_s) if section.kind == "env" else TableTask(section)
+
+
+def _agent_task(section: TaskSection) -> Task:
+    missing = [name for name in ("starlette", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"task.kind = \"agent\" needs {' and '.join(missing)}; run: pip install 'paceline[serve]'")
+    from paceline.agents.task import AgentTask
+
+    return AgentTask(section)
 
 
 def build_rewarder(config: Config) -> Rewarder:

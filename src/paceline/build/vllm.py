@@ -42,7 +42,7 @@ def build_vllm_engine(config: Config) -> VllmEngine:
 
         engine = VllmEngine(
             options,
-            tokenizer=load_tokenizer(directory),
+            tokenizer=load_tokenizer(directory, config.model.chat_template),
             eos_token_ids=model.eos_token_ids,
             drafter=config.speculation.method,
             threads=config.engine.threads,

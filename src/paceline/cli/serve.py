@@ -64,12 +64,17 @@ def serve(
     key = api_key_of(api_key)
     check_address(host, key)
     with bind(host, port) as bound:
+        from paceline.async_llm import AsyncLLM
         from paceline.serve.api import Api
+        from paceline.serve.metrics import ServerMetrics
 
         limits = Limits(
             max_body_bytes=max_body_mb << 20, max_requests=max_requests, max_samples=max_samples, max_tokens=max_tokens
         )
+        metrics = ServerMetrics()
         with err.status(f"loading {cfg.model.name}"):
-            api = Api(cfg, served_model_name, limits, key, drain_s)
+            llm = AsyncLLM.from_config(cfg, metrics.add_traces)
+        metrics.engine = llm.llm.engine
+        api = Api(llm, served_model_name or cfg.model.name, limits, key, drain_s, metrics)
         run(api, bound, lambda url: out.print(f"serving {api.model_name} at {url}", soft_wrap=True))
     print_note("stopped")

@@ -71,7 +71,7 @@ def verify(
     from paceline.model.store import load_tokenizer, resolve
     from paceline.verify.checks import CHECKS, make_report, run_checks
 
-    tokenizer = load_tokenizer(resolve(cfg.model.name, err))
+    tokenizer = load_tokenizer(resolve(cfg.model.name, err), cfg.model.chat_template)
     ids = [encode(tokenizer, prompt) for prompt in prompts]
     names = tuple(
         dict.fromkeys((*available_drafters(cfg), "draft_model")) if drafters is None else comma_list(drafters)

@@ -27,10 +27,12 @@ from paceline.build.run import check_evaluation, check_libraries
 from paceline.build.task import build_task, build_task_rewarder, check_prompts, problems_of
 from paceline.chat.messages import prompt_preview
 from paceline.config import Config, TaskSettings
+from paceline.doctor.agent import try_agent
 from paceline.doctor.finding import DEGRADED, MISSING, Finding, Progress, no_progress
 from paceline.doctor.run import check_run, problem
 from paceline.files import number, read_metrics
 from paceline.model.head_files import resolve_head, ships_head
+from paceline.model.hf_shape import read_shape
 from paceline.model.store import load_tokenizer, resolve
 from paceline.rl.algorithms import make_algorithm
 from paceline.rl.audit_schedule import SHARE
@@ -103,7 +105,10 @@ def plan_run(
         plan.attempt("evaluation", lambda: check_evaluation(config, task))
     if directory is None or any(each.name in ("run: model", "run: device") for each in plan.errors):
         return plan
-    tokenizer = load_tokenizer(directory)
+    path = config.model.chat_template
+    tokenizer = plan.attempt("chat template", lambda: load_tokenizer(directory, path))
+    if tokenizer is None:
+        return plan
     sizes = plan.attempt("memory", lambda: resolve_memory(config))
     if sizes is not None:
         config, memory = sizes
@@ -116,7 +121,11 @@ def plan_run(
             length = max(length or 0, plan_task(plan, config, settings, task, tokenizer, directory) or 0)
         progress("reward functions")
         for settings in config.tasks:
-            plan_rewards(plan, config, settings, problems_of(settings, task.train)[0], tokenizer)
+            first = problems_of(settings, task.train)[0]
+            if settings.section.kind == "agent":
+                progress("agent")
+                plan_agent(plan, config, settings, first, tokenizer, directory)
+            plan_rewards(plan, config, settings, first, tokenizer)
     progress("disk")
     plan.rows["checkpoints"] = described_checkpoints(config)
     if config.train.export_every:
@@ -141,6 +150,15 @@ def plan_task(
     text = plan.attempt("prompts", lambda: first_prompt(problems[0], tokenizer))
     plan.first_prompt = "\n".join(filter(None, [plan.first_prompt, text])) or None
     return length
+
+
+def plan_agent(
+    plan: RunPlan, config: Config, settings: TaskSettings, first: Problem, tokenizer: Any, directory: Path
+) -> None:
+    context = read_shape(directory).max_positions
+    text = plan.attempt("agent", lambda: try_agent(settings.section, first, tokenizer, OTHER_TEXT, context))
+    if text is not None:
+        plan.rows[row("agent", settings)] = text
 
 
 def plan_rewards(plan: RunPlan, config: Config, settings: TaskSettings, first: Problem, tokenizer: Any) -> None:

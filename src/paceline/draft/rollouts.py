@@ -32,8 +32,8 @@ def rollout_requests(
         raise ValueError("task.held_out = 0: acceptance is measured on held-out problems; raise it")
     if any(problem.make_agent is not None for problem in task.train):
         raise ValueError(
-            'draft.data = "rollouts": not available with environments and agents, which have several turns; train a run and '
-            "set draft.data to its rollouts.jsonl"
+            'draft.data = "rollouts": not available with environments and agents, which have several turns; train a '
+            "run and set draft.data to its rollouts.jsonl"
         )
     found: dict[str, list[Request]] = {}
     num_requests = 0

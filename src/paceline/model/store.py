@@ -88,16 +88,23 @@ def cached(name: str) -> Path | None:
     return path if is_name and path.is_dir() else None
 
 
-def load_tokenizer(directory: Path | str) -> Any:
-    """The tokenizer of a Hugging Face directory. Code in the directory is never run."""
+def load_tokenizer(directory: Path | str, chat_template: str | None = None) -> Any:
+    """The tokenizer of a Hugging Face directory. Code in the directory is never run. `chat_template`: a file in place
+    of its own template."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers, tokenizers and their validators raise many types
         read_config(directory)  # if the config is wrong, this raises a better error
         reason = str(error).strip().split("\n")[0]
         raise ModelError(f"{directory}: no usable tokenizer ({reason}); add tokenizer.json") from None
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"model.chat_template = {chat_template!r}: can't be read: {error}") from None
+    return tokenizer
 
 
 def pull(name: str, console: Console | None = None) -> Path:

@@ -29,6 +29,7 @@ import numpy as np
 
 from paceline.chat.template import render_chat
 from paceline.replay.rounds import Record
+from paceline.types import TRUNCATED
 
 Json = Mapping[str, Any]
 IDS = (("prompt_ids", "token_ids"), ("prompt_ids", "completion_ids"), ("prompt_token_ids", "token_ids"))
@@ -60,7 +61,7 @@ class Formats:
             token_ids=token_ids,
             mask=mask,
             head_accepted=_head_accepted(line, len(token_ids)),
-            is_cut=line.get("finish_reason") == "length",
+            is_cut=line.get("finish_reason") in TRUNCATED,
             max_tokens=_integer(line, "max_tokens", MAX_LENGTH) if max_tokens is not None else None,
             step=step,
             version=version if version is not None else step,

@@ -43,7 +43,7 @@ autocomplete="off" spellcheck="false"></label>
 
 
 def rollout_browser(run: Run) -> str:
-    num_embedded, total = len(run.rollouts.records), run.rollouts.num_total
+    num_embedded, total = run.rollouts.num_embedded, run.rollouts.num_total
     recorded = [step for step in run.steps if "num_rollouts_logged" in step]
     num_unlogged = int(sum((number(s, "num_samples") or 0) - (number(s, "num_rollouts_logged") or 0) for s in recorded))
     unlogged = f"{num_unlogged:,} other samples were not logged (train.log_rollouts)." if num_unlogged > 0 else ""

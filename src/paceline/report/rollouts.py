@@ -19,14 +19,19 @@ from paceline.report.table import finite
 MAX_SAMPLES = 2000
 MAX_BYTES = 8_000_000
 
-Key = tuple[int, int, int]  # step, group, sample
+Key = tuple[int, int, int, int]  # step, group, sample, branch
 
 
 @dataclass(slots=True)
 class Rollouts:
-    records: list[dict[str, Any]] = field(default_factory=list)  # by step, group, sample
+    records: list[dict[str, Any]] = field(default_factory=list)  # by step, group, sample, branch
     prompts: list[str] = field(default_factory=list)  # `record["p"]` is an index into these
-    num_total: int = 0  # in the file, embedded or not
+    num_total: int = 0  # samples in the file, embedded or not
+
+    @property
+    def num_embedded(self) -> int:
+        """Samples."""
+        return sum(not record["b"] for record in self.records)
 
 
 def choose(
@@ -66,7 +71,7 @@ def choose(
     for key in sorted(chosen):
         record, prompt = chosen[key]
         records.append(record | {"p": prompt_indices.setdefault(prompt, len(prompt_indices))})
-    return Rollouts(records, list(prompt_indices), len(offsets))
+    return Rollouts(records, list(prompt_indices), len({key[:3] for key in offsets}))
 
 
 def spread(items: Sequence[int]) -> list[int]:
@@ -104,6 +109,7 @@ def _compact(record: dict[str, Any], key: Key) -> tuple[dict[str, Any], str]:
         "s": key[0],
         "g": key[1],
         "i": key[2],
+        "b": key[3],
         "problem": str(record.get("problem") or ""),
         "ids": [value if isinstance(value, int) else None for value in token_ids],
         "versions": [span for span in _list(record, "versions") if _is_span(span)],

@@ -159,10 +159,10 @@ def _note_damage(path: Path, damaged: Sequence[int], notes: list[str]) -> None:
         notes.append(f"{path.name}: {lines} {which} can't be read (cut off or damaged); left out.")
 
 
-def _rollout_offsets(path: Path, notes: list[str], growing: bool) -> Iterator[tuple[tuple[int, int, int], int]]:
-    """((step, group, sample), offset) of each rollout."""
+def _rollout_offsets(path: Path, notes: list[str], growing: bool) -> Iterator[tuple[tuple[int, int, int, int], int]]:
+    """((step, group, sample, branch), offset) of each rollout."""
     for offset, record in read_lines(path, notes, growing):
-        key = (record.get("step"), record.get("group"), record.get("sample"))
+        key = (record.get("step"), record.get("group"), record.get("sample"), record.get("branch", 0))
         if all(isinstance(part, int) for part in key):
             yield key, offset  # type: ignore[misc]
 

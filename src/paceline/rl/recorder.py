@@ -14,7 +14,7 @@ from paceline.rl.logs import Sink
 from paceline.rl.metrics import estimated_speedup, plain_estimate
 from paceline.rl.produce import Batch
 from paceline.rl.records import rollout_record
-from paceline.types import first_branches
+from paceline.types import Group, Rollout, first_branches
 
 MAX_FAILURES_SHOWN = 3  # per step
 TOTALS = ("num_tokens", "num_drafts", "num_accepted_tokens", *plain_estimate([]))
@@ -35,7 +35,7 @@ class Recorder:
         self.num_logged_groups = (
             log_rollouts if isinstance(log_rollouts, int) else {"all": None, "none": 0}[log_rollouts]
         )
-        self.pieces = Pieces(tokenizer)
+        self.tokenizer, self.pieces = tokenizer, Pieces(tokenizer)
         self.audits: list[dict[str, Any]] = []
         self.totals = dict.fromkeys(("wall_s", *TOTALS), 0.0)
         self.stages: dict[str, float] = {}  # seconds
@@ -43,7 +43,7 @@ class Recorder:
     def record(self, batch: Batch, metrics: Mapping[str, Any]) -> None:
         samples = first_branches(rollout for group in batch.all_groups for rollout in group.rollouts)
         logged = batch.all_groups[: self.num_logged_groups]
-        records = [rollout_record(batch.step, group, rollout) for group in logged for rollout in group.rollouts]
+        records = [self._rollout_record(batch.step, group, rollout) for group in logged for rollout in group.rollouts]
         self.folder.append("rollouts", [record | {"pieces": self.pieces(record["token_ids"])} for record in records])
         self.folder.append("trace", [{"rl_step": batch.step, **asdict(trace)} for trace in batch.traces])
         self.folder.append("metrics", [{**metrics, "num_rollouts_logged": sum("branch" not in r for r in records)}])
@@ -56,6 +56,12 @@ class Recorder:
         self.totals["wall_s"] += metrics["stages"]["total"]
         for name, seconds in metrics["stages"].items():
             self.stages[name] = self.stages.get(name, 0.0) + seconds
+
+    def _rollout_record(self, step: int, group: Group, rollout: Rollout) -> dict[str, Any]:
+        record = rollout_record(step, group, rollout)
+        if rollout.prompt_ids != group.rollouts[0].prompt_ids:  # of a branch, or of an environment's own
+            record["prompt"] = self.tokenizer.decode(list(rollout.prompt_ids))
+        return record
 
     def write_summary(self, evaluation: Mapping[str, Any], num_steps: int, finished: bool) -> dict[str, Any]:
         """Write summary.json. `evaluation` is `Evaluator.state_dict`. `reward_after` is of an evaluation after the last

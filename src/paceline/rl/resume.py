@@ -16,6 +16,7 @@ FIXED = (
     "model.name",
     "model.dtype",
     "model.yarn_factor",
+    "model.chat_template",
     "train.seed",
     "train.max_staleness",
     "learner.model",

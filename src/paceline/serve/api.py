@@ -1,4 +1,4 @@
-"""The routes of the server."""
+"""The routes of the OpenAI API, over a backend that generates."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from paceline.async_llm import AsyncLLM
 from paceline.chat.tool_calls import parser_of
-from paceline.config import Config
 from paceline.engine.engine_thread import EngineClosed, EngineError
-from paceline.model.kv import BLOCK
 from paceline.outputs import CompletionChunk
+from paceline.serve.backend import Backend
 from paceline.serve.errors import ApiError, handle_api_error
 from paceline.serve.event_stream import EventStream, disconnected
 from paceline.serve.formats import ChatFormat, CompletionFormat, Format, GenerateFormat
@@ -39,32 +37,36 @@ DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
 
 
 class Api:
-    """Answers requests with one model. `drain_s`: how long requests may take to finish when the server stops."""
+    """Answers requests with one model. `drain_s`: how long requests may take to finish when the server stops.
+    `for_agent`: it may ask for any model, as it was written for another one; the ids of tool calls depend only on their
+    completion, so that runs repeat; and there are no routes about the server."""
 
     def __init__(
-        self, config: Config, model_name: str | None = None, limits: Limits | None = None,
-        api_key: str | None = None, drain_s: float = 30.0,
+        self, backend: Backend, model_name: str, limits: Limits | None = None, api_key: str | None = None,
+        drain_s: float = 30.0, metrics: ServerMetrics | None = None, for_agent: bool = False,
     ) -> None:  # fmt: skip
-        self.limits, self.model_name, self.drain_s = limits or Limits(), model_name or config.model.name, drain_s
-        self.metrics = ServerMetrics()
-        self.llm = AsyncLLM.from_config(config, self.metrics.add_traces)
-        self.engine = self.metrics.engine = self.llm.llm.engine
-        tokenizer = self.llm.tokenizer
+        self.backend, self.limits, self.model_name, self.drain_s = backend, limits or Limits(), model_name, drain_s
+        self.metrics, self.for_agent = metrics or ServerMetrics(), for_agent
+        tokenizer = backend.tokenizer
         self._token_text: Callable[[int], str] = lru_cache(1 << 18)(lambda token: tokenizer.decode([token]))
         self.is_draining = False
         self._compiling = asyncio.Semaphore(1)  # structured outputs
         self._started = int(time.time())
-        self._longest_token = max(map(len, tokenizer.get_vocab()))  # in characters, or in bytes
+        self._longest_token = longest_token(tokenizer)
         post, get = ["POST"], ["GET"]
-        self.app = Starlette(
-            routes=[
-                Route("/v1/models", self.models, methods=get),
-                Route("/v1/completions", _Measured(self, self.completions), methods=post),
-                Route("/v1/chat/completions", _Measured(self, self.chat), methods=post),
-                Route("/inference/v1/generate", _Measured(self, self.generate), methods=post),
+        routes = [
+            Route("/v1/models", self.models, methods=get),
+            Route("/v1/completions", _Measured(self, self.completions), methods=post),
+            Route("/v1/chat/completions", _Measured(self, self.chat), methods=post),
+            Route("/inference/v1/generate", _Measured(self, self.generate), methods=post),
+        ]
+        if not for_agent:
+            routes += [
                 Route("/health", self.health, methods=get),
                 Route("/metrics", self.show_metrics, methods=get),
-            ],
+            ]
+        self.app = Starlette(
+            routes=routes,
             middleware=[Middleware(Guard, limits=self.limits, api_key=api_key)],
             exception_handlers={ApiError: handle_api_error, 404: _not_found, 405: _not_found, Exception: _crashed},
         )
@@ -72,12 +74,12 @@ class Api:
     async def close(self) -> None:
         """Finish the requests in progress within `drain_s`; the rest gets status 503."""
         self.is_draining = True
-        await self.llm.close(self.drain_s)
+        await self.backend.close(self.drain_s)
 
     # ---- routes ----
 
     async def health(self, request: Request) -> Response:
-        if self.is_draining or not self.llm.thread.is_alive:
+        if self.is_draining or not self.backend.is_alive:
             raise ApiError(503, "The server is shutting down")
         return json_response({"status": "ok"})
 
@@ -111,18 +113,18 @@ class Api:
         messages, tools = template_messages(body.messages), body.offered_tools
         if len(tools) > self.limits.max_tools:
             raise ApiError(400, f"tools: {len(tools)} tools; this server allows {self.limits.max_tools}", "tools")
-        parser = parser_of(self.llm.tokenizer.chat_template) if tools else None
+        parser = parser_of(self.backend.tokenizer.chat_template) if tools else None
         if tools and parser is None:
             raise ApiError(400, "tools: the model's chat template has no tools, or in an unknown format", "tools")
         forced, grammar = body.forced_tools, None
         if forced is not None:
             assert parser is not None
             several = body.tool_choice == "required" and body.parallel_tool_calls is not False
-            grammar = call_structure(call_grammar(parser, forced, several, self.llm.tokenizer), forced, self.limits)
+            grammar = call_structure(call_grammar(parser, forced, several, self.backend.tokenizer), forced, self.limits)
         for key, part in (("messages", messages), ("tools", tools)):
             self._check_chars(key, len(json.dumps(part, ensure_ascii=False)))
         with _as_api_errors("messages"):
-            _, ids = await self.llm.encode(messages, tools)
+            _, ids = await self.backend.encode(messages, tools)
         given = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         left = max(1, min(self._context - len(ids), self.limits.max_tokens or self._context))
         params = body.params(self.limits, left if given is None else given, 1, body.top_logprobs or 0)
@@ -133,7 +135,7 @@ class Api:
             raise ApiError(400, f"{body.structure_key}: {reason}", body.structure_key)
         await self._compile(params, "tools" if grammar is not None else body.structure_key)
         # OpenAI's reason after a call of a named function is that of a text.
-        form = partial(ChatFormat, parser, not isinstance(body.tool_choice, dict))
+        form = partial(ChatFormat, parser, not isinstance(body.tool_choice, dict), self.for_agent)
         return await self._answer(request, body, [ids], params, form, bool(body.logprobs))
 
     async def generate(self, request: Request) -> Response:
@@ -157,12 +159,12 @@ class Api:
     @property
     def _context(self) -> int:
         """Most tokens of prompt and completion."""
-        return min(self.engine.model_config.max_positions, self.engine.paged.pool.num_blocks * BLOCK)
+        return self.backend.max_model_len
 
     def _check_length(self, prompts: Sequence[Ids]) -> None:
         """Before requests are made for each sample."""
         longest = max(map(len, prompts))
-        if longest >= self._context:
+        if longest >= self._context and not self.backend.refuses_long_prompts:
             raise ApiError(
                 400, f"The prompt has {longest} tokens; the context is {self._context} and must hold at least one more"
             )
@@ -175,7 +177,7 @@ class Api:
             raise ApiError(400, message, key)
 
     def _check_model(self, name: str) -> None:
-        if name != self.model_name:
+        if name != self.model_name and not self.for_agent:
             raise ApiError(
                 404, f"The model {name[:200]!r} does not exist; this server has {self.model_name!r}", "model"
             )
@@ -191,19 +193,19 @@ class Api:
             raise ApiError(400, f"prompt: this server allows {self.limits.max_samples} in a request", "prompt")
         self._check_chars("prompt", max(len(each) if isinstance(each, str) else 0 for each in prompts))
         with _as_api_errors("prompt"):
-            return [(await self.llm.encode(each))[1] for each in prompts]
+            return [(await self.backend.encode(each))[1] for each in prompts]
 
     async def _compile(self, params: SamplingParams, key: str) -> None:
         """Compile a structured output. `key`: of the body, which an error names. One at a time, so that the time limit
         is for its own compilation."""
-        if self.llm.is_compiled(params):  # it must not wait for others
+        if self.backend.is_compiled(params):  # it must not wait for others
             return
         timeout_s = self.limits.compile_timeout_s
         try:
             await asyncio.wait_for(self._compiling.acquire(), timeout_s)
         except TimeoutError:
             raise ApiError(503, f"{key}: the server is compiling other structured outputs; try again") from None
-        compilation = asyncio.ensure_future(self.llm.compile(params))
+        compilation = asyncio.ensure_future(self.backend.compile(params))
         compilation.add_done_callback(self._compiled)  # also after a timeout: a thread can't be stopped
         try:
             with _as_api_errors(key):
@@ -245,7 +247,7 @@ class Api:
 
         async def run() -> dict[str, Any]:
             with _as_api_errors():
-                found = await _gather([self.llm.generate(ids, params) for ids in prompts])
+                found = await _gather([self.backend.generate(ids, params) for ids in prompts])
             # In a thread: with many logprobs it takes long.
             return await asyncio.to_thread(form.response, [each.outputs for each in found])
 
@@ -257,7 +259,7 @@ class Api:
         self.metrics.num_prompt_tokens += sum(map(len, prompts))
         started, begun = time.perf_counter(), set[int]()
         with _as_api_errors():
-            async with aclosing(_merge([self.llm.stream(ids, params) for ids in prompts])) as chunks:
+            async with aclosing(_merge([self.backend.stream(ids, params) for ids in prompts])) as chunks:
                 async for prompt, chunk in chunks:
                     if not begun:
                         self.metrics.first_token_s.observe(time.perf_counter() - started)
@@ -294,6 +296,12 @@ class _Measured:
             metrics.num_running -= 1
             metrics.count(scope["path"], status)
             metrics.latency_s.observe(time.perf_counter() - started)
+
+
+@lru_cache(4)
+def longest_token(tokenizer: Any) -> int:
+    """In characters, or in bytes."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 # ---- asyncio ----

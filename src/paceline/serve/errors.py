@@ -20,15 +20,15 @@ TYPES = {
 
 
 class ApiError(Exception):
-    """An answer with this status. `param`: the key of the body that is wrong."""
+    """An answer with this status. `param`: the key of the body that is wrong. `code`: other than the status' usual."""
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.param = status, message, param
+        self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, Any]:
         kind, code = TYPES.get(self.status, ("invalid_request_error", None))
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": code}}
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code or code}}
 
     def response(self) -> Response:
         headers = {"Retry-After": "1"} if self.status in (429, 503) else {}

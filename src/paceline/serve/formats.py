@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from paceline.chat.tool_calls import PARSERS, ToolCall, ToolParser, to_api
@@ -120,10 +122,11 @@ class CompletionFormat(Format):
 class ChatFormat(Format):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, tool_parser: str | None, reports_calls: bool, *args: Any) -> None:
-        """`reports_calls`: the reason why a choice with calls finished is `tool_calls`."""
+    def __init__(self, tool_parser: str | None, reports_calls: bool, repeats: bool, *args: Any) -> None:
+        """`reports_calls`: the reason why a choice with calls finished is `tool_calls`. `repeats`: the ids of calls
+        depend only on prompt and completion; not in streams of several chunks."""
         super().__init__(*args)
-        self._reports_calls = reports_calls
+        self._reports_calls, self._repeats = reports_calls, repeats
         self._make_parser = PARSERS[tool_parser] if tool_parser is not None else None
         self._parsers: dict[int, ToolParser] = {}  # by choice
         self._num_calls: dict[int, int] = {}
@@ -153,8 +156,15 @@ class ChatFormat(Format):
         if output.finish_reason is not None:
             rest, more = parser.finish()
             content, calls = content + rest, calls + more
+        if self._repeats:
+            calls = [replace(call, id=self._call_id(index, i, output)) for i, call in enumerate(calls)]
         self._num_calls[index] = self._num_calls.get(index, 0) + len(calls)
         return content, calls
+
+    def _call_id(self, index: int, i: int, output: Output) -> str:
+        """Nine letters and digits, as Mistral's templates require."""
+        said = repr((self.prompt_ids, index, i, output.token_ids))
+        return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()[:9]
 
     def _rest(self, index: int, output: Output) -> dict[str, Any]:
         has_calls = self._reports_calls and output.finish_reason == "stop" and self._num_calls.get(index)

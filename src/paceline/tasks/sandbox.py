@@ -178,6 +178,15 @@ def run_program(source: str, stdin: str = "", limits: Limits = Limits(), kind: K
     return Program(source, stdin, limits, kind).wait()
 
 
+def run_python(
+    source: str, stdin: str = "", *, timeout_s: float = 10.0, memory_mb: int = 512, sandbox: Kind = "namespaces"
+) -> Outcome:
+    """Run a program in a sandbox, for tools of agents: what it printed is in `stdout` and `stderr`, and `reason` says
+    why it failed. It has the standard library only, no network and no files. `sandbox`: see `reward.sandbox`."""
+    limits = Limits(cpu_s=max(1, round(timeout_s)), memory_mb=memory_mb, wall_s=timeout_s, output_kb=64)
+    return run_program(source, stdin, limits, sandbox)
+
+
 @dataclass(frozen=True, slots=True)
 class Isolation:
     """How programs are isolated on this machine."""

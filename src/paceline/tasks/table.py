@@ -97,7 +97,7 @@ def _answer(answer: Any, columns: Mapping[str, Any], where: str) -> dict[str, An
 
 
 def _rows(section: TaskSection) -> Iterator[Row]:
-    if section.kind == "jsonl":
+    if section.kind in ("jsonl", "agent"):
         if section.params:
             raise ValueError(f"task.params = {section.params!r}: a jsonl file has no parameters; remove the setting")
         return _jsonl_rows(Path(section.name))

@@ -50,7 +50,7 @@ class CheckedModel:
         self.config, self.drafters, self.size = config, tuple(drafters), size
         self.progress: Progress = lambda detail, share: None  # of the check that runs
         self.directory: Path = resolve(config.model.name)
-        self.tokenizer = load_tokenizer(self.directory)
+        self.tokenizer = load_tokenizer(self.directory, config.model.chat_template)
         self.decoder = build_decoder(config, self.directory)
         self.sampler = build_sampler(self.decoder)
         context = self.decoder.config.max_positions

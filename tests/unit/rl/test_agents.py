@@ -7,10 +7,9 @@ import math
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from scripted import Bytes, ScriptedEngine, ScriptedRewarder
 
@@ -187,3 +186,247 @@ def test_reward_functions_get_all_messages_after_the_prompt() -> None:
     collect(agents(run), rewarder=ScriptedRewarder(lambda sample: seen.append(sample) or 1.0))
     assert seen[0].messages == said and seen[0].prompt == "prompt" and seen[0].completion == "C"
     assert seen[0].completion_ids == tuple(ids("ab")) and seen[0].env_reward is None
+
+
+# ---- limits ----
+
+
+async def until_refused(policy: Policy) -> Outcome:
+    """Asks for more until it is refused."""
+    said = "go"
+    while True:
+        said = await say(policy, f"{said}?")
+
+
+def test_max_tokens_limits_each_trajectory() -> None:
+    async def branches_until_refused(policy: Policy) -> Outcome:
+        for prompt in ("a", "b"):
+            with pytest.raises(BudgetExhausted, match="5 tokens"):
+                said = prompt
+                while True:
+                    said = await say(policy, f"{said}?")
+        return Outcome(1.0)
+
+    found = collect(agents(branches_until_refused), sampling=SamplingParams(max_tokens=5))
+    assert [text(r) for r in found.groups[0].rollouts] == ["a?[ab]?[ab]?[a]", "b?[ab]?[ab]?[a]"]
+    assert [r.sampling.max_tokens for r in found.requests] == [5, 3, 1] * 2
+    assert all(r.finish_reason == "budget" and r.is_truncated for r in found.groups[0].rollouts)
+
+
+def test_max_calls() -> None:
+    (group,) = collect(agents(until_refused, max_calls=3)).groups
+    (rollout,) = group.rollouts
+    assert rollout.num_turns == 3 and rollout.finish_reason == "budget" and rollout.failure is None
+
+
+def test_a_full_context() -> None:
+    engine = ScriptedEngine()
+    engine.max_model_len = 10
+    (rollout,) = collect(agents(until_refused), engine=engine).groups[0].rollouts
+    assert text(rollout) == "go?[ab]?[ab]?[a]" and rollout.finish_reason == "context" and rollout.is_truncated
+    assert [r.sampling.max_tokens for r in engine.submitted] == [7, 4, 1]
+
+    async def too_long(policy: Policy) -> Outcome:
+        with pytest.raises(ContextOverflow, match="11 tokens, but the model's context is 10"):
+            await say(policy, "x" * 11)
+        await say(policy, "short")
+        return Outcome(1.0)
+
+    assert collect(agents(too_long), engine=engine).groups[0].rollouts[0].finish_reason == "context"
+
+
+class Ends(ScriptedEngine):
+    """Its completions end at their limit, as an engine's do."""
+
+    def step(self) -> list[Completion]:
+        found = super().step()
+        for completion in found:
+            if len(completion.token_ids) == completion.request.sampling.max_tokens:
+                completion.finish_reason = "length"
+        return found
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "limits", "reason"),
+    [
+        (None, {}, "stop"), (1, {}, "length"), (2, {"max_tokens": 2}, "length"), (None, {"max_tokens": 2}, "budget"),
+        (9, {"max_tokens": 2}, "budget"), (None, {"max_model_len": 4}, "context"), (None, {"max_model_len": 5}, "stop"),
+    ],
+)  # fmt: skip
+def test_the_reason_of_a_completion_at_its_limit(max_tokens: int | None, limits: dict[str, int], reason: str) -> None:
+    engine = Ends()
+    engine.max_model_len = limits.get("max_model_len", 200)
+
+    async def run(policy: Policy) -> Outcome:
+        await say(policy, "go", max_tokens=max_tokens)
+        return Outcome(1.0)
+
+    found = collect(agents(run), engine=engine, sampling=SamplingParams(max_tokens=limits.get("max_tokens", 20)))
+    assert found.groups[0].rollouts[0].finish_reason == reason
+
+
+def test_penalties() -> None:
+    async def named(policy: Policy) -> Outcome:
+        await say(policy, "go")
+        return Outcome(1.0, finish_reason="length")
+
+    async def crashes(policy: Policy) -> Outcome:
+        await say(policy, "go")
+        raise RuntimeError("no more")
+
+    async def hangs(policy: Policy) -> Outcome:
+        await asyncio.Event().wait()
+        return Outcome(1.0)
+
+    engine, runs = ScriptedEngine(), (until_refused, named, crashes, hangs, branches)
+    penalties = {"context": -0.5, "length": -0.25, "crash": -2.0, "timeout": 0.0}
+    engine.max_model_len = 16
+    rewards = {None: AgentRewards(penalties)}
+    (group,) = collect(agents(*runs, timeout_s=0.2), 5, engine, agent_rewards=rewards).groups
+    assert group.rewards == [-0.5, 0.75, -2.0, 0.0, 1.0], "of the fifth, no reason has a penalty"
+    first, _, third, fourth, *fifth = group.rollouts
+    assert first.rewards == {"judge": 0.0, "penalty": -0.5} and third.rewards == {"penalty": -2.0}
+    assert [r.reward for r in fifth] == [1.0] * len(fifth) and len(fifth) > 1
+    assert (
+        third.finish_reason == "crash"
+        and third.failure == "step 1, p0, sample 2: its agent raised RuntimeError: no more"
+    )
+    assert text(third) == "go[ab]", "it is trained on: it has a reward"
+    assert fourth.finish_reason == "timeout" and not len(fourth.token_ids)
+    assert fourth.failure == "step 1, p0, sample 3: its agent took more than task.timeout_s = 0.2 s"
+    (group,) = collect(agents(*runs, timeout_s=0.2), 5, engine).groups
+    assert group.rewards == [0.0, 1.0, 1.0], "without penalties, failed samples have no reward"
+
+
+# ---- failures ----
+
+
+async def works(policy: Policy) -> Outcome:
+    for _ in range(3):
+        await say(policy, "go")
+        await asyncio.sleep(0.01)
+    return Outcome(1.0)
+
+
+class Rude(BaseException):
+    pass
+
+
+async def raises(error: BaseException) -> Outcome:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (lambda policy: raises(AgentFailed("its tools are broken")), "its tools are broken"),
+        (lambda policy: raises(SystemExit(3)), "its agent raised SystemExit: 3"),
+        (lambda policy: raises(KeyboardInterrupt()), "its agent raised KeyboardInterrupt"),
+        (lambda policy: raises(Rude("hm")), "its agent raised Rude: hm"),
+        (lambda policy: raises(asyncio.CancelledError()), "its agent was cancelled"),
+        (lambda policy: asyncio.sleep(0, "garbage"), "its agent raised TypeError: returned a str, not an Outcome"),
+        (lambda policy: asyncio.sleep(0, Outcome("high")), "its agent's outcome can't be used: ValueError"),
+        (lambda policy: asyncio.sleep(0, Outcome(messages=[5])), "its agent's outcome can't be used: AttributeError"),
+        (lambda policy: asyncio.sleep(0, Outcome(1.0, {"a": 1})), "its agent's outcome can't be used: ValueError"),
+        (lambda policy: asyncio.sleep(0, Outcome(1.0, metrics={"a": "b"})), "outcome can't be used: ValueError"),
+        (lambda policy: policy.generate([]), "its agent raised PolicyError: request 1: prompt_ids is empty"),
+        (lambda policy: policy.generate(["x"]), "its agent raised PolicyError: invalid literal for int()"),
+        (lambda policy: policy.generate(ids("a"), max_tokens=0), "PolicyError: sampling.max_tokens = 0"),
+        (lambda policy: policy.generate(ids("a"), stop=[""]), "PolicyError: sampling.stop"),
+        (None, "its agent raised TypeError"),
+    ],
+)
+def test_a_failure_costs_only_its_sample(run: Any, reason: str) -> None:
+    (group,) = collect(agents(run, works, works, works), 4).groups
+    assert group.rewards == [1.0, 1.0, 1.0]
+    failure = group.rollouts[0].failure
+    assert failure is not None and failure.startswith("step 1, p0, sample 0: ") and reason in failure
+    assert math.isnan(group.rollouts[0].reward) and group.rollouts[0].finish_reason == "crash"
+
+
+def test_an_agent_may_go_on_after_a_refused_call() -> None:
+    class Refuses(ScriptedEngine):
+        def submit(self, request: Request) -> None:
+            if request.prompt_ids[0] > 127:
+                raise ValueError("token id 128 is not in the vocabulary")
+            super().submit(request)
+
+    async def run(policy: Policy) -> Outcome:
+        with pytest.raises(PolicyError, match="not in the vocabulary"):
+            await policy.generate([128])
+        await say(policy, "go")
+        return Outcome(1.0)
+
+    (rollout,) = collect(agents(run), engine=Refuses()).groups[0].rollouts
+    assert rollout.reward == 1.0 and rollout.finish_reason == "stop"
+
+
+def test_no_call_is_answered_after_the_end() -> None:
+    """Neither one that was made before, nor later ones, nor from another loop."""
+    results: list[BaseException | None] = []
+    done = threading.Event()
+
+    async def leaves_calls(policy: Policy) -> Outcome:
+        async def late() -> None:
+            for _ in range(3):
+                try:
+                    await say(policy, "late")
+                    results.append(None)
+                except PolicyError as error:
+                    results.append(error)
+            done.set()
+
+        policy.task = asyncio.create_task(late())  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+        return Outcome(1.0)
+
+    class Slow(ScriptedEngine):
+        def step(self) -> list[Completion]:
+            time.sleep(0.05)
+            return [] if self.waiting and bytes(self.waiting[-1].prompt_ids) == b"late" else super().step()
+
+    engine = Slow()
+    (group,) = collect(agents(leaves_calls, works), 2, engine).groups
+    assert done.wait(5) and [type(result) for result in results] == [SampleEnded] * 3
+    assert group.rewards == [1.0, 1.0] and not engine.waiting, "the call was aborted"
+    assert not len(group.rollouts[0].token_ids)
+
+
+def test_a_cancelled_call_is_aborted() -> None:
+    class Never(ScriptedEngine):
+        def step(self) -> list[Completion]:
+            time.sleep(0.001)
+            return [] if self.waiting and bytes(self.waiting[-1].prompt_ids) == b"never" else super().step()
+
+    async def gives_up(policy: Policy) -> Outcome:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(say(policy, "never"), 0.05)
+        await say(policy, "go")
+        return Outcome(1.0)
+
+    engine = Never()
+    (group,) = collect(agents(gives_up), engine=engine).groups
+    assert text(group.rollouts[0]) == "go[ab]" and group.rewards == [1.0] and len(engine.aborted) == 1
+
+
+def test_a_stopped_collection_stops_its_agents() -> None:
+    cancelled = threading.Event()
+
+    async def hangs(policy: Policy) -> Outcome:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return Outcome(1.0)
+
+    it = Collector(ScriptedEngine(), Bytes(), ScriptedRewarder(), sampling=SamplingParams(max_tokens=20))
+
+    def stop(done: int, total: int) -> None:
+        if done:
+            raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        it.collect("step 1", agents(works, hangs), 2, 7, on_progress=stop)
+    assert cancelled.wait(5)
+    assert it.collect("step 2", agents(works), 1, 7).groups[0].rewards == [1.0]

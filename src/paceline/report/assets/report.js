@@ -67,14 +67,15 @@
       return all.filter((r) => mixed.has(groupOf(r)));
     },
     failed: () => all.filter((r) => r.failure),
-    truncated: () => all.filter((r) => r.finish === "length"),
+    truncated: () => all.filter((r) => ["length", "context", "budget"].includes(r.finish)),
   };
   const show = (x) => (typeof x !== "number" ? "–" : Number.isInteger(x) ? String(x) : x.toFixed(3));
   const percent = (x) => `${Math.round(100 * x)}%`;
   const unique = (values) => [...new Set(values)];
   const groupOf = (r) => `${r.s} ${r.g}`;
-  const keyOf = (r) => `${r.s} ${r.g} ${r.i}`;
-  let all = []; // by step, group, sample
+  const keyOf = (r) => `${r.s} ${r.g} ${r.i} ${r.b}`;
+  const nameOf = (r) => r.b ? `${r.i}.${r.b}` : `${r.i}`; // sample, and branch if it is not the first
+  let all = []; // by step, group, sample, branch
   let list = []; // the chosen ones, in the chosen order
   let position = 0;
 
@@ -269,8 +270,8 @@
     byId("samples").replaceChildren(...group.map((r) => {
       const button = make("button");
       button.type = "button";
-      button.append(make("small", "", `#${r.i}`), show(r.reward));
-      button.title = visible(r.failure ?? `sample ${r.i}, reward ${show(r.reward)}, drafted ${percent(draftedShare(r))}`);
+      button.append(make("small", "", `#${nameOf(r)}`), show(r.reward));
+      button.title = visible(r.failure ?? `sample ${nameOf(r)}, reward ${show(r.reward)}, drafted ${percent(draftedShare(r))}`);
       button.setAttribute("aria-pressed", String(r === rollout));
       button.addEventListener("click", () => go(r));
       return button;
