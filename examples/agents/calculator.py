@@ -38,11 +38,7 @@ def use(name: str, arguments: str) -> str:
 def example(name: str, a: int, b: int) -> list[dict]:
     """A conversation, so that a small model knows how to call a tool."""
     word, result = {"add": "plus", "multiply": "times"}[name], use(name, json.dumps({"a": a, "b": b}))
-    call = {
-        "id": "example00",
-        "type": "function",
-        "function": {"name": name, "arguments": json.dumps({"a": a, "b": b})},
-    }
+    call = {"id": "example00", "type": "function", "function": {"name": name, "arguments": json.dumps({"a": a, "b": b})}}
     return [
         {"role": "user", "content": f"What is {a} {word} {b}?"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
