@@ -214,6 +214,9 @@ class TaskSection(Section):
     # `agent`, `verifiers`: samples that run at the same time; others wait, which counts as their time.
     max_parallel: Positive = 64
     chat_template_kwargs: dict[str, Any] = {}  # further variables of the chat template, such as enable_thinking = false
+    # `env`: "process" runs each environment in a process of its own, which is killed if it hangs. "thread": in this
+    # process, whose threads can't be killed.
+    isolation: Literal["thread", "process"] = "thread"
     timeout_s: Seconds = 600.0  # `env`, `agent`, `verifiers`: time limit of a sample, over all turns
     max_calls: Positive = 256  # `env`, `agent`, `verifiers`: turns of a sample, or calls of the policy
     size: Positive | None = None  # training problems; not set: all (`reasoning_gym`, `env`, infinite `verifiers`: 1024)
@@ -221,9 +224,9 @@ class TaskSection(Section):
     seed: Count = 0  # seed of generated problems and of the held-out split
 
     @property
-    def has_turns(self) -> bool:
-        """Whether a sample may have several calls of the policy."""
-        return self.kind in ("env", "agent", "verifiers")
+    def has_agents(self) -> bool:
+        """Whether a sample may call the policy more than once."""
+        return self.kind not in ("reasoning_gym", "jsonl", "dataset")
 
     def check(self) -> None:
         if self.kind == "agent" and (self.agent is None) == (self.command is None):

@@ -275,9 +275,8 @@ class NewTokens:
 class Rollout:
     """A training sequence with the reward of its sample. `token_ids` are all tokens after the prompt: the policy's
     (mask True) and, between its turns, others (mask False), such as an environment's. Arrays have one entry per token.
-
-    A sample of an agent may have several rollouts, its branches: calls that do not extend one another. They have the
-    same reward, failure and finish reason, which are the sample's."""
+    A sample of an agent may have several rollouts, its branches. They have the sample's reward, failure and finish
+    reason."""
 
     sample: int  # index in the group
     prompt_ids: tuple[int, ...]
@@ -337,8 +336,7 @@ class Group:
         return [rollout.reward for rollout in first_branches(self.scored)]
 
     @property
-    def has_tokens(self) -> bool:
-        """Whether the policy sampled any. It did not if every sample failed before its first call."""
+    def has_tokens(self) -> bool:  # of the policy: false if every sample failed before its first call
         return any(rollout.mask.any() for rollout in self.rollouts)
 
     @property

@@ -468,7 +468,7 @@ def test_the_calculator_calculates_and_scores():
     assert Calculator("12 * 34").step(says("<answer>12 * 34</answer>")) == Turn(None, 0.0)  # not a number
     assert Calculator("12 * 34").step(says("<answer>408</answer> no, <answer>9</answer>")) == Turn(None, 0.0)
     assert Calculator("1200 * 3").step(says("<answer> 3,600 </answer>")) == Turn(None, 1.0)
-    assert Calculator("12 * 34", max_turns=1).step("<calc>12*34</calc>") == Turn(None, 0.0)
+    assert Calculator("12 * 34", max_turns=1).step(says("<calc>12*34</calc>")) == Turn(None, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -84,9 +85,24 @@ def problems_of(settings: TaskSettings, problems: list[Problem]) -> list[Problem
 
 
 def check_prompts(task: Task, tokenizer: Any) -> None:
-    """Raise ValueError if a prompt is a list of messages and there is no chat template."""
+    """Raise ValueError if a prompt is a list of messages and there is no chat template, or if the template does not
+    know a variable of `task.chat_template_kwargs`."""
+    _check_template_kwargs([*task.train, *task.held_out], tokenizer)
     for problem in [*task.train, *task.held_out]:
         if isinstance(problem.prompt, str) or (problem.chat and tokenizer.chat_template):
             continue
         why = "the model has no chat template" if problem.chat else "task.chat = false"
         raise ValueError(f"task {problem.name}: its prompt is a list of messages, but {why}; give strings")
+
+
+def _check_template_kwargs(problems: list[Problem], tokenizer: Any) -> None:
+    first_of_task = {problem.task: problem for problem in reversed(problems)}
+    for problem in first_of_task.values():
+        template = str(tokenizer.chat_template or "") if problem.chat else ""
+        for name in problem.chat_template_kwargs:
+            if not re.search(rf"\b{re.escape(name)}\b", template):  # a template ignores what it does not know
+                why = "the model's chat template has no such variable" if template else "there is no chat template"
+                raise ValueError(
+                    f"{'task' if problem.task is None else f'task.{problem.task}'}.chat_template_kwargs.{name} = "
+                    f"{problem.chat_template_kwargs[name]!r}: {why}; remove it"
+                )

@@ -1,37 +1,71 @@
 """The event loop in which agents run, in a daemon thread.
 
 An agent that raises anything costs only its own task. One that blocks the loop, for example with time.sleep, holds up
-all others until it returns: blocking code belongs into asyncio.to_thread or a process.
+all others: `blocked_by` finds it. Blocking code belongs into asyncio.to_thread or a process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakKeyDictionary
 
-from paceline.tasks.agent import Agent, Outcome, Policy
+from paceline.tasks.agent import Agent, AgentFailed, Outcome, Policy
+
+BLOCKED_S = 30.0  # how long an agent may block the loop
 
 Ended = Outcome | BaseException  # what an agent returned or raised
+
+_policy: ContextVar[Policy | None] = ContextVar("policy", default=None)  # of the agent; tasks that it starts inherit it
 
 
 class AgentLoop:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._loop.set_task_factory(self._make_task)
+        self._policies: WeakKeyDictionary[asyncio.Task[Any], Policy | None] = WeakKeyDictionary()
+        self._asked_at: float | None = None  # when the loop was asked for a sign of life that it has not given
         threading.Thread(target=self._loop.run_forever, daemon=True, name="agents").start()
 
     def start(self, make_agent: Callable[[], Agent], policy: Policy) -> Future[Ended]:
-        return asyncio.run_coroutine_threadsafe(_run(make_agent, policy), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._run(make_agent, policy), self._loop)
+
+    def blocked_by(self) -> Policy | None:
+        """The policy of the agent that has blocked the loop for BLOCKED_S. Call it regularly, from one thread."""
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+            self._loop.call_soon_threadsafe(self._answer)
+        elif now - self._asked_at > BLOCKED_S and (task := asyncio.current_task(self._loop)) is not None:
+            return self._policies.get(task)
+        return None
+
+    def _answer(self) -> None:
+        self._asked_at = None
+
+    def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **settings: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(coroutine, loop=loop, **settings)
+        self._policies[task] = _policy.get()
+        return task
+
+    async def _run(self, make_agent: Callable[[], Agent], policy: Policy) -> Ended:
+        _policy.set(policy)
+        if (task := asyncio.current_task()) is not None:
+            self._policies[task] = policy
+        try:
+            outcome = await make_agent().run(policy)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # SystemExit would end the loop
+            return error
+        return outcome if isinstance(outcome, Outcome) else TypeError(f"returned {type(outcome).__name__}, no Outcome")
 
 
-async def _run(make_agent: Callable[[], Agent], policy: Policy) -> Ended:
-    try:
-        outcome = await make_agent().run(policy)
-    except asyncio.CancelledError:
-        raise
-    except BaseException as error:  # SystemExit would end the loop
-        return error
-    return (
-        outcome if isinstance(outcome, Outcome) else TypeError(f"returned a {type(outcome).__name__}, not an Outcome")
-    )
+def ended(future: Future[Ended]) -> Ended:
+    """What an agent returned or raised."""
+    return AgentFailed("its agent was cancelled") if future.cancelled() else future.result()  # it cancelled itself

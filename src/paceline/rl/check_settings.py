@@ -26,7 +26,7 @@ def audit_obstacles(config: Config) -> Iterator[str]:
             "training would run at the same time as the audit and distort its times; set train.max_staleness = 0 or "
             "audit_every = 0"
         )
-    if kinds := [task.section.kind for task in config.tasks if task.section.has_turns]:
+    if kinds := sorted({task.section.kind for task in config.tasks if task.section.has_agents}):
         yield (
             f'with task.kind = "{kinds[0]}" the prompt of a later turn contains the completion of the turn before, '
             "which the audit would generate again; set audit_every = 0"

@@ -26,11 +26,11 @@ from typing import Any
 
 from paceline.chat.messages import prompt_preview
 from paceline.engine.interface import Engine
-from paceline.rl.agent_loop import AgentLoop, Ended
+from paceline.rl.agent_loop import BLOCKED_S, AgentLoop, Ended, ended
 from paceline.rl.calls import Call, SamplePolicy
 from paceline.rl.episode import Episode
 from paceline.rl.stage_timer import StageTimer
-from paceline.tasks.agent import Agent, AgentFailed, PolicyError
+from paceline.tasks.agent import PolicyError
 from paceline.tasks.rewards import Rewarder, Score
 from paceline.tasks.task import Problem
 from paceline.types import Completion, Group, Request, SamplingParams
@@ -180,7 +180,7 @@ class Collector:
             for group in episodes:
                 for episode in group:
                     if episode.problem.make_agent is not None:
-                        self._start_agent(collection, episode, episode.problem.make_agent)
+                        self._start_agent(collection, episode)
                     elif not self._submit(collection, episode):
                         self._finish(collection, episode)
         except BaseException:
@@ -207,6 +207,7 @@ class Collector:
             if running and time.perf_counter() >= until:
                 break
         self._check_deadlines()
+        self._check_loop()
 
     def collected(self, collection: Collection, num: int | None = None) -> Collected:
         """The first `num` groups, by default all. They must have scores."""
@@ -272,8 +273,9 @@ class Collector:
 
     # -- agents -----------------------------------------------------------------------------------------------------
 
-    def _start_agent(self, collection: Collection, episode: Episode, make_agent: Callable[[], Agent]) -> None:
+    def _start_agent(self, collection: Collection, episode: Episode) -> None:
         problem, inbox = episode.problem, self._inbox
+        assert problem.make_agent is not None
         self._loop = self._loop or AgentLoop()
         episode.policy = SamplePolicy(
             (collection.seed, episode.group, episode.sample),
@@ -286,7 +288,7 @@ class Collector:
             submit=lambda call: inbox.put((episode, call, True)),
             cancel=lambda call: inbox.put((episode, call, False)),
         )
-        future = self._loop.start(make_agent, episode.policy)
+        future = self._loop.start(problem.make_agent, episode.policy)
         deadline = math.inf if problem.timeout_s is None else time.monotonic() + problem.timeout_s
         self._agents[episode] = collection, future, deadline
         future.add_done_callback(lambda done: inbox.put((episode, done)))
@@ -315,9 +317,9 @@ class Collector:
                     self._submit_call(episode, call)
                 case [Call() as call, False]:
                     self._abort_request(call.request.request_id)
-                case [Future() as future]:
+                case [Future() as future] if future is self._agents[episode][1]:  # not of an agent that was restarted
                     collection = self._stop_agent(episode)
-                    episode.end_agent(_ended(future))
+                    episode.end_agent(ended(future))
                     self._finish(collection, episode)
 
     def _submit_call(self, episode: Episode, call: Call) -> None:
@@ -339,6 +341,23 @@ class Collector:
             collection = self._stop_agent(episode)
             episode.fail("timeout", f"its agent took more than task.timeout_s = {episode.problem.timeout_s:g} s")
             self._finish(collection, episode)
+
+    def _check_loop(self) -> None:
+        """If an agent blocks the event loop, its sample fails, and the others run again in a new one. Their calls are
+        answered with the same tokens, because these depend only on the prompts."""
+        blocking = self._loop.blocked_by() if self._loop is not None and self._agents else None
+        if blocking is None:
+            return
+        self._loop = None
+        for episode in list(self._agents):
+            is_blocking, collection = episode.policy is blocking, self._stop_agent(episode)
+            if is_blocking:
+                episode.fail(
+                    "crash", f"its agent has blocked the event loop for {BLOCKED_S:g} s; use asyncio.to_thread"
+                )
+                self._finish(collection, episode)
+            else:
+                self._start_agent(collection, episode)
 
     # -- scores -----------------------------------------------------------------------------------------------------
 
@@ -377,10 +396,3 @@ class Collector:
         first = episodes[0]
         prompt = self.tokenizer.decode(list(rollouts[0].prompt_ids))
         return Group(first.group, first.problem.name, prompt, rollouts, first.problem.task)
-
-
-def _ended(future: Future[Ended]) -> Ended:
-    """What an agent returned or raised."""
-    if future.cancelled():  # it cancelled itself
-        return AgentFailed("its agent was cancelled")
-    return future.result()

@@ -195,12 +195,7 @@ def _lines(text: str) -> list[str]:
 
 def import_function(path: str) -> Callable[..., Any]:
     """The user's `module:function`. Its signature is checked; it is not called."""
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
-    module, _, name = path.partition(":")
-    function: Any = importlib.import_module(module)
-    for part in name.split("."):
-        function = getattr(function, part)
+    function = import_path(path)
     if not callable(function):
         raise TypeError(f"{path} is not a function")
     with contextlib.suppress(ValueError):  # builtins have no signature
@@ -208,6 +203,17 @@ def import_function(path: str) -> Callable[..., Any]:
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             raise TypeError(f"{path} must take f(prompts, completions, completion_ids, **columns)")
     return function
+
+
+def import_path(path: str) -> Any:
+    """The user's `module:name`."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    module, _, name = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
 
 
 def import_only(path: str) -> Callable[[], None]:

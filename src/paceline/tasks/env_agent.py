@@ -30,10 +30,12 @@ class EnvAgent:
         chat_template_kwargs: Mapping[str, Any] = {},
         template: Callable[[Prompt], Prompt] = lambda prompt: prompt,
         step_timeout_s: float = 30.0,
+        start_timeout_s: float = 0.0,
     ) -> None:
-        """`template` is applied to the environment's prompt. `step_timeout_s`: of opening it, and of each step."""
+        """`template` is applied to the environment's prompt. `step_timeout_s`: of opening it, and of each step.
+        `start_timeout_s`: of what comes before it is opened, such as starting a process."""
         self.make_env, self.chat, self.chat_template_kwargs = make_env, chat, chat_template_kwargs
-        self.template, self.step_timeout_s = template, step_timeout_s
+        self.template, self.step_timeout_s, self.start_timeout_s = template, step_timeout_s, start_timeout_s
         self.hangs = False  # a method has exceeded its time limit
 
     async def run(self, policy: Policy) -> Outcome:
@@ -76,16 +78,16 @@ class EnvAgent:
 
     async def _call(self, verb: str, purpose: str, function: Callable[..., Any], *args: Any) -> Any:
         """The result of a method of the environment. A thread can't be killed: one that hangs keeps running."""
-        limit = self.step_timeout_s
+        limit = self.step_timeout_s + (self.start_timeout_s if purpose else 0.0)
         try:
             async with asyncio.timeout(limit) as timeout:
                 return await _result_of(function, *args)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, AgentFailed):
             raise
         except BaseException as error:  # also SystemExit
             if timeout.expired():
                 self.hangs = True
-                reason = f"took more than train.env_timeout_s = {limit:g} s{purpose}"
+                reason = f"took more than train.env_timeout_s = {self.step_timeout_s:g} s{purpose}"
             else:
                 reason = f"{verb}{'' if verb == 'raised' else ':'} {_described(error)}"
             raise AgentFailed(f"its environment {reason}") from error

@@ -12,17 +12,18 @@ import asyncio
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.config import TaskSection
 from paceline.tasks.env_agent import EnvAgent
-from paceline.tasks.pool import describe_error
+from paceline.tasks.isolated_env import IsolatedEnv
+from paceline.tasks.pool import LOAD_TIMEOUT_S, describe_error
 from paceline.tasks.prompt import PROMPT_FORMAT, apply_template, is_prompt
 from paceline.tasks.split import DEFAULT_SIZE, HELD_OUT_SEED, MAX_REPEATS, split
-from paceline.tasks.task import Problem
+from paceline.tasks.task import Env, Problem
 
 
 class EnvTask:
@@ -58,13 +59,17 @@ def _problems(env_class: Any, section: TaskSection, stem: str, seed: int, step_t
             ) from error
         if not is_prompt(prompt):
             raise ValueError(f"task.name = {section.name!r}: the prompt of {arguments!r} must be {PROMPT_FORMAT}")
+        make_env: Callable[[], Env] = partial(env_class, **arguments)
+        if section.isolation == "process":
+            make_env = partial(IsolatedEnv, section.name, dict(arguments), step_timeout_s)
         make_agent = partial(
             EnvAgent,
-            partial(env_class, **arguments),
+            make_env,
             chat=section.chat,
             chat_template_kwargs=section.chat_template_kwargs,
             template=partial(apply_template, section=section),
             step_timeout_s=step_timeout_s,
+            start_timeout_s=LOAD_TIMEOUT_S if section.isolation == "process" else 0.0,
         )
         yield Problem(
             f"{stem}/{index}",

@@ -15,6 +15,7 @@ def run_in_daemon_thread(function: Callable[..., Result], *args: Any) -> Future[
     future: Future[Result] = Future()
 
     def run() -> None:
+        future.set_running_or_notify_cancel()  # from now on it can't be cancelled
         try:
             future.set_result(function(*args))
         except BaseException as error:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from scripted import Bytes, ScriptedEngine, ScriptedRewarder
 
+from paceline.rl import agent_loop
 from paceline.rl.collect import AgentRewards, Collected, Collector
 from paceline.tasks.agent import (
     AgentFailed,
@@ -324,7 +325,7 @@ async def raises(error: BaseException) -> Outcome:
         (lambda policy: raises(KeyboardInterrupt()), "its agent raised KeyboardInterrupt"),
         (lambda policy: raises(Rude("hm")), "its agent raised Rude: hm"),
         (lambda policy: raises(asyncio.CancelledError()), "its agent was cancelled"),
-        (lambda policy: asyncio.sleep(0, "garbage"), "its agent raised TypeError: returned a str, not an Outcome"),
+        (lambda policy: asyncio.sleep(0, "garbage"), "its agent raised TypeError: returned str, no Outcome"),
         (lambda policy: asyncio.sleep(0, Outcome("high")), "its agent's outcome can't be used: ValueError"),
         (lambda policy: asyncio.sleep(0, Outcome(messages=[5])), "its agent's outcome can't be used: AttributeError"),
         (lambda policy: asyncio.sleep(0, Outcome(1.0, {"a": 1})), "its agent's outcome can't be used: ValueError"),
@@ -430,3 +431,46 @@ def test_a_stopped_collection_stops_its_agents() -> None:
         it.collect("step 1", agents(works, hangs), 2, 7, on_progress=stop)
     assert cancelled.wait(5)
     assert it.collect("step 2", agents(works), 1, 7).groups[0].rewards == [1.0]
+
+
+@pytest.mark.parametrize("in_child", [False, True])
+def test_an_agent_that_blocks_the_event_loop_costs_only_its_sample(
+    in_child: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others run again, with the same tokens."""
+    monkeypatch.setattr(agent_loop, "BLOCKED_S", 0.3)
+    blocking = threading.Event()
+
+    async def block() -> None:
+        blocking.wait()
+
+    async def blocks(policy: Policy) -> Outcome:
+        await asyncio.sleep(0.02)
+        await (asyncio.gather(block()) if in_child else block())
+        return Outcome(1.0)
+
+    def drawn(request: Request) -> str:
+        return "".join(random.Random(request.noise_key).choices("abc", k=4))
+
+    def others(*first: Run) -> list[tuple[int, Problem]]:
+        runs = dict(enumerate((*first, works, branches)))
+        counts = iter(range(99))
+        again = len(runs)
+
+        def make_agent() -> Scripted:
+            i = next(counts)
+            return Scripted(runs[i] if i < again else runs[i - again + 1])
+
+        return [(0, Problem("p0", "prompt", {}, make_agent))]
+
+    try:
+        (group,) = collect(others(blocks), 3, ScriptedEngine(drawn)).groups
+    finally:
+        blocking.set()
+    assert "its agent has blocked the event loop" in str(group.rollouts[0].failure) and group.rewards == [1.0, 1.0]
+
+    async def nothing(policy: Policy) -> Outcome:
+        return Outcome(0.0)
+
+    (expected,) = collect(others(nothing), 3, ScriptedEngine(drawn)).groups
+    assert list(map(text, group.rollouts[1:])) == list(map(text, expected.rollouts[1:]))
