@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,7 +31,7 @@ class AgentLoop:
         self._loop.set_task_factory(self._make_task)
         self._policies: WeakKeyDictionary[asyncio.Task[Any], Policy | None] = WeakKeyDictionary()
         self._asked_at: float | None = None  # when the loop was asked for a sign of life that it has not given
-        threading.Thread(target=self._loop.run_forever, daemon=True, name="agents").start()
+        threading.Thread(target=self._run_loop, daemon=True, name="agents").start()
 
     def start(self, make_agent: Callable[[], Agent], policy: Policy) -> Future[Ended]:
         return asyncio.run_coroutine_threadsafe(self._run(make_agent, policy), self._loop)
@@ -44,6 +45,11 @@ class AgentLoop:
         elif now - self._asked_at > BLOCKED_S and (task := asyncio.current_task(self._loop)) is not None:
             return self._policies.get(task)
         return None
+
+    def _run_loop(self) -> None:
+        while True:
+            with suppress(SystemExit, KeyboardInterrupt):  # of a task that an agent has started: it stops the loop
+                self._loop.run_forever()
 
     def _answer(self) -> None:
         self._asked_at = None

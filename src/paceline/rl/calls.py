@@ -116,7 +116,9 @@ class SamplePolicy:
                     "at least one more"
                 )
             num = min(left, room) if max_tokens is None else min(left, room, max_tokens)
-            at_limit = "length" if num == max_tokens else "budget" if num == left else "context"
+            # A client that gives no max_tokens may get all that is left of the context as its own limit.
+            is_own = num == max_tokens and num < room
+            at_limit = "length" if is_own else "budget" if num == left else "context"
             sampling = replace(self._sampling, max_tokens=num, stop=(*self._sampling.stop, *stop))
             occurrence = self._occurrences[ids]
             key = noise_key(*self._key, "call", ids_hash(ids), occurrence)

@@ -253,6 +253,7 @@ class Ends(ScriptedEngine):
     [
         (None, {}, "stop"), (1, {}, "length"), (2, {"max_tokens": 2}, "length"), (None, {"max_tokens": 2}, "budget"),
         (9, {"max_tokens": 2}, "budget"), (None, {"max_model_len": 4}, "context"), (None, {"max_model_len": 5}, "stop"),
+        (2, {"max_model_len": 4}, "context"), (1, {"max_model_len": 4}, "length"),
     ],
 )  # fmt: skip
 def test_the_reason_of_a_completion_at_its_limit(max_tokens: int | None, limits: dict[str, int], reason: str) -> None:
@@ -324,6 +325,7 @@ async def raises(error: BaseException) -> Outcome:
         (lambda policy: raises(AgentFailed("its tools are broken")), "its tools are broken"),
         (lambda policy: raises(SystemExit(3)), "its agent raised SystemExit: 3"),
         (lambda policy: raises(KeyboardInterrupt()), "its agent raised KeyboardInterrupt"),
+        (lambda policy: asyncio.gather(raises(SystemExit(3))), "its agent raised SystemExit: 3"),
         (lambda policy: raises(Rude("hm")), "its agent raised Rude: hm"),
         (lambda policy: raises(asyncio.CancelledError()), "its agent was cancelled"),
         (lambda policy: asyncio.sleep(0, "garbage"), "its agent raised TypeError: returned str, no Outcome"),
