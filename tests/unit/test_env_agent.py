@@ -16,6 +16,7 @@ from scripted import Bytes, ScriptedEngine, ScriptedRewarder
 from paceline.build.task import check_prompts
 from paceline.config import TaskSection
 from paceline.rl.collect import Collector
+from paceline.tasks.agent import AgentFailed
 from paceline.tasks.env_agent import EnvAgent, assistant_message
 from paceline.tasks.episodes import EnvTask
 from paceline.tasks.isolated_env import IsolatedEnv
@@ -143,6 +144,44 @@ def test_an_environment_is_closed_at_every_end() -> None:
         closed.clear()
 
 
+def test_an_async_environment_that_hangs_is_closed() -> None:
+    closed = threading.Event()
+
+    class Hangs(Async):
+        async def step(self, message: Any) -> Turn:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def close(self) -> None:
+            closed.set()
+
+    (rollout,) = collect(Hangs, step_timeout_s=0.1).rollouts
+    assert "took more than train.env_timeout_s = 0.1 s" in str(rollout.failure) and closed.is_set()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_environment_that_is_made_after_the_end_is_closed(is_async: bool) -> None:
+    """A browser or a container that its constructor starts must not stay."""
+    may_go_on, closed = threading.Event(), threading.Event()
+
+    class Slow(Async):
+        def __init__(self) -> None:
+            super().__init__()
+            may_go_on.wait(10)
+
+        async def close(self) -> None:
+            closed.set()
+
+    class SlowInThread(Slow):
+        def close(self) -> None:  # type: ignore[override]
+            closed.set()
+
+    (rollout,) = collect(Slow if is_async else SlowInThread, step_timeout_s=0.1).rollouts
+    assert "to open" in str(rollout.failure) and not closed.is_set()
+    may_go_on.set()
+    assert closed.wait(5)
+
+
 def test_unknown_variables_of_the_template_are_refused() -> None:
     class OneTask:
         name, held_out = "one", list[Problem]()
@@ -237,3 +276,10 @@ def is_alive(pid: int) -> bool:
 def test_a_class_that_can_not_be_imported_in_the_process() -> None:
     group = collect(lambda: IsolatedEnv("absent_module:Env", {}, 5.0))
     assert "its environment could not be loaded: ModuleNotFoundError" in str(group.rollouts[0].failure)
+
+
+def test_a_process_that_starts_while_its_environment_is_closed_is_killed(tmp_path: Path) -> None:
+    env = IsolatedEnv(f"{__name__}:InProcess", {"path": str(tmp_path / "pid")}, 5.0)
+    env.close()
+    with pytest.raises(AgentFailed, match=r"killed its process \(signal 9\)"):
+        env.reset()

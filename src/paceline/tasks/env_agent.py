@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -39,7 +40,12 @@ class EnvAgent:
         self.hangs = False  # a method has exceeded its time limit
 
     async def run(self, policy: Policy) -> Outcome:
-        env = await self._call("could not be opened", " to open", self.make_env)
+        made, loop = Future[Env](), asyncio.get_running_loop()
+        try:
+            env = await self._call("could not be opened", " to open", lambda: _made(self.make_env, made))
+        except BaseException:  # its thread can't be stopped, and may make it later
+            made.add_done_callback(lambda made: asyncio.run_coroutine_threadsafe(self._close(made.result()), loop))
+            raise
         try:
             prompt = self.template(await self._call("could not be opened", " to open", env.reset))
             return await self._turns(policy, env, prompt)
@@ -93,16 +99,22 @@ class EnvAgent:
             raise AgentFailed(f"its environment {reason}") from error
 
     async def _close(self, env: Env) -> None:
-        """Its errors do not matter any more. If the environment hangs, `close` may hang too: it is not waited for."""
+        """Its errors do not matter any more. If the environment hangs, `close` may hang too: its thread is not waited for."""
         close = getattr(env, "close", None)
         if close is None:
             return
-        if self.hangs:
+        if self.hangs and not inspect.iscoroutinefunction(close):
             run_in_daemon_thread(close)
             return
         with suppress(Exception):
             async with asyncio.timeout(self.step_timeout_s):
                 await _result_of(close)
+
+
+def _made(make_env: Callable[[], Env], made: Future[Env]) -> Env:
+    env = make_env()
+    made.set_result(env)
+    return env
 
 
 async def _result_of(function: Callable[..., Any], *args: Any) -> Any:

@@ -27,11 +27,14 @@ class IsolatedEnv:
         self._job = pickle.dumps((serve_env, (path, dict(arguments))))
         self._timeout_s = step_timeout_s + GRACE_S
         self._worker: Worker | None = None
+        self._is_closed = False
         self.tools: Sequence[Tool] = ()
         self.chat_template_kwargs: Mapping[str, Any] = {}
 
     def reset(self) -> Prompt:
         self._worker = Worker()
+        if self._is_closed:  # while the process was started, in another thread
+            self._worker.kill()
         opened = self._call("reset")
         self.tools, self.chat_template_kwargs = opened["tools"], opened["chat_template_kwargs"]
         prompt: Prompt = opened["prompt"]
@@ -42,6 +45,7 @@ class IsolatedEnv:
         return Turn(turn["observation"], turn["reward"])
 
     def close(self) -> None:
+        self._is_closed = True
         if self._worker is not None:
             self._worker.kill()
 
