@@ -45,6 +45,10 @@ class Client:
     def options(self) -> dict[str, str]:
         return {"base_url": self.base_url, "api_key": self.api_key}
 
+    def hidden(self, text: str) -> str:
+        """A text for the records, without URL and key, which differ from run to run."""
+        return text.replace(self.base_url, "$OPENAI_BASE_URL").replace(self.api_key, "$OPENAI_API_KEY")
+
 
 class Session:
     """One sample at the endpoint. `failed` gets an AgentFailed if the agent abuses it."""

@@ -51,7 +51,8 @@ class FunctionAgent:
             finally:
                 call.cancel()
             if error is not None:
-                raise AgentFailed(f"its agent raised {describe_error(error)}{user_line(error)}") from error
+                reason = session.client.hidden(describe_error(error))
+                raise AgentFailed(f"its agent raised {reason}{user_line(error)}") from error
             return outcome_of(value, session)
 
 

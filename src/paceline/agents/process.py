@@ -20,7 +20,7 @@ from typing import Any
 
 from paceline.agents.endpoint import Client, Endpoint
 from paceline.agents.result import last_line, outcome_of
-from paceline.agents.supervisor import NOT_STARTED
+from paceline.agents.supervisor import NOT_STARTED, SPEC
 from paceline.tasks.agent import AgentFailed, Outcome, Policy
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
@@ -64,15 +64,17 @@ class ProcessAgent:
                 talking.cancel()
                 await _end(process)
             if process.returncode:
-                raise AgentFailed(f"its agent {_exit_of(process.returncode)}{_last_words(errors)}")
+                last_words = session.client.hidden(_last_words(errors))
+                raise AgentFailed(f"its agent {_exit_of(process.returncode)}{last_words}")
             return outcome_of(last_line(output), session)
 
     async def _start(self, client: Client) -> asyncio.subprocess.Process:
         spec = {"command": list(self._command), "env": self._environment(client), "parent": os.getpid()}
         pipe = asyncio.subprocess.PIPE
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(SUPERVISOR), json.dumps(spec)),
-            stdin=pipe, stdout=pipe, stderr=pipe, env={}, start_new_session=True,
+            *(sys.executable, "-I", "-S", str(SUPERVISOR)),
+            # Not in its arguments, which every user of the machine can read: the spec has keys.
+            env={SPEC: json.dumps(spec)}, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True,
         )  # fmt: skip
 
     def _environment(self, client: Client) -> dict[str, str]:
@@ -144,7 +146,8 @@ def _exit_of(code: int) -> str:
         return "could not be started"
     if code < 0:
         return f"was ended with its supervisor by signal {-code}"
-    return f"was ended by signal {code - 128}" if code > 128 else f"ended with exit code {code}"
+    is_signal = 128 < code < 128 + signal.NSIG
+    return f"was ended by signal {code - 128}" if is_signal else f"ended with exit code {code}"
 
 
 def _last_words(errors: str) -> str:

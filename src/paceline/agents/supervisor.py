@@ -19,10 +19,11 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[2]))
 
-from paceline.tasks.libc import PR_SET_CHILD_SUBREAPER, prctl
+from paceline.tasks.libc import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from paceline.tasks.supervisor import kill_all
 
 CHECK_PARENT_S = 1.0
+SPEC = "PACELINE_AGENT"  # the environment variable with the spec, as JSON
 SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
 NOT_STARTED = 125  # the exit code if the command can't be started
 
@@ -33,9 +34,7 @@ def supervise(spec: dict[str, Any]) -> int:
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the agent become children of this process
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        child = subprocess.Popen(
-            spec["command"], env=spec["env"], preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        )
+        child = subprocess.Popen(spec["command"], env=spec["env"], preexec_fn=prepare)
     except OSError as error:
         print(f"{spec['command'][0]}: {error.strerror or error}", file=sys.stderr)
         return NOT_STARTED
@@ -54,5 +53,12 @@ def supervise(spec: dict[str, Any]) -> int:
     return status if status >= 0 else 128 - status
 
 
+def prepare() -> None:
+    """In the agent's process, before its program starts."""
+    with contextlib.suppress(OSError, AttributeError):
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with the supervisor, also if that is killed
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
 if __name__ == "__main__":
-    sys.exit(supervise(json.loads(sys.argv[1])))
+    sys.exit(supervise(json.loads(os.environ[SPEC])))

@@ -30,6 +30,10 @@ async def raises(problem: dict[str, Any], client: Any) -> None:
     raise KeyError("lost")
 
 
+async def tells(problem: dict[str, Any], client: Any) -> None:
+    raise KeyError(f"{client.base_url} {client.api_key}")
+
+
 async def exits(problem: dict[str, Any], client: Any) -> None:
     sys.exit(3)
 

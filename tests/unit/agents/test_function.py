@@ -47,6 +47,7 @@ def test_rewards(endpoint: Endpoint, name: str, reward: float | None) -> None:
     ("name", "message"),
     [
         ("raises", r"raised KeyError: 'lost' \(.*agent_functions.py, line \d+\)"),
+        ("tells", r"raised KeyError: '\$OPENAI_BASE_URL \$OPENAI_API_KEY'"),
         ("exits", "raised SystemExit: 3"),
         ("stops", "raised RuntimeError: coroutine raised StopIteration"),
         ("text", "returned reward 'much'; expected a number"),

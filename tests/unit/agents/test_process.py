@@ -91,11 +91,24 @@ def test_what_it_gets(endpoint: Endpoint, tokenizer: Any, monkeypatch: pytest.Mo
     assert not any("secret" in each or "the user" in each for each in found)
 
 
+def test_keys_are_in_no_arguments_of_a_process(endpoint: Endpoint, tokenizer: Any) -> None:
+    """Every user of the machine can read these."""
+    program = """
+import os
+shown = open(f"/proc/{os.getppid()}/cmdline").read()
+assert "supervisor" in shown
+print(int(os.environ["OPENAI_API_KEY"] in shown or os.environ["TOOL_KEY"] in shown))
+"""
+    assert run(endpoint, tokenizer, program, {"TOOL_KEY": "of a tool"}).reward == 0
+
+
 @pytest.mark.parametrize(
     ("program", "message"),
     [
         ("import sys; sys.exit(3)", "ended with exit code 3"),
+        ("import sys; sys.exit(255)", "ended with exit code 255"),
         ("raise KeyError('lost')", "ended with exit code 1: KeyError: 'lost'"),
+        ("import os; raise KeyError(os.environ['OPENAI_BASE_URL'])", r"KeyError: '\$OPENAI_BASE_URL'"),
         ("import os; os.kill(os.getpid(), 11)", "was ended by signal 11"),
         ("print('NaN')", "returned reward nan"),
         ('print(\'{"reward": "much"}\')', "returned reward 'much'"),
@@ -192,6 +205,24 @@ def test_everything_that_it_started_is_killed(endpoint: Endpoint, tokenizer: Any
         with pytest.raises(asyncio.CancelledError):
             asyncio.run(main())
     assert_dead(wait_for(path))
+
+
+def test_it_ends_with_its_supervisor(endpoint: Endpoint, tokenizer: Any, tmp_path: Path) -> None:
+    """Also in another session, for example if memory runs out and the kernel kills the supervisor."""
+    path = tmp_path / "pid"
+    program = f"""
+import os, time
+os.setsid()
+open({str(path)!r}, "w").write(str(os.getpid()))
+os.kill(os.getppid(), 9)
+time.sleep(300)
+"""
+    with pytest.raises(AgentFailed, match="ended with its supervisor by signal 9"):
+        run(endpoint, tokenizer, program)
+    deadline = time.monotonic() + 10
+    while is_alive(int(path.read_text())) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_alive(int(path.read_text()))
 
 
 def test_it_ends_with_the_trainer(tmp_path: Path) -> None:
