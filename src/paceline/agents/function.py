@@ -50,6 +50,8 @@ class FunctionAgent:
                 value, error = running.result()
             finally:
                 call.cancel()
+            if error is not None and session.backend.was_refused:
+                return outcome_of(None, session)
             if error is not None:
                 reason = session.client.hidden(describe_error(error))
                 raise AgentFailed(f"its agent raised {reason}{user_line(error)}") from error

@@ -40,6 +40,7 @@ class PolicyBackend:
         self.tokenizer, self.max_model_len = policy.tokenizer, policy.max_model_len
         self.conversations = Conversations(policy.tokenizer, template_kwargs)
         self.num_answered = 0  # completions
+        self.was_refused = False  # a call, for want of context or budget: that may have ended the agent
         self._policy, self._loop, self._tokenizing = policy, loop, tokenizing
         self._calls: dict[tuple[int, ...], Call] = {}  # by prompt ids
         self._texts: dict[tuple[int, ...], str] = {}
@@ -119,8 +120,10 @@ class PolicyBackend:
         try:
             completion = await asyncio.wrap_future(running)
         except ContextOverflow as error:
+            self.was_refused = True
             raise ApiError(400, str(error), "messages", "context_length_exceeded") from None
         except BudgetExhausted as error:
+            self.was_refused = True
             raise ApiError(400, str(error), None, "budget_exhausted") from None
         except SampleEnded:
             raise ended() from None

@@ -63,6 +63,8 @@ class ProcessAgent:
             finally:
                 talking.cancel()
                 await _end(process)
+            if process.returncode and session.backend.was_refused:
+                return outcome_of(None, session)
             if process.returncode:
                 last_words = session.client.hidden(_last_words(errors))
                 raise AgentFailed(f"its agent {_exit_of(process.returncode)}{last_words}")

@@ -26,6 +26,11 @@ async def silent(problem: dict[str, Any], client: Any) -> None:
     await good(problem, client)
 
 
+async def asks_twice(problem: dict[str, Any], client: Any) -> None:
+    await good(problem, client)
+    await good(problem, client)
+
+
 async def raises(problem: dict[str, Any], client: Any) -> None:
     raise KeyError("lost")
 

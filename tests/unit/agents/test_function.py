@@ -14,7 +14,7 @@ from scripted_policy import ScriptedPolicy
 
 from paceline.agents.endpoint import Endpoint
 from paceline.agents.function import FunctionAgent, import_agent
-from paceline.tasks.agent import AgentFailed
+from paceline.tasks.agent import AgentFailed, BudgetExhausted
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +57,15 @@ def test_a_broken_function_fails(endpoint: Endpoint, name: str, message: str) ->
     agent, policy = agent_of(endpoint, name)
     with pytest.raises(AgentFailed, match=message):
         asyncio.run(agent.run(policy))
+
+
+def test_one_that_ends_by_a_refused_call_keeps_its_conversation(endpoint: Endpoint) -> None:
+    """Reward functions get messages of every sample that has not failed."""
+    agent, policy = agent_of(endpoint, "asks_twice")
+    answers = [sampled(policy.tokenizer, "the name"), BudgetExhausted("no calls left")]
+    policy = ScriptedPolicy(policy.tokenizer, lambda ids: answers.pop(0))
+    outcome = asyncio.run(agent.run(policy))
+    assert [message["content"] for message in outcome.messages] == ["add", "the name"] and outcome.reward is None
 
 
 @pytest.mark.parametrize("name", ["blocks", "blocks_its_loop"])

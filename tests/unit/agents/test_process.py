@@ -20,7 +20,7 @@ from scripted_policy import ScriptedPolicy
 from paceline.agents import process as process_module
 from paceline.agents.endpoint import Endpoint
 from paceline.agents.process import ProcessAgent, check_command
-from paceline.tasks.agent import AgentFailed, Outcome
+from paceline.tasks.agent import AgentFailed, BudgetExhausted, Outcome
 
 # A client in a few lines of the standard library, which starts fast; `openai` is in tests/e2e.
 ASK = """
@@ -100,6 +100,14 @@ assert "supervisor" in shown
 print(int(os.environ["OPENAI_API_KEY"] in shown or os.environ["TOOL_KEY"] in shown))
 """
     assert run(endpoint, tokenizer, program, {"TOOL_KEY": "of a tool"}).reward == 0
+
+
+def test_one_that_ends_by_a_refused_call_keeps_its_conversation(endpoint: Endpoint, tokenizer: Any) -> None:
+    answers = [sampled(tokenizer, "the name"), BudgetExhausted("no calls left")]
+    program = f"{ASK}\nask([{{'role': 'user', 'content': 'again'}}])"
+    agent = ProcessAgent(endpoint, [sys.executable, "-c", program], {}, {"prompt": "add"})
+    outcome = asyncio.run(agent.run(ScriptedPolicy(tokenizer, lambda ids: answers.pop(0))))
+    assert [message["content"] for message in outcome.messages] == ["add", "the name"] and outcome.reward is None
 
 
 @pytest.mark.parametrize(
