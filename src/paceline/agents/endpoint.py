@@ -8,9 +8,11 @@ agent sends costs more than its own sample.
 from __future__ import annotations
 
 import asyncio
+import resource
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -30,6 +32,8 @@ from paceline.tasks.agent import AgentFailed, Policy
 HOST, MODEL = "127.0.0.1", "policy"
 LIMITS = Limits(max_body_bytes=4 << 20, max_requests=64, max_samples=64)  # of each sample
 MAX_OTHER_REQUESTS = 1000  # of a sample, besides those that got a completion; more are a flood
+MAX_CONNECTIONS = 4096  # or half of the files that the process may open; then idle ones are closed
+BACKLOG = 128  # connections that are accepted at once
 UNKNOWN_KEY_S = 0.1  # before the answer to a request with an unknown key: who tries keys waits
 
 
@@ -144,17 +148,35 @@ class Endpoint:
             if self._server is not None:
                 return
             bound = bind(HOST, 0)
-            bound.listen(2048)
+            bound.listen(BACKLOG)  # now: the thread may start later than the first agent
             self._port = bound.getsockname()[1]
             config = uvicorn.Config(
-                self, http=Protocol, log_config=None, log_level="critical", access_log=False, server_header=False,
-                lifespan="off", timeout_keep_alive=30, timeout_graceful_shutdown=1, ws="none",
+                self, http=Connection, backlog=BACKLOG, log_config=None, log_level="critical", access_log=False,
+                server_header=False, lifespan="off", timeout_keep_alive=30, timeout_graceful_shutdown=1, ws="none",
             )  # fmt: skip
             self._server = uvicorn.Server(config)
             self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="paceline-agent-tokenizer")
             arguments = self._server, bound
             self._thread = threading.Thread(target=_serve, args=arguments, name="paceline-endpoint", daemon=True)
             self._thread.start()
+
+
+class Connection(Protocol):
+    """Closes the oldest idle connection if there are too many: an agent that opens many must not take all files that
+    the trainer may open. A connection that has sent no whole head of a request is idle too."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.opened_s = time.monotonic()
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 2)
+        if len(self.connections) <= most:
+            return
+        found = [each for each in self.connections if isinstance(each, Connection)]
+        connections = [each for each in found if not each.transport.is_closing()]
+        idle = [each for each in connections if each.cycle is None or each.cycle.response_complete]
+        if len(connections) > most and idle:
+            min(idle, key=lambda each: each.opened_s).transport.close()
 
 
 def _serve(server: uvicorn.Server, bound: socket.socket) -> None:

@@ -99,7 +99,8 @@ class EnvAgent:
             raise AgentFailed(f"its environment {reason}") from error
 
     async def _close(self, env: Env) -> None:
-        """Its errors do not matter any more. If the environment hangs, `close` may hang too: its thread is not waited for."""
+        """Its errors do not matter any more. If the environment hangs, `close` may hang too: it gets a thread, which is
+        not waited for."""
         close = getattr(env, "close", None)
         if close is None:
             return

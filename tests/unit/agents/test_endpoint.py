@@ -328,6 +328,26 @@ def test_limits_of_a_sample(endpoint: Endpoint, tokenizer: Any) -> None:
     asyncio.run(agent())
 
 
+def test_idle_connections_are_limited(endpoint: Endpoint, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes one of the files that the trainer may open."""
+    monkeypatch.setattr(endpoint_module, "MAX_CONNECTIONS", 20, raising=False)
+
+    async def agent() -> None:
+        async with opened(endpoint, ScriptedPolicy(tokenizer, says(tokenizer, "the name"))) as (session, client):
+            address = httpx.URL(session.client.base_url)
+            raw = [await asyncio.open_connection(address.host, address.port) for _ in range(60)]
+            for _ in range(2):  # its own connection may be closed between two requests
+                await client.chat.completions.create(model="m", messages=ASK)
+            closed = 0
+            for reader, writer in raw:
+                with suppress(TimeoutError, ConnectionError):
+                    closed += await asyncio.wait_for(reader.read(1), 0.02) == b""
+                writer.close()
+            assert 41 <= closed < 60
+
+    asyncio.run(agent())
+
+
 def guesses(key: str) -> Iterator[str]:
     yield from ("sk-", key[:-1], key + "A", key.upper(), "sk-" + "A" * 32, "*", "%", "sk-../" + key, key + "\x00")
 
