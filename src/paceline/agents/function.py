@@ -64,11 +64,13 @@ class _Call:
     def __init__(self, function: Function, *args: Any) -> None:
         self.result: Future[tuple[Any, BaseException | None]] = Future()  # a future can't hold every exception
         self._function, self._args = function, args
+        self._is_cancelled = False
         self._task: asyncio.Task[Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         threading.Thread(target=self._run, name="paceline-agent", daemon=True).start()
 
     def cancel(self) -> None:
+        self._is_cancelled = True
         if self._loop is not None and self._task is not None:
             with suppress(RuntimeError):  # the loop is closed: the function has ended
                 self._loop.call_soon_threadsafe(self._task.cancel)
@@ -85,6 +87,8 @@ class _Call:
 
     async def _main(self) -> Any:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        if self._is_cancelled:  # before its loop ran
+            raise asyncio.CancelledError
         result = self._function(*self._args)
         return await result if inspect.isawaitable(result) else result
 

@@ -13,7 +13,7 @@ from chat_templates import sampled, tokenizer_of
 from scripted_policy import ScriptedPolicy
 
 from paceline.agents.endpoint import Endpoint
-from paceline.agents.function import FunctionAgent, import_agent
+from paceline.agents.function import FunctionAgent, _Call, import_agent
 from paceline.tasks.agent import AgentFailed, BudgetExhausted
 
 
@@ -66,6 +66,16 @@ def test_one_that_ends_by_a_refused_call_keeps_its_conversation(endpoint: Endpoi
     policy = ScriptedPolicy(policy.tokenizer, lambda ids: answers.pop(0))
     outcome = asyncio.run(agent.run(policy))
     assert [message["content"] for message in outcome.messages] == ["add", "the name"] and outcome.reward is None
+
+
+def test_one_that_is_cancelled_at_once_does_not_run() -> None:
+    async def never_ends() -> None:
+        await asyncio.Event().wait()
+
+    calls = [_Call(never_ends) for _ in range(20)]
+    for call in calls:
+        call.cancel()
+    assert all(isinstance(call.result.result(5)[1], asyncio.CancelledError) for call in calls)
 
 
 @pytest.mark.parametrize("name", ["blocks", "blocks_its_loop"])
