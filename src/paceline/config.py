@@ -193,11 +193,13 @@ class SamplingSection(Section):
 
 
 class TaskSection(Section):
-    kind: Literal["reasoning_gym", "jsonl", "dataset", "env", "agent"] = "reasoning_gym"  # source of the problems
-    # A reasoning-gym dataset, a jsonl file (also `agent`), a Hugging Face dataset (id or directory), or
-    # `module:EnvClass`.
+    # Source of the problems.
+    kind: Literal["reasoning_gym", "jsonl", "dataset", "env", "agent", "verifiers"] = "reasoning_gym"
+    # A reasoning-gym dataset, a jsonl file (also `agent`), a Hugging Face dataset (id or directory), `module:EnvClass`,
+    # or a taskset of `verifiers`.
     name: str = "chain_sum"
-    params: dict[str, Any] = {}  # arguments of the reasoning-gym dataset, `load_dataset` or the environment
+    # Arguments of the reasoning-gym dataset, `load_dataset` or the environment; `verifiers`: its table `[env]`.
+    params: dict[str, Any] = {}
     split: str = "train"  # `dataset`: the split to use
     prompt_column: str | None = None  # `jsonl`, `dataset`: column of the prompt; not set: `prompt`, else `question`
     answer_column: str = "answer"  # `jsonl`, `dataset`: column of the answer
@@ -207,14 +209,15 @@ class TaskSection(Section):
     agent: str | None = None  # `agent`: function that drives a sample, `module:function` (docs/how-to/agents.md)
     command: list[str] | None = None  # `agent`: or the program that does, such as ["python", "agent.py"]
     env: dict[str, str] = {}  # `agent`: more environment variables of the command; the trainer's are not passed on
-    max_parallel: Positive = 64  # `agent`: agents that run at the same time; others wait, which counts as their time
+    # `agent`, `verifiers`: samples that run at the same time; others wait, which counts as their time.
+    max_parallel: Positive = 64
     chat_template_kwargs: dict[str, Any] = {}  # further variables of the chat template, such as enable_thinking = false
     # `env`: "process" runs each environment in a process of its own, which is killed if it hangs. "thread": in this
     # process, whose threads can't be killed.
     isolation: Literal["thread", "process"] = "thread"
-    timeout_s: Seconds = 600.0  # `env`, `agent`: time limit of a sample, over all turns
-    max_calls: Positive = 256  # `env`, `agent`: turns of a sample, or calls of the policy
-    size: Positive | None = None  # training problems; not set: all (`reasoning_gym`, `env`: 1024)
+    timeout_s: Seconds = 600.0  # `env`, `agent`, `verifiers`: time limit of a sample, over all turns
+    max_calls: Positive = 256  # `env`, `agent`, `verifiers`: turns of a sample, or calls of the policy
+    size: Positive | None = None  # training problems; not set: all (`reasoning_gym`, `env`, infinite `verifiers`: 1024)
     held_out: Count = 64  # problems for evaluation, never trained on
     seed: Count = 0  # seed of generated problems and of the held-out split
 

@@ -16,7 +16,8 @@ import reward_functions
 from scripted import Bytes, ScriptedEngine
 
 from paceline.config import RewardSection, TaskSection
-from paceline.rl.collect import Collected, Collector
+from paceline.rl.collect import Collector
+from paceline.rl.collection import Collected
 from paceline.tasks import checks
 from paceline.tasks.pool import Pool
 from paceline.tasks.rewards import LocalRewarder, Sample, Score

@@ -1,1 +1,1 @@
-"""Programs of users that drive samples: functions and processes that call the policy through the OpenAI API."""
+"""Programs of users, and environments of other libraries, that drive samples by calling the policy."""

@@ -38,8 +38,12 @@ def with_adapter_settings(config: Config) -> Config:
     return config.changed(learner=own)
 
 
-def export_adapter(config: Config, run: Path, directory: Path, best: bool = False, dtype: str | None = None) -> None:
+def export_adapter(
+    config: Config, run: Path, directory: Path, best: bool = False, head: Path | None = None, dtype: str | None = None
+) -> None:
     """Write the LoRA adapter of a run's last (or best) checkpoint as a directory of PEFT. `dtype` None: model.dtype."""
+    if head is not None:
+        raise ValueError("--head: a head is for a whole model; export it without --adapter")
     learner, written = config.learner, getattr(torch, dtype or config.model.dtype)
     if not learner.lora_rank:
         raise ValueError(f"{run}: it trained all weights (learner.lora_rank = 0); leave out --adapter")

@@ -33,6 +33,7 @@ from paceline.engine.scheduled_batch import ScheduledBatch
 from paceline.engine.sequence import Sequence
 from paceline.engine.sequence_table import SequenceTable
 from paceline.model.kv import BLOCK
+from paceline.model.lora import adapters_of
 from paceline.model.paged import PagedDecoder
 from paceline.speculation.cost import CostTable, Point
 from paceline.speculation.cost_files import cost_table_of
@@ -88,6 +89,7 @@ def identity_of(paged: PagedDecoder, config: Config) -> dict[str, Any]:
         "native": decoder.embed.panels is not None or type(decoder.ops).__name__,
         "graphs": config.engine.graphs if cuda else None,
         "aux_layers": paged.aux_layers,
+        "adapters": sum(p.numel() for lora in adapters_of(decoder) for p in lora.parameters()),
         "max_num_seqs": config.engine.max_num_seqs,
         "max_num_batched_tokens": config.engine.max_num_batched_tokens,
     }

@@ -237,7 +237,7 @@ def needed_kv_tokens(config: Config, model: ModelConfig) -> int:
     prompt."""
     num, longest = config.engine.max_num_seqs, config.sampling.max_tokens
     num_prompts = -(-num // config.algorithm.num_generations) if config.engine.prefix_sharing else num
-    if any(task.section.kind == "env" for task in config.tasks):
+    if any(task.section.has_agents for task in config.tasks):
         needed = num * min(model.max_positions, max(ENV_TOKENS, PROMPT_TOKENS + longest))
     else:
         needed = min(num * longest + num_prompts * PROMPT_TOKENS, num * model.max_positions)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
+from paceline.agents.verifiers_task import VerifiersTask
 from paceline.config import Config, TaskSection, TaskSettings
 from paceline.tasks.episodes import EnvTask
 from paceline.tasks.gym import GymTask
@@ -32,6 +33,8 @@ def build_task(config: Config) -> Task:
 def _build_task(section: TaskSection, env_timeout_s: float) -> Task:
     if section.kind == "reasoning_gym":
         return GymTask(section)
+    if section.kind == "verifiers":
+        return VerifiersTask(section)
     if section.kind == "agent":
         return _agent_task(section)
     return EnvTask(section, env_timeout_s) if section.kind == "env" else TableTask(section)

@@ -377,11 +377,9 @@ def export(
         check_choices(DTYPES, dtype=dtype)
     config = run_config(run)
     if adapter:
-        if head is not None:
-            raise ValueError("--head: a head is for a whole model; export it without --adapter")
         from paceline.build.adapter import export_adapter
 
-        export_adapter(config, run, directory, best, dtype)
+        export_adapter(config, run, directory, best, head, dtype)
         out.print(str(directory), soft_wrap=True)
         return
     from paceline.build.export import export_policy

@@ -20,6 +20,7 @@ LIBRARIES = (
 EXTRAS = {  # library: purpose
     "reasoning_gym": 'task.kind = "reasoning_gym"',
     "datasets": 'task.kind = "dataset"',
+    "verifiers": 'task.kind = "verifiers"',
     "math_verify": "the reward `math`",
     "tensorboard": "train.tensorboard",
     "wandb": "train.wandb",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.model.decoder import Decoder
 from paceline.model.layer import Linear, Lora, LoraPart
-from paceline.model.weights import ParameterView, collect, decoder_views, fill_views, read_views
+from paceline.model.weights import ParameterView, assign, collect, decoder_views, fill_views, hf_state, read_views
 
 PREFIX = "base_model.model."  # of PEFT's names
 
@@ -68,6 +68,15 @@ def assign_adapters(decoder: Decoder, pairs: Iterable[tuple[str, Tensor]]) -> No
             from paceline.model import kernels
 
             kernels.pack_adapters(lora)
+
+
+def policy_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """What weight updates have: the adapters, if there are any, else all weights."""
+    return adapter_state(decoder) if adapters_of(decoder) else hf_state(decoder)
+
+
+def assign_policy(decoder: Decoder, pairs: Iterable[tuple[str, Tensor]]) -> None:
+    (assign_adapters if adapters_of(decoder) else assign)(decoder, pairs)
 
 
 @contextmanager

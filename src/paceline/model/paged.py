@@ -135,13 +135,9 @@ class PagedDecoder(PagedMemory):
         """Load new weights (Hugging Face names), or the adapters (PEFT's names) of a decoder that has them, and reset
         the prefix cache. The receipt's checksum is computed from the decoder's tensors after the update."""
         started = time.perf_counter()
-        if self.has_adapters:
-            lora.assign_adapters(self.decoder, weights)
-        else:
-            weights_io.assign(self.decoder, weights)
+        lora.assign_policy(self.decoder, weights)
         self.pool.reset_prefix_cache()
-        held = lora.adapter_state(self.decoder) if self.has_adapters else weights_io.hf_state(self.decoder)
-        return receipt_of(held, version, started)
+        return receipt_of(lora.policy_state(self.decoder), version, started)
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span]) -> Tensor:

@@ -26,7 +26,7 @@ from paceline.engine.captures import without_captures
 from paceline.engine.engine import LocalEngine
 from paceline.engine.interface import SpeculationState
 from paceline.model.ops import Ops
-from paceline.rl.collect import Collected
+from paceline.rl.collection import Collected
 from paceline.speculation.batch import Drafter
 from paceline.types import Completion, Request
 

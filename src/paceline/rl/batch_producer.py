@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from paceline.rl.collect import Collected, Collection
+from paceline.rl.collection import Collected, Collection
 from paceline.rl.order import Cursor
 from paceline.rl.produce import Batch, Producer, ProducerState, PublishedWeights, Stopped
 from paceline.rl.stage_timer import StageTimer

@@ -28,12 +28,13 @@ from paceline.chat.messages import prompt_preview
 from paceline.engine.interface import Engine
 from paceline.rl.agent_loop import BLOCKED_S, AgentLoop, Ended, ended
 from paceline.rl.calls import Call, SamplePolicy
+from paceline.rl.collection import Collected, Collection
 from paceline.rl.episode import Episode
 from paceline.rl.stage_timer import StageTimer
 from paceline.tasks.agent import PolicyError
 from paceline.tasks.rewards import Rewarder, Score
 from paceline.tasks.task import Problem
-from paceline.types import Completion, Group, Request, SamplingParams
+from paceline.types import Completion, Group, SamplingParams
 
 DETOKENIZE_SHARE = 0.1  # detokenize finished completions for at most this share of an engine step's time
 
@@ -47,61 +48,6 @@ class AgentRewards:
 
     penalties: Mapping[str, float] = field(default_factory=dict)  # reward.penalties
     turn_weight: float = 1.0  # of the agent's own reward: that of the function "env"
-
-
-@dataclass(slots=True)
-class Collected:
-    groups: list[Group]
-    requests: list[Request]  # all submitted ones, in order; an audit submits them again
-    completions: list[Completion]  # in the order of `requests`
-
-
-class Collection:
-    """Groups that are being collected: see `Collector.begin`."""
-
-    def __init__(self, when: str, episodes: list[list[Episode]], sampling: SamplingParams, seed: object) -> None:
-        self.when, self.episodes, self.sampling, self.seed = when, episodes, sampling, seed
-        self.num_samples = sum(map(len, episodes))
-        self.requests: list[Request] = []
-        self.completions: dict[int, Completion] = {}
-        # By place of the group: the episodes of each call of the rewarder, and their scores.
-        self.calls: list[list[tuple[list[Episode], Future[list[Score]]]]] = [[] for _ in episodes]
-        self._unfinished = {id(episode): i for i, group in enumerate(episodes) for episode in group}
-        self._num_unfinished = [len(group) for group in episodes]
-
-    @property
-    def num_generated(self) -> int:
-        """Samples."""
-        return self.num_samples - len(self._unfinished)
-
-    @property
-    def is_generated(self) -> bool:
-        return not self._unfinished
-
-    @property
-    def futures(self) -> list[Future[list[Score]]]:
-        return [future for calls in self.calls for _, future in calls]
-
-    def max_tokens(self, episode: Episode) -> int:
-        """Of one completion, over all turns of a trajectory."""
-        return episode.problem.max_tokens or self.sampling.max_tokens
-
-    def finish(self, episode: Episode) -> tuple[int, bool]:
-        """Count an episode that has ended. The place of its group, and whether all of this group's episodes have."""
-        i = self._unfinished.pop(id(episode))
-        self._num_unfinished[i] -= 1
-        return i, not self._num_unfinished[i]
-
-    def scores(self, i: int) -> list[Score]:
-        """Of all samples of a group that has ended."""
-        found = {id(e): s for episodes, future in self.calls[i] for e, s in zip(episodes, future.result(), strict=True)}
-        return [found[id(episode)] for episode in self.episodes[i]]
-
-    def rewards(self, i: int) -> list[float] | None:
-        """Of the samples of a group that could be scored; None if the group is not finished."""
-        if self._num_unfinished[i] or not all(future.done() for _, future in self.calls[i]):
-            return None
-        return [score.reward for score in self.scores(i) if not math.isnan(score.reward)]
 
 
 class Collector:
@@ -123,6 +69,7 @@ class Collector:
         self._completed: deque[tuple[Collection, Episode, Call]] = deque()  # without an agent; not detokenized yet
         self._agents: dict[Episode, tuple[Collection, Future[Ended], float]] = {}  # running ones, and their deadlines
         self._loop: AgentLoop | None = None  # started with the first agent
+        self._stepped_at, self._paused_s = math.inf, 0.0  # the end of the last step; seconds between steps
         # From other threads: a call to begin, a call that was cancelled (None), or an agent that has ended.
         self._inbox: SimpleQueue[tuple[Episode, Call, bool] | tuple[Episode, Future[Ended]]] = SimpleQueue()
 
@@ -190,6 +137,7 @@ class Collector:
 
     def step(self) -> None:
         """One engine step for all collections. If only agents are waited for, a short wait."""
+        self._count_pause()
         started = time.perf_counter()
         completed, running = self._completed, self._running
         self._read_inbox(wait_s=0.0 if running or completed else WAIT_S)
@@ -208,6 +156,7 @@ class Collector:
                 break
         self._check_deadlines()
         self._check_loop()
+        self._stepped_at = time.monotonic()
 
     def collected(self, collection: Collection, num: int | None = None) -> Collected:
         """The first `num` groups, by default all. They must have scores."""
@@ -274,6 +223,7 @@ class Collector:
     # -- agents -----------------------------------------------------------------------------------------------------
 
     def _start_agent(self, collection: Collection, episode: Episode) -> None:
+        self._count_pause()
         problem, inbox = episode.problem, self._inbox
         assert problem.make_agent is not None
         self._loop = self._loop or AgentLoop()
@@ -289,7 +239,7 @@ class Collector:
             cancel=lambda call: inbox.put((episode, call, False)),
         )
         future = self._loop.start(problem.make_agent, episode.policy)
-        deadline = math.inf if problem.timeout_s is None else time.monotonic() + problem.timeout_s
+        deadline = math.inf if problem.timeout_s is None else self._now() + problem.timeout_s
         self._agents[episode] = collection, future, deadline
         future.add_done_callback(lambda done: inbox.put((episode, done)))
 
@@ -335,8 +285,17 @@ class Collector:
         collection.requests.append(call.request)
         self._running[call.request.request_id] = collection, episode, call
 
-    def _check_deadlines(self) -> None:
+    def _now(self) -> float:
+        """Without the time between two steps: calls are not answered during an update, for example."""
+        return time.monotonic() - self._paused_s
+
+    def _count_pause(self) -> None:
         now = time.monotonic()
+        self._paused_s += max(0.0, now - self._stepped_at)
+        self._stepped_at = now
+
+    def _check_deadlines(self) -> None:
+        now = self._now()
         for episode in [episode for episode, (*_, deadline) in self._agents.items() if deadline < now]:
             collection = self._stop_agent(episode)
             episode.fail("timeout", f"its agent took more than task.timeout_s = {episode.problem.timeout_s:g} s")

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.rl.collect import Collection
+from paceline.rl.collection import Collection
 from paceline.rl.produce import Batch, Producer, ProducerState, Stopped
 from paceline.rl.stage_timer import StageTimer
 from paceline.types import Group, StepTrace

@@ -25,7 +25,8 @@ from torch import Tensor
 from paceline.config import Config
 from paceline.engine.interface import SpeculationState
 from paceline.rl.algorithms import Algorithm
-from paceline.rl.collect import Collected, Collector
+from paceline.rl.collect import Collector
+from paceline.rl.collection import Collected
 from paceline.rl.order import Cursor, training_order
 from paceline.rl.stage_timer import StageTimer
 from paceline.tasks.task import Problem, Task

@@ -17,7 +17,7 @@ import numpy as np
 from paceline.build.model import default_kv_tokens
 from paceline.config import Config
 from paceline.model.kv import BLOCK
-from paceline.model.weights import assign, hf_state
+from paceline.model.lora import assign_policy, policy_state
 from paceline.rl.trainer import torch_threads
 from paceline.types import Completion, Request, SamplingParams, noise_key
 from paceline.verify import chi_square, identity, known, updates
@@ -236,7 +236,7 @@ def check_weight_update(model: CheckedModel) -> CheckResult:
     to a learner with the same weights, and drafts must be accepted after the update."""
     requests = model.scored_requests(SamplingParams(ignore_eos=True))
     learner = model.learner(model.decoder.dtype)
-    old = updates.WeightUpdate(updates.clone_weights(hf_state(learner)))
+    old = updates.WeightUpdate(updates.clone_weights(policy_state(learner)))
     both = (old, updates.WeightUpdate(updates.perturbed(old.weights)))  # runs switch between the two in turn
     problems: list[str] = []
     found: dict[str, list[Completion]] = {}
@@ -248,7 +248,7 @@ def check_weight_update(model: CheckedModel) -> CheckResult:
             found[run], wrong = updates.generate_through_update(engine, requests, both[(i + 1) % 2])
             problems += [f"{run}: {problem}" for problem in wrong]
     finally:  # the other checks use this decoder too
-        assign(model.decoder, old.weights)
+        assign_policy(model.decoder, old.weights)
     pairs: LogprobPairs = {}
     for i, (run, completions) in enumerate(found.items()):
         versions = [both[(i + version) % 2].weights for version in range(2)]
@@ -279,6 +279,7 @@ def check_greedy_identity(model: CheckedModel) -> CheckResult:
         model.size.max_tokens,
         lambda done: model.progress(f"transformers, {done} of {total}", GREEDY_SHARE * done / total),
         model.decoder.device,
+        model.merged_weights(),
     )
     differences = identity.first_differences(expected, found)
     compared = compare_tokens(model.tie_scorer(), requests, expected, {"plain": differences})

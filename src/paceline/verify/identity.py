@@ -4,7 +4,7 @@ logprobs from learner, prefill, decode and verification. P positions, V vocabula
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,13 +75,18 @@ def transformers_greedy(
     max_tokens: int,
     progress: Callable[[int], None] | None = None,
     device: torch.device | str = "cpu",
+    weights: Iterable[tuple[str, Tensor]] = (),
 ) -> list[list[int]]:
-    """Completions of Hugging Face's `generate` in float32, one prompt at a time and so without padding."""
+    """Completions of Hugging Face's `generate` in float32, one prompt at a time and so without padding.
+    `weights` replace those of the directory."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()
+    with torch.no_grad():
+        for name, tensor in weights:
+            model.get_parameter(name).copy_(tensor)
     outs = []
     for i, prompt in enumerate(prompts):
         ids = torch.tensor([list(prompt)], device=device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,12 +13,13 @@ from paceline.build.engine import build_runner
 from paceline.build.model import build_decoder, build_sampler
 from paceline.config import HEAD_METHODS, Config
 from paceline.engine.engine import LocalEngine
+from paceline.model import lora
 from paceline.model.decoder import Decoder
 from paceline.model.eagle3 import Eagle3Head
 from paceline.model.kv import BLOCK
 from paceline.model.paged import PagedDecoder
 from paceline.model.store import load_tokenizer, resolve
-from paceline.model.weights import load
+from paceline.model.weights import hf_state, load
 from paceline.rl.alarms import FirstPositions
 from paceline.types import Completion, Request, SamplingParams, noise_key
 from paceline.verify.cases import SAMPLING_DRAFTERS, make_policy
@@ -51,7 +52,8 @@ class CheckedModel:
         self.progress: Progress = lambda detail, share: None  # of the check that runs
         self.directory: Path = resolve(config.model.name)
         self.tokenizer = load_tokenizer(self.directory, config.model.chat_template)
-        self.decoder = build_decoder(config, self.directory)
+        self.decoder = build_decoder(config, self.directory, with_adapters=True)
+        self._randomize_adapters()
         self.sampler = build_sampler(self.decoder)
         context = self.decoder.config.max_positions
         self.prompts = [prompt for prompt in prompts[: size.num_prompts] if len(prompt) + size.max_tokens <= context]
@@ -155,7 +157,30 @@ class CheckedModel:
 
     def learner(self, dtype: torch.dtype) -> Decoder:
         """The model as a learner has it: plain torch, without packed matrices."""
-        return load(self.directory, dtype, self.decoder.device, self.config.model.yarn_factor).requires_grad_(False)
+        learner = load(self.directory, dtype, self.decoder.device, self.config.model.yarn_factor)
+        if (section := self.config.learner).lora_rank:
+            lora.attach(learner, section.lora_rank, section.lora_alpha, section.lora_targets)
+            lora.assign_adapters(learner, lora.adapter_state(self.decoder))
+        return learner.requires_grad_(False)
+
+    def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """In float32, for a model that is not ours; nothing without adapters."""
+        if self.config.learner.lora_rank:
+            yield from hf_state(self.learner(torch.float32))
+
+    def _randomize_adapters(self) -> None:
+        """Those of a new run are zero, which would check nothing. An adapter's term is about a tenth of the output."""
+        noise = torch.Generator().manual_seed(0)
+
+        def random(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            if "lora_A" in name:
+                return tensor
+            scale = 0.1 / self.config.learner.lora_alpha
+            return (scale * torch.randn(tensor.shape, generator=noise)).to(tensor)
+
+        state = [(name, random(name, tensor)) for name, tensor in lora.adapter_state(self.decoder)]
+        if state:
+            lora.assign_adapters(self.decoder, state)
 
     def rounding(self) -> float | None:
         """The mean rounding error of a logprob in 16 bits, measured once; None in higher precision."""

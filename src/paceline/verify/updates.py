@@ -15,7 +15,8 @@ from torch import Tensor
 from paceline.engine.engine import LocalEngine
 from paceline.engine.interface import Handle
 from paceline.model.decoder import Decoder
-from paceline.model.weights import assign, checksum, hf_state
+from paceline.model.lora import assign_policy, policy_state
+from paceline.model.weights import checksum
 from paceline.types import Completion, Provenance, Request
 from paceline.verify import identity
 
@@ -72,7 +73,7 @@ def update(engine: LocalEngine, sent: WeightUpdate, version: int, inflight: str 
     """Update the engine's weights, then compare its tensors with those that were sent; its receipt may be wrong."""
     receipt = engine.update_weights(sent.weights, version, inflight)
     tensors = dict(sent.weights)
-    wrong = [name for name, tensor in hf_state(engine.paged.decoder) if not torch.equal(tensor, tensors[name])]
+    wrong = [name for name, tensor in policy_state(engine.paged.decoder) if not torch.equal(tensor, tensors[name])]
     problems = [f"update_weights: {name} is not the tensor that was sent" for name in wrong[:4]]
     if receipt.checksum != sent.checksum:
         problems.append("update_weights: the receipt's checksum is not that of the weights that were sent")
@@ -90,7 +91,7 @@ def learner_scores(
     """Scores of each token by a learner that has the weights of the token's version."""
     logits: list[Tensor] = []
     for version, weights in enumerate(versions):
-        assign(learner, weights)
+        assign_policy(learner, weights)
         for i, c in enumerate(completions):
             found_PV = identity.completion_logits(learner, c)
             if version == 0:

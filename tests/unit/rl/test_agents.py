@@ -14,7 +14,8 @@ import pytest
 from scripted import Bytes, ScriptedEngine, ScriptedRewarder
 
 from paceline.rl import agent_loop
-from paceline.rl.collect import AgentRewards, Collected, Collector
+from paceline.rl.collect import AgentRewards, Collector
+from paceline.rl.collection import Collected
 from paceline.tasks.agent import (
     AgentFailed,
     BudgetExhausted,
@@ -474,3 +475,20 @@ def test_an_agent_that_blocks_the_event_loop_costs_only_its_sample(
 
     (expected,) = collect(others(nothing), 3, ScriptedEngine(drawn)).groups
     assert list(map(text, group.rollouts[1:])) == list(map(text, expected.rollouts[1:]))
+
+
+def test_pauses_of_generation_do_not_count() -> None:
+    """No call is answered in them."""
+
+    async def run(policy: Policy) -> Outcome:
+        for _ in range(3):
+            await say(policy, "go")
+        return Outcome(1.0)
+
+    it = Collector(ScriptedEngine(), Bytes(), ScriptedRewarder(), sampling=SamplingParams(max_tokens=20))
+    collection = it.begin("step 1", agents(run, timeout_s=0.5), 1, 7)
+    it.step()
+    time.sleep(0.7)
+    while not collection.is_generated:
+        it.step()
+    assert it.collected(collection).groups[0].rewards == [1.0]

@@ -12,7 +12,7 @@ from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import LocalEngine
 from paceline.model.paged import PagedDecoder
 from paceline.rl.audit import Auditor, check_audit, overall
-from paceline.rl.collect import Collected
+from paceline.rl.collection import Collected
 from paceline.speculation.batch import Commits, Rows
 from paceline.speculation.policy import Decision, StaticPolicy
 from paceline.types import Completion, Request, SamplingParams, StepTrace
