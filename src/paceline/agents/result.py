@@ -23,7 +23,8 @@ def outcome_of(value: Any, session: Session) -> Outcome:
             raise AgentFailed(f"its agent returned metrics {_short(metrics)}; they must be an object of numbers")
     reward = None if value is None else _number("reward", value)
     found = {str(name): _number(f"metric {str(name)[:80]}", each) for name, each in metrics.items()}
-    return Outcome(reward=reward, messages=session.backend.conversations.longest(), metrics=found)
+    messages, num_prompt = session.backend.conversations.longest()
+    return Outcome(reward=reward, messages=messages, num_prompt_messages=num_prompt, metrics=found)
 
 
 def last_line(text: str) -> Any:

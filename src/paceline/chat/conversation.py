@@ -102,12 +102,17 @@ class Conversations:
             with self._lock:
                 self._texts.append((text + said, (*ids, *sampled)))
 
-    def longest(self) -> list[Message]:
-        """The longest conversation, with its last answer. Empty if there was no call."""
+    def longest(self) -> tuple[list[Message], int]:
+        """The longest conversation, with its last answer, and how many messages came before the policy's first one.
+        Empty if there was no call."""
         with self._lock:
             found = [each for answered in self._answered.values() for each in answered]
         last = max(found, key=_order, default=None)
-        return [] if last is None else [*last.messages, last.message]
+        if last is None:
+            return [], 0
+        said = (*last.key, last.answer)
+        own = [each for each in found if said[: len(each.key) + 1] == (*each.key, each.answer)]
+        return [*last.messages, last.message], min(len(each.key) for each in own)
 
     def _begun_by(self, key: tuple[str, ...], tools: Sequence[Tool]) -> Iterator[Answered]:
         """Earlier calls that these messages go on after, the longest first."""

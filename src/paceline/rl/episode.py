@@ -114,7 +114,9 @@ class Episode:
         messages = self.outcome.messages if self.outcome is not None else []
         if not messages:
             return self.problem.prompt, None
-        num = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+        first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+        given = self.outcome.num_prompt_messages if self.outcome is not None else None
+        num = first if given is None else given
         prompt = messages[:num]
         return self.problem.prompt if as_messages(self.problem.prompt) == prompt else prompt, messages[num:]
 

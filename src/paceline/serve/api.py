@@ -135,7 +135,7 @@ class Api:
             raise ApiError(400, f"{body.structure_key}: {reason}", body.structure_key)
         await self._compile(params, "tools" if grammar is not None else body.structure_key)
         # OpenAI's reason after a call of a named function is that of a text.
-        form = partial(ChatFormat, parser, not isinstance(body.tool_choice, dict), self.for_agent)
+        form = partial(ChatFormat, parser, not isinstance(body.tool_choice, dict), repeats=self.for_agent)
         return await self._answer(request, body, [ids], params, form, bool(body.logprobs))
 
     async def generate(self, request: Request) -> Response:

@@ -122,7 +122,7 @@ class CompletionFormat(Format):
 class ChatFormat(Format):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, tool_parser: str | None, reports_calls: bool, repeats: bool, *args: Any) -> None:
+    def __init__(self, tool_parser: str | None, reports_calls: bool, *args: Any, repeats: bool = False) -> None:
         """`reports_calls`: the reason why a choice with calls finished is `tool_calls`. `repeats`: the ids of calls
         depend only on prompt and completion; not in streams of several chunks."""
         super().__init__(*args)

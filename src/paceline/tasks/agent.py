@@ -54,6 +54,7 @@ class Outcome:
     reward: float | None = None  # the agent's own; None: it gives none, and reward functions decide
     call_rewards: Mapping[int, float] = field(default_factory=dict)  # by request id, besides `reward`
     messages: list[Message] = field(default_factory=list)  # the whole conversation, for reward functions
+    num_prompt_messages: int | None = None  # of these, the prompt's; None: those before the first assistant message
     metrics: Mapping[str, float] = field(default_factory=dict)  # for the records
     finish_reason: str | None = None  # None: that of the last call
 

@@ -68,7 +68,8 @@ def test_an_agent_with_a_tool_gets_the_sampled_ids(endpoint: Endpoint, tokenizer
                 model="gpt-4o-mini", messages=[*messages, second.choices[0].message, *ASK], tools=[TOOL]
             )
             assert again.choices[0].message.content == "the name is 3"
-            longest = session.backend.conversations.longest()
+            longest, num_prompt = session.backend.conversations.longest()
+            assert num_prompt == 1
             assert [each["role"] for each in longest] == ["user", "assistant", "tool", "assistant", "user", "assistant"]
 
     asyncio.run(agent())

@@ -188,7 +188,7 @@ def test_the_longest_answered_conversation_is_continued() -> None:
         )
         found.append(conversations.render([*ASK, said("the name"), *ASK]).token_ids)
     assert len(set(found)) == 1
-    assert conversations.longest() in ([*ASK, said("the name")], [*ASK, said("the other")])
+    assert conversations.longest()[0] in ([*ASK, said("the name")], [*ASK, said("the other")])
 
 
 def test_messages_that_the_policy_did_not_say_are_context() -> None:
@@ -197,6 +197,7 @@ def test_messages_that_the_policy_did_not_say_are_context() -> None:
     conversations = Conversations(tokenizer)
     messages = [*ASK, said("this is an example"), *ASK]
     _, ids = call(conversations, tokenizer, messages, "the name")
+    assert conversations.longest() == ([*messages, said("the name")], len(messages))  # examples are the prompt's
     after = [*messages, said("the name"), *ASK, said("another example"), *ASK]
     assert_extends(tokenizer, conversations.render(after), ids, render_chat(tokenizer, after, True))
 
