@@ -217,13 +217,19 @@ def logits_of(decoder: Decoder, kv: PagedKV, rows: list[tuple[int, int, int]], t
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_decoder_equals_torch(name: str) -> None:
+    """Up to rounding: the error of the compiled kernels is about that of torch in float32. How large that is depends on
+    the model: with SmolLM2's shape and random weights, logits have a standard deviation of 6 and errors of 4e-4."""
     slow, fast = both(name)
     tokens = np.random.default_rng(0).integers(0, slow.config.vocab_size, (NUM_SEQUENCES, LENGTH))
     rows = [(s, 0, LENGTH - s) for s in range(NUM_SEQUENCES)]
-    memory = [PagedKV(slow.config, NUM_SEQUENCES * 5, torch.float32, "cpu", transposed=True) for _ in range(2)]
-    want = logits_of(slow, memory[0], rows, tokens).log_softmax(-1)
-    got = logits_of(fast, fill_with_nan(memory[1]), rows, tokens).log_softmax(-1)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+    def logprobs(decoder: Decoder) -> Tensor:
+        memory = PagedKV(slow.config, NUM_SEQUENCES * 5, decoder.dtype, "cpu", transposed=True)
+        return logits_of(decoder, fill_with_nan(memory), rows, tokens).double().log_softmax(-1)
+
+    exact = logprobs(copy.deepcopy(slow).double())
+    error, error_of_torch = ((logprobs(decoder) - exact).abs().max() for decoder in (fast, slow))
+    assert error <= 4 * error_of_torch < 4e-3
 
 
 def run_in_pieces(decoder: Decoder, tokens: np.ndarray, sizes: Iterator[int], together: Iterator[bool]) -> Tensor:
