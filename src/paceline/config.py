@@ -209,7 +209,7 @@ class TaskSection(Section):
     agent: str | None = None  # `agent`: function that drives a sample, `module:function` (docs/how-to/agents.md)
     command: list[str] | None = None  # `agent`: or the program that does, such as ["python", "agent.py"]
     env: dict[str, str] = {}  # `agent`: more environment variables of the command; the trainer's are not passed on
-    # `agent`, `verifiers`: samples that run at the same time; others wait, which counts as their time.
+    # `agent`, `verifiers`: samples that run at the same time; others wait, which does not count as their time.
     max_parallel: Positive = 64
     chat_template_kwargs: dict[str, Any] = {}  # further variables of the chat template, such as enable_thinking = false
     # `env`: "process" runs each environment in a process of its own, which is killed if it hangs. "thread": in this

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from paceline.agents.endpoint import Endpoint
 from paceline.agents.function import FunctionAgent, import_agent
 from paceline.agents.process import ProcessAgent, check_command
 from paceline.config import TaskSection
-from paceline.tasks.agent import Agent, Outcome, Policy
+from paceline.tasks.agent import Agent
 from paceline.tasks.table import TableTask
 from paceline.tasks.task import Problem
 
@@ -24,7 +22,6 @@ class AgentTask(TableTask):
     def __init__(self, section: TaskSection) -> None:
         super().__init__(section)
         self._section, self.endpoint = section, Endpoint()
-        self._gates = Gates(section.max_parallel)
         if section.agent is not None:
             self._function = import_agent(section.agent)
         else:
@@ -38,34 +35,12 @@ class AgentTask(TableTask):
             make_agent=partial(self._make, {**problem.columns, "prompt": problem.prompt}),
             timeout_s=self._section.timeout_s,
             max_calls=self._section.max_calls,
+            max_parallel=self._section.max_parallel,
         )
 
     def _make(self, problem: Mapping[str, Any]) -> Agent:
         section = self._section
         options: dict[str, Any] = {"template_kwargs": section.chat_template_kwargs}
         if section.agent is not None:
-            return Gated(FunctionAgent(self.endpoint, self._function, problem, **options), self._gates)
-        agent = ProcessAgent(self.endpoint, section.command or [], section.env, problem, **options)
-        return Gated(agent, self._gates)
-
-
-class Gates:
-    """Limits how many agents run at the same time, in each event loop."""
-
-    def __init__(self, num: int) -> None:
-        self._num = num
-        self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-
-    def of_this_loop(self) -> asyncio.Semaphore:
-        return self._by_loop.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._num))
-
-
-class Gated:
-    """An agent that waits for its turn."""
-
-    def __init__(self, agent: Agent, gates: Gates) -> None:
-        self._agent, self._gates = agent, gates
-
-    async def run(self, policy: Policy) -> Outcome:
-        async with self._gates.of_this_loop():
-            return await self._agent.run(policy)
+            return FunctionAgent(self.endpoint, self._function, problem, **options)
+        return ProcessAgent(self.endpoint, section.command or [], section.env, problem, **options)

@@ -85,7 +85,6 @@ class Environment:
 
     def __init__(self, config: Any, environment: Any, section: TaskSection) -> None:
         self.config, self.template_kwargs = config, section.chat_template_kwargs
-        self._max_parallel = section.max_parallel
         self._unused = environment  # for the first thread
         self._thread: EnvironmentThread | None = None
         self._lock = threading.Lock()
@@ -100,7 +99,7 @@ class Environment:
         with self._lock:
             if self._thread is thread:
                 environment, self._unused = self._unused or vf.load_environment(self.config), None
-                self._thread = EnvironmentThread(environment, self._max_parallel)
+                self._thread = EnvironmentThread(environment)
                 weakref.finalize(self, self._thread.close)  # at the latest at the end of the program
             found = self._thread
         assert found is not None
@@ -110,9 +109,8 @@ class Environment:
 class EnvironmentThread:
     """Runs episodes. Its daemon thread does not delay the end of the program."""
 
-    def __init__(self, environment: Any, max_parallel: int) -> None:
+    def __init__(self, environment: Any) -> None:
         self.loop = asyncio.new_event_loop()
-        self._gate = asyncio.Semaphore(max_parallel)
         self._environment = environment
         self._clients: dict[str, PolicyClient] = {}  # by trace
         self._context = ModelContext(model=MODEL, client=POLICY)
@@ -131,8 +129,7 @@ class EnvironmentThread:
             self._clients[trace.id] = client
 
         try:
-            async with self._gate:
-                return await self._environment.run_episode(task, self._context, on_trace=on_trace)
+            return await self._environment.run_episode(task, self._context, on_trace=on_trace)
         finally:
             for trace in traces:
                 del self._clients[trace]

@@ -174,6 +174,7 @@ def _problem(task: Any, stem: str, environment: Any, section: TaskSection) -> Pr
         chat_template_kwargs=section.chat_template_kwargs,
         timeout_s=section.timeout_s,
         max_calls=section.max_calls,
+        max_parallel=section.max_parallel,
     )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -68,6 +68,7 @@ class Collector:
         self._running: dict[int, tuple[Collection, Episode, Call]] = {}  # by request id
         self._completed: deque[tuple[Collection, Episode, Call]] = deque()  # without an agent; not detokenized yet
         self._agents: dict[Episode, tuple[Collection, Future[Ended], float]] = {}  # running ones, and their deadlines
+        self._waiting: deque[tuple[Collection, Episode]] = deque()  # for a place among `max_parallel` agents
         self._loop: AgentLoop | None = None  # started with the first agent
         self._stepped_at, self._paused_s = math.inf, 0.0  # the end of the last step; seconds between steps
         # From other threads: a call to begin, a call that was cancelled (None), or an agent that has ended.
@@ -127,9 +128,10 @@ class Collector:
             for group in episodes:
                 for episode in group:
                     if episode.problem.make_agent is not None:
-                        self._start_agent(collection, episode)
+                        self._waiting.append((collection, episode))
                     elif not self._submit(collection, episode):
                         self._finish(collection, episode)
+            self._start_waiting()
         except BaseException:
             self.abort(collection)
             raise
@@ -156,6 +158,7 @@ class Collector:
                 break
         self._check_deadlines()
         self._check_loop()
+        self._start_waiting()
         self._stepped_at = time.monotonic()
 
     def collected(self, collection: Collection, num: int | None = None) -> Collected:
@@ -169,6 +172,7 @@ class Collector:
     def abort(self, collection: Collection) -> None:
         """Abort what is left of a collection, without raising another error. Its scores that are not computed yet are
         cancelled."""
+        self._waiting = deque(each for each in self._waiting if each[0] is not collection)
         for episode in [episode for episode, (owner, *_) in self._agents.items() if owner is collection]:
             self._stop_agent(episode)
         for request_id, (owner, *_) in list(self._running.items()):
@@ -221,6 +225,20 @@ class Collector:
                 self.engine.abort(request_id)
 
     # -- agents -----------------------------------------------------------------------------------------------------
+
+    def _start_waiting(self) -> None:
+        """Start the agents that have a place, in order. Their time begins now."""
+        if not self._waiting:
+            return
+        num_running = Counter(episode.problem.task for episode in self._agents)
+        waiting, self._waiting = self._waiting, deque()
+        for collection, episode in waiting:
+            task, most = episode.problem.task, episode.problem.max_parallel
+            if most is not None and num_running[task] >= most:
+                self._waiting.append((collection, episode))
+                continue
+            num_running[task] += 1
+            self._start_agent(collection, episode)
 
     def _start_agent(self, collection: Collection, episode: Episode) -> None:
         self._count_pause()

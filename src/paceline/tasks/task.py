@@ -42,6 +42,7 @@ class Problem:
     max_tokens: int | None = None  # of a completion, over all turns; None: as many as the run allows
     timeout_s: float | None = None  # of a sample with an agent; None: no limit
     max_calls: int | None = None  # of a sample with an agent; None: no limit
+    max_parallel: int | None = None  # samples of the task whose agents run at the same time; None: no limit
     task: str | None = None  # label of its task; None: the run has one task, without a label
 
     def encode(self, tokenizer: Any) -> tuple[int, ...]:

@@ -494,3 +494,44 @@ def test_pauses_of_generation_do_not_count() -> None:
     while not collection.is_generated:
         it.step()
     assert it.collected(collection).groups[0].rewards == [1.0]
+
+
+# ---- max_parallel ----
+
+
+def test_agents_wait_for_a_place_and_this_is_not_their_time() -> None:
+    """Six agents of 0.3 s, two at a time: the last ones begin after 0.6 s, more than their time limit."""
+    num_running, most = 0, 0
+
+    async def slow(policy: Policy) -> Outcome:
+        nonlocal num_running, most
+        num_running += 1
+        most = max(most, num_running)
+        await asyncio.sleep(0.3)
+        num_running -= 1
+        await say(policy, "a")
+        return Outcome(reward=1.0)
+
+    found = collect(agents(*[slow] * 6, max_parallel=2, timeout_s=0.55), 6)
+    assert [rollout.failure for rollout in found.groups[0].rollouts] == [None] * 6
+    assert most == 2
+
+
+def test_waiting_agents_of_an_aborted_collection_do_not_start() -> None:
+    started: list[int] = []
+
+    async def hang(policy: Policy) -> Outcome:
+        started.append(1)
+        await asyncio.sleep(60)
+        return Outcome()
+
+    rewarder = ScriptedRewarder(lambda sample: 0.0)
+    collector = Collector(ScriptedEngine(), Bytes(), rewarder, sampling=SamplingParams(max_tokens=20))
+    collection = collector.begin("step 1", agents(hang, hang, max_parallel=1), 2, 7)
+    until = time.monotonic() + 10
+    while not started and time.monotonic() < until:
+        collector.step()
+    collector.abort(collection)
+    for _ in range(5):
+        collector.step()
+    assert started == [1]
