@@ -198,13 +198,16 @@ class Optimizer:
 
 
 def _fused_rows(module: nn.Module, config: ModelConfig) -> dict[str, Sequence[int]]:
-    """The rows of each matrix that is fused in a parameter, by name of the parameter."""
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    fused = {"qkv": [q, kv, kv], "gate_up": [config.intermediate_size] * 2}
+    """The rows of each matrix that is fused in a parameter, by name of the parameter. Transformers' models have none,
+    and a config of their own."""
     rows: dict[str, Sequence[int]] = {}
     for name, each in module.named_modules():
-        if isinstance(each, Linear) and (sizes := fused.get(name.rpartition(".")[2])) is not None:
-            rows[f"{name}.weight"] = sizes
+        kind = name.rpartition(".")[2]
+        if isinstance(each, Linear) and kind == "qkv":
+            q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+            rows[f"{name}.weight"] = [q, kv, kv]
+        if isinstance(each, Linear) and kind == "gate_up":
+            rows[f"{name}.weight"] = [config.intermediate_size] * 2
         if isinstance(each, Lora):
             rows[f"{name}.down"] = [each.rank] * len(each.parts)
             rows[f"{name}.up"] = [part.size for part in each.parts]
