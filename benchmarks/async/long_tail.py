@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from itertools import count
 
+from paceline.chat.messages import Message
 from paceline.tasks.task import Turn
 
 STARTED: dict[int, count[int]] = {}  # by problem: counts its episodes
@@ -29,12 +30,12 @@ class LongTail:
         for number in count(seed * 1_000_000):
             yield {"number": number, "median": median, "sigma": sigma, "max_turns": max_turns}
 
-    def prompt(self) -> str:
+    def reset(self) -> str:
         return f"problem {self.number}: "
 
-    def step(self, completion: str) -> Turn:
+    def step(self, message: Message) -> Turn:
         self.num_turns_left -= 1
-        reward = sum("a" <= letter <= "m" for letter in completion) / 100
+        reward = sum("a" <= letter <= "m" for letter in message["content"]) / 100
         if not self.num_turns_left:
             return Turn(None, reward)
         return Turn([{"role": "user", "content": "go on"}], reward)

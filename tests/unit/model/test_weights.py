@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline import native
-from paceline.model import kernels, weights
+from paceline.model import kernels, lora, weights
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
 from paceline.model.hf_directory import INDEX
@@ -234,7 +234,7 @@ def test_a_receipt_needs_memory_for_one_matrix_only(monkeypatch: pytest.MonkeyPa
 
     assert len(list(watched(paged.decoder))) == max(num_alive)  # a caller that keeps them all is detected
     num_alive.clear()
-    monkeypatch.setattr(weights, "hf_state", watched)
+    monkeypatch.setattr(lora, "hf_state", watched)
     receipt = paged.update(new, 3)
     assert len(num_alive) == len(new) and max(num_alive) <= 4  # one matrix, and the last part of the previous one
     assert (receipt.version, receipt.checksum) == (3, checksum(new))

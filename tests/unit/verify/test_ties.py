@@ -147,8 +147,8 @@ def run_levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     build = model.build_decoder
 
     def run(levels: str, change: Callable[[Decoder], object] = lambda decoder: None, dtype: str = "bfloat16") -> Any:
-        def changed(*args: Any) -> Decoder:
-            decoder = build(*args)
+        def changed(*args: Any, **options: Any) -> Decoder:
+            decoder = build(*args, **options)
             change(decoder)
             return decoder
 
