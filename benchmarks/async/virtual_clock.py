@@ -7,6 +7,7 @@ does something else, the engine waits. So what happens depends on the producer a
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Any
@@ -93,13 +94,23 @@ class VirtualClock:
 
     def _engine_step(self, step: Any) -> Any:
         self._wait_for_trainer()
+        self._wait_for_environments()
         rows = min(len(self.trainer.collector._running), self.trainer.config.engine.max_num_seqs)
         finished = step()
-        wait(list(self.trainer.collector._waiting))  # environments take no time
         with self._changed:
             self.rows.append(rows)
             self._changed.notify_all()
         return finished
+
+    def _wait_for_environments(self) -> None:
+        """They take no time: wait until each has ended, or waits for a completion of the engine."""
+        collector = self.trainer.collector
+        while True:
+            collector._read_inbox(wait_s=0.0)
+            open_calls = [list(episode.policy._open) for episode in collector._agents]
+            if all(calls and all(c.request.request_id in collector._running for c in calls) for calls in open_calls):
+                return
+            time.sleep(0.0005)
 
     def _wait_for_trainer(self) -> None:
         """Until time may pass: the trainer waits for a batch that can't be made yet, or trains."""
