@@ -313,7 +313,7 @@ def test_limits_of_a_sample(endpoint: Endpoint, tokenizer: Any) -> None:
     async def agent() -> None:
         async with opened(endpoint, slow) as (session, bad), opened(endpoint, policy) as (_, good):
             calls = [asyncio.create_task(bad.chat.completions.create(model="m", messages=ASK)) for _ in range(80)]
-            await asyncio.wait_for(good.chat.completions.create(model="m", messages=ASK), 10)
+            await asyncio.wait_for(good.chat.completions.create(model="m", messages=ASK), 60)
             found = await asyncio.gather(*calls, return_exceptions=True)
             assert sum(isinstance(each, openai.RateLimitError) for each in found) >= 16
             assert slow.most_running <= 64
