@@ -500,19 +500,19 @@ def test_pauses_of_generation_do_not_count() -> None:
 
 
 def test_agents_wait_for_a_place_and_this_is_not_their_time() -> None:
-    """Six agents of 0.3 s, two at a time: the last ones begin after 0.6 s, more than their time limit."""
+    """Six agents of 0.9 s, two at a time: the last ones end after 2.7 s, more than the time limit of each."""
     num_running, most = 0, 0
 
     async def slow(policy: Policy) -> Outcome:
         nonlocal num_running, most
         num_running += 1
         most = max(most, num_running)
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.9)
         num_running -= 1
         await say(policy, "a")
         return Outcome(reward=1.0)
 
-    found = collect(agents(*[slow] * 6, max_parallel=2, timeout_s=0.55), 6)
+    found = collect(agents(*[slow] * 6, max_parallel=2, timeout_s=2.0), 6)
     assert [rollout.failure for rollout in found.groups[0].rollouts] == [None] * 6
     assert most == 2
 
