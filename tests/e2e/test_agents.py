@@ -7,8 +7,10 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_model(tmp_path / "model", max_positions=1024)
     monkeypatch.syspath_prepend(str(TESTS))
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def ended_threads() -> Iterator[None]:
+    """A run that is closed leaves no threads behind."""
+    before = set(threading.enumerate())
+    yield
+    assert not [each for each in set(threading.enumerate()) - before if each.name.startswith("paceline")]
 
 
 def write_rows(folder: Path, rows: list[dict[str, Any]]) -> None:
@@ -112,6 +122,7 @@ def test_each_hostile_agent_costs_its_own_sample(folder: Path) -> None:
     assert not mark.exists(), "a child of an agent lived on"
     assert not processes_of("hostile_agent.py")
     assert any((before[key] != value).any() for key, value in policy(trainer).items()), "the others were trained on"
+    trainer.close()
 
 
 def processes_of(name: str) -> list[str]:
@@ -143,6 +154,7 @@ def test_concurrent_calls_repeat_with_and_without_drafts(folder: Path) -> None:
         trainer = make(folder, name, *AGENT, *settings, *more)
         trainer.run()
         runs[name] = lines(folder / name, "rollouts"), policy(trainer)
+        trainer.close()
     rollouts, weights = runs["plain"]
     keys = "prompt_ids", "token_ids", "mask", "reward", "branch", "sample", "group", "logprobs"
     assert max(rollout.get("branch", 0) for rollout in rollouts) >= 2 and len(rollouts) >= 16
@@ -171,6 +183,7 @@ def test_turns_are_one_sequence_of_sampled_ids(folder: Path, monkeypatch: pytest
     command = json.dumps([sys.executable, str(TESTS / "hostile_agent.py")])
     trainer = make(folder, "run", *AGENT, f"task.command={command}", "train.groups_per_step=4")
     trainer.run()
+    trainer.close()
     rollouts = lines(folder / "run", "rollouts")
     assert all(rollout["failure"] is None for rollout in rollouts)
     has_branches = any(rollout.get("branch", 0) for rollout in rollouts)

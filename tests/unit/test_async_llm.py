@@ -42,6 +42,8 @@ def llm(model: str) -> Iterator[LLM]:
 
 
 def run(model: str, function: Callable[[AsyncLLM], Awaitable[None]]) -> None:
+    before = set(threading.enumerate())
+
     async def main() -> None:
         async with AsyncLLM(model, **SETTINGS) as llm:
             await asyncio.wait_for(function(llm), 120)
@@ -49,7 +51,7 @@ def run(model: str, function: Callable[[AsyncLLM], Awaitable[None]]) -> None:
             assert not any(llm.llm.engine.paged.pool.ref_counts), "KV blocks are free"
 
     asyncio.run(main())
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("paceline")]
+    assert not [each for each in set(threading.enumerate()) - before if each.name.startswith("paceline")]
 
 
 def params(i: int, **values: Any) -> SamplingParams:

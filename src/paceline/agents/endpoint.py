@@ -116,7 +116,7 @@ class Endpoint:
                 return
             self._server.should_exit = self._server.force_exit = True
             self._thread.join(10)
-            self._tokenizing.shutdown(wait=False)
+            self._tokenizing.shutdown(cancel_futures=True)
             self._server = None
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:

@@ -29,6 +29,9 @@ class AgentTask(TableTask):
         self.train = [self._with_agent(problem) for problem in self.train]
         self.held_out = [self._with_agent(problem) for problem in self.held_out]
 
+    def close(self) -> None:
+        self.endpoint.close()
+
     def _with_agent(self, problem: Problem) -> Problem:
         return replace(
             problem,

@@ -105,6 +105,11 @@ class Environment:
         assert found is not None
         return found
 
+    def close(self) -> None:
+        with self._lock:
+            if self._thread is not None:
+                self._thread.close()
+
 
 class EnvironmentThread:
     """Runs episodes. Its daemon thread does not delay the end of the program."""

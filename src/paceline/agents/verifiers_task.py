@@ -45,9 +45,8 @@ class VerifiersTask:
         try:
             environment = load_environment(config)
             self.name = section.name.rsplit("/", 1)[-1].split("@")[0]
-            self.train, self.held_out = _split(
-                environment.taskset, self.name, Environment(config, environment, section), section
-            )
+            self._environment = Environment(config, environment, section)
+            self.train, self.held_out = _split(environment.taskset, self.name, self._environment, section)
         except Exception as error:  # this runs the user's code
             raise ValueError(
                 f"task.name = {section.name!r}: its tasks can't be loaded: {describe_error(error)}"
@@ -63,6 +62,9 @@ class VerifiersTask:
                 f"task.size = {section.size}: {section.name} leaves only {len(self.train)} tasks for training; lower "
                 "it, or leave it out to use all"
             )
+
+    def close(self) -> None:
+        self._environment.close()
 
 
 def check_version() -> None:

@@ -288,19 +288,22 @@ def eval_command(
     from paceline.rl.evaluator import evaluate
 
     checkpoint = None if run is None else policy_checkpoint(run, Path(model), best)
-    problems = build_task(config).held_out
+    built = build_task(config)
+    problems = built.held_out
     if not problems:
         raise ValueError("task.held_out = 0: there are no problems to evaluate on; raise it")
     with (
+        contextlib.closing(built),
         contextlib.closing(build_engine(config)) as engine,
         contextlib.closing(build_rewarder(config)) as rewarder,
+        contextlib.closing(build_collector(config, engine, rewarder)) as collector,
         Progress(console=err, transient=True, disable=not err.is_terminal) as bars,
     ):
         if run is not None and checkpoint is not None:
             load_policy_into(engine, run, checkpoint)
         bar = bars.add_task("evaluating")
         result = evaluate(
-            build_collector(config, engine, rewarder),
+            collector,
             problems,
             num_samples,
             config.train.eval_temperature,

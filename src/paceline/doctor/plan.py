@@ -122,12 +122,13 @@ def plan_run(
         for settings in config.tasks:
             length = max(length or 0, plan_task(plan, config, settings, task, tokenizer, directory) or 0)
         progress("reward functions")
-        for settings in config.tasks:
-            first = problems_of(settings, task.train)[0]
-            if settings.section.kind == "agent":
-                progress("agent")
-                plan_agent(plan, config, settings, first, tokenizer, directory)
-            plan_rewards(plan, config, settings, first, tokenizer)
+        with contextlib.closing(task):
+            for settings in config.tasks:
+                first = problems_of(settings, task.train)[0]
+                if settings.section.kind == "agent":
+                    progress("agent")
+                    plan_agent(plan, config, settings, first, tokenizer, directory)
+                plan_rewards(plan, config, settings, first, tokenizer)
     progress("disk")
     plan.rows["checkpoints"] = described_checkpoints(config)
     if config.train.export_every:

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 from paceline.tasks.agent import Agent, AgentFailed, Outcome, Policy
 
 BLOCKED_S = 30.0  # how long an agent may block the loop
+CLOSE_S = 10.0
 
 Ended = Outcome | BaseException  # what an agent returned or raised
 
@@ -31,7 +32,9 @@ class AgentLoop:
         self._loop.set_task_factory(self._make_task)
         self._policies: WeakKeyDictionary[asyncio.Task[Any], Policy | None] = WeakKeyDictionary()
         self._asked_at: float | None = None  # when the loop was asked for a sign of life that it has not given
-        threading.Thread(target=self._run_loop, daemon=True, name="agents").start()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run_loop, daemon=True, name="paceline-agents")
+        self._thread.start()
 
     def start(self, make_agent: Callable[[], Agent], policy: Policy) -> Future[Ended]:
         return asyncio.run_coroutine_threadsafe(self._run(make_agent, policy), self._loop)
@@ -46,8 +49,21 @@ class AgentLoop:
             return self._policies.get(task)
         return None
 
+    def close(self) -> None:
+        """Cancel what still runs, and end the thread. Waits at most CLOSE_S: an agent may block the loop."""
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop)
+        self._thread.join(CLOSE_S)
+
+    async def _close(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._is_closing = True
+        self._loop.stop()
+
     def _run_loop(self) -> None:
-        while True:
+        while not self._is_closing:
             with suppress(SystemExit, KeyboardInterrupt):  # of a task that an agent has started: it stops the loop
                 self._loop.run_forever()
 

@@ -161,6 +161,12 @@ class Collector:
         self._start_waiting()
         self._stepped_at = time.monotonic()
 
+    def close(self) -> None:
+        """All collections have ended."""
+        self._scoring.shutdown(wait=False, cancel_futures=True)
+        if self._loop is not None:
+            self._loop.close()
+
     def collected(self, collection: Collection, num: int | None = None) -> Collected:
         """The first `num` groups, by default all. They must have scores."""
         episodes = collection.episodes[:num]

@@ -379,6 +379,8 @@ class Trainer:
 
     def close(self) -> None:
         self.recorder.close()
+        self.collector.close()
+        self.task.close()
         self.collector.rewarder.close()
         self.engine.close()
         self.learner.close()

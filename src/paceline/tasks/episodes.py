@@ -48,6 +48,9 @@ class EnvTask:
                 "lower it, or leave it out to take them all"
             )
 
+    def close(self) -> None:
+        pass
+
 
 def _problems(env_class: Any, section: TaskSection, stem: str, seed: int, step_timeout_s: float) -> Iterator[Problem]:
     for index, arguments in enumerate(_arguments(env_class, section, seed)):

@@ -35,6 +35,9 @@ class GymTask:
                 "task.params"
             )
 
+    def close(self) -> None:
+        pass
+
 
 def _problems(section: TaskSection, stem: str, seed: int, size: int) -> Iterator[Problem]:
     for index, entry in enumerate(_entries(section.name, section.params, seed, size)):

@@ -17,6 +17,7 @@ class Mixture:
     def __init__(self, tasks: Mapping[str, Task], max_tokens: Mapping[str, int]) -> None:
         """By label: the tasks, and the maximum tokens of their completions."""
         self.name = ", ".join(tasks)
+        self._tasks = list(tasks.values())
 
         def labelled(label: str, problems: Iterable[Problem]) -> Iterator[Problem]:
             for problem in problems:
@@ -33,3 +34,7 @@ class Mixture:
                     "held_out"
                 )
             self.train += labelled(label, kept)
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.close()

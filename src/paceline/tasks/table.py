@@ -46,6 +46,9 @@ class TableTask:
                 "it, or leave it out to use all"
             )
 
+    def close(self) -> None:
+        pass
+
 
 def _problems(section: TaskSection, stem: str) -> Iterator[Problem]:
     unanswered: str | None = None  # the first row without an answer

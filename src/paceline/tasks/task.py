@@ -56,3 +56,6 @@ class Task(Protocol):
     name: str
     train: list[Problem]
     held_out: list[Problem]
+
+    def close(self) -> None:
+        """End the threads and servers that its agents share. None of them runs any more."""

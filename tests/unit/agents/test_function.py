@@ -32,7 +32,7 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> None:
 def agent_of(endpoint: Endpoint, name: str) -> tuple[FunctionAgent, ScriptedPolicy]:
     tokenizer = tokenizer_of("smollm2")
     policy = ScriptedPolicy(tokenizer, lambda ids: sampled(tokenizer, "the name"))
-    return FunctionAgent(endpoint, import_agent(f"agent_functions:{name}"), {"answer": "3"}), policy
+    return FunctionAgent(endpoint, import_agent(f"broken_agents:{name}"), {"answer": "3"}), policy
 
 
 @pytest.mark.parametrize(("name", "reward"), [("good", 8.0), ("not_async", 8.0), ("silent", None)])
@@ -46,7 +46,7 @@ def test_rewards(endpoint: Endpoint, name: str, reward: float | None) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("raises", r"raised KeyError: 'lost' \(.*agent_functions.py, line \d+\)"),
+        ("raises", r"raised KeyError: 'lost' \(.*broken_agents.py, line \d+\)"),
         ("tells", r"raised KeyError: '\$OPENAI_BASE_URL \$OPENAI_API_KEY'"),
         ("exits", "raised SystemExit: 3"),
         ("stops", "raised RuntimeError: coroutine raised StopIteration"),
@@ -99,11 +99,11 @@ def test_one_that_blocks_delays_no_other(endpoint: Endpoint, name: str) -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("agent_functions", "write a function as module:function"),
+        ("broken_agents", "write a function as module:function"),
         ("lost_module:f", "can't be imported .ModuleNotFoundError.*; install it"),
-        ("agent_functions:lost", "has no attribute 'lost'"),
-        ("agent_functions:ASK", "is not a function"),
-        ("agent_functions:no_arguments", "too many positional arguments; write async def no_arguments"),
+        ("broken_agents:lost", "has no attribute 'lost'"),
+        ("broken_agents:ASK", "is not a function"),
+        ("broken_agents:no_arguments", "too many positional arguments; write async def no_arguments"),
     ],
 )
 def test_import_agent(path: str, message: str) -> None:
