@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from string import ascii_letters, digits
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -23,6 +23,8 @@ from paceline.engine.sequence import Sequence
 from paceline.engine.sequence_table import SequenceTable
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
+from paceline.model.draft_head import DraftHead
+from paceline.model.dspark import DSparkHead, dspark_config, init_dspark
 from paceline.model.eagle3 import Eagle3Head, head_config, init_head
 from paceline.model.head_files import head_state
 from paceline.model.kernels import pack_for_inference
@@ -32,6 +34,8 @@ from paceline.model.sampling_arrays import SamplingArrays
 from paceline.model.weights import checksum, init
 from paceline.types import Request
 from paceline.verify.table import Table
+
+HeadType = TypeVar("HeadType", bound=DraftHead)
 
 
 def tiny_config(**changes: object) -> ModelConfig:
@@ -53,7 +57,7 @@ def tiny_config(**changes: object) -> ModelConfig:
     return ModelConfig(**(shape | changes))  # type: ignore[arg-type]
 
 
-def head_checksum(head: Eagle3Head) -> str:
+def head_checksum(head: DraftHead) -> str:
     return checksum(head_state(head))
 
 
@@ -129,9 +133,24 @@ def check_blocks(engine: LocalEngine) -> None:
 def tiny_head(decoder: Decoder, draft_vocab_size: int = 41, seed: int = 3, **changes: object) -> Eagle3Head:
     """A random EAGLE-3 head for a tiny decoder. A reduced vocabulary leaves out every third token."""
     config = replace(head_config(decoder.config, draft_vocab_size, (1, 2, 3)), **changes)  # type: ignore[arg-type]
+    ids = tiny_draft_ids(decoder, draft_vocab_size)
+    return as_tiny(decoder, init_head(config, ids, seed=seed, dtype=decoder.dtype, device=decoder.device))
+
+
+def tiny_dspark(decoder: Decoder, draft_vocab_size: int = 41, seed: int = 3, **changes: object) -> DSparkHead:
+    config = dspark_config(decoder.config, draft_vocab_size, (1, 2, 3), markov_rank=4)
+    config = replace(config, **changes)  # type: ignore[arg-type]
+    ids = tiny_draft_ids(decoder, draft_vocab_size)
+    return as_tiny(decoder, init_dspark(config, ids, seed=seed, dtype=decoder.dtype, device=decoder.device))
+
+
+def tiny_draft_ids(decoder: Decoder, draft_vocab_size: int) -> torch.Tensor:
     every = range(decoder.config.vocab_size)
-    ids = torch.tensor(list(every) if draft_vocab_size == len(every) else [i for i in every if i % 3 != 1])
-    head = init_head(config, ids, seed=seed, dtype=decoder.dtype, device=decoder.device)
+    return torch.tensor(list(every) if draft_vocab_size == len(every) else [i for i in every if i % 3 != 1])
+
+
+def as_tiny(decoder: Decoder, head: HeadType) -> HeadType:
+    """With large weights, for inference beside this decoder."""
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.ndim == 2 and len(parameter) > 3:

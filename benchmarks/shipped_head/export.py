@@ -15,7 +15,7 @@ from train import load_tensors
 
 import paceline
 from paceline.model.config import ModelConfig
-from paceline.model.eagle3 import Eagle3Head, HeadConfig
+from paceline.model.eagle3 import Eagle3Config, Eagle3Head
 from paceline.model.head_files import save_head
 from paceline.model.provenance import Provenance
 from paceline.model.store import resolve
@@ -34,7 +34,7 @@ def main() -> None:
     shape = json.loads((args.head / "head.json").read_text("utf-8"))
     layer = shape.pop("layer")
     layer["eos_token_ids"], shape["layer_ids"] = tuple(layer["eos_token_ids"]), tuple(shape["layer_ids"])
-    head = Eagle3Head(HeadConfig(ModelConfig(**layer), **shape))
+    head = Eagle3Head(Eagle3Config(ModelConfig(**layer), **shape))
     head.load_state_dict(load_tensors(args.head))
     figures = json.loads((args.head / "figures.json").read_text("utf-8"))
     measured = {

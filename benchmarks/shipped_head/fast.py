@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from paceline.model.layer import Layer
-from paceline.model.ops import TorchOps, _rotated
+from paceline.model.ops import TorchOps, _normed, _rotated
 from paceline.model.rope import Tables
 
 torch._dynamo.config.recompile_limit = 64
@@ -14,9 +14,12 @@ torch.backends.cuda.enable_cudnn_sdp(False)  # it plans again for every shape, w
 
 
 def _split_and_rotate(
-    y_TK: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, positions_T: Tensor, cos: Tensor, sin: Tensor
-):
+    y_TK: Tensor, layer: Layer, num_heads: int, num_kv_heads: int, head_dim: int, positions_T: Tensor, cos: Tensor,
+    sin: Tensor,
+):  # fmt: skip
     q, k, v = y_TK.view(-1, num_heads + 2 * num_kv_heads, head_dim).split([num_heads, num_kv_heads, num_kv_heads], 1)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = (_normed(x, w, layer.config.norm_eps) for x, w in ((q, layer.q_norm), (k, layer.k_norm)))
     c, s = cos[positions_T].unsqueeze(1), sin[positions_T].unsqueeze(1)
     return _rotated(q, c, s).to(v.dtype), _rotated(k, c, s).to(v.dtype), v
 
@@ -30,10 +33,9 @@ class CompiledOps(TorchOps):
         self.split_and_rotate = torch.compile(_split_and_rotate)
 
     def qkv(self, h_TD: Tensor, layer: Layer, positions_T: Tensor, rope: Tables) -> tuple[Tensor, Tensor, Tensor]:
-        assert layer.q_norm is None
         config = layer.config
         heads = config.num_heads, config.num_kv_heads, config.head_dim
-        return self.split_and_rotate(self.linear(h_TD, layer.qkv), *heads, positions_T, *rope)
+        return self.split_and_rotate(self.linear(h_TD, layer.qkv), layer, *heads, positions_T, *rope)
 
 
 def exact_logits(hidden: Tensor, weight_VD: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Trains an EAGLE-3 head on recorded rollouts of its target and measures it on held-out ones.
+"""Trains a head, EAGLE-3 or DSpark, on recorded rollouts of its target and measures it on held-out ones.
 
     python benchmarks/shipped_head/train.py --model DIR --rollouts rollouts/ --out head/ --num-steps 4000
 
@@ -28,9 +28,10 @@ from paceline.draft import learner as learner_module
 from paceline.draft import loss as loss_module
 from paceline.draft.acceptance import Acceptance, measure
 from paceline.draft.head_batch import Example, HeadBatch, make_head_batch
+from paceline.draft.head_init import new_head, new_shape
 from paceline.draft.learner import DraftLearner
 from paceline.model.decoder import Decoder
-from paceline.model.eagle3 import Eagle3Head, head_config, init_head
+from paceline.model.draft_head import DraftHead
 
 MEASURED = {"gsm8k": ("gsm8k",), "gym": ("gym", "sums"), "both": ("gsm8k", "gym", "sums"), "general": ("general",)}
 
@@ -91,14 +92,13 @@ def train(
     begin_with: str = "head",
     init: Path | None = None,
     seconds: float | None = None,
-) -> tuple[Eagle3Head, dict[str, Any]]:
+) -> tuple[DraftHead, dict[str, Any]]:
     """`sharpen` is the share of the steps, at the end, that use the acceptance loss. With `seconds`, the number of
     steps is set again once their speed is known, so that the schedule ends in time."""
-    config = head_config(target.config, len(draft_ids), tuple(section.layer_ids) if section.layer_ids else None)
-    config = replace(config, norm_before_residual=section.norm_before_residual, fc_norm=section.fc_norm)
+    config = replace(new_shape(section, target.config), draft_vocab_size=len(draft_ids))
     if intermediate:
         config = replace(config, layer=replace(config.layer, intermediate_size=intermediate))
-    head = init_head(config, draft_ids, seed=section.seed, device=target.device)
+    head = new_head(config, draft_ids, section.seed, torch.float32, target.device)
     with torch.no_grad():
         assert head.lm_head.weight is not None and target.embed.weight is not None
         if begin_with in ("norm", "head"):
@@ -139,9 +139,9 @@ def train(
     return head, {"curve": curve, "tokens_per_s": rate, "seconds": time.time() - start, "num_steps": num_steps}
 
 
-def rounded(head: Eagle3Head) -> Eagle3Head:
+def rounded(head: DraftHead) -> DraftHead:
     """The head as it is loaded from disk: weights rounded to bfloat16, in float32."""
-    copy = Eagle3Head(head.config).to(head.device)
+    copy = type(head)(head.config).to(head.device)  # type: ignore[arg-type]
     copy.load_state_dict(
         {k: v.bfloat16().float() if v.is_floating_point() else v for k, v in head.state_dict().items()}
     )
@@ -150,7 +150,7 @@ def rounded(head: Eagle3Head) -> Eagle3Head:
 
 
 def evaluate(
-    head: Eagle3Head, target: Decoder, held_out: list[Record], ks: tuple[int, ...], temperatures: tuple[float, ...]
+    head: DraftHead, target: Decoder, held_out: list[Record], ks: tuple[int, ...], temperatures: tuple[float, ...]
 ) -> dict[str, Any]:
     """table[set]["T=1.0"]["k=3"][kind] = mean length, per position and counts, on sequences of the same temperature."""
     table: dict[str, Any] = {name: {} for name in MEASURED}
@@ -191,7 +191,7 @@ def brief(table: dict[str, Any], k: int = 3) -> str:
     )
 
 
-def save(head: Eagle3Head, out: Path, figures: dict[str, Any], max_bytes: int = 15 * 2**20) -> None:
+def save(head: DraftHead, out: Path, figures: dict[str, Any], max_bytes: int = 15 * 2**20) -> None:
     """Write shards with parameter names in bfloat16, head.json and figures.json. A tensor that is too large for a shard
     is split by rows: name.0, name.1, …"""
     from safetensors.torch import save_file

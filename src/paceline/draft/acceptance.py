@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from paceline.draft.head_batch import HeadBatch
-from paceline.draft.unroll import unroll
-from paceline.model.eagle3 import Eagle3Head
+from paceline.draft.unroll import draft_steps
+from paceline.model.draft_head import DraftHead
 from paceline.model.layer import Linear
+from paceline.rl.depth import DEPTHS
 
 KINDS = ("coupled", "greedy", "sampled")
-DEPTHS = (0, 64, 256, 1024)  # tokens before a draft in its completion: where ranges start
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class Acceptance:
 
 
 def measure(
-    head: Eagle3Head, embed: Linear, head_batch: HeadBatch, k: int, temperature: float, seed: int = 0
+    head: DraftHead, embed: Linear, head_batch: HeadBatch, k: int, temperature: float, seed: int = 0
 ) -> dict[str, Acceptance]:
     """Acceptance of drafts with k tokens by kind of draft, summed over the batch's sequences."""
     found = {}
@@ -79,7 +79,7 @@ def measure(
 
 @torch.no_grad()
 def correct_drafts(
-    head: Eagle3Head,
+    head: DraftHead,
     embed: Linear,
     head_batch: HeadBatch,
     k: int,
@@ -95,11 +95,12 @@ def correct_drafts(
     tokens_T = head_batch.tokens_SL.flatten()
     to_draft = torch.full((head.config.layer.vocab_size,), -1, device=head.device)
     to_draft[head.draft_ids] = torch.arange(len(head.draft_ids), device=head.device)
-    for step, (h_PD, base_P, at_P) in enumerate(unroll(head, embed, head_batch, k)):
+    weight = head.output_weight()
+    for step, (features, base_P, at_P) in enumerate(draft_steps(head, embed, head_batch, k)):
         for rows in torch.arange(len(base_P), device=head.device).split(4096):
             base, at = base_P[rows], at_P[rows]
             token = to_draft[tokens_T[at]]
-            z = head.logits(h_PD[rows]).float()
+            z = (features[rows].to(weight.dtype) @ weight.T).float()
             if temperature > 0:
                 p = head_batch.logits(head_batch.hidden_SLD.flatten(0, 1)[at - 1]).float()
                 p = (p / temperature).softmax(-1)[:, head.draft_ids]

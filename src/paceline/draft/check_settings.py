@@ -13,8 +13,8 @@ def online_problems(config: Config) -> Iterator[str]:
         return
     if not config.speculation.uses_head:
         yield (
-            f'draft.online = "{online}": only an EAGLE-3 head can be trained, but speculation.method = '
-            f'"{config.speculation.method}"; use "eagle3" or "hybrid", or draft.online = "off"'
+            f'draft.online = "{online}": only a head can be trained, but speculation.method = '
+            f'"{config.speculation.method}"; use "eagle3", "dspark" or "hybrid", or draft.online = "off"'
         )
     if config.learner.model == "transformers":
         yield (

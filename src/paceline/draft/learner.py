@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from paceline.config import DraftSection
 from paceline.draft.head_batch import HeadBatch
 from paceline.draft.loss import draft_loss
-from paceline.draft.unroll import unroll
-from paceline.model.eagle3 import Eagle3Head
+from paceline.draft.unroll import draft_steps
+from paceline.model.draft_head import DraftHead
 from paceline.model.layer import Linear
 from paceline.model.optim import Optimizer
 
@@ -32,7 +33,7 @@ class DraftReport:
 class DraftLearner:
     """`temperature`: the sampling temperature of the sequences that the head will draft for."""
 
-    def __init__(self, head: Eagle3Head, section: DraftSection, *, num_steps: int, temperature: float = 1.0) -> None:
+    def __init__(self, head: DraftHead, section: DraftSection, *, num_steps: int, temperature: float = 1.0) -> None:
         self.head, self.section = head.requires_grad_(True), section
         self.temperature = temperature or 1.0  # for greedy decoding, train at temperature 1
         self.optimizer = Optimizer(head, head.config.layer, section, num_steps)
@@ -46,17 +47,19 @@ class DraftLearner:
         weights = [section.unroll_decay**step for step in range(section.unroll)]
         total = torch.zeros((), device=self.head.device, dtype=self.head.dtype)
         overlaps: list[Tensor] = []
-        assert self.head.lm_head.weight is not None
         autocast = torch.autocast("cuda", torch.bfloat16, enabled=self.head.device.type == "cuda")
         with torch.enable_grad(), autocast:
-            steps = unroll(self.head, embed, head_batch, section.unroll)
-            for weight, (h_PD, _, at_P) in zip(weights, steps, strict=True):
+            steps = draft_steps(self.head, embed, head_batch, section.unroll)
+            output_weight = self.head.output_weight()
+            for weight, (features, _, at_P) in zip(weights, steps, strict=True):
                 p_PN = p_TN[at_P - 1]  # position t - 1 predicts token t
-                loss, overlap = draft_loss(
-                    h_PD.to(self.head.dtype), self.head.lm_head.weight, p_PN, self.temperature, section.loss
-                )
+                features = features.to(self.head.dtype)
+                loss, overlap_P = draft_loss(features, output_weight, p_PN, self.temperature, section.loss)
+                if (acceptance := self.head.acceptance_logits(features)) is not None:
+                    errors = F.binary_cross_entropy_with_logits(acceptance.to(loss.dtype), overlap_P, reduction="sum")
+                    loss = loss + errors / max(1, len(overlap_P))
                 total = total + weight / sum(weights) * loss
-                overlaps.append(overlap)
+                overlaps.append(overlap_P.sum() / max(1, len(overlap_P)))
             total.backward()
         norm = self.optimizer.step(self.version)
         if not math.isfinite(norm):

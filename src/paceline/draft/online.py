@@ -1,4 +1,4 @@
-"""Online training of an EAGLE-3 head, on the hidden states that the policy's update computes anyway.
+"""Online training of a head, on the hidden states that the policy's update computes anyway.
 
 The trainer observes the learner's update (`rl/observer.py`). It keeps the detached hidden states of some sequences.
 Before the optimizer changes the policy it trains the head on them.
@@ -28,7 +28,8 @@ from paceline.draft.batches import batches
 from paceline.draft.head_batch import HeadBatch
 from paceline.draft.learner import DraftLearner, DraftReport
 from paceline.model.decoder import Decoder, Output
-from paceline.model.eagle3 import Eagle3Head
+from paceline.model.draft_head import DraftHead
+from paceline.model.dspark import DSparkHead
 from paceline.model.head_files import head_state
 from paceline.model.weights import checksum
 from paceline.rl.packing import Packed
@@ -41,9 +42,9 @@ WARMUP_STEPS = 10  # the optimizer's moments start at zero
 class OnlineHeadTrainer:
     """Trains `head` in place, during the updates of `decoder`, the policy. Implements `rl.observer.HeadTrainer`."""
 
-    def __init__(self, head: Eagle3Head, decoder: Decoder, section: DraftSection, temperature: float) -> None:
+    def __init__(self, head: DraftHead, decoder: Decoder, section: DraftSection, temperature: float) -> None:
         self.section = section
-        self.learner = DraftLearner(head, online_section(section), num_steps=1, temperature=temperature)
+        self.learner = DraftLearner(head, online_section(section, head), num_steps=1, temperature=temperature)
         self.decoder = decoder
         self.aux_layers = head.config.aux_layers
         self.base = checksum(self.weights())  # of the head at the start of the run
@@ -148,7 +149,7 @@ class OnlineHeadTrainer:
         self.best, self.num_tokens = metadata["best_acceptance_length"], metadata["num_tokens"]
 
 
-def check_base(head: Eagle3Head, metadata: Mapping[str, Any]) -> None:
+def check_base(head: DraftHead, metadata: Mapping[str, Any]) -> None:
     """Raise ValueError unless this is the head that the run with this metadata started with."""
     _check_base(checksum(head_state(head)), metadata)
 
@@ -170,8 +171,9 @@ class _Observed:
     hidden: Tensor  # [length - 1, D]
 
 
-def online_section(section: DraftSection) -> DraftSection:
-    """The settings of the head's optimizer: a constant learning rate, with Muon's scaled in proportion."""
+def online_section(section: DraftSection, head: DraftHead) -> DraftSection:
+    """The settings of the head's optimizer: a constant learning rate, with Muon's scaled in proportion. The blocks of a
+    DSpark head keep their size."""
     share = section.online_learning_rate / section.learning_rate if section.learning_rate else 1.0
     return section.model_copy(
         update={
@@ -179,6 +181,7 @@ def online_section(section: DraftSection) -> DraftSection:
             "muon_learning_rate": section.muon_learning_rate * share,
             "schedule": "constant",
             "warmup_steps": WARMUP_STEPS,
+            "unroll": head.config.block_size if isinstance(head, DSparkHead) else section.unroll,
         }
     )
 

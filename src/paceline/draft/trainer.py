@@ -184,6 +184,7 @@ class DraftTrainer:
             "draft_vocab_size": len(draft_ids),
             "coverage": coverage(draft_ids, examples.held_out),
             "coverage_train": coverage(draft_ids, examples.train),
+            "architecture": self.learner.head.architecture,
             "k": self.section.unroll,
             "temperature": self.temperature,
             "acceptance_before": self.before,

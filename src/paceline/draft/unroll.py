@@ -1,27 +1,76 @@
-"""EAGLE-3's training-time test: unroll the head for several draft steps, from all positions at once.
+"""Forward passes of heads in training: all drafts of k tokens that start at the positions of a batch.
 
-A base is a position from which a draft starts. Step s of base b is at position b + s, reads token b + s + 1 and
-predicts token b + s + 2. It attends to the bases up to b, with the target's features, and to the steps 1 … s of its own
-base. The input tokens are the recorded ones, because a draft only continues after correct tokens. A drafter computes
-the same, one step after the other; tests compare the two.
+A base is a position from which a draft starts. Step s of base b predicts token b + s + 2. The tokens before it are the
+recorded ones, because a draft only continues after correct tokens. A drafter computes the same, for one base at a time;
+tests compare the two.
+
+EAGLE-3 (training-time test): step s of base b is at position b + s and reads token b + s + 1. It attends to the bases
+up to b, with the target's features, and to the steps 1 … s of its own base.
+
+DSpark: the steps of base b are one block, whose first token is b + 1. They attend to the context up to b and to each
+other.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from paceline.draft.block_attention import block_attention
 from paceline.draft.head_batch import HeadBatch
+from paceline.model.draft_head import DraftHead
+from paceline.model.dspark import DSparkHead
 from paceline.model.eagle3 import Eagle3Head
 from paceline.model.layer import Linear
 
+Steps = Iterator[tuple[Tensor, Tensor, Tensor]]
 
-class UnrollAttention:
+
+def draft_steps(head: DraftHead, embed: Linear, head_batch: HeadBatch, num_steps: int) -> Steps:
+    """For each step: the features [P, K] of the bases with a predicted token in the loss mask, these bases [P], and the
+    positions of the predicted tokens [P]. Bases and positions index the flattened batch. `head.output_weight` maps
+    features to logits."""
+    num_sequences, length = head_batch.tokens_SL.shape
+    at = torch.arange(length, device=head_batch.tokens_SL.device)
+    flat = torch.arange(num_sequences * length, device=at.device)
+    features = _eagle3_steps if isinstance(head, Eagle3Head) else _dspark_steps
+    for step, features_TK in enumerate(features(head, embed, head_batch, num_steps)):  # type: ignore[arg-type]
+        in_loss = head_batch.loss_mask_SL.roll(-step - 2, 1) & (at + step + 2 < length)
+        base_P = flat[in_loss.flatten()]
+        yield features_TK[base_P], base_P, base_P + step + 2
+
+
+def _eagle3_steps(head: Eagle3Head, embed: Linear, head_batch: HeadBatch, num_steps: int) -> Iterator[Tensor]:
+    attention = _StepAttention(len(head_batch.tokens_SL))
+    x = head.fuse(head_batch.aux_hidden_SLF.flatten(0, 1).to(head.dtype))
+    for step in range(num_steps):
+        tokens = head_batch.tokens_SL.roll(-step - 1, 1).flatten()  # tokens that wrap around are not in the loss
+        x, h = head(x, tokens, _positions(head, head_batch, step), attention, embed)
+        yield h
+
+
+def _dspark_steps(head: DSparkHead, embed: Linear, head_batch: HeadBatch, num_steps: int) -> Iterator[Tensor]:
+    fused = head.fuse(head_batch.aux_hidden_SLF.flatten(0, 1).to(head.dtype))
+    context = list(head.context(fused, _positions(head, head_batch, 0)))
+    attention = _OneBlockAttention(len(head_batch.tokens_SL), num_steps, context)
+    tokens = head.block_tokens(head_batch.tokens_SL.roll(-1, 1).flatten(), num_steps)
+    positions = torch.stack([_positions(head, head_batch, 1 + step) for step in range(num_steps)], 1)
+    h_TQD = head(tokens.flatten(), positions.flatten(), attention, embed).unflatten(0, (-1, num_steps))
+    for step, h in enumerate(h_TQD.unbind(1)):
+        previous = head.previous(head_batch.tokens_SL.roll(-step - 1, 1).flatten())
+        yield torch.cat([h, previous.to(h.dtype)], -1)
+
+
+def _positions(head: DraftHead, head_batch: HeadBatch, offset: int) -> Tensor:
+    """Those after each of the batch's, [T]; positions beyond the model's context are not in the loss."""
+    num_sequences, length = head_batch.tokens_SL.shape
+    at = torch.arange(length, device=head_batch.tokens_SL.device) + offset
+    return at.clamp(max=head.config.layer.max_positions - 1).repeat(num_sequences)
+
+
+class _StepAttention:
     """Called once per step; keeps the keys and values of all steps."""
 
     def __init__(self, num_sequences: int) -> None:
@@ -33,98 +82,24 @@ class UnrollAttention:
         q, k, v = (x.unflatten(0, (self.num_sequences, -1)).transpose(1, 2) for x in (q_THE, k_TGE, v_TGE))
         self.k.append(k)
         self.v.append(v)
-        if len(self.k) == 1:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        elif q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            out = _StepsAttention.apply(FlashAttention(), q, *self.k, *self.v)
-        else:
-            length = q.shape[2]
-            own = torch.eye(length, dtype=torch.bool, device=q.device)
-            mask = torch.cat([own.new_ones(own.shape).tril(), *[own] * (len(self.k) - 1)], 1)
-            k, v = torch.cat(self.k, 2), torch.cat(self.v, 2)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        return out.transpose(1, 2).flatten(0, 1).flatten(1)
-
-
-class _StepsAttention(torch.autograd.Function):
-    """The same attention without a dense mask: causal flash attention over the bases and one key per later step,
-    combined by their log-sum-exps. The kernel's backward pass gives the gradients of its part if it gets the combined
-    output and log-sum-exp."""
-
-    @staticmethod
-    def forward(ctx: Any, flash: FlashAttention, q: Tensor, *keys_values: Tensor) -> Tensor:
-        num = len(keys_values) // 2
-        k, v = keys_values[:num], keys_values[num:]
-        base_out, base_lse, saved = flash.forward(q, k[0], v[0])
-        # [S, H, L, steps]
-        step_scores = torch.stack([_dot(_grouped(q, x), x) for x in k[1:]], -1) / math.sqrt(q.shape[-1])
-        lse = torch.logsumexp(torch.cat([base_lse.unsqueeze(-1), step_scores], -1), -1)
-        out = base_out * (base_lse - lse).exp().unsqueeze(-1)
-        for weight, x in zip((step_scores - lse.unsqueeze(-1)).exp().unbind(-1), v[1:], strict=True):
-            out += (_grouped(weight.unsqueeze(-1), x) * x.unsqueeze(2)).flatten(1, 2)
-        out = out.to(q.dtype)
-        ctx.flash, ctx.saved, ctx.num = flash, saved, num
-        ctx.save_for_backward(q, *keys_values, out, lse, step_scores)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (q, *keys_values, out, lse, step_scores), grad = ctx.saved_tensors, grads[0]
-        k, v = keys_values[: ctx.num], keys_values[ctx.num :]
-        q_grad, k_first, v_first = ctx.flash.backward(grad, q, k[0], v[0], out, lse, ctx.saved)
-        k_grads, v_grads, q_grad = [k_first], [v_first], q_grad.float()
-        mean = (grad.float() * out).sum(-1)
-        weights = (step_scores - lse.unsqueeze(-1)).exp().unbind(-1)
-        for weight, key, value in zip(weights, k[1:], v[1:], strict=True):
-            score_grad = weight * (_dot(_grouped(grad, value), value) - mean) / math.sqrt(q.shape[-1])
-            q_grad += (_grouped(score_grad.unsqueeze(-1), key) * key.unsqueeze(2)).flatten(1, 2)
-            k_grads.append(_grouped(score_grad.unsqueeze(-1) * q, key).sum(2).to(key.dtype))
-            v_grads.append(_grouped(weight.unsqueeze(-1) * grad, value).sum(2).to(value.dtype))
-        return None, q_grad.to(q.dtype), *k_grads, *v_grads
-
-
-def _grouped(x_SHLE: Tensor, key_SGLE: Tensor) -> Tensor:
-    """Query heads grouped by KV head: [S, G, H / G, L, E]."""
-    return x_SHLE.unflatten(1, (key_SGLE.shape[1], -1))
-
-
-def _dot(x_SGRLE: Tensor, key_SGLE: Tensor) -> Tensor:
-    return (x_SGRLE.float() * key_SGLE.unsqueeze(2)).sum(-1).flatten(1, 2)
-
-
-class FlashAttention:
-    """Causal attention that also returns the log-sum-exp of the scores [S, H, L]."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Any]:
-        out, lse, _, _, max_q, max_k, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(
-            q, k, v, 0.0, True
+        own_k, own_v = (
+            torch.stack(each[1:], 3) if each[1:] else k.unsqueeze(3)[:, :, :, :0] for each in (self.k, self.v)
         )
-        return out, lse, (max_q, max_k, seed, offset)
+        out = block_attention(q.unsqueeze(3), self.k[0], self.v[0], own_k, own_v)
+        return out.squeeze(3).transpose(1, 2).flatten(0, 1).flatten(1)
 
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, saved: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        max_q, max_k, seed, offset = saved
-        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, None, None, max_q, max_k, 0.0, True, seed, offset
+
+class _OneBlockAttention:
+    """Of all blocks of `size` positions. `context`: the keys and values of each layer."""
+
+    def __init__(self, num_sequences: int, size: int, context: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.num_sequences, self.size, self.context = num_sequences, size, context
+
+    def __call__(self, layer: int, q_THE: Tensor, k_TGE: Tensor, v_TGE: Tensor) -> Tensor:
+        # [S, heads, L, Q, E]
+        q, k, v = (
+            x.unflatten(0, (self.num_sequences, -1, self.size)).permute(0, 3, 1, 2, 4) for x in (q_THE, k_TGE, v_TGE)
         )
-
-
-def unroll(
-    head: Eagle3Head, embed: Linear, head_batch: HeadBatch, num_steps: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """For each step: the normalized hidden states [P, D] of the bases with a predicted token in the loss mask, these
-    bases [P], and the positions of the predicted tokens [P]. Bases and positions index the flattened batch."""
-    num_sequences, length = head_batch.tokens_SL.shape
-    attention = UnrollAttention(num_sequences)
-    at = torch.arange(length, device=head_batch.tokens_SL.device)
-    flat = torch.arange(num_sequences * length, device=at.device)
-    aux_hidden_states = head_batch.aux_hidden_SLF.flatten(0, 1)
-    x = head.fuse(aux_hidden_states.to(head.dtype))
-    for step in range(num_steps):
-        tokens = head_batch.tokens_SL.roll(-step - 1, 1).flatten()  # tokens that wrap around are not in the loss
-        positions = (at + step).clamp(max=head.config.layer.max_positions - 1).repeat(num_sequences)
-        x, h = head(x, tokens, positions, attention, embed)
-        in_loss = head_batch.loss_mask_SL.roll(-step - 2, 1) & (at + step + 2 < length)
-        base_P = flat[in_loss.flatten()]
-        yield h[base_P], base_P, base_P + step + 2
+        context_k, context_v = (x.unflatten(0, (self.num_sequences, -1)).transpose(1, 2) for x in self.context[layer])
+        out = block_attention(q, context_k, context_v, k, v)
+        return out.permute(0, 2, 3, 1, 4).flatten(0, 2).flatten(1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline import native
 from paceline.model.decoder import Decoder
-from paceline.model.eagle3 import Eagle3Head
+from paceline.model.draft_head import DraftHead
 from paceline.model.kv import BatchPlan, PagedKV
 from paceline.model.layer import Layer, Linear, Lora
 from paceline.model.ops import Ops
@@ -109,7 +109,7 @@ def sums(words: Tensor, high: np.ndarray) -> np.ndarray:
     return out
 
 
-def pack_for_inference(model: Decoder | Eagle3Head) -> None:
+def pack_for_inference(model: Decoder | DraftHead) -> None:
     """Convert a float32 CPU model for inference, in place: packed weights and C kernels."""
     assert model.device.type == "cpu" and model.dtype == torch.float32
     _library("sample")

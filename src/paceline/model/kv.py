@@ -61,7 +61,7 @@ class PagedKV:
         self.k = torch.zeros((*shape[:3], *shape[:2:-1]) if transposed else shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.aux_hidden_states: Tensor | None = None  # [slots, F]
-        self.draft_kv: PagedKV | None = None  # an EAGLE-3 head's KV in the same blocks
+        self.draft_kv: PagedKV | None = None  # a draft head's KV in the same blocks
 
     @property
     def num_bytes(self) -> int:

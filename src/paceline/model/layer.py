@@ -6,6 +6,7 @@ They hold parameters. `ops.py` computes with them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,11 @@ class Float8Weight:
         self.scale.copy_(weight.abs().max().float().clamp_min(1e-12) / torch.finfo(FLOAT8).max)
         for target, rows in zip(self.weight.split(ROWS), weight.split(ROWS), strict=True):
             target.copy_(rows.float() / self.scale)
+
+    def outputs_from(self, first: int) -> Float8Weight:
+        part = copy(self)
+        part.weight = self.weight[first:]
+        return part
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +114,22 @@ class Linear(nn.Module):
         self.lora: Lora | None = None
         self.float8: Float8Weight | None = None
 
+    def outputs_from(self, first: int) -> Linear:
+        """The part that computes the outputs from `first` on, without adapters. It shares the memory of the weights, so
+        it changes with them."""
+        assert self.weight is not None
+        with torch.device("meta"):
+            part = Linear(self.num_in, self.num_out - first)
+        part.weight = nn.Parameter(self.weight[first:], requires_grad=False)
+        if self.bias is not None:
+            part.bias = nn.Parameter(self.bias[first:], requires_grad=False)
+        if self.float8 is not None:
+            part.float8 = self.float8.outputs_from(first)
+        return part
+
 
 class Model(nn.Module):
-    """A decoder or an EAGLE-3 head."""
+    """A decoder or a draft head."""
 
     norm: nn.Parameter  # before the LM head
     compute_dtype: torch.dtype | None = None  # None: that of the parameters

@@ -62,6 +62,10 @@ class Ops(Protocol):
         the output: it may consist of partial sums, which they add up."""
         return self.linear(x_TK, linear)
 
+    def input_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """A norm that only large linear layers read, perhaps in a dtype of theirs."""
+        return self.norm(x_TD, weight_D, eps)
+
     def norm_concat(self, x_TD: Tensor, x_norm_D: Tensor, y_TD: Tensor, y_norm_D: Tensor, eps: float) -> Tensor:
         """The norms of x and y, concatenated: [T, 2 D]."""
         return torch.cat([self.norm(x_TD, x_norm_D, eps), self.norm(y_TD, y_norm_D, eps)], -1)
@@ -91,7 +95,7 @@ class Ops(Protocol):
         """Layer i. Takes and returns the residual stream x and a term y that is still to be added to it: the next norm
         adds it in the same kernel. This way a layer needs only its own parameters. May overwrite x and y."""
         x, norm, eps = x_TD, layer.input_norm, layer.config.norm_eps
-        x, h = (x, self.norm(x, norm, eps)) if y_TD is None else self.add_norm(x, y_TD, norm, eps)
+        x, h = (x, self.input_norm(x, norm, eps)) if y_TD is None else self.add_norm(x, y_TD, norm, eps)
         h = self.residual_linear(self.attend(h, layer, positions_T, rope, attention, i), layer.o)
         x, h = self.add_norm(x, h, layer.post_norm, eps)
         return x, self.mlp(h, layer)

@@ -61,7 +61,7 @@ def is_large(kv_bytes: int, total_bytes: int) -> bool:
 
 
 class PagedMemory:
-    """KV tensors and their BlockPool, for a decoder or for an EAGLE-3 head. `native`: in the layout of the CPU
+    """KV tensors and their BlockPool, for a decoder or for a draft head. `native`: in the layout of the CPU
     kernels."""
 
     def __init__(

@@ -2,7 +2,7 @@
 
 Our parameters are fused (qkv, gate_up), and packed into panels on a CPU engine. All other code uses the names and
 shapes of transformers. A `ParameterView` maps one of our parameters to Hugging Face tensors; `decoder_views` lists
-those of a decoder, `head_files.py` those of an EAGLE-3 head. All names and shapes are checked before a tensor is
+those of a decoder, `head_files.py` those of a draft head. All names and shapes are checked before a tensor is
 copied: a failed call leaves the module unchanged.
 """
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import head_checksum, tiny_decoder, tiny_head
+from support import head_checksum, tiny_decoder, tiny_dspark, tiny_head
 from tiny_run import LeakyOps
 from torch import Tensor
 
@@ -287,17 +287,23 @@ def test_should_train_only_after_a_drop() -> None:
 
 
 def test_only_heads_can_be_trained_online() -> None:
-    with pytest.raises(ConfigError, match=r'draft\.online = "every".*"suffix".*"eagle3" or "hybrid"'):
+    with pytest.raises(ConfigError, match=r'draft\.online = "every".*"suffix".*"eagle3", "dspark" or "hybrid"'):
         load_config(None, ["draft.online=every", "speculation.method=suffix"])
-    for method in ("eagle3", "hybrid"):
+    for method in ("eagle3", "dspark", "hybrid"):
         load_config(None, ["draft.online=drop", f"speculation.method={method}"])
 
 
 def test_online_section() -> None:
-    section = online_section(DraftSection(learning_rate=1e-3, muon_learning_rate=2e-2, online_learning_rate=1e-4))
+    decoder = tiny_decoder()
+    head = tiny_head(decoder)
+    given = DraftSection(learning_rate=1e-3, muon_learning_rate=2e-2, online_learning_rate=1e-4)
+    section = online_section(given, head)
     assert section.learning_rate == 1e-4 and section.muon_learning_rate == pytest.approx(2e-3)
     assert section.schedule == "constant"
-    assert online_section(DraftSection(learning_rate=0.0)).muon_learning_rate == DraftSection().muon_learning_rate
+    default = DraftSection(learning_rate=0.0)
+    assert online_section(default, head).muon_learning_rate == default.muon_learning_rate
+    assert section.unroll == given.unroll
+    assert online_section(given, tiny_dspark(decoder, block_size=7)).unroll == 7
 
 
 # ---- state ----

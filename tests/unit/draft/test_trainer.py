@@ -18,6 +18,7 @@ from paceline.build.config import load_config
 from paceline.config import Config
 from paceline.draft.learner import DraftLearner
 from paceline.draft.trainer import DraftTrainer
+from paceline.model.dspark import DSparkHead
 from paceline.model.head_files import load_head
 from paceline.model.provenance import read_provenance
 from paceline.model.weights import checksum, hf_state, read_config
@@ -270,9 +271,35 @@ def test_the_heads_shape(folder: Path) -> None:
     assert not (folder / "other shape").exists(), "config errors are found before the folder is created"
 
 
+def test_a_dspark_head(folder: Path) -> None:
+    """It is trained, resumed bit for bit, written and loaded."""
+    shape = "draft.architecture=dspark", "draft.num_layers=1", "draft.markov_rank=3"
+    summary = train(folder, "dspark", *shape)
+    assert summary["architecture"] == "dspark" and summary["finished"]
+    head = load_head(summary["head"], read_config(folder / "model"))
+    assert isinstance(head, DSparkHead) and (head.config.block_size, head.config.markov_rank) == (2, 3)
+    assert head.config.layer.num_layers == 1
+    trainer = make(folder, "dspark, stopped", *shape)
+    trainer.run(stopping=lambda: trainer.step == 4)
+    trainer.close()
+    train(folder, "dspark, stopped", resume=True)
+    assert outcome(folder / "dspark, stopped") == outcome(folder / "dspark")
+    init = f"draft.init={summary['head']!r}"
+    again = make(folder, "dspark, again", init, "draft.architecture=dspark", "draft.draft_vocab_size=64")
+    assert all(p.equal(q) for p, q in zip(again.learner.head.parameters(), head.double().parameters(), strict=True))
+    again.close()
+    with pytest.raises(ValueError, match=r"draft.architecture = eagle3: the head draft.init = .* has dspark"):
+        make(folder, "other", init, "draft.architecture=eagle3")
+    with pytest.raises(ValueError, match=r"draft.unroll = 3: the head draft.init = .* has 2"):
+        make(folder, "other", init, "draft.draft_vocab_size=64", "draft.unroll=3")
+    config = load_config(None, [f"model.name={str(folder / 'model')!r}", init])
+    assert build.build_head_init(config, folder / "model").section.unroll == 2, "blocks of the size that it has"
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
+        ("draft.markov_rank=3", 'draft.markov_rank = 3: is for draft.architecture = "dspark", but it is "eagle3"'),
         ("draft.layer_ids=[1, 3]", r"draft.layer_ids = \[1, 3\]: the model has 2 layers; give ascending numbers"),
         ("draft.layer_ids=[2, 1]", r"draft.layer_ids = \[2, 1\]: the model has 2 layers"),
         ("draft.draft_vocab_size=1000", "draft.draft_vocab_size = 1000: the model has 259 tokens; lower it"),

@@ -4,24 +4,22 @@ comparison must detect a deliberately broken reference."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
+from head_reference import VOCAB, norm, rotated, some_examples
 from support import tiny_decoder
 from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.draft.head_batch import Example, HeadBatch, make_head_batch
-from paceline.draft.unroll import UnrollAttention, _StepsAttention, unroll
+from paceline.draft.unroll import draft_steps
 from paceline.model.attention import PackedAttention
 from paceline.model.decoder import Decoder
 from paceline.model.eagle3 import Eagle3Head, head_config, init_head
 
 STEPS = 4
-VOCAB = 61
 
 
 def make_head(decoder: Decoder, seed: int = 1, layer_ids: tuple[int, ...] = (1, 2, 3), **changes: bool) -> Eagle3Head:
@@ -39,31 +37,7 @@ def make_head(decoder: Decoder, seed: int = 1, layer_ids: tuple[int, ...] = (1, 
     return head
 
 
-def some_examples(lengths: Sequence[int] = (13, 7, 10), seed: int = 0) -> list[Example]:
-    """Sequences with a prompt, and a token in the middle that is not in the loss mask."""
-    rng = np.random.default_rng(seed)
-    found = []
-    for length in lengths:
-        loss_mask = np.arange(length) >= rng.integers(1, 4)
-        loss_mask[length // 2] = False
-        found.append(Example(rng.integers(0, VOCAB, length).astype(np.int32), loss_mask))
-    return found
-
-
 # ---- the reference ----
-
-
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return weight * x / (x.square().mean() + eps).sqrt()
-
-
-def rotated(x: Tensor, position: int, head: Eagle3Head) -> Tensor:
-    """One head's vector [E] at a position, the angles rounded as the model's are."""
-    half = x.shape[-1] // 2
-    exponents = torch.arange(0, 2 * half, 2, dtype=torch.float32) / (2 * half)
-    angles = torch.tensor(float(position)) * (1 / head.config.layer.rope_theta**exponents)
-    cos, sin = angles.cos().double(), angles.sin().double()
-    return torch.cat([x[:half] * cos - x[half:] * sin, x[half:] * cos + x[:half] * sin])
 
 
 class ReferenceHead:
@@ -135,7 +109,7 @@ class ReferenceHead:
 
 @torch.no_grad()
 def largest_difference(head: Eagle3Head, decoder: Decoder, examples: list[Example], reference: ReferenceHead) -> float:
-    """Between the hidden states of `unroll` and those of the reference, which gets one sequence at a time."""
+    """Between the hidden states of `draft_steps` and those of the reference, which gets one sequence at a time."""
     head_batch = make_head_batch(decoder, examples, head.config.aux_layers)
     length = head_batch.tokens_SL.shape[1]
     expected: dict[tuple[int, int, int], Tensor] = {}
@@ -149,7 +123,7 @@ def largest_difference(head: Eagle3Head, decoder: Decoder, examples: list[Exampl
             if base + step + 2 < num and example.loss_mask[base + step + 2]:
                 expected[row, base, step] = h
     worst, seen = 0.0, set()
-    for step, (h_PD, base_P, at_P) in enumerate(unroll(head, decoder.embed, head_batch, STEPS)):
+    for step, (h_PD, base_P, at_P) in enumerate(draft_steps(head, decoder.embed, head_batch, STEPS)):
         assert (at_P - base_P == step + 2).all()
         for h, flat in zip(h_PD, base_P.tolist(), strict=True):
             row, base = divmod(flat, length)
@@ -195,7 +169,7 @@ def test_padding_does_not_change_the_result() -> None:
     short, long = some_examples((7, 13))
     layers = head.config.aux_layers
     batches = make_head_batch(decoder, [short], layers), make_head_batch(decoder, [short, long], layers)
-    for one, two in zip(*(unroll(head, decoder.embed, batch, STEPS) for batch in batches), strict=True):
+    for one, two in zip(*(draft_steps(head, decoder.embed, batch, STEPS) for batch in batches), strict=True):
         kept = two[1] < 13
         assert torch.allclose(one[0], two[0][kept], atol=1e-12)
         assert one[1].equal(two[1][kept]) and one[2].equal(two[2][kept])
@@ -206,59 +180,8 @@ def test_no_step_beyond_the_models_context_length() -> None:
     decoder = tiny_decoder(max_positions=12)
     head = make_head(decoder)
     examples = some_examples((12,))
-    steps = list(unroll(head, decoder.embed, make_head_batch(decoder, examples, head.config.aux_layers), STEPS))
+    steps = list(draft_steps(head, decoder.embed, make_head_batch(decoder, examples, head.config.aux_layers), STEPS))
     assert all(int(at.max()) < 12 for _, _, at in steps)
-
-
-class DenseAttention:
-    """Reference implementation of `FlashAttention`."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, None]:
-        scores = self.scores(q, k)
-        lse = scores.logsumexp(-1)
-        return (scores - lse.unsqueeze(-1)).exp() @ self.repeat_heads(v, q), lse, None
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, saved: None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        weights = (self.scores(q, k) - lse.unsqueeze(-1)).exp()
-        mean = (grad * out).sum(-1, keepdim=True)
-        score_grad = weights * (grad @ self.repeat_heads(v, q).mT - mean) / math.sqrt(q.shape[-1])
-        each = k.shape[1]
-        k_grad, v_grad = (x.unflatten(1, (each, -1)).sum(2) for x in (score_grad.mT @ q, weights.mT @ grad))
-        return score_grad @ self.repeat_heads(k, q), k_grad, v_grad
-
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        scores = q @ self.repeat_heads(k, q).mT / math.sqrt(q.shape[-1])
-        return scores.masked_fill(torch.ones(scores.shape[-2:]).tril() == 0, -torch.inf)
-
-    def repeat_heads(self, x: Tensor, q: Tensor) -> Tensor:
-        return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
-
-
-def test_attention_without_a_mask_equals_masked_attention() -> None:
-    """The GPU's combination of a causal kernel and one key per step, compared with the masked attention, with
-    gradients. Later steps are computed in float32."""
-    noise = torch.Generator().manual_seed(0)
-    sequences, length = 2, 9
-    rows = [
-        [torch.randn(sequences * length, heads, 8, generator=noise).requires_grad_() for heads in (4, 2, 2)]
-        for _ in range(3)
-    ]
-    attention = UnrollAttention(sequences)
-    masked = [attention(0, *row) for row in rows][-1]
-
-    def split(x: Tensor) -> Tensor:
-        return x.unflatten(0, (sequences, -1)).transpose(1, 2)
-
-    keys, values = ([split(row[i]) for row in rows] for i in (1, 2))
-    combined = _StepsAttention.apply(DenseAttention(), split(rows[-1][0]), *keys, *values)
-    combined = combined.transpose(1, 2).flatten(0, 1).flatten(1)
-    assert torch.allclose(masked, combined, atol=1e-5)
-    weights = torch.randn(masked.shape, generator=noise)
-    leaves = [rows[-1][0], *(row[i] for row in rows for i in (1, 2))]
-    for one, other in zip(*(torch.autograd.grad((x * weights).sum(), leaves) for x in (masked, combined)), strict=True):
-        assert torch.allclose(one, other, atol=1e-5)
 
 
 def test_a_head_batch_is_detached() -> None:
