@@ -1,5 +1,5 @@
-"""Load, save, read and assign EAGLE-3 heads under the tensor names of the `speculators` layout, which is also the one
-that is written. `head_layouts.py` reads the config files of both supported layouts.
+"""Load, save, read and assign draft heads under the tensor names of the `speculators` layout, which is also the one
+that is written. `head_layouts.py` reads the config files of all supported layouts.
 
 `d2t` holds offsets: draft token i is target token i + d2t[i]. `t2d` marks the target tokens that are draft tokens. A
 loaded head fits its target; otherwise loading raises a ModelError that names the mismatch.
@@ -18,8 +18,10 @@ from torch import Tensor
 
 from paceline import native
 from paceline.model.config import ModelConfig
-from paceline.model.eagle3 import Eagle3Head, HeadConfig
-from paceline.model.head_layouts import check_fit, from_json, to_speculators
+from paceline.model.draft_head import DraftHead, HeadConfig
+from paceline.model.dspark import DSparkConfig, DSparkHead
+from paceline.model.eagle3 import Eagle3Config, Eagle3Head
+from paceline.model.head_layouts import check_fit, from_json, ids_key, to_speculators
 from paceline.model.hf_directory import MAX_SHARD_BYTES, write_directory
 from paceline.model.provenance import FILE, Provenance, read_provenance
 from paceline.model.tensor_file import TensorSpec
@@ -39,27 +41,47 @@ from paceline.model.weights import (
     tensors_in,
 )
 
+LM_HEAD, MARKOV_OUT = "lm_head.weight", "markov_head.markov_w2.weight"  # one row per draft token
 CONVERT = "safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')"
 
 
 # ---- memory ----
 
 
-def _head_views(head: Eagle3Head) -> Iterator[ParameterView]:
+def _head_views(head: DraftHead) -> Iterator[ParameterView]:
     c = head.config
     yield from linear_views(head.fc, ("fc", c.layer.hidden_size))
-    if head.fc_norm is not None:
-        for i, row in enumerate(head.fc_norm.detach()):
-            yield from norm_views(row, f"fc_norm.{i}")
-    yield from norm_views(head.hidden_norm, "layers.0.hidden_norm")
-    yield from layer_views(head.layer, c.layer, "layers.0")
+    if isinstance(head, DSparkHead):
+        yield from _dspark_views(head)
+    else:
+        assert isinstance(head, Eagle3Head)
+        yield from _eagle3_views(head)
     yield from norm_views(head.norm, "norm")
     yield from linear_views(head.lm_head, ("lm_head", c.draft_vocab_size))
     if head.embed is not None:
         yield from linear_views(head.embed, ("embed_tokens", c.layer.vocab_size))
 
 
-def head_state(head: Eagle3Head) -> Iterator[tuple[str, Tensor]]:
+def _eagle3_views(head: Eagle3Head) -> Iterator[ParameterView]:
+    if head.fc_norm is not None:
+        for i, row in enumerate(head.fc_norm.detach()):
+            yield from norm_views(row, f"fc_norm.{i}")
+    yield from norm_views(head.hidden_norm, "layers.0.hidden_norm")
+    yield from layer_views(head.layer, head.config.layer, "layers.0")
+
+
+def _dspark_views(head: DSparkHead) -> Iterator[ParameterView]:
+    c = head.config
+    yield from norm_views(head.hidden_norm, "hidden_norm")
+    for i, layer in enumerate(head.layers):
+        yield from layer_views(layer, c.layer, f"layers.{i}")
+    yield from linear_views(head.markov_in, ("markov_head.markov_w1", c.layer.vocab_size))
+    yield from linear_views(head.markov_out, (MARKOV_OUT.removesuffix(".weight"), c.draft_vocab_size))
+    if head.confidence is not None:
+        yield from linear_views(head.confidence, ("confidence_head.proj", 1))
+
+
+def head_state(head: DraftHead) -> Iterator[tuple[str, Tensor]]:
     """Every tensor under its name in the `speculators` layout; the counterpart of `weights.hf_state`. A head with the
     full vocabulary has no `d2t` and `t2d`."""
     yield from read_views(_head_views(head))
@@ -70,19 +92,19 @@ def head_state(head: Eagle3Head) -> Iterator[tuple[str, Tensor]]:
         yield "t2d", has_draft_token.index_fill_(0, head.draft_ids, True)
 
 
-def assign_head(head: Eagle3Head, pairs: Iterable[tuple[str, Tensor]]) -> None:
+def assign_head(head: DraftHead, pairs: Iterable[tuple[str, Tensor]]) -> None:
     """Overwrite every tensor in place with those of a `head_state`, of any dtype and device."""
     _fill(head, *collect(pairs), "head weights")
 
 
-def _fill(head: Eagle3Head, shapes: Shapes, fetch: Fetch, source: object) -> None:
+def _fill(head: DraftHead, shapes: Shapes, fetch: Fetch, source: object) -> None:
     ids = _draft_ids(head.config, shapes, fetch, source)
     order = ids.argsort()
 
     def sorted_fetch(name: str) -> Tensor:
-        """Our draft ids are sorted, so the rows of the LM head are sorted in the same way."""
+        """Our draft ids are sorted, so matrices with one row per draft token are sorted in the same way."""
         tensor = fetch(name)
-        return tensor[order.to(tensor.device)] if name == "lm_head.weight" else tensor
+        return tensor[order.to(tensor.device)] if name in (LM_HEAD, MARKOV_OUT) else tensor
 
     fill_views(_head_views(head), _without_ids(shapes), sorted_fetch, source)
     head.draft_ids.copy_(ids[order])
@@ -132,18 +154,19 @@ def _draft_ids(config: HeadConfig, shapes: Shapes, fetch: Fetch, source: object)
 
 
 def save_head(
-    head: Eagle3Head,
+    head: DraftHead,
     directory: Path | str,
     provenance: Provenance,
     *,
     target_name: str | None = None,
-    num_speculative_tokens: int = 3,
+    num_speculative_tokens: int | None = None,
     dtype: torch.dtype | None = torch.bfloat16,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write config.json, safetensors and provenance.json. `target_name` is the target's name for other engines, for
-    example a hub id; by default it is the provenance's. `dtype` None keeps the head's. The config is written last: a
-    directory without it is incomplete."""
+    example a hub id; by default it is the provenance's. `num_speculative_tokens` is for other engines too; by default
+    3, or a DSpark head's block size. `dtype` None keeps the head's. The config is written last: a directory without it
+    is incomplete."""
     dtype = dtype or head.dtype
     state = [(name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in head_state(head)]
     config = to_speculators(head.config, target_name or provenance.target, num_speculative_tokens, dtype)
@@ -163,9 +186,9 @@ def load_head(
     device: torch.device | str = "cpu",
     target_checksum: str | None = None,
     any_target: bool = False,
-) -> Eagle3Head:
-    """The head of a directory in either layout. `target_checksum` is `weights.checkpoint_checksum` of the target.
-    Unless `any_target`, it must equal the one in the head's provenance, if there is one."""
+) -> DraftHead:
+    """The head of a directory in any supported layout. `target_checksum` is `weights.checkpoint_checksum` of the
+    target. Unless `any_target`, it must equal the one in the head's provenance, if there is one."""
     directory = Path(directory)
     hf = read_config_json(directory)
     with tensors_in(directory, CONVERT) as (shapes, fetch):
@@ -174,7 +197,7 @@ def load_head(
         if not any_target:
             _check_target(directory, target_checksum)
         with torch.device("meta"):
-            head = Eagle3Head(config)
+            head = _new(config)
         check_views(_head_views(head), _without_ids(shapes), directory)  # before allocating memory
         head = head.to(dtype).to_empty(device=device)
         _fill(head, shapes, fetch, directory)
@@ -184,6 +207,10 @@ def load_head(
     return head
 
 
+def _new(config: Eagle3Config | DSparkConfig) -> DraftHead:
+    return DSparkHead(config) if isinstance(config, DSparkConfig) else Eagle3Head(config)
+
+
 def read_head_config(directory: Path, target: ModelConfig) -> HeadConfig:
     """The shape of a directory's head. Reads no weights."""
     hf = read_config_json(directory)
@@ -191,12 +218,12 @@ def read_head_config(directory: Path, target: ModelConfig) -> HeadConfig:
         return _config(hf, directory / "config.json", target, _renamed(shapes, fetch)[0])
 
 
-def _config(hf: dict[str, Any], path: Path, target: ModelConfig, shapes: Shapes) -> HeadConfig:
+def _config(hf: dict[str, Any], path: Path, target: ModelConfig, shapes: Shapes) -> Eagle3Config | DSparkConfig:
     try:
         config = from_json(hf, target, own_embedding="embed_tokens.weight" in shapes)
     except ValueError as error:
         raise ModelError(f"{path}: {error}") from None
-    check_fit(config, target, shapes, path)
+    check_fit(config, ids_key(hf), target, shapes, path)
     return config
 
 

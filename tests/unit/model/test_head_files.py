@@ -16,7 +16,7 @@ from torch import Tensor
 
 import paceline
 from paceline.model import head_files, kernels, layer
-from paceline.model.eagle3 import Eagle3Head, HeadConfig, head_config, init_head
+from paceline.model.eagle3 import Eagle3Config, Eagle3Head, head_config, init_head
 from paceline.model.head_files import assign_head, head_state, load_head, resolve_head, save_head
 from paceline.model.layer import FLOAT8, Float8Weight, Linear
 from paceline.model.provenance import Provenance, read_provenance
@@ -30,7 +30,7 @@ PROVENANCE = Provenance("tiny", "0f" * 32, "words", 7, 100, 5000, {"greedy": {"k
 
 
 def head(
-    seed: int = 0, config: HeadConfig = CONFIG, ids: Tensor = IDS, dtype: torch.dtype = torch.float32
+    seed: int = 0, config: Eagle3Config = CONFIG, ids: Tensor = IDS, dtype: torch.dtype = torch.float32
 ) -> Eagle3Head:
     made = init_head(config, ids, seed=seed)
     noise = torch.Generator().manual_seed(seed)
@@ -348,7 +348,7 @@ KEY = "eagle_aux_hidden_state_layer_ids"
         ({"norm_before_fc": True}, "norm_before_fc = True: this variant"),
         ({"norm_output": True}, "norm_output = True: this variant"),
         ({"speculators_model_type": "peagle"}, "speculators_model_type = 'peagle' is not supported"),
-        ({"speculators_model_type": ...}, "is no EAGLE-3 head"),
+        ({"speculators_model_type": ...}, "is no supported head"),
         ({"transformer_layer_config": ...}, "transformer_layer_config = None"),
         ({"fc_norm": True}, "missing tensors that the config requires: fc_norm.0.weight"),
     ],
@@ -385,7 +385,7 @@ def test_a_wrong_layer_raises(tmp_path: Path, changes: dict[str, Any], message: 
         ({KEY: [2, 4, 5]}, "belongs into eagle_config, where layers are counted from 0"),
         ({"max_position_embeddings": 128}, "max_position_embeddings = 128, but the target's is 256"),
         ({"draft_vocab_size": None}, "draft_vocab_size = 61, but lm_head.weight has 8 rows"),
-        ({"architectures": ["LlamaForCausalLM"]}, "is no EAGLE-3 head"),
+        ({"architectures": ["LlamaForCausalLM"]}, "is no supported head"),
     ],
 )
 def test_a_wrong_specforge_config_raises(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from paceline.model.attention import PackedAttention
 from paceline.model.decoder import Decoder
-from paceline.model.layer import Linear
+from paceline.model.layer import Float8Weight, Linear
 from paceline.model.ops import TorchOps
 
 TOKENS = torch.randint(0, 60, (48,), generator=torch.Generator().manual_seed(3))
@@ -67,3 +67,21 @@ def test_silu_mul_in_16_bits_is_rounded_once() -> None:
     assert given.grad is not None and reference.grad is not None
     assert torch.equal(TorchOps().silu_mul(given), TorchOps().silu_mul(reference).bfloat16())
     assert torch.equal(given.grad, reference.grad.bfloat16())
+
+
+def test_a_part_of_a_linear_layer_changes_with_the_whole() -> None:
+    linear = Linear(6, 10, bias=True)
+    weight, bias = linear.weight, linear.bias
+    assert weight is not None and bias is not None
+    with torch.no_grad():
+        weight.normal_()
+        linear.float8 = Float8Weight(weight)
+        part = linear.outputs_from(4)
+        weight.normal_()
+        bias.normal_()
+        linear.float8.update(weight)
+        x = torch.randn(3, 6)
+        assert torch.equal(TorchOps().linear(x, part), TorchOps().linear(x, linear)[:, 4:])
+    assert part.num_out == 6 and part.float8 is not None
+    assert torch.equal(part.float8.weight.float(), linear.float8.weight[4:].float())
+    assert part.float8.scale is linear.float8.scale
