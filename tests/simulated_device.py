@@ -19,7 +19,12 @@ import torch
 from support import check_blocks, kernel_modules, naive_generate
 
 from paceline.drafters import device as device_drafters
-from paceline.drafters.device import DeviceEagle3Drafter, DeviceHistoryDrafter, DeviceHybridDrafter
+from paceline.drafters.device import (
+    DeviceDSparkDrafter,
+    DeviceEagle3Drafter,
+    DeviceHistoryDrafter,
+    DeviceHybridDrafter,
+)
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.accept import RULES
 from paceline.engine.engine import LocalEngine
@@ -39,7 +44,7 @@ from paceline.verify.table import Table, TableDecoder
 VOCAB, EOS, K, NUM_SEQS = 7, 6, 3, 6
 TABLE = Table(VOCAB, seed=5)
 HISTORY, HEAD = 0, 1  # sources of a hybrid's drafts
-MODULES = ("graphs", "device_state", "graph_history", "graph_hybrid", "graph_head")
+MODULES = ("graphs", "device_state", "graph_history", "graph_hybrid", "graph_eagle3", "graph_dspark")
 
 
 def simulated_cuda() -> Iterator[SimpleNamespace]:
@@ -116,6 +121,11 @@ class SimulatedHead:
 
 
 class SimulatedEagle3(DeviceEagle3Drafter):
+    def build(self, context: Any) -> Any:
+        return SimulatedHead()
+
+
+class SimulatedDSpark(DeviceDSparkDrafter):
     def build(self, context: Any) -> Any:
         return SimulatedHead()
 
@@ -250,10 +260,11 @@ def make(
     paged.simulated = SimulatedDevice(cuda)
     eager = EagerRunner(paged, Sampler(), RULES["coupled"])
     runner = (runner_class or cuda.runner.GraphRunner)(paged, eager, NUM_SEQS)
-    head: Any = SimpleNamespace(config=SimpleNamespace(aux_layers=(0,)))
+    head: Any = SimpleNamespace(config=SimpleNamespace(aux_layers=(0,), block_size=15))
     drafters: dict[str, Any] = {
         "none": None, "random": AdversarialDrafter(VOCAB), "suffix": SuffixDrafter(), "eagle3": SimulatedEagle3(head),
-        "hybrid": DeviceHybridDrafter(HistoryStore(), SimulatedEagle3(head)),
+        "dspark": SimulatedDSpark(head), "hybrid": DeviceHybridDrafter(HistoryStore(), SimulatedEagle3(head)),
+        "dspark hybrid": DeviceHybridDrafter(HistoryStore(), SimulatedDSpark(head)),
         "history": DeviceHistoryDrafter(HistoryStore()),
     }  # fmt: skip
     return LocalEngine(

@@ -47,8 +47,9 @@ def test_the_limits_are_the_kernels() -> None:
 
 
 @pytest.mark.parametrize("mode", [{}, {"eager": True}, {"plain_torch": True}], ids=["graphs", "eager", "plain torch"])
-def test_eagle3(mode: dict) -> None:
-    rows = rows_of(**mode)
+@pytest.mark.parametrize("drafter", ["eagle3", "dspark"])
+def test_a_head(drafter: str, mode: dict) -> None:
+    rows = rows_of(drafter=drafter, **mode)
     assert [row["mean_acceptance_length"] for row in rows if row["drafter"] == "none"] == [1, 1]
     assert all(1 <= row["mean_acceptance_length"] <= 4 for row in rows)
 
@@ -64,7 +65,7 @@ def test_drafts_from_a_complete_history_are_accepted(mode: dict) -> None:
 
 @pytest.mark.parametrize("spread", [0.0, 0.3])
 @pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("drafter", ["eagle3", "history"])
+@pytest.mark.parametrize("drafter", ["eagle3", "dspark", "history"])
 def test_acceptance_is_what_was_imposed(drafter: str, eager: bool, spread: float) -> None:
     given = {"imposed_acceptance": 2.5, "imposed_spread": spread}
     rows = rows_of(drafter=drafter, **given, batches=(32,), max_tokens=200, eager=eager)

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import tiny_config, tiny_decoder, tiny_head
+from support import tiny_config, tiny_decoder, tiny_dspark, tiny_head
 
 from paceline.drafters.device import DeviceHistoryDrafter
+from paceline.drafters.dspark import DSparkDrafter
+from paceline.drafters.eagle3 import Eagle3Drafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.accept import RULES
 from paceline.engine.engine import LocalEngine
@@ -551,38 +553,42 @@ def test_an_abort_with_steps_in_flight_leaves_nothing_behind() -> None:
         assert own == (expected[: len(own)] if handle.request.request_id == aborted else expected)
 
 
-def eagle3_engine(
-    kind: str, dtype: torch.dtype, k: int, num_blocks: int = 256, vocab: tuple[int, int] = (61, 41)
+HEADS = {"eagle3": (tiny_head, Eagle3Drafter), "dspark": (tiny_dspark, DSparkDrafter)}
+
+
+def head_engine(
+    head_kind: str, kind: str, dtype: torch.dtype, k: int, num_blocks: int = 256, vocab: tuple[int, int] = (61, 41)
 ) -> LocalEngine:
-    from paceline.drafters.device import DeviceEagle3Drafter
-    from paceline.drafters.eagle3 import Eagle3Drafter
+    from paceline.drafters.device import device_head_drafter
     from paceline.engine.graph_runner import GraphRunner
     from paceline.model.cuda.ops import CudaOps
 
     decoder = tiny_decoder(dtype, vocab_size=vocab[0], **SHAPE)
-    head = tiny_head(decoder, vocab[1]).to(CUDA)
+    make, host_drafter = HEADS[head_kind]
+    head = make(decoder, vocab[1]).to(CUDA)
     decoder = decoder.to(CUDA)
     paged, sampler = PagedDecoder(decoder, num_blocks), Sampler()
     runner = EagerRunner(paged, sampler, RULES["coupled"])
     if kind == "plain":
-        drafter = Eagle3Drafter(head, decoder.embed, sampler, num_blocks)
+        drafter = host_drafter(head, decoder.embed, sampler, num_blocks)
     else:
-        decoder.ops, drafter = CudaOps(), DeviceEagle3Drafter(head)
+        decoder.ops, drafter = CudaOps(), device_head_drafter(head)
         runner = GraphRunner(paged, runner, 8, enforce_eager=kind == "eager")
     return LocalEngine(
         paged, sampler=sampler, runner=runner, drafter=drafter, policy=StaticPolicy(k), max_num_seqs=8
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("k", [1, 3, 7])
-def test_a_head_on_the_device_drafts_what_one_on_the_host_drafts(k: int) -> None:
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("k", [1, 3, 7, 15])
+def test_a_head_on_the_device_drafts_what_one_on_the_host_drafts(k: int, head: str) -> None:
     """And changes no token. It has no draft for the first token after a prompt, so it drafts a little less."""
     wanted = engine("plain", torch.float32).generate(requests())
-    on_host = eagle3_engine("plain", torch.float32, k)
+    on_host = head_engine(head, "plain", torch.float32, k)
     host = on_host.generate(requests())
     assert tokens(host) == tokens(wanted)
     for kind in ("eager", "graph"):
-        running = eagle3_engine(kind, torch.float32, k)
+        running = head_engine(head, kind, torch.float32, k)
         found = running.generate(requests())
         assert tokens(found) == tokens(wanted)
         lengths = [
@@ -592,13 +598,14 @@ def test_a_head_on_the_device_drafts_what_one_on_the_host_drafts(k: int) -> None
         assert not running.has_work and running.paged.pool.num_free == 256
 
 
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_float8_head_changes_no_token_and_few_drafts(dtype: torch.dtype) -> None:
+def test_a_float8_head_changes_no_token_and_few_drafts(dtype: torch.dtype, head: str) -> None:
     from paceline.model.cuda.float8 import apply_head_dtype
 
     found = []
     for is_float8 in (False, True):
-        running = eagle3_engine("graph", dtype, 3, vocab=(64, 64))
+        running = head_engine(head, "graph", dtype, 3, vocab=(64, 64))
         if is_float8:
             apply_head_dtype(running.drafter.head, "float8")
         found.append(running.generate(requests()))
@@ -607,17 +614,18 @@ def test_a_float8_head_changes_no_token_and_few_drafts(dtype: torch.dtype) -> No
     assert accepted[1] > 0.8 * accepted[0] > 40, accepted
 
 
-def test_history_and_a_head_draft_together_on_the_device() -> None:
+@pytest.mark.parametrize("head", HEADS)
+def test_history_and_a_head_draft_together_on_the_device(head: str) -> None:
     from paceline.drafters.device import DeviceHybridDrafter
 
     wanted = engine("plain", torch.float32).generate(requests())
-    running = eagle3_engine("graph", torch.float32, 3)
+    running = head_engine(head, "graph", torch.float32, 3)
     running.set_drafter(DeviceHybridDrafter(HistoryStore(), running.drafter), StaticPolicy(3))
     for _ in range(2):  # the second time, the history has the same tokens
         assert tokens(running.generate(requests())) == tokens(wanted)
     assert running.runner.drafts_on_device and running.drafting.overlaps and running.runner.num_captured > 0
     assert {name for trace in running.drain_trace() for name, _, num_accepted in trace.per_drafter if num_accepted} == {
-        "suffix", "eagle3"
+        "suffix", head
     }  # fmt: skip
 
 
@@ -648,13 +656,13 @@ def test_drafting_stops_early_for_rows_below_the_threshold() -> None:
     """Rows 0 and 2 have probable draft tokens, row 1 has an improbable second one, and row 3 is padding."""
     from paceline.model.cuda.attention import AttentionRows
     from paceline.model.cuda.device_state import MAX_DRAFT, DeviceState
-    from paceline.model.cuda.graph_head import GraphHead
+    from paceline.model.cuda.graph_eagle3 import GraphEagle3
     from paceline.model.cuda.sample import Draws
     from paceline.speculation.acceptance import SCORE_EDGES
 
     decoder = tiny_decoder(torch.float32, **SHAPE)
     state, kv = DeviceState(8, 1, CUDA), PagedKV(decoder.config, 1, torch.float32, CUDA)
-    device_head = GraphHead(tiny_head(decoder).to(CUDA), decoder.embed, kv, state, SCORE_EDGES.tolist())
+    device_head = GraphEagle3(tiny_head(decoder).to(CUDA), decoder.embed, kv, state, SCORE_EDGES.tolist())
     slots = torch.tensor([5, 1, 3, -1], dtype=torch.int32, device=CUDA)
     state.length.fill_(9)
     state.limit.fill_(99)
@@ -682,14 +690,14 @@ def test_survival_is_calibrated() -> None:
     from paceline.model.confidence import BY_LOGPROB, BY_MARGIN, START
     from paceline.model.cuda.attention import AttentionRows
     from paceline.model.cuda.device_state import MAX_DRAFT, DeviceState
-    from paceline.model.cuda.graph_head import GraphHead
+    from paceline.model.cuda.graph_eagle3 import GraphEagle3
     from paceline.model.cuda.sample import Draws
     from paceline.speculation.acceptance import SCORE_EDGES
 
     rng, num, k = np.random.default_rng(0), 40, 6
     decoder = tiny_decoder(torch.float32, **SHAPE)
     state, kv = DeviceState(num, 1, CUDA), PagedKV(decoder.config, 1, torch.float32, CUDA)
-    head = GraphHead(tiny_head(decoder).to(CUDA), decoder.embed, kv, state, SCORE_EDGES.tolist())
+    head = GraphEagle3(tiny_head(decoder).to(CUDA), decoder.embed, kv, state, SCORE_EDGES.tolist())
     factors = rng.uniform(0.3, 1.3, head.calibration.shape).astype(np.float32)
     head.calibration.copy_(torch.from_numpy(factors))
     state.length.fill_(9)
@@ -717,8 +725,9 @@ def test_survival_is_calibrated() -> None:
         assert found[:, i].cpu().numpy() == pytest.approx(scores, rel=1e-4)
 
 
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("kind", ["eager", "graph"])
-def test_selecting_drafts_on_the_device_changes_no_token(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selecting_drafts_on_the_device_changes_no_token(kind: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of the draft tokens, and as many more as a larger graph can verify. The head stops early."""
     monkeypatch.setattr("paceline.model.cuda.graphs.MIN_STOP_ROWS", 2)
 
@@ -735,7 +744,7 @@ def test_selecting_drafts_on_the_device_changes_no_token(kind: str, monkeypatch:
 
     some = requests()[:6]
     wanted = engine("plain", torch.float32).generate(some)
-    running = eagle3_engine(kind, torch.float32, 4)
+    running = head_engine(head, kind, torch.float32, 4)
     running.set_drafter(running.drafter, Quarter())
     found = running.generate(some)
     assert tokens(found) == tokens(wanted)
@@ -748,22 +757,23 @@ def test_selecting_drafts_on_the_device_changes_no_token(kind: str, monkeypatch:
     assert (survival[survival[:, 0] > 0, 1:] == 0).any()
 
 
-def test_a_head_on_the_device_with_few_blocks() -> None:
+@pytest.mark.parametrize("head", HEADS)
+def test_a_head_on_the_device_with_few_blocks(head: str) -> None:
     wanted = engine("plain", torch.float32).generate(requests())
-    running = eagle3_engine("graph", torch.float32, 3, num_blocks=16)
+    running = head_engine(head, "graph", torch.float32, 3, num_blocks=16)
     assert tokens(running.generate(requests())) == tokens(wanted)
     assert sum(t.num_preempted for t in running.drain_trace()) > 0
 
 
-DRAFTERS = ["none", "suffix", "history", "eagle3", "hybrid"]
+DRAFTERS = ["none", "suffix", "history", "eagle3", "dspark", "hybrid"]
 
 
 def drafting_engine(drafter: str) -> LocalEngine:
     from paceline.drafters.device import DeviceHybridDrafter
 
-    if drafter not in ("eagle3", "hybrid"):
+    if drafter not in (*HEADS, "hybrid"):
         return engine("graph", torch.float32, drafter)
-    running = eagle3_engine("graph", torch.float32, 3)
+    running = head_engine("dspark" if drafter == "dspark" else "eagle3", "graph", torch.float32, 3)
     if drafter == "hybrid":
         # History finds next to nothing, so that the head's drafts are those of a head alone.
         running.set_drafter(DeviceHybridDrafter(HistoryStore(), running.drafter, min_match=8), StaticPolicy(3))
@@ -800,23 +810,25 @@ def test_weights_that_change_while_requests_run(drafter: str) -> None:
         sampling = SamplingParams(max_tokens=64 - num, ignore_eos=True)
         continued.append(replace(request, prompt_ids=prompt, sampling=sampling))
         assert completion.token_ids[num:].tolist() == tokens(fresh.generate([continued[-1]]))[0]
-    if drafter in ("eagle3", "hybrid"):
-        other = eagle3_engine("graph", torch.float32, 3)
+    if drafter in (*HEADS, "hybrid"):
+        head = "dspark" if drafter == "dspark" else "eagle3"
+        other = head_engine(head, "graph", torch.float32, 3)
         other.update_weights(new, 1)
         other.generate(continued)
         rates = []
         for traces in (after, other.drain_trace()):
-            of_head = [(num, accepted) for t in traces for name, num, accepted in t.per_drafter if name == "eagle3"]
+            of_head = [(num, accepted) for t in traces for name, num, accepted in t.per_drafter if name == head]
             rates.append(sum(accepted for _, accepted in of_head) / sum(num for num, _ in of_head))
         assert abs(rates[0] - rates[1]) < 0.05, rates
     elif drafter != "none":
         assert sum(t.num_accepted_tokens for t in after) > 0
 
 
-def test_a_head_goes_on_after_a_prefill() -> None:
+@pytest.mark.parametrize("head", HEADS)
+def test_a_head_goes_on_after_a_prefill(head: str) -> None:
     """Its KV of a prompt is as if the tokens had been emitted: the same drafts are verified, and as many accepted."""
     # Two engines, since the second run would find the first one's KV in the prefix cache.
-    decoding, prefilling = (eagle3_engine("graph", torch.float32, 3) for _ in range(2))
+    decoding, prefilling = (head_engine(head, "graph", torch.float32, 3) for _ in range(2))
     num_accepted = 0
 
     def steps(running: LocalEngine, request: Request) -> tuple[list[int], list[tuple[int, int, int]]]:

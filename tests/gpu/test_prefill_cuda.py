@@ -12,9 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import tiny_decoder, tiny_head
+from support import tiny_decoder, tiny_dspark, tiny_head
 
-from paceline.drafters.device import DeviceEagle3Drafter, DeviceHistoryDrafter, DeviceHybridDrafter
+from paceline.drafters.device import (
+    DeviceDSparkDrafter,
+    DeviceEagle3Drafter,
+    DeviceHistoryDrafter,
+    DeviceHybridDrafter,
+)
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.accept import RULES
 from paceline.engine.engine import LocalEngine
@@ -28,7 +33,7 @@ from paceline.types import Completion, Request, SamplingParams
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
-DRAFTERS = ["none", "suffix", "history", "eagle3", "hybrid"]
+DRAFTERS = ["none", "suffix", "history", "eagle3", "dspark", "hybrid", "dspark hybrid"]
 CUTS: tuple[dict[str, Any], ...] = (
     {"max_num_prefill_tokens": 16}, {"max_num_prefill_tokens": 256, "max_num_batched_tokens": 8192},
     {"max_num_batched_tokens": 8192}, {"max_num_batched_tokens": 33, "prefix_sharing": False},
@@ -37,16 +42,16 @@ CUTS: tuple[dict[str, Any], ...] = (
 
 
 @cache
-def models(dtype: torch.dtype) -> tuple[Decoder, Any]:
-    """A tiny decoder, with batch-invariant kernels in bfloat16, and a random head."""
+def models(dtype: torch.dtype) -> tuple[Decoder, Any, Any]:
+    """A tiny decoder, with batch-invariant kernels in bfloat16, and random heads: EAGLE-3 and DSpark."""
     from paceline.model.cuda.invariant import InvariantOps
     from paceline.model.cuda.ops import CudaOps
 
     decoder = tiny_decoder(dtype, num_heads=8, num_kv_heads=2, head_dim=32, max_positions=1024)
-    head = tiny_head(decoder).to(CUDA)
+    heads = tiny_head(decoder).to(CUDA), tiny_dspark(decoder).to(CUDA)
     decoder = decoder.to(CUDA)
     decoder.ops = InvariantOps(decoder) if dtype == torch.bfloat16 else CudaOps()
-    return decoder, head
+    return decoder, *heads
 
 
 def engine(
@@ -57,13 +62,14 @@ def engine(
     from paceline.engine.graph_runner import GraphRunner
     from paceline.model.cuda.sampler import CudaSampler
 
-    decoder, head = models(dtype)
+    decoder, eagle3_head, dspark_head = models(dtype)
     paged, sampler = PagedDecoder(decoder, num_blocks), CudaSampler()
     eager = EagerRunner(paged, sampler, RULES["coupled"])
-    eagle3 = DeviceEagle3Drafter(head)
+    eagle3, dspark = DeviceEagle3Drafter(eagle3_head), DeviceDSparkDrafter(dspark_head)
     drafters: dict[str, Callable[[], Drafter | None]] = {
         "none": lambda: None, "suffix": SuffixDrafter, "history": lambda: DeviceHistoryDrafter(HistoryStore()),
         "eagle3": lambda: eagle3, "hybrid": lambda: DeviceHybridDrafter(HistoryStore(), eagle3),
+        "dspark": lambda: dspark, "dspark hybrid": lambda: DeviceHybridDrafter(HistoryStore(), dspark),
     }  # fmt: skip
     return LocalEngine(
         paged, sampler=sampler, runner=eager if is_eager else GraphRunner(paged, eager, max_num_seqs),
@@ -125,7 +131,7 @@ def no_waiting() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("drafter", ["none", "eagle3"])
+@pytest.mark.parametrize("drafter", ["none", "eagle3", "dspark"])
 def test_the_host_does_not_wait_for_a_prompt(drafter: str, dtype: torch.dtype) -> None:
     running = engine(drafter, dtype, max_num_prefill_tokens=64)
     run(running, requests())  # compiles kernels and captures graphs
@@ -149,9 +155,9 @@ def test_the_host_does_not_wait_for_a_prompt(drafter: str, dtype: torch.dtype) -
     assert num_prefills > 10
 
 
-def head_kv(options: dict[str, Any], shift: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def head_kv(kind: str, options: dict[str, Any], shift: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Of each sequence, by position up to the last one of its prompt: the head's keys and values."""
-    running = engine("eagle3", torch.float32, prefix_sharing=False, **options)
+    running = engine(kind, torch.float32, prefix_sharing=False, **options)
     runner: Any = running.runner
 
     def prefill(graphs: Any, batch: Any) -> None:
@@ -170,8 +176,9 @@ def head_kv(options: dict[str, Any], shift: int = 1) -> list[tuple[torch.Tensor,
     assert kv is not None and kv.draft_kv is not None
     for sequence in sequences:
         table = torch.tensor(sequence.table.blocks, device=CUDA)
-        keys, values = kv.draft_kv.read(0, table, sequence.num_prompt)
-        found.append((keys.clone(), values.clone()))
+        of_layers = [kv.draft_kv.read(i, table, sequence.num_prompt) for i in range(kv.draft_kv.config.num_layers)]
+        keys, values = (torch.stack(each, 1) for each in zip(*of_layers, strict=True))
+        found.append((keys, values))
     running.close()
     return found
 
@@ -181,23 +188,28 @@ def errors(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     return (ours - theirs).flatten(1).norm(dim=1) / theirs.flatten(1).norm(dim=1)
 
 
-def test_a_head_has_the_same_keys_and_values_however_prompts_are_cut() -> None:
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_a_head_has_the_same_keys_and_values_however_prompts_are_cut(kind: str) -> None:
     """Of every position, the last one included, which is in the graph."""
-    whole = head_kv({"max_num_batched_tokens": 8192})
+    whole = head_kv(kind, {"max_num_batched_tokens": 8192})
     assert [len(keys) for keys, _ in whole] == [len(r.prompt_ids) for r in requests()[::2]]
     for options in ({"max_num_prefill_tokens": 16}, {"max_num_batched_tokens": 64}):
-        for found, wanted in zip(head_kv(options), whole, strict=True):
+        for found, wanted in zip(head_kv(kind, options), whole, strict=True):
             for ours, theirs in zip(found, wanted, strict=True):
                 assert errors(ours, theirs).max() < 1e-2
-    shifted = head_kv({"max_num_batched_tokens": 8192}, shift=0)  # broken: what the comparison must be able to see
+    if kind == "dspark":
+        return  # its keys and values do not depend on the next token
+    # Broken: what the comparison must be able to see.
+    shifted = head_kv(kind, {"max_num_batched_tokens": 8192}, shift=0)
     assert errors(shifted[3][0], whole[3][0])[:-1].median() > 0.1
 
 
-def test_acceptance_is_that_of_prompts_computed_at_once() -> None:
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_acceptance_is_that_of_prompts_computed_at_once(kind: str) -> None:
     found = []
     for limit in (None, 16, 100):  # the same budget for drafts
         options = {"max_num_batched_tokens": 8192, "max_num_prefill_tokens": limit}
-        completions = run(engine("eagle3", torch.float32, prefix_sharing=False, **options), requests())
+        completions = run(engine(kind, torch.float32, prefix_sharing=False, **options), requests())
         num, accepted = (sum(getattr(c, f"num_{n}") for c in completions) for n in ("drafts", "accepted_tokens"))
         found.append((1 + accepted / num, [c.token_ids.tolist() for c in completions]))
     assert all(tokens == found[0][1] for _, tokens in found)
@@ -234,7 +246,7 @@ def test_parameters_without_an_effect_change_no_bit(drafter: str) -> None:
         assert (completion.top_logprobs is not None) == (completion.request.sampling.logprobs > 0)
 
 
-@pytest.mark.parametrize("drafter", ["none", "suffix", "eagle3", "hybrid"])
+@pytest.mark.parametrize("drafter", ["none", "suffix", "eagle3", "dspark", "hybrid"])
 def test_rows_with_parameters_do_not_depend_on_the_batch(drafter: str) -> None:
     wanted = changed(EFFECTS)
     alone = run(engine(is_eager=True, max_num_seqs=1), wanted)
@@ -245,7 +257,7 @@ def test_rows_with_parameters_do_not_depend_on_the_batch(drafter: str) -> None:
             assert theirs.top_logprobs is not None
             assert (ours.top_logprobs.token_ids == theirs.top_logprobs.token_ids).all()
             assert (ours.top_logprobs.logprobs == theirs.top_logprobs.logprobs).all()
-    if drafter in ("eagle3", "hybrid"):
+    if drafter in ("eagle3", "dspark", "hybrid"):
         needs = [c for c in found if c.request.sampling.logits_parameters or c.request.sampling.logprobs]
         assert needs and not any(c.num_draft_tokens for c in needs)
 

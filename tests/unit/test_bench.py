@@ -248,7 +248,7 @@ def test_modes_are_methods_with_or_without_a_policy(monkeypatch, checkpoint, tmp
     ("mode", "overrides", "message"),
     [
         ("auto", [], r"--modes 'auto': a policy needs a method, such as suffix\+auto"),
-        ("suffix+fast", [], "A mode is one of plain, ngram, suffix, draft_model, eagle3, hybrid"),
+        ("suffix+fast", [], "A mode is one of plain, ngram, suffix, draft_model, eagle3, dspark, hybrid"),
         ("plain+auto", [], "all but plain"),
         ("eagle", [], "A mode is one of"),
         ("draft_model", [], "--modes draft_model: speculation.draft_model is not set"),
@@ -409,3 +409,10 @@ def test_ctrl_c_reports_the_cases_measured_so_far(checkpoint, tmp_path):
     assert report["interrupted"] is True
     assert report["rows"][0]["tokens_per_s"] > 0
     assert len(workers) == 1 and exits(workers[0])
+
+
+@pytest.mark.parametrize("mode", ["hybrid", "dspark"])
+def test_vllm_has_no_such_drafter(mode: str) -> None:
+    with pytest.raises(ValueError, match=f"paceline runs no {mode} drafter with vllm"):
+        rollout._check_engine(Case("m", "vllm", mode, 3, 1))
+    rollout._check_engine(Case("m", "paceline", mode, 3, 1))

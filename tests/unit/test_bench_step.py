@@ -15,14 +15,15 @@ from support import tiny_config
 from typer.testing import CliRunner
 
 from paceline.bench import step, step_settings
-from paceline.bench.random_weights import random_decoder, random_head
+from paceline.bench.random_weights import random_decoder, random_dspark, random_head
 from paceline.bench.roofline import H200, Load, Rates, step_s
 from paceline.bench.step import measure
 from paceline.bench.step_settings import Settings, beta_probabilities, imposed_probability
 from paceline.cli import app
 from paceline.engine.engine import LocalEngine
 from paceline.model.config import ModelConfig
-from paceline.model.eagle3 import head_config
+from paceline.model.dspark import dspark_config
+from paceline.model.eagle3 import default_layer_ids, head_config
 from paceline.model.layer import Layer
 from paceline.model.shapes import SHAPES
 
@@ -135,14 +136,35 @@ def test_times_of_a_heads_passes_are_added() -> None:
     assert drafting == pytest.approx((2 * 12 * (fuse + layer) + 2 * 4 * layer + 2 * 8 * lm_head) / 1e12)
 
 
+def test_times_of_a_dspark_heads_passes_are_added() -> None:
+    head = dspark_config(QWEN, 32000, (2, 18, 33), num_layers=2, markov_rank=64)
+    d, layers, lm_head = QWEN.hidden_size, 2 * matrices(head.layer), 32000 * QWEN.hidden_size
+    context, markov = 3 * d * d + 2 * 2 * d * QWEN.num_kv_heads * QWEN.head_dim, 64 * 32000
+    times = [step_s(QWEN, Load(1, k, 0, 2), head=head) for k in (0, 1, 2, 3)]
+    assert times[0] == step_s(QWEN, Load(1, 0, 0, 2)), "k = 0 drafts nothing"
+    assert times[1] - times[0] == pytest.approx(2 * (context + layers + lm_head + markov) / H200.bytes_per_s)
+    assert times[3] - times[2] == pytest.approx(2 * markov / H200.bytes_per_s), "a longer block reads no more weights"
+    compute_only = Rates(float("inf"), 1e12)
+    drafting = step_s(QWEN, Load(4, 2, 0, 2), compute_only, head) - step_s(QWEN, Load(4, 2, 0, 2), compute_only)
+    assert drafting == pytest.approx(2 * (12 * context + 8 * (layers + lm_head + markov)) / 1e12)
+    memory_only = Rates(1e12, float("inf"))
+    long, short = (step_s(QWEN, Load(4, 2, n, 2), memory_only, head) for n in (1000, 0))
+    keys = 2 * (QWEN.num_layers + 2) * QWEN.num_kv_heads * QWEN.head_dim  # both read their context once
+    assert long - short == pytest.approx(2 * 4 * 1000 * keys / 1e12)
+
+
 # ---- measured steps ----
 
 
 def test_weights_are_filled_and_draft_ids_ascend() -> None:
     config, cpu = tiny_config(qk_norm=True, family="qwen3"), torch.device("cpu")
     decoder, head = random_decoder(config, torch.float32, cpu), random_head(config, 41, torch.float32, cpu)
-    for name, parameter in [*decoder.named_parameters(), *head.named_parameters()]:
+    dspark = random_dspark(config, 41, 3, 16, torch.float32, cpu)
+    assert len(dspark.layers) == 3 and dspark.config.markov_rank == 16 and torch.equal(dspark.draft_ids, head.draft_ids)
+    for name, parameter in [*decoder.named_parameters(), *head.named_parameters(), *dspark.named_parameters()]:
         assert not parameter.requires_grad
+        if name == "confidence.bias":
+            continue  # one number
         if name.endswith("norm"):
             assert (parameter == 1).all(), name
         else:
@@ -188,20 +210,23 @@ def test_each_step_counts_as_the_median_of_its_size() -> None:
     assert step._sum_of_medians_s(steps) == pytest.approx(4 * 1.05 + 0.5 + 3 * 0.3)
 
 
+@pytest.mark.parametrize("drafter", ["eagle3", "dspark"])
 @pytest.mark.parametrize("plain_torch", [False, True])
-def test_an_eagle3_head_on_a_cpu(tiny: ModelConfig, plain_torch: bool) -> None:
-    seen: list[str] = []
-    rows = list(measure(on_cpu(draft_lengths=(2, 0), plain_torch=plain_torch), seen.append))
+def test_a_head_on_a_cpu(tiny: ModelConfig, plain_torch: bool, drafter: str) -> None:
+    seen, ids = list[str](), default_layer_ids(tiny.num_layers)
+    heads = {"eagle3": head_config(tiny, 61), "dspark": dspark_config(tiny, 61, ids, num_layers=2, markov_rank=8)}
+    settings = on_cpu(draft_lengths=(2, 0), plain_torch=plain_torch, drafter=drafter, markov_rank=8)
+    rows = list(measure(settings, seen.append))
     assert [(r["batch"], r["num_speculative_tokens"]) for r in rows] == [(1, 0), (1, 2), (3, 0), (3, 2)]
     assert [what for what in seen if what.startswith("batch")] == [f"batch {b}, k {k}" for b in (1, 3) for k in (0, 2)]
     for row in rows:
         k, batch = row["num_speculative_tokens"], row["batch"]
         assert row["note"] is None and row["memory_gib"] is None and row["num_steps"] >= 5
-        assert row["drafter"] == ("eagle3" if k else "none")
+        assert row["drafter"] == (drafter if k else "none")
         assert 0 < row["device_ms"] <= row["step_ms"] and row["host_ms"] >= 0
         assert 20 < row["context"] < 20 + 40 + k
         load = Load(batch, k, row["context"], 4)
-        assert row["roofline_ms"] == pytest.approx(1e3 * step_s(tiny, load, head=head_config(tiny, 61) if k else None))
+        assert row["roofline_ms"] == pytest.approx(1e3 * step_s(tiny, load, head=heads[drafter] if k else None))
         assert 1 <= row["mean_acceptance_length"] <= 1 + k
         per_s = batch * row["mean_acceptance_length"] / row["step_ms"] * 1e3
         assert row["tokens_per_s"] == pytest.approx(per_s, rel=0.05)
@@ -315,7 +340,7 @@ def test_the_command(tiny: ModelConfig, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--model", "gpt-9"], r"--model 'gpt-9': not one of qwen3-8b, qwen3-1.7b, qwen3-0.6b, qwen2.5-1.5b, "),
-        (["--drafter", "ngram"], "--drafter 'ngram': not one of eagle3, history"),
+        (["--drafter", "ngram"], "--drafter 'ngram': not one of eagle3, dspark, history"),
         (["--device", "tpu"], "--device 'tpu': not one of cuda, cpu"),
         (["--dtype", "int8"], "--dtype 'int8': not one of"),
         (["--batch", "0"], "--batch 0: must be at least 1"),

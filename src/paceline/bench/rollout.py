@@ -343,11 +343,11 @@ class Bench:
 
 
 def _check_engine(case: Case) -> None:
-    """Only Paceline has policies and `hybrid`. (The transformers worker checks its methods itself.)"""
+    """Only Paceline has policies, `hybrid` and `dspark`. (The transformers worker checks its methods itself.)"""
     if case.engine != "paceline" and case.policy not in ("", "static"):
         raise ValueError(f"{case.engine} has no policies: its draft length is fixed")
-    if case.engine == "vllm" and case.method == "hybrid":
-        raise ValueError("vllm has no hybrid drafter")
+    if case.engine == "vllm" and case.method in ("hybrid", "dspark"):
+        raise ValueError(f"paceline runs no {case.method} drafter with vllm")
 
 
 def _rate_per_position(rounds: Sequence[dict[str, Any]], num_drafts: int | None) -> list[float] | None:

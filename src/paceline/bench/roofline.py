@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from paceline.model.config import ModelConfig, num_matrix_weights
 
 if TYPE_CHECKING:
-    from paceline.model.eagle3 import HeadConfig
+    from paceline.model.draft_head import HeadConfig
+    from paceline.model.dspark import DSparkConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,13 @@ def _target_pass(target: ModelConfig, load: Load) -> tuple[float, float]:
 
 
 def _head_passes(head: HeadConfig, load: Load, itemsize: int) -> Iterator[tuple[float, float]]:
+    from paceline.model.dspark import DSparkConfig  # here: it imports torch
+
+    passes = _dspark_passes if isinstance(head, DSparkConfig) else _eagle3_passes
+    return passes(head, load, itemsize)  # type: ignore[arg-type]
+
+
+def _eagle3_passes(head: HeadConfig, load: Load, itemsize: int) -> Iterator[tuple[float, float]]:
     """The first pass processes all tokens of the step and drafts one token per row; each of k - 1 further passes
     processes and drafts one token per row."""
     c = head.layer
@@ -77,12 +85,32 @@ def _head_passes(head: HeadConfig, load: Load, itemsize: int) -> Iterator[tuple[
         yield _pass(c, load, [*fuse, (layer, num), lm_head], num, itemsize)
 
 
+def _dspark_passes(head: DSparkConfig, load: Load, itemsize: int) -> Iterator[tuple[float, float]]:
+    """The context's keys and values for all tokens of the step; the blocks of all rows; and the Markov term of each of
+    the k tokens, one after another."""
+    if not load.num_draft_tokens:
+        return
+    c, num, num_block = head.layer, load.num_tokens, load.num_rows * load.num_draft_tokens
+    keys = 2 * c.num_layers * c.num_kv_heads * c.head_dim
+    context = [(head.aux_hidden_size * c.hidden_size, num), (c.hidden_size * keys, num)]
+    yield _products(context, load, itemsize)
+    layers = c.num_layers * num_matrix_weights(c)
+    yield _pass(c, load, [(layers, num_block), (c.hidden_size * head.draft_vocab_size, num_block)], num_block, itemsize)
+    for _ in range(load.num_draft_tokens):
+        yield _products([(head.markov_rank * head.draft_vocab_size, load.num_rows)], load, itemsize)
+
+
 def _pass(
     c: ModelConfig, load: Load, matrices: list[tuple[int, int]], num_tokens: int, itemsize: int
 ) -> tuple[float, float]:
-    """Bytes and FLOPs of a pass. `matrices`: (parameters, tokens multiplied with them). FLOPs with weights of half the
-    load's itemsize count half."""
+    """Bytes and FLOPs of a pass. `matrices`: (parameters, tokens multiplied with them)."""
+    num_bytes, num_flops = _products(matrices, load, itemsize)
     keys = c.num_layers * c.num_kv_heads * c.head_dim * load.context * load.num_rows
     attention = 4 * c.num_layers * c.num_heads * c.head_dim * load.context * num_tokens  # q·k, and the sum over v
-    num_bytes = itemsize * sum(size for size, _ in matrices) + load.itemsize * 2 * keys
-    return num_bytes, sum(2 * size * num for size, num in matrices) * itemsize / load.itemsize + attention
+    return num_bytes + load.itemsize * 2 * keys, num_flops + attention
+
+
+def _products(matrices: list[tuple[int, int]], load: Load, itemsize: int) -> tuple[float, float]:
+    """FLOPs with weights of half the load's itemsize count half."""
+    num_flops = sum(2 * size * num for size, num in matrices) * itemsize / load.itemsize
+    return itemsize * sum(size for size, _ in matrices), num_flops

@@ -3,10 +3,11 @@
 Times are of the engine's own steps, from schedule to commit, in which every row of the batch decodes and verifies k
 tokens; with policy `auto` as many as it chooses, at most k. Prompts are random and share no prefix, so that every row
 reads its own keys and values. Weights are random and created on the device. Step times hardly depend on them (at its
-power limit a GPU is 1% faster with uniform weights); acceptance does. Drafts come from a random EAGLE-3 head, or from a
-history that has these completions already, so that nearly all draft tokens are accepted. With `imposed_acceptance` each
-draft token is accepted at random with a given probability; the probability is the head's confidence, and `auto` uses
-it. This is for timing only: the emitted tokens are not samples of the model. No engine setting can turn it on.
+power limit a GPU is 1% faster with uniform weights); acceptance does. Drafts come from a random EAGLE-3 or DSpark head,
+or from a history that has these completions already, so that nearly all draft tokens are accepted. With
+`imposed_acceptance` each draft token is accepted at random with a given probability; the probability is the head's
+confidence, and `auto` uses it. This is for timing only: the emitted tokens are not samples of the model. No engine
+setting can turn it on.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ import torch
 
 from paceline.bench.common import decode_steps
 from paceline.bench.memory import is_out_of_memory, peak_memory_gib, reset_memory
-from paceline.bench.random_weights import add_random_adapters, random_decoder, random_head
+from paceline.bench.random_weights import add_random_adapters, random_decoder, random_dspark, random_head
 from paceline.bench.roofline import Load, step_s
 from paceline.bench.step_settings import Settings, beta_probabilities, imposed_probability
 from paceline.build.cost import NUM_ROUNDS, measure_drafts, time_step
 from paceline.build.drafter import head_cost
 from paceline.build.model import HOPPER, build_cuda_ops
-from paceline.drafters.device import DeviceEagle3Drafter, DeviceHistoryDrafter
+from paceline.drafters.device import DeviceHistoryDrafter, device_head_drafter
+from paceline.drafters.dspark import DSparkDrafter
 from paceline.drafters.eagle3 import Eagle3Drafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.accept import RULES
@@ -37,7 +39,8 @@ from paceline.engine.engine import LocalEngine
 from paceline.engine.runner import EagerRunner, Runner
 from paceline.model.decoder import Decoder
 from paceline.model.device import use_expandable_segments
-from paceline.model.eagle3 import Eagle3Head
+from paceline.model.draft_head import DraftHead
+from paceline.model.dspark import DSparkHead
 from paceline.model.kernels import pack_for_inference
 from paceline.model.kv import BLOCK
 from paceline.model.paged import PagedDecoder
@@ -88,7 +91,7 @@ def check_machine(settings: Settings) -> None:
 
 
 class BenchModel:
-    """A model of the given shape, its head if the drafter is eagle3, and an engine for each cell."""
+    """A model of the given shape, its head if the drafter has one, and an engine for each cell."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.config = settings, SHAPES[settings.model]
@@ -100,14 +103,13 @@ class BenchModel:
                 raise
             raise ValueError(f"--model {settings.model}: its weights do not fit in device memory") from None
 
-    def _make(self) -> tuple[Decoder, Eagle3Head | None]:
+    def _make(self) -> tuple[Decoder, DraftHead | None]:
         s, config = self.settings, self.config
         use_expandable_segments(self.device)
-        decoder, head = random_decoder(config, self.dtype, self.device), None
+        decoder = random_decoder(config, self.dtype, self.device)
         if s.lora_rank:
             add_random_adapters(decoder, s.lora_rank)
-        if s.drafter == "eagle3" and any(s.draft_lengths):
-            head = random_head(config, min(s.draft_vocab_size, config.vocab_size), self.dtype, self.device)
+        head = self._make_head() if any(s.draft_lengths) else None
         if s.has_kernels:
             from paceline.model.cuda.float8 import apply_head_dtype  # needs Triton
 
@@ -120,6 +122,15 @@ class BenchModel:
             if head is not None:
                 pack_for_inference(head)
         return decoder, head
+
+    def _make_head(self) -> DraftHead | None:
+        s, where = self.settings, (self.dtype, self.device)
+        vocab = min(s.draft_vocab_size, self.config.vocab_size)
+        if s.drafter == "eagle3":
+            return random_head(self.config, vocab, *where)
+        if s.drafter == "dspark":
+            return random_dspark(self.config, vocab, s.head_layers, s.markov_rank, *where)
+        return None
 
     @property
     def head_dtype(self) -> torch.dtype:
@@ -170,7 +181,7 @@ class BenchModel:
         if k and s.policy == "auto":
             paged.set_aux_layers(drafter.aux_layers if drafter is not None else ())
             runner.set_drafter(drafter)
-            policy = AutoPolicy(self._costs(paged, runner, batch, k), k, self._method)
+            policy = AutoPolicy(self._costs(paged, runner, batch, k), k, self._method, self._model)
         return LocalEngine(
             paged,
             sampler=sampler,
@@ -184,7 +195,11 @@ class BenchModel:
 
     @property
     def _method(self) -> str:
-        return "eagle3" if self.head is not None else "suffix"
+        return "suffix" if self.head is None else self.head.architecture
+
+    @property
+    def _model(self) -> str | None:
+        return None if self.head is None else self._method
 
     def _costs(self, paged: PagedDecoder, runner: Runner, batch: int, k: int) -> CostTable:
         """The cost table of steps with all rows and up to k draft tokens each, measured as when an engine is built."""
@@ -206,7 +221,9 @@ class BenchModel:
         if self.head is None:
             return DeviceHistoryDrafter(HistoryStore()) if self.settings.has_kernels else SuffixDrafter()
         if self.settings.has_kernels:
-            return DeviceEagle3Drafter(self.head)
+            return device_head_drafter(self.head)
+        if isinstance(self.head, DSparkHead):
+            return DSparkDrafter(self.head, self.decoder.embed, sampler, num_blocks)
         return Eagle3Drafter(self.head, self.decoder.embed, sampler, num_blocks)
 
     def _runner(self, paged: PagedDecoder, sampler: Sampler, batch: int, k: int) -> Runner:

@@ -15,7 +15,7 @@ from paceline.config import HeadDtype
 from paceline.model.shapes import SHAPES
 from paceline.types import acceptance_probability
 
-DRAFTERS = ("eagle3", "history")
+DRAFTERS = ("eagle3", "dspark", "history")
 POLICIES = ("static", "auto")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Limits of the CUDA graphs: MAX_QUERIES of model/cuda/attention.py less one, the last of SIZES in model/cuda/graphs.py.
@@ -58,6 +58,8 @@ class Settings:
     invariant: bool | None = None  # batch-invariant kernels; None: where a run uses them
     lora_rank: int = 0  # the model has adapters of this rank beside its weights
     draft_vocab_size: int = 32000  # limited to the model's vocabulary
+    head_layers: int = 2  # of a DSpark head
+    markov_rank: int = 256  # of a DSpark head
     head_dtype: str = "auto"  # as speculation.head_dtype
     device: str = "cuda"
     dtype: str = "bfloat16"
@@ -72,7 +74,7 @@ class Settings:
         check_choices(get_args(HeadDtype), head_dtype=self.head_dtype)
         check_numbers(0, 256, k=self.draft_lengths)
         check_numbers(1, batch=self.batches, prompt_tokens=self.prompt_tokens, max_tokens=self.max_tokens)
-        check_numbers(1, draft_vocab=self.draft_vocab_size)
+        check_numbers(1, draft_vocab=self.draft_vocab_size, head_layers=self.head_layers, markov_rank=self.markov_rank)
         check_numbers(0, lora_rank=self.lora_rank)
         check_numbers(1, copy_rate=self.rates.bytes_per_s, matmul_rate=self.rates.flops_per_s)
         longest, context = self.prompt_tokens + self.max_tokens, SHAPES[self.model].max_positions

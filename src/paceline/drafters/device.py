@@ -1,15 +1,18 @@
-"""The host's part of the drafters on the device: an EAGLE-3 head, history, or both."""
+"""The host's part of the drafters on the device: a head, history, or both."""
 
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from torch import Tensor
 
 from paceline.model.device import to_device
+from paceline.model.draft_head import DraftHead
+from paceline.model.dspark import DSparkHead
 from paceline.model.eagle3 import Eagle3Head
 from paceline.model.head_files import assign_head, head_state
 from paceline.model.paged import receipt_of
@@ -29,10 +32,10 @@ MIN_CHANGE = 0.02  # of a factor that is sent to the device
 MIN_HISTORY_TOKENS, MAX_HISTORY_TOKENS = 1 << 24, 1 << 26  # on the device, 4 bytes each
 
 
-class DeviceEagle3Drafter(DeviceDrafter):
-    name = "eagle3"
+class DeviceHeadDrafter(DeviceDrafter):
+    """The head's keys and values are in the target's blocks."""
 
-    def __init__(self, head: Eagle3Head, version: int = 0) -> None:
+    def __init__(self, head: DraftHead, version: int = 0) -> None:
         super().__init__()
         self.head, self.version = head, version
         self.aux_layers = head.config.aux_layers
@@ -46,14 +49,17 @@ class DeviceEagle3Drafter(DeviceDrafter):
     def graph_key(self) -> Hashable:
         return id(self.head)
 
+    @abstractmethod
+    def graph_head(self) -> type[GraphHead]:
+        """The class of the part on the device."""
+
     def build(self, context: DeviceContext) -> GraphHead:
-        from paceline.model.cuda.graph_head import GraphHead
         from paceline.model.kv import PagedKV
 
         head, layer, kv = self.head, self.head.config.layer, context.kv.draft_kv
         if kv is None or kv.config != layer or kv.k.dtype != head.dtype:
             kv = context.kv.draft_kv = PagedKV(layer, context.num_blocks, head.dtype, context.decoder.device)
-        drafter = GraphHead(head, context.decoder.embed, kv, context.state, SCORE_EDGES.tolist())
+        drafter = self.graph_head()(head, context.decoder.embed, kv, context.state, SCORE_EDGES.tolist())
         self.use_calibration(drafter.calibration)
         return drafter
 
@@ -84,6 +90,35 @@ class DeviceEagle3Drafter(DeviceDrafter):
         assign_head(self.head, weights)  # KV of the old weights is kept: it affects only what is accepted
         self.version = version
         return receipt_of(head_state(self.head), version, started)
+
+
+class DeviceEagle3Drafter(DeviceHeadDrafter):
+    name = "eagle3"
+    head: Eagle3Head
+
+    def graph_head(self) -> type[GraphHead]:
+        from paceline.model.cuda.graph_eagle3 import GraphEagle3
+
+        return GraphEagle3
+
+
+class DeviceDSparkDrafter(DeviceHeadDrafter):
+    name = "dspark"
+    head: DSparkHead
+
+    def set_draft_length(self, rows: Rows, caps: np.ndarray) -> None:
+        super().set_draft_length(rows, np.minimum(caps, self.head.config.block_size))
+
+    def graph_head(self) -> type[GraphHead]:
+        from paceline.model.cuda.graph_dspark import GraphDSpark
+
+        return GraphDSpark
+
+
+def device_head_drafter(head: DraftHead) -> DeviceHeadDrafter:
+    if isinstance(head, DSparkHead):
+        return DeviceDSparkDrafter(head)
+    return DeviceEagle3Drafter(cast(Eagle3Head, head))
 
 
 class DeviceHistoryDrafter(DeviceDrafter):
@@ -140,14 +175,12 @@ class DeviceHybridDrafter(DeviceHistoryDrafter):
     """Both draft; each row gets the draft of which more tokens are expected to be accepted."""
 
     name = "hybrid"
-    sources = ("suffix", "eagle3")
     reads_acceptance = writes_kv = True
 
-    def __init__(
-        self, store: HistoryStore, head: DeviceEagle3Drafter, recency: float = 0.8, min_match: int = 1
-    ) -> None:
+    def __init__(self, store: HistoryStore, head: DeviceHeadDrafter, recency: float = 0.8, min_match: int = 1) -> None:
         super().__init__(store, recency, min_match)
         self.head, self.version, self.aux_layers = head, head.version, head.aux_layers
+        self.sources = ("suffix", head.name)
         self._num_steps = 0
         self._factor = 1.0  # of the history's probabilities
         self._factor_on_device: Tensor | None = None

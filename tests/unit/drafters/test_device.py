@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from paceline.drafters.device import DeviceEagle3Drafter, DeviceHybridDrafter
+from paceline.drafters.device import DeviceDSparkDrafter, DeviceEagle3Drafter, DeviceHeadDrafter, DeviceHybridDrafter
 from paceline.speculation.acceptance import AcceptanceModel
 from paceline.speculation.batch import Rows
 from paceline.speculation.draft_batch import DraftBatch
@@ -32,17 +33,29 @@ def rows_of(request_ids: np.ndarray) -> Rows:
     return Rows(request_ids, [np.zeros(4, np.int32)] * num, np.zeros(num, np.uint64), [SamplingParams()] * num)
 
 
-def propose(drafter: DeviceEagle3Drafter, request_ids: np.ndarray) -> DraftBatch:
+def dspark() -> DeviceDSparkDrafter:
+    head: Any = SimpleNamespace(config=SimpleNamespace(aux_layers=(0,), block_size=K))
+    return DeviceDSparkDrafter(head)
+
+
+def propose(drafter: DeviceHeadDrafter, request_ids: np.ndarray) -> DraftBatch:
     return drafter.propose(rows_of(request_ids), np.full(len(request_ids), K, np.int32))
 
 
-def test_positions_are_reserved_for_the_longest_drafts_so_far() -> None:
+@pytest.mark.parametrize("make", [eagle3, dspark])
+def test_positions_are_reserved_for_the_longest_drafts_so_far(make: Callable[[], DeviceHeadDrafter]) -> None:
     """A graph that drafts three tokens may also run a step that wants one. No drafts have a graph of their own."""
-    drafter, rows = eagle3(), rows_of(ids(1, 2))
+    drafter, rows = make(), rows_of(ids(1, 2))
     for caps, num_positions in (([1, 0], 1), ([1, 3], 3), ([0, 2], 3), ([0, 0], 0), ([1, 1], 3)):
         drafter.set_draft_length(rows, np.array(caps, np.int32))
         assert drafter.kv_lookahead == num_positions
         assert drafter.draft_length == max(caps)
+
+
+def test_a_dspark_draft_is_at_most_as_long_as_trained_blocks() -> None:
+    drafter = dspark()
+    drafter.set_draft_length(rows_of(ids(1, 2)), np.array([K + 4, 1], np.int32))
+    assert drafter.draft_length == K
 
 
 def test_a_request_that_left_has_no_drafts_until_there_are_new_ones() -> None:
@@ -92,10 +105,12 @@ def test_a_request_without_a_draft_in_a_step_that_drafted_counts_as_not_drafted(
     assert acceptance.num_drafts("eagle3") == 2 and acceptance.num_outcomes("eagle3") == 2
 
 
-def test_a_hybrid_has_the_drafter_of_each_draft() -> None:
-    drafter = DeviceHybridDrafter(HistoryStore(), eagle3())
+@pytest.mark.parametrize("make", [eagle3, dspark])
+def test_a_hybrid_has_the_drafter_of_each_draft(make: Callable[[], DeviceHeadDrafter]) -> None:
+    head = make()
+    drafter = DeviceHybridDrafter(HistoryStore(), head)
     drafter.drafted(ids(4, 7), np.full((2, K), 0.5), np.array([1, 0]))
     drafter.drafted(ids(4, 7), np.full((2, K), 0.5), np.array([0, 1]))
     for verified, expected in ((drafter.verified(ids(7, 4)), [0, 1]), (propose(drafter, ids(7, 4)), [1, 0])):
-        assert verified.names == ("suffix", "eagle3")
+        assert verified.names == ("suffix", head.name) and head.name == make.__name__
         assert verified.sources is not None and verified.sources.tolist() == expected

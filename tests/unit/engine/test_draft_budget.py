@@ -32,7 +32,7 @@ def costs() -> CostTable:
 POLICIES = {
     "static": lambda: StaticPolicy(K),
     "das": lambda: DasPolicy(costs(), K),
-    "auto": lambda: AutoPolicy(costs(), K, "draft_model"),
+    "auto": lambda: AutoPolicy(costs(), K, "draft_model", "draft_model"),
 }
 
 

@@ -32,7 +32,7 @@ from simulated_device import (
     run_with_failures,
     tokens,
 )
-from support import naive_generate, tiny_decoder, tiny_head
+from support import naive_generate, tiny_decoder, tiny_dspark, tiny_head
 
 from paceline.build.config import load_config
 from paceline.build.cost import time_step
@@ -104,14 +104,14 @@ def test_a_drafter_that_may_draft_less_makes_the_next_step_select(
 KINDS = {
     "none": StaticPolicy, "random": StaticPolicy, "suffix": StaticPolicy, "eagle3": StaticPolicy,
     "history": StaticPolicy, "hybrid": StaticPolicy, "eagle3, selected": Half, "history, selected": Half,
-    "hybrid, selected": Half,
+    "hybrid, selected": Half, "dspark": StaticPolicy, "dspark hybrid": StaticPolicy,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("num_blocks", [64, 9])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_equal_the_naive_engines(cuda: SimpleNamespace, kind: str, num_blocks: int) -> None:
-    name, is_selected = kind.split(",")[0], "selected" in kind
+    name, is_selected, hybrids = kind.split(",")[0], "selected" in kind, ("hybrid", "dspark hybrid")
     engine = make(cuda, name, num_blocks, KINDS[kind](K))
     found = run(engine)
     assert tokens(found) == naive()
@@ -121,11 +121,11 @@ def test_tokens_equal_the_naive_engines(cuda: SimpleNamespace, kind: str, num_bl
     assert launches == list(range(1, simulated.num_runs + 1))
     assert launches[-1] * 1e3 in engine.runner._current_graphs().seconds.values()
     assert simulated.num_sent_blocks > 8 and bool(simulated.num_fitted) == is_selected
-    assert bool(simulated.num_selections) == (is_selected or name in ("history", "hybrid"))
+    assert bool(simulated.num_selections) == (is_selected or name in ("history", *hybrids))
     assert (sum(trace.num_preempted for trace in traces) > 0) == (num_blocks == 9)
-    on_device = name in ("eagle3", "history", "hybrid")
+    on_device = name in ("eagle3", "dspark", "history", *hybrids)
     assert engine.runner.drafts_on_device == on_device and engine.drafting.overlaps == (on_device or name == "none")
-    if name in ("history", "hybrid"):
+    if name in ("history", *hybrids):
         store = engine.drafter.store
         assert not store.live and all(len(entry.emitted) for entry in store.entries("0")) and store.entries("0")
         assert simulated.num_appended > 100
@@ -133,12 +133,13 @@ def test_tokens_equal_the_naive_engines(cuda: SimpleNamespace, kind: str, num_bl
         num, accepted = (sum(getattr(c, f"num_{what}_tokens") for c in found) for what in ("draft", "accepted"))
         assert num > 100 and 0.4 < accepted / num < 0.9
         assert num == sum(trace.num_draft_tokens for trace in traces)
-        assert (engine.drafting.acceptance.num_outcomes() > 100) == (is_selected or name == "hybrid")
+        assert (engine.drafting.acceptance.num_outcomes() > 100) == (is_selected or name in hybrids)
     per_drafter = Counter({drafter: n for trace in traces for drafter, n, _ in trace.per_drafter})
     wanted = {"none": set(), "random": {"adversarial"}, "history": {"suffix"}, "hybrid": {"suffix", "eagle3"}}
+    wanted["dspark hybrid"] = {"suffix", "dspark"}
     assert set(per_drafter) == wanted.get(name, {name})
-    if name == "hybrid":
-        assert {drafter for c in found for drafter in c.drafters} == {"suffix", "eagle3"}
+    if name in hybrids:
+        assert {drafter for c in found for drafter in c.drafters} == wanted[name]
 
 
 def test_state_that_is_not_sent_to_the_device_changes_tokens(cuda: SimpleNamespace) -> None:
@@ -593,11 +594,11 @@ def test_too_long_drafts_are_refused(cuda: SimpleNamespace, given: str) -> None:
             _build_device_drafter(config, head)
 
 
-def head_kv(cuda: SimpleNamespace, prompt: tuple[int, ...], draft: list[int]) -> tuple[torch.Tensor, ...]:
+def head_kv(cuda: SimpleNamespace, kind: str, prompt: tuple[int, ...], draft: list[int]) -> tuple[torch.Tensor, ...]:
     """The eager runner computes a prompt and verifies a draft. Returns the keys and values that the device's head then
     has of it, by position, and the emitted tokens."""
     decoder = tiny_decoder()
-    head, paged = tiny_head(decoder), PagedDecoder(decoder, 16)
+    head, paged = {"eagle3": tiny_head, "dspark": tiny_dspark}[kind](decoder), PagedDecoder(decoder, 16)
     paged.set_aux_layers(head.config.aux_layers)
     sequence = Sequence(Request(0, prompt, SamplingParams(max_tokens=30, ignore_eos=True), 5), 0, 256, ())
     assert paged.pool.reserve(sequence.table, len(prompt) + len(draft) + 1)
@@ -607,28 +608,32 @@ def head_kv(cuda: SimpleNamespace, prompt: tuple[int, ...], draft: list[int]) ->
     batch.set_drafts(np.array([draft], np.int32), np.array([len(draft)]), 0)
     result = EagerRunner(paged, Sampler(), RULES["coupled"]).launch(batch, {}).wait().result
     kv = PagedKV(head.config.layer, 16, decoder.dtype, "cpu")
-    graph_head = object.__new__(cuda.graph_head.GraphHead)  # its own constructor needs the kernels
+    classes = {"eagle3": cuda.graph_eagle3.GraphEagle3, "dspark": cuda.graph_dspark.GraphDSpark}
+    graph_head = object.__new__(classes[kind])  # its own constructor needs the kernels
     graph_head.head, graph_head.embed, graph_head.kv = head, decoder.embed, kv
     graph_head.prefill(cuda.runner._computed_spans(batch, result), paged)
     emitted = result.tokens[0, : result.num_accepted[0] + 1]
     num = len(prompt) + len(emitted) - 1
-    return (*kv.read(0, torch.tensor(sequence.table.blocks), num), torch.from_numpy(emitted.copy()))
+    of_layers = [kv.read(i, torch.tensor(sequence.table.blocks), num) for i in range(head.config.layer.num_layers)]
+    keys, values = (torch.stack(each, 1) for each in zip(*of_layers, strict=True))
+    return keys, values, torch.from_numpy(emitted.copy())
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 @pytest.mark.parametrize("num_right", [0, 2, 3])
-def test_a_head_computes_the_accepted_tokens_of_a_prefill_row(cuda: SimpleNamespace, num_right: int) -> None:
+def test_a_head_computes_the_accepted_tokens_of_a_prefill_row(cuda: SimpleNamespace, num_right: int, kind: str) -> None:
     """They are in the head's KV as if they had been part of the prompt."""
     prompt = tuple(range(1, 21))
     request = Request(0, prompt, SamplingParams(max_tokens=4, ignore_eos=True), 5)
     plain = reference_engine.generate(tiny_decoder(), [request])[0].token_ids.tolist()
     draft = [*plain[:num_right], *((token + 1) % 60 for token in plain[num_right:3])]
-    keys, values, emitted = head_kv(cuda, prompt, draft)
+    keys, values, emitted = head_kv(cuda, kind, prompt, draft)
     assert emitted.tolist() == plain[: num_right + 1] and len(keys) == 20 + num_right
-    whole_keys, whole_values, last = head_kv(cuda, (*prompt, *plain[:num_right]), [])
+    whole_keys, whole_values, last = head_kv(cuda, kind, (*prompt, *plain[:num_right]), [])
     assert last.tolist() == plain[num_right : num_right + 1]
     torch.testing.assert_close(keys, whole_keys)
     torch.testing.assert_close(values, whole_values)
-    assert keys.abs().amin(0).max() > 0 and (keys.abs().sum((1, 2)) > 0).all(), "a position that was never written"
+    assert keys.abs().amin(0).max() > 0 and (keys.abs().sum((2, 3)) > 0).all(), "a position that was never written"
 
 
 def test_the_number_of_captured_graphs_is_bounded(

@@ -5,6 +5,8 @@ heads of the group share one read of the keys and values, which takes most of th
 tokens' keys and values from the QKV projection, applies norm and RoPE to queries and keys, and writes the new keys and
 values to the KV cache. With several splits, the program that finishes last combines them, in order (split-KV, as in
 flash-decoding). If the rows alone fill the device, there is one split.
+
+Queries attend to the row's tokens up to their own. In blocks that a head drafts at once, they attend to the whole row.
 """
 
 from __future__ import annotations
@@ -63,11 +65,14 @@ def num_splits(num_rows: int, num_kv_heads: int, max_queries: int) -> int:
 
 
 class CudaPagedAttention:
-    """For rows with at most `max_queries` queries. Created for one forward pass, called once per layer."""
+    """For rows with at most `max_queries` queries. Created for one forward pass, called once per layer.
 
-    def __init__(self, kv: PagedKV, rows: AttentionRows, max_queries: int) -> None:
+    With `limits` (int32 [slots]) the rows are blocks: each query attends to all queries of its row. From a slot's limit
+    on, positions have no KV blocks: their keys and values are not stored, and not attended to."""
+
+    def __init__(self, kv: PagedKV, rows: AttentionRows, max_queries: int, limits: Tensor | None = None) -> None:
         assert 1 <= max_queries <= MAX_QUERIES
-        self.kv, self.rows, self.max_queries = kv, rows, max_queries
+        self.kv, self.rows, self.max_queries, self.limits = kv, rows, max_queries, limits
         num_kv = kv.k.shape[2]
         self.splits = num_splits(rows.num_rows, num_kv, max_queries)
         # Finished splits of each row and head.
@@ -98,12 +103,13 @@ class CudaPagedAttention:
         _attend[(rows.num_rows, num_kv, splits)](
             q_THE, k_TGE, v_TGE, out, split_outs, split_stats, self.num_done, self.kv.k[layer], self.kv.v[layer],
             apply.cos, apply.sin, apply.q_norm if has_norm else out, apply.k_norm if has_norm else out, apply.eps,
-            rows.block_tables, rows.slots, rows.query_start, rows.context, dim**-0.5 * 1.4426950408889634,
+            rows.block_tables, rows.slots, rows.query_start, rows.context,
+            rows.context if self.limits is None else self.limits, dim**-0.5 * 1.4426950408889634,
             q_THE.stride(0), k_TGE.stride(0), v_TGE.stride(0), out.stride(0), rows.block_tables.stride(0),
             self.max_queries,
             NUM_KV=num_kv, GROUP=group, DIM=dim, SIZE=size, HAS_SPLITS=splits > 1, BLOCK=BLOCK, MAX_NEW=MAX_QUERIES,
-            HAS_ROPE=norm_rope is not None, HAS_NORM=has_norm, **tuning(q_THE.dtype, num_programs, size, splits),
-            **pdl_options(out.device),
+            HAS_ROPE=norm_rope is not None, HAS_NORM=has_norm, IS_BLOCK=self.limits is not None,
+            **tuning(q_THE.dtype, num_programs, size, splits), **pdl_options(out.device),
         )  # fmt: skip
         return out
 
@@ -156,11 +162,11 @@ def _load_heads(
 @triton.jit(do_not_specialize=["max_queries"])
 def _attend(
     q, k_new, v_new, out, split_outs, split_stats, num_done, k_cache, v_cache, cos, sin, q_norm, k_norm, eps,
-    block_tables, slots, query_start, context, scale,
+    block_tables, slots, query_start, context, limits, scale,
     q_stride, k_stride, v_stride, out_stride, table_stride, max_queries,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, HAS_SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr, MAX_NEW: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_NORM: tl.constexpr, TOKENS: tl.constexpr,
-    NEW_FIRST: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, MAX_NEW: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_NORM: tl.constexpr, IS_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, NEW_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The number of splits and `max_queries` are not compile-time constants: they vary with the size of small batches,
     and compiling a kernel takes seconds."""
@@ -168,7 +174,10 @@ def _attend(
     first = tl.load(query_start + row)
     num = tl.load(query_start + row + 1) - first
     num_cached = tl.where(num > 0, tl.load(context + row) - num, 0)
-    table = block_tables + tl.load(slots + row).to(tl.int64) * table_stride
+    slot = tl.load(slots + row)
+    table = block_tables + slot.to(tl.int64) * table_stride
+    if IS_BLOCK:
+        limit = tl.load(limits + slot, mask=slot >= 0, other=1)
     num_chunks = tl.cdiv(num_cached, TOKENS)
     if HAS_SPLITS:
         # The last split waits for its own chunks and then reads each other split, which takes as long as a chunk. Their
@@ -193,11 +202,12 @@ def _attend(
         tl.store(out + out_at + e[None, :], tl.zeros([SIZE, DIM], out.dtype.element_ty), mask=valid[:, None])
         return
     q_at = (first + query).to(tl.int64) * q_stride + (head * GROUP + m % GROUP) * DIM
+    q_position = num_cached + query
+    if IS_BLOCK:
+        q_position = tl.minimum(q_position, limit - 1)
     qs = tl.zeros([SIZE, DIM], q.dtype.element_ty)
     if num > 0:  # always true; without the branch Triton loads the joined halves piecemeal
-        qs = _load_heads(
-            q, q_at, valid, q_norm, cos, sin, num_cached + query, eps, SIZE, DIM, HAS_ROPE, HAS_NORM
-        )  # fmt: skip
+        qs = _load_heads(q, q_at, valid, q_norm, cos, sin, q_position, eps, SIZE, DIM, HAS_ROPE, HAS_NORM)
     max_score = tl.full([SIZE], -float("inf"), tl.float32)
     # Summed after the loop: a sum across warps in each iteration would stall it.
     weight_sums = tl.zeros([SIZE, TOKENS], tl.float32)
@@ -211,6 +221,8 @@ def _attend(
                 is_new = j < num
                 token = (first + j).to(tl.int64)
                 at = num_cached + j
+                if IS_BLOCK:
+                    is_new = is_new & (at < limit)
                 k = _load_heads(
                     k_new, token * k_stride + head * DIM, is_new, k_norm, cos, sin, at, eps, MAX_NEW, DIM, HAS_ROPE,
                     HAS_NORM,
@@ -223,7 +235,10 @@ def _attend(
                 tl.store(k_cache + base[:, None] + e[None, :], k, mask=is_new[:, None])
                 tl.store(v_cache + base[:, None] + e[None, :], v, mask=is_new[:, None])
                 scores = tl.dot(qs, tl.trans(k), input_precision="ieee")
-                scores = tl.where(is_new[None, :] & (j[None, :] <= query[:, None]), scores, -float("inf"))
+                seen = is_new[None, :]
+                if not IS_BLOCK:
+                    seen = seen & (j[None, :] <= query[:, None])
+                scores = tl.where(seen, scores, -float("inf"))
                 new_max = tl.maximum(max_score, tl.max(scores, 1) * scale)
                 rescale = tl.exp2(max_score - new_max)
                 weights = tl.exp2(scores * scale - new_max[:, None])

@@ -8,11 +8,13 @@ are often small, where float8 has fewer bits. But a scale would clip the large o
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor
 
 from paceline.model.cuda.ops import CudaOps
-from paceline.model.eagle3 import Eagle3Head
+from paceline.model.draft_head import DraftHead
 from paceline.model.layer import FLOAT8, Float8Weight, Linear
 
 MIN_HIDDEN_SIZE = 2048  # from here on linear layers take most of a head's time
@@ -20,7 +22,7 @@ ALIGNMENT = 16  # sizes must be divisible by it
 FLOAT8_MAX = torch.finfo(FLOAT8).max
 
 
-def apply_head_dtype(head: Eagle3Head, dtype: str) -> None:
+def apply_head_dtype(head: DraftHead, dtype: str) -> None:
     """Apply `speculation.head_dtype`. The head keeps its weights; float8 copies are updated when they change."""
     if dtype == "model" or head.lm_head.float8 is not None:
         return
@@ -35,7 +37,7 @@ def apply_head_dtype(head: Eagle3Head, dtype: str) -> None:
     head.ops = Float8Ops(head.device)
 
 
-def _reason_against(head: Eagle3Head) -> str | None:
+def _reason_against(head: DraftHead) -> str | None:
     device = head.device
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 9):
         return f"{torch.cuda.get_device_name(device)} has no float8 matrix products"
@@ -47,8 +49,9 @@ def _reason_against(head: Eagle3Head) -> str | None:
     return None
 
 
-def _quantized_layers(head: Eagle3Head) -> tuple[Linear, ...]:
-    return head.layer.qkv, head.layer.o, head.layer.gate_up, head.layer.down, head.lm_head
+def _quantized_layers(head: DraftHead) -> list[Linear]:
+    of_layers = [(layer.qkv, layer.o, layer.gate_up, layer.down) for layer in head.decoder_layers]
+    return [head.lm_head, *chain.from_iterable(of_layers)]
 
 
 class Float8Ops(CudaOps):

@@ -1,17 +1,15 @@
-"""An EAGLE-3 head on the device: drafts at the end of a step for the next one.
+"""A draft head on the device: drafts at the end of a step for the next one.
 
-It first computes the step's own tokens (each position's auxiliary hidden states with the token sampled there), then
-drafts k tokens one after another from each row's new end. Its keys and values are in the same KV blocks as the
-target's, so it uses the target's block tables and prefix cache. What it computes for rejected tokens is past a row's
-end and is overwritten by the next step.
+Its keys and values are in the same KV blocks as the target's, so it uses the target's block tables and prefix cache.
+What it computes for rejected tokens is past a row's end and is overwritten by the next step.
 
 If the next step selects among the draft tokens of many rows, a row hardly gets more of them once the survival
-probability of its last draft token is below the last selection's threshold. The head then skips attention and sampling
-for that row, which is nearly half of the time of a draft token.
+probability of its last draft token is below the last selection's threshold. The head then skips that row.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,16 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.model.confidence import BY_LOGPROB, BY_MARGIN, START
-from paceline.model.cuda.attention import AttentionRows, CudaPagedAttention
+from paceline.model.cuda.attention import AttentionRows
 from paceline.model.cuda.device_state import MAX_DRAFT, DeviceState, imposed_probability
 from paceline.model.cuda.graph_drafter import DraftStep
 from paceline.model.cuda.ops import CudaOps
 from paceline.model.cuda.pdl import pdl_options, pdl_wait
 from paceline.model.cuda.sample import Draws, draw
 from paceline.model.cuda.truncate import truncate
-from paceline.model.device import to_device
-from paceline.model.eagle3 import Eagle3Head
-from paceline.model.kv import PagedKV
+from paceline.model.draft_head import DraftHead
+from paceline.model.kv import BatchPlan, PagedKV
 from paceline.model.layer import Linear
 from paceline.model.paged import PagedDecoder, Span, make_plan
 from paceline.model.sample import Stream
@@ -39,26 +36,24 @@ ALIGNMENT = 16  # rows
 
 
 @dataclass(slots=True)
-class _DraftInputs:
-    """The head's inputs for each of k draft tokens and R rows. The k parts of a tensor start at aligned addresses, or
-    kernels would be compiled again for unaligned ones."""
+class DraftInputs:
+    """Of each of k draft tokens and R rows. The k parts of a tensor start at aligned addresses, or kernels would be
+    compiled again for unaligned ones."""
 
-    positions: Tensor  # int32 [k, R], of the token that the head reads
-    context: Tensor  # int32 [k, R], tokens that it attends to; 0: the row is skipped
+    positions: Tensor  # int32 [k, R], at which an EAGLE-3 head reads the token before the draft token
+    context: Tensor  # int32 [k, R], one more than the position; 0: the row is skipped
     emitted_at: Tensor  # int64 [k, R], position of the draft token
     keys: Tensor  # int64 [R]
     temperature: Tensor  # float64 [R]
-    query_start: Tensor  # int32 [R + 1]
+    query_start: Tensor  # int32 [R + 1], if every row has one query
 
 
-class GraphHead:
+class GraphHead(ABC):
     """`embed` is the target's; `kv` has the target's blocks. `edges`: of buckets of probabilities."""
 
     may_draft_less = False
 
-    def __init__(
-        self, head: Eagle3Head, embed: Linear, kv: PagedKV, state: DeviceState, edges: Sequence[float]
-    ) -> None:
+    def __init__(self, head: DraftHead, embed: Linear, kv: PagedKV, state: DeviceState, edges: Sequence[float]) -> None:
         self.head, self.embed, self.kv, self.state = head, embed, kv, state
         if not isinstance(head.ops, CudaOps):
             head.ops = CudaOps()
@@ -73,43 +68,35 @@ class GraphHead:
 
     @torch.inference_mode()
     def prefill(self, spans: list[Span], paged: PagedDecoder) -> None:
-        plan, device = make_plan(spans), self.head.device
         tables = [(span.table, span.start, span.start + len(span.tokens)) for span in spans]
-        x = self.head.fuse(paged.aux_hidden_states(tables))
-        tokens_T, positions_T = (to_device(a, device) for a in (plan.tokens, plan.positions))
-        self.head(x, tokens_T, positions_T, self.head.ops.paged_attention(self.kv, plan), self.embed)
+        self.compute(make_plan(spans), self.head.fuse(paged.aux_hidden_states(tables)))
 
+    @abstractmethod
+    def compute(self, plan: BatchPlan, x_TD: Tensor) -> None:
+        """Keys and values of rows outside of the graph, from the fused states."""
+
+    @abstractmethod
     def draft(self, step: DraftStep) -> None:
         """Draft as the target would sample, with the target's noise."""
-        assert step.aux_hidden_TF is not None
-        rows, k = step.inputs.rows, step.draft_length
-        attention = CudaPagedAttention(self.kv, rows, step.max_queries)
-        x = self.head.fuse(step.aux_hidden_TF)
-        x, h = self.head(x, step.sampled_T, step.inputs.positions, attention, self.embed, step.ends_R)
-        if not k:
-            return
-        inputs = self._inputs(rows, k)
-        for i in range(k):
-            logits = self.head.logits(h)
-            limits = truncate(logits, rows.slots, self.state) if step.truncates else None
-            draws = draw(
-                logits, inputs.keys, inputs.emitted_at[i], inputs.temperature, Stream.SAMPLE, self.ids, limits,
-                margins=True, active_P=inputs.context[i] if step.stops_early else None,
-            )  # fmt: skip
-            self._store_draft(draws, step, inputs, i)
-            if i + 1 < k:
-                next_rows = AttentionRows(inputs.query_start, inputs.context[i + 1], rows.slots, rows.block_tables)
-                attention = CudaPagedAttention(self.kv, next_rows, 1)
-                x, h = self.head(x, draws.tokens, inputs.positions[i + 1], attention, self.embed)
 
-    def _inputs(self, rows: AttentionRows, k: int) -> _DraftInputs:
+    def _draw(self, logits_RN: Tensor, step: DraftStep, inputs: DraftInputs, i: int) -> Tensor:
+        """Draft token i of each row, int32 [R]; 0 for skipped rows."""
+        limits = truncate(logits_RN, step.inputs.rows.slots, self.state) if step.truncates else None
+        draws = draw(
+            logits_RN, inputs.keys, inputs.emitted_at[i], inputs.temperature, Stream.SAMPLE, self.ids, limits,
+            margins=True, active_P=inputs.context[i] if step.stops_early else None,
+        )  # fmt: skip
+        self._store_draft(draws, step, inputs, i)
+        return draws.tokens
+
+    def _inputs(self, rows: AttentionRows, k: int) -> DraftInputs:
         def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(*size, dtype=dtype, device=rows.context.device)
 
         num = rows.num_rows
         width = triton.cdiv(num, ALIGNMENT) * ALIGNMENT
         positions, context, emitted_at = empty(k, width), empty(k, width), empty(k, width, dtype=torch.int64)
-        inputs = _DraftInputs(
+        inputs = DraftInputs(
             positions[:, :num], context[:, :num], emitted_at[:, :num], empty(num, dtype=torch.int64),
             empty(num, dtype=torch.float64), empty(num + 1),
         )  # fmt: skip
@@ -121,7 +108,7 @@ class GraphHead:
         )  # fmt: skip
         return inputs
 
-    def _store_draft(self, draws: Draws, step: DraftStep, inputs: _DraftInputs, i: int) -> None:
+    def _store_draft(self, draws: Draws, step: DraftStep, inputs: DraftInputs, i: int) -> None:
         slots, state, imposed = step.inputs.rows.slots, self.state, step.imposed
         num, context = len(slots), inputs.context
         _store_draft[(1,)](
@@ -173,6 +160,8 @@ def _store_draft(
     r = tl.arange(0, ROWS)
     in_range = r < num_rows
     slot = tl.load(slots + r, mask=in_range, other=-1)
+    step = tl.zeros([ROWS], tl.int32) + i  # a vector: the interpreter needs it
+    is_later, has_next = step > 0, step + 1 < k
     pdl_wait(PDL)
     token = tl.load(tokens + r, mask=in_range, other=0)
     tl.store(drafts + slot * MAX_DRAFT + i, token, mask=slot >= 0)
@@ -188,13 +177,13 @@ def _store_draft(
         for j in range(NUM_EDGES):
             bucket += (probability >= tl.load(edges + j)).to(tl.int32)
         calibrated = tl.minimum(probability * tl.load(calibration + bucket), 1.0)
-    joint = calibrated * tl.load(survival + slot * MAX_DRAFT + i - 1, mask=(slot >= 0) & (i > 0), other=1.0)
+    joint = calibrated * tl.load(survival + slot * MAX_DRAFT + i - 1, mask=(slot >= 0) & is_later, other=1.0)
     if STOPS_EARLY:
         skipped = tl.load(context + i * width + r, mask=in_range, other=1) == 0
-        before = tl.load(scores_out + r * MAX_DRAFT + i - 1, mask=in_range & (i > 0), other=0.0)
+        before = tl.load(scores_out + r * MAX_DRAFT + i - 1, mask=in_range & is_later, other=0.0)
         probability, joint = tl.where(skipped, before.to(tl.float32), probability), tl.where(skipped, 0.0, joint)
         below_threshold = joint < tl.load(threshold)
-        skips_next = in_range & below_threshold & (i + 1 < k)
+        skips_next = in_range & below_threshold & has_next
         tl.store(context + (i + 1) * width + r, tl.zeros([ROWS], tl.int32), mask=skips_next)
     tl.store(scores_out + r * MAX_DRAFT + i, probability.to(tl.float64), mask=in_range)
     tl.store(survival + slot * MAX_DRAFT + i, joint, mask=slot >= 0)

@@ -29,11 +29,11 @@ from torch import Tensor
 
 from paceline.model.cuda.attention import AttentionRows, QKNormRope
 from paceline.model.cuda.pdl import pdl_options, pdl_wait
+from paceline.model.cuda.rotate_and_store import rotate_and_store
 from paceline.model.device import to_device
 from paceline.model.kv import BLOCK, BatchPlan, PagedKV
 
 CHUNK = tl.constexpr(64)  # tokens
-HEADS = 4  # that one program of `_rotate_and_store` computes
 TARGET_PROGRAMS = 256  # of attention: two per multiprocessor of a large device
 MAX_SPLITS = 32  # programs that share the sections of a tile
 # Queries of a tile times heads of a group, for prompts. More would not fit the registers.
@@ -110,13 +110,7 @@ class InvariantPagedAttention:
         assert k_TGE.data_ptr() == q_THE.data_ptr() + num_heads * dim * q_THE.itemsize
         k_cache, v_cache, tables = self.kv.k[layer], self.kv.v[layer], rows.block_tables
         q = q_THE.new_empty(num_tokens, num_heads, dim)
-        norms = (q, q) if norm_rope.q_norm is None else (norm_rope.q_norm, norm_rope.k_norm)
-        options = pdl_options(q.device)
-        _rotate_and_store[(num_tokens, triton.cdiv(num_heads + 2 * num_kv, HEADS))](
-            q_THE, q, k_cache, v_cache, *norms, norm_rope.cos, norm_rope.sin, self.positions_T, self.slots_T, tables,
-            norm_rope.eps, q_THE.stride(0), tables.stride(0), NUM_Q=num_heads, NUM_KV=num_kv, DIM=dim, HEADS=HEADS,
-            BLOCK=BLOCK, HAS_NORM=norm_rope.q_norm is not None, num_warps=2, enable_fp_fusion=False, **options,
-        )  # fmt: skip
+        rotate_and_store(q_THE, q, self.kv, layer, norm_rope, self.positions_T, self.slots_T, tables)
         out = q.new_empty(num_tokens, num_heads * dim)
         section_outs = section_stats = out
         if self.splits > 1:
@@ -129,7 +123,7 @@ class InvariantPagedAttention:
             rows.context, tiles.rows, tiles.first, dim**-0.5 * 1.4426950408889634, q.stride(0), out.stride(0),
             tables.stride(0), self.max_queries, self.max_sections, NUM_KV=num_kv, GROUP=self.group, DIM=dim,
             SIZE=self.size, HAS_SPLITS=self.splits > 1, HAS_TILES=self.tiles is not None, BLOCK=BLOCK,
-            **tuning(self.size, self.splits), enable_fp_fusion=False, **options,
+            **tuning(self.size, self.splits), enable_fp_fusion=False, **pdl_options(q.device),
         )  # fmt: skip
         return out
 
@@ -167,45 +161,6 @@ def _section_start(i):
     start = tl.where(i > 20, 8192 + (i - 20) * 2048, 2048 + (i - 8) * 512)
     start = tl.where(i > 32, 32768 + (i - 32) * 8192, start)
     return tl.where(i > 8, start, i * 256)
-
-
-@triton.jit(do_not_specialize=["table_stride"])
-def _rotate_and_store(
-    qkv, q_out, k_cache, v_cache, q_norm, k_norm, cos, sin, positions, slots, block_tables, eps, stride, table_stride,
-    NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """HEADS heads of one token: applies norm and RoPE to queries and keys, writes the queries to `q_out`, and keys and
-    values to the KV cache."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    is_q, is_v = head < NUM_Q, head >= NUM_Q + NUM_KV
-    is_k = (head >= NUM_Q) & (head < NUM_Q + NUM_KV)
-    inside = (head < NUM_Q + 2 * NUM_KV)[:, None]
-    e = tl.arange(0, DIM // 2)[None, :]
-    slot, position = tl.load(slots + token).to(tl.int64), tl.load(positions + token).to(tl.int32)
-    stored = slot >= 0
-    block = tl.load(block_tables + slot * table_stride + position // BLOCK, mask=stored, other=0).to(tl.int64)
-    c, s = tl.load(cos + position * (DIM // 2) + e), tl.load(sin + position * (DIM // 2) + e)
-    pdl_wait(PDL)
-    at = qkv + token * stride + head[:, None] * DIM + e
-    low, high = tl.load(at, mask=inside, other=0.0), tl.load(at + DIM // 2, mask=inside, other=0.0)
-    x, y = low.to(tl.float32), high.to(tl.float32)
-    if HAS_NORM:
-        factor = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / DIM + eps)[:, None]
-        scale_x = tl.where(is_q[:, None], tl.load(q_norm + e), tl.load(k_norm + e)).to(tl.float32)
-        scale_y = tl.where(is_q[:, None], tl.load(q_norm + DIM // 2 + e), tl.load(k_norm + DIM // 2 + e))
-        x, y = x * factor * scale_x, y * factor * scale_y.to(tl.float32)
-    rotated_x, rotated_y = (x * c - y * s).to(low.dtype), (y * c + x * s).to(low.dtype)
-    q_at = q_out + (token * NUM_Q + head[:, None]) * DIM + e
-    tl.store(q_at, rotated_x, mask=is_q[:, None])
-    tl.store(q_at + DIM // 2, rotated_y, mask=is_q[:, None])
-    k_at = k_cache + ((block * NUM_KV + head[:, None] - NUM_Q) * BLOCK + position % BLOCK) * DIM + e
-    tl.store(k_at, rotated_x, mask=is_k[:, None] & stored)
-    tl.store(k_at + DIM // 2, rotated_y, mask=is_k[:, None] & stored)
-    v_at = v_cache + ((block * NUM_KV + head[:, None] - NUM_Q - NUM_KV) * BLOCK + position % BLOCK) * DIM + e
-    tl.store(v_at, low, mask=inside & is_v[:, None] & stored)
-    tl.store(v_at + DIM // 2, high, mask=inside & is_v[:, None] & stored)
 
 
 @triton.jit(do_not_specialize=["table_stride", "max_queries", "max_sections"])

@@ -51,7 +51,13 @@ class CudaOps(TorchOps):
         return adapters.add_adapters(x_TK, lora, y, self.fp_fusion)
 
     def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        out = torch.empty(x_TD.shape, dtype=weight_D.dtype, device=x_TD.device)
+        return self._norm(x_TD, weight_D, eps, weight_D.dtype)
+
+    def input_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        return self._norm(x_TD, weight_D, eps, self.activation_dtype or weight_D.dtype)
+
+    def _norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(x_TD.shape, dtype=dtype, device=x_TD.device)
         _norm[(len(x_TD),)](
             x_TD, x_TD, weight_D, out, eps, 0, **_row_options(x_TD), NUM_PARTS=0, LAUNCH_NEXT=False,
             enable_fp_fusion=self.fp_fusion,
