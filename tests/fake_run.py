@@ -153,6 +153,7 @@ def _step(
         "staleness_mean": staleness * 0.6, "staleness_max": min(step, staleness), "num_tokens": tokens,
         "tokens_per_s": tokens / generation, "mean_acceptance_length": 1 + accepted / num_drafts,
         "draft_acceptance_rate": accepted / (num_drafts * 4), "acceptance_rate_per_position": rates,
+        "acceptance_length_per_depth": {"0": 1 + accepted / num_drafts} | ({"64": 1.5} if step % 2 else {}),
         "num_drafts": num_drafts, "num_draft_tokens": num_drafts * 4, "num_accepted_tokens": accepted,
         "memory_gib": 2.5, "mismatch_mean": 2e-6 * (1 + rng.random()), "mismatch_k3": 1e-11 * (1 + rng.random()),
         "mismatch_max": 4e-5 * (1 + rng.random()), "mismatch_alarm": False, "stages": stages,

@@ -23,6 +23,7 @@ from paceline.report import chart, figures, key_figures, rollouts, series
 from paceline.report.elements import seconds
 from paceline.report.html import render_page, write_report
 from paceline.report.run import OUTCOMES, read_run
+from paceline.report.sections import acceptance_by_depth
 from paceline.report.series import Series
 from paceline.report.table import finite
 
@@ -88,6 +89,16 @@ def test_outcomes_of_drafting_are_shown_if_tokens_were_proposed(folder):
     write_lines(folder / "trace.jsonl", [trace | plain for trace in traces])
     text = Page(write_report(folder).read_text(encoding="utf-8")).text
     assert "By number of rows" in text and "Drafting: number of steps" not in text
+
+
+def test_acceptance_by_depth_is_shown_if_completions_are_long(folder):
+    found = acceptance_by_depth(read_run(folder))
+    assert list(found) == ["from 0", "from 64"] and found["from 64"] == 1.5
+    title = "Acceptance length by depth"
+    assert title in Page(write_report(folder).read_text(encoding="utf-8")).text
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    write_lines(folder / "metrics.jsonl", [r | {"acceptance_length_per_depth": {"0": 2.0}} for r in records])
+    assert title not in Page(write_report(folder).read_text(encoding="utf-8")).text
 
 
 @pytest.mark.parametrize("make", [lambda p: None, lambda p: p.mkdir(), lambda p: p.write_text("")])

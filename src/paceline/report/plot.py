@@ -19,7 +19,8 @@ LENGTH_COLOURS = ("#1a1a1a", "#0b5394", "#c55a11", "#2e7d32", "#8e44ad", "#5f636
 # Blue, orange and grey, which colour-blind readers can distinguish. Further modes of an engine are lighter.
 ENGINE_COLOURS = {"paceline": "#0b5394", "vllm": "#c55a11", "hf": "#5f6368"}
 DRAFTER_COLOURS = {
-    "ngram": "#5f6368", "suffix": "#0b5394", "draft_model": "#8e44ad", "eagle3": "#c55a11", "hybrid": "#2e7d32"
+    "ngram": "#5f6368", "suffix": "#0b5394", "draft_model": "#8e44ad", "eagle3": "#c55a11",
+    "dspark": "#7f6000", "hybrid": "#2e7d32",
 }  # fmt: skip
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;color:#1a1a1a;max-width:60em;margin:2em auto;padding:0 1em}

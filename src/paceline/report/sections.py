@@ -165,6 +165,7 @@ def speculation(run: Run) -> str:
     drafted = [isinstance(row, list) and len(row) > 0 for row in rates]
     drafts = [(value or 1.0) if some else 0.0 for value, some in zip(run.series("num_drafts"), drafted, strict=True)]
     whole = sum(drafts)
+    by_depth = acceptance_by_depth(run)
     by_position: dict[str, float | None] = {
         str(j + 1): sum((rate or 0.0) * n for rate, n in zip(at[j], drafts, strict=True)) / whole for j in range(depth)
     }
@@ -189,6 +190,8 @@ def speculation(run: Run) -> str:
         charts(
             curve(run, "mean_acceptance_length"),
             bars("Acceptance by position", up_to, "position in the draft", by_position, limits=(0.0, 1.0)),
+            bars("Acceptance length by depth", "tokens per verified draft", "tokens of the completion before the draft",
+                 by_depth if len(by_depth) > 1 else {}, colour=1),
             lines("By position over time", up_to, run.numbers,
                   [Series(f"position {j + 1}", at[j], j, STYLES[j % 3]) for j in range(depth)[:4]],
                   from_zero=True, limits=(0.0, 1.0)),
@@ -204,6 +207,14 @@ def speculation(run: Run) -> str:
         table(["step", "tokens", "plain, s", "speculative, s", "speed-up", *running, "identical"], rows,
               caption="Audits"),
     )  # fmt: skip
+
+
+def acceptance_by_depth(run: Run) -> dict[str, float | None]:
+    """The mean over the steps that have drafts in a range."""
+    found = [record.get("acceptance_length_per_depth") for record in run.steps]
+    starts = sorted({start for lengths in found if isinstance(lengths, dict) for start in lengths}, key=int)
+    by_start = {start: [each for lengths in found if (each := number(lengths, start)) is not None] for start in starts}
+    return {f"from {start}": sum(lengths) / len(lengths) for start, lengths in by_start.items()}
 
 
 def head_training(run: Run) -> str:

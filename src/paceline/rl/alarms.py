@@ -2,7 +2,7 @@
 
 - acceptance_drop_alarm: acceptance drops at a weight sync. Each drop is reported.
 - acceptance_floor_alarm: hardly any draft token is accepted. Reported when it starts, and not again while it lasts.
-- acceptance_record_alarm: an EAGLE-3 head accepts far less than its provenance file records; this also finds heads that
+- acceptance_record_alarm: a head accepts far less than its provenance file records; this also finds heads that
   fit badly from the first step on. Reported when it starts, too.
 - reward_failure_alarm: rewards failed for a larger share of samples than reward.max_failures. Reported when it starts.
 - zero_advantages_alarm: all advantages are zero, so rewards do not change the policy. Reported the first, the tenth,
@@ -20,17 +20,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.config import Config
-from paceline.types import Completion, Group, Provenance, Rollout, first_branches
+from paceline.config import ARCHITECTURES, HEAD_METHODS, Config
+from paceline.rl.depth import DepthCounts, drafts_of
+from paceline.types import Completion, Group, Rollout, first_branches
 
 if TYPE_CHECKING:  # the learner imports torch
     from paceline.rl.learner import UpdateReport
 
 MIN_DRAFTS = 50  # in a batch, to measure its acceptance
 DROP, FLOOR, RECORD = "acceptance_drop_alarm", "acceptance_floor_alarm", "acceptance_record_alarm"
+DEPTH = "acceptance_depth_alarm"
 NUM_DEVIATIONS = 4.0  # standard deviations below the record: one false alarm in 30,000 batches
 SKIPPED_REMEDY = "Lower learner.learning_rate, or look for rewards and logprobs out of range"
-HEAD = "eagle3"  # the drafter name of a head, alone or in a hybrid
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +46,12 @@ class FirstPositions:
     def of(samples: Iterable[Rollout | Completion]) -> FirstPositions:
         num = num_accepted = 0
         for sample in samples:
-            if HEAD not in sample.drafters:
+            sources = [i for i, name in enumerate(sample.drafters) if name in ARCHITECTURES]
+            if not sources:
                 continue
-            # A draft begins with an accepted or a corrected token that does not follow an accepted one.
-            accepted, corrected = (
-                sample.provenance == origin for origin in (Provenance.ACCEPTED, Provenance.CORRECTED)
-            )
-            begins = (sample.sources == sample.drafters.index(HEAD)) & ~np.concatenate([[False], accepted[:-1]])
-            num += int(((accepted | corrected) & begins).sum())
+            begins, accepted = drafts_of(sample.provenance)
+            begins &= np.isin(sample.sources, sources)
+            num += int(begins.sum())
             num_accepted += int((accepted & begins).sum())
         return FirstPositions(num, num_accepted)
 
@@ -84,7 +83,7 @@ class Alarms:
         self.online = config.draft.online != "off"
         self.length: float | None = None  # mean acceptance length of the last batch with enough drafts
         self.version: int | None = None  # policy version of that batch
-        self.below_floor = self.below_record = False  # the floor alarm and the record alarm are active
+        self.below_floor = self.below_record = self.decays = False  # the floor, record and depth alarms are active
 
     def check(self, length: float | None, version: int | None) -> tuple[dict[str, bool], list[str]]:
         """The flags of a batch, and messages. `length` is its mean acceptance length, None for too few drafts;
@@ -117,8 +116,15 @@ class Alarms:
         starts, self.below_record = not self.below_record, message is not None
         return {RECORD: self.below_record}, [f"ALARM: {message}"] if message is not None and starts else []
 
+    def check_depth(self, counts: DepthCounts) -> tuple[dict[str, bool], list[str]]:
+        """The flag of the depth alarm, and messages. `counts`: of a head, which was trained on completions of some
+        length."""
+        message = counts.decay_message(self.section.alarm_depth, MIN_DRAFTS)
+        starts, self.decays = not self.decays, message is not None
+        return {DEPTH: self.decays}, [f"ALARM: {message}"] if message is not None and starts else []
+
     def _remedy(self, alarm: str) -> str:
-        if self.method in ("eagle3", "hybrid"):
+        if self.method in HEAD_METHODS:
             if not self.online:
                 return 'train the head online (draft.online = "every")'
             if alarm == DROP:
@@ -138,11 +144,13 @@ class Alarms:
             "version": self.version,
             "below_floor": self.below_floor,
             "below_record": self.below_record,
+            "decays": self.decays,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self.length, self.version = state_dict["mean_acceptance_length"], state_dict["version"]
         self.below_floor, self.below_record = state_dict["below_floor"], state_dict["below_record"]
+        self.decays = state_dict["decays"]
 
 
 class AdvantageAlarm:

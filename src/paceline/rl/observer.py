@@ -29,7 +29,7 @@ class Observer(Protocol):
 
 
 class HeadTrainer(Observer, Protocol):
-    """Trains an EAGLE-3 head online. `draft/online.py` implements it; this package does not import `draft`."""
+    """Trains a draft head online. `draft/online.py` implements it; this package does not import `draft`."""
 
     @property
     def version(self) -> int: ...  # the drafter version: updates of the head

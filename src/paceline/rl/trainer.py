@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from paceline.config import Config
+from paceline.config import ARCHITECTURES, Config
 from paceline.engine.interface import Engine, SpeculationState
 from paceline.model.device import use_device
 from paceline.model.weights import checksum
@@ -43,6 +43,7 @@ from paceline.rl.callback import ProgressCallback
 from paceline.rl.checkpoint import Checkpoint, Checkpoints
 from paceline.rl.collect import Collector
 from paceline.rl.continuous_producer import ContinuousProducer
+from paceline.rl.depth import DepthCounts
 from paceline.rl.evaluator import Evaluator
 from paceline.rl.exports import Exports
 from paceline.rl.folder import RunFolder
@@ -280,13 +281,15 @@ class Trainer:
             self.callback.note(message)
         return {"reward_failure_alarm": any(flag for flag, _ in found)}
 
-    def _check_acceptance(self, batch: Batch, length: float | None, version: int | None) -> dict[str, bool]:
+    def _check_acceptance(self, batch: Batch, length: float | None, version: int | None) -> dict[str, Any]:
         flags, messages = self.alarms.check(length, version)
-        first = FirstPositions.of(rollout for group in batch.all_groups for rollout in group.rollouts)
+        rollouts = [rollout for group in batch.all_groups for rollout in group.rollouts]
+        first = FirstPositions.of(rollouts)
         record_flag, record_messages = self.alarms.check_record(first)
-        for message in [*messages, *record_messages]:
+        depth_flag, depth_messages = self.alarms.check_depth(DepthCounts.of(rollouts, ARCHITECTURES))
+        for message in [*messages, *record_messages, *depth_messages]:
             self.callback.note(message)
-        return flags | record_flag
+        return {**flags, **record_flag, **depth_flag, "acceptance_length_per_depth": DepthCounts.of(rollouts).lengths()}
 
     def _check_eval_mismatch(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """In an asynchronous run, which has few other tokens of the learner's version."""
