@@ -178,7 +178,7 @@ def engine_of(kind: str, num_rows: int, length: int, clock: Clock) -> LocalEngin
     if kind != "plain":
         head = head_config(CONFIG, 97, (0, 1, 2))
         drafter = DeviceEagle3Drafter(init_head(head, torch.arange(97), seed=0, dtype=torch.float32, device="cpu"))
-        policy = StaticPolicy(K) if kind == "static" else AutoPolicy(_costs(), K, "eagle3")
+        policy = StaticPolicy(K) if kind == "static" else AutoPolicy(_costs(), K, "eagle3", "eagle3")
     runner = SimulatedRunner(paged, num_rows, clock)
     runner.simulated.drafter = None if drafter is None else SimulatedHead()
     engine = LocalEngine(

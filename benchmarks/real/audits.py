@@ -29,7 +29,7 @@ from settings import NUM_AUDITS, Study
 
 from paceline.build.config import load_config
 from paceline.build.cost import measured_costs
-from paceline.build.drafter import build_drafter, build_head, pack_head, relative_draft_cost
+from paceline.build.drafter import build_drafter, build_head, drafting_model, pack_head, relative_draft_cost
 from paceline.build.engine import build_engine
 from paceline.build.policy import build_policy
 from paceline.build.task import build_task
@@ -38,7 +38,6 @@ from paceline.config import Config
 from paceline.engine.captures import without_captures
 from paceline.rl.folder import read_stream
 from paceline.rl.trainer import gc_frozen
-from paceline.speculation.auto import MODELS
 from paceline.speculation.batch import Commits, Drafter
 from paceline.speculation.metrics import summarise
 from paceline.speculation.policy import SpeculationPolicy
@@ -299,8 +298,9 @@ class Bench:
     def _make_policy(self, config: Config, drafter: Drafter | None) -> SpeculationPolicy:
         paged, runner, method = self.engine.paged, self.engine.runner, config.speculation.method
         cost = relative_draft_cost(config, drafter, paged.decoder.config) if drafter is not None else 0.0
-        draft_costs = {MODELS.get(method, method): cost} if cost or runner.drafts_on_device else {}
-        return build_policy(config.speculation, lambda: measured_costs(paged, runner, config, draft_costs))
+        model = drafting_model(config, drafter) if drafter is not None else None
+        draft_costs = {model or method: cost} if cost or runner.drafts_on_device else {}
+        return build_policy(config.speculation, lambda: measured_costs(paged, runner, config, draft_costs), model)
 
     def generate(self, variant: Variant, batches: list[list[Request]], batch_size: int, state: State) -> Generated:
         """One batch after another, with at most `batch_size` samples at a time."""

@@ -97,14 +97,15 @@ GPU_DEFAULTS: dict[str, dict[str, Any]] = {
     "engine": {"max_num_seqs": 256, "max_num_batched_tokens": 16384},
     "speculation": {"num_speculative_tokens": 7},
 }
-HEAD_METHODS = ("eagle3", "hybrid")  # methods that draft with an EAGLE-3 head
+ARCHITECTURES = ("eagle3", "dspark")  # of draft heads
+HEAD_METHODS = (*ARCHITECTURES, "hybrid")  # methods that draft with a head
 
 
 class SpeculationSection(Section):
     # Drafter. "ngram" drafts from the sequence itself, "suffix" from the history of its problem, "draft_model" with a
-    # smaller model, "eagle3" with an EAGLE-3 head, "hybrid" from the history or with the head. By default "hybrid" if
-    # head is set, "draft_model" if draft_model is set, and "none" with vLLM or `generate`.
-    method: Literal["none", "ngram", "suffix", "draft_model", "eagle3", "hybrid"] = "suffix"
+    # smaller model, "eagle3" and "dspark" with a head of that kind, "hybrid" from the history or with a head. By
+    # default "hybrid" if head is set, "draft_model" if draft_model is set, and "none" with vLLM or `generate`.
+    method: Literal["none", "ngram", "suffix", "draft_model", "eagle3", "dspark", "hybrid"] = "suffix"
     # How many tokens to draft: "static" always num_speculative_tokens, "das" more for long sequences, "auto" at every
     # step the number that saves most time, or none. "static" by default where "auto" can't be used: with vLLM, another
     # rule than "coupled", a table of draft lengths, or min_confidence; and with `generate`.
@@ -117,12 +118,12 @@ class SpeculationSection(Section):
     rule: Literal["coupled", "rejection", "block"] = "coupled"
     # `draft_model`: a model with the same vocabulary, or "layers:N", the first N layers of the target.
     draft_model: str | None = None
-    head: str | None = None  # EAGLE-3: directory of the head; not set: the shipped head for model.name
-    # EAGLE-3 on a GPU: dtype of the head's large matrix products. "model": model.dtype. "float8": faster, with the same
+    head: str | None = None  # directory of the head; not set: the shipped head for model.name
+    # Heads on a GPU: dtype of the head's large matrix products. "model": model.dtype. "float8": faster, with the same
     # emitted tokens. "auto": float8 for large heads, if the GPU supports it.
     head_dtype: HeadDtype = "auto"
     any_target: bool = False  # allow a head trained for other weights
-    # `hybrid`: choose a sequence's drafter "before" EAGLE-3 drafts, or "after" both have drafted.
+    # `hybrid`: choose a sequence's drafter "before" the head drafts, or "after" both have drafted.
     hybrid_choice: Literal["before", "after"] = "before"
     prompt_lookup_min: Positive = 2  # `ngram`: minimum match length in tokens
     prompt_lookup_max: Positive = 5  # `ngram`: maximum match length in tokens
@@ -439,14 +440,17 @@ class LearnerSection(OptimizerSection):
 
 
 class DraftSection(OptimizerSection):
-    """Training of an EAGLE-3 head, by `paceline train-draft` and online in `paceline train`."""
+    """Training of a draft head, by `paceline train-draft` and online in `paceline train`."""
 
     learning_rate: Annotated[float, Field(ge=0)] = 1e-3
     betas: Annotated[list[float], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     warmup_steps: Count = 20
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    loss: Literal["kl", "acceptance"] = "kl"  # "kl": soft cross-entropy with the target, "acceptance": -log Σ min(p, q)
-    unroll: Annotated[int, Field(ge=1, le=16)] = 4  # training-time test: steps that use the head's own hidden states
+    # "kl": soft cross-entropy with the target. "acceptance": -log Σ min(p, q). "tv": total variation, and a little
+    # cross-entropy. "coupled": how often drafts agree with the target under rule = "coupled".
+    loss: Literal["kl", "acceptance", "tv", "coupled"] = "kl"
+    # Draft tokens to train for; with "eagle3" steps of the training-time test, which use its own hidden states.
+    unroll: Annotated[int, Field(ge=1, le=16)] = 4
     unroll_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # loss weight of a step, relative to the step before
     tokens_per_batch: Positive = 4096  # tokens of one optimizer step
     # `train-draft`: source of the sequences. "rollouts": generate them from the task's prompts. Or a jsonl file of
@@ -459,10 +463,15 @@ class DraftSection(OptimizerSection):
     eval_every: Count = 50  # measure acceptance every n optimizer steps; always before and after training
     checkpoint_every: Count = 200  # checkpoint every n optimizer steps; 0: only at the end and when interrupted
     draft_vocab_size: Positive = 16384  # size of the head's vocabulary: the most frequent tokens of the sequences
+    # "eagle3": one layer that drafts token after token. "dspark": a few layers that draft all tokens in one pass, and a
+    # Markov term that makes a token depend on the one before.
+    architecture: Literal["eagle3", "dspark"] = "eagle3"
+    num_layers: Positive = 2  # `dspark`: layers of the head
+    markov_rank: Positive = 32  # `dspark`: rank of the Markov term
     # The head reads the outputs of these target layers. Not set: a low, a middle and a high one.
     layer_ids: list[Positive] | None = None
-    norm_before_residual: bool = False  # head: the residual stream starts with the normalized state
-    fc_norm: bool = False  # head: normalize each layer's hidden state before fusing
+    norm_before_residual: bool = False  # `eagle3`: the residual stream starts with the normalized state
+    fc_norm: bool = False  # `eagle3`: normalize each layer's hidden state before fusing
     init: str | None = None  # initial head: a directory, or a model with a shipped head; not set: random weights
     seed: Count = 0  # seed of weights and data order
     # `train`: train the head on the hidden states of the policy update, "every" `online_every` steps, or after a "drop"
@@ -474,6 +483,8 @@ class DraftSection(OptimizerSection):
     online_tokens: Annotated[int, Field(ge=8)] = 4096  # maximum tokens to train on in a step
     alarm_drop: Annotated[float, Field(gt=0, lt=1)] = 0.2  # alarm if acceptance falls by this share at a weight sync
     alarm_floor: Annotated[float, Field(ge=1)] = 1.05  # alarm if the mean acceptance length is below this
+    # Alarm if deep in a completion this share fewer draft tokens are accepted than at its beginning.
+    alarm_depth: Annotated[float, Field(gt=0, le=1)] = 0.3
     # Alarm if first draft tokens are accepted less often than this share of the lowest rate in provenance.json.
     alarm_record: Annotated[float, Field(ge=0, lt=1)] = 0.7
 

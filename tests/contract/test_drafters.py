@@ -7,10 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from support import tiny_decoder, tiny_head
+from support import tiny_decoder, tiny_dspark, tiny_head
 
 from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.drafters.dspark import DSparkDrafter
 from paceline.drafters.eagle3 import Eagle3Drafter
+from paceline.drafters.head_drafter import HeadDrafter
 from paceline.drafters.hybrid import HybridDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.suffix import SuffixDrafter
@@ -37,6 +39,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "suffix": SuffixDrafter,
     "draft_model": lambda: DraftModelDrafter(PagedDecoder(first_layers(tiny_decoder(), 2), 64), Sampler()),
     "eagle3": eagle3,
+    "dspark": lambda: DSparkDrafter(tiny_dspark(TARGET), TARGET.embed, Sampler(), 64),
     "hybrid": lambda: HybridDrafter(SuffixDrafter(), eagle3(), head_cost=0.1),
     "adversarial": lambda: AdversarialDrafter(VOCAB),
 }
@@ -149,7 +152,7 @@ def test_requests_end_and_ids_are_used_again(drafter: Drafter) -> None:
         drafter.end(1)
     if isinstance(drafter, DraftModelDrafter):
         assert not any(drafter.paged.pool.ref_counts)
-    if isinstance(drafter, Eagle3Drafter):
+    if isinstance(drafter, HeadDrafter):
         assert not any(drafter.memory.pool.ref_counts)
 
 
@@ -205,7 +208,7 @@ def test_a_state_dict_of_another_drafter_is_refused(drafter: Drafter) -> None:
 
 
 def test_weights(drafter: Drafter) -> None:
-    if drafter.name in ("draft_model", "eagle3", "hybrid"):
+    if drafter.name in ("draft_model", "eagle3", "dspark", "hybrid"):
         pytest.skip("has weights; the engine tests update them")
     with pytest.raises(ValueError, match="no weights"):
         drafter.update([], 1)

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import tiny_decoder, tiny_head
+from support import tiny_decoder, tiny_dspark, tiny_head
 
 from paceline.build.config import load_config
 from paceline.build.drafter import build_drafter
 from paceline.drafters.draft_model import DraftModelDrafter
-from paceline.drafters.eagle3 import Eagle3Drafter
+from paceline.drafters.head_drafter import HeadDrafter
 from paceline.engine.engine import LocalEngine
 from paceline.model.decoder import Decoder
 from paceline.model.paged import PagedDecoder
@@ -33,12 +33,12 @@ K, NUM_TOKENS, BEFORE = 3, 48, 60  # BEFORE: tokens of all requests together, af
 INFLIGHT = ("keep", "recompute")
 
 
-def built(*settings: str) -> Callable[[Decoder], Drafter]:
+def built(*settings: str, make_head: Callable[[Decoder], Any] = tiny_head) -> Callable[[Decoder], Drafter]:
     """Builds a drafter from config settings, as a run does."""
 
     def make(decoder: Decoder) -> Drafter:
         drafter = build_drafter(
-            load_config(None, ["engine.kv_tokens=4096", *settings]), decoder, None, tiny_head(decoder)
+            load_config(None, ["engine.kv_tokens=4096", *settings]), decoder, None, make_head(decoder)
         )
         assert drafter is not None
         return drafter
@@ -52,6 +52,7 @@ DRAFTERS: dict[str, Callable[[Decoder], Drafter]] = {
     "draft_model": lambda decoder: DraftModelDrafter(PagedDecoder(tiny_decoder(seed=1), 256), Sampler()),
     "layers:2": built("speculation.method=draft_model", "speculation.draft_model=layers:2"),
     "eagle3": built("speculation.method=eagle3"),
+    "dspark": built("speculation.method=dspark", make_head=tiny_dspark),
     "hybrid": built("speculation.method=hybrid"),
     "hybrid, after": built("speculation.method=hybrid", "speculation.hybrid_choice=after"),
 }
@@ -187,11 +188,15 @@ def test_with_recompute_an_engine_equals_a_new_one_with_the_new_weights(name: st
         assert found.acceptance_length == other.acceptance_length
 
 
-@pytest.mark.parametrize("inflight", INFLIGHT)
-def test_a_head_that_keeps_old_states_is_caught(monkeypatch: pytest.MonkeyPatch, inflight: str) -> None:
-    expected = run(DRAFTERS["eagle3"], inflight, new_drafter=True)
-    monkeypatch.setattr(Eagle3Drafter, "_drop_kv", lambda self: None)
-    found = run(DRAFTERS["eagle3"], inflight)
+@pytest.mark.parametrize(
+    ("name", "inflight"),
+    # With "keep" DSpark's states stay the same: they depend on nothing but the target's states, which are kept.
+    [("eagle3", "keep"), ("eagle3", "recompute"), ("dspark", "recompute")],
+)
+def test_a_head_that_keeps_old_states_is_caught(monkeypatch: pytest.MonkeyPatch, name: str, inflight: str) -> None:
+    expected = run(DRAFTERS[name], inflight, new_drafter=True)
+    monkeypatch.setattr(HeadDrafter, "_drop_kv", lambda self: None)
+    found = run(DRAFTERS[name], inflight)
     assert found.tokens == expected.tokens  # tokens do not reveal it
     assert found.drafts != expected.drafts
 

@@ -73,6 +73,17 @@ def test_output(folder: Path, trained: Any) -> None:
     assert 0 < data["coverage"] <= 1 and data["seconds"] > 0
 
 
+def test_two_architectures_are_compared(folder: Path) -> None:
+    result = call(*argv(folder, "both", "draft.markov_rank=4"), "--compare", "--json", folder / "both.json")
+    data = json.loads((folder / "both.json").read_text())
+    runs = folder / "both" / "eagle3", folder / "both" / "dspark"
+    rollouts, others = ((run / "rollouts.jsonl").read_bytes() for run in runs)
+    assert rollouts == others != b""
+    assert data["eagle3"]["num_tokens"] == data["dspark"]["num_tokens"] > 0
+    assert "acceptance length on held-out sequences, on the same data" in result.stdout
+    assert all((run / "head" / "config.json").exists() for run in runs)
+
+
 def test_the_printed_settings_use_the_head(folder: Path, trained: Any) -> None:
     """A run with these settings speculates with the head."""
     use = trained.stdout.split("to draft with it:\n")[1].splitlines()[:2]
@@ -97,6 +108,7 @@ def test_the_printed_settings_use_the_head(folder: Path, trained: Any) -> None:
         (["--resume", "nowhere"], "--resume nowhere: not a run"),
         (["--resume", "nowhere", "draft.seed=1"], "--resume uses the run's own settings; give no others"),
         (["--json", "/nowhere/out.json"], "can't write into the folder"),
+        (["--compare", "draft.init=smollm2-135m"], "--compare: draft.init = 'smollm2-135m' is a head of one architec"),
     ],
 )
 def test_errors_are_one_line(given: list[str], message: str) -> None:

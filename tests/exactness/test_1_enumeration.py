@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.drafters import draft_model, eagle3
+from paceline.drafters import draft_model, head_drafter
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.hybrid import HybridDrafter
 from paceline.drafters.suffix import SuffixDrafter
@@ -212,8 +212,9 @@ def test_running_past_a_stop_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         (accept, "block", "eagle3"),
         (draft_model, "rejection", "draft_model"),
         (draft_model, "block", "draft_model"),
-        (eagle3, "rejection", "eagle3"),
-        (eagle3, "block", "hybrid"),
+        (head_drafter, "rejection", "eagle3"),
+        (head_drafter, "rejection", "dspark"),
+        (head_drafter, "block", "hybrid"),
     ],
 )
 def test_noise_without_its_round_is_caught(
@@ -225,6 +226,26 @@ def test_noise_without_its_round_is_caught(
     every = [c for c in CASES if (c.rule, c.policy, c.drafter) == (rule, "static", drafter) and c.vocab_size == 3]
     found, _ = max(every, key=lambda case: case.sampling.max_tokens).enumerate()
     assert found.num_reused > 0
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("drafter", ["eagle3", "dspark"])
+def test_a_head_that_peeks_at_the_targets_token_is_caught(
+    monkeypatch: pytest.MonkeyPatch, rule: str, drafter: str
+) -> None:
+    """Broken: the head drafts the target's most probable token, and hands over its own distribution."""
+    case = next(c for c in CASES if (c.rule, c.policy, c.drafter) == (rule, "static", drafter))
+    table = TableCase(case.vocab_size, case.num_speculative_tokens, case.seed).target
+    draw = head_drafter.HeadDrafter.draw
+
+    def peeks(self, rows, active, logits, step, drafts, distributions):
+        draw(self, rows, active, logits, step, drafts, distributions)
+        for i in (i for i in active if rows.sampling[i].temperature):
+            context = np.concatenate([rows.tokens[i], drafts.tokens[i, :step]])
+            drafts.tokens[i, step] = 1 + table.logits_after(context)[1:].argmax()  # of the head's vocabulary
+
+    monkeypatch.setattr(head_drafter.HeadDrafter, "draw", peeks)
+    assert case.enumerate()[1] > 1e-2
 
 
 def test_truncation_before_temperature_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import tiny_decoder, tiny_head
+from support import tiny_decoder, tiny_dspark, tiny_head
 from torch.nn import functional as F
 
 from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.drafters.dspark import DSparkDrafter
 from paceline.drafters.eagle3 import Eagle3Drafter
 from paceline.drafters.hybrid import HybridDrafter
 from paceline.drafters.ngram import NgramDrafter
@@ -40,6 +41,7 @@ DRAFTERS: dict[str, Callable[[Decoder, Sampler], Drafter]] = {
     "suffix": lambda decoder, sampler: SuffixDrafter(),
     "draft_model": lambda decoder, sampler: DraftModelDrafter(PagedDecoder(first_layers(decoder, 2), 200), sampler),
     "eagle3": lambda decoder, sampler: eagle3(decoder, sampler),
+    "dspark": lambda decoder, sampler: DSparkDrafter(tiny_dspark(decoder), decoder.embed, sampler, 200),
     "hybrid": lambda decoder, sampler: HybridDrafter(SuffixDrafter(), eagle3(decoder, sampler), 0.1),
     "hybrid, after": lambda decoder, sampler: HybridDrafter(SuffixDrafter(), eagle3(decoder, sampler), 0.1, "after"),
 }

@@ -6,9 +6,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support import tiny_decoder, tiny_head
+from support import tiny_decoder, tiny_dspark, tiny_head
 
 from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.drafters.dspark import DSparkDrafter
 from paceline.drafters.eagle3 import Eagle3Drafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.accept import RULES
@@ -25,7 +26,8 @@ KINDS = {"float64": (torch.float64, 1e-12), "float32": (torch.float32, 1e-4)}
 
 
 PROCESSED = SamplingParams(max_tokens=30, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01)
-ARMS = [("coupled", None), *[(rule, drafter) for rule in RULES for drafter in ("suffix", "draft_model", "eagle3")]]
+DRAFTERS = ("suffix", "draft_model", "eagle3", "dspark")
+ARMS = [("coupled", None), *[(rule, drafter) for rule in RULES for drafter in DRAFTERS]]
 
 
 def requests(sampling: SamplingParams) -> list[Request]:
@@ -40,6 +42,7 @@ def engine(decoder: Decoder, rule: str = "coupled", drafter: str | None = None, 
         None: lambda: None,
         "suffix": SuffixDrafter,
         "draft_model": lambda: DraftModelDrafter(PagedDecoder(first_layers(decoder, 2), 128), sampler, coupled),
+        "dspark": lambda: DSparkDrafter(tiny_dspark(decoder), decoder.embed, sampler, 128, coupled),
         "eagle3": lambda: Eagle3Drafter(tiny_head(decoder), decoder.embed, sampler, 128, coupled),
     }
     return LocalEngine(

@@ -17,6 +17,7 @@ from paceline.build.memory_parts import (
     activation_bytes,
     gathered_weights,
     head_training_bytes,
+    kv_bytes_per_token,
     layer_activations,
     layer_gradients,
     num_head_weights,
@@ -30,6 +31,7 @@ from paceline.build.memory_plan import (
 )
 from paceline.config import DraftSection
 from paceline.model.decoder import Decoder
+from paceline.model.dspark import DSparkHead, dspark_config
 from paceline.model.eagle3 import Eagle3Head, head_config
 from paceline.model.shapes import SHAPES
 from paceline.model.weights import init
@@ -67,6 +69,23 @@ def test_head_weights_equal_those_of_a_head() -> None:
             with torch.device("meta"):
                 head = Eagle3Head(each)
             assert num_head_weights(each) == sum(p.numel() for p in head.parameters())
+        several = dspark_config(model, config.draft_vocab_size, (1, 2), num_layers=3, markov_rank=7)
+        for one in (several, replace(several, own_embedding=True, has_confidence=False)):
+            with torch.device("meta"):
+                assert num_head_weights(one) == sum(p.numel() for p in DSparkHead(one).parameters())
+
+
+def test_all_layers_of_a_head_are_counted() -> None:
+    config = on_gpu("model.dtype=bfloat16")
+    one, three = (dspark_config(SMALL, 32000, (1, 2), num_layers=num) for num in (1, 3))
+    keys = 2 * SMALL.num_kv_heads * SMALL.head_dim
+    assert kv_bytes_per_token(config, SMALL, [one]) == 2 * (SMALL.num_layers + 1) * keys + 2 * 2 * SMALL.hidden_size
+    assert kv_bytes_per_token(config, SMALL, [one, three]) - kv_bytes_per_token(config, SMALL, [one]) == 2 * 2 * keys
+    section = DraftSection(unroll=7)
+    tokens = max(section.tokens_per_batch, section.online_tokens)
+    per_layer = layer_activations(on_gpu("model.dtype=float32"), three.layer)
+    more = head_training_bytes(config, section, three) - head_training_bytes(config, section, one)
+    assert more == tokens * (7 + 1) * 2 * per_layer, "the context counts as a step"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -294,10 +294,15 @@ def test_errors(command, arguments, message):
     assert message in " ".join(command(*arguments, code=2).stderr.split())
 
 
-def test_available_drafters(monkeypatch):
+@pytest.mark.parametrize("architecture", ["eagle3", "dspark"])
+def test_available_drafters(monkeypatch, tmp_path, architecture):
+    head = tmp_path / "head"
+    head.mkdir()
+    (head / "config.json").write_text(json.dumps({"speculators_model_type": architecture}))
+
     def resolve(name: str | None, model_name: str) -> Path:
         if name == "there" or (name is None and model_name == "shipped"):
-            return Path("there")
+            return head
         raise ModelError(f"speculation.head = {name!r}: no head")
 
     monkeypatch.setattr(head_files, "resolve_head", resolve)
@@ -306,8 +311,8 @@ def test_available_drafters(monkeypatch):
         return available_drafters(load_config(None, overrides))
 
     assert found("model.name=other") == ("ngram", "suffix")
-    assert found("model.name=shipped") == ("ngram", "suffix", "eagle3", "hybrid")
-    assert found("model.name=other", "speculation.head=there") == ("ngram", "suffix", "eagle3", "hybrid")
+    assert found("model.name=shipped") == ("ngram", "suffix", architecture, "hybrid")
+    assert found("model.name=other", "speculation.head=there") == ("ngram", "suffix", architecture, "hybrid")
     assert found("model.name=other", "speculation.draft_model='layers:1'") == ("ngram", "suffix", "draft_model")
     with pytest.raises(ValueError, match="no head"):
         found("model.name=shipped", "speculation.head=elsewhere")

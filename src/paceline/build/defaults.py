@@ -15,7 +15,8 @@ DRAFTERS = {
     "suffix": "drafts from earlier completions of the problem",
     "draft_model": "drafts with a smaller model",
     "eagle3": "drafts with an EAGLE-3 head",
-    "hybrid": "drafts from earlier completions and with an EAGLE-3 head",
+    "dspark": "drafts with a DSpark head",
+    "hybrid": "drafts from earlier completions and with a head",
 }
 POLICIES = {
     "auto": "only if that should save time",

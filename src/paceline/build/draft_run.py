@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,8 @@ from paceline.rl.checkpoint import Checkpoints
 from paceline.rl.folder import RunFolder
 from paceline.rl.resume import find_checkpoint
 
+HEAD_NAMES = {"eagle3": "EAGLE-3 head", "dspark": "DSpark head"}
+
 
 def build_draft_trainer(
     config: Config,
@@ -38,10 +41,12 @@ def build_draft_trainer(
     *,
     run: Path | None = None,
     resume: Path | None = None,
+    rollouts: Path | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> DraftTrainer:
     """A new run in folder `run` (None: a new folder under runs/), or the run to `resume`. Generates missing rollouts,
-    until `stopping` returns True. Errors in the settings are raised before the folder is created."""
+    until `stopping` returns True; a new run begins with those of `rollouts`, a file of a run with the same settings.
+    Errors in the settings are raised before the folder is created."""
     check_device(config)
     config = with_absolute_paths(config)
     directory = resolve(config.model.name)
@@ -67,8 +72,11 @@ def build_draft_trainer(
         source, data = path.stem, path.name
     if resume is None:
         run = run or Path("runs") / f"draft-{source}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-        info = describe_run(config, f"EAGLE-3 head on {source}", source) | {"command": "train-draft"}
+        name = f"{HEAD_NAMES[section.architecture]} on {source}"
+        info = describe_run(config, name, source) | {"command": "train-draft"}
         folder = RunFolder.create(run, dump_config(config), info)
+        if requests is not None and rollouts is not None:
+            shutil.copyfile(rollouts, folder.path / "rollouts.jsonl")
     else:
         folder = RunFolder.open(resume)
     try:

@@ -9,21 +9,26 @@ import torch
 
 from paceline.build.model import build_decoder, build_paged, default_kv_tokens
 from paceline.build.model_free import MODEL_FREE, build_history, build_model_free
-from paceline.config import Config, SpeculationSection
-from paceline.drafters.device import DeviceEagle3Drafter, DeviceHistoryDrafter, DeviceHybridDrafter
+from paceline.config import ARCHITECTURES, Config, SpeculationSection
+from paceline.drafters.device import DeviceHistoryDrafter, DeviceHybridDrafter, device_head_drafter
 from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.drafters.dspark import DSparkDrafter
 from paceline.drafters.eagle3 import Eagle3Drafter
+from paceline.drafters.head_drafter import HeadDrafter
 from paceline.drafters.hybrid import HybridDrafter
 from paceline.model import head_files
 from paceline.model.config import ModelConfig, num_matrix_weights
 from paceline.model.decoder import Decoder, first_layers
+from paceline.model.draft_head import DraftHead
+from paceline.model.dspark import DSparkHead
 from paceline.model.eagle3 import Eagle3Head
+from paceline.model.head_layouts import architecture_of
 from paceline.model.kernels import pack_for_inference
 from paceline.model.kv import BLOCK
 from paceline.model.provenance import read_provenance
 from paceline.model.sample import Sampler
 from paceline.model.store import load_tokenizer, resolve
-from paceline.model.weights import checkpoint_checksum
+from paceline.model.weights import checkpoint_checksum, read_config_json
 from paceline.speculation.batch import Drafter
 from paceline.speculation.history_store import HistoryStore
 
@@ -32,8 +37,8 @@ def available_drafters(config: Config) -> tuple[str, ...]:
     """The methods that need no further settings for this model."""
     found = ["ngram", "suffix"]
     try:
-        head_files.resolve_head(config.speculation.head, config.model.name)
-        found += ["eagle3", "hybrid"]
+        path = head_files.resolve_head(config.speculation.head, config.model.name)
+        found += [architecture_of(read_config_json(path)), "hybrid"]
     except ValueError:
         if config.speculation.head is not None:
             raise
@@ -42,8 +47,8 @@ def available_drafters(config: Config) -> tuple[str, ...]:
     return tuple(found)
 
 
-def build_drafter(config: Config, target: Decoder, tokenizer: Any, head: Eagle3Head | None = None) -> Drafter | None:
-    """A drafter for this target. `head`: use this EAGLE-3 head, packed like the target, instead of loading one."""
+def build_drafter(config: Config, target: Decoder, tokenizer: Any, head: DraftHead | None = None) -> Drafter | None:
+    """A drafter for this target. `head`: use this head, packed like the target, instead of loading one."""
     speculation = config.speculation
     if speculation.method == "suffix" and target.ops.is_cuda and speculation.rule == "coupled":
         return _build_device_drafter(config)
@@ -53,10 +58,11 @@ def build_drafter(config: Config, target: Decoder, tokenizer: Any, head: Eagle3H
         draft = _draft_decoder(config, target, tokenizer)
         coupled = speculation.rule == "coupled"
         return DraftModelDrafter(build_paged(config, draft), _build_draft_sampler(draft), coupled)
-    if speculation.method not in ("eagle3", "hybrid"):
+    if not speculation.uses_head:
         raise ValueError(f"speculation.method = {speculation.method!r}: there is no such drafter")
     if head is None:
         head = pack_head(build_head(config, target.config), target)
+    _check_architecture(speculation.method, head)
     if target.ops.is_cuda and speculation.rule == "coupled":
         return _build_device_drafter(config, head)
     if speculation.head_dtype == "float8":
@@ -64,18 +70,20 @@ def build_drafter(config: Config, target: Decoder, tokenizer: Any, head: Eagle3H
             'speculation.head_dtype = "float8": needs a head that drafts on a GPU, with rule = "coupled"; use "auto" '
             'or "model"'
         )
+    drafter = _build_head_drafter(config, target, head)
+    if speculation.method != "hybrid":
+        return drafter
+    return HybridDrafter(build_history(config), drafter, head_cost(head, target.config), speculation.hybrid_choice)
+
+
+def _build_head_drafter(config: Config, target: Decoder, head: DraftHead) -> HeadDrafter:
     num_blocks = -(-(config.engine.kv_tokens or default_kv_tokens(config, target.config)) // BLOCK)
-    eagle3 = Eagle3Drafter(
-        head,
-        target.embed,
-        _build_draft_sampler(target),
-        num_blocks,
-        coupled=speculation.rule == "coupled",
-        min_confidence=speculation.min_confidence,
-    )
-    if speculation.method == "eagle3":
-        return eagle3
-    return HybridDrafter(build_history(config), eagle3, head_cost(head, target.config), speculation.hybrid_choice)
+    sampler, coupled = _build_draft_sampler(target), config.speculation.rule == "coupled"
+    settings = sampler, num_blocks, coupled, config.speculation.min_confidence
+    if isinstance(head, DSparkHead):
+        return DSparkDrafter(head, target.embed, *settings)
+    assert isinstance(head, Eagle3Head)
+    return Eagle3Drafter(head, target.embed, *settings)
 
 
 def _build_draft_sampler(decoder: Decoder) -> Sampler:
@@ -83,7 +91,7 @@ def _build_draft_sampler(decoder: Decoder) -> Sampler:
     return Sampler(native=decoder.embed.panels is not None)
 
 
-def _build_device_drafter(config: Config, head: Eagle3Head | None = None) -> Drafter:
+def _build_device_drafter(config: Config, head: DraftHead | None = None) -> Drafter:
     """A drafter on the GPU, which drafts at the end of a step for the next step: history, a head, or both."""
     from paceline.model.cuda.device_state import MAX_DRAFT
     from paceline.model.cuda.float8 import apply_head_dtype
@@ -96,22 +104,30 @@ def _build_device_drafter(config: Config, head: Eagle3Head | None = None) -> Dra
     if head is None:
         return DeviceHistoryDrafter(_history_store(s), s.suffix_recency, s.suffix_min_match)
     apply_head_dtype(head, s.head_dtype)
-    eagle3 = DeviceEagle3Drafter(head)
-    if s.method == "eagle3":
-        return eagle3
-    return DeviceHybridDrafter(_history_store(s), eagle3, s.suffix_recency, s.suffix_min_match)
+    drafter = device_head_drafter(head)
+    if s.method != "hybrid":
+        return drafter
+    return DeviceHybridDrafter(_history_store(s), drafter, s.suffix_recency, s.suffix_min_match)
 
 
 def _history_store(section: SpeculationSection) -> HistoryStore:
     return HistoryStore(section.suffix_max_versions, section.suffix_max_bytes)
 
 
-def drafting_head(config: Config, drafter: Any) -> Eagle3Head | None:
-    """The EAGLE-3 head of a drafter that was built from this config, with its current weights."""
+def drafting_head(config: Config, drafter: Any) -> DraftHead | None:
+    """The head of a drafter that was built from this config, with its current weights."""
     if not config.speculation.uses_head:
         return None
-    head: Eagle3Head = drafter.head if config.speculation.method == "eagle3" else drafter.head.head
+    head: DraftHead = drafter.head.head if config.speculation.method == "hybrid" else drafter.head
     return head
+
+
+def drafting_model(config: Config, drafter: Any) -> str | None:
+    """The name of the model that drafts, alone or in a hybrid; None without one."""
+    if config.speculation.method == "draft_model":
+        return "draft_model"
+    head = drafting_head(config, drafter)
+    return None if head is None else head.architecture
 
 
 def relative_draft_cost(config: Config, drafter: Any, target: ModelConfig) -> float:
@@ -122,10 +138,10 @@ def relative_draft_cost(config: Config, drafter: Any, target: ModelConfig) -> fl
     return head_cost(head, target) if head is not None else 0.0
 
 
-def build_head(config: Config, target: ModelConfig, dtype: torch.dtype | None = None) -> Eagle3Head:
-    """The EAGLE-3 head that speculation.head names, or the one shipped for the model. It is not packed. It is on
-    model.device, in model.dtype unless `dtype` is given."""
-    return head_files.load_head(
+def build_head(config: Config, target: ModelConfig, dtype: torch.dtype | None = None) -> DraftHead:
+    """The head that speculation.head names, or the one shipped for the model. It is not packed. It is on model.device,
+    in model.dtype unless `dtype` is given."""
+    head = head_files.load_head(
         head_files.resolve_head(config.speculation.head, config.model.name),
         target,
         dtype=dtype or getattr(torch, config.model.dtype),
@@ -133,6 +149,16 @@ def build_head(config: Config, target: ModelConfig, dtype: torch.dtype | None = 
         target_checksum=checkpoint_checksum(resolve(config.model.name)),
         any_target=config.speculation.any_target,
     )
+    _check_architecture(config.speculation.method, head)
+    return head
+
+
+def _check_architecture(method: str, head: DraftHead) -> None:
+    if method in ARCHITECTURES and method != head.architecture:
+        raise ValueError(
+            f'speculation.method = "{method}", but speculation.head is a head of the architecture '
+            f'"{head.architecture}"; set speculation.method = "{head.architecture}", or "hybrid"'
+        )
 
 
 def recorded_acceptance(config: Config, temperature: float) -> float | None:
@@ -149,7 +175,7 @@ def recorded_acceptance(config: Config, temperature: float) -> float | None:
     return provenance.first_position_rate(temperature, "greedy" if config.engine.kind == "vllm" else kind)
 
 
-def pack_head(head: Eagle3Head, target: Decoder) -> Eagle3Head:
+def pack_head(head: DraftHead, target: Decoder) -> DraftHead:
     """Prepare a head for inference: packed if the target is packed."""
     head.requires_grad_(False)
     if target.embed.panels is not None:
@@ -157,13 +183,17 @@ def pack_head(head: Eagle3Head, target: Decoder) -> Eagle3Head:
     return head
 
 
-def head_cost(head: Eagle3Head, target: ModelConfig) -> float:
+def head_cost(head: DraftHead, target: ModelConfig) -> float:
     """Time of one of the head's tokens, relative to a step of the target. Assumes that reading weights takes all the
     time, as on a CPU, or on a GPU with few rows."""
-    c = head.config.layer
-    layer = num_matrix_weights(c, 2 * c.hidden_size)
+    c, num_draft = head.config.layer, head.config.draft_vocab_size
+    if isinstance(head, DSparkHead):  # one pass for a block
+        block = c.num_layers * num_matrix_weights(c) + num_draft * c.hidden_size
+        num = block / head.config.block_size + num_draft * head.config.markov_rank
+    else:
+        num = num_matrix_weights(c, 2 * c.hidden_size) + num_draft * c.hidden_size
     bytes_ratio = 1.0 if head.lm_head.float8 is None else 1 / head.dtype.itemsize
-    return bytes_ratio * (layer + head.config.draft_vocab_size * c.hidden_size) / _num_weights(target)
+    return bytes_ratio * num / _num_weights(target)
 
 
 def _num_weights(model: ModelConfig) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from paceline.build.cost import measured_costs
-from paceline.build.drafter import build_drafter, relative_draft_cost
+from paceline.build.drafter import build_drafter, drafting_model, relative_draft_cost
 from paceline.build.model import build_decoder, build_paged, build_sampler
 from paceline.build.policy import build_policy
 from paceline.config import Config
@@ -15,7 +15,6 @@ from paceline.engine.runner import EagerRunner, Runner
 from paceline.model.paged import PagedDecoder
 from paceline.model.sample import Sampler
 from paceline.model.store import load_tokenizer, resolve
-from paceline.speculation.auto import MODELS
 from paceline.speculation.cost_files import cost_table_of
 
 
@@ -38,14 +37,15 @@ def build_engine(config: Config, with_adapters: bool = False) -> LocalEngine:
     runner = build_runner(config, paged, sampler)
     runner.set_drafter(drafter)
     draft_costs, method = dict[str, float](), config.speculation.method
+    model = drafting_model(config, drafter)
     if (cost := relative_draft_cost(config, drafter, decoder.config)) or runner.drafts_on_device:
-        draft_costs[MODELS.get(method, method)] = cost
+        draft_costs[model or method] = cost
     return LocalEngine(
         paged,
         sampler=sampler,
         runner=runner,
         drafter=drafter,
-        policy=build_policy(config.speculation, lambda: measured_costs(paged, runner, config, draft_costs)),
+        policy=build_policy(config.speculation, lambda: measured_costs(paged, runner, config, draft_costs), model),
         rule=config.speculation.rule,
         max_num_seqs=config.engine.max_num_seqs,
         max_num_batched_tokens=config.engine.max_num_batched_tokens,

@@ -24,7 +24,7 @@ from paceline.files import check_run_format
 from paceline.model import weights
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
-from paceline.model.eagle3 import Eagle3Head
+from paceline.model.draft_head import DraftHead
 from paceline.model.head_files import resolve_head, save_head
 from paceline.model.hf_decoder import HFDecoder, empty_hf, parameter_views
 from paceline.model.hf_directory import Progress, new_directory, write_directory
@@ -49,7 +49,7 @@ def export_policy(
     dtype: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Write the policy of a run's last (or best) checkpoint as a Hugging Face directory. `head`: also write the EAGLE-3
+    """Write the policy of a run's last (or best) checkpoint as a Hugging Face directory. `head`: also write the
     head that was trained online, to this directory. `dtype` None: model.dtype."""
     checkpoint = policy_checkpoint(config, run, best)
     for output in (directory, head):
@@ -172,7 +172,7 @@ def export_head(config: Config, checkpoint: Checkpoint, model: ModelConfig, dire
         save_head(head, scratch, provenance, dtype=dtype)
 
 
-def load_trained_head(config: Config, checkpoint: Checkpoint, model: ModelConfig) -> tuple[Eagle3Head, int]:
+def load_trained_head(config: Config, checkpoint: Checkpoint, model: ModelConfig) -> tuple[DraftHead, int]:
     """The head of a checkpoint, and the number of optimizer steps that trained it."""
     dtype = torch.promote_types(getattr(torch, config.model.dtype), torch.float32)
     head = build_head(config.changed(model={"device": "cpu"}), model, dtype)

@@ -12,7 +12,7 @@ from paceline.build.model import check_device, default_kv_tokens
 from paceline.config import Config
 from paceline.files import read_run_json
 from paceline.model.config import ModelConfig, with_yarn
-from paceline.model.eagle3 import HeadConfig
+from paceline.model.draft_head import HeadConfig
 from paceline.model.head_files import read_head_config, resolve_head
 from paceline.model.store import resolve
 from paceline.model.weights import read_config
@@ -84,7 +84,7 @@ def read_draft_model(config: Config, target: ModelConfig) -> ModelConfig | None:
 
 
 def read_head(config: Config, target: ModelConfig) -> HeadConfig | None:
-    """The shape of the EAGLE-3 head, if it is used."""
+    """The shape of the head, if it is used."""
     if not config.speculation.uses_head:
         return None
     return read_head_config(resolve_head(config.speculation.head, config.model.name), target)

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from paceline.build.model import itemsize, kernel_obstacle
 from paceline.config import Config, DraftSection
 from paceline.model.config import ModelConfig, num_matrix_weights
-from paceline.model.eagle3 import HeadConfig
+from paceline.model.draft_head import HeadConfig
+from paceline.model.dspark import DSparkConfig
+from paceline.model.eagle3 import Eagle3Config
 from paceline.rl.check_settings import may_audit
 from paceline.rl.logprobs import CHUNK, CUDA_CHUNK_BYTES, CUDA_KEEP_BYTES, KEEP_BYTES
 from paceline.rl.packing import KEYS_PER_TOKEN
@@ -160,11 +162,14 @@ def logits_bytes(config: Config, model: ModelConfig, tokens: int) -> int:
 
 
 def kv_bytes_per_token(config: Config, model: ModelConfig, heads: Sequence[HeadConfig]) -> int:
-    """Keys and values of the target: 2 L [G E]. For the largest of these EAGLE-3 heads: 2 [G E], and the hidden states
-    of target layers, usually 3 [D]."""
-    sizes = [2 * head.layer.num_kv_heads * head.layer.head_dim + head.aux_hidden_size for head in heads]
-    keys = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-    return itemsize(config) * (keys + max(sizes, default=0))
+    """Keys and values of the target: 2 L [G E]. For the largest of these heads: those of its layers, and the hidden
+    states of target layers, usually 3 [D]."""
+    sizes = [_keys_and_values(head.layer) + head.aux_hidden_size for head in heads]
+    return itemsize(config) * (_keys_and_values(model) + max(sizes, default=0))
+
+
+def _keys_and_values(model: ModelConfig) -> int:
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim
 
 
 def graph_bytes(config: Config, model: ModelConfig) -> int:
@@ -184,16 +189,23 @@ def vllm_bytes(config: Config, total: int) -> int:
 
 
 def num_head_weights(head: HeadConfig) -> int:
-    """One layer with an input of 2 D, fc [D, aux], two norms [D], LM head [N, D]. Some heads have norms before fc [aux]
-    or an embedding [V, D]."""
-    layer, d = head.layer, head.layer.hidden_size
+    """Layers, fc [D, aux], two norms [D], LM head [N, D]. Some heads have an embedding [V, D].
+
+    EAGLE-3: the layer's input is 2 D; some heads have norms before fc [aux]. DSpark: the Markov term's matrices of rank
+    R, [V, R] and [N, R], and the confidence output [1, D + R] with a bias."""
+    layer, d, num_draft = head.layer, head.layer.hidden_size, head.draft_vocab_size
+    num = layer.num_layers * num_layer_weights(layer) + head.aux_hidden_size * d
+    num += 2 * d + num_draft * d + head.own_embedding * layer.vocab_size * d
+    if isinstance(head, DSparkConfig):
+        rank = head.markov_rank
+        return num + rank * (layer.vocab_size + num_draft) + head.has_confidence * (d + rank + 1)
+    assert isinstance(head, Eagle3Config)
     wide = d * (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim  # the second half of the input
-    outer = 2 * d + head.draft_vocab_size * d + head.own_embedding * layer.vocab_size * d
-    return num_layer_weights(layer) + wide + head.aux_hidden_size * (d + head.fc_norm) + outer
+    return num + wide + head.aux_hidden_size * head.fc_norm
 
 
 def drafter_bytes(config: Config, draft: ModelConfig | None, heads: Sequence[HeadConfig], kv_tokens: int) -> int:
-    """The largest of: a draft model; an EAGLE-3 head in the engine, in the model's dtype and in float8, with its
+    """The largest of: a draft model; a head in the engine, in the model's dtype and in float8, with its
     training state in float32 (weights, gradients, two moments) and a history."""
     speculation, size = config.speculation, itemsize(config)
     has_history = heads or speculation.method in ("suffix", "hybrid")
@@ -209,8 +221,10 @@ def drafter_bytes(config: Config, draft: ModelConfig | None, heads: Sequence[Hea
 
 def head_training_bytes(config: Config, section: DraftSection, head: HeadConfig) -> int:
     """Online training of a head, in float32, when the activations of the policy's update are freed: the target's logits
-    three times [tokens, V]; the unrolled layer's activations, and distributions over the draft vocabulary six times
-    [tokens, N]."""
+    three times [tokens, V]; the activations of all steps in each layer, and distributions over the draft vocabulary six
+    times [tokens, N]. DSpark's context counts as one more step."""
     tokens = max(section.tokens_per_batch, section.online_tokens)
-    layers = section.unroll * layer_activations(config.changed(model={"dtype": "float32"}), head.layer)
+    num_steps = section.unroll + isinstance(head, DSparkConfig)
+    per_layer = layer_activations(config.changed(model={"dtype": "float32"}), head.layer)
+    layers = num_steps * head.layer.num_layers * per_layer
     return tokens * max(4 * 3 * head.layer.vocab_size, 4 * 6 * head.draft_vocab_size + layers)

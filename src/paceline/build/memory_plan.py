@@ -4,8 +4,8 @@ cache and of the microbatches.
 Invariants:
   - A plan depends only on the settings, the models' shapes and the GPU's total memory: never on what is free or loaded.
     So runs on GPUs of one kind cut the same microbatches and compute the same bits.
-  - Room for an EAGLE-3 head and its training is reserved, so switching speculation or draft.online on changes no
-    microbatch. Exceptions: a draft model; a head or training batches that are larger than the reserve.
+  - Room for an EAGLE-3 head of the default size and its training is reserved, so switching speculation or draft.online
+    on changes no microbatch. Exceptions: a draft model; a head or training batches that are larger than the reserve.
   - More memory never gives a smaller microbatch or KV cache.
 """
 
@@ -19,7 +19,8 @@ from paceline.build import memory_parts as parts
 from paceline.build.model import ample_kv_tokens, itemsize
 from paceline.config import Config, DraftSection
 from paceline.model.config import ModelConfig
-from paceline.model.eagle3 import HeadConfig, head_config
+from paceline.model.draft_head import HeadConfig
+from paceline.model.eagle3 import head_config
 from paceline.model.kv import BLOCK
 from paceline.model.paged import is_large
 
@@ -43,7 +44,7 @@ class RunShape:
     total_bytes: int | None  # of the GPU; None: no limit, on a CPU
     num_ranks: int = 1  # with several, the plan is that of rank 0, which has the engine
     draft: ModelConfig | None = None  # the model of speculation.draft_model, if it is used
-    head: HeadConfig | None = None  # the EAGLE-3 head, if one is used
+    head: HeadConfig | None = None  # the draft head, if one is used
 
 
 @dataclass(frozen=True, slots=True)

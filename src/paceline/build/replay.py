@@ -8,7 +8,7 @@ from typing import Any
 from paceline.build import model_free
 from paceline.build.config import load_config
 from paceline.build.policy import build_policy
-from paceline.config import HEAD_METHODS, Config
+from paceline.config import Config
 from paceline.config_io import ConfigError, read_settings
 from paceline.drafters.hybrid import HybridDrafter
 from paceline.replay.engine import Replay
@@ -20,6 +20,7 @@ from paceline.speculation.cost import CostTable
 from paceline.speculation.cost_files import cost_table_of, shipped_tables
 
 MODEL_FREE = ("suffix", "ngram")
+WITH_HEAD = ("eagle3", "hybrid")  # drafters with recorded acceptance of an EAGLE-3 head
 DEFAULT_HARDWARE = "vllm-h200-qwen3-8b"
 MAX_DRAFT_LENGTH = 7  # of das and auto, unless the policy's name gives one
 SUPPORTED_SETTINGS = (
@@ -31,9 +32,9 @@ SUPPORTED_SETTINGS = (
 
 def check_names(drafters: tuple[str, ...], policies: tuple[str, ...]) -> None:
     for drafter in drafters:
-        if drafter not in (*MODEL_FREE, *HEAD_METHODS):
+        if drafter not in (*MODEL_FREE, *WITH_HEAD):
             raise ValueError(
-                f"--drafter {drafter!r}: replay has no model; use one of {', '.join((*MODEL_FREE, *HEAD_METHODS))}"
+                f"--drafter {drafter!r}: replay has no model; use one of {', '.join((*MODEL_FREE, *WITH_HEAD))}"
             )
     for policy in policies:
         kind, colon, k = policy.partition(":")
@@ -79,7 +80,7 @@ def build_replay(cell: Cell, costs: CostTable, overrides: tuple[str, ...] = (), 
     config = replay_config(cell, overrides)
     round_state = RoundState()
     return Replay(
-        build_policy(config.speculation, lambda: costs),
+        build_policy(config.speculation, lambda: costs, "eagle3" if config.speculation.method in WITH_HEAD else None),
         costs,
         _drafter(config, round_state, costs),
         round_state=round_state,

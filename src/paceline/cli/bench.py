@@ -46,8 +46,8 @@ def rollout(
     modes: Annotated[
         str,
         typer.Option(
-            help="Modes to compare: plain, ngram, suffix, draft_model, eagle3, hybrid; with a policy: suffix+auto, "
-            "hybrid+das."
+            help="Modes to compare: plain, ngram, suffix, draft_model, eagle3, dspark, hybrid; with a policy: "
+            "suffix+auto, hybrid+das."
         ),
     ] = "plain",
     k: Annotated[str, typer.Option("--k", help="Draft lengths.")] = "4",
@@ -118,7 +118,7 @@ def step(
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,32",
     k: Annotated[str, typer.Option("--k", help="Draft lengths; with 0 (no drafts), print speed-ups over it.")] = "0,3",
     drafter: Annotated[
-        str, typer.Option(help="Drafter: eagle3, or history (which already has every completion).")
+        str, typer.Option(help="Drafter: eagle3, dspark, or history (which already has every completion).")
     ] = "eagle3",
     policy: Annotated[str, typer.Option(help="Policy: static, or auto with at most k tokens per sequence.")] = "static",
     imposed_acceptance: Annotated[
@@ -134,6 +134,8 @@ def step(
         int, typer.Option(help="Rank of LoRA adapters beside the weights; 0: none, as with merged weights.")
     ] = 0,
     draft_vocab: Annotated[int, typer.Option(help="Maximum size of the head's vocabulary.")] = 32000,
+    head_layers: Annotated[int, typer.Option(help="Layers of a DSpark head.")] = 2,
+    markov_rank: Annotated[int, typer.Option(help="Rank of a DSpark head's Markov term.")] = 256,
     head_dtype: Annotated[
         str, typer.Option(help="Dtype of the head's large matrix products: model, float8 or auto.")
     ] = "auto",
@@ -182,6 +184,8 @@ def step(
         invariant=invariant,
         lora_rank=lora_rank,
         draft_vocab_size=draft_vocab,
+        head_layers=head_layers,
+        markov_rank=markov_rank,
         head_dtype=head_dtype,
         device=device,
         dtype=dtype,

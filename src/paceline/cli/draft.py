@@ -1,8 +1,9 @@
-"""`paceline train-draft`: train an EAGLE-3 head on the model's own rollouts or on text."""
+"""`paceline train-draft`: train a draft head on the model's own rollouts or on text."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import threading
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ from paceline.cli.app import (
     stop_on_signal,
     warn,
 )
+from paceline.config import ARCHITECTURES, Config
 from paceline.report.table import check_writable, render
 
 DRAFT_KINDS = {"coupled": "coupled", "greedy": "greedy", "sampled": "sampled (rejection rule)"}
@@ -39,11 +41,14 @@ def train_draft(
     arguments: ConfigArguments = None,
     resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Resume a run.")] = None,
     run: Annotated[Path | None, typer.Option("--run", metavar="DIR", help="Folder for the new run.")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Train a head of each architecture on the same data, and compare them.")
+    ] = False,
     config_file: ConfigFile = None,
     overrides: Overrides = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Train an EAGLE-3 draft head for a model.
+    """Train a draft head for a model: EAGLE-3 or DSpark (`draft.architecture`).
 
     The data are the model's completions of the task's prompts, or a jsonl file (`draft.data`). Ctrl-C or SIGTERM stops
     with a checkpoint. `--resume RUN` continues.
@@ -52,17 +57,51 @@ def train_draft(
 
     - `paceline train-draft configs/draft.toml`
     - `paceline train-draft draft.data=chats.jsonl draft.num_sequences=20000 model.device=cuda`
+    - `paceline train-draft configs/draft.toml --compare`
     - `paceline train-draft --resume runs/draft-chain_sum-20260101-120000`
     """
     path, given = split_arguments(arguments, overrides, config_file)
     check_writable(json_file)
     if resume is not None:
-        if path is not None or given or run is not None:
+        if path is not None or given or run is not None or compare:
             raise ValueError("--resume uses the run's own settings; give no others")
         check_resumable(resume, "train-draft")
         path = resume / "config.toml"
     config = load_config(path, given)
-    from paceline.build.draft_run import build_draft_trainer
+    if compare:
+        summaries = train_each(config, run)
+        out.print(comparison_table(summaries))
+    else:
+        summaries = {config.draft.architecture: train_one(config, run, resume)}
+    (first, *_) = summaries.values()
+    save_json(json_file, {"config": config.model_dump(mode="json"), **(summaries if compare else first)})
+
+
+def train_each(config: Config, run: Path | None) -> dict[str, Mapping[str, Any]]:
+    """Train a head of each architecture on the same sequences, in the same order: the first run's rollouts are copied.
+    Keys that are for one architecture only keep their values there."""
+    from paceline.draft.head_init import without_other_keys
+
+    if config.draft.init is not None:
+        raise ValueError(
+            f"--compare: draft.init = {config.draft.init!r} is a head of one architecture; leave one of the two out"
+        )
+    folder = run or Path("runs") / f"draft-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    summaries: dict[str, Mapping[str, Any]] = {}
+    rollouts: Path | None = None
+    for architecture in ARCHITECTURES:
+        section = config.draft.model_copy(update={"architecture": architecture})
+        each = config.model_copy(update={"draft": without_other_keys(section)})
+        summaries[architecture] = train_one(each, folder / architecture, rollouts=rollouts)
+        rollouts = folder / architecture / "rollouts.jsonl"
+    return summaries
+
+
+def train_one(
+    config: Config, run: Path | None = None, resume: Path | None = None, rollouts: Path | None = None
+) -> Mapping[str, Any]:
+    """Train a head and print its summary. `rollouts`: sequences that need not be generated again."""
+    from paceline.build.draft_run import HEAD_NAMES, build_draft_trainer
 
     stopping = threading.Event()
     callback = DraftProgress()
@@ -73,22 +112,36 @@ def train_draft(
 
     with callback, stop_on_signal(stop):
         data = config.draft.data if config.draft.data != "rollouts" else f"its own completions of {config.task_names}"
-        callback.note(f"EAGLE-3 head for {config.model.name} on {data}")
-        trainer = build_draft_trainer(config, callback, run=run, resume=resume, stopping=stopping.is_set)
+        options = {"run": run, "resume": resume, "rollouts": rollouts, "stopping": stopping.is_set}
+        trainer = build_draft_trainer(config, callback, **options)  # type: ignore[arg-type]
         with contextlib.closing(trainer):
+            callback.note(f"{HEAD_NAMES[trainer.learner.head.architecture]} for {config.model.name} on {data}")
             if config.sampling.params().truncates:
                 callback.note("acceptance is measured without sampling.top_k, top_p and min_p")
             if resume is not None and trainer.finished:
                 callback.note(f"{resume} is finished: {trainer.step} steps")
             summary = trainer.run(stopping.is_set)
     print_summary(summary)
-    save_json(json_file, {"config": config.model_dump(mode="json"), **summary})
     if not summary["finished"]:
         warn(
             f"stopped after {summary['num_steps']} of {summary['num_planned_steps']} steps; to continue: "
             f"paceline train-draft --resume {summary['run']}"
         )
         raise typer.Exit(130)
+    return summary
+
+
+def comparison_table(summaries: Mapping[str, Mapping[str, Any]]) -> Any:
+    """A row for each architecture: acceptance lengths after training, and the training's size."""
+    rows = []
+    for architecture, summary in summaries.items():
+        lengths = {
+            name: f"{summary['acceptance_after'][kind]['mean_acceptance_length']:.3f}"
+            for kind, name in DRAFT_KINDS.items()
+        }
+        cost = {"steps": str(summary["num_steps"]), "seconds": f"{summary['seconds']:.1f}"}
+        rows.append({"architecture": architecture, **lengths, **cost})
+    return render(rows, {key: key for key in rows[0]}, "acceptance length on held-out sequences, on the same data")
 
 
 def print_summary(summary: Mapping[str, Any]) -> None:
@@ -109,9 +162,8 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     print_figures({name: value for name, value in values.items() if value is not None})
     out.print(f"run   {summary['run']}", soft_wrap=True)
     if summary["head"] is not None:
-        settings = (
-            f'speculation.method = "eagle3"\nspeculation.head = {json.dumps(summary["head"], ensure_ascii=False)}'
-        )
+        head = json.dumps(summary["head"], ensure_ascii=False)
+        settings = f'speculation.method = "{summary["architecture"]}"\nspeculation.head = {head}'
         out.print(f"head  {summary['head']}\nto draft with it:\n{settings}", soft_wrap=True)
 
 

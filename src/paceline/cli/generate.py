@@ -58,7 +58,7 @@ def generate(
     config: ConfigFile = None,
     overrides: Overrides = None,
     method: Annotated[
-        str | None, typer.Option(help="Drafter: none, ngram, suffix, draft_model, eagle3 or hybrid.")
+        str | None, typer.Option(help="Drafter: none, ngram, suffix, draft_model, eagle3, dspark or hybrid.")
     ] = None,
     k: Annotated[
         int | None, typer.Option("--k", help="Draft length; the maximum with the policies auto and das.")

@@ -22,7 +22,6 @@ from paceline.cli.app import (
     split_settings,
     warn,
 )
-from paceline.config import HEAD_METHODS
 from paceline.report.table import check_writable, render
 
 if TYPE_CHECKING:
@@ -165,7 +164,9 @@ def replay(
 
 def _with_heads(rounds: Iterable[Round], drafters: Sequence[str]) -> Iterable[Round]:
     """The same rounds. Iteration raises ValueError if a drafter needs recorded head acceptance and there is none."""
-    with_head = [drafter for drafter in drafters if drafter in HEAD_METHODS]
+    from paceline.build.replay import WITH_HEAD
+
+    with_head = [drafter for drafter in drafters if drafter in WITH_HEAD]
     return _CheckedRounds(rounds, with_head[0]) if with_head else rounds
 
 

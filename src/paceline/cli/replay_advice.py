@@ -35,7 +35,6 @@ from paceline.cli.replay import (
     print_replay_notes,
     progress_bar,
 )
-from paceline.config import HEAD_METHODS
 from paceline.report.table import check_writable
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ def advise(
     - `paceline advise rollouts.jsonl --hardware vllm-h200-qwen3-8b --batch 16,64,256 --generation-share 0.7`
     """
     from paceline.bench.common import check_numbers
-    from paceline.build.replay import MODEL_FREE, build_replay, check_overrides
+    from paceline.build.replay import MODEL_FREE, WITH_HEAD, build_replay, check_overrides
     from paceline.build.replay_costs import cell_of_run, choose_costs, recorded_run, shared_settings
     from paceline.replay import advice
     from paceline.replay.run import RoundSource
@@ -109,7 +108,7 @@ def advise(
     out.print(costs.describe(), soft_wrap=True)
     notes = [] if whole else [f"Only the file's first {MAX_TOKENS_READ:,} tokens were read; --all reads all."]
     has_head_accepted = any(recorded.head_accepted is not None for recorded in rounds)
-    drafters = (*MODEL_FREE, *(HEAD_METHODS if has_head_accepted else ()))
+    drafters = (*MODEL_FREE, *(WITH_HEAD if has_head_accepted else ()))
     make = functools.partial(
         build_replay,
         costs=costs.table,

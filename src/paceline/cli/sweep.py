@@ -41,7 +41,9 @@ def sweep(
     arguments: ConfigArguments = None,
     drafters: Annotated[
         str | None,
-        typer.Option(help="Drafters: ngram, suffix, draft_model, eagle3, hybrid.", show_default="all available"),
+        typer.Option(
+            help="Drafters: ngram, suffix, draft_model, eagle3, dspark, hybrid.", show_default="all available"
+        ),
     ] = None,
     k: Annotated[str, typer.Option("--k", help="Draft lengths.")] = "1,3,5,7",
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,4,16",

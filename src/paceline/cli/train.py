@@ -351,7 +351,7 @@ def export(
         bool, typer.Option("--best", help="Export the best checkpoint by held-out reward, not the last.")
     ] = False,
     head: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Also export the EAGLE-3 head of a run with draft.online.")
+        Path | None, typer.Option(metavar="DIR", help="Also export the head of a run with draft.online.")
     ] = None,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Export only the LoRA adapter, as a directory of PEFT.")

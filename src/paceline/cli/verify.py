@@ -28,7 +28,7 @@ from paceline.cli.app import (
 from paceline.cli.check_progress import CheckProgress
 from paceline.report.table import check_writable, render
 
-DRAFTERS = ("ngram", "suffix", "draft_model", "eagle3", "hybrid")
+DRAFTERS = ("ngram", "suffix", "draft_model", "eagle3", "dspark", "hybrid")
 MAX_TIES = 10  # printed
 MAX_PROBLEMS = 8  # printed per check; the report has all
 
@@ -39,7 +39,9 @@ def verify(
     model: Model = None,
     drafters: Annotated[
         str | None,
-        typer.Option(help="Drafters: ngram, suffix, draft_model, eagle3, hybrid.", show_default="all available"),
+        typer.Option(
+            help="Drafters: ngram, suffix, draft_model, eagle3, dspark, hybrid.", show_default="all available"
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Run fewer and shorter checks.")] = False,
     prompts_file: PromptsFile = None,

@@ -59,6 +59,8 @@ def _vllm_speculation_problems(config: Config) -> Iterator[str]:
         )
     if speculation.method == "hybrid":
         yield f'speculation.method = "hybrid": {VLLM} has one drafter at a time; use "suffix" or "eagle3"'
+    if speculation.method == "dspark":
+        yield f'speculation.method = "dspark": not tested with {VLLM}; use "suffix" or "eagle3"'
     if drafts and speculation.rule != "rejection":
         yield (
             f'speculation.rule = "{speculation.rule}": {VLLM} accepts drafts by rejection sampling (the distribution '

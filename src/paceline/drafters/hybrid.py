@@ -1,4 +1,4 @@
-"""Drafts from history or with an EAGLE-3 head: for each row, the one with more expected tokens for its cost.
+"""Drafts from history or with a head: for each row, the one with more expected tokens for its cost.
 
 A draft's value is the expected number of accepted tokens, by the acceptance model. History costs nothing, the head a
 share of a target step per token. The choice `before` the head drafts spends its time only on rows that it gets; the

@@ -16,7 +16,7 @@ from paceline.replay.engine import Replay
 from paceline.sim.schedule import Schedule, make_schedule
 from paceline.sim.simulated_drafter import SimulatedDrafter, make_round
 from paceline.sim.speculation import NO_SPECULATION, Speculation
-from paceline.sim.step import StepModel
+from paceline.sim.step import DRAFTER_NAMES, StepModel
 from paceline.sim.workload import Workload, sample_lengths
 from paceline.speculation.auto import AutoPolicy
 from paceline.speculation.batch import Rows
@@ -200,4 +200,7 @@ def _policy(speculation: Speculation, costs: CostTable) -> SpeculationPolicy:
         return StaticPolicy(speculation.k)
     if speculation.policy == "das":
         return DasPolicy(costs, speculation.k)
-    return AutoPolicy(costs, speculation.k, "suffix" if speculation.method == "free" else speculation.method)
+    if speculation.method == "free":
+        return AutoPolicy(costs, speculation.k)
+    model = DRAFTER_NAMES.get(speculation.method, speculation.method)
+    return AutoPolicy(costs, speculation.k, speculation.method, model)

@@ -100,6 +100,8 @@ class RunSimulation:
             "pipeline": {"gpus": 1},
             "speculation": {"method": "none", "k": 0},
         }  # fmt: skip
+        if "dspark" in self.costs.table.drafts:
+            raise ConfigError(f"{self.run.folder}: it drafted with a DSpark head, which is not simulated yet")
         rates = self.costs.acceptance_rates
         if speculation.method != "none" and rates:
             tree["speculation"] = {

@@ -94,7 +94,8 @@ def read_trace(path: Path) -> list[MeasuredStep]:
 def _from_bench(rows: Sequence[Mapping[str, Any]]) -> list[MeasuredStep]:
     found = []
     for row in rows:
-        if row.get("step_ms") is None or row.get("policy") == "auto":
+        is_unknown = row.get("drafter") == "dspark"  # there is no model of its time
+        if row.get("step_ms") is None or row.get("policy") == "auto" or is_unknown:
             continue
         drafted = row.get("drafter") == "eagle3"
         k = _number(row, "num_speculative_tokens" if row.get("verified") is None else "verified")

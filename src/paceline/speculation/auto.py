@@ -31,7 +31,6 @@ from paceline.speculation.pauses import Pauses
 from paceline.speculation.policy import Decision, SpeculationPolicy
 from paceline.types import Request, StepTrace
 
-MODELS = {"eagle3": "eagle3", "hybrid": "eagle3", "draft_model": "draft_model"}  # by method: which model drafts
 # Gain that is required with one row, and how much more with many: a token saved on one row of many hardly shortens a
 # rollout, which ends with its last row.
 MARGIN, MARGIN_MANY_ROWS = 0.01, 0.04
@@ -77,19 +76,20 @@ class _Step:
 
 
 class AutoPolicy(SpeculationPolicy):
-    """For the drafter of this `method`."""
+    """For the drafter of this `method`. `model`: the name of the model that drafts, alone or in a hybrid; None: drafts
+    come from history only."""
 
     name = "auto"
     reads_drafts = takes_best = reads_acceptance = has_probes = True
 
-    def __init__(self, costs: CostTable, max_tokens: int, method: str = "suffix") -> None:
+    def __init__(self, costs: CostTable, max_tokens: int, method: str = "suffix", model: str | None = None) -> None:
         if max_tokens < 1:
             raise ValueError(
                 f"speculation.num_speculative_tokens = {max_tokens}: the auto policy needs at least 1; to draft "
                 "nothing, use speculation.method = 'none'"
             )
         self.costs, self.max_tokens, self.method = costs, max_tokens, method
-        self.model = MODELS.get(method)
+        self.model = model
         self.cost_name = self.model or method  # in the cost table
         super().__init__()
         # A hybrid drafter on the device drafts with its head and from history at once; on the host, history's drafts

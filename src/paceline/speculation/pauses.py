@@ -1,4 +1,4 @@
-"""Pauses of a drafter that takes time even if it drafts nothing: an EAGLE-3 head on the device reads every token.
+"""Pauses of a drafter that takes time even if it drafts nothing: a head on the device reads every token.
 
 It is paused if its drafts would not repay this even for a single row, the load at which drafts pay most. The first
 pause takes FIRST_PAUSE steps, each further one twice as many. It ends when a new round of requests begins, because the

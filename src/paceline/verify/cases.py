@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.drafters.dspark import DSparkDrafter
 from paceline.drafters.eagle3 import Eagle3Drafter
 from paceline.drafters.hybrid import HybridDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import LocalEngine
 from paceline.model.config import ModelConfig
-from paceline.model.eagle3 import HeadConfig, init_head
+from paceline.model.draft_head import DraftHead
+from paceline.model.dspark import DSparkConfig, init_dspark
+from paceline.model.eagle3 import Eagle3Config, init_head
 from paceline.model.layer import Linear
 from paceline.model.sample import Sampler
 from paceline.speculation.auto import AutoPolicy
@@ -26,10 +30,14 @@ from paceline.verify.chi_square import Sample
 from paceline.verify.drafters import AdversarialDrafter
 from paceline.verify.table import Table, TableDecoder
 
+Head = TypeVar("Head", bound=DraftHead)
+
+SIZE = 8  # hidden size of a head
 RULES = ("coupled", "rejection", "block")
 POLICIES = {"coupled": ("static", "das", "auto"), "rejection": ("static", "das"), "block": ("static", "das")}  # by rule
-DRAFTERS = ("adversarial", "ngram", "suffix", "draft_model", "eagle3", "hybrid")
-SAMPLING_DRAFTERS = ("draft_model", "eagle3", "hybrid")  # under `coupled` the enumeration branches at their draws too
+DRAFTERS = ("adversarial", "ngram", "suffix", "draft_model", "eagle3", "dspark", "hybrid")
+MODELS = {"draft_model": "draft_model", "eagle3": "eagle3", "dspark": "dspark", "hybrid": "eagle3"}  # by drafter
+SAMPLING_DRAFTERS = tuple(MODELS)  # under `coupled` the enumeration branches at their draws too
 
 
 def make_policy(name: str, k: int, drafter: str) -> SpeculationPolicy:
@@ -39,7 +47,7 @@ def make_policy(name: str, k: int, drafter: str) -> SpeculationPolicy:
         return StaticPolicy(k)
     points = [Point(rows, rows + extra, 9 * rows + extra, 1 + 0.02 * extra) for rows in (1, 64) for extra in (0, 1, 64)]
     costs = CostTable("case", points, frozen=True)
-    return DasPolicy(costs, k) if name == "das" else AutoPolicy(costs, k, drafter)
+    return DasPolicy(costs, k) if name == "das" else AutoPolicy(costs, k, drafter, MODELS.get(drafter))
 
 
 class TableCase:
@@ -83,21 +91,37 @@ class TableCase:
         coupled = rule == "coupled"
         if name == "draft_model":
             return DraftModelDrafter(TableDecoder(self.draft, num_blocks), sampler, coupled)
+        if name == "dspark":
+            return self._dspark(sampler, num_blocks, coupled)
         eagle3 = self._eagle3(sampler, num_blocks, coupled)
         return eagle3 if name == "eagle3" else HybridDrafter(SuffixDrafter(), eagle3, head_cost=0.1)
 
     def _eagle3(self, sampler: Sampler, num_blocks: int, coupled: bool) -> Eagle3Drafter:
-        """A random head. Its auxiliary hidden states are the table's logits; its vocabulary lacks the first token."""
-        size, vocab = 8, self.vocab_size
-        layer = ModelConfig("llama", vocab, size, size, 1, 2, 1, 4, 1e-6, 10_000.0, 512)
-        config = HeadConfig(layer, vocab - 1, layer_ids=(1,), target_hidden_size=vocab)
-        head = init_head(config, torch.arange(1, vocab), seed=5, dtype=torch.float64).requires_grad_(False)
-        embed = Linear(size, vocab).double().requires_grad_(False)
+        config = Eagle3Config(self._layer(1), self.vocab_size - 1, layer_ids=(1,), target_hidden_size=self.vocab_size)
+        head = init_head(config, self._draft_ids(), seed=5, dtype=torch.float64)
+        return Eagle3Drafter(*self._randomized(head), sampler, num_blocks, coupled)
+
+    def _dspark(self, sampler: Sampler, num_blocks: int, coupled: bool) -> DSparkDrafter:
+        config = DSparkConfig(self._layer(2), self.vocab_size - 1, (1,), self.vocab_size, markov_rank=3)
+        head = init_dspark(config, self._draft_ids(), seed=5, dtype=torch.float64)
+        return DSparkDrafter(*self._randomized(head), sampler, num_blocks, coupled)
+
+    def _layer(self, num_layers: int) -> ModelConfig:
+        return ModelConfig("llama", self.vocab_size, SIZE, SIZE, num_layers, 2, 1, 4, 1e-6, 10_000.0, 512)
+
+    def _draft_ids(self) -> Tensor:
+        """A head's vocabulary lacks the first token."""
+        return torch.arange(1, self.vocab_size)
+
+    def _randomized(self, head: Head) -> tuple[Head, Linear]:
+        """A random head and embedding. Its auxiliary hidden states are the table's logits."""
+        head.requires_grad_(False)
+        embed = Linear(SIZE, self.vocab_size).double().requires_grad_(False)
         noise = torch.Generator().manual_seed(6)
         for linear in (embed, *(module for module in head.modules() if isinstance(module, Linear))):
             assert linear.weight is not None
             linear.weight.copy_(torch.randn(linear.weight.shape, generator=noise))
-        return Eagle3Drafter(head, embed, sampler, num_blocks, coupled)
+        return head, embed
 
     def sample(self, engine: LocalEngine, sampling: SamplingParams, num: int, first_key: int) -> Sample:
         """`num` independent completions of one prompt, with noise keys first_key, first_key + 1, …"""

@@ -74,7 +74,7 @@ def _redrafting() -> Iterator[Case]:
     """Sequences long enough for a head to draft a position again after a rejection, with a seed for which `hybrid` uses
     the head both times. A rule that leaves the round out of its noise then uses the same noise twice. A head cannot
     draft before the prompt is computed, so it needs one token more than other drafters."""
-    for rule, drafter in ((r, d) for r in ("rejection", "block") for d in ("eagle3", "hybrid")):
+    for rule, drafter in ((r, d) for r in ("rejection", "block") for d in ("eagle3", "dspark", "hybrid")):
         yield Case(rule, "static", drafter, SamplingParams(max_tokens=4), seed=7)
 
 

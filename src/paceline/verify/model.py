@@ -11,11 +11,11 @@ import torch
 from paceline.build.drafter import build_drafter, build_head, pack_head, recorded_acceptance
 from paceline.build.engine import build_runner
 from paceline.build.model import build_decoder, build_sampler
-from paceline.config import HEAD_METHODS, Config
+from paceline.config import ARCHITECTURES, HEAD_METHODS, Config
 from paceline.engine.engine import LocalEngine
 from paceline.model import lora
 from paceline.model.decoder import Decoder
-from paceline.model.eagle3 import Eagle3Head
+from paceline.model.draft_head import DraftHead
 from paceline.model.kv import BLOCK
 from paceline.model.paged import PagedDecoder
 from paceline.model.store import load_tokenizer, resolve
@@ -29,7 +29,7 @@ from paceline.verify.result import Progress
 from paceline.verify.ties import ReferenceScorer
 
 HISTORY = ("suffix", "hybrid")  # drafters that draft from finished requests
-ALWAYS_DRAFT = ("draft_model", "eagle3")  # drafters that need no match in a history
+ALWAYS_DRAFT = ("draft_model", *ARCHITECTURES)  # drafters that need no match in a history
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class CheckedModel:
         self.coupled_with_history: dict[str, list[Completion]] = {}  # the same requests again, by history drafters
         self._scorer: ReferenceScorer | None = None
         self._rounding: float | None = None
-        self._head: Eagle3Head | None = None
+        self._head: DraftHead | None = None
 
     @property
     def always_drafting(self) -> bool:
@@ -126,8 +126,8 @@ class CheckedModel:
         engine = {"kv_tokens": kv_tokens, "max_num_seqs": max_num_seqs}
         return self.config.changed(speculation=speculation, engine=engine)
 
-    def _load_head(self, drafter: str | None) -> Eagle3Head | None:
-        """The EAGLE-3 head, loaded once; None for drafters without one."""
+    def _load_head(self, drafter: str | None) -> DraftHead | None:
+        """The head, loaded once; None for drafters without one."""
         if drafter not in HEAD_METHODS:
             return None
         if self._head is None:
@@ -206,9 +206,10 @@ class CheckedModel:
 
     def alarms(self) -> list[str]:
         """Whether far fewer of the head's tokens are accepted than its provenance file records, if level 3 ran it."""
-        found, config = self._coupled.get("eagle3"), self._config("eagle3")
-        recorded = recorded_acceptance(config, 1.0) if found is not None else None
-        if found is None or recorded is None:
-            return []
-        message = FirstPositions.of(found).shortfall_message(recorded, config.draft.alarm_record, 1.0)
-        return [message] if message is not None else []
+        for architecture in ARCHITECTURES:
+            found, config = self._coupled.get(architecture), self._config(architecture)
+            recorded = recorded_acceptance(config, 1.0) if found is not None else None
+            if found is not None and recorded is not None:
+                message = FirstPositions.of(found).shortfall_message(recorded, config.draft.alarm_record, 1.0)
+                return [message] if message is not None else []
+        return []

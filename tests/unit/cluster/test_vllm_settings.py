@@ -27,6 +27,7 @@ DRAFT = "speculation.rule=rejection"
         ),
         (["speculation.method=ngram", "speculation.rule=block"], r"speculation.rule = \"block\""),
         (["speculation.method=hybrid", DRAFT], r"method = \"hybrid\": .*one drafter at a time"),
+        (["speculation.method=dspark", DRAFT], r"method = \"dspark\": not tested with engine.kind"),
         (["speculation.policy=das"], r"policy = \"das\": .*schedules by itself"),
         (["speculation.policy=auto"], r"policy = \"auto\" .*biases rule = \"rejection\"; use policy = \"static\""),
         (["speculation.policy=auto", "speculation.rule=coupled"], r"policy = \"auto\": .*schedules by itself"),

@@ -123,6 +123,7 @@ def test_advice_reads_the_runs_own_metrics(rollouts: Path, table: str, tmp_path:
     ("arguments", "message"),
     [
         (["--drafter", "draft_model"], "--drafter 'draft_model': replay has no model; use one of suffix, ngram"),
+        (["--drafter", "dspark"], "--drafter 'dspark': replay has no model; use one of suffix, ngram, eagle3, hybrid"),
         (["--policy", "static"], "--policy 'static': use static:K"),
         (["--policy", "auto:x"], "--policy 'auto:x'"),
         (["--policy", "static:999"], "speculation.num_speculative_tokens"),
@@ -179,7 +180,7 @@ def test_allowed_config_keys_are_those_that_are_read(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         build, "replay_config", lambda cell, overrides: RecordingConfig(original(cell, overrides), read)
     )
-    for drafter in (*build.MODEL_FREE, *build.HEAD_METHODS):
+    for drafter in (*build.MODEL_FREE, *build.WITH_HEAD):
         for policy in ("static:3", "das", "auto"):
             build.build_replay(Cell(drafter, policy, 4), build.frozen_costs(None, None))
     by_option = {f"speculation.{name}" for name in ("method", "policy", "num_speculative_tokens")}

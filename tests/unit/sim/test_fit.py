@@ -81,6 +81,15 @@ def simulated_bench_rows(seed: int = 0, noise: float = 0.01):
     return rows
 
 
+def test_steps_with_a_dspark_head_are_left_out(tmp_path):
+    """They would count as steps without a head."""
+    rows = simulated_bench_rows()
+    others = [row | {"drafter": "dspark", "step_ms": 2 * row["step_ms"]} for row in rows]
+    for name, each in (("one", rows), ("both", [*rows, *others])):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": each}))
+    assert read_trace(tmp_path / "both.json") == read_trace(tmp_path / "one.json")
+
+
 def test_half_of_a_trace_predicts_the_other_half(tmp_path):
     (tmp_path / "steps.json").write_text(json.dumps({"rows": simulated_bench_rows()}))
     measured = read_trace(tmp_path / "steps.json")

@@ -83,7 +83,8 @@ class Engine:
     """What the engine does with a policy, an acceptance model and drafts."""
 
     def __init__(self, costs: LinearCosts, method: str = "suffix", k: int = K) -> None:
-        self.policy = AutoPolicy(costs, k, method)  # type: ignore[arg-type]
+        model = {"hybrid": "eagle3", "eagle3": "eagle3", "draft_model": "draft_model"}.get(method)
+        self.policy = AutoPolicy(costs, k, method, model)  # type: ignore[arg-type]
         self.acceptance = AcceptanceModel(self.policy.has_probes)
         self.method, self.caps = method, np.zeros(0, np.int32)
 

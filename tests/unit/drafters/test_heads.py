@@ -1,21 +1,28 @@
-"""The EAGLE-3 drafter computes, in batches and step by step over paged memory, what training unrolls."""
+"""Drafters with a head compute, in batches and over paged memory, what training computes for all bases at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support import check_blocks, tiny_decoder, tiny_head
+from support import check_blocks, tiny_decoder, tiny_dspark, tiny_head
 from torch import Tensor
 
+from paceline.build.config import load_config
+from paceline.build.drafter import build_drafter
 from paceline.draft.head_batch import Example, make_head_batch
-from paceline.draft.unroll import unroll
+from paceline.draft.unroll import draft_steps
+from paceline.drafters.dspark import DSparkDrafter
 from paceline.drafters.eagle3 import Eagle3Drafter
 from paceline.engine.engine import LocalEngine
+from paceline.model.attention import PackedAttention
 from paceline.model.decoder import Decoder
+from paceline.model.draft_head import DraftHead
+from paceline.model.dspark import DSparkHead
 from paceline.model.eagle3 import Eagle3Head
 from paceline.model.head_files import head_state
 from paceline.model.kernels import pack_for_inference
@@ -31,34 +38,40 @@ from paceline.types import Request, SamplingParams
 K = 4
 
 
-class Recording(Eagle3Drafter):
-    """Keeps what it drafted: the row's tokens and drafts, and the logits over the draft vocabulary."""
+HEADS = {"eagle3": tiny_head, "dspark": tiny_dspark}
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)  # type: ignore[arg-type]
-        self.drafts: list[tuple[np.ndarray, Tensor]] = []
-        self._logits: list[tuple[list[int], Tensor]] = []
 
-    def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch:
-        self._logits = []
-        drafts = super().propose(rows, caps)
-        for i in range(len(rows)):
-            of_row = [logits[active.index(i)] for active, logits in self._logits if i in active]
-            if of_row:
-                sequence = np.concatenate([rows.tokens[i], drafts.tokens[i, : drafts.num[i]]])
-                self.drafts.append((sequence, torch.stack(of_row)))
-        return drafts
+def recording(head: DraftHead, *args: object) -> Any:
+    """A drafter that keeps what it drafted: the row's tokens and drafts, and the logits over the draft vocabulary."""
 
-    def _draw(self, rows: Rows, active: list[int], h: Tensor, step: int, *rest: object) -> None:
-        self._logits.append((list(active), self.head.logits(h).clone()))
-        super()._draw(rows, active, h, step, *rest)  # type: ignore[arg-type]
+    class Recording(Eagle3Drafter if isinstance(head, Eagle3Head) else DSparkDrafter):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(head, *args)
+            self.drafts: list[tuple[np.ndarray, Tensor]] = []
+            self._logits: list[tuple[list[int], Tensor]] = []
+
+        def propose(self, rows: Rows, caps: np.ndarray) -> DraftBatch:
+            self._logits = []
+            drafts = super().propose(rows, caps)
+            for i in range(len(rows)):
+                of_row = [logits[active.index(i)] for active, logits in self._logits if i in active]
+                if of_row:
+                    sequence = np.concatenate([rows.tokens[i], drafts.tokens[i, : drafts.num[i]]])
+                    self.drafts.append((sequence, torch.stack(of_row)))
+            return drafts
+
+        def draw(self, rows: Rows, active: list[int], logits: Tensor, step: int, *rest: object) -> None:
+            self._logits.append((list(active), logits.clone()))
+            super().draw(rows, active, logits, step, *rest)
+
+    return Recording()
 
 
 def run(
-    decoder: Decoder, head: Eagle3Head, num_blocks: int = 64, max_num_seqs: int = 8, rule: str = "coupled"
-) -> tuple[LocalEngine, Recording]:
+    decoder: Decoder, head: DraftHead, num_blocks: int = 64, max_num_seqs: int = 8, rule: str = "coupled"
+) -> tuple[LocalEngine, Any]:
     sampler = Sampler(native=decoder.embed.panels is not None)
-    drafter = Recording(head, decoder.embed, sampler, num_blocks, rule == "coupled")
+    drafter = recording(head, decoder.embed, sampler, num_blocks, rule == "coupled")
     engine = LocalEngine(
         PagedDecoder(decoder, num_blocks),
         sampler=sampler,
@@ -75,7 +88,7 @@ def run(
     return engine, drafter
 
 
-def largest_gap(decoder: Decoder, head: Eagle3Head, drafts: list[tuple[np.ndarray, Tensor]]) -> float:
+def largest_gap(decoder: Decoder, head: DraftHead, drafts: list[tuple[np.ndarray, Tensor]]) -> float:
     """Between the drafter's logits and the unrolled ones of the same sequences."""
     gaps = []
     for sequence, logits in drafts:
@@ -83,16 +96,22 @@ def largest_gap(decoder: Decoder, head: Eagle3Head, drafts: list[tuple[np.ndarra
         tokens = np.concatenate([sequence, [0, 0]]).astype(np.int32)
         head_batch = make_head_batch(decoder, [Example(tokens, np.ones(len(tokens), bool))], head.config.aux_layers)
         base = len(sequence) - len(logits) - 2
-        for step, (h, base_P, _) in enumerate(unroll(head, decoder.embed, head_batch, len(logits))):
+        for step, (features, base_P, _) in enumerate(draft_steps(head, decoder.embed, head_batch, len(logits))):
             (at,) = torch.nonzero(base_P == base, as_tuple=True)
-            gaps.append(float((head.logits(h[at[0]][None])[0] - logits[step]).abs().max()))
+            gaps.append(float((head.output_weight() @ features[at[0]] - logits[step]).abs().max()))
     return max(gaps)
 
 
-@pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True}, {"fc_norm": True}])
-def test_drafting_is_the_unrolling_that_was_trained(changes: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("eagle3", {}), ("eagle3", {"norm_before_residual": True}), ("eagle3", {"fc_norm": True}),
+        ("dspark", {}), ("dspark", {"has_confidence": False}),
+    ],
+)  # fmt: skip
+def test_drafting_is_what_was_trained(kind: str, changes: dict[str, bool]) -> None:
     decoder = tiny_decoder()
-    head = tiny_head(decoder, **changes)
+    head = HEADS[kind](decoder, **changes)
     engine, drafter = run(decoder, head, num_blocks=24)
     assert len(drafter.drafts) > 40
     assert largest_gap(decoder, head, drafter.drafts) < 1e-9  # float64
@@ -100,10 +119,11 @@ def test_drafting_is_the_unrolling_that_was_trained(changes: dict[str, bool]) ->
     assert not any(drafter.memory.pool.ref_counts)
 
 
-def test_the_kernels_draft_the_same() -> None:
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_kernels_draft_the_same(kind: str) -> None:
     decoder = tiny_decoder(torch.float32)
-    head = tiny_head(decoder)
-    packed, packed_head = tiny_decoder(torch.float32), tiny_head(tiny_decoder(torch.float32))
+    head = HEADS[kind](decoder)
+    packed, packed_head = tiny_decoder(torch.float32), HEADS[kind](tiny_decoder(torch.float32))
     pack_for_inference(packed)
     pack_for_inference(packed_head)
     _, drafter = run(packed, packed_head)
@@ -135,6 +155,30 @@ def test_a_wrong_layout_is_caught(damage: Callable[[Eagle3Head, Decoder], None])
     assert largest_gap(decoder, tiny_head(decoder), drafter.drafts) > 1e-3
 
 
+def peeks(head: DSparkHead, decoder: Decoder) -> None:
+    """Broken: the block begins one position too late, as if its first token were verified already."""
+    forward = head.forward
+    head.forward = lambda tokens, positions, *rest: forward(tokens, positions + 1, *rest)  # type: ignore[method-assign]
+
+
+def swapped_context(head: DSparkHead, decoder: Decoder) -> None:
+    context = head.context
+    head.context = lambda *args: ((v, k) for k, v in context(*args))  # type: ignore[method-assign]
+
+
+def no_markov_term(head: DSparkHead, decoder: Decoder) -> None:
+    head.markov_out.weight.data.zero_()
+
+
+@pytest.mark.parametrize("damage", [peeks, swapped_context, no_markov_term])
+def test_a_wrong_block_is_caught(damage: Callable[[DSparkHead, Decoder], None]) -> None:
+    decoder = tiny_decoder()
+    damaged = tiny_dspark(decoder)
+    damage(damaged, decoder)
+    _, drafter = run(decoder, damaged)
+    assert largest_gap(decoder, tiny_dspark(decoder), drafter.drafts) > 1e-3
+
+
 def test_an_embedding_that_is_not_shifted_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: hidden state i goes with token i instead of token i + 1."""
     forward = Eagle3Drafter._forward
@@ -151,49 +195,42 @@ def test_an_embedding_that_is_not_shifted_is_caught(monkeypatch: pytest.MonkeyPa
     assert largest_gap(decoder, tiny_head(decoder), drafter.drafts) > 1e-3
 
 
-def test_its_tokens_are_the_targets_and_never_outside_its_vocabulary() -> None:
+@pytest.mark.parametrize("kind", HEADS)
+def test_its_tokens_are_the_targets_and_never_outside_its_vocabulary(kind: str) -> None:
     decoder = tiny_decoder()
-    head = tiny_head(decoder)
+    head = HEADS[kind](decoder)
     _, drafter = run(decoder, head)
     known = set(head.draft_ids.tolist())
     for sequence, logits in drafter.drafts:
         assert set(sequence[-len(logits) :].tolist()) <= known
 
 
-def test_a_head_with_the_targets_logits_is_always_accepted() -> None:
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_with_the_targets_logits_is_always_accepted(kind: str) -> None:
     """If q = p at every position, the same noise gives the same tokens."""
     decoder = tiny_decoder()
-    head = tiny_head(decoder, draft_vocab_size=61)
-
-    class TargetLogits(Recording):
-        def _draw(self, rows, active, h, step, drafts, distributions):
-            sequences = [[*rows.tokens[i], *drafts.tokens[i, :step]] for i in active]
-            logits = []
-            for tokens in sequences:
-                length = len(tokens)
-                from paceline.model.attention import PackedAttention
-
-                out = decoder(torch.tensor(tokens), torch.arange(length), PackedAttention([length]))
-                logits.append(decoder.logits(out.hidden[-1:])[0])
-            self.head.logits = lambda _: torch.stack(logits)
-            self.head.to_target_vocab = lambda given: given
-            try:
-                Eagle3Drafter._draw(self, rows, active, h, step, drafts, distributions)
-            finally:
-                del self.head.logits, self.head.to_target_vocab
-
+    head = HEADS[kind](decoder, draft_vocab_size=61)
     sampler = Sampler()
-    drafter = TargetLogits(head, decoder.embed, sampler, 64)
+    drafter = recording(head, decoder.embed, sampler, 64)
+    draw = drafter.draw
+
+    def draw_as_the_target(rows, active, logits, step, drafts, distributions):
+        sequences = [torch.tensor([*rows.tokens[i], *drafts.tokens[i, :step]]) for i in active]
+        outs = [decoder(tokens, torch.arange(len(tokens)), PackedAttention([len(tokens)])) for tokens in sequences]
+        draw(rows, active, torch.cat([decoder.logits(out.hidden[-1:]) for out in outs]), step, drafts, distributions)
+
+    drafter.draw = draw_as_the_target
     engine = LocalEngine(PagedDecoder(decoder, 64), sampler=sampler, drafter=drafter, policy=StaticPolicy(K))
     (completion,) = engine.generate([Request(0, (1, 2, 3), SamplingParams(max_tokens=25, ignore_eos=True), 9)])
     assert completion.num_accepted_tokens == completion.num_draft_tokens > 15
 
 
-def test_new_policy_weights_and_new_head_weights_drop_its_kv() -> None:
+@pytest.mark.parametrize("kind", HEADS)
+def test_new_policy_weights_and_new_head_weights_drop_its_kv(kind: str) -> None:
     decoder = tiny_decoder()
-    head = tiny_head(decoder)
+    head = HEADS[kind](decoder)
     engine, drafter = run(decoder, head)
-    other = tiny_head(decoder, seed=9)
+    other = HEADS[kind](decoder, seed=9)
     receipt = engine.update_drafter(list(head_state(other)), 5)
     assert drafter.version == 5
     assert receipt.num_tensors == len(list(head_state(other)))
@@ -205,28 +242,30 @@ def test_new_policy_weights_and_new_head_weights_drop_its_kv() -> None:
     assert {trace.drafter_version for trace in engine.drain_trace()} == {0, 5}
 
 
-def test_with_too_little_memory_there_are_fewer_drafts_but_the_same_tokens() -> None:
+@pytest.mark.parametrize("kind", HEADS)
+def test_with_too_little_memory_there_are_fewer_drafts_but_the_same_tokens(kind: str) -> None:
     decoder = tiny_decoder()
     sampler = Sampler()
     wanted = [Request(i, tuple(range(1, 30)), SamplingParams(max_tokens=20, ignore_eos=True), i) for i in range(4)]
     plain = LocalEngine(PagedDecoder(decoder, 64), sampler=sampler).generate(wanted)
-    drafter = Eagle3Drafter(tiny_head(decoder), decoder.embed, sampler, 4)
+    drafter = recording(HEADS[kind](decoder), decoder.embed, sampler, 4)
     engine = LocalEngine(PagedDecoder(decoder, 64), sampler=sampler, drafter=drafter, policy=StaticPolicy(K))
     found = engine.generate(wanted)
     assert [c.token_ids.tolist() for c in found] == [c.token_ids.tolist() for c in plain]
     assert sum(c.num_drafts for c in found) > 0
 
 
-def test_a_head_that_begins_late_starts_within_its_window() -> None:
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_that_begins_late_starts_within_its_window(kind: str) -> None:
     """It drafts without the tokens before: the same as training unrolls from there."""
     decoder, sampler, window = tiny_decoder(), Sampler(), 8
-    drafter = Recording(tiny_head(decoder), decoder.embed, sampler, 64, True, 0.0, window)
+    drafter = recording(HEADS[kind](decoder), decoder.embed, sampler, 64, True, 0.0, window)
     engine = LocalEngine(PagedDecoder(decoder, 64), sampler=sampler, drafter=drafter, policy=StaticPolicy(K))
     wanted = [Request(0, tuple(range(1, 30)), SamplingParams(max_tokens=20, ignore_eos=True), 3)]
     plain = LocalEngine(PagedDecoder(decoder, 64), sampler=sampler).generate(wanted)
     assert [c.token_ids.tolist() for c in engine.generate(wanted)] == [c.token_ids.tolist() for c in plain]
     assert len(drafter.drafts) > 5
-    head = tiny_head(decoder)
+    head = HEADS[kind](decoder)
     assert largest_gap(decoder, head, drafter.drafts) > 1e-3  # it did not see the beginning
     first = len(drafter.drafts[0][0]) - K - 1 - window  # where it starts
     for sequence, logits in drafter.drafts:
@@ -240,19 +279,20 @@ def test_a_head_that_begins_late_starts_within_its_window() -> None:
             hidden_SLD=head_batch.hidden_SLD[:, first:],
         )
         base = len(sequence) - len(logits) - 2 - first
-        for step, (h, base_P, _) in enumerate(unroll(head, decoder.embed, late, len(logits))):
+        for step, (features, base_P, _) in enumerate(draft_steps(head, decoder.embed, late, len(logits))):
             (at,) = torch.nonzero(base_P == base, as_tuple=True)
-            assert float((head.logits(h[at[0]][None])[0] - logits[step]).abs().max()) < 1e-9
+            assert float((head.output_weight() @ features[at[0]] - logits[step]).abs().max()) < 1e-9
 
 
-def test_min_confidence_ends_a_draft_and_is_refused_with_the_rejection_rules() -> None:
+@pytest.mark.parametrize("kind", HEADS)
+def test_min_confidence_ends_a_draft_and_is_refused_with_the_rejection_rules(kind: str) -> None:
     decoder = tiny_decoder()
     sampler = Sampler()
     wanted = [Request(i, (1, 2, 3 + i), SamplingParams(max_tokens=30, ignore_eos=True), i) for i in range(4)]
     plain = LocalEngine(PagedDecoder(decoder, 64), sampler=sampler).generate(wanted)
     lengths = []
     for least in (0.0, 0.5):
-        drafter = Eagle3Drafter(tiny_head(decoder), decoder.embed, sampler, 64, min_confidence=least)
+        drafter = recording(HEADS[kind](decoder), decoder.embed, sampler, 64, True, least)
         policy = StaticPolicy(K, least)
         engine = LocalEngine(PagedDecoder(decoder, 64), sampler=sampler, drafter=drafter, policy=policy)
         found = engine.generate(wanted)
@@ -284,11 +324,12 @@ def test_a_random_heads_probabilities_fall_below_its_scores() -> None:
         drafter.load_state_dict({"names": np.zeros(1)})
 
 
+@pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_damaged_head_is_an_error_with_the_rejection_rules(rule: str) -> None:
+def test_a_damaged_head_is_an_error_with_the_rejection_rules(rule: str, kind: str) -> None:
     """A q of NaN would compare as accepted. With `coupled` only its drafts are lost."""
     decoder = tiny_decoder()
-    head = tiny_head(decoder)
+    head = HEADS[kind](decoder)
     head.norm.data.fill_(torch.nan)
     with pytest.raises(ValueError, match=r"distribution is invalid .* lower draft\.online_learning_rate"):
         run(decoder, head, rule=rule)
@@ -303,3 +344,22 @@ def test_a_drafter_may_change_while_the_engine_sleeps() -> None:
     engine.wake()
     (completion,) = engine.generate([Request(0, (1, 2, 3), SamplingParams(max_tokens=20, ignore_eos=True), 3)])
     assert completion.num_drafts > 5
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_given_head_of_another_architecture_is_an_error(kind: str) -> None:
+    """As in a sweep over drafters: it would draft under the other one's name."""
+    (other,) = HEADS.keys() - {kind}
+    decoder = tiny_decoder()
+    config = load_config(None, [f"speculation.method={other}", "engine.kv_tokens=512"])
+    with pytest.raises(ValueError, match=f'speculation.method = "{other}", but speculation.head is a head of the arch'):
+        build_drafter(config, decoder, None, HEADS[kind](decoder))
+    for method in (kind, "hybrid"):
+        assert build_drafter(config.changed(speculation={"method": method}), decoder, None, HEADS[kind](decoder))
+
+
+def test_a_dspark_draft_is_at_most_as_long_as_trained_blocks() -> None:
+    decoder = tiny_decoder()
+    engine, drafter = run(decoder, tiny_dspark(decoder, block_size=2))
+    assert max(len(logits) for _, logits in drafter.drafts) == 2 < K
+    check_blocks(engine)
