@@ -212,9 +212,12 @@ def speculation(run: Run) -> str:
 def acceptance_by_depth(run: Run) -> dict[str, float | None]:
     """The mean over the steps that have drafts in a range."""
     found = [record.get("acceptance_length_per_depth") for record in run.steps]
-    starts = sorted({start for lengths in found if isinstance(lengths, dict) for start in lengths}, key=int)
-    by_start = {start: [each for lengths in found if (each := number(lengths, start)) is not None] for start in starts}
-    return {f"from {start}": sum(lengths) / len(lengths) for start, lengths in by_start.items()}
+    starts = {start for lengths in found if isinstance(lengths, dict) for start in lengths if start.isdecimal()}
+    means: dict[str, float | None] = {}
+    for start in sorted(starts, key=int):
+        lengths = [length for each in found if (length := number(each, start)) is not None]
+        means[f"from {start}"] = sum(lengths) / len(lengths) if lengths else None
+    return means
 
 
 def head_training(run: Run) -> str:
