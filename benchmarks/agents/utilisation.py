@@ -54,7 +54,7 @@ def main() -> None:
     arguments = parsed()
     arguments.out.mkdir(parents=True, exist_ok=True)
     rows = [{"prompt": f"Write about the number {i}.", "tool_s": arguments.tool_s} for i in range(arguments.agents)]
-    path = arguments.out / "problems.jsonl"
+    path = arguments.out.resolve() / "problems.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     os.chdir(HERE)  # the function is found by the name of this file
     config = make_config(
@@ -64,7 +64,7 @@ def main() -> None:
             "speculation": {"method": "none"},
             "sampling": {"max_tokens": 48},
             "task": {
-                "kind": "agent", "name": str(path.resolve()), "agent": "utilisation:two_turns", "held_out": 0,
+                "kind": "agent", "name": str(path), "agent": "utilisation:two_turns", "held_out": 0,
                 "max_parallel": arguments.agents,
             },
             "reward": {"functions": ["env"]},
@@ -78,8 +78,8 @@ def main() -> None:
         num += 1
         if time.monotonic() >= until:
             break
-    rewarder.close()
-    engine.close()
+    for each in (collector, task, rewarder, engine):
+        each.close()
 
 
 def one_round(collector: Any, problems: Any, num: int, deadline_s: float) -> str:

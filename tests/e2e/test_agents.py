@@ -252,8 +252,9 @@ def test_the_examples_train(config: str, folder: Path, monkeypatch: pytest.Monke
 )
 def test_many_agents_do_not_wait_for_each_other(folder: Path, num: int, minutes: str) -> None:
     """Two turns each, with a tool that takes a while between them. A round that does not end is an error."""
+    model = str(folder / "model") if minutes == "0" else "smollm2-135m"
     options = ["--agents", str(num), "--minutes", minutes, "--deadline-s", "240", "--out", str(folder / "out")]
-    script = [sys.executable, str(ROOT / "benchmarks/agents/utilisation.py"), "--model", str(folder / "model")]
+    script = [sys.executable, str(ROOT / "benchmarks/agents/utilisation.py"), "--model", model]
     done = subprocess.run([*script, *options], capture_output=True, text=True, timeout=60 * float(minutes) + 400)
     assert done.returncode == 0, done.stderr[-2000:]
     rounds = done.stdout.splitlines()
