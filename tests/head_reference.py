@@ -36,3 +36,19 @@ def rotated(x: Tensor, position: int, head: DraftHead) -> Tensor:
     angles = torch.tensor(float(position)) * (1 / head.config.layer.rope_theta**exponents)
     cos, sin = angles.cos().double(), angles.sin().double()
     return torch.cat([x[:half] * cos - x[half:] * sin, x[half:] * cos + x[:half] * sin])
+
+
+def some_ids(seed: int) -> Tensor:
+    """A draft vocabulary of 40 tokens."""
+    return torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:40].sort().values
+
+
+def enlarge(head: DraftHead, seed: int) -> None:
+    """Give a random head large weights, and norm weights that differ from one."""
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if name.endswith("norm"):
+                parameter.copy_(1 + 0.3 * torch.randn(parameter.shape, generator=noise, dtype=torch.float64))
+            else:
+                parameter.mul_(10)

@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from string import ascii_letters, digits
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -23,7 +23,7 @@ from paceline.engine.sequence import Sequence
 from paceline.engine.sequence_table import SequenceTable
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import Decoder
-from paceline.model.draft_head import DraftHead
+from paceline.model.draft_head import DraftHead, Head
 from paceline.model.dspark import DSparkHead, dspark_config, init_dspark
 from paceline.model.eagle3 import Eagle3Head, head_config, init_head
 from paceline.model.head_files import head_state
@@ -34,8 +34,6 @@ from paceline.model.sampling_arrays import SamplingArrays
 from paceline.model.weights import checksum, init
 from paceline.types import Request
 from paceline.verify.table import Table
-
-HeadType = TypeVar("HeadType", bound=DraftHead)
 
 
 def tiny_config(**changes: object) -> ModelConfig:
@@ -149,7 +147,7 @@ def tiny_draft_ids(decoder: Decoder, draft_vocab_size: int) -> torch.Tensor:
     return torch.tensor(list(every) if draft_vocab_size == len(every) else [i for i in every if i % 3 != 1])
 
 
-def as_tiny(decoder: Decoder, head: HeadType) -> HeadType:
+def as_tiny(decoder: Decoder, head: Head) -> Head:
     """With large weights, for inference beside this decoder."""
     with torch.no_grad():
         for parameter in head.parameters():

@@ -27,6 +27,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 from paceline.agents.verifiers_client import MODEL, POLICY, PolicyClient, PolicyInterception
 from paceline.chat.messages import Message
 from paceline.config import TaskSection
+from paceline.rl.agent_loop import cancel_others
 from paceline.tasks.agent import AgentFailed, Outcome, Policy
 
 BLOCKED_S = 10.0  # an event loop that does not answer for so long is blocked
@@ -167,10 +168,7 @@ class EnvironmentThread:
             self._thread.join(CLOSE_S)
 
     async def _close(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_others()
         self.loop.stop()
 
 

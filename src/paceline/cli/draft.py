@@ -69,12 +69,11 @@ def train_draft(
         path = resume / "config.toml"
     config = load_config(path, given)
     if compare:
-        summaries = train_each(config, run)
-        out.print(comparison_table(summaries))
+        found: Mapping[str, Any] = train_each(config, run)
+        out.print(comparison_table(found))
     else:
-        summaries = {config.draft.architecture: train_one(config, run, resume)}
-    (first, *_) = summaries.values()
-    save_json(json_file, {"config": config.model_dump(mode="json"), **(summaries if compare else first)})
+        found = train_one(config, run, resume)
+    save_json(json_file, {"config": config.model_dump(mode="json"), **found})
 
 
 def train_each(config: Config, run: Path | None) -> dict[str, Mapping[str, Any]]:

@@ -10,16 +10,20 @@ vocabulary.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from paceline.model.config import ModelConfig
-from paceline.model.layer import Layer, Linear, Model
+from paceline.model.layer import Layer, Linear, Model, init_random
 from paceline.model.ops import Ops, TorchOps
 from paceline.model.rope import Rope
+
+Head = TypeVar("Head", bound="DraftHead")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class HeadConfig:
         return tuple(i - 1 for i in self.layer_ids)
 
 
-class DraftHead(Model):
+class DraftHead(Model, ABC):
     architecture: str  # its name in settings and records
 
     def __init__(self, config: HeadConfig) -> None:
@@ -58,8 +62,8 @@ class DraftHead(Model):
         self.rope = Rope(c)
 
     @property
-    def decoder_layers(self) -> Sequence[Layer]:
-        raise NotImplementedError
+    @abstractmethod
+    def decoder_layers(self) -> Sequence[Layer]: ...
 
     def fuse(self, aux_hidden_TF: Tensor) -> Tensor:
         """Fuse the target's auxiliary hidden states into one state: [T, D]."""
@@ -77,11 +81,18 @@ class DraftHead(Model):
         out = logits_PN.new_full((len(logits_PN), self.config.layer.vocab_size), -torch.inf)
         return out.index_copy_(1, self.draft_ids, logits_PN)
 
+    @abstractmethod
     def output_weight(self) -> Tensor:
         """For training: the weight [N, K] that maps the K features of a draft position to its logits."""
-        raise NotImplementedError
 
     def acceptance_logits(self, features_PK: Tensor) -> Tensor | None:
         """The logit of the probability that the position's token is accepted: [P]. None: the head does not predict
         it."""
         return None
+
+
+def randomized(head: Head, draft_ids: Tensor, seed: int, dtype: torch.dtype, device: torch.device | str) -> Head:
+    """The head with random weights and this draft vocabulary."""
+    init_random(head.named_parameters(), seed)
+    head.draft_ids.copy_(draft_ids)
+    return head.to(dtype=dtype, device=device)

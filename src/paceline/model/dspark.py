@@ -6,8 +6,8 @@ the sequence, and of a mask token for the other positions. Its positions attend 
 Position i predicts the token after it.
 
 Positions of one pass do not know each other's tokens. So a Markov term, of low rank, adds to the logits of a position
-what the token drafted before it says about it. A confidence output predicts the probability that a token is accepted,
-given that those before it are.
+what the token drafted before it says about it. A confidence output is trained to predict the probability that a token
+is accepted, given that those before it are; drafting does not use it yet.
 
 R is the rank of the Markov term; other shapes are in `draft_head.py`.
 """
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from paceline.model.attention import Attention
 from paceline.model.config import ModelConfig
-from paceline.model.draft_head import DraftHead, HeadConfig
-from paceline.model.layer import Layer, Linear, init_random
+from paceline.model.draft_head import DraftHead, HeadConfig, randomized
+from paceline.model.layer import Layer, Linear
 from paceline.model.ops import upcast
 
 DEFAULT_NUM_LAYERS = 2
@@ -129,7 +129,4 @@ def init_dspark(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> DSparkHead:
-    head = DSparkHead(config)
-    init_random(head.named_parameters(), seed)
-    head.draft_ids.copy_(draft_ids)
-    return head.to(dtype=dtype, device=device)
+    return randomized(DSparkHead(config), draft_ids, seed, dtype, device)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from paceline.model.attention import Attention
 from paceline.model.config import ModelConfig
-from paceline.model.draft_head import DraftHead, HeadConfig
-from paceline.model.layer import Layer, Linear, init_random
+from paceline.model.draft_head import DraftHead, HeadConfig, randomized
+from paceline.model.layer import Layer, Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,4 @@ def init_head(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Eagle3Head:
-    head = Eagle3Head(config)
-    init_random(head.named_parameters(), seed)
-    head.draft_ids.copy_(draft_ids)
-    return head.to(dtype=dtype, device=device)
+    return randomized(Eagle3Head(config), draft_ids, seed, dtype, device)

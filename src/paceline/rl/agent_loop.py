@@ -55,10 +55,7 @@ class AgentLoop:
         self._thread.join(CLOSE_S)
 
     async def _close(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_others()
         self._is_closing = True
         self._loop.stop()
 
@@ -86,6 +83,14 @@ class AgentLoop:
         except BaseException as error:  # SystemExit would end the loop
             return error
         return outcome if isinstance(outcome, Outcome) else TypeError(f"returned {type(outcome).__name__}, no Outcome")
+
+
+async def cancel_others() -> None:
+    """Cancel all other tasks of the event loop, and wait for their end."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def ended(future: Future[Ended]) -> Ended:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.engine.engine import LocalEngine
 from paceline.model.config import ModelConfig
-from paceline.model.draft_head import DraftHead
+from paceline.model.draft_head import Head
 from paceline.model.dspark import DSparkConfig, init_dspark
 from paceline.model.eagle3 import Eagle3Config, init_head
 from paceline.model.layer import Linear
@@ -29,8 +29,6 @@ from paceline.types import Request, SamplingParams
 from paceline.verify.chi_square import Sample
 from paceline.verify.drafters import AdversarialDrafter
 from paceline.verify.table import Table, TableDecoder
-
-Head = TypeVar("Head", bound=DraftHead)
 
 SIZE = 8  # hidden size of a head
 RULES = ("coupled", "rejection", "block")

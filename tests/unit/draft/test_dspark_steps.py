@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from head_reference import VOCAB, norm, rotated, some_examples
+from head_reference import enlarge, norm, rotated, some_examples, some_ids
 from support import tiny_decoder
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,15 +25,8 @@ STEPS = 4
 def make_head(decoder: Decoder, seed: int = 1, **changes: object) -> DSparkHead:
     """A random head with large weights, and norm weights that differ from one."""
     config = replace(dspark_config(decoder.config, 40, (1, 3), num_layers=2, markov_rank=5), **changes)
-    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:40].sort().values
-    head = init_dspark(config, ids, seed=seed, dtype=torch.float64)
-    noise = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            if name.endswith("norm"):
-                parameter.copy_(1 + 0.3 * torch.randn(parameter.shape, generator=noise, dtype=torch.float64))
-            else:
-                parameter.mul_(10)
+    head = init_dspark(config, some_ids(seed), seed=seed, dtype=torch.float64)
+    enlarge(head, seed)
     return head
 
 
